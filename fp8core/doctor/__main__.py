@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+
 from fp8core.commands.arguments import device_argument
 from fp8core.dispatch import plugins
 from fp8core.doctor import collectives, consult, findings, over_ranks, process
@@ -40,6 +42,8 @@ def main() -> None:
             group = (args.rank, args.size, args.device, args.folder)
             results = over_ranks.records(args.name, *group)
         else:
+            # On a busy machine a second thread costs small operations many times their work.
+            torch.set_num_threads(1)
             results = findings.records(args.name, args.device, args.done)
         for record in results:
             put(record)
