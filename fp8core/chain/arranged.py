@@ -26,19 +26,22 @@ class Arranged(tuple[Link, ...]):
     def __init__(self, links: Sequence[Link]) -> None:
         self.like_grad: Likeness | None = None
         self.recorder: Recorder | None = None
-        self._programs: dict[tuple[int, Sequence[bool]], Program] = {}
+        self._programs: dict[tuple[Sequence[int], Sequence[bool]], Program] = {}
 
-    def program(self, rows: int, needs_grad: tuple[bool, ...], call: Call) -> Program:
-        """Return the program of all links; arguments as of ``Link.program``.
+    def program(
+        self, shape: Sequence[int], rows: int, needs_grad: tuple[bool, ...], call: Call
+    ) -> Program:
+        """Return the program of all links for an input of ``shape``, which has ``rows`` rows; the
+        other arguments are as of ``Link.program``.
 
         That of a call that brings nothing besides its tensors is the same each time.
         """
-        if call is not DENSE or type(rows) is not int:  # a symbol, while torch traces
-            return self._new_program(rows, needs_grad, call)
-        key = rows, needs_grad
+        if call is not DENSE or type(rows) is not int or type(shape[-1]) is not int:
+            return self._new_program(shape, rows, needs_grad, call)  # symbols, while torch traces
+        key = shape, needs_grad
         program = self._programs.get(key)
         if program is None:
-            program = self._new_program(rows, needs_grad, call)
+            program = self._new_program(shape, rows, needs_grad, call)
             held = None if self.recorder is None else program.held
             if self.recorder is not None and held is not None and records(self.recorder, held):
                 program = Repeated(program, held, self.recorder)
@@ -47,9 +50,11 @@ class Arranged(tuple[Link, ...]):
             self._programs[key] = program
         return program
 
-    def _new_program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
+    def _new_program(
+        self, shape: Sequence[int], rows: int, needs_grad: Sequence[bool], call: Call
+    ) -> Program:
         for link in self:
-            link.compare(rows, needs_grad)
+            link.compare(shape, needs_grad)
         if len(self) == 1:
             return self[0].program(rows, needs_grad, call)
         return Series(self, rows, needs_grad, call)

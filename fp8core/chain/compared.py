@@ -17,8 +17,8 @@ _MOST_CALLS = 256
 class ComparedCalls:
     """The kinds of calls of ``owner`` that the ranks of ``communicator`` have compared.
 
-    Ranks whose calls differ would begin other collectives: of other sizes, where numbers of rows
-    differ, and in backward alone, where one of them computes no gradients.
+    Ranks whose calls differ would begin other collectives: of other sizes, where their inputs
+    have others, and in backward alone, where one of them computes no gradients.
     """
 
     __slots__ = ("_calls", "_communicator", "_owner")
@@ -26,23 +26,23 @@ class ComparedCalls:
     def __init__(self, communicator: Communicator, owner: str) -> None:
         self._communicator = communicator
         self._owner = owner
-        self._calls: set[tuple[int | None, tuple[bool, ...]]] = set()
+        self._calls: set[tuple[Sequence[int] | None, tuple[bool, ...]]] = set()
 
-    def compare(self, rows: int | None, needs_grad: Sequence[bool]) -> None:
+    def compare(self, shape: Sequence[int] | None, needs_grad: Sequence[bool]) -> None:
         """Compare a call if it is the first of its kind; not while torch captures a graph.
 
-        ``rows`` is None where ranks may have other numbers of rows.
+        ``shape`` is that of the input, None where ranks may have others.
 
         Raises:
             OperandError: the calls of ranks differ; raised on every rank.
         """
-        if rows is not None and type(rows) is not int:  # a symbol, while torch traces
-            return
-        call = rows, tuple(needs_grad)
+        if shape is not None and any(type(size) is not int for size in shape):
+            return  # symbols, while torch traces
+        call = shape, tuple(needs_grad)
         if call in self._calls or torch.compiler.is_compiling() or is_traced():
             return
         text = gradients_text(needs_grad)
-        text = text if rows is None else f"{rows} rows, {text}"
+        text = text if shape is None else f"an input of {list(shape)}, {text}"
         self._communicator.agree(text, f"a call of {self._owner}")
         if len(self._calls) >= _MOST_CALLS:  # ragged sizes without end
             self._calls.clear()

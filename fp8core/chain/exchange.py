@@ -185,7 +185,7 @@ class ExchangeLink(LinkDefaults):
         """Collectives have no second derivative."""
         return self.reason
 
-    def compare(self, rows: int, needs_grad: Sequence[bool]) -> None:
+    def compare(self, shape: Sequence[int], needs_grad: Sequence[bool]) -> None:
         """Compare whose gradients are due; ranks have other numbers of rows.
 
         Raises:

@@ -28,7 +28,7 @@ class LinkDefaults:
         """Torch's operators can take its place."""
         return None
 
-    def compare(self, rows: int, needs_grad: Sequence[bool]) -> None:
+    def compare(self, shape: Sequence[int], needs_grad: Sequence[bool]) -> None:
         """It moves nothing between ranks."""
 
     @property

@@ -80,15 +80,15 @@ class MovingLink(LinkDefaults):
         """Collectives have no second derivative."""
         return self.reason
 
-    def compare(self, rows: int, needs_grad: Sequence[bool]) -> None:
+    def compare(self, shape: Sequence[int], needs_grad: Sequence[bool]) -> None:
         """Compare the call with those of the other ranks.
 
         Raises:
-            OperandError: ranks have other numbers of rows, or other gradients are due; raised on
+            OperandError: ranks have inputs of other sizes, or other gradients are due; raised on
                 every rank.
         """
         if self.device.type != "meta":
-            self.calls.compare(rows, needs_grad)
+            self.calls.compare(shape, needs_grad)
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
         """Return the program."""

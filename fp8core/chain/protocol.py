@@ -168,8 +168,8 @@ class Link(Protocol):
     def only_once(self) -> OnlyOnce | None:
         """Why torch's operators may not replace it; None in high precision, where they may."""
 
-    def compare(self, rows: int, needs_grad: Sequence[bool]) -> None:
-        """Compare a call of its chain, for an input of ``rows`` rows, with that of other ranks.
+    def compare(self, shape: Sequence[int], needs_grad: Sequence[bool]) -> None:
+        """Compare a call of its chain, for an input of ``shape``, with that of other ranks.
 
         ``needs_grad`` says whose gradient is due: the input's, then the parameters' of the chain.
         """

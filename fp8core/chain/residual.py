@@ -58,10 +58,10 @@ class ResidualLink(LinkDefaults):
         first = next((link.only_once for link in self.links if link.only_once is not None), None)
         return None if first is None else first._replace(owner=self.owner)
 
-    def compare(self, rows: int, needs_grad: Sequence[bool]) -> None:
+    def compare(self, shape: Sequence[int], needs_grad: Sequence[bool]) -> None:
         """As each link of the branch."""
         for link in self.links:
-            link.compare(rows, needs_grad)
+            link.compare(shape, needs_grad)
 
     def in_torch(self, bind: Callable[[Any], Any]) -> ResidualLink:
         """Return the same branch by torch's operators."""

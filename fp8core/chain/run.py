@@ -463,7 +463,7 @@ def _forward(
     is_rows = len(shape) == 2
     value: Any = x if is_rows else x.reshape(-1, shape[-1])
     rows = shape[0] if is_rows else value.shape[0]
-    program = links.program(rows, needs_grad, call)
+    program = links.program(shape, rows, needs_grad, call)
     if isinstance(value, QuantizedTensor) and program.input_request is not None:
         value = program.input_request(value)
     y, saved, context = program.forward(value, params, call)

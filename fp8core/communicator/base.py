@@ -391,5 +391,5 @@ def _difference(subject: str, group_name: str, claims: Sequence[Claim]) -> str:
     return (
         f"the ranks of group {group_name!r} differ in {subject}. " + "; ".join(parts) + ". Every "
         "rank of the group has to run the same layers by the same recipe, in the same order, on "
-        "inputs with the same numbers of rows, with gradients of the same tensors."
+        "inputs of the same sizes, with gradients of the same tensors."
     )

@@ -364,7 +364,10 @@ def told(ranks: list[dict[str, Any]], case: str) -> list[str]:
         ("layers", "out_features=256"),
         ("delayed scales", "delayed scales: [1.0"),
         ("rows", "do not divide 33 rows"),
-        ("rows of one rank", "differ in a call of Linear(256, 256). rank 0: 32 rows, gradients"),
+        (
+            "rows of one rank",
+            "differ in a call of Linear(256, 256). rank 0: an input of [32, 256], gradients",
+        ),
         ("features", "Linear(out_features=513): the 2 ranks of its group do not divide it"),
         ("no group", "call set_tensor_parallel_group before its first forward"),
         ("size of the group", "the group has 2 ranks, but the layer was made for tp_size=3"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from fp8core.communicator import of_group
 from tests.ranks import run_ranks
 
 CURRENT, BLOCK = recipe.Float8CurrentScaling(), recipe.Float8BlockScaling()
+MOVING = (fp8core.ops.AllGather, fp8core.ops.ReduceScatter, fp8core.ops.AllReduce)
 HIDDEN = 64
 TIMEOUT = datetime.timedelta(seconds=30)
 
@@ -99,6 +101,22 @@ CASES: dict[str, Callable[[fp8core.Linear, int], None]] = {
 }
 
 
+INPUTS: dict[str, Callable[[int], torch.Tensor]] = {
+    "columns": lambda rank: torch.ones(4, 8 + 8 * rank),
+    "dtype": lambda rank: torch.ones(4, 8, dtype=[torch.float32, torch.bfloat16][rank]),
+    "dimensions": lambda rank: torch.ones([(4, 8), (2, 2, 8)][rank]),
+}
+
+
+def says_of_inputs(operation: type[torch.nn.Module], kind: str, rank: int) -> str:
+    """What a chain raises that has no weight, and so takes any number of columns."""
+    group = dist.new_group(timeout=TIMEOUT)
+    chain = fp8core.ops.Sequential(operation(group), fp8core.ops.GELU())
+    with pytest.raises(fp8core.OperandError) as caught:
+        chain(INPUTS[kind](rank))
+    return str(caught.value)
+
+
 def changes_rows_of_a_scatter(group: Any, rank: int) -> str:
     layer, begun = new_linear(group, "row"), time.monotonic()
     x = torch.ones(32 + 32 * rank, HIDDEN // 2, dtype=torch.bfloat16)
@@ -137,6 +155,8 @@ def program(rank: int) -> dict[str, Any]:
         said[name] = f"{type(caught.value).__name__}: {caught.value}"
     of_scatter = dist.new_group(timeout=TIMEOUT)
     said["changes_rows_of_a_scatter"] = changes_rows_of_a_scatter(of_scatter, rank)
+    for operation, kind in itertools.product(MOVING, INPUTS):
+        said[f"{operation.__name__} {kind}"] = says_of_inputs(operation, kind, rank)
     said["alternates"] = alternates(dist.new_group(timeout=TIMEOUT))
     short = dist.new_group(timeout=datetime.timedelta(seconds=1))
     said["missing"] = ""
@@ -163,8 +183,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("evaluates", "gradients enabled, training", "gradients enabled, evaluation"),
         ("freezes", "of the input and parameters 1, 2", "of the input and parameter 2."),
         ("freezes_first", "of the input and parameters 1, 2", "of the input and parameter 2."),
-        ("changes_rows", "32 rows", "64 rows"),
-        ("changes_rows_of_a_scatter", "waits in scatter", "64 rows"),
+        ("changes_rows", "an input of [32, 64]", "an input of [64, 64]"),
+        ("changes_rows_of_a_scatter", "waits in scatter", "an input of [64, 32]"),
     ],
 )
 def test_every_rank_raises_what_differs(
@@ -173,6 +193,24 @@ def test_every_rank_raises_what_differs(
     for said in (one[case] for one in ranks):
         assert said.startswith("OperandError: "), said
         first, second = said.split("; rank 1: ") if "; rank 1: " in said else ("", said)
+        assert of_first in first, said
+        assert of_second in second, said
+
+
+@pytest.mark.parametrize("operation", [operation.__name__ for operation in MOVING])
+@pytest.mark.parametrize(
+    ("kind", "of_first", "of_second"),
+    [
+        ("columns", "an input of [4, 8]", "an input of [4, 16]"),
+        ("dtype", "dtype: torch.float32", "dtype: torch.bfloat16"),
+        ("dimensions", "an input of [4, 8]", "an input of [2, 2, 8]"),
+    ],
+)
+def test_inputs_of_operations_are_compared(
+    ranks: list[dict[str, Any]], operation: str, kind: str, of_first: str, of_second: str
+) -> None:
+    for said in (one[f"{operation} {kind}"] for one in ranks):
+        first, second = said.split("; rank 1: ")
         assert of_first in first, said
         assert of_second in second, said
 
