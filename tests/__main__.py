@@ -2,6 +2,7 @@
 
 Stops at the first check that fails, with its exit status. ``--fast`` skips the packaging tests.
 ``--numprocesses 0`` runs the tests one after the other, for a debugger or their output.
+``python -m tests --gpu [parts]`` runs what needs a GPU instead: :mod:`tests.on_gpu`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import clang_format
+from tests import on_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
@@ -38,6 +39,8 @@ def call(*command: str, cwd: Path = ROOT) -> None:
 
 def check_native_format() -> None:
     """Run clang-format over the sources of ``csrc``: a file in another style is an error."""
+    import clang_format  # here, as a GPU's owner may not have it
+
     options = ("--dry-run", "-Werror")
     print("$ clang-format", *options, "csrc/**", flush=True)
     kinds = {".cpp", ".cu", ".cuh", ".h"}
@@ -57,7 +60,9 @@ def type_check() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the checks in order."""
+    """Run the checks in order; with ``--gpu``, the others."""
+    if arguments[:1] == ["--gpu"]:
+        sys.exit(on_gpu.main(arguments[1:]))
     fast = [argument for argument in arguments if argument == "--fast"]
     rest = [argument for argument in arguments if argument != "--fast"]
     run("ruff", "format", "--check", ".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import subprocess
@@ -16,7 +17,7 @@ import torch
 from hypothesis import settings
 
 from fp8core.doctor import process
-from tests import forked
+from tests import device, forked
 from tests.ranks import DEVICE_TYPE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +33,13 @@ def backends_folder() -> Path | None:
     """Folder that ``import fp8core_backends`` finds; None when fp8core is not installed."""
     spec = importlib.util.find_spec("fp8core_backends")
     return Path(spec.origin).resolve().parent if spec and spec.origin else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Decide where the tensors of tests live before modules of tests make some."""
+    placement = contextlib.ExitStack()
+    placement.enter_context(device.tensors_on(DEVICE_TYPE))
+    config.add_cleanup(placement.close)
 
 
 def pytest_report_header() -> str:
@@ -93,8 +101,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(0)
     is_marked = item.get_closest_marker("needs_accelerator") is not None or DEVICE_TYPE == "cuda"
     torch.cuda.is_available = _cuda_is_available if is_marked else lambda: False
-    if reason := missing_hardware(item):
+    if reason := missing_hardware(item) or device.reason_to_skip(item.nodeid):
         pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Skip what a GPU under test lacks, by what it says."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        device.skip_if_absent(error)
+        raise
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -21,7 +21,8 @@ BATCH = 128
 def digits() -> tuple[torch.Tensor, ...]:
     """Return training images and labels, then those held out: [rows, 64] float32, [rows] int64."""
     images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator("cpu").manual_seed(0)
+    order = torch.randperm(len(labels), generator=generator, device="cpu")
     x = torch.tensor(images, dtype=torch.float32)[order] / 16
     y = torch.tensor(labels, dtype=torch.int64)[order]
     return x[:1408], y[:1408], x[1408:], y[1408:]
@@ -30,9 +31,9 @@ def digits() -> tuple[torch.Tensor, ...]:
 def make_model(hidden: int) -> nn.Sequential:
     """Return the network; its last layer, of 10 classes, is torch's, and so in high precision."""
     return nn.Sequential(
-        fp8core.LayerNormLinear(64, hidden, device="cpu"),
+        fp8core.LayerNormLinear(64, hidden),
         nn.GELU(),
-        fp8core.LayerNormMLP(hidden, 2 * hidden, device="cpu"),
+        fp8core.LayerNormMLP(hidden, 2 * hidden),
         nn.Linear(hidden, 10),
     )
 
@@ -61,6 +62,7 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=128, help="width of the network")
     args = parser.parse_args()
+    torch.set_default_device(torch.accelerator.current_accelerator() or "cpu")
     for name, recipe in (("float32", None), (args.recipe, by_name(args.recipe))):
         accuracy = train(recipe, args.epochs, args.hidden)
         print(f"{name}: {accuracy:.1%} of the images held out are classified correctly")

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests import device
 from tests.docs.pages import DOCS
 
 
 def printed(example: str, *arguments: str, folder: Path) -> str:
     """What an example prints, run as its page says."""
-    command = [sys.executable, str(DOCS / "examples" / example), *arguments]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # inputs are on the CPU
-    done = forked.run(command, cwd=folder, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return device.run_program(DOCS / "examples" / example, *arguments, folder=folder)
 
 
 @pytest.mark.parametrize(("name", "floor"), [("mxfp8", 93.0), ("delayed", 93.0), ("nvfp4", 90.0)])
@@ -52,14 +46,9 @@ def test_decoder_generates_tokens(name: str, tmp_path: Path) -> None:
 
 def printed_by_two(example: str, *arguments: str, folder: Path) -> str:
     """What an example prints, run on two processes as its page says."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = forked.run(
-        [*command, str(DOCS / "examples" / example), *arguments],
-        cwd=folder,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    path = str(DOCS / "examples" / example)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", path]
+    return device.run(*command, *arguments, folder=folder, num_devices=2)
 
 
 def test_layer_over_two_ranks_learns_and_says_what_it_sends(tmp_path: Path) -> None:
@@ -72,6 +61,7 @@ def test_layer_over_two_ranks_learns_and_says_what_it_sends(tmp_path: Path) -> N
 
 def test_sharded_gpt_learns_and_is_saved(tmp_path: Path) -> None:
     settings = ["--steps", "6", "--hidden", "64", "--checkpoint", "saved"]
+    settings += ["--device", device.DEVICE_TYPE]
     out = printed_by_two("sharded.py", *settings, folder=tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", out, re.MULTILINE)]
     assert losses[0] > 5.0

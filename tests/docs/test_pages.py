@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from fp8core import recipe
 from fp8core.dispatch import plugins
 from fp8core.dispatch.settings import VARIABLES
 from fp8core.not_offered import NOT_OFFERED
-from tests import forked
+from tests import device
 from tests.docs import pages
 from tests.docs.pages import DOCS, PAGES, README, ROOT
 
@@ -45,10 +43,7 @@ def name(page: Path) -> str:
 
 def run(code: str, folder: Path, filename: str, *options: str) -> None:
     (folder / filename).write_text(code, encoding="utf-8")
-    command = [sys.executable, *options, str(folder / filename)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # inputs are on the CPU
-    done = forked.run(command, cwd=folder, env=environment)
-    assert done.returncode == 0, done.stderr
+    device.run_program(folder / filename, options=options, folder=folder)
 
 
 def test_readme_has_python_examples() -> None:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import sys
 from pathlib import Path
 
 from fp8core.monitoring import Row
-from tests import forked
+from tests import device
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text(encoding="utf-8")
 
 
 def test_example_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    command = [sys.executable, "-W", "error", "-c", code]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # inputs are on the CPU
-    done = forked.run(command, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "step 2" in done.stdout
+    (tmp_path / "monitoring.py").write_text(code, encoding="utf-8")
+    options = ("-W", "error")
+    printed = device.run_program(tmp_path / "monitoring.py", options=options, folder=tmp_path)
+    assert "step 2" in printed
 
 
 def test_page_defines_every_statistic_of_a_row() -> None:

@@ -1,0 +1,111 @@
+"""Tensors of tests live on one device, and draw the same numbers on every one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tests.device
+from tests import on_gpu
+from tests.device import absent, reason_to_skip, run_program, tensors_on
+from tests.on_gpu import ROOT
+
+MESSAGE = """Traceback (most recent call last):
+  File "page.py", line 3, in <module>
+fp8core.errors.UnsupportedError: no backend runs GemmDesc on cuda:0
+  cuda: MX block scales need compute capability 10.0
+  reference: emulates it on any device
+"""
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tests.device, "DEVICE_TYPE", "cuda")
+
+
+def test_tensors_that_name_no_device_are_on_the_default_one() -> None:
+    with tensors_on("meta"):
+        tensors = [
+            *(torch.zeros(2), torch.tensor([1.0]), torch.randn(2), torch.randperm(3)),
+            torch.randn(2, generator=torch.Generator().manual_seed(0), requires_grad=True),
+            torch.from_numpy(np.ones(2)),
+        ]
+        named = torch.zeros(2, device="cpu"), torch.randn(2, device="cpu")
+    assert [one.device.type for one in tensors] == ["meta"] * len(tensors)
+    assert [one.device.type for one in named] == ["cpu"] * len(named)
+    assert tensors[4].is_leaf
+    assert tensors[4].requires_grad
+    assert torch.zeros(1).device.type == torch.from_numpy(np.ones(1)).device.type == "cpu"
+
+
+def test_draws_are_those_of_the_cpu() -> None:
+    torch.manual_seed(0)
+    expected = torch.randn(4), torch.randint(9, (4,))
+    torch.manual_seed(0)
+    # "cpu:0" is to torch another device than "cpu", and has the same memory.
+    with tensors_on("cpu:0"):
+        drawn = torch.randn(4), torch.randint(9, (4,))
+        assert np.array_equal(drawn[0].numpy(), np.asarray(expected[0]))
+    assert all(map(torch.equal, drawn, expected))
+
+
+def test_absent_hardware_is_named_where_an_error_says_so(on_cuda: None) -> None:
+    assert absent(MESSAGE) == "cuda: MX block scales need compute capability 10.0"
+    lacking = (
+        "NotImplementedError: Could not run 'aten::x' with arguments from the 'NestedCUDA' backend."
+    )
+    assert "aten::x" in str(absent(lacking))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fp8core.errors.UnsupportedError: offered in no recipe",
+        f"{MESSAGE}\nDuring handling of it:\n\nValueError: 1",
+        "AssertionError: compute capability 9.0",
+        "",
+    ],
+)
+def test_other_errors_are_about_more_than_the_device(text: str, on_cuda: None) -> None:
+    assert absent(text) is None
+
+
+def test_nothing_is_absent_or_skipped_on_the_cpu() -> None:
+    assert absent(MESSAGE) is None
+    assert all(reason_to_skip(name) is None for name in tests.device.NOT_ON_CUDA)
+
+
+def test_reason_covers_a_file_or_a_function_with_its_parameters(
+    on_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {"tests/a.py": "of files", "tests/b.py::test_b": "of gloo"}
+    monkeypatch.setattr(tests.device, "NOT_ON_CUDA", table)
+    names = ("tests/a.py::test_a", "tests/b.py::test_b[x::y]", "tests/b.py::test_other")
+    assert [reason_to_skip(name) for name in names] == ["of files", "of gloo", None]
+
+
+def test_program_begins_where_a_device_is_the_default(tmp_path: Path) -> None:
+    text = "import sys, torch\nprint(torch.zeros(1).device, sys.argv[1:], __name__)\n"
+    (tmp_path / "program.py").write_text(text)
+    run = run_program(tmp_path / "program.py", "-x", folder=tmp_path, device="meta")
+    assert run == "meta ['-x'] __main__\n"
+
+
+def test_every_test_with_a_reason_exists() -> None:
+    for name in tests.device.NOT_ON_CUDA:
+        file, _, function = name.partition("::")
+        assert (ROOT / file).is_file(), name
+        assert f"def {function}" in (ROOT / file).read_text("utf-8"), name
+
+
+def test_every_file_of_tests_is_run_by_a_part_or_has_a_reason() -> None:
+    covered = {*on_gpu.LAYERS, *on_gpu.PAGES, on_gpu.CUDA_TESTS}
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        name = file.relative_to(ROOT).as_posix()
+        places = {name, *(parent.as_posix() for parent in Path(name).parents)}
+        assert (places & covered) or (places & on_gpu.LEFT_OUT.keys()), f"{name} is in no part"
+    for name in {*covered, *on_gpu.LEFT_OUT}:
+        assert (ROOT / name).exists(), name

@@ -1,0 +1,131 @@
+"""``python -m tests --gpu`` chooses parts, limits their time, and makes rows of what they did."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import on_gpu
+from tests.on_gpu import PARTS, ROOT, Outcome, Part, counted, main, run
+
+JUNIT = """<testsuites><testsuite name="pytest">
+<testcase name="a" time="0.1"/>
+<testcase name="b" time="0.1"><failure message="assert 1 == 2">text</failure></testcase>
+<testcase name="c" time="0.1"><error message="of a fixture">text</error></testcase>
+<testcase name="d"><skipped type="pytest.skip" message="needs 2 GPUs">d.py:1</skipped></testcase>
+<testcase name="e"><skipped type="pytest.skip" message="needs 2 GPUs">e.py:1</skipped></testcase>
+<testcase name="f"><skipped type="pytest.skip" message="MX | NV">f.py:1</skipped></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.fixture
+def with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has what the parts need, where the backend is compiled and two parts run."""
+    monkeypatch.setattr(on_gpu, "why_not_here", lambda: None)
+    monkeypatch.setattr(on_gpu.torch.cuda, "get_device_name", lambda: "Toy GPU")
+    monkeypatch.setattr(on_gpu, "BUILD", ("-c", ""))
+    sound, broken = Part("", ("-c", "")), Part("", ("-c", "print('why'); raise SystemExit(3)"))
+    monkeypatch.setattr(on_gpu, "PARTS", {"doctor": sound, "kit": broken})
+
+
+def test_unknown_part_is_refused_with_the_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        main(["doctors"])
+    assert e.value.code == 2
+    assert f"no part 'doctors'; the parts are {', '.join(PARTS)}" in capsys.readouterr().err
+
+
+def test_machine_without_a_gpu_is_told_what_would_work() -> None:
+    command = [sys.executable, "-m", "tests", "--gpu", "doctor"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "finds no CUDA device" in done.stderr
+    assert "`python -m tests` runs every check that needs no GPU" in done.stderr
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_gpu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(on_gpu, "_is_installed", lambda module: module != "xdist")
+    assert str(on_gpu.why_not_here()).startswith("xdist not installed")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "status", "rows"),
+    [
+        (["doctor"], 0, ["| doctor | 1 | 0 | 0 |"]),
+        (["kit"], 1, ["| kit | 0 | ended with status 3 | 0 |"]),
+        ([], 1, ["| doctor | 1 |", "| kit | 0 |"]),
+    ],
+)
+def test_chosen_parts_run_and_decide_the_status(
+    chosen: list[str],
+    status: int,
+    rows: list[str],
+    with_a_gpu: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*chosen, "--logs", str(tmp_path)]) == status
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert all(line.startswith(row) for line, row in zip(printed[1:], rows, strict=True))
+    assert all("| Toy GPU, torch " in line for line in printed[1:])
+
+
+def test_part_that_failed_shows_what_it_said(
+    with_a_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["kit", "--logs", str(tmp_path)])
+    assert "why\n\nkit: FAILED" in capsys.readouterr().out
+
+
+def test_part_and_what_it_started_end_at_the_limit(tmp_path: Path) -> None:
+    child = "import pathlib, time; time.sleep(2); pathlib.Path('late').write_text('')"
+    code = f"import os, subprocess, sys, time; os.chdir({str(tmp_path)!r})\n"
+    code += f"subprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(60)"
+    outcome = run(Part("", ("-c", code)), "slow", tmp_path, 1.0)
+    assert outcome.ending == "stopped after 1 s"
+    assert not outcome.is_success
+    assert "| stopped after 1 s |" in outcome.row("slow", "", "")
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(2)"], check=True)
+    assert not (tmp_path / "late").exists()
+
+
+def test_part_without_time_is_not_run(tmp_path: Path) -> None:
+    outcome = run(Part("", ("-c", "raise SystemExit(1)")), "late", tmp_path, 0.0)
+    assert outcome.ending == "not run: no time was left"
+    assert not list(tmp_path.iterdir())
+
+
+def test_counts_and_reasons_are_those_of_the_junit_file(tmp_path: Path) -> None:
+    (tmp_path / "part.xml").write_text(JUNIT)
+    passed, failed, skipped = counted(tmp_path / "part.xml")
+    assert (passed, failed, skipped) == (1, 2, {"needs 2 GPUs": 2, "MX | NV": 1})
+    row = Outcome(passed, failed, skipped, 12.6).row("layers", "H100", "abc1234")
+    assert row == "| layers | 1 | 2 | 1: MX / NV; 2: needs 2 GPUs | 13 s | H100 | abc1234 |"
+    assert row.count("|") == on_gpu.HEAD.splitlines()[0].count("|")
+
+
+def test_run_of_pytest_is_counted_by_test(tmp_path: Path) -> None:
+    tests = "import os, pytest\ndef test_a(): assert os.environ['TEST_DEVICE'] == 'cuda'\n"
+    tests += "def test_b(): assert 0\ndef test_c(): pytest.skip('for a reason')\n"
+    (tmp_path / "test_toy.py").write_text(tests)
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null")
+    part = Part("", (*command, str(tmp_path / "test_toy.py")), places_tensors=True)
+    outcome = run(part, "toy", tmp_path, 120.0)
+    assert (outcome.passed, outcome.failed, outcome.ending) == (1, 1, "")
+    assert list(outcome.skipped.items()) == [("for a reason", 1)]
+
+
+@pytest.mark.parametrize(
+    ("body", "ending"),
+    [("x = 1", "ended with status 5"), ("def test_a(): pytest.skip('x')", "no test passed")],
+)
+def test_part_of_which_nothing_passed_is_a_failure(body: str, ending: str, tmp_path: Path) -> None:
+    (tmp_path / "test_toy.py").write_text(f"import pytest\n{body}\n")
+    command = ("-m", "pytest", "-q", "-c", "/dev/null", "-p", "no:cacheprovider")
+    outcome = run(Part("", (*command, str(tmp_path))), "none", tmp_path, 120.0)
+    assert outcome.ending == ending
+    assert not outcome.is_success
