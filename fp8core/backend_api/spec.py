@@ -17,7 +17,8 @@ method, a new field with a default. The major rises with every other change.
 BREAKING_CHANGES: Mapping[int, str] = {
     2: "quantize and fused operations take nonfinite_out",
     3: "AmaxDesc holds a QuantizeDesc, amax takes group_offsets and quantize takes amax",
-    4: "BackendSpec requires api_version",
+    4: "BackendSpec requires api_version, cross_entropy returns largest beside log_sum and its "
+    "backward takes both",
 }
 """What each major version changed that a backend of an older one does not know."""
 

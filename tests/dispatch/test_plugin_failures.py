@@ -95,7 +95,8 @@ BROKEN = {
         backends("'toy', ('cpu',), FACTORY, api_version=(2, 1)"),
         f"backend 'toy' is written for backend API 2.1; this fp8core offers {MAJOR}.{MINOR}. "
         f"Changed since: 3.0: AmaxDesc holds a QuantizeDesc, amax takes group_offsets and "
-        f"quantize takes amax; 4.0: BackendSpec requires api_version",
+        f"quantize takes amax; 4.0: BackendSpec requires api_version, cross_entropy returns "
+        f"largest beside log_sum and its backward takes both",
     ),
     "no_version": (
         f"{GOOD}\n@hookimpl\ndef fp8core_register_backends(register):\n"
