@@ -192,9 +192,16 @@ def minifloat(
     specials "ieee": the top exponent is inf and NaN; "fn": only its all-ones mantissa, NaN.
     Source: OCP OFP8 v1.0 sec. 5.1 (e4m3 is "fn", e5m2 is "ieee"), OCP MX v1.0 sec. 5.3.3 (e2m1).
 
+    Raises:
+        RecipeError: ``specials`` is none of these, or a field breaks a rule of FormatSpec.
+
     >>> minifloat("e2m1", 2, 1, specials="finite").values[:8]
     (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     """
+    if specials not in ("ieee", "fn", "finite"):
+        raise RecipeError(
+            f"minifloat({name!r}, specials={specials!r}): expected 'ieee', 'fn' or 'finite'"
+        )
     bias = 2 ** (exponent_bits - 1) - 1
     top_exponent, top_mantissa = 2**exponent_bits - 1, 2**mantissa_bits - 1
 

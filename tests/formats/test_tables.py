@@ -183,6 +183,11 @@ def test_zero_keeps_its_sign_by_the_table_rule_when_ties_go_away() -> None:
     assert spec.encode(torch.tensor([0.0, -0.0, 1e-45, -1e-45])).tolist() == [0, 8, 0, 8]
 
 
+def test_specials_of_another_name_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"specials='none'\): expected 'ieee', 'fn' or 'finite'"):
+        minifloat("own", 3, 4, specials="none")  # type: ignore[arg-type]  # the mistake
+
+
 # --- tables and modes of torch ---
 
 
