@@ -109,7 +109,10 @@ class CudaBackend:
         return check(desc) or (None if missing is None else f"no native library: {missing}")
 
     def alignment(self, desc: GemmDesc) -> Alignment:
-        """Return the alignment that cuBLASLt needs: rows of 16 bytes in operands and result."""
+        """Return the alignment that cuBLASLt needs: rows of 16 bytes in operands and result.
+
+        How many rows there are is free but for byte scales; see ``row_step`` of the layout.
+        """
         if not desc.low_precision:
             return Alignment()
         if isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device:
@@ -117,8 +120,7 @@ class CudaBackend:
         modes = [scale_mode(spec) for spec in (desc.a, desc.b) if spec is not None]
         if modes[0] in TILED:  # whole blocks of 32; two elements of e2m1 a byte
             return Alignment(m=_K, n=_K, k=2 * _K)
-        m = 4 if modes[0] == "vec128" else 1  # scales come in fours of rows
-        return Alignment(m=m, n=_K, k=_K)
+        return Alignment(n=_K, k=_K)
 
     def numerics(self, desc: OpDesc, device: torch.device) -> Numerics:
         """Return how much less than float32 the tensor cores keep of a sum.

@@ -17,9 +17,12 @@ from fp8core_backends.cuda.layout import (
     BLOCKS,
     DTYPES,
     TILED,
+    round_up,
+    row_step,
     scale_mode,
     scale_strides,
     scales,
+    with_rows,
 )
 from fp8core_backends.cuda.memory import allocator, allocator_now
 from fp8core_backends.cuda.stream import index_of, raw_stream
@@ -65,6 +68,7 @@ class LowPrecisionGemm:
         "_out_dtype",
         "_parts",
         "_plans",
+        "_row_step",
         "_rows_adjacent",
         "_whole_rows",
         "_wide",
@@ -91,7 +95,8 @@ class LowPrecisionGemm:
         self._plans: dict[_Key, _Plan] = {}
         self._rows_adjacent = RowsAdjacent(device, native)
         self._wide: LowPrecisionGemm | None = None
-        self._whole_rows = whole_rows
+        self._row_step = row_step(modes[0])
+        self._whole_rows = round_up(whole_rows, self._row_step)
         self._parts: dict[int, LowPrecisionGemm] = {}
         self.kernel = f"cublasLtMatmul, {modes[0]} x {modes[1]} scales"
 
@@ -169,6 +174,8 @@ class LowPrecisionGemm:
         self._check(a, b, bias, out)
         if not (m and n and k):
             return _empty_product(desc, (m, n), bias, out, a.data)
+        if m % self._row_step:
+            return self._of_whole_steps(a, b, bias, out)
         if bias is not None and not self._takes_bias(bias):
             return self._add_bias_after(a, b, bias, out)
         if out is not None and not (out.is_contiguous() and out.data_ptr() % ALIGNMENT == 0):
@@ -200,6 +207,25 @@ class LowPrecisionGemm:
         if out is not None:
             increment_version(out)  # torch does not see cuBLASLt's write
         return d
+
+    def _of_whole_steps(
+        self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Multiply whole steps of rows, and return those of ``a``: the others are products of
+        whatever lies behind it."""
+        desc, empty = self._desc, self._empty
+        (m, k), n = a.data.shape, b.data.shape[0]
+        assert a.scale_inv is not None
+        rows = round_up(m, self._row_step)
+        strides = scale_strides(self._modes[0], rows, k)
+        scale_inv = with_rows(a.scale_inv, rows, strides, empty)
+        whole = Operand(with_rows(a.data, rows, (k, 1), empty), scale_inv)
+        total = None
+        if desc.accumulate and out is not None:
+            total = empty((rows, n), (n, 1), out.dtype)
+            total[:m] = out
+        product = self(whole, b, bias=bias, out=total)[:m]
+        return product if out is None else out.copy_(product)
 
     def _check(
         self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor | None

@@ -19,13 +19,16 @@ __all__ = [
     "DTYPES",
     "TILED",
     "adjacent_columns",
+    "empty_codes",
     "empty_scales",
     "k_contiguous",
     "round_up",
+    "row_step",
     "row_stride",
     "scale_mode",
     "scale_strides",
     "scales",
+    "with_rows",
     "wrong_dtype",
 ]
 
@@ -71,11 +74,41 @@ def scale_mode(spec: OperandSpec) -> str | None:
     return _BYTE_MODES.get((spec.scale_format, spec.block))
 
 
+def row_step(mode: str) -> int:
+    """Return what the rows of a product's first operand are multiples of, by its scales' mode:
+    vectors of scales come in fours of rows."""
+    return 4 if mode == "vec128" else 1
+
+
 def scale_strides(mode: str, rows: int, k: int) -> tuple[int, int]:
     """Return the strides that the scales of an operand ``[rows, k]`` have."""
     if mode == "vec128":
-        return (1, round_up(rows, 4))
+        return (1, round_up(rows, row_step(mode)))
     return (round_up(-(-k // 128), 4), 1) if mode == "block128" else (1, 1)
+
+
+def empty_codes(mode: str, rows: int, k: int, empty: Empty) -> torch.Tensor:
+    """Allocate the codes ``[rows, k]`` of an operand, with memory behind them to whole steps of
+    rows, so that no product copies them to have it; see :func:`with_rows`."""
+    whole = round_up(rows, row_step(mode))
+    codes = empty((whole, k), (k, 1), torch.uint8)
+    return codes if rows == whole else codes[:rows]
+
+
+def with_rows(x: torch.Tensor, rows: int, strides: tuple[int, int], empty: Empty) -> torch.Tensor:
+    """Return ``x [m, k]`` as ``[rows, k]`` with ``strides``: its rows, and after them whatever lies
+    in its memory. A copy where that ends before, or the strides are others."""
+    (m, k), (row, column) = x.shape, strides
+    fits = all(
+        size == 1 or stride == wanted
+        for size, stride, wanted in zip(x.shape, x.stride(), strides, strict=True)
+    )
+    end = x.storage_offset() + (rows - 1) * row + (k - 1) * column + 1
+    if fits and end * x.itemsize <= x.untyped_storage().nbytes():
+        return x.as_strided((rows, k), strides)
+    whole = empty((rows, k), strides, x.dtype)
+    whole[:m] = x
+    return whole
 
 
 def empty_scales(mode: str, rows: int, k: int, empty: Empty) -> tuple[torch.Tensor, int]:
@@ -85,7 +118,7 @@ def empty_scales(mode: str, rows: int, k: int, empty: Empty) -> tuple[torch.Tens
     """
     # Views only where sizes need them: one costs as much as the allocation.
     if mode == "vec128":
-        pitch, blocks = round_up(rows, 4), -(-k // 128)
+        pitch, blocks = round_up(rows, row_step(mode)), -(-k // 128)
         scale_inv = empty((pitch, blocks), (1, pitch), torch.float32)
         return scale_inv if rows == pitch else scale_inv[:rows], pitch
     if mode == "block128":

@@ -19,6 +19,7 @@ from fp8core_backends.cuda.device_groups import bind_device_quantize
 from fp8core_backends.cuda.layout import (
     DTYPES,
     adjacent_columns,
+    empty_codes,
     empty_scales,
     scale_mode,
     wrong_dtype,
@@ -250,7 +251,7 @@ class Quantize:
                 operands.append(None)
                 outputs.append((0, 0 if shared is None else shared[0].data_ptr(), 1))
                 continue
-            codes = empty(shape, (shape[1], 1), _UINT8)
+            codes = empty_codes(mode, *shape, empty)
             scale_inv, pitch = shared or empty_scales(mode, *shape, empty)
             operands.append(Operand(codes, scale_inv))
             outputs.append((codes.data_ptr(), scale_inv.data_ptr(), pitch))

@@ -33,6 +33,9 @@ _VIEWS = frozenset(
 )
 """They compute nothing. A view is noticed where it is a result or its address is passed."""
 
+_WIDE_VIEW = _aten.as_strided.default
+"""A view that may end behind its tensor, in memory that another call's tensor need not have."""
+
 _REPEATED = frozenset((_aten._to_copy.default, _aten.clone.default))
 """They are called again: functions of their arguments alone, whose result is a new tensor."""
 
@@ -263,6 +266,8 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         keywords = {} if kwargs is None else kwargs
         if func in _VIEWS:
             return func(*args, **keywords)
+        if func is _WIDE_VIEW:
+            return self._wide_view(func(*args, **keywords))
         try:
             arguments = self._arguments_of(func, args, keywords)
         except _Refused as refused:
@@ -271,6 +276,18 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         result = func(*args, **keywords)
         self.steps.append(arguments.called(self._number(result), func, keywords))
         return result
+
+    def _wide_view(self, view: torch.Tensor) -> torch.Tensor:
+        """Return ``view``, and note if it ends behind the tensor in which it begins."""
+        try:
+            number, offset = self.place_of(view.data_ptr())
+        except _Refused as refused:
+            self.problem = str(refused)
+            return view
+        holder = self.known[number]
+        if holder is not None and offset + _Known.of(view).num_bytes > holder.num_bytes:
+            self.problem = "a view of memory behind a tensor that was given"
+        return view
 
     def _arguments_of(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> _Arguments:
         if func not in _REPEATED or any(isinstance(one, torch.Tensor) for one in keywords.values()):

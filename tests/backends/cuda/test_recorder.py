@@ -253,6 +253,23 @@ def test_an_operator_on_a_view_is_called_on_that_view_again(library: Library) ->
     assert torch.equal(function(other), other[1:, 2:].t())
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_view_of_memory_behind_a_tensor_is_taken_of_those_that_are_allocated_so(
+    is_given: bool, library: Library
+) -> None:
+    given, empty = torch.ones(SIZE)[:3], memory.allocator(0)
+
+    def run() -> Sequence[torch.Tensor]:
+        part = given if is_given else empty(SIZE, STRIDE, torch.float32)[:3]
+        library.launch(part.as_strided(SIZE, STRIDE))
+        return ()
+
+    if is_given:  # that of another call may end with its rows
+        assert refusal(library, run, (given,)) == "a view of memory behind a tensor that was given"
+    else:
+        assert steps(library, run) == [("empty", 0), ("launch", 0), ("release", 0)]
+
+
 def test_a_function_is_one_step_with_the_tensors_that_it_is_given(library: Library) -> None:
     x, empty, one = torch.ones(SIZE), memory.allocator(0), recorder.Recorder(0, library)
 

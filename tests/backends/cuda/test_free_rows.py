@@ -1,0 +1,276 @@
+"""Any number of rows: products that take steps of them compute the rest, and nothing is padded."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8core
+from fp8core import recipe
+from fp8core.backend_api import GemmDesc, Operand, OperandSpec, QuantizeDesc
+from fp8core_backends.cuda import autotune, gemm, memory
+from fp8core_backends.cuda.backend import CudaBackend
+from fp8core_backends.cuda.layout import empty_codes, empty_scales, with_rows
+from fp8core_backends.reference.backend import ReferenceBackend
+from tests.backends.cuda.cuda_cases import spec
+
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+N, K = 48, 272
+
+
+def on_cpu(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate memory that is full of ones: NaN as codes, and as scales."""
+    tensor = torch.empty_strided(size, stride, dtype=dtype)
+    return tensor.fill_(torch.nan if dtype.is_floating_point else 255)
+
+
+class Product:
+    """Stands for cuBLASLt's product of a native descriptor: it reads and writes at addresses."""
+
+    def __init__(self, desc: tuple[Any, ...], *_: object) -> None:
+        self.m, self.n, self.k, *_rest = desc
+        if self.m % 4:
+            raise ValueError("cuBLASLt has no algorithm")
+
+    def workspace_bytes(self, candidate: int) -> int:
+        return 0
+
+    def run(self, candidate: int, addresses: tuple[int, ...], stream: int) -> None:
+        """Multiply a with vectors of 128 scales by b with squares of them."""
+        a, a_scale, b, b_scale, bias, d = addresses
+        m, n, k, blocks = self.m, self.n, self.k, -(-self.k // 128)
+        pitch = -(-blocks // 4) * 4
+        scales_a = at(a_scale, torch.float32, (blocks, m)).t()
+        scales_b = at(b_scale, torch.float32, (-(-n // 128), pitch))[:, :blocks]
+        values_a = at(a, torch.float8_e4m3fn, (m, k)).float() * spread(scales_a, 1)[:, :k]
+        values_b = at(b, torch.float8_e4m3fn, (n, k)).float()
+        values_b *= spread(spread(scales_b, 1), 0)[:n, :k]
+        product = values_a @ values_b.t()
+        if bias:
+            product += at(bias, BF16, (n,)).float()
+        at(d, BF16, (m, n)).copy_(product)
+
+
+def at(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor of contiguous memory at ``address``."""
+    size = dtype.itemsize * torch.Size(shape).numel()
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def spread(scales: torch.Tensor, dim: int) -> torch.Tensor:
+    return scales.repeat_interleave(128, dim)
+
+
+class Native:
+    """The part of the native library that a product is described to."""
+
+    Gemm = Product
+
+    ElementType = SimpleNamespace(__members__={"e4m3": 0, "bfloat16": 1})
+    ScaleMode = SimpleNamespace(__members__={"vec128": 0, "block128": 1})
+
+    def OperandDesc(self, *fields: object) -> tuple[object, ...]:
+        return fields
+
+    def GemmDesc(self, *fields: object) -> tuple[object, ...]:
+        return fields
+
+    def Transpose(self, index: int) -> None:
+        """Nothing here is transposed."""
+
+
+@pytest.fixture
+def product(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    monkeypatch.setattr(gemm, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(memory, "_empty_here", on_cpu)
+    monkeypatch.setattr(memory, "_current_device", lambda: 0)
+    monkeypatch.setattr(autotune, "choose", lambda *arguments: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    desc = GemmDesc(spec("vector"), spec("square"), BF16)
+    return gemm.LowPrecisionGemm(desc, torch.device("cuda", 0), Native())
+
+
+def cast(own: OperandSpec, x: torch.Tensor) -> Operand:
+    operand = ReferenceBackend().bind(QuantizeDesc(x.dtype, own, None), CPU)(x).rowwise
+    assert operand is not None
+    return operand
+
+
+def in_place_of_the_cast(operand: Operand) -> Operand:
+    """Return ``operand`` in memory as the backend's casts allocate it."""
+    rows, k = operand.data.shape
+    codes, (scale_inv, _) = (
+        empty_codes("vec128", rows, k, on_cpu),
+        empty_scales("vec128", rows, k, on_cpu),
+    )
+    return Operand(codes.copy_(operand.data), scale_inv.copy_(operand.scale_inv))
+
+
+def weight() -> Operand:
+    operand, (scale_inv, _) = (
+        cast(spec("square"), torch.randn(N, K).to(BF16)),
+        empty_scales("block128", N, K, on_cpu),
+    )
+    return Operand(operand.data, scale_inv.copy_(operand.scale_inv))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 17])
+@pytest.mark.parametrize("layout", [in_place_of_the_cast, lambda operand: operand])
+def test_ragged_rows_have_the_bits_of_the_same_rows_among_others(
+    layout: Callable[[Operand], Operand], rows: int, product: Any
+) -> None:
+    x, b, bias = torch.randn(20, K).to(BF16), weight(), torch.randn(N).to(BF16)
+    whole, part = cast(spec("vector"), x), layout(cast(spec("vector"), x[:rows]))
+    assert torch.equal(product(part, b), product(whole, b)[:rows])
+    wanted = product(whole, b, bias=bias)[:rows]
+    assert torch.equal(product(part, b, bias=bias), wanted)
+    around = torch.zeros(rows + 4, N, dtype=BF16)
+    product(part, b, bias=bias, out=around[:rows])
+    assert torch.equal(around[:rows], wanted)
+    assert not around[rows:].any()
+
+
+def test_a_part_of_ragged_rows_has_the_bits_of_the_whole(
+    product: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autotune, "takes_the_first", lambda: True)
+    monkeypatch.setattr(autotune, "same_algorithm", lambda *arguments: 0)
+    x, b = torch.randn(18, K).to(BF16), weight()
+    out = torch.empty(18, N, dtype=BF16)
+    for start, end in ((0, 7), (7, 18)):
+        part = cast(spec("vector"), x[start:end])
+        product.gemm_part(18, part, b, out=out[start:end])
+    assert torch.equal(out, product(cast(spec("vector"), x), b))
+
+
+def test_only_memory_that_ends_too_soon_is_copied() -> None:
+    codes = empty_codes("vec128", 5, K, on_cpu)
+    assert with_rows(codes, 8, (K, 1), on_cpu).data_ptr() == codes.data_ptr()
+    scale_inv, pitch = empty_scales("vec128", 5, K, on_cpu)
+    assert with_rows(scale_inv, 8, (1, pitch), on_cpu).data_ptr() == scale_inv.data_ptr()
+    copied = with_rows(torch.ones(5, K), 8, (K, 1), on_cpu)
+    assert copied.shape == (8, K)
+    assert torch.equal(copied[:5], torch.ones(5, K))
+
+
+@pytest.mark.parametrize("names", ["delayed delayed", "rowwise rowwise", "vector square"])
+def test_fp8_products_take_any_rows_forward(names: str) -> None:
+    a, b = map(spec, names.split())
+    assert CudaBackend().alignment(GemmDesc(a, b, BF16)).m == 1
+
+
+RECIPES = ("delayed", "current", "rowwise", "block")
+FEATURES = 8192
+CODES = FEATURES * FEATURES  # bytes; twice what a product may take as workspace
+
+
+class Pads(TorchDispatchMode):
+    """Takes down the operators of torch that pad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "pad" in func.name():
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def allocated(run: Callable[[], object]) -> int:
+    """Return the bytes of all that ``run`` allocates on the device, freed or not."""
+    name = "allocated_bytes.all.allocated"
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()[name]
+    run()
+    return int(torch.cuda.memory_stats()[name] - before)
+
+
+def stored(name: str, **options: Any) -> fp8core.Linear:
+    with fp8core.quantized_model_init(recipe=recipe.by_name(name)):
+        return fp8core.Linear(FEATURES, FEATURES, params_dtype=BF16, device="cuda", **options)
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_token_through_stored_weights_allocates_no_other_weight(name: str, bias: bool) -> None:
+    layer = stored(name, bias=bias)
+    x = torch.ones(1, 1, FEATURES, dtype=BF16, device="cuda")  # exact at any scale
+
+    def call() -> torch.Tensor:
+        with torch.no_grad(), fp8core.autocast(recipe=recipe.by_name(name)):
+            y: torch.Tensor = layer(x)
+        return y
+
+    with Pads() as pads:
+        first = call()
+    assert not pads.found
+    for _ in range(4):  # the second is recorded, the third repeated
+        assert allocated(call) < CODES
+    torch.testing.assert_close(call(), first, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("name", RECIPES)
+def test_ragged_rows_are_the_same_rows_among_others_on_a_device(name: str, rows: int) -> None:
+    layer = fp8core.Linear(512, 256, params_dtype=BF16, device="cuda")
+    x = torch.randn(32, 512, dtype=BF16, device="cuda")
+    x[0, 0] = x.abs().amax() + 1  # the amax of the first row is that of the tensor
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), fp8core.autocast(recipe=recipe.by_name(name)):
+            y: torch.Tensor = layer(x)
+        return y
+
+    whole = [call(x) for _ in range(3)][-1]  # the scale of delayed scaling is set by the first
+    for _ in range(4):
+        torch.testing.assert_close(call(x[:rows]), whole[:rows], rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("name", RECIPES)
+def test_ragged_rows_with_gradients_leave_the_weight_alone(name: str, rows: int) -> None:
+    layer = stored(name, bias=False).requires_grad_(False)
+    x = torch.randn(rows, FEATURES, dtype=BF16, device="cuda", requires_grad=True)
+
+    def step() -> None:
+        with fp8core.autocast(recipe=recipe.by_name(name)):
+            y = layer(x)
+        torch.autograd.grad(y, x, torch.ones_like(y))
+
+    with Pads() as pads:
+        step()
+    assert not pads.found
+    for _ in range(3):
+        assert allocated(step) < CODES
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("name", RECIPES)
+def test_groups_of_ragged_rows_are_linears_of_their_own(name: str) -> None:
+    splits = [1, 0, 5, 17]
+    grouped = fp8core.GroupedLinear(4, 512, 256, params_dtype=BF16, device="cuda")
+    x = torch.randn(sum(splits), 512, dtype=BF16, device="cuda")
+    if name in ("delayed", "current"):  # one scale for all groups
+        x = x.sign()
+    chosen = recipe.by_name(name)
+    with torch.no_grad(), Pads() as pads, fp8core.autocast(recipe=chosen):
+        y = grouped(x, splits)
+    assert not pads.found
+    for group, (part, found) in enumerate(zip(x.split(splits), y.split(splits), strict=True)):
+        alone = fp8core.Linear(512, 256, params_dtype=BF16, device="cuda")
+        with torch.no_grad():
+            alone.weight.copy_(getattr(grouped, f"weight{group}"))
+            alone.bias.copy_(getattr(grouped, f"bias{group}"))
+            with fp8core.autocast(recipe=chosen):
+                torch.testing.assert_close(alone(part), found, rtol=2**-7, atol=2**-7)
