@@ -33,7 +33,7 @@ from fp8core.tensors.quantizer_binding import Binding
 from fp8core.tensors.states import LayerStates
 from fp8core.torch_ops.counted import counter_of
 from fp8core.torch_ops.operators import constant_in_graph
-from fp8core.torch_ops.private import is_transform_active, without_modes
+from fp8core.torch_ops.private import is_capturing, is_transform_active, without_modes
 
 __all__ = [
     "Bound",
@@ -129,7 +129,7 @@ def new_seed(graph_seed: torch.device | None = None) -> torch.Tensor | None:
 
 
 def _is_graph() -> bool:
-    return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or is_capturing()
 
 
 def label_of(type_name: str, name: str | None, shapes: Sequence[LinkShape]) -> str:

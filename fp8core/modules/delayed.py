@@ -30,6 +30,7 @@ from fp8core.torch_ops.private import (
     CHECKPOINTED_MODULE,
     RENAMED_MODULES,
     check_before_load,
+    is_capturing,
     load_pre_hooks,
     load_pre_hooks_called,
 )
@@ -209,7 +210,7 @@ class DelayedModule(torch.nn.Module):
         """
         history = self._buffers["amax_history_fwd"]
         assert history is not None
-        if history.is_meta or (history.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if history.is_meta or (history.is_cuda and is_capturing()):
             return
         if not bool(history.any()):
             log_once(

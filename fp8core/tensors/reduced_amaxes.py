@@ -30,7 +30,7 @@ from fp8core.communicator.group_reference import GroupReference, existing
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.creation import Family, Order, family_of, num_created, shown
 from fp8core.tensors.delayed_state import DelayedState
-from fp8core.torch_ops.private import copy_all
+from fp8core.torch_ops.private import copy_all, is_capturing
 
 __all__ = ["reduced_after_backward", "reduced_after_forward"]
 
@@ -153,7 +153,7 @@ class _Reduction:
     def is_captured(self, recorded: Sequence[DelayedState]) -> bool:
         """Say whether a CUDA graph captures the reduction of ``recorded``."""
         is_cuda = self._device_type == "cuda" or any(one.scale.is_cuda for one in recorded)
-        return is_cuda and torch.cuda.is_current_stream_capturing()
+        return is_cuda and is_capturing()
 
     def read_flags(self) -> None:
         """Read the flags of the last reduction, unless they were read at once."""

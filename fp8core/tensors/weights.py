@@ -20,6 +20,7 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations, Pair, Quantizer, Slot
+from fp8core.torch_ops.private import is_capturing
 
 __all__ = [
     *("How", "Keeping", "Kept", "KeptWeight", "PerGroup", "WeightQuantizer", "WeightStore"),
@@ -209,12 +210,6 @@ def _rewritten(kept: Kept) -> Kept:
     return kept._replace(origins=_origins_of(kept.origins.tensors[0], ()))
 
 
-# torch without CUDA has the function, and raises when it is called.
-_is_capturing: Callable[[], bool] = (
-    torch.cuda.is_current_stream_capturing if torch.version.cuda else lambda: False
-)
-
-
 class KeptWeight:
     """Quantizes a weight in every call, or keeps it where the caller says that it does not change.
 
@@ -275,7 +270,7 @@ class KeptWeight:
                 return used[self._index].operands
             columnwise = True  # for the recompute
         quantize = self._both if columnwise else self._rowwise
-        if _is_capturing() and not (first is False and keeping.is_for_graphs):
+        if is_capturing() and not (first is False and keeping.is_for_graphs):
             if first is False:
                 raise UnsupportedError(f"{self._how.owner}: {_IN_GRAPH}")
             return quantize(weight)
@@ -294,7 +289,7 @@ class KeptWeight:
                 raise OperandError(f"{self._how.owner}: {_WRITTEN}")
             kept = None
         if kept is None or (columnwise and kept.operands.columnwise is None):
-            if _is_capturing():  # microbatches of graphs, of which none was the first
+            if is_capturing():  # microbatches of graphs, of which none was the first
                 raise UnsupportedError(f"{self._how.owner}: {_IN_GRAPH}")
             kept = None
             entries.pop(self._index, None)  # frees its memory for the new ones

@@ -77,6 +77,7 @@ __all__ = [
     "has_hooks",
     "interpreter_stack",
     "is_any_autocast_enabled",
+    "is_capturing",
     "is_compiled",
     "is_functional",
     "is_legacy_batched",
@@ -302,6 +303,15 @@ def is_compiled(module: torch.nn.Module) -> bool:
     dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing is compiled
     is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return is_wrapper or module._compiled_call_impl is not None
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is captured on the current stream.
+
+    A torch that was built with CUDA raises in its own query where no device is visible, and one
+    that was built without raises everywhere: neither captures before CUDA has been initialized.
+    """
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_traced() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,26 @@ def test_queries_are_c_functions_and_cost_no_python_frame() -> None:
         private.schema_of,
     ):
         assert not hasattr(query, "__code__"), query
+
+
+def test_nothing_is_captured_before_cuda_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a torch that was built with CUDA, on a machine without a visible device."""
+
+    def refuse() -> bool:
+        raise RuntimeError("CUDA error: no CUDA-capable device is detected")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", refuse)
+    assert not private.is_capturing()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert private.is_capturing()
+
+
+def test_the_front_end_asks_torch_for_a_capture_in_one_place() -> None:
+    package = Path(private.__file__).parent.parent
+    asking = [f for f in package.rglob("*.py") if "is_current_stream_capturing" in f.read_text()]
+    assert asking == [Path(private.__file__)]
 
 
 def test_the_level_of_forward_mode_follows_torch() -> None:
