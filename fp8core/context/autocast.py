@@ -21,6 +21,7 @@ from fp8core.errors import RecipeError
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.custom import may_reduce_amaxes
+from fp8core.tensors.reduced_amaxes import note_autocast
 from fp8core.torch_ops.operators import constant_in_graph
 
 __all__ = [
@@ -195,6 +196,9 @@ class autocast(contextlib.ContextDecorator):
         thread.active = self._active
         if not timeline.is_traced():
             timeline.enter(self._active)
+            group = self._reducing()
+            if group is not None:
+                note_autocast(group)
 
     def __exit__(
         self,

@@ -3,13 +3,15 @@
 Ranks skip layers: dropped ones, experts without tokens. So what is reduced is not what one rank has
 recorded, but a list of layers that all ranks have agreed on::
 
-    [is_new, is_used, is_idle, amaxes of layer 0, amaxes of layer 1, ...]    one all-reduce (MAX)
+    [is_new, is_used, is_idle, is_waiting, amaxes of layer 0, ...]    one all-reduce (MAX)
 
 A layer that a rank skipped adds zeros there, and takes the maximum of the others. ``is_new`` says
 that a rank has recorded in a layer that is not in the list: then all ranks exchange what they have
 used, and the list becomes the union. ``is_used`` says that a rank has recorded in a layer, and
 ``is_idle`` that one has in none: no backward pass of that one could take part in a collective, so
-from then on backward amaxes wait for the next reduction of forward ones.
+from then on backward amaxes wait for the next reduction of forward ones. So do those of a backward
+pass within an autocast, which ``is_waiting`` tells the other ranks: whether one of them is idle
+shows at its end.
 
 On the CPU the flags are read at once. On other devices the host would wait for the device, so
 they are read at the next reduction, and the amaxes of a layer that is not in the list wait as long.
@@ -32,10 +34,15 @@ from fp8core.tensors.creation import Family, Order, family_of, num_created, show
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.torch_ops.private import copy_all, is_capturing
 
-__all__ = ["reduced_after_backward", "reduced_after_forward"]
+__all__ = ["note_autocast", "reduced_after_backward", "reduced_after_forward"]
 
 _USE: Final = "autocast(amax_reduction_group=...)"
-_NUM_FLAGS: Final = 3
+_NUM_FLAGS: Final = 4
+
+
+def note_autocast(reference: GroupReference) -> None:
+    """Note that an autocast has begun at whose end the ranks of the group reduce amaxes."""
+    _of_group(reference).is_in_autocast = True
 
 
 def reduced_after_forward(
@@ -52,8 +59,9 @@ def reduced_after_forward(
         UnsupportedError: a graph captures a layer that the ranks have not compared.
     """
     ways = _of_group(reference)
-    reduced = ways.forward.reduce(recorded)
-    if ways.forward.has_idle_ranks and not ways.forward.is_captured(recorded):
+    ways.is_in_autocast = False
+    reduced = ways.forward.reduce(recorded, is_waiting=bool(ways.waiting))
+    if ways.forward.defers_backward and not ways.forward.is_captured(recorded):
         waiting, ways.waiting = ways.waiting, []
         reduced += ways.backward.reduce(_existing(waiting))
     return reduced
@@ -66,7 +74,7 @@ def reduced_after_backward(
     ways = _of_group(reference)
     if not ways.forward.is_captured(recorded):
         ways.forward.read_flags()
-        if ways.forward.has_idle_ranks:
+        if ways.forward.defers_backward or (ways.is_in_autocast and ways.forward.has_other_ranks):
             ways.waiting += map(weakref.ref, recorded)
             return []
     return ways.backward.reduce(recorded)
@@ -122,12 +130,21 @@ class _Reduction:
         self._is_announced = False
         # The flags of the last reduction on a device, and what tells that they have arrived.
         self._flags: tuple[torch.Tensor, torch.Event] | None = None
-        self.has_idle_ranks = False
+        # Whether backward amaxes wait for the next reduction of forward ones, on all ranks.
+        self.defers_backward = False
 
-    def reduce(self, recorded: Sequence[DelayedState]) -> list[DelayedState]:
+    @property
+    def has_other_ranks(self) -> bool:
+        """Whether this process is not the only rank of the group."""
+        return dist.get_world_size(existing(self._reference, _USE)) > 1
+
+    def reduce(
+        self, recorded: Sequence[DelayedState], *, is_waiting: bool = False
+    ) -> list[DelayedState]:
         """Reduce the newest amaxes; return the states that hold the maximum over the ranks now.
 
-        ``recorded`` may have states of other groups, which have no part in it.
+        ``recorded`` may have states of other groups, which have no part in it. ``is_waiting`` says
+        that backward amaxes of this rank wait.
         """
         group = existing(self._reference, _USE)
         own = [state for state in recorded if state.reduced_over is self._reference]
@@ -141,10 +158,11 @@ class _Reduction:
         if self._agreed is None or self._is_announced:
             self._agreed = self._agree(group)
         foreign = {one.order for one in recorded if one.reduced_over is not self._reference}
-        reduced = self._reduce_agreed(self._agreed, foreign, is_used=bool(own), group=group)
+        flags = bool(own), not own, is_waiting
+        reduced = self._reduce_agreed(self._agreed, foreign, flags, group)
         if self._is_announced:  # known at once
             self._agreed = self._agree(group)
-            reduced = self._reduce_agreed(self._agreed, foreign, is_used=bool(own), group=group)
+            reduced = self._reduce_agreed(self._agreed, foreign, flags, group)
         # The ranks over which a layer is spread reduce next. One that they skipped may exist on one
         # of them alone, as garbage: it keeps the amax for its next update.
         used = set(own)
@@ -164,18 +182,23 @@ class _Reduction:
             self._note(flags)
 
     def _note(self, flags: torch.Tensor) -> None:
-        is_new, is_used, is_idle = flags.tolist()
+        is_new, is_used, is_idle, is_waiting = flags.tolist()
         self._is_announced = is_new > 0
-        self.has_idle_ranks |= is_used > 0 and is_idle > 0
+        self.defers_backward |= is_waiting > 0 or (is_used > 0 and is_idle > 0)
 
     def _reduce_agreed(
-        self, agreed: list[_Entry], foreign: set[Order], *, is_used: bool, group: dist.ProcessGroup
+        self,
+        agreed: list[_Entry],
+        foreign: set[Order],
+        own_flags: tuple[bool, ...],
+        group: dist.ProcessGroup,
     ) -> list[DelayedState]:
-        """Reduce the layers ``agreed``, of which those of the orders ``foreign`` add nothing."""
+        """Reduce the layers ``agreed``, of which those of the orders ``foreign`` add nothing;
+        ``own_flags`` are those of this rank, besides the first."""
         states = self._states()
         is_new = not {entry.order for entry in agreed}.issuperset(states)
         members = [None if entry.order in foreign else states.get(entry.order) for entry in agreed]
-        flags = self._flags_tensor((is_new, is_used, not is_used))
+        flags = self._flags_tensor((is_new, *own_flags))
         newest = [
             state.amax_history[0] if state is not None and slots else flags.new_zeros(slots)
             for state, (_, slots) in zip(members, agreed, strict=True)
@@ -352,12 +375,16 @@ def _difference(first: int, one: _Layer | None, second: int, other: _Layer | Non
 
 
 class _Ways:
-    """Both ways of a group; ``waiting`` are backward states whose amaxes wait."""
+    """Both ways of a group; ``waiting`` are backward states whose amaxes wait.
+
+    ``is_in_autocast``: an autocast has begun that will end in a reduction of forward amaxes.
+    """
 
     def __init__(self, reference: GroupReference) -> None:
         self.forward = _Reduction(reference)
         self.backward = _Reduction(reference)
         self.waiting: list[weakref.ref[DelayedState]] = []
+        self.is_in_autocast = False
 
 
 _groups: dict[GroupReference, _Ways] = {}

@@ -91,6 +91,18 @@ def idle(rank: int, group: Any) -> dict[str, Any]:
     return {"second": second, "third": amaxes(two), "third bwd": amaxes(two, "bwd")}
 
 
+def backward_inside(rank: int, group: Any) -> dict[str, Any]:
+    """Backward within the autocast; rank 1 runs no layer in the first step, rank 0 in the third."""
+    two, found = layers(2), {}
+    alone, both = [{0: 2.0, 1: 3.0}, {}], [{0: 4.0, 1: 5.0}, {0: 1.0, 1: 7.0}]
+    for at, used in enumerate((alone, both, [{}, {0: 9.0}])):
+        with within(group):
+            for layer, value in used[rank].items():
+                run(two[layer], value).backward()
+        found[f"fwd {at}"], found[f"bwd {at}"] = amaxes(two), amaxes(two, "bwd")
+    return found
+
+
 def later(rank: int, group: Any) -> dict[str, Any]:
     """Layers are made, and freed, between steps."""
     some = layers(2)
@@ -211,7 +223,10 @@ def collectives(rank: int, group: Any) -> dict[str, Any]:
 def work(rank: int) -> dict[str, Any]:
     """Run every scenario as ``rank`` of two."""
     torch.manual_seed(0)
-    scenarios = (dropped, idle, later, microbatches, two_groups, collectives, garbage, copied)
+    scenarios = (
+        *(dropped, idle, backward_inside, later, microbatches, two_groups, collectives, garbage),
+        copied,
+    )
     found = {one.__name__: one(rank, dist.new_group([0, 1])) for one in scenarios}
     return {**found, "differing": differing(rank)}
 
@@ -257,6 +272,15 @@ def test_a_rank_that_runs_no_layer_takes_part(ranks: list[dict[str, Any]]) -> No
 
 def test_gradients_wait_for_a_rank_that_has_run_no_layer(ranks: list[dict[str, Any]]) -> None:
     assert of_both(ranks, "idle", "third bwd") == [7.0, 8.0]
+
+
+@pytest.mark.parametrize("way", ["fwd", "bwd"])
+def test_backward_within_the_autocast_of_a_rank_that_runs_no_layer(
+    ranks: list[dict[str, Any]], way: str
+) -> None:
+    first, *later = ([rank["backward_inside"][f"{way} {at}"] for rank in ranks] for at in range(3))
+    assert first == [[2.0, 3.0], [0.0, 0.0]]  # rank 1 has not run a layer so far
+    assert later == [[[4.0, 7.0]] * 2, [[9.0, 7.0]] * 2]
 
 
 @pytest.mark.parametrize("way", ["fwd", "bwd"])
