@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import AttentionDesc, OperandError
+from fp8core.backend_api import AttentionDesc, CachedAttentionDesc, OperandError
 from fp8core_backends.cuda.attention_bias import added, blind_rows
 from fp8core_backends.cuda.attention_graph import Problem, Strides, Uid, contiguous_strides
 from fp8core_backends.cuda.attention_lengths import (
@@ -157,6 +157,8 @@ class GraphOperation:
         q, k, v = self._cleaned(operands, sequences, hidden, in_backward=in_backward)
         q, k, v = (aligned(x) for x in (q, k, v))
         longest_q, longest_kv = lengths.max_seqlen_q, lengths.max_seqlen_kv
+        if isinstance(desc, CachedAttentionDesc):  # the longest sequence is another in each call
+            longest_kv = len(k) // max(len(sequences.lengths_kv), 1)
         assert longest_q is not None
         assert longest_kv is not None
         size_q, size_kv = steady(longest_q), steady(longest_kv)
@@ -175,8 +177,8 @@ class GraphOperation:
             _row_strides(v, size_kv),
             (size_q * row_out, desc.head_dim_v, row_out, 1),
             has_lengths=True,
-            rows_q=steady(len(q)),
-            rows_kv=steady(len(k)),
+            rows_q=steady(len(q)) if in_backward else 0,
+            rows_kv=steady(len(k)) if in_backward else 0,
         )
         offsets = _Offsets()
         tensors = {
@@ -212,6 +214,8 @@ class GraphOperation:
         zero must not be NaN; in forward those of the values alone."""
         layout = self.desc.layout
         q, k, v = operands
+        if isinstance(self.desc, CachedAttentionDesc):  # finite, as its contract says
+            return q, k, v
         rows = len(k) if layout == "thd" else by_heads(k, layout).shape[2]
         outside = in_rows(keys_outside(sequences, rows), layout)
         v = v.masked_fill(outside, 0)

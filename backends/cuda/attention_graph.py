@@ -72,8 +72,8 @@ class Uid(IntEnum):
 class Problem(NamedTuple):
     """What a graph depends on, besides the descriptor; a key of the plans.
 
-    ``s_q`` and ``s_kv`` are, in thd, lengths that no sequence exceeds, and ``rows_q`` and
-    ``rows_kv`` numbers of rows that are not exceeded; both numbers are 0 in the other layouts.
+    ``s_q`` and ``s_kv`` are, in thd, lengths that no sequence exceeds, and in its backward
+    ``rows_q`` and ``rows_kv`` numbers of rows that are not exceeded; else both numbers are 0.
     Strides are in elements, in the order ``[b, heads, s, d]``. ``bias`` has sizes, strides and
     dtype, None without one. With ``reads_logit_scale`` the scale of the logits is the tensor
     ``LOGIT_SCALE``, and the descriptor's is not used.

@@ -18,6 +18,7 @@ from fp8core.backend_api import (
     AttentionBackwardDesc,
     AttentionDesc,
     AttentionPartBackwardDesc,
+    CachedAttentionDesc,
     ColumnSumsDesc,
     CombineBackwardDesc,
     CombineDesc,
@@ -96,8 +97,8 @@ class CudaBackend:
         """Say why ``desc`` cannot run on ``device``, or None."""
         if device.type != "cuda":
             return f"runs on cuda, not on {device.type}"
-        if type(desc) is AttentionDesc:  # a subclass may ask for more
-            return attention_problem(desc, device)
+        if type(desc) in (AttentionDesc, CachedAttentionDesc):  # a subclass may ask for more
+            return attention_problem(desc, device)  # type: ignore[arg-type]  # as the line above
         if type(desc) in (AttentionBackwardDesc, AttentionPartBackwardDesc):
             return attention_backward_problem(desc, device)  # type: ignore[arg-type]  # as above
         missing = native.missing(device)

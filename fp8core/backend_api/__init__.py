@@ -49,6 +49,7 @@ from fp8core.backend_api.attention import (
     AttentionBackwardDesc,
     AttentionDesc,
     AttentionPartBackwardDesc,
+    CachedAttentionDesc,
 )
 from fp8core.backend_api.backend import Alignment, Backend, bind_method
 from fp8core.backend_api.cross_entropy import CrossEntropyBackwardDesc, CrossEntropyDesc
@@ -144,6 +145,7 @@ __all__ = [
     "AttentionPartBackwardDesc",
     "Backend",
     "BackendSpec",
+    "CachedAttentionDesc",
     "Chunks",
     "ColumnSumsDesc",
     "CombineBackwardDesc",

@@ -17,6 +17,7 @@ __all__ = [
     "AttentionBackwardDesc",
     "AttentionDesc",
     "AttentionPartBackwardDesc",
+    "CachedAttentionDesc",
 ]
 
 ATTENTION_LAYOUTS = ("sbhd", "bshd", "thd")
@@ -125,6 +126,19 @@ class AttentionDesc:
             sizes += f", dv={self.head_dim_v}"
         scale = f"scale={self.scale:.9g}"
         return text(self, dtype_text(self.dtype), self.layout, heads, sizes, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedAttentionDesc(AttentionDesc):
+    """As AttentionDesc, with padding and in high precision, where k and v are those of a cache at
+    its capacity: ``[b, capacity, ..]``, whatever the lengths of the sequences are; in thd
+    ``[b * capacity, ..]``, with a sequence at each multiple of the capacity.
+
+    The calls of a generation differ in the values of ``cu_seqlens`` alone, so that a kernel that
+    reads lengths on the device is prepared once. Rows behind the end of a sequence are finite: a
+    weight of 0 is enough to exclude them. Without a backend for it, AttentionDesc is asked for,
+    with keys and values up to the longest sequence.
+    """
 
 
 @dataclass(frozen=True, slots=True)

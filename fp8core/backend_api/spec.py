@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["API_VERSION", "BREAKING_CHANGES", "BackendSpec", "Finding"]
 
-API_VERSION = (4, 0)
+API_VERSION = (4, 1)
 """(major, minor). A backend written for another major, or a newer minor, is not loaded.
 
 The minor rises with a change that an old backend can ignore: a new operation, a new optional

@@ -383,13 +383,18 @@ class DotProductAttention(ParallelModule):
         bias, slopes = options.core_attention_bias, options.alibi_slopes
         bias_type = bias_kind(owner, options.core_attention_bias_type, bias, slopes)
         mask = self._mask(layout, mask_type, options.window_size, bottom_right, bias_type)
-        lengths = options.lengths
-        if cache is not None:
+        is_cached = False
+        if cache is None:
+            lengths = None
+        else:
             attention_mask = None
-            qkv, lengths = with_cache(owner, self, cache, layout, qkv)
+            qkv, lengths, is_cached = with_cache(
+                owner, self, cache, layout, qkv, at_capacity=bias is None
+            )
         if self.drops_all:  # no backend scales by 1 / (1 - p)
             qkv = qkv._replace(v=qkv.v * 0)
-        lengths = self._lengths(layout, mask, qkv, attention_mask, lengths)
+        if lengths is None:
+            lengths = self._lengths(layout, mask, qkv, attention_mask, options.lengths)
         check_pad_between(owner, options.pad_between_seqs, lengths)
         heads = self.heads.heads
         if bias is not None:
@@ -403,7 +408,9 @@ class DotProductAttention(ParallelModule):
             *lengths.offsets.values(),
         )
         cap = self.softcap if options.softcap is None else checked_softcap(owner, options.softcap)
-        shape = self._shape(layout, mask, bias_type, cap, bf16_backward=options.bf16_backward)
+        shape = self._shape(
+            *(layout, mask, bias_type, cap), bf16_backward=options.bf16_backward, cached=is_cached
+        )
         if shape.context:
             self._agree(shape, qkv, lengths, cache)
         return AttentionCall(self, shape, tensors, lengths), (*qkv, bias)
@@ -528,6 +535,7 @@ class DotProductAttention(ParallelModule):
         cap: float,
         *,
         bf16_backward: bool = False,
+        cached: bool = False,
     ) -> AttentionShape:
         return AttentionShape(
             layout,
@@ -541,6 +549,7 @@ class DotProductAttention(ParallelModule):
             self.return_max_logit,
             bf16_backward,
             self.context_group.context,
+            cached,
         )
 
     @property
@@ -611,6 +620,9 @@ class AttentionCall(NamedTuple):
             assert lengths.max_seqlen_q is not None
             assert lengths.max_seqlen_kv is not None
             sizes = lengths.max_seqlen_q, lengths.max_seqlen_kv
+        elif shape.cached:
+            assert lengths.max_seqlen_kv is not None
+            sizes = (*sizes, lengths.max_seqlen_kv)
         call = bound.call_on(q.device)._replace(tensors=self.tensors, sizes=sizes)
         if call.rng is not None and layer.parallel.rank:
             call = call._replace(rng=call.rng + layer.parallel.rank)  # other heads, other masks

@@ -31,10 +31,20 @@ def mask_type_with_cache(owner: object, name: str) -> str:
 
 
 def with_cache(
-    owner: object, layer: torch.nn.Module, cache: object, layout: str, new: Qkv
-) -> tuple[Qkv, Lengths]:
+    owner: object,
+    layer: torch.nn.Module,
+    cache: object,
+    layout: str,
+    new: Qkv,
+    *,
+    at_capacity: bool,
+) -> tuple[Qkv, Lengths, bool]:
     """Store the keys and values of new tokens under the ``layer_number`` of ``layer``; return the
-    queries with all keys and values, and where the sequences are among them.
+    queries with all keys and values, where the sequences are among them, and whether these are
+    those of :class:`~fp8core.backend_api.CachedAttentionDesc`.
+
+    With ``at_capacity`` they are, where the cache keeps the rows behind sequences finite; else they
+    end with the longest sequence.
 
     Raises:
         OperandError: tensors that do not fit the step of the cache, or another layer that has the
@@ -53,15 +63,15 @@ def with_cache(
     if not torch.compiler.is_compiling():
         cache.claim(number, layer)
     keys, values, longest = held.k_cache, held.v_cache, held.max_seqlen_kv
-    lengths = Lengths(held.cu_seqlens_q, held.cu_seqlens_kv)
+    is_cached = at_capacity and cache.clears_rows
+    lengths = Lengths(held.cu_seqlens_q, held.cu_seqlens_kv, max_seqlen_kv=longest)
     if layout == "thd":
         size = keys.shape[1]
         starts = torch.arange(cache.batch_size + 1, dtype=torch.int32, device=keys.device) * size
-        lengths = lengths._replace(
-            cu_seqlens_kv_padded=starts, max_seqlen_q=cache.max_seqlen_q, max_seqlen_kv=longest
-        )
-        return Qkv(new.q, keys.flatten(0, 1), values.flatten(0, 1)), lengths
-    keys, values = keys[:, :longest], values[:, :longest]
+        lengths = lengths._replace(cu_seqlens_kv_padded=starts, max_seqlen_q=cache.max_seqlen_q)
+        return Qkv(new.q, keys.flatten(0, 1), values.flatten(0, 1)), lengths, is_cached
+    if not is_cached:
+        keys, values = keys[:, :longest], values[:, :longest]
     if layout == "sbhd":
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-    return Qkv(new.q, keys, values), lengths
+    return Qkv(new.q, keys, values), lengths, is_cached

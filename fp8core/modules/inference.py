@@ -132,6 +132,7 @@ class InferenceParams:
         self.device = resolve_device(device)
         self.is_paged = is_paged
         self.cache_manager = self._manager(custom_cache_manager, total_num_pages, page_size)
+        self._is_own = custom_cache_manager is None
         self.cache_manager.device = self.device
         self.cache_qkv_format = "bshd"
         self.input_qkv_format = self.output_qkv_format = ""
@@ -185,6 +186,12 @@ class InferenceParams:
             f"head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}, dtype={self.dtype}, "
             f"layers={len(self.cache_manager.cache)}, sequences={dict(self.sequences)})"
         )
+
+    @property
+    def clears_rows(self) -> bool:
+        """Whether rows behind the end of a sequence are finite, whatever sequences had their memory
+        before. A custom manager promises nothing."""
+        return self._is_own
 
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate the memory of a layer, unless it has some; its first step does so otherwise."""
@@ -268,7 +275,8 @@ class InferenceParams:
     def _fill(self, buffer: torch.Tensor, values: list[int]) -> None:
         """Copy ``values`` to the front of ``buffer``, and the last one to the rest."""
         values = [*values, *values[-1:] * (len(buffer) - len(values))]
-        buffer[: len(values)].copy_(torch.tensor(values, dtype=torch.int32, device="cpu"))
+        numbers = torch.tensor(values, dtype=torch.int32, device="cpu")
+        buffer[: len(values)].copy_(numbers, non_blocking=True)
 
     def get_seqlens_pre_step(self) -> torch.Tensor:
         """Return how many tokens each sequence of the step had before it, int32 ``[b]``: the
@@ -340,7 +348,12 @@ class InferenceParams:
         layout = self.input_qkv_format
         new = new_k.detach(), new_v.detach()
         keys, values = self.cache_manager.step(layer_number, *new, *sums, layout)
-        return self.convert_paged_to_nonpaged(layer_number) if self.is_paged else (keys, values)
+        if not self.is_paged:
+            return keys, values
+        if self._is_own:
+            assert isinstance(self.cache_manager, PagedKVCacheManager)
+            return self.cache_manager.read(layer_number)
+        return self.convert_paged_to_nonpaged(layer_number)
 
     def _take_format(self, qkv_format: str) -> None:
         if qkv_format not in _FORMATS:

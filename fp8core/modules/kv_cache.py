@@ -3,13 +3,17 @@
 A manager knows the sequences of the current step and their lengths, and holds two tensors a layer.
 Each token has a slot in them, a position in the first two dimensions taken as one. Slots are chosen
 once a step, in :meth:`KVCacheManager.pre_step`, which touches no layer.
+
+Attention reads slots behind the end of a sequence with a weight of 0, so that the managers of this
+module clear what a sequence takes over, once, when it does: what a token wrote, NaN included, meets
+no other sequence.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -203,7 +207,13 @@ class _OwnManager(KVCacheManager):
         raise NotImplementedError
 
     def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
-        """Bring what a layer has stored to its slots of this step."""
+        """Bring what a layer has stored to its slots of this step, and clear the others that
+        sequences take over."""
+        raise NotImplementedError
+
+    def _uploaded(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the CPU on the device of the cache, without waiting for that."""
+        return numbers.to(self._on(), non_blocking=True)
 
     def _held(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a layer."""
@@ -248,18 +258,28 @@ class NonPagedKVCacheManager(_OwnManager):
     def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
         batch, offset, position = _places(steps, before)
         slot = batch * self.max_seqlen + position
-        return _Tokens(*torch.stack((slot, batch, offset)).to(self._on()).unbind(0))
+        return _Tokens(*self._uploaded(torch.stack((slot, batch, offset))).unbind(0))
 
     def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
         rows = {name: row for row, name in enumerate(stored)}
-        held = ((at, name) for at, name in enumerate(self._before) if self._before[name])
-        moves = [(rows[name], at) for at, name in held if rows[name] != at]
-        if not moves:
+        moves, taken = [], []
+        for at, (name, length) in enumerate(self._before.items()):
+            if length and rows[name] == at:
+                continue
+            taken.append(at)
+            if length:
+                moves.append((rows[name], at))
+        if not taken:
             return
         length = max(self._before.values())
-        source, target = torch.tensor(moves, device=self._on()).unbind(1)
+        cleared = self._uploaded(torch.tensor(taken, device="cpu"))
+        pairs = torch.tensor(moves, dtype=torch.int64, device="cpu").view(-1, 2)
+        source, target = self._uploaded(pairs).unbind(1)
         for cache in self.cache[layer_number]:
-            cache[target, :length] = cache[source, :length]
+            moved = cache[source, :length] if moves else None
+            cache.index_fill_(0, cleared, 0)
+            if moved is not None:
+                cache[target, :length] = moved
 
     def _held(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.cache[layer_number]
@@ -294,6 +314,9 @@ class PagedKVCacheManager(_OwnManager):
         self.max_pages_per_seq = max_seqlen // page_size
         self._pages: dict[Hashable, list[int]] = {}
         self._table: torch.Tensor | None = None
+        # Of this step: the pages that attention reads, and those that sequences took.
+        self._read: torch.Tensor | None = None
+        self._taken: torch.Tensor | None = None
 
     @property
     def page_table(self) -> torch.Tensor:
@@ -308,6 +331,7 @@ class PagedKVCacheManager(_OwnManager):
         """Forget every sequence, and free its pages; the memory stays."""
         super().reset()
         self._pages = {}
+        self._read = self._taken = None
         self.page_table.zero_()
 
     def allocate_memory(self, layer_number: int) -> None:
@@ -322,10 +346,38 @@ class PagedKVCacheManager(_OwnManager):
         batch, offset, position = _places(steps, before)
         slot = table[batch, position // self.page_size] * self.page_size
         slot += position % self.page_size
-        tokens = _Tokens(*torch.stack((slot, batch, offset)).to(self._on()).unbind(0))
-        self.page_table[: len(rows)].copy_(table)
+        tokens = _Tokens(*self._uploaded(torch.stack((slot, batch, offset))).unbind(0))
+        self.page_table[: len(rows)].copy_(table, non_blocking=True)
+        self._read = self._uploaded(self._read_pages(pages.values()))
+        new = (own[len(self._pages.get(name, ())) :] for name, own in pages.items())
+        taken = [*itertools.chain.from_iterable(new)]
+        self._taken = self._uploaded(torch.tensor(taken, device="cpu")) if taken else None
         self._pages = pages
         return tokens
+
+    def _read_pages(self, pages: Collection[Sequence[int]]) -> torch.Tensor:
+        """Return the pages of each sequence, int64 ``[b, n]`` on the CPU, the last one repeated.
+
+        n is a power of two, or all pages that a sequence may have, so that attention meets few
+        sizes while sequences grow. A page of another sequence would bring what its tokens wrote.
+        """
+        longest = max(map(len, pages), default=0)
+        count = min(1 << max(0, longest - 1).bit_length(), self.max_pages_per_seq)
+        last = [own[-1] if own else 0 for own in pages]
+        rows = [[*own, *[at] * (count - len(own))] for own, at in zip(pages, last, strict=True)]
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), count)
+
+    def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
+        if self._taken is not None:
+            for cache in self.cache[layer_number]:
+                cache.index_fill_(0, self._taken, 0)
+
+    def read(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of a layer in the order of the batch, ``[b, tokens, heads,
+        head size]``: a copy, of a power of two of pages each."""
+        assert self._read is not None
+        keys, values = (part[self._read].flatten(1, 2) for part in self.cache[layer_number])
+        return keys, values
 
     def _with_new_pages(self, after: Sequences) -> dict[Hashable, list[int]]:
         """Return the pages of each sequence, once it has its tokens of this step."""

@@ -31,7 +31,8 @@ __all__ = ["AttentionLink", "AttentionProgram"]
 class AttentionLink(LinkDefaults):
     """Computes rows ``[tokens, heads * head_dim_v]`` from queries ``[tokens, heads * head_dim]``.
 
-    ``run_bias_backward`` also returns the gradient of the bias. ``fallback`` is the choice of a
+    ``run_bias_backward`` also returns the gradient of the bias. ``run_cached`` reads keys and
+    values of a cache at its capacity; None where no backend does. ``fallback`` is the choice of a
     backend for other devices that nobody asked for, whose memory may be that of all logits; None
     without such a choice.
     """
@@ -44,6 +45,7 @@ class AttentionLink(LinkDefaults):
     needs_rng: bool = field()
     only_once: OnlyOnce | None = field()
     fallback: Choice | None
+    run_cached: Callable[..., Any] | None
 
     @property
     def takes_rows_alone(self) -> bool:
@@ -78,6 +80,16 @@ class AttentionLink(LinkDefaults):
             keywords["rng"] = call.rng
         return keywords
 
+    def read(self, params: Params, call: Call) -> Params:
+        """Return the parameters of a call, keys and values of a cache up to the longest sequence:
+        in thd that is among the keywords."""
+        shape = self.shape
+        if not shape.cached or shape.layout == "thd":
+            return params
+        at, longest = shape.layout.index("s"), call.sizes[2]
+        keys, values, *others = params
+        return (keys.narrow(at, 0, longest), values.narrow(at, 0, longest), *others)
+
 
 class AttentionProgram(TensorProgram[AttentionLink]):
     """Attends; saves queries, keys, values, the result and its statistics."""
@@ -93,8 +105,11 @@ class AttentionProgram(TensorProgram[AttentionLink]):
         link, shape = self._link, self._link.shape
         keywords = link.keywords(params, call)
         q = self._in_layout(x, shape.head_dim, call)
-        check_memory(link.fallback, shape, q, params[0], call)
-        y, stats, max_logit = link.run(q, params[0], params[1], **keywords)
+        run, (keys, values) = link.run_cached, params[:2]
+        if run is None:
+            run, (keys, values, *_) = link.run, link.read(params, call)
+            check_memory(link.fallback, shape, q, keys, call)
+        y, stats, max_logit = run(q, keys, values, **keywords)
         if max_logit is not None:
             hand_out(max_logit, call)
         rows = y.reshape(x.shape[0], shape.heads * shape.head_dim_v)
@@ -139,6 +154,8 @@ class AttentionProgram(TensorProgram[AttentionLink]):
             grads.append(grad_bias)
         if shape.has_offset:
             grads.append(grad_offset.to(params[-1].dtype))
+        if shape.cached:  # it keeps no history, and refuses backward itself
+            grads[:2] = None, None
         grad_params = [
             one if needed else None for one, needed in zip(grads, needs[1:], strict=True)
         ]
@@ -150,7 +167,7 @@ class AttentionProgram(TensorProgram[AttentionLink]):
     def _in_layout(self, rows: torch.Tensor, head_dim: int, call: Call) -> torch.Tensor:
         """Return ``rows [tokens, heads * head_dim]`` in the layout of the queries."""
         shape = self._link.shape
-        tokens = (rows.shape[0],) if shape.layout == "thd" else call.sizes
+        tokens = (rows.shape[0],) if shape.layout == "thd" else call.sizes[:2]
         return rows.reshape(*tokens, shape.heads, head_dim)
 
 

@@ -11,6 +11,7 @@ import torch
 from fp8core.backend_api import (
     AttentionBackwardDesc,
     AttentionDesc,
+    CachedAttentionDesc,
     DequantizeDesc,
     OperandSpec,
 )
@@ -47,7 +48,8 @@ class AttentionShape(AttentionSpec):
         if not context.binding.is_observing:
             return _bound_low_precision(self, context, plan)
         link = _bound(self, context, desc, AttentionBackwardDesc(desc))
-        return dataclasses.replace(link, run=_observed(link.run, _casts(context, plan, "qkv")))
+        observed = _observed(link.run, _casts(context, plan, "qkv"))
+        return dataclasses.replace(link, run=observed, run_cached=None)
 
 
 _STEP, _BACKWARD_STEP = "attention", "attention backward"
@@ -77,7 +79,20 @@ def _bound(
         needs_rng=shape.dropout > 0,
         only_once=_only_once(shape, context.owner),
         fallback=next(filter(is_fallback, all_choices), None),
+        run_cached=_cached(shape, context, desc, forward),
     )
+
+
+def _cached(
+    shape: AttentionShape, context: BindContext, desc: AttentionDesc, forward: Resolved
+) -> Callable[..., Any] | None:
+    """Return what reads a cache at its capacity, if the backend of ``forward`` offers it."""
+    if not shape.cached or desc.low_precision:
+        return None
+    values = {f.name: getattr(desc, f.name) for f in dataclasses.fields(desc)}
+    cached = CachedAttentionDesc(**values)
+    resolved = context.resolve_optional(_STEP, cached, forward.choice.backend)
+    return None if resolved is None else resolved.run
 
 
 def _bound_in_context(
@@ -105,6 +120,7 @@ def _bound_in_context(
         needs_rng=shape.dropout > 0,
         only_once=OnlyOnce(context.owner, "with context parallelism", remedy),
         fallback=next(filter(is_fallback, choices), None),
+        run_cached=None,
     )
 
 
@@ -141,6 +157,7 @@ def _bound_low_precision(
         link.needs_rng,
         only_once=in_low_precision(context.owner),
         fallback=link.fallback,
+        run_cached=None,
         casts=_casts(
             context,
             plan,

@@ -25,6 +25,9 @@ class AttentionSpec(LinkShape):
     ``context`` is how the ranks of a group share the tokens, and the names of its groups, see
     :func:`~fp8core.chain.context_binding.bind_context`; empty for one rank.
 
+    ``cached``: keys and values are those of a cache, as
+    :class:`~fp8core.backend_api.CachedAttentionDesc` has it.
+
     Its parameters are ``(k, v)``, then the bias and the learned offset of the softmax, if any.
     """
 
@@ -46,6 +49,7 @@ class AttentionSpec(LinkShape):
     max_logit: bool = False
     bf16_backward: bool = False
     context: tuple[str, ...] = ()
+    cached: bool = False
 
     @property
     def shares_scales_over(self) -> str | None:
@@ -86,9 +90,9 @@ class AttentionSpec(LinkShape):
         return None if columns == width else str(width)
 
     def desc(self, dtype: torch.dtype) -> AttentionDesc:
-        """Return the descriptor for activations of ``dtype``."""
+        """Return the descriptor for activations of ``dtype``, of keys and values of no cache."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del values["bf16_backward"], values["context"]
+        del values["bf16_backward"], values["context"], values["cached"]
         return AttentionDesc(dtype, groups=values.pop("gqa_groups"), **values)
 
     def example(self, x: torch.Tensor) -> CallInputs:
@@ -110,4 +114,7 @@ class AttentionSpec(LinkShape):
             cu_seqlens_kv=cu_seqlens,
             max_logit_out=x.new_empty(self.heads, dtype=wide) if self.max_logit else None,
         )
-        return CallInputs(params, tensors, (rows, rows) if self.layout == "thd" else tokens)
+        sizes = (rows, rows) if self.layout == "thd" else tokens
+        if self.cached and self.layout != "thd":
+            sizes = (*sizes, rows)
+        return CallInputs(params, tensors, sizes)

@@ -17,8 +17,8 @@ class AttentionTensors(NamedTuple):
 
     The first six are keywords of :class:`~fp8core.backend_api.AttentionDesc`; ``max_logit_out``,
     of the statistics' dtype ``[heads]``, is filled with the largest logits. ``Call.sizes`` are, of
-    a dense batch, the first two dimensions of the queries; in thd the longest sequence of queries
-    and of keys.
+    a dense batch, the first two dimensions of the queries, and with a cache the longest sequence of
+    keys; in thd the longest sequence of queries and of keys.
     """
 
     alibi_slopes: torch.Tensor | None = None

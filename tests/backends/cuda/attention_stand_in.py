@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, OpDesc
+from fp8core.backend_api import (
+    Alignment,
+    AttentionBackwardDesc,
+    AttentionDesc,
+    GemmDesc,
+    OpDesc,
+)
 from fp8core_backends.cuda import (
     attention,
     attention_backward,
@@ -244,10 +250,15 @@ class StandIn:
             monkeypatch.setattr(module, "torch", here)
         steps = {"forward": forward, "quantized_forward": forward, "backward": backward}
 
-        def run(graphs: Any, problem: Problem, tensors: Tensors) -> None:
-            steps[graphs._add.__name__](graphs._desc, problem, tensors)
+        def build(graphs: Any, cudnn: Any, handle: int, problem: Problem) -> SimpleNamespace:
+            def execute(tensors: Tensors, empty: Any, handle: int) -> None:
+                steps[graphs._add.__name__](graphs._desc, problem, tensors)
 
-        monkeypatch.setattr(attention_plans.Graphs, "run", run)
+            return SimpleNamespace(execute=execute)
+
+        monkeypatch.setattr(attention_plans, "execution", lambda index: (None, 0))
+        monkeypatch.setattr(attention_plans, "allocator", lambda index: None)
+        monkeypatch.setattr(attention_plans.Graphs, "_build", build)
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         if isinstance(desc, AttentionBackwardDesc):
@@ -255,6 +266,9 @@ class StandIn:
         if isinstance(desc, AttentionDesc):
             return attention_support.attention_problem(desc, device)
         return "not attention"
+
+    def alignment(self, desc: GemmDesc) -> Alignment:
+        return Alignment()
 
     def bind(self, desc: OpDesc, device: torch.device) -> Any:
         if isinstance(desc, AttentionDesc):

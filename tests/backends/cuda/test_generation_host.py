@@ -1,0 +1,153 @@
+"""Attention of a generation on CUDA, on the CPU: with cuDNN stood in for, no token builds a plan,
+and no row behind a sequence reaches it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core import DotProductAttention, InferenceParams, use_backend
+from fp8core.backend_api import API_VERSION, BackendSpec
+from fp8core.dispatch import plugins
+from fp8core_backends.cuda.attention_plans import Graphs
+from tests.backends.cuda.attention_stand_in import StandIn
+
+HEADS, GROUPS, SIZE, CAPACITY, PAGE = 4, 2, 16, 64, 4
+LAYOUTS = ("sbhd", "bshd", "thd")
+PAGES: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "pages": {"is_paged": True, "page_size": PAGE},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window_size": (6, 0)},
+    "sink": {"softmax_type": "off-by-one"},
+    "no mask": {"attn_mask_type": "padding"},
+}
+
+_backends: list[StandIn] = []
+
+
+def made() -> StandIn:
+    """The stand-in of this test, for the plug-in."""
+    return _backends[-1]
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A backend called "cudnn" for tensors of the CPU."""
+    _backends.append(StandIn(monkeypatch))
+    spec = BackendSpec("cudnn", ("cpu",), f"{__name__}:made", priority=-1, api_version=API_VERSION)
+    monkeypatch.setitem(plugins.load().backends, spec.name, spec)
+    yield
+    _backends.clear()
+
+
+class Generation:
+    """Sequences of random tokens that go through two layers of one cache, step by step."""
+
+    def __init__(self, layout: str, kind: str, **options: Any) -> None:
+        sizes = (HEADS, SIZE, GROUPS)
+        self.layers = [
+            DotProductAttention(*sizes, qkv_format=layout, layer_number=1 + at, **options).eval()
+            for at in range(2)
+        ]
+        self.layout = layout
+        self.cache = InferenceParams(
+            *(4, CAPACITY, GROUPS, SIZE, torch.bfloat16), device="cpu", **PAGES[kind]
+        )
+
+    def step(self, counts: dict[str, int], backend: str, seed: int, nan_in: str = "") -> Any:
+        """Bring so many tokens of each sequence; return the results of the layers, by sequence.
+
+        The keys and values of ``nan_in`` are NaN, and so are the tokens that pad the others.
+        """
+        self.cache.pre_step(OrderedDict(counts))
+        generator = torch.Generator().manual_seed(seed)
+        longest = max(counts.values())
+        dense = [
+            torch.randn(len(counts), longest, heads, SIZE, generator=generator).bfloat16()
+            for heads in (HEADS, GROUPS, GROUPS)
+        ]
+        for at, (name, count) in enumerate(counts.items()):
+            for x in dense[1:]:
+                x[at, 0 if name == nan_in else count :] = torch.nan
+        if self.layout == "thd":
+            dense = [torch.cat([x[at, :n] for at, n in enumerate(counts.values())]) for x in dense]
+        elif self.layout == "sbhd":
+            dense = [x.transpose(0, 1) for x in dense]
+        with torch.no_grad(), use_backend(backend):
+            results = [layer(*dense, inference_params=self.cache) for layer in self.layers]
+        return [self.by_sequence(y, counts) for y in results]
+
+    def by_sequence(self, y: torch.Tensor, counts: dict[str, int]) -> dict[str, torch.Tensor]:
+        rows: Any = y.split([*counts.values()]) if self.layout == "thd" else y
+        rows = y.transpose(0, 1) if self.layout == "sbhd" else rows
+        return {name: rows[at][:n] for at, (name, n) in enumerate(counts.items())}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_build_no_plan_after_the_first(layout: str, options: str) -> None:
+    generation = Generation(layout, "rows", **OPTIONS[options])
+    generation.step({"a": 9, "b": 5}, "cudnn", seed=0)
+    generation.step({"a": 1, "b": 1}, "cudnn", seed=1)
+    before = Graphs.built
+    for seed in range(20):
+        generation.step({"a": 1, "b": 1}, "cudnn", seed)
+    assert before > 0
+    assert Graphs.built == before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_build_a_plan_for_each_power_of_two(layout: str) -> None:
+    generation = Generation(layout, "pages")
+    generation.step({"a": 1, "b": 1}, "cudnn", seed=0)
+    before = Graphs.built
+    for seed in range(CAPACITY - 1):
+        generation.step({"a": 1, "b": 1}, "cudnn", seed)
+    most = 4 * len(generation.layers)  # 8, 16, 32 and 64 tokens
+    assert Graphs.built - before <= most
+
+
+STEPS: list[tuple[dict[str, int], str]] = [
+    ({"a": 9, "b": 20, "c": 3}, ""),
+    ({"a": 1, "b": 2, "c": 1}, "b"),
+    ({"c": 1, "a": 1, "d": 2}, ""),  # b has ended, and rows have moved
+    ({"c": 1, "d": 1}, ""),
+    ({"e": 7, "d": 1, "c": 1}, "e"),
+    ({"f": 2, "d": 1}, ""),
+    ({"f": 2, "d": 1, "g": 12, "h": 1}, ""),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", PAGES)
+def test_what_a_sequence_leaves_reaches_no_other(kind: str, layout: str, options: str) -> None:
+    """NaN of a token, of one that has ended and of padding, are where the reference has them."""
+    native, judge = (Generation(layout, kind, **OPTIONS[options]) for _ in range(2))
+    for seed, (counts, nan_in) in enumerate(STEPS):
+        got = native.step(counts, "cudnn", seed, nan_in)
+        want = judge.step(counts, "reference", seed, nan_in)
+        for layer, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+            for name in counts:
+                assert bool(theirs[name].isnan().any()) == (name == nan_in), (layer, name)
+                if name != nan_in:
+                    torch.testing.assert_close(ours[name], theirs[name], atol=2**-6, rtol=2**-6)
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_a_cache_that_was_reset_holds_nothing_of_before(kind: str) -> None:
+    native, judge = (Generation("bshd", kind) for _ in range(2))
+    native.step({"a": 30, "b": 9}, "cudnn", 0, "a")
+    native.cache.reset()
+    got, want = (
+        one.step({"c": 3}, name, 1) for one, name in ((native, "cudnn"), (judge, "reference"))
+    )
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours["c"], theirs["c"], atol=2**-6, rtol=2**-6)
