@@ -51,8 +51,12 @@ class frozen_weights:
     without ``is_first_microbatch``, a weight is quantized in every forward.
 
     The quantized weights take memory. The scope holds for the model in every thread, and may be
-    nested or entered again; an exception ends it too. A layer that is moved inside (``.to``), or
-    captured in a CUDA graph, quantizes its weight in every forward.
+    nested or entered again; an exception ends it too. A layer that is moved inside (``.to``)
+    quantizes its weight in every forward.
+
+    A CUDA graph captured inside, which may be replayed later, would quantize the weight in every
+    replay; it is refused. A graph reads weights that are stored quantized, by
+    :func:`fp8core.quantized_model_init`, as they are.
 
     A weight that a parametrization computes is reused as long as its parameters and buffers do not
     change; a call with other weights (``torch.func.functional_call``) computes with those. Under
@@ -64,6 +68,8 @@ class frozen_weights:
     except their shards.
 
     Raises:
+        UnsupportedError: in the forward of a layer whose weight is not stored quantized, while a
+            CUDA graph is captured.
         OperandError: ``model`` is no module or holds no layer of fp8core. At the end: a parameter
             was written inside, so that forwards may have multiplied by its earlier value. If torch
             counted the write, already at the next forward.

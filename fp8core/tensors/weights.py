@@ -246,7 +246,8 @@ class KeptWeight:
                 ``is_first_microbatch=False``: torch has counted a write to the weight since its
                 operands were kept, or it is another tensor. In the scope of frozen weights: torch
                 has counted a write. A QuantizedTensor is stored for another recipe.
-            UnsupportedError: ``is_first_microbatch`` is False while a CUDA graph is captured.
+            UnsupportedError: while a CUDA graph is captured, ``is_first_microbatch`` is False, or
+                the scope of frozen weights is open.
         """
         if isinstance(weight, QuantizedTensor):
             return self._operands_of(weight, columnwise)
@@ -271,8 +272,9 @@ class KeptWeight:
             columnwise = True  # for the recompute
         quantize = self._both if columnwise else self._rowwise
         if is_capturing() and not (first is False and keeping.is_for_graphs):
-            if first is False:
-                raise UnsupportedError(f"{self._how.owner}: {_IN_GRAPH}")
+            if first is not True:
+                problem = _FROZEN_IN_GRAPH if first is None else _IN_GRAPH
+                raise UnsupportedError(f"{self._how.owner}: {problem}")
             return quantize(weight)
         slot = self._how.slot
         if first is None and slot is not None and slot.amax is not None:
@@ -378,6 +380,13 @@ def _version(tensor: torch.Tensor) -> int:
 _IN_GRAPH = (
     "is_first_microbatch=False in a CUDA graph would multiply by the weight of the capture in "
     "every replay. Pass None: the graph quantizes the weight as it is."
+)
+_FROZEN_IN_GRAPH = (
+    "a CUDA graph that is captured within fp8core.frozen_weights would quantize the weight in "
+    "every replay, as a graph may be replayed after the scope has ended. Store the weights "
+    "quantized instead, by fp8core.quantized_model_init or load_pretrained(native=True): a graph "
+    "reads those as they are. Or capture outside of the scope: the graph quantizes the weight as "
+    "it is."
 )
 _NOT_AGAIN = (
     "cache_quantized_params with a weight that is computed from others, or padded, is not offered: "

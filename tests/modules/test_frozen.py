@@ -13,7 +13,8 @@ from torch import nn
 from torch.func import functional_call
 
 import fp8core
-from fp8core import Linear, OperandError, autocast, frozen_weights, recipe
+from fp8core import Linear, OperandError, UnsupportedError, autocast, frozen_weights, recipe
+from fp8core.tensors import weights
 from fp8core.tensors.weights import KeptWeight
 
 CURRENT = recipe.by_name("current")
@@ -209,3 +210,51 @@ def test_what_is_no_write_raises_nothing() -> None:
         own.register_buffer("count", torch.zeros(()))
         cast(torch.Tensor, own.count).add_(1)
         own.load_state_dict(own.state_dict())  # counted, but it writes what is there
+
+
+IN_GRAPHS: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: Linear(32, 32, name="fc1"),
+    "LayerNormMLP": lambda: fp8core.LayerNormMLP(32, 32, name="fc1"),
+    "padded": lambda: Linear(32, 33, name="fc1"),
+    "groups": lambda: fp8core.GroupedLinear(1, 32, 32, name="fc1"),
+}
+
+
+@pytest.mark.parametrize("has_kept", [False, True])
+@pytest.mark.parametrize("name", ["current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("kind", IN_GRAPHS)
+def test_a_graph_captured_inside_is_refused_by_name(
+    kind: str, name: str, has_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = IN_GRAPHS[kind]()
+    splits = ([32],) if kind == "groups" else ()
+
+    def call() -> torch.Tensor:
+        with torch.no_grad(), autocast(recipe=recipe.by_name(name)):
+            y: torch.Tensor = own(values(), *splits)
+        return y
+
+    with frozen_weights(own):
+        if has_kept:
+            call()
+        monkeypatch.setattr(weights, "is_capturing", lambda: True)
+        with pytest.raises(UnsupportedError, match=r"fc1.*frozen_weights.*quantized_model_init"):
+            call()
+        monkeypatch.setattr(weights, "is_capturing", lambda: False)
+        want = call()
+    monkeypatch.setattr(weights, "is_capturing", lambda: True)
+    assert torch.equal(call(), want)  # the graph casts the weight as it is
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_graph_captured_inside_reads_weights_as_they_are_stored(
+    is_stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are quantized, and those that multiply in high precision."""
+    with fp8core.quantized_model_init(enabled=is_stored, recipe=CURRENT):
+        own = layer()
+    monkeypatch.setattr(weights, "is_capturing", lambda: True)
+    with torch.no_grad(), autocast(enabled=is_stored, recipe=CURRENT):
+        want = own(values())
+        with frozen_weights(own):
+            assert torch.equal(own(values()), want)

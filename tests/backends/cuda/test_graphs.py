@@ -235,6 +235,30 @@ def test_a_kept_weight_in_a_graph_is_refused() -> None:
             layer(x, is_first_microbatch=False)
 
 
+@pytest.mark.needs_accelerator("cuda")
+def test_a_graph_of_frozen_weights_is_refused_and_one_of_stored_weights_is_replayed() -> None:
+    chosen = recipe.by_name("current")
+    with fp8core.quantized_model_init(recipe=chosen):
+        stored = fp8core.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
+    layer = fp8core.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(16, 64, dtype=torch.bfloat16, device="cuda")
+    with fp8core.autocast(recipe=chosen), torch.no_grad(), fp8core.frozen_weights(layer):
+        layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(UnsupportedError, match="frozen_weights"), torch.cuda.graph(graph):
+            layer(x)
+    with fp8core.autocast(recipe=chosen), torch.no_grad(), fp8core.frozen_weights(stored):
+        want = stored(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = stored(x)
+    y.zero_()
+    graph.replay()
+    assert torch.equal(y, want)
+
+
 def test_a_layer_that_is_not_on_cuda_is_refused() -> None:
     layer = fp8core.Linear(16, 16, device="cpu")
     with pytest.raises(UnsupportedError, match=r"no CUDA device|is on cpu"):
