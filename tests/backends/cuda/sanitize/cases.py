@@ -1,26 +1,9 @@
-"""Every kernel of csrc under compute-sanitizer: ``python -m tests.backends.cuda.sanitize``.
-
-memcheck watches every kernel, cuBLASLt's and torch's included. racecheck (shared memory),
-synccheck (barriers) and initcheck (reads of what nobody wrote) run the cases of fp8core's kernels
-alone: under racecheck a kernel of cuBLASLt dies, and nobody here can repair one. initcheck has to
-see all writers, so it is not limited to our kernels as the other two are.
-
-The tools run at once, each over the cases in a process of its own. The exit status is 1 if one
-found an error. Each tensor is an allocation of its own, so that what lies behind its end is
-nobody's. ``--cases`` runs the cases alone, as the tools do.
-"""
+"""Calls of the casts, norms, activations and products of csrc, small and valid."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -54,14 +37,6 @@ from fp8core_backends.cuda.microscaling import TiledGemm
 from fp8core_backends.cuda.transposition import RowsAdjacent
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, spec
 
-OURS = ("--kernel-name", "kns=fp8core")
-TOOLS = {
-    "memcheck": ("--padding", "64"),
-    "racecheck": OURS,
-    "synccheck": OURS,
-    "initcheck": (),
-}
-FAILED = 9  # the status that a tool ends with when it found an error
 # One element; partial tiles, read one by one and in vectors; whole tiles.
 SHAPES = ((1, 1), (3, 5), (127, 129), (130, 264), (256, 256))
 # Packed codes come in twos, the transform takes sixteen rows at once.
@@ -383,81 +358,3 @@ def rotary() -> None:
     bounds = torch.arange(1100, dtype=torch.int32).to(DEVICE)
     run = backend("cuda").bind(RotaryDesc(torch.bfloat16, "thd"), DEVICE)
     run(torch.randn(1101, 1, 16).bfloat16().to(DEVICE), freqs[:, :, :, :0], cu_seqlens=bounds)
-
-
-GROUPS = {
-    "quantize": quantize,
-    "pairs": pairs,
-    "parts": parts,
-    "fused_parts": fused_parts,
-    "amax_and_scale_update": amax_and_scale_update,
-    "activations": activations,
-    "fused_activations": fused_activations,
-    "dequantize_and_column_sums": dequantize_and_column_sums,
-    "transposed_codes": transposed_codes,
-    "microscaling": microscaling,
-    "device_groups": device_groups,
-    "norms": norms,
-    "fused_norms": fused_norms,
-    "rotary": rotary,
-    "gemm": gemm,
-}
-
-
-def groups_of(tool: str) -> list[str]:
-    """Return the groups of cases that a tool runs."""
-    return [name for name in GROUPS if name != "gemm" or tool == "memcheck"]
-
-
-def run_cases(names: list[str]) -> None:
-    """Run the cases; the autotuner's cache is an empty folder, so that it times algorithms."""
-    native.load()
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["FP8CORE_CACHE_DIR"] = folder
-        torch.manual_seed(0)
-        for name in names:
-            GROUPS[name]()
-            torch.cuda.synchronize()
-            print(f"{name} ran", flush=True)
-
-
-def start(sanitizer: str, tool: str, folder: Path) -> subprocess.Popen[bytes]:
-    command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", str(FAILED)]
-    command += [sys.executable, "-m", "tests.backends.cuda.sanitize", "--cases", *groups_of(tool)]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    with (folder / f"{tool}.log").open("wb") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", choices=GROUPS)
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
-    parser.add_argument("--logs", type=Path, help="folder for each tool's output")
-    args = parser.parse_args()
-    if args.cases:
-        run_cases(args.cases)
-        return 0
-    sanitizer = shutil.which("compute-sanitizer", path=os.environ.get("PATH", ""))
-    sanitizer = sanitizer or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    if sanitizer is None:
-        print("needs compute-sanitizer, which comes with CUDA's toolkit, on the path")
-        return 2
-    native.load()  # built once, before four processes ask for it
-    folder = args.logs or Path(tempfile.mkdtemp())
-    folder.mkdir(parents=True, exist_ok=True)
-    running = {tool: start(sanitizer, tool, folder) for tool in args.tools}
-    statuses = {tool: process.wait() for tool, process in running.items()}
-    for tool, status in statuses.items():
-        text = (folder / f"{tool}.log").read_text(errors="replace")
-        summary = [line for line in text.splitlines() if "SUMMARY" in line]
-        ran = [name for name in groups_of(tool) if f"{name} ran\n" in text]
-        print(f"{tool}: status {status}, {', '.join(ran)} ran; {' '.join(summary)}")
-        if status or ran != groups_of(tool):
-            print(text[-4000:])
-            statuses[tool] = status or 1
-    return int(any(statuses.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Every kernel of csrc under compute-sanitizer."""
