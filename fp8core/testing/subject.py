@@ -41,6 +41,7 @@ class Subject:
 
     ``subject.run(desc, ...)`` has the backend compute, ``subject.judged(desc, ...)`` the judge,
     with arguments copied to the CPU. A backend without a ``spec`` knows every field of operands.
+    ``subject.device`` has an index where there can be several: "cuda" is the current one.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Subject:
         self.name = name
         self.spec = spec
         self.backend = backend
-        self.device = device
+        self.device = torch.empty(0, device=device).device  # as tensors on it name it
         self.judge = judge
         self.kept: dict[Any, Any] = {}
 
@@ -204,8 +205,8 @@ def find(name: str, device: str | None = None) -> Subject:
     reason = registry.unusable(spec)
     if reason is not None:
         raise UnsupportedError(f"backend {name!r} cannot be used here: {reason}")
+    backends = registry.instance(spec), registry.instance(judge)
     try:
-        wanted = torch.empty(0, device=wanted).device  # "cuda" is "cuda:0" from here on
+        return Subject(name, backends[0], wanted, backends[1], spec)
     except (RuntimeError, AssertionError) as error:
         raise UnsupportedError(f"device {wanted} cannot be used here: {error}") from None
-    return Subject(name, registry.instance(spec), wanted, registry.instance(judge), spec)

@@ -114,3 +114,14 @@ def test_a_backend_is_not_tested_by_fields_that_it_does_not_list() -> None:
     assert reasons == {"it does not know row_scaled of an OperandSpec"}
     assert not list(checks(subject, [LAWS["quantize_codes_equal_the_reference"]], entries))
     assert list(checks(found, [LAWS["quantize_codes_equal_the_reference"]], entries))
+
+
+def test_device_by_another_of_its_names_is_that_device() -> None:
+    # Tensors on it say "cpu", as those on "cuda" say "cuda:0".
+    found = find("reference")
+    subject = Subject("named", found.backend, torch.device("cpu:0"), found.judge, found.spec)
+    assert subject.device == torch.zeros(1).device
+    entries = [entry for entry in catalogue() if entry.label == "current.fprop.float32.float32"]
+    found_checks = list(checks(subject, [law for law in LAWS.values() if law.ops], entries))
+    assert found_checks
+    assert not [text for check in found_checks for text in failure(check)]
