@@ -274,11 +274,13 @@ class Prepared(NamedTuple):
     run: Callable[..., torch.Tensor]
 
 
-def prepared(links: Links, x: torch.Tensor, params: Sequence[torch.Tensor]) -> Prepared | None:
-    """Return what :func:`run` does in a dense call with these tensors, if it computes from them as
-    they are."""
+def prepared(
+    links: Links, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call = DENSE
+) -> Prepared | None:
+    """Return what :func:`run` does in ``call`` with these tensors, if it computes from them as they
+    are."""
     is_like = likeness_to(x, params)
-    run = None if is_like is None else prepared_run(links, x, params, DENSE)
+    run = None if is_like is None else prepared_run(links, x, params, call)
     if is_like is None or run is None:
         return None
     is_plain = PLAIN.issuperset(map(type, params))

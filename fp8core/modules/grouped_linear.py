@@ -26,7 +26,7 @@ from fp8core.modules.parameters import (
     resolve_device,
 )
 from fp8core.modules.refusals import refuse_arguments
-from fp8core.modules.run import delaying, run_links
+from fp8core.modules.run import delaying, remember_call, run_again, run_links
 from fp8core.parameter.init import make_weight
 from fp8core.recipe.plan import LayerRole
 
@@ -219,6 +219,13 @@ class GroupedLinear(ParallelModule, ExtraTensors):
                 monitor, which would have to read them.
         """
         params: Sequence[torch.Tensor] = self.link_params()
+        sizes: tuple[object, ...] | None = None  # of a call that others may repeat
+        is_alone = is_first_microbatch is None and out is None and dgrad_out is None
+        if is_alone and self.wgrad_queue is None and isinstance(input, torch.Tensor):
+            sizes = _sizes(input, m_splits)
+        again = None if sizes is None else run_again(self, input, params, sizes)
+        if again is not None:
+            return self._with_biases(again)
         dtype = check_input(self, input, params[0], self.in_features)
         leading = input.shape[:-1]
         output_rows = self._buffer("out", out, (*leading, self.out_features), input, dtype)
@@ -243,8 +250,7 @@ class GroupedLinear(ParallelModule, ExtraTensors):
                 f"{self.label}: out and dgrad_out are not offered under torch.compile and "
                 f"torch.export, whose graphs place results themselves. Leave them out."
             )
-        if input.dtype != dtype:
-            input = input.to(dtype)
+        converted = input if input.dtype == dtype else input.to(dtype)
         rng = new_seed() if bound.needs_rng else None
         call = Call(
             (offsets,), splits, rng, is_first_microbatch, output=output_rows, grad_input=grad_rows
@@ -252,7 +258,14 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         if self.wgrad_queue is not None:
             delayed = DelayedCall(self.wgrad_queue)
             call, params = delaying(self.link_shapes(), delayed, call, params)
-        output = run_links(self, bound, bound.parts[0], input, params, call)
+        output = run_links(self, bound, bound.parts[0], converted, params, call)
+        if sizes is not None and converted is input:
+            remember_call(self, bound, input, params, call, sizes)
+        return self._with_biases(output)
+
+    def _with_biases(
+        self, output: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         return (output, self._all("bias")) if self.return_bias else output
 
     def _buffer(
@@ -341,6 +354,14 @@ def _integers(sizes: Any) -> list[int] | None:
         return None if any(isinstance(size, bool) for size in given) else [*map(index, given)]
     except TypeError:
         return None
+
+
+def _sizes(input: torch.Tensor, m_splits: Any) -> tuple[object, ...] | None:
+    """Return the sizes of a call, None if they are not a list, or torch compiles."""
+    if torch.compiler.is_compiling() or not isinstance(m_splits, Sequence):
+        return None
+    splits = _integers(m_splits)
+    return None if splits is None else (tuple(input.shape), *splits)
 
 
 def _stays_on_device(sizes: torch.Tensor) -> bool:

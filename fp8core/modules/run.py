@@ -11,7 +11,7 @@ import torch
 
 from fp8core.chain import run as chain
 from fp8core.chain.arranged import Arranged
-from fp8core.chain.call import DENSE, Call
+from fp8core.chain.call import Call
 from fp8core.chain.delayed_wgrad import DelayedCall
 from fp8core.chain.shape import LinkShape
 from fp8core.context import recompute
@@ -22,7 +22,7 @@ from fp8core.dispatch.policy import Policy
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.bindings import Repeat
-from fp8core.modules.bound import Bound
+from fp8core.modules.bound import Bound, new_seed
 from fp8core.modules.inputs import check_input
 from fp8core.tensors.scaling import offered_scale
 from fp8core.tensors.slots import BUFFERS
@@ -35,8 +35,8 @@ from fp8core.torch_ops.private import (
 )
 
 __all__ = [
-    *("delaying", "is_ordinary_call", "is_remembered", "remember", "run_again", "run_joined"),
-    *("run_layer", "run_links", "run_links_by"),
+    *("delaying", "is_ordinary_call", "is_remembered", "remember", "remember_call", "run_again"),
+    *("run_joined", "run_layer", "run_links", "run_links_by"),
 ]
 
 _Result = TypeVar("_Result")
@@ -83,10 +83,8 @@ def run_layer(
         inner = run_links(layer, bound, parts[0], converted, params[:num_inner], call)
         return [run_links(layer, bound, parts[1], inner, params[num_inner:], call), inner]
     output = run_links(layer, bound, parts[0], converted, params, call)
-    if may_repeat and call is DENSE and converted is input:
-        prepared = chain.prepared(bound.parts[0], input, params)
-        if prepared is not None:
-            remember(layer, bound, prepared, len(params))
+    if may_repeat and layer.wgrad_queue is None and converted is input:
+        remember_call(layer, bound, input, params, call)
     return [output]
 
 
@@ -102,6 +100,35 @@ def delaying(
                 given[at] = delayed.stand_in(params[at])
         first += shape.num_params
     return call._replace(delayed_wgrads=delayed), given
+
+
+def remember_call(
+    layer: LowPrecisionModule,
+    bound: Bound,
+    input: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    call: Call,
+    arguments: tuple[object, ...] = (),
+) -> None:
+    """Keep what ``call``, which has just run, does with these tensors, if it computes from them as
+    they are. Where it brought a seed, each call like it draws one, whether gradients need it or
+    not: a recompute has to draw as often as its forward.
+
+    ``arguments`` are those of :func:`remember`.
+    """
+    links = bound.parts[0]
+    prepared = chain.prepared(links, input, params, call)
+    if prepared is None:
+        return
+    if call.rng is not None:
+        prepared = prepared._replace(run=partial(_run_with_new_seed, links, call))
+    remember(layer, bound, prepared, len(params), arguments)
+
+
+def _run_with_new_seed(
+    links: chain.Links, call: Call, input: torch.Tensor, *params: torch.Tensor
+) -> torch.Tensor:
+    return chain.run(links, input, params, call._replace(rng=new_seed()))
 
 
 def remember(

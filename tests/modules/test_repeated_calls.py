@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.chain import run as chain
 from fp8core.errors import Fp8CoreError
+from fp8core.modules import grouped_linear
 from fp8core.modules import run as module_run
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.torch_ops.private import lazily_negated, lazy_zeros
@@ -24,12 +26,22 @@ torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
+
+class Halves(fp8core.GroupedLinear):
+    """Two groups, of half of the rows each."""
+
+    def forward(self, input: torch.Tensor, **arguments: Any) -> Any:  # type: ignore[override]  # no sizes
+        rows = input.numel() // self.in_features
+        return super().forward(input, [rows // 2, rows - rows // 2], **arguments)
+
+
 LAYERS: dict[str, Callable[[], LowPrecisionModule]] = {
     "Linear": lambda: fp8core.Linear(32, 32),
     "LayerNormLinear": lambda: fp8core.LayerNormLinear(32, 32),
     "LayerNormMLP": lambda: fp8core.LayerNormMLP(32, 32, activation="swiglu"),
+    "GroupedLinear": lambda: Halves(2, 32, 32),
 }
-RECIPES = ("delayed", "current", "block", "none")
+RECIPES = ("delayed", "current", "block", "nvfp4", "none")
 
 
 def stored(kind: str, name: str) -> LowPrecisionModule:
@@ -193,6 +205,16 @@ def in_torch_checkpoint(layer: Any, name: str) -> Any:
     return [y.detach(), x.grad]
 
 
+def in_a_reentrant_checkpoint(layer: Any, name: str) -> Any:
+    """Whose forward runs without gradients, and whose recompute drops what forward dropped."""
+    x = inputs()
+    y = torch.utils.checkpoint.checkpoint(
+        lambda x: torch.nn.functional.dropout(call(layer, x, name)), x, use_reentrant=True
+    )
+    y.sum().backward()
+    return [y.detach(), x.grad]
+
+
 def in_a_hook_of_backward(layer: Any, name: str) -> Any:
     results: list[torch.Tensor] = []
     x = inputs()
@@ -268,7 +290,7 @@ OTHERS = [
     *(three_dimensions, transposed, wrong_columns, wrong_dtype, on_meta, no_input_gradient),
     *(frozen_parameters, first_microbatch, frozen_weights, written_in_frozen_weights),
     *(checkpointed, checkpointed_after_evaluation, in_torch_checkpoint, in_a_hook_of_backward),
-    *(vmapped, forward_mode),
+    *(in_a_reentrant_checkpoint, vmapped, forward_mode),
     *(other_weights, other_backend, observing, reset, converted, in_a_failing_step),
     in_another_thread,
 ]
@@ -279,6 +301,7 @@ def story(
 ) -> list[torch.Tensor | str | None]:
     """Train, make another call, train again; return every result, an error as its text."""
     results: list[torch.Tensor | str | None] = []
+    torch.manual_seed(3)  # every call draws as often as in a layer that remembers none
     for step in (train_plainly, train_plainly, other, train_plainly, train_plainly):
         try:
             results.extend(step(layer, name))
@@ -314,16 +337,18 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         notes.append(output is not None)
         return output
 
-    monkeypatch.setattr(module_run, "run_again", noting)
+    for module in (module_run, grouped_linear):
+        monkeypatch.setattr(module, "run_again", noting)
     return notes
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
 def test_calls_after_another_one_are_those_of_a_layer_that_remembers_none(
-    name: str, other: Callable[[Any, str], Any], monkeypatch: pytest.MonkeyPatch
+    kind: str, name: str, other: Callable[[Any, str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = LAYERS["Linear"]()
+    layer = LAYERS[kind]()
     without_a_past = copy.deepcopy(layer)
     got = story(layer, name, other)
     monkeypatch.setattr(chain, "likeness_to", lambda *tensors: None)
@@ -371,7 +396,7 @@ def test_a_call_like_the_last_one_is_repeated(kind: str, name: str, repeats: lis
     layer = LAYERS[kind]()
     for rows in (16, 16, 24):
         train(layer, inputs(rows), name)
-    assert repeats == [False, True, True]
+    assert repeats == [False, True, kind != "GroupedLinear"]  # other sizes of its groups
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -383,7 +408,84 @@ def test_a_call_with_stored_weights_is_repeated(
     with mode():
         for rows in (16, 16, 24):
             train(layer, inputs(rows), "current")
-    assert repeats == [False, True, True]
+    assert repeats == [False, True, kind != "GroupedLinear"]  # other sizes of its groups
+
+
+SEQUENCES = (8, 2, 32)
+HEADS = (8, 2, 2, 16)
+TRANSFORMER = {"fuse_qkv_params": True, "attention_dropout": 0.0}
+ALL: dict[str, tuple[Callable[[], torch.nn.Module], tuple[tuple[int, ...], ...]]] = {
+    **{kind: (make, ((16, 32),)) for kind, make in LAYERS.items()},
+    "LayerNorm": (lambda: fp8core.LayerNorm(32), ((16, 32),)),
+    "Sequential": (
+        lambda: fp8core.ops.Sequential(fp8core.ops.Linear(32, 64), fp8core.ops.GELU()),
+        ((16, 32),),
+    ),
+    "converted": (
+        lambda: torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 64)),
+        ((16, 32),),
+    ),
+    "DotProductAttention": (
+        lambda: fp8core.DotProductAttention(2, 16, attn_mask_type="causal"),
+        (HEADS,) * 3,
+    ),
+    "MultiheadAttention": (lambda: fp8core.MultiheadAttention(32, 2, **TRANSFORMER), (SEQUENCES,)),
+    "TransformerLayer": (
+        lambda: fp8core.TransformerLayer(32, 64, 2, hidden_dropout=0.0, **TRANSFORMER),
+        (SEQUENCES,),
+    ),
+}
+
+
+def front_end_calls(run: Callable[[], object]) -> list[str]:
+    """Return the functions of the front end that ``run`` calls, each as often as it does."""
+    seen: list[str] = []
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("fp8core."):
+            seen.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("is_stored", [False, True], ids=["cast", "stored"])
+@pytest.mark.parametrize("name", ["none", *recipe.names()])
+@pytest.mark.parametrize("kind", ALL)
+def test_later_calls_without_gradients_are_neither_checked_nor_bound(
+    kind: str, name: str, is_stored: bool, mode: Callable[[], Any]
+) -> None:
+    make, shapes = ALL[kind]
+    chosen = None if name == "none" else recipe.by_name(name)
+    with fp8core.quantized_model_init(enabled=is_stored and chosen is not None, recipe=chosen):
+        layer = make()
+    if kind == "converted":
+        fp8core.convert(layer)
+        for module in layer.modules():
+            if is_stored and chosen is not None and isinstance(module, torch.nn.Linear):
+                store(module, chosen)
+    given = [torch.randn(shape) for shape in shapes]
+
+    def run() -> None:
+        with mode(), fp8core.autocast(enabled=chosen is not None, recipe=chosen):
+            layer(*given)
+
+    first, *later = (front_end_calls(run) for _ in range(4))
+    assert "bind" in first
+    assert later[0] == later[1] == later[2]
+    assert not {"bind", "check_input", "remember", "checked_qkv"}.intersection(later[0])
+
+
+def store(linear: torch.nn.Linear, chosen: recipe.Recipe) -> None:
+    """Have ``linear`` hold its weight as fp8core's own layer does under ``chosen``."""
+    with fp8core.quantized_model_init(recipe=chosen):
+        own = fp8core.Linear(linear.in_features, linear.out_features)
+    linear.weight = own.weight
 
 
 @pytest.mark.parametrize("kind", LAYERS)
