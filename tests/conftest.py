@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     placement = contextlib.ExitStack()
     placement.enter_context(device.tensors_on(DEVICE_TYPE))
     config.add_cleanup(placement.close)
+    for line in device.CUDA_WARNINGS if DEVICE_TYPE == "cuda" else ():
+        config.addinivalue_line("filterwarnings", line)
 
 
 def pytest_report_header() -> str:
@@ -107,12 +109,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Skip what a GPU under test lacks, by what it says."""
-    try:
+    with device.running_a_test():
         return (yield)
-    except NotImplementedError as error:
-        device.skip_if_absent(error)
-        raise
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -22,6 +22,13 @@ from torch.overrides import TorchFunctionMode
 from tests import forked
 from tests.ranks import DEVICE_TYPE
 
+CUDA_WARNINGS = (
+    "ignore:The AccumulateGrad node's stream",
+    "ignore:The CUDA Graph is empty:UserWarning",
+    "ignore:TensorFloat32 tensor cores:UserWarning",
+)
+"""Of torch, about what tests do by intent on a GPU."""
+
 NOT_ON_CUDA: dict[str, str] = {}
 """Tests of one device alone among those that ``python -m tests --gpu layers`` runs: a file, or a
 function of it as pytest names it without parameters, and the reason."""
@@ -104,6 +111,27 @@ def skip_if_absent(error: NotImplementedError) -> None:
     reason = absent(f"{type(error).__name__}: {error}")
     if reason is not None:
         pytest.skip(reason)
+
+
+@contextlib.contextmanager
+def running_a_test() -> Iterator[None]:
+    """Run a test: skip it for what the GPU lacks, and end the process with a GPU that it broke.
+
+    After an assertion of a kernel or an illegal access, nothing runs on CUDA in this process. Of
+    pytest's processes another one takes over, and the test is named.
+    """
+    try:
+        yield
+    except NotImplementedError as error:
+        skip_if_absent(error)
+        raise
+    finally:
+        if DEVICE_TYPE == "cuda" and torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                print(f"CUDA cannot go on in this process: {error}", file=sys.stderr, flush=True)
+                os._exit(1)
 
 
 def run_program(

@@ -29,6 +29,8 @@ PART_LIMIT_S = 8 * 60.0
 TOTAL_LIMIT_S = 20 * 60.0
 CORES = min(14, max(1, (os.cpu_count() or 1) - 2))  # each takes half a GiB of the GPU for torch
 SHOWN_CHARACTERS = 6000
+SHOWN_FAILURES = 100
+SHOWN_REASONS = 8
 
 PAGES = ("tests/docs/test_pages.py", "tests/docs/test_examples.py", "tests/monitoring/test_page.py")
 CUDA_TESTS = "tests/backends/cuda"
@@ -133,8 +135,11 @@ class Outcome:
     def row(self, part: str, device: str, commit: str) -> str:
         """The outcome as a row of :data:`HEAD`."""
         failed = self.ending or str(self.failed)
-        reasons = "; ".join(f"{count}: {text}" for text, count in sorted(self.skipped.items()))
-        cells = (part, str(self.passed), failed, reasons or "0", f"{self.seconds:.0f} s")
+        reasons = Counter(self.skipped).most_common()
+        shown = [f"{count}: {text}" for text, count in reasons[:SHOWN_REASONS]]
+        if rest := reasons[SHOWN_REASONS:]:
+            shown.append(f"{sum(count for _, count in rest)}: {len(rest)} other reasons")
+        cells = (part, str(self.passed), failed, "; ".join(shown) or "0", f"{self.seconds:.0f} s")
         return f"| {' | '.join(cell.replace('|', '/') for cell in (*cells, device, commit))} |"
 
 
@@ -154,6 +159,16 @@ def counted(junit: Path) -> tuple[int, int, dict[str, int]]:
         else:
             passed += 1
     return passed, failed, dict(skipped)
+
+
+def failures(junit: Path) -> list[str]:
+    """A line for each test of a JUnit file that failed: its name, and how its message begins."""
+    lines = []
+    for case in ElementTree.parse(junit).iter("testcase"):
+        for problem in (*case.iter("failure"), *case.iter("error")):
+            message = " ".join(problem.get("message", "").split())
+            lines.append(f"{case.get('classname')}::{case.get('name')}: {message[:160]}")
+    return lines
 
 
 def run(part: Part, name: str, folder: Path, limit: float) -> Outcome:
@@ -228,6 +243,18 @@ def commit() -> str:
     return f"{name}{'+' if changed else ''}" if name else "unknown"
 
 
+def show(name: str, folder: Path) -> None:
+    """Print which tests of a part failed; of a part without counts, the end of its output."""
+    junit, log = folder / f"{name}.xml", folder / f"{name}.log"
+    if junit.exists():
+        lines = failures(junit)
+        print(*lines[:SHOWN_FAILURES], sep="\n")
+        if len(lines) > SHOWN_FAILURES:
+            print(f"and {len(lines) - SHOWN_FAILURES} more, in {junit}")
+    elif log.exists():
+        print(log.read_text("utf-8", "replace")[-SHOWN_CHARACTERS:])
+
+
 def main(arguments: list[str]) -> int:
     """Run the parts that ``arguments`` name, or all; return the exit status."""
     parser = argparse.ArgumentParser(
@@ -253,8 +280,8 @@ def main(arguments: list[str]) -> int:
     for name in options.parts or PARTS:
         outcome = run(PARTS[name], name, folder, min(PART_LIMIT_S, end - time.monotonic()))
         outcomes[name] = outcome
-        if not outcome.is_success and (folder / f"{name}.log").exists():
-            print((folder / f"{name}.log").read_text("utf-8", "replace")[-SHOWN_CHARACTERS:])
+        if not outcome.is_success:
+            show(name, folder)
         print(f"{name}: {'passed' if outcome.is_success else 'FAILED'}", flush=True)
     device, at = f"{torch.cuda.get_device_name()}, torch {torch.__version__}", commit()
     print(f"\n{HEAD}", *(one.row(name, device, at) for name, one in outcomes.items()), sep="\n")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-import tests.device
-from tests import on_gpu
+from fp8core.errors import UnsupportedError
+from tests import device, on_gpu
 from tests.device import absent, reason_to_skip, run_program, tensors_on
 from tests.on_gpu import ROOT
 
@@ -23,7 +23,7 @@ fp8core.errors.UnsupportedError: no backend runs GemmDesc on cuda:0
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tests.device, "DEVICE_TYPE", "cuda")
+    monkeypatch.setattr(device, "DEVICE_TYPE", "cuda")
 
 
 def test_tensors_that_name_no_device_are_on_the_default_one() -> None:
@@ -73,16 +73,42 @@ def test_other_errors_are_about_more_than_the_device(text: str, on_cuda: None) -
     assert absent(text) is None
 
 
+def test_test_that_asks_for_absent_hardware_is_skipped(on_cuda: None) -> None:
+    with pytest.raises(pytest.skip.Exception, match="MX block scales"), device.running_a_test():
+        raise UnsupportedError(
+            "no backend runs it\n  cuda: MX block scales need compute capability 10.0"
+        )
+    with pytest.raises(UnsupportedError, match="offered"), device.running_a_test():
+        raise UnsupportedError("offered in no recipe")
+
+
+def test_process_whose_gpu_broke_ends(monkeypatch: pytest.MonkeyPatch, on_cuda: None) -> None:
+    def synchronize() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    ended: list[int] = []
+    monkeypatch.setattr(device.os, "_exit", ended.append)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with device.running_a_test():
+        pass
+    assert ended == []
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(IndexError), device.running_a_test():
+        raise IndexError
+    assert ended == [1]
+
+
 def test_nothing_is_absent_or_skipped_on_the_cpu() -> None:
     assert absent(MESSAGE) is None
-    assert all(reason_to_skip(name) is None for name in tests.device.NOT_ON_CUDA)
+    assert all(reason_to_skip(name) is None for name in device.NOT_ON_CUDA)
 
 
 def test_reason_covers_a_file_or_a_function_with_its_parameters(
     on_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = {"tests/a.py": "of files", "tests/b.py::test_b": "of gloo"}
-    monkeypatch.setattr(tests.device, "NOT_ON_CUDA", table)
+    monkeypatch.setattr(device, "NOT_ON_CUDA", table)
     names = ("tests/a.py::test_a", "tests/b.py::test_b[x::y]", "tests/b.py::test_other")
     assert [reason_to_skip(name) for name in names] == ["of files", "of gloo", None]
 
@@ -95,7 +121,7 @@ def test_program_begins_where_a_device_is_the_default(tmp_path: Path) -> None:
 
 
 def test_every_test_with_a_reason_exists() -> None:
-    for name in tests.device.NOT_ON_CUDA:
+    for name in device.NOT_ON_CUDA:
         file, _, function = name.partition("::")
         assert (ROOT / file).is_file(), name
         assert f"def {function}" in (ROOT / file).read_text("utf-8"), name

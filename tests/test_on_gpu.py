@@ -13,8 +13,8 @@ from tests.on_gpu import PARTS, ROOT, Outcome, Part, counted, main, run
 
 JUNIT = """<testsuites><testsuite name="pytest">
 <testcase name="a" time="0.1"/>
-<testcase name="b" time="0.1"><failure message="assert 1 == 2">text</failure></testcase>
-<testcase name="c" time="0.1"><error message="of a fixture">text</error></testcase>
+<testcase classname="tests.a" name="b"><failure message="assert 1 == 2">text</failure></testcase>
+<testcase classname="tests.a" name="c"><error message="of a fixture">text</error></testcase>
 <testcase name="d"><skipped type="pytest.skip" message="needs 2 GPUs">d.py:1</skipped></testcase>
 <testcase name="e"><skipped type="pytest.skip" message="needs 2 GPUs">e.py:1</skipped></testcase>
 <testcase name="f"><skipped type="pytest.skip" message="MX | NV">f.py:1</skipped></testcase>
@@ -104,8 +104,26 @@ def test_counts_and_reasons_are_those_of_the_junit_file(tmp_path: Path) -> None:
     passed, failed, skipped = counted(tmp_path / "part.xml")
     assert (passed, failed, skipped) == (1, 2, {"needs 2 GPUs": 2, "MX | NV": 1})
     row = Outcome(passed, failed, skipped, 12.6).row("layers", "H100", "abc1234")
-    assert row == "| layers | 1 | 2 | 1: MX / NV; 2: needs 2 GPUs | 13 s | H100 | abc1234 |"
+    assert row == "| layers | 1 | 2 | 2: needs 2 GPUs; 1: MX / NV | 13 s | H100 | abc1234 |"
     assert row.count("|") == on_gpu.HEAD.splitlines()[0].count("|")
+
+
+def test_row_names_the_reasons_of_most_skips() -> None:
+    skipped = {f"reason {number}": 20 - number for number in range(10)}
+    row = Outcome(1, 0, skipped, 1.0).row("kit", "", "")
+    assert "20: reason 0; " in row
+    assert "13: reason 7; 23: 2 other reasons |" in row
+
+
+def test_failures_are_named_with_what_they_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "part.xml").write_text(JUNIT)
+    on_gpu.show("part", tmp_path)
+    assert capsys.readouterr().out == "tests.a::b: assert 1 == 2\ntests.a::c: of a fixture\n"
+    monkeypatch.setattr(on_gpu, "SHOWN_FAILURES", 1)
+    on_gpu.show("part", tmp_path)
+    assert capsys.readouterr().out.endswith(f"and 1 more, in {tmp_path / 'part.xml'}\n")
 
 
 def test_run_of_pytest_is_counted_by_test(tmp_path: Path) -> None:
