@@ -22,6 +22,9 @@ from torch.overrides import TorchFunctionMode
 from tests import forked
 from tests.ranks import DEVICE_TYPE
 
+DEVICE = torch.device("cuda", 0) if DEVICE_TYPE == "cuda" else torch.device("cpu")
+"""For tests that have to name the device."""
+
 CUDA_WARNINGS = (
     "ignore:The AccumulateGrad node's stream",
     "ignore:The CUDA Graph is empty:UserWarning",

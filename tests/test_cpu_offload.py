@@ -15,6 +15,7 @@ from fp8core import recipe
 from fp8core.cpu_offload import get_cpu_offload_context, mark_not_offload, selection
 from fp8core.errors import OperandError
 from fp8core.tensors import offloading
+from tests.device import DEVICE
 
 BF16 = torch.bfloat16
 
@@ -35,7 +36,7 @@ def torch_layers(count: int = 4) -> list[torch.nn.Module]:
 def fp8_layers(count: int = 4) -> list[torch.nn.Module]:
     torch.manual_seed(1)
     return [
-        fp8core.LayerNormMLP(32, 64, params_dtype=BF16, device="cpu", normalization="RMSNorm")
+        fp8core.LayerNormMLP(32, 64, params_dtype=BF16, device=DEVICE, normalization="RMSNorm")
         for _ in range(count)
     ]
 
@@ -331,7 +332,7 @@ def test_codes_of_weights_stay_on_the_device(is_stored: bool) -> None:
     chosen = recipe.MXFP8BlockScaling()
     with fp8core.quantized_model_init(enabled=is_stored, recipe=chosen):
         layers = [
-            fp8core.Linear(64, 96, params_dtype=BF16, device="cpu", bias=False) for _ in range(2)
+            fp8core.Linear(64, 96, params_dtype=BF16, device=DEVICE, bias=False) for _ in range(2)
         ]
     context, sync = get_cpu_offload_context(True, 1, 2)
     x = torch.randn(128, 64, dtype=BF16, requires_grad=True)

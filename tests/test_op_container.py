@@ -11,6 +11,7 @@ import torch
 
 import fp8core
 from fp8core import OperandError, autocast, ops
+from tests.device import DEVICE
 
 CHOSEN = [None, "current", "delayed", "mxfp8"]
 
@@ -391,7 +392,7 @@ def test_an_operation_alone_casts_its_input(operation: Any) -> None:
 
 def test_under_torch_autocast_nothing_is_cast_to_a_parameter() -> None:
     made = ops.Sequential(ops.LayerNorm(8), ops.Linear(8, 8))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         assert made(torch.randn(2, 8)).dtype == torch.bfloat16
 
 

@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 import fp8core
 from fp8core import autocast, ops, recipe
+from tests.device import DEVICE
 
 # torch itself: forward-mode differentiation loads decompositions that it still compiles by script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -145,7 +146,7 @@ def test_a_gradient_penalty_trains_as_with_torch_s_linear(is_autocast: bool) -> 
     for layer in torchs(torch.float32):
         torch.manual_seed(0)
         x = torch.randn(7, K, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=is_autocast):
             y = layer(x).tanh()
         (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         (y.square().mean() + dx.square().sum()).backward()

@@ -17,6 +17,7 @@ from fp8core import GroupedLinear, Linear, autocast, recipe
 from fp8core.modules import run as module_run
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
+from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -274,7 +275,7 @@ def test_permuting_the_rows_permutes_the_result(name: str) -> None:
 def test_choices_name_the_backend_of_every_gemm_and_tensor() -> None:
     layer = build("linear")
     with autocast(recipe=RECIPES["current"]):
-        op = bind(layer, torch.device("cpu"), torch.float32).linears[0]
+        op = bind(layer, DEVICE, torch.float32).linears[0]
     assert set(op.choices) == {*GEMMS, *TENSORS}
     assert {choice.backend for choice in op.choices.values()} == {"reference"}
 

@@ -14,6 +14,7 @@ from fp8core import GroupedLinear, Linear, autocast, recipe
 from fp8core.backend_api import DequantizeDesc, GemmDesc, Operand, OperandSpec, QuantizeDesc
 from fp8core.recipe.plan import GemmPlan, LayerRole, LinearPlan
 from fp8core_backends.reference.backend import ReferenceBackend
+from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -194,7 +195,7 @@ def test_float32_parameters_under_torch_autocast_have_the_oracle_s_bits(name: st
     x, dy = tensors(shape, torch.bfloat16)
     plan = CURRENT[name].plan(LayerRole(), torch.bfloat16)
     want = Oracle(plan).step(x, layer.weight.detach(), layer.bias.detach(), dy)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         assert_same_bits(run(layer, x, dy, CURRENT[name]), want)
 
 

@@ -10,6 +10,7 @@ from fp8core.backend_api import Alignment
 from fp8core.chain.call import Call
 from fp8core.chain.padding import LayerPadding
 from fp8core.modules.bind import bind
+from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -77,12 +78,12 @@ def test_a_padded_group_has_the_bits_of_a_linear_of_its_own(name: str) -> None:
 def test_a_format_with_partial_blocks_is_not_padded(name: str) -> None:
     layer = Linear(33, 7)
     with autocast(recipe=recipe.by_name(name)):
-        op = bind(layer, torch.device("cpu"), torch.float32).linears[0]
+        op = bind(layer, DEVICE, torch.float32).linears[0]
     assert op.padding is None
 
 
 def test_high_precision_is_not_padded() -> None:
-    assert bind(Linear(33, 7), torch.device("cpu"), torch.float32).linears[0].padding is None
+    assert bind(Linear(33, 7), DEVICE, torch.float32).linears[0].padding is None
 
 
 def test_padding_is_reported_once_whatever_the_rows(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,7 +206,7 @@ def test_padding_does_not_depend_on_torch_s_default_device(name: str, kind: str)
         y.sum().backward()
     finally:
         torch.set_default_device(None)
-    assert y.device.type == "cpu"
+    assert y.device.type == DEVICE.type
 
 
 class _Padded(torch.nn.Module):

@@ -25,6 +25,7 @@ from tests.chain.requantizing import (
     step,
     values,
 )
+from tests.device import DEVICE
 from tests.monitoring import models
 from tests.monitoring.models import make, train
 
@@ -101,7 +102,7 @@ def test_plans_of_any_kind_are_the_same(kind: str) -> None:
     for one in (held, again):
         own = layer()
         found.append([*step(own, one), *step(own, one)])
-        found[-1].append(own._bindings.nonfinite[torch.device("cpu")])
+        found[-1].append(own._bindings.nonfinite[DEVICE])
     assert_same(*found)
 
 
@@ -112,7 +113,7 @@ def test_a_weight_quantized_columnwise_alone_is_counted_in_forward() -> None:
         own.weight[0, :3] = torch.inf
     y = forward(own, values(), again)
     y.backward(torch.ones_like(y))
-    assert own._bindings.nonfinite[torch.device("cpu")].tolist() == [3, 0]
+    assert own._bindings.nonfinite[DEVICE].tolist() == [3, 0]
 
 
 @pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
@@ -126,7 +127,7 @@ def test_nan_and_inf_are_treated_alike_and_counted_once(name: str, nonfinite: st
         x = values()
         y = forward(own, x, dataclasses.replace(chosen, nonfinite=nonfinite))
         y.backward(torch.ones_like(y))
-        assert own._bindings.nonfinite[torch.device("cpu")].tolist() == [3, 0]
+        assert own._bindings.nonfinite[DEVICE].tolist() == [3, 0]
         assert x.grad is not None
         found.append([y.detach(), x.grad])
     for mine, theirs in zip(*found, strict=True):

@@ -29,6 +29,7 @@ from tests.chain.requantizing import (
     saved_tensors,
     values,
 )
+from tests.device import DEVICE
 from tests.monitoring import models
 from tests.monitoring.models import make
 
@@ -73,7 +74,7 @@ def test_under_torch_autocast_the_parameter_itself_is_saved() -> None:
     found = []
     for chosen in recipes("current"):
         own, x = layer(), values()
-        with saved_tensors() as saved, torch.autocast("cpu", BF16):
+        with saved_tensors() as saved, torch.autocast(DEVICE.type, BF16):
             y = forward(own, x, chosen)
         assert any(one is own.weight for one in saved) == chosen.requantize_weights
         y.sum().backward()

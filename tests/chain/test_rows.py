@@ -25,6 +25,7 @@ from fp8core.chain.protocol import (
     TensorProgram,
 )
 from fp8core.modules.bind import bind
+from tests.device import DEVICE
 
 ROWS = 24
 NAMES = ("none", *recipe.names())
@@ -92,7 +93,7 @@ def linear(name: str, rows: int = ROWS, size: int = 64) -> tuple[LinearLayer, Li
     chosen = None if name == "none" else recipe.by_name(name)
     with autocast(enabled=chosen is not None, recipe=chosen):
         layer(torch.ones(rows, size))  # delayed states, weights
-        (link,) = bind(layer, torch.device("cpu"), torch.float32).linears
+        (link,) = bind(layer, DEVICE, torch.float32).linears
     return layer, link
 
 
@@ -154,7 +155,7 @@ def test_sequence_parallelism_of_one_process_keeps_the_leading_dimensions(name: 
     chosen = None if name == "none" else recipe.by_name(name)
     with autocast(enabled=chosen is not None, recipe=chosen):
         layer(torch.ones(ROWS, 64))
-        links = bind(layer, torch.device("cpu"), torch.float32).links
+        links = bind(layer, DEVICE, torch.float32).links
     norm, link = links
     call = call_of(link)  # type: ignore[arg-type]
     x = torch.randn(ROWS // 2, 3, 64, requires_grad=True)
@@ -225,7 +226,7 @@ def test_an_undeclared_gather_before_groups_is_refused_by_name(name: str) -> Non
     chosen = None if name == "none" else recipe.by_name(name)
     with autocast(enabled=chosen is not None, recipe=chosen):
         layer(torch.ones(ROWS, 64), [8, 16])
-        (link,) = bind(layer, torch.device("cpu"), torch.float32).linears
+        (link,) = bind(layer, DEVICE, torch.float32).linears
     call = call_of(link)._replace(groups=(torch.tensor([0, 8, 24]),), splits=(8, 16))
     params = [layer.weight0, layer.weight1]
     with pytest.raises(OperandError, match=r"link 1 of 2, Repeat, returned 48 rows"):

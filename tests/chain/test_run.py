@@ -27,6 +27,7 @@ from fp8core.chain.linear.link import LinearLink
 from fp8core.chain.protocol import Wrapper
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
+from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -147,7 +148,7 @@ def test_strides_of_grad_output_change_no_bit(name: str, kind: str) -> None:
 def test_torch_autocast_gives_its_dtype_and_gradients_in_the_parameters(name: str) -> None:
     layer = Linear(32, 16)
     x = torch.randn(12, 32, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         y = forward(layer, x, name)
     y.backward(torch.randn(12, 16).bfloat16())
     dtypes = [y.dtype, x.grad.dtype, layer.weight.grad.dtype, layer.bias.grad.dtype]
@@ -162,7 +163,7 @@ def test_backward_inside_and_outside_torch_autocast_give_the_same_bits(name: str
         layer.reset_delayed_state()
         layer.zero_grad()
         leaf = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             y = forward(layer, leaf, name)
             if is_inside:
                 y.backward(dy)
@@ -175,14 +176,14 @@ def test_backward_inside_and_outside_torch_autocast_give_the_same_bits(name: str
 def test_torch_autocast_without_a_recipe_gives_torch_s_bits() -> None:
     layer, x = Linear(48, 20), torch.randn(9, 48)
     torch.nn.init.normal_(layer.bias)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_torch_autocast_has_the_bits_of_a_bfloat16_input(name: str) -> None:
     layer, x = Linear(32, 16), torch.randn(12, 32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         y = forward(layer, x, name)
         layer.reset_delayed_state()
         assert torch.equal(y, forward(layer, x.bfloat16(), name))
@@ -337,7 +338,7 @@ def test_an_optimizer_may_step_between_two_forwards_of_a_quantized_weight() -> N
 def bound_ops(layers: Sequence[Linear], name: str) -> tuple[object, ...]:
     chosen = RECIPES[name]
     with autocast(enabled=chosen is not None, recipe=chosen):
-        bounds = [bind(layer, torch.device("cpu"), torch.float32) for layer in layers]
+        bounds = [bind(layer, DEVICE, torch.float32) for layer in layers]
     return tuple(bound.links[0] for bound in bounds)
 
 

@@ -18,6 +18,7 @@ from fp8core.chain.request import QuantizeRequest
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.modules.bind import bind
 from fp8core.modules.operation import Operation
+from tests.device import DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def test_it_computes_between_two_linears(name: str | None) -> None:
 def test_a_linear_behind_takes_its_result_before_it_is_rounded() -> None:
     chain = between(torch.bfloat16)
     with fp8core.autocast(recipe=recipe.DelayedScaling()):
-        links = bind(chain, torch.device("cpu"), torch.bfloat16).links
+        links = bind(chain, DEVICE, torch.bfloat16).links
     assert (links[1].dtype, links[2].input_dtype) == (torch.float32, torch.float32)
 
 

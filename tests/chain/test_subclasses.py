@@ -24,6 +24,7 @@ from fp8core.backend_api import OpDesc
 from fp8core.modules.bind import bind
 from fp8core.recipe.plan import LayerRole
 from fp8core_backends.reference.backend import ReferenceBackend
+from tests.device import DEVICE
 
 RECIPES = recipe.names()
 
@@ -134,7 +135,7 @@ def test_an_input_stored_as_the_recipe_casts_is_its_own_operand(name: str) -> No
 def test_a_quantized_input_is_not_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, casts = te.Linear(32, 32, bias=False), []
     with te.autocast(recipe=recipe.by_name("current")), torch.no_grad():
-        link = bind(layer, torch.device("cpu"), torch.float32).linears[0]
+        link = bind(layer, DEVICE, torch.float32).linears[0]
         quantized = stored(values(), "current")
         monkeypatch.setattr(type(link.input), "__call__", lambda *a, **k: casts.append(a))
         layer(quantized)

@@ -13,6 +13,7 @@ import fp8core
 from fp8core import Linear, RecipeError, autocast, fp8_autocast, recipe
 from fp8core.context.autocast import active, request
 from fp8core.modules.bind import bind
+from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -230,7 +231,7 @@ def test_the_first_use_of_a_layer_by_two_threads_makes_one_state() -> None:
 
         run_in_threads(use, use)
         with autocast(recipe=DELAYED):
-            states = bind(layer, torch.device("cpu"), torch.float32).states
+            states = bind(layer, DEVICE, torch.float32).states
         assert states.forward.scale is layer.scale_fwd
 
 

@@ -16,6 +16,7 @@ from fp8core import Linear, OperandError, RecipeError, autocast, recipe
 from fp8core.communicator.group_reference import GroupReference
 from fp8core.context import scopes
 from fp8core.context.autocast import active
+from tests.device import DEVICE
 
 torch.set_num_threads(1)
 
@@ -36,7 +37,7 @@ def assert_same(layer: Linear, other: Linear) -> None:
 
 
 def twins() -> tuple[Linear, Linear]:
-    one, other = Linear(32, 16, device="cpu"), Linear(32, 16, device="cpu")
+    one, other = Linear(32, 16, device=DEVICE), Linear(32, 16, device=DEVICE)
     other.load_state_dict(one.state_dict())
     return one, other
 
@@ -83,7 +84,7 @@ def test_a_generator_that_is_closed_in_an_autocast_changes_nothing_of_it() -> No
 
 
 def test_a_generator_may_go_on_after_the_autocast_around_it() -> None:
-    layer, held = Linear(32, 16, device="cpu"), holding(FIRST)
+    layer, held = Linear(32, 16, device=DEVICE), holding(FIRST)
     with autocast(recipe=SECOND):
         next(held)
         layer(rows(2.0))
@@ -95,7 +96,7 @@ def test_a_generator_may_go_on_after_the_autocast_around_it() -> None:
 
 
 def test_amaxes_of_both_become_scales_when_the_last_ends() -> None:
-    layer = Linear(32, 16, device="cpu")
+    layer = Linear(32, 16, device=DEVICE)
     first, second = autocast(recipe=FIRST), autocast(recipe=FIRST)
     first.__enter__()
     layer(rows(2.0))
@@ -108,7 +109,7 @@ def test_amaxes_of_both_become_scales_when_the_last_ends() -> None:
 
 
 def test_one_that_fails_before_another_ends_forgets_its_own() -> None:
-    one, other = Linear(32, 16, device="cpu"), Linear(32, 16, device="cpu")
+    one, other = Linear(32, 16, device=DEVICE), Linear(32, 16, device=DEVICE)
     first, second = autocast(recipe=FIRST), autocast(recipe=FIRST)
     first.__enter__()
     one(rows(1e6))
@@ -170,7 +171,7 @@ def group_of_one() -> Iterator[None]:
 
 @pytest.mark.usefixtures("group_of_one")
 def test_a_group_is_destroyed_though_layers_have_reduced_over_it() -> None:
-    layer, group = Linear(32, 16, device="cpu"), weakref.ref(dist.group.WORLD)
+    layer, group = Linear(32, 16, device=DEVICE), weakref.ref(dist.group.WORLD)
     with autocast(recipe=FIRST, amax_reduction_group=dist.group.WORLD):
         layer(rows(2.0)).sum().backward()
     dist.destroy_process_group()
@@ -182,7 +183,7 @@ def test_a_group_is_destroyed_though_layers_have_reduced_over_it() -> None:
 
 @pytest.mark.usefixtures("group_of_one")
 def test_an_autocast_whose_group_was_destroyed_says_so() -> None:
-    layer = Linear(32, 16, device="cpu")
+    layer = Linear(32, 16, device=DEVICE)
     context = autocast(recipe=FIRST, amax_reduction_group=dist.group.WORLD)
     with context:
         layer(rows(2.0))
@@ -197,7 +198,7 @@ def test_an_autocast_whose_group_was_destroyed_says_so() -> None:
 @pytest.mark.parametrize("num_around", [0, 1])
 @pytest.mark.parametrize("failed", [False, True])
 def test_one_that_fails_leaves_the_group_of_those_before(failed: bool, num_around: int) -> None:
-    layer, group = Linear(32, 16, device="cpu"), cast(GroupReference, object())
+    layer, group = Linear(32, 16, device=DEVICE), cast(GroupReference, object())
     with autocast(recipe=FIRST):
         layer(rows(2.0))
     (states,) = layer._bindings.states.values()

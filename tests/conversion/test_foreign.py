@@ -30,6 +30,7 @@ import fp8core
 from fp8core import OperandError, UnsupportedError
 from fp8core.conversion.similar_norms import similar_norm
 from fp8core.recipe import DelayedScaling, PerLayer
+from tests.device import DEVICE
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -142,7 +143,7 @@ def test_experts_compute_as_grouped_linear_layers() -> None:
     experts = model.model.layers[0].mlp.experts
     fp8core.convert(model, "mxfp8")
     rows, split = torch.randn(64, 32), [16, 0, 40, 8]
-    native = fp8core.GroupedLinear(4, 32, 96, bias=False, device="cpu")
+    native = fp8core.GroupedLinear(4, 32, 96, bias=False, device=DEVICE)
     with torch.no_grad():
         for i in range(4):
             native.parameter(f"weight{i}").copy_(experts.gate_up_proj[i])  # type: ignore[union-attr]
@@ -156,7 +157,7 @@ def test_experts_compute_as_grouped_linear_layers() -> None:
 def test_a_conv1d_computes_as_a_linear_layer() -> None:
     layer, x = Conv1D(48, 32), torch.randn(16, 32, requires_grad=True)
     other = x.detach().clone().requires_grad_()
-    native = fp8core.Linear(32, 48, device="cpu")
+    native = fp8core.Linear(32, 48, device=DEVICE)
     with torch.no_grad():
         native.weight.copy_(layer.weight.T)
         native.bias.copy_(layer.bias)
@@ -302,7 +303,7 @@ class TestNorms:
         assert isinstance(model.model.norm, kind)
         assert isinstance(model.model.norm, fp8core.RMSNorm)
         assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-        native, x = fp8core.RMSNorm(32, 1e-6, device="cpu"), torch.randn(4, 32)
+        native, x = fp8core.RMSNorm(32, 1e-6, device=DEVICE), torch.randn(4, 32)
         assert torch.equal(model.model.norm(x), native(x))
 
     def test_one_with_a_factor_of_one_plus_the_weight_is_told(self) -> None:

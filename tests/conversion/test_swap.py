@@ -12,6 +12,7 @@ from torch import nn
 
 import fp8core
 from fp8core import OperandError, UnsupportedError, recipe
+from tests.device import DEVICE
 
 RECIPES = [*recipe.names(), None]
 BOTH = pytest.mark.parametrize("chosen", ["mxfp8", "delayed"])
@@ -71,7 +72,7 @@ def test_objects_names_and_classes_stay(chosen: str | None) -> None:
 @pytest.mark.parametrize("chosen", recipe.names())
 def test_it_computes_what_fp8core_own_layers_compute(chosen: str) -> None:
     own, x = nn.Linear(48, 70), torch.randn(16, 48)
-    native = fp8core.Linear(48, 70, device="cpu")
+    native = fp8core.Linear(48, 70, device=DEVICE)
     native.load_state_dict(own.state_dict())
     fp8core.convert(own, chosen)
     torch.manual_seed(3)
@@ -203,12 +204,12 @@ def test_a_model_on_meta_is_filled_afterwards() -> None:
     with torch.device("meta"):
         own = model()
     fp8core.convert(own, "delayed")
-    own.to_empty(device="cpu")
+    own.to_empty(device=DEVICE)
     own.load_state_dict(model().state_dict())
     train(own, torch.optim.SGD(own.parameters(), lr=0.1))
     linear = nn.Linear(8, 8, device="meta")
     fp8core.convert(linear)
-    linear.to_empty(device="cpu").reset_parameters()
+    linear.to_empty(device=DEVICE).reset_parameters()
     assert 0 < linear.weight.abs().max() <= 8**-0.5  # torch's own initialization
 
 
@@ -216,7 +217,7 @@ def test_a_model_on_meta_is_filled_afterwards() -> None:
 def test_torch_autocast_decides_the_dtype_of_compute_alone(chosen: str) -> None:
     own, x = model(), torch.randn(4, 48, requires_grad=True)
     fp8core.convert(own, chosen)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         assert own[0].up(x).dtype == torch.bfloat16
         assert own[0].norm(x).dtype == torch.bfloat16
         own(x).float().sum().backward()

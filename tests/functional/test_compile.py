@@ -16,9 +16,10 @@ from fp8core.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from tests.device import DEVICE
 
 QUANTIZERS = {
-    "current": Float8CurrentScalingQuantizer("e4m3", "cpu"),
+    "current": Float8CurrentScalingQuantizer("e4m3", DEVICE),
     "mxfp8": MXFP8Quantizer("e4m3"),
     "nvfp4": NVFP4Quantizer(with_rht=True),
 }

@@ -17,6 +17,7 @@ from fp8core.quantizers import (
     Quantizer,
 )
 from fp8core.recipe.plan import LayerRole
+from tests.device import DEVICE
 
 RECIPES = {
     "current": recipe.Float8CurrentScaling(),
@@ -66,7 +67,7 @@ def test_dequantize_takes_plain_tensors() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_linear_computes_as_a_layer(name: str) -> None:
     torch.manual_seed(0)
-    layer = fp8core.Linear(128, 256, params_dtype=torch.bfloat16, device="cpu")
+    layer = fp8core.Linear(128, 256, params_dtype=torch.bfloat16, device=DEVICE)
     x, grad, results = rand(2, 32, 128), rand(2, 32, 256), []
     for call in (layer, lambda x: functional.linear(x, layer.weight, layer.bias)):
         given = x.clone().requires_grad_()
@@ -111,7 +112,7 @@ def test_linear_refuses_what_has_no_layer() -> None:
 
 
 QUANTIZERS: dict[str, Quantizer] = {
-    "current": Float8CurrentScalingQuantizer("e5m2", "cpu"),
+    "current": Float8CurrentScalingQuantizer("e5m2", DEVICE),
     "block1d": Float8BlockQuantizer("e4m3", rowwise=True, columnwise=False, block_scaling_dim=1),
     "block2d": Float8BlockQuantizer("e4m3", rowwise=True, columnwise=False),
     "mxfp8": MXFP8Quantizer("e4m3", columnwise=False),
@@ -135,7 +136,7 @@ def test_torch_tensors_are_given_and_taken_without_a_copy(name: str) -> None:
 
 
 def test_a_scaled_product_of_torch_takes_what_to_torch_gives() -> None:
-    quantizer = Float8CurrentScalingQuantizer("e4m3", "cpu")
+    quantizer = Float8CurrentScalingQuantizer("e4m3", DEVICE)
     a, b = (functional.to_torch(quantizer(rand(*size))) for size in ((32, 64), (48, 64)))
     values = [(one.data.float() * one.scale_inv) for one in (a, b)]
     quantized = [functional.from_torch(one.data, one.scale_inv) for one in (a, b)]

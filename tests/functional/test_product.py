@@ -17,9 +17,10 @@ from fp8core.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
+from tests.device import DEVICE
 
 MAKERS: dict[str, Callable[[], Quantizer]] = {
-    "current": lambda: Float8CurrentScalingQuantizer("e4m3", "cpu"),
+    "current": lambda: Float8CurrentScalingQuantizer("e4m3", DEVICE),
     "block": lambda: Float8BlockQuantizer(
         "e4m3", rowwise=True, columnwise=True, block_scaling_dim=1
     ),
@@ -128,7 +129,7 @@ def test_backward_rounds_no_operand_before_it_multiplies(groups: int | None) -> 
 
 
 def test_backward_dequantizes_to_the_dtype_of_forward() -> None:
-    b = Float8CurrentScalingQuantizer("e4m3", "cpu")(rand(32, 32))
+    b = Float8CurrentScalingQuantizer("e4m3", DEVICE)(rand(32, 32))
     a = rand(32, 32, dtype=torch.float32).requires_grad_()
     functional.gemm(a, b, torch.bfloat16).backward(torch.eye(32, dtype=torch.bfloat16))
     assert torch.equal(a.grad, b.dequantize(torch.float32))
@@ -142,7 +143,7 @@ def test_a_quantized_gradient_meets_columnwise_operands() -> None:
     dy_row, dy_column = grad.operands
     spec = quantizer.plan.rowwise
     product = fp8core.dispatch.table.resolve(
-        fp8core.backend_api.GemmDesc(spec, spec, torch.bfloat16), torch.device("cpu")
+        fp8core.backend_api.GemmDesc(spec, spec, torch.bfloat16), DEVICE
     ).run
     assert torch.equal(a.grad, product(dy_row, b.operands.columnwise))
     assert torch.equal(b.grad, product(dy_column, a.operands.columnwise))
@@ -204,7 +205,7 @@ def test_a_quantized_bias_is_dequantized(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_torch_autocast_changes_nothing() -> None:
     a, b = (MXFP8Quantizer("e4m3")(rand(*size)) for size in ((M, K), (N, K)))
     expected = functional.gemm(a, b, torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         assert torch.equal(functional.gemm(a, b, torch.float32), expected)
 
 

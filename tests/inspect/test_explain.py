@@ -13,6 +13,7 @@ from fp8core import recipe
 from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc, QuantizeDesc
 from fp8core.errors import OperandError, RecipeError
 from tests.chain import fused_toy
+from tests.device import DEVICE
 from tests.dispatch import toys
 
 MX = recipe.MXFP8BlockScaling()
@@ -284,7 +285,7 @@ def test_explanation_asks_what_the_layer_asks(
     layer = fp8core.GroupedLinear(2, 32, 32) if is_grouped else fp8core.Linear(32, 32)
     x = torch.randn(64, 32, dtype=dtype, requires_grad=True)
     splits = ([32, 32],) if is_grouped else ()
-    mixed = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+    mixed = torch.autocast(DEVICE.type, dtype=dtype, enabled=dtype != torch.float32)
     with mixed, fp8core.autocast(recipe=recipe.by_name(name)):
         layer(x, *splits).sum().backward()
     ran = {desc for desc in asked if not _is_half(desc)}

@@ -27,6 +27,7 @@ from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.quantizer_binding import Binding
+from tests.device import DEVICE
 
 LAYERS = {
     "linear": lambda: fp8core.Linear(32, 32),
@@ -62,7 +63,7 @@ def plan_of(layer: LowPrecisionModule, chosen: Recipe) -> Any:
 def test_a_record_holds_what_dispatch_is_asked_for(name: str, kind: str) -> None:
     layer, spy = LAYERS[kind](), Spy()
     plan = plan_of(layer, recipe.by_name(name))
-    binding = Binding(torch.device("cpu"), torch.bfloat16, resolver=spy)
+    binding = Binding(DEVICE, torch.bfloat16, resolver=spy)
     bind_chain(layer.link_shapes(), BindContext(plan, binding, "a layer"))
     recorded = {desc for _, desc in record(layer.link_shapes(), plan, torch.bfloat16)}
     casts = [desc for desc in spy.asked if isinstance(desc, QuantizeDesc)]

@@ -12,6 +12,7 @@ from fp8core import autocast, recipe
 from fp8core.communicator import Communicator
 from fp8core.inspect.explain import explain
 from fp8core.testing.in_process import communicators, run_in_threads
+from tests.device import DEVICE
 
 ROWS = 256
 RECIPES = {name: recipe.by_name(name) for name in ("current", "rowwise", "block", "mxfp8", "nvfp4")}
@@ -29,7 +30,7 @@ def new_mlp(communicator: Communicator) -> Any:
         sequence_parallel=True,
         set_parallel_mode=True,
         params_dtype=torch.bfloat16,
-        device="cpu",
+        device=DEVICE,
     )
 
 
@@ -62,5 +63,5 @@ def test_a_line_names_group_format_and_bytes() -> None:
 
 
 def test_a_layer_of_one_rank_sends_nothing() -> None:
-    layer = fp8core.Linear(32, 32, device="cpu")
+    layer = fp8core.Linear(32, 32, device=DEVICE)
     assert explain(layer, recipe.Float8CurrentScaling()).sent == ()

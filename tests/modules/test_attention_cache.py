@@ -21,6 +21,7 @@ from fp8core import (
     autocast,
     recipe,
 )
+from tests.device import DEVICE
 
 F64, BF16 = torch.float64, torch.bfloat16
 HEADS, GROUPS, K_SIZE, V_SIZE = 4, 2, 8, 6
@@ -46,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def cache_for(kind: str = "rows", dtype: torch.dtype = F64, **options: Any) -> InferenceParams:
-    sizes: dict[str, Any] = {"max_batch_size": 2, "max_sequence_length": 16, "device": "cpu"}
+    sizes: dict[str, Any] = {"max_batch_size": 2, "max_sequence_length": 16, "device": DEVICE}
     sizes |= {"num_heads_kv": GROUPS, "head_dim_k": K_SIZE, "head_dim_v": V_SIZE, "dtype": dtype}
     return InferenceParams(**{**sizes, **PAGES[kind], **options})
 

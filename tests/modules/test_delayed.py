@@ -11,6 +11,7 @@ import torch
 
 from fp8core import GroupedLinear, Linear, RecipeError, UnsupportedError, autocast, recipe
 from fp8core.modules.bind import bind
+from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -144,7 +145,7 @@ MOVES: dict[str, Callable[[Linear], object]] = {
     "bfloat16": lambda layer: layer.bfloat16(),
     "half": lambda layer: layer.half(),
     "to dtype": lambda layer: layer.to(torch.float64).to(torch.bfloat16),
-    "to device": lambda layer: layer.to("cpu"),
+    "to device": lambda layer: layer.to(DEVICE),
 }
 
 
@@ -176,7 +177,7 @@ def test_a_move_that_fails_loses_no_state() -> None:
 
 
 def test_a_layer_emptied_through_meta_starts_fresh() -> None:
-    layer = trained().to("meta").to_empty(device="cpu")
+    layer = trained().to("meta").to_empty(device=DEVICE)
     assert list(layer.state_dict()) == ["weight", "bias"]
 
 
@@ -184,7 +185,7 @@ def test_a_layer_from_meta_starts_fresh() -> None:
     layer = Linear(32, 16, device="meta")
     with autocast(recipe=RECIPE):
         layer(torch.empty(4, 32, device="meta"))
-    layer.to_empty(device="cpu")
+    layer.to_empty(device=DEVICE)
     layer.reset_parameters()
     step(layer, torch.full((4, 32), 7.0))
     assert layer.amax_history_fwd[:, 0].tolist() == [0.0, 0.0, 0.0, 7.0]
@@ -199,7 +200,7 @@ def test_two_kinds_of_use_work_on_meta() -> None:
 
 def test_resetting_the_parameters_forgets_the_state() -> None:
     layer = trained()
-    layer.to_empty(device="cpu")
+    layer.to_empty(device=DEVICE)
     layer.reset_parameters()
     step(layer, torch.full((4, 32), 7.0))
     assert layer.amax_history_fwd[:, 0].tolist() == [0.0, 0.0, 0.0, 7.0]
@@ -260,7 +261,7 @@ def test_equal_recipes_share_what_is_bound() -> None:
     bounds = []
     for _ in range(2):
         with autocast(recipe=recipe.DelayedScaling(amax_history_len=4)):
-            bounds.append(bind(layer, torch.device("cpu"), torch.float32))
+            bounds.append(bind(layer, DEVICE, torch.float32))
     assert bounds[0] is bounds[1]
 
 

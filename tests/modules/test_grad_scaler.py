@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import fp8core as te
 from fp8core import recipe
+from tests.device import DEVICE
 
 RECIPES = ("delayed", "current", "block", "nvfp4", "rowwise")
 SCALE = 1024.0
@@ -30,7 +31,7 @@ class Loop:
         self.model = te.Linear(64, 32, bias=False, params_dtype=torch.float32)
         made = {"lr": 0.01, **optimizer}
         self.optimizer = torch.optim.Adam(self.model.parameters(), **made)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        self.scaler = torch.amp.GradScaler(DEVICE.type, init_scale=SCALE)
         self.recipe = recipe.by_name(name)
         self.watch = te.watch_grad_scaler(self.scaler, self.model) if watched else None
 
@@ -124,7 +125,7 @@ def test_two_optimizers_of_a_step_are_both_skipped() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(te.Linear(64, 64, bias=False), te.Linear(64, 32, bias=False))
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=SCALE)
     te.watch_grad_scaler(scaler, model)
     before = [layer.weight.detach().clone() for layer in model]
     with te.autocast(recipe=recipe.Float8CurrentScaling()):
@@ -169,7 +170,7 @@ def test_a_watch_that_is_removed_looks_no_more() -> None:
 
 def test_a_scaler_that_is_not_enabled_steps() -> None:
     loop = Loop(watched=False)
-    loop.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    loop.scaler = torch.amp.GradScaler(DEVICE.type, enabled=False)
     te.watch_grad_scaler(loop.scaler, loop.model)
     assert loop.step(math.inf)
 
@@ -217,10 +218,10 @@ def test_another_scaler_is_refused() -> None:
 
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(te.OperandError, match="Linear has no layer of fp8core"):
-        te.watch_grad_scaler(torch.amp.GradScaler("cpu"), torch.nn.Linear(4, 4))
+        te.watch_grad_scaler(torch.amp.GradScaler(DEVICE.type), torch.nn.Linear(4, 4))
 
 
 def test_a_torch_that_names_it_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.amp.GradScaler, "_unscale_grads_")
     with pytest.raises(te.UnsupportedError, match="has no _unscale_grads_"):
-        te.watch_grad_scaler(torch.amp.GradScaler("cpu"), te.Linear(32, 32))
+        te.watch_grad_scaler(torch.amp.GradScaler(DEVICE.type), te.Linear(32, 32))

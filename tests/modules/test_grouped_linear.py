@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp8core import GroupedLinear, Linear, OperandError, UnsupportedError, autocast, recipe
+from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -197,7 +198,7 @@ def test_return_bias_returns_the_biases_that_were_not_added(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_torch_autocast_gives_its_dtype_and_gradients_in_the_parameters(name: str) -> None:
     layer = GroupedLinear(3, 32, 16)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         y = forward(layer, torch.randn(8, 32), SPLITS, name)
     y.sum().backward()
     assert (y.dtype, layer.weight0.grad.dtype) == (torch.bfloat16, torch.float32)

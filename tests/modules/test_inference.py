@@ -14,6 +14,7 @@ import torch
 
 from fp8core import InferenceParams, KVCacheManager, OperandError, UnsupportedError
 from fp8core.modules.kv_cache import NonPagedKVCacheManager, PagedKVCacheManager
+from tests.device import DEVICE
 
 F64 = torch.float64
 HEADS, K_SIZE, V_SIZE = 2, 4, 3
@@ -27,7 +28,7 @@ LAYOUTS = ("bshd", "sbhd", "thd")
 
 def make(kind: str = "rows", **options: Any) -> InferenceParams:
     sizes = {"max_batch_size": 3, "max_sequence_length": 16, "num_heads_kv": HEADS}
-    sizes |= {"head_dim_k": K_SIZE, "head_dim_v": V_SIZE, "dtype": F64, "device": "cpu"}
+    sizes |= {"head_dim_k": K_SIZE, "head_dim_v": V_SIZE, "dtype": F64, "device": DEVICE}
     return InferenceParams(**{**sizes, **KINDS[kind], **options})
 
 

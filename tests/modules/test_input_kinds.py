@@ -12,6 +12,7 @@ import torch
 import fp8core
 from fp8core import OperandError, ops
 from fp8core.modules.base import LowPrecisionModule
+from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -84,7 +85,10 @@ def test_another_kind_of_input_is_refused_by_name(name: str, kind: str, recipe: 
 
 @pytest.mark.parametrize("kind", ["sparse_coo", "jagged", "float8_e4m3fn"])
 def test_another_kind_of_input_is_refused_under_torch_autocast_too(kind: str) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(OperandError, match=kind[:6]):
+    with (
+        torch.autocast(DEVICE.type, dtype=torch.bfloat16),
+        pytest.raises(OperandError, match=kind[:6]),
+    ):
         fp8core.Linear(32, 32)(input_of(kind))
 
 

@@ -20,6 +20,7 @@ from fp8core import (
     recipe,
 )
 from fp8core.modules.linear import NOT_OFFERED
+from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -171,7 +172,7 @@ def test_parameters_split_takes_sizes() -> None:
 
 def test_parts_have_storages_of_their_own() -> None:
     """Accelerate's savers drop all but one of the tensors that share one."""
-    state = Linear(6, 9, parameters_split=("query", "key", "value"), device="cpu").state_dict()
+    state = Linear(6, 9, parameters_split=("query", "key", "value"), device=DEVICE).state_dict()
     assert len({one.untyped_storage().data_ptr() for one in state.values()}) == len(state) == 6
 
 

@@ -9,15 +9,16 @@ import torch
 
 import fp8core
 from fp8core import OperandError, UnsupportedError, recipe
+from tests.device import DEVICE
 
 RECIPES = [None, *map(recipe.by_name, ("delayed", "current", "block", "mxfp8"))]
 LAYERS: dict[str, Callable[[bool], torch.nn.Module]] = {
-    "linear": lambda fuse: fp8core.Linear(64, 96, fuse_wgrad_accumulation=fuse, device="cpu"),
-    "padded": lambda fuse: fp8core.Linear(50, 70, fuse_wgrad_accumulation=fuse, device="cpu"),
+    "linear": lambda fuse: fp8core.Linear(64, 96, fuse_wgrad_accumulation=fuse, device=DEVICE),
+    "padded": lambda fuse: fp8core.Linear(50, 70, fuse_wgrad_accumulation=fuse, device=DEVICE),
     "norm_linear": lambda fuse: fp8core.LayerNormLinear(
-        64, 96, fuse_wgrad_accumulation=fuse, device="cpu"
+        64, 96, fuse_wgrad_accumulation=fuse, device=DEVICE
     ),
-    "mlp": lambda fuse: fp8core.LayerNormMLP(64, 96, fuse_wgrad_accumulation=fuse, device="cpu"),
+    "mlp": lambda fuse: fp8core.LayerNormMLP(64, 96, fuse_wgrad_accumulation=fuse, device=DEVICE),
 }
 
 
@@ -60,7 +61,7 @@ def test_two_microbatches_add_up_as_grad_does(name: str, chosen: recipe.Recipe |
 
 def test_a_bfloat16_weight_adds_in_float32() -> None:
     layer = fp8core.Linear(
-        64, 64, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True, device="cpu"
+        64, 64, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True, device=DEVICE
     )
     layer.weight.main_grad = torch.full((64, 64), 2.0**-20)
     x = torch.zeros(16, 64, dtype=torch.bfloat16)
@@ -73,8 +74,10 @@ def test_a_bfloat16_weight_adds_in_float32() -> None:
 
 
 def test_groups_have_a_main_grad_each() -> None:
-    fused = fp8core.GroupedLinear(3, 64, 32, bias=False, fuse_wgrad_accumulation=True, device="cpu")
-    plain = fp8core.GroupedLinear(3, 64, 32, bias=False, device="cpu")
+    fused = fp8core.GroupedLinear(
+        3, 64, 32, bias=False, fuse_wgrad_accumulation=True, device=DEVICE
+    )
+    plain = fp8core.GroupedLinear(3, 64, 32, bias=False, device=DEVICE)
     plain.load_state_dict(fused.state_dict())
     fused.weight1.requires_grad_(False)
     for weight in (fused.weight0, fused.weight2):
@@ -89,7 +92,7 @@ def test_groups_have_a_main_grad_each() -> None:
 
 
 def test_a_framework_that_asks_is_told_and_gets_zeros() -> None:
-    layer = fp8core.Linear(64, 64, fuse_wgrad_accumulation=True, device="cpu")
+    layer = fp8core.Linear(64, 64, fuse_wgrad_accumulation=True, device=DEVICE)
     layer.weight.main_grad = torch.zeros(64, 64)
     layer.weight.grad_added_to_main_grad = False
     run(layer, torch.randn(16, 64), None)
@@ -110,7 +113,7 @@ def test_a_framework_that_asks_is_told_and_gets_zeros() -> None:
 def test_a_main_grad_that_does_not_fit_is_refused(
     main_grad: torch.Tensor | None, found: str
 ) -> None:
-    layer = fp8core.Linear(64, 64, fuse_wgrad_accumulation=True, device="cpu")
+    layer = fp8core.Linear(64, 64, fuse_wgrad_accumulation=True, device=DEVICE)
     layer.weight.main_grad = main_grad
     with pytest.raises(OperandError, match=found):
         run(layer, torch.randn(16, 64), None)
@@ -132,12 +135,12 @@ def test_backward_runs_again_when_a_missing_main_grad_is_there(name: str | None)
 def test_parts_of_a_weight_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="parameters_split"):
         fp8core.Linear(
-            64, 64, parameters_split=("a", "b"), fuse_wgrad_accumulation=True, device="cpu"
+            64, 64, parameters_split=("a", "b"), fuse_wgrad_accumulation=True, device=DEVICE
         )
 
 
 def test_a_compiled_graph_refuses_it() -> None:
-    layer = fp8core.Linear(64, 64, fuse_wgrad_accumulation=True, device="cpu")
+    layer = fp8core.Linear(64, 64, fuse_wgrad_accumulation=True, device=DEVICE)
     layer.weight.main_grad = torch.zeros(64, 64)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     with (

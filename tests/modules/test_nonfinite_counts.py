@@ -12,14 +12,14 @@ import fp8core as te
 from fp8core import recipe
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.torch_ops import counted
+from tests.device import DEVICE
 
-CPU = torch.device("cpu")
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "rowwise")
 
 
 def counts(layer: LowPrecisionModule) -> list[int]:
     """Non-finite elements that calls with gradients and without have met."""
-    return layer._bindings.nonfinite[CPU].tolist()
+    return layer._bindings.nonfinite[DEVICE].tolist()
 
 
 def step(layer: torch.nn.Module, name: str, *, x: object = None, grad: object = None) -> None:
@@ -99,7 +99,7 @@ def test_captured_graph_counts_for_its_device() -> None:
     layer = te.Linear(64, 32, bias=False, params_dtype=torch.bfloat16)
     compiled = torch.compile(layer, backend="aot_eager")
     step(compiled, "current")
-    before = int(counted.counter_of(CPU))
+    before = int(counted.counter_of(DEVICE))
     step(compiled, "current", x=math.inf, grad=math.nan)
-    assert int(counted.counter_of(CPU)) == before + 2
+    assert int(counted.counter_of(DEVICE)) == before + 2
     assert layer._bindings.nonfinite == {}

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8core
 from fp8core import RecipeError, autocast, ops, prepare, recipe
+from tests.device import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -143,7 +144,7 @@ def test_a_fresh_model_on_meta_gets_its_state_with_its_memory(tmp_path: Path) ->
         )
     prepare(loaded, RECIPE)
     assert {loaded[0].scale_fwd.device.type, loaded[0].delayed_meta.device.type} == {"meta"}
-    loaded.to_empty(device="cpu")
+    loaded.to_empty(device=DEVICE)
     loaded[0].reset_parameters()
     through_a_distributed_checkpoint(saved, loaded, tmp_path)
     assert same(loaded, saved)
@@ -221,7 +222,7 @@ RESETS: dict[str, Callable[[nn.Module], object]] = {
     "reset_parameters": lambda layer: layer.reset_parameters(),
     "reset_delayed_state": lambda layer: layer.reset_delayed_state(),
     "a plain checkpoint": lambda layer: layer.load_state_dict(fp8core.Linear(32, 32).state_dict()),
-    "meta and back": lambda layer: layer.to("meta").to_empty(device="cpu"),
+    "meta and back": lambda layer: layer.to("meta").to_empty(device=DEVICE),
 }
 
 

@@ -11,6 +11,7 @@ import torch
 import fp8core
 from fp8core import QuantizedTensor, functional, ops, recipe
 from fp8core.recipe.plan import LayerRole
+from tests.device import DEVICE
 
 RECIPES = {
     "delayed": recipe.DelayedScaling(),
@@ -29,7 +30,7 @@ def chosen(request: pytest.FixtureRequest) -> recipe.Recipe:
 
 
 def linear(n: int = 256, **arguments: Any) -> fp8core.Linear:
-    return fp8core.Linear(128, n, params_dtype=BF16, device="cpu", **arguments)
+    return fp8core.Linear(128, n, params_dtype=BF16, device=DEVICE, **arguments)
 
 
 def rand(*shape: int) -> torch.Tensor:
@@ -38,7 +39,7 @@ def rand(*shape: int) -> torch.Tensor:
 
 LAYERS: dict[str, Any] = {
     "Linear": linear,
-    "LayerNormLinear": lambda: fp8core.LayerNormLinear(128, 256, params_dtype=BF16, device="cpu"),
+    "LayerNormLinear": lambda: fp8core.LayerNormLinear(128, 256, params_dtype=BF16, device=DEVICE),
 }
 
 
@@ -170,7 +171,7 @@ def test_inference_holds_the_rowwise_orientation_alone() -> None:
 
 
 def test_quantize_at_the_end_of_a_chain_hands_over_a_quantized_tensor() -> None:
-    first = ops.Sequential(ops.Linear(128, 128, dtype=BF16, device="cpu"), ops.Quantize())
+    first = ops.Sequential(ops.Linear(128, 128, dtype=BF16, device=DEVICE), ops.Quantize())
     second, x = linear(), rand(2, 16, 128).requires_grad_()
     with fp8core.autocast(recipe=RECIPES["mxfp8"]):
         handed = first(x)

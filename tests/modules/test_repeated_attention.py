@@ -13,6 +13,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.errors import Fp8CoreError
 from fp8core.modules import attention
+from tests.device import DEVICE
 
 torch.set_num_threads(1)
 HEADS, SIZE, LENGTH = 2, 16, 8
@@ -168,7 +169,7 @@ def test_modes_and_contexts_are_looked_at() -> None:
     results(layer, inputs())
     with torch.no_grad():
         assert_same(results(layer, inputs(1)), results(make(), inputs(1)))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         assert_same(results(layer, inputs(1)), results(make(), inputs(1)))
     chosen = recipe.Float8CurrentScaling(fp8_dpa=True)
     with fp8core.autocast(recipe=chosen):

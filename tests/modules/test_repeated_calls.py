@@ -21,6 +21,7 @@ from fp8core.modules import grouped_linear
 from fp8core.modules import run as module_run
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.torch_ops.private import lazily_negated, lazy_zeros
+from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -96,7 +97,7 @@ def freed_weight(layer: Any, name: str) -> Any:
 
 
 def under_torch_autocast(layer: Any, name: str) -> Any:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         return train(layer, inputs(), name)
 
 

@@ -22,6 +22,7 @@ from fp8core import (
 )
 from fp8core.chain.sequence_chunks import Chunks
 from fp8core.modules.rotary import Rotary
+from tests.device import DEVICE
 
 BF16 = torch.bfloat16
 F64 = torch.float64
@@ -476,7 +477,7 @@ def test_sequences_that_do_not_fit_are_named(given: dict[str, Any], text: str) -
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
 def test_a_rank_of_a_context_parallel_group_rotates_its_two_chunks(layout: str) -> None:
-    freqs = RotaryPositionEmbedding(8, device="cpu")(16)
+    freqs = RotaryPositionEmbedding(8, device=DEVICE)(16)
     x = torch.randn(16, 2, 3, 8) if layout == "sbhd" else torch.randn(2, 16, 3, 8)
     chunks = Chunks(layout, 2)
     whole = chunks.parts(apply_rotary_pos_emb(x, freqs, layout))
@@ -486,7 +487,7 @@ def test_a_rank_of_a_context_parallel_group_rotates_its_two_chunks(layout: str) 
 
 
 def test_a_rank_of_a_context_parallel_group_rotates_two_chunks_of_each_sequence() -> None:
-    freqs, starts = RotaryPositionEmbedding(8, device="cpu")(16), torch.tensor([0, 8, 8, 24])
+    freqs, starts = RotaryPositionEmbedding(8, device=DEVICE)(16), torch.tensor([0, 8, 8, 24])
     x, chunks = torch.randn(24, 3, 8), Chunks("thd", 2, starts)
     whole = chunks.parts(apply_rotary_pos_emb(x, freqs, "thd", cu_seqlens=starts))
     for rank, part in enumerate(chunks.parts(x)):
@@ -496,7 +497,7 @@ def test_a_rank_of_a_context_parallel_group_rotates_two_chunks_of_each_sequence(
 
 
 def test_a_rank_of_a_context_parallel_group_rotates_a_packed_projection() -> None:
-    freqs = RotaryPositionEmbedding(4, device="cpu")(16)
+    freqs = RotaryPositionEmbedding(4, device=DEVICE)(16)
     qkv, chunks = torch.randn(16, 2, 3, 16), Chunks("sbhd", 2)
     expected = apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [8, 4, 4])
     for rank, part in enumerate(chunks.parts(qkv)):

@@ -21,6 +21,7 @@ from fp8core import (
     recipe,
     reporting,
 )
+from tests.device import DEVICE
 from tests.modules.transformer_oracle import (
     F64,
     FFN,
@@ -262,7 +263,7 @@ def test_first_and_later_microbatches_agree() -> None:
 
 def test_torch_autocast_decides_the_dtype() -> None:
     layer = new_layer(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         y = layer(states(dtype=torch.float32))
     assert y.dtype == torch.bfloat16
 
@@ -330,7 +331,7 @@ def test_a_copy_computes_the_same() -> None:
 def test_a_layer_on_meta_gets_memory_and_values() -> None:
     layer = TransformerLayer(H, FFN, HEADS, device="meta", **NO_DROPOUT)
     assert layer(torch.empty(S, B, H, device="meta")).shape == (S, B, H)
-    layer.to_empty(device="cpu")
+    layer.to_empty(device=DEVICE)
     for module in layer.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()

@@ -12,6 +12,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.optimizers import FusedAdam, fused_adam
+from tests.device import DEVICE
 
 BF16 = torch.bfloat16
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -122,7 +123,7 @@ def test_quantized_parameters_are_written_from_their_masters(name: str, keeps: b
     chosen = getattr(recipe, name)()
     torch.manual_seed(1)
     with fp8core.quantized_model_init(recipe=chosen, preserve_high_precision_init_val=keeps):
-        layer = fp8core.Linear(64, 64, bias=False, params_dtype=BF16, device="cpu")
+        layer = fp8core.Linear(64, 64, bias=False, params_dtype=BF16, device=DEVICE)
     kept = layer.weight.get_high_precision_init_val()
     initial = layer.weight.dequantize(torch.float32) if kept is None else kept.float()
     optimizer = FusedAdam(layer.parameters(), master_weights=True, **OPTIONS)
@@ -184,7 +185,7 @@ def test_capturable_leaves_out_a_step_with_inf() -> None:
     params = parameters()
     optimizer = FusedAdam(params, capturable=True, **OPTIONS)
     before = [param.detach().clone() for param in params]
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0)
     give_gradients(params, 0)
     params[0].grad[0, 0] = torch.inf
     scaler.scale(torch.ones(()))
@@ -307,7 +308,7 @@ def test_what_is_not_offered_is_named(words: str) -> None:
 
 def test_quantized_parameters_need_masters() -> None:
     with fp8core.quantized_model_init(recipe=recipe.Float8CurrentScaling()):
-        layer = fp8core.Linear(64, 64, params_dtype=BF16, device="cpu")
+        layer = fp8core.Linear(64, 64, params_dtype=BF16, device=DEVICE)
     with pytest.raises(UnsupportedError, match="set master_weights=True"):
         FusedAdam(layer.parameters())
 

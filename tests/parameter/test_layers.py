@@ -11,6 +11,7 @@ import torch
 import fp8core
 from fp8core import recipe
 from fp8core.recipe import Recipe
+from tests.device import DEVICE
 
 RECIPES: dict[str, Recipe] = {
     "current": recipe.Float8CurrentScaling(),
@@ -232,7 +233,7 @@ def test_a_layer_from_meta_is_quantized_when_it_is_filled() -> None:
     make = lambda: fp8core.Linear(96, 64, device="meta", params_dtype=torch.bfloat16)  # noqa: E731
     made = quantized(make, RECIPES["mxfp8"])
     assert made.weight.is_meta
-    made.to_empty(device="cpu")
+    made.to_empty(device=DEVICE)
     made.reset_parameters()
     kept = made.weight.get_high_precision_init_val()
     again = fp8core.QuantizedTensor.quantize(kept, made.weight.plan)

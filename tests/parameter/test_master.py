@@ -12,6 +12,7 @@ import torch
 
 import fp8core
 from fp8core import OperandError
+from tests.device import DEVICE
 from tests.parameter.nets import X, attached, backward, net_of_two, stored, values
 
 # --- the step ---
@@ -181,7 +182,7 @@ def test_a_training_under_amp_resumes_bit_for_bit(order: tuple[int, ...]) -> Non
         masters = fp8core.MasterWeights(net)
         optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
         masters.attach(optimizer)
-        return [net, masters, optimizer, torch.amp.GradScaler("cpu", growth_interval=2)]
+        return [net, masters, optimizer, torch.amp.GradScaler(DEVICE.type, growth_interval=2)]
 
     def step(net: Any, masters: Any, optimizer: Any, scaler: Any) -> list[torch.Tensor]:
         optimizer.zero_grad()

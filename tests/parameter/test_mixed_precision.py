@@ -11,13 +11,14 @@ import torch
 
 import fp8core
 from fp8core import recipe
+from tests.device import DEVICE
 
 STEPS, OVERFLOWS = 7, 3  # the step whose loss is infinite
 Record = list[Any]
 
 
 def scaler() -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
+    return torch.amp.GradScaler(DEVICE.type, init_scale=2.0**16, growth_interval=2)
 
 
 def batch(step: int, dtype: torch.dtype) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import fp8core
 from fp8core import OperandError, UnsupportedError
+from tests.device import DEVICE
 
 X = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
 
@@ -218,7 +219,7 @@ def losses(net: torch.nn.Module, forward: Any) -> list[float]:
     masters = fp8core.MasterWeights(net)
     optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
     masters.attach(optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
     found = []
     for _ in range(4):
         for _ in range(2):

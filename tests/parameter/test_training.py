@@ -12,6 +12,7 @@ import torch
 import fp8core
 from fp8core import recipe
 from fp8core.recipe import Recipe
+from tests.device import DEVICE
 
 RECIPES: dict[str, Recipe] = {
     "delayed": recipe.DelayedScaling(),
@@ -270,7 +271,7 @@ def test_a_scaler_unscales_what_was_collected() -> None:
         optimizer = torch.optim.SGD(masters.parameters(), lr=1.0)
         masters.attach(optimizer)
         before = [own.clone() for own in masters.parameters()]
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=scale)
         loss = layer(torch.ones(8, 32, dtype=torch.bfloat16)).float().square().mean()
         scaler.scale(loss).backward()
         masters.collect_grads()

@@ -18,6 +18,7 @@ from fp8core.quantizers import (
     Quantizer,
 )
 from fp8core.recipe import CustomRecipe
+from tests.device import DEVICE
 
 E4M3 = DType.kFloat8E4M3
 
@@ -39,7 +40,7 @@ def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 def linear() -> fp8core.Linear:
     torch.manual_seed(1)
-    return fp8core.Linear(128, 256, params_dtype=torch.bfloat16, device="cpu")
+    return fp8core.Linear(128, 256, params_dtype=torch.bfloat16, device=DEVICE)
 
 
 def blocks(role: recipe.QuantizerRole) -> Quantizer:
@@ -68,7 +69,7 @@ class Wrapped:
         self.inner.set_usage(rowwise=rowwise, columnwise=columnwise)
 
     def make_empty(self, shape: Any) -> QuantizedTensor:
-        return self.inner.make_empty(shape, device="cpu")
+        return self.inner.make_empty(shape, device=DEVICE)
 
 
 class Doubled(MXFP8Quantizer):
@@ -93,7 +94,7 @@ def test_quantizers_compute_as_the_named_recipe(factory: Any, named: recipe.Reci
 
 
 def test_quantizers_of_a_plan_are_fused_and_compiled_like_the_named_recipe() -> None:
-    layer = fp8core.LayerNormLinear(128, 256, params_dtype=torch.bfloat16, device="cpu")
+    layer = fp8core.LayerNormLinear(128, 256, params_dtype=torch.bfloat16, device=DEVICE)
     custom = CustomRecipe(lambda role: MXFP8Quantizer(E4M3))
     assert equal(results(layer, custom), results(layer, recipe.MXFP8BlockScaling()))
     x = torch.randn(32, 128, dtype=torch.bfloat16)
@@ -187,13 +188,13 @@ def test_fields_that_an_object_does_not_know_are_refused(fields: dict[str, Any])
 
 def test_an_object_is_refused_for_groups_and_in_a_graph() -> None:
     custom = CustomRecipe(lambda role: Wrapped(MXFP8Quantizer(E4M3)))
-    grouped = fp8core.GroupedLinear(2, 64, 64, device="cpu")
+    grouped = fp8core.GroupedLinear(2, 64, 64, device=DEVICE)
     with (
         pytest.raises(UnsupportedError, match="of groups"),
         fp8core.autocast(recipe=custom),
     ):
         grouped(torch.randn(64, 64), [32, 32])
-    layer = fp8core.Linear(64, 64, device="cpu")
+    layer = fp8core.Linear(64, 64, device=DEVICE)
     compiled = torch.compile(layer, backend="aot_eager")
     with (
         pytest.raises(UnsupportedError, match="code of its own"),

@@ -24,6 +24,7 @@ from fp8core.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
+from tests.device import DEVICE
 
 E4M3 = DType.kFloat8E4M3
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -36,8 +37,8 @@ def delayed(scale: float = 2.0) -> Float8Quantizer:
 
 MAKERS: dict[str, Make] = {
     "delayed": delayed,
-    "current": lambda: Float8CurrentScalingQuantizer(E4M3, "cpu"),
-    "current_pow2": lambda: Float8CurrentScalingQuantizer(E4M3, "cpu", force_pow_2_scales=True),
+    "current": lambda: Float8CurrentScalingQuantizer(E4M3, DEVICE),
+    "current_pow2": lambda: Float8CurrentScalingQuantizer(E4M3, DEVICE, force_pow_2_scales=True),
     "block1d": lambda: Float8BlockQuantizer(
         E4M3, rowwise=True, columnwise=True, block_scaling_dim=1
     ),
@@ -97,7 +98,7 @@ def test_neither_usage_is_an_error(quantizer: Quantizer) -> None:
 
 
 def test_update_quantized_writes_what_a_call_makes(name: str, quantizer: Quantizer) -> None:
-    x, out = value(64, 256), quantizer.make_empty((64, 256), dtype=torch.bfloat16, device="cpu")
+    x, out = value(64, 256), quantizer.make_empty((64, 256), dtype=torch.bfloat16, device=DEVICE)
     assert not out.dequantize().any()
     torch.manual_seed(3)
     assert quantizer.update_quantized(x, out) is out
@@ -108,14 +109,14 @@ def test_update_quantized_writes_what_a_call_makes(name: str, quantizer: Quantiz
 
 
 def test_update_quantized_leaves_the_tensor_where_the_flag_is_set(quantizer: Quantizer) -> None:
-    out = quantizer.make_empty((64, 256), device="cpu")
+    out = quantizer.make_empty((64, 256), device=DEVICE)
     quantizer.update_quantized(torch.randn(64, 256), out, noop_flag=torch.ones(1))
     assert not out.dequantize().any()
 
 
 def test_no_amax_is_recorded_of_what_a_flag_leaves_out() -> None:
     quantizer = Float8Quantizer(torch.ones(1), torch.full((1,), 0.5), E4M3)
-    out = quantizer.make_empty((16, 16), device="cpu")
+    out = quantizer.make_empty((16, 16), device=DEVICE)
     for set_ in (1.0, 0.0):
         flag = torch.tensor([set_])
         quantizer.update_quantized(torch.full((16, 16), 7.0), out, noop_flag=flag)
@@ -125,7 +126,7 @@ def test_no_amax_is_recorded_of_what_a_flag_leaves_out() -> None:
 
 def test_update_quantized_counts_a_write() -> None:
     quantizer = MXFP8Quantizer(E4M3)
-    out = quantizer.make_empty((32, 32), device="cpu")
+    out = quantizer.make_empty((32, 32), device=DEVICE)
     before = out._version
     quantizer.update_quantized(torch.randn(32, 32), out)
     assert out._version > before
@@ -138,7 +139,7 @@ def test_any_number_of_rows_rowwise(shape: tuple[int, ...]) -> None:
         quantizer.set_usage(columnwise=False)
         if quantizer.is_quantizable(torch.empty(shape)):
             assert quantizer(torch.randn(shape)).dequantize().shape == shape
-            assert quantizer.make_empty(shape, device="cpu").shape == shape
+            assert quantizer.make_empty(shape, device=DEVICE).shape == shape
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block2d"])
@@ -194,7 +195,7 @@ def test_equal_quantizers_are_equal_and_usages_are_their_own(name: str) -> None:
 def test_a_quantizer_of_another_recipe_is_refused() -> None:
     x = value(64, 256)
     for name, make in MAKERS.items():
-        out = make().make_empty((64, 256), device="cpu")
+        out = make().make_empty((64, 256), device=DEVICE)
         for other_name, other in MAKERS.items():
             if make().plan == other().plan:
                 continue
@@ -228,7 +229,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "another shape": (
         lambda: MXFP8Quantizer(E4M3).update_quantized(
-            torch.zeros(32, 32), MXFP8Quantizer(E4M3).make_empty((64, 32), device="cpu")
+            torch.zeros(32, 32), MXFP8Quantizer(E4M3).make_empty((64, 32), device=DEVICE)
         ),
         OperandError,
         r"\[32, 32\] into \[64, 32\]",
@@ -303,7 +304,7 @@ def test_what_is_wrong_is_named(case: str) -> None:
 
 def test_arguments_that_transformer_engine_ignores_are_announced() -> None:
     with pytest.warns(DeprecationWarning, match="ignores"):
-        Float8CurrentScalingQuantizer(E4M3, "cpu", use_existing_amax=True)
+        Float8CurrentScalingQuantizer(E4M3, DEVICE, use_existing_amax=True)
 
 
 def test_a_format_goes_by_number_dtype_or_name() -> None:
@@ -330,7 +331,7 @@ def test_a_delayed_scale_is_the_one_given_and_the_amax_is_recorded() -> None:
 
 
 def test_a_scale_of_another_quantizer_is_taken_by_update_quantized() -> None:
-    x, out = torch.randn(16, 32), delayed(2.0).make_empty((16, 32), device="cpu")
+    x, out = torch.randn(16, 32), delayed(2.0).make_empty((16, 32), device=DEVICE)
     delayed(4.0).update_quantized(x, out)
     assert out._rowwise_scale_inv == 0.25
     out.quantize_(x)

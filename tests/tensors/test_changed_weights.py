@@ -21,6 +21,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fp8core
 from fp8core import Linear, OperandError, recipe
+from tests.device import DEVICE
 
 # torch's own: about an output that is a view, about one rank, about old parts of its optimizers.
 pytestmark = [
@@ -201,13 +202,13 @@ def test_the_copy_of_torch_autocast_sees_a_write(is_converted: bool) -> None:
     x = torch.randn(4, 32)
 
     def run() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        with torch.autocast(DEVICE.type, torch.bfloat16), torch.no_grad():
             y: torch.Tensor = layer(x)
         return y
 
     run()
     layer.weight.data.copy_(new_values(layer.weight))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         want = nn.functional.linear(x, layer.weight, layer.bias)
     assert torch.equal(run(), want)
 

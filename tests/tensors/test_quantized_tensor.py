@@ -14,6 +14,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.recipe import Recipe
 from fp8core.recipe.plan import LayerRole
+from tests.device import DEVICE
 
 RECIPES: dict[str, Recipe] = {
     "delayed": recipe.DelayedScaling(),
@@ -284,8 +285,8 @@ def test_a_conversion_rounds_the_stored_values_once(
     for made in (
         tensor.to(dtype),
         tensor.to(dtype=dtype),
-        tensor.to("cpu", dtype),
-        tensor.to(torch.device("cpu"), dtype, False, copy=True),
+        tensor.to(DEVICE, dtype),
+        tensor.to(DEVICE, dtype, False, copy=True),
         tensor.to(wanted),
         tensor.to(tensor=wanted),
         tensor.type(dtype),
@@ -306,9 +307,9 @@ def test_a_method_called_like_a_dtype_rounds_once(nominal: torch.dtype, method: 
 
 def test_a_move_stays_quantized(name: str) -> None:
     tensor = quantized(name)
-    assert tensor.to("cpu") is tensor
-    assert tensor.to(device="cpu", dtype=None) is tensor
-    assert same(tensor.to("cpu", copy=True), tensor)
+    assert tensor.to(DEVICE) is tensor
+    assert tensor.to(device=DEVICE, dtype=None) is tensor
+    assert same(tensor.to(DEVICE, copy=True), tensor)
     assert isinstance(tensor.to("meta"), fp8core.QuantizedTensor)
     assert tensor.type() == "torch.BFloat16Tensor"
 
@@ -406,7 +407,7 @@ def test_shared_memory_is_seen(name: str) -> None:
 
 
 def test_a_saved_view_stays_a_view_for_reading(tmp_path: Path) -> None:
-    tensor = fp8core.Float8CurrentScalingQuantizer("e4m3", "cpu")(torch.randn(64, 64))
+    tensor = fp8core.Float8CurrentScalingQuantizer("e4m3", DEVICE)(torch.randn(64, 64))
     torch.save({"part": tensor[:32], "whole": tensor}, tmp_path / "file")
     loaded = torch.load(tmp_path / "file", weights_only=True)
     assert isinstance(loaded["part"], fp8core.QuantizedTensor)

@@ -15,6 +15,7 @@ from fp8core.modules.bind import bind
 from fp8core.recipe.plan import DelayedPlan
 from fp8core.tensors import scaling
 from fp8core.tensors.scaling import DelayedState
+from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -123,7 +124,7 @@ def test_an_infinite_amax_is_counted() -> None:
     forward(layer, filled(math.inf))
     forward(layer, filled(math.inf))
     with autocast(recipe=RECIPE):
-        states = bind(layer, torch.device("cpu"), torch.float32).states
+        states = bind(layer, DEVICE, torch.float32).states
     assert states.forward.nonfinite.tolist() == [2]
 
 

@@ -16,6 +16,7 @@ import torch
 import fp8core
 from fp8core import Linear, OperandError, UnsupportedError, autocast, recipe
 from tests.chain import fused_toy
+from tests.device import DEVICE
 
 RECIPES = recipe.names()
 STATELESS = [name for name in RECIPES if name != "delayed"]
@@ -115,7 +116,7 @@ def test_a_later_microbatch_outside_any_recipe_computes_as_ever() -> None:
     own, x = layer(), torch.randn(4, 32)
     want = torch.nn.functional.linear(x, own.weight, own.bias)
     assert torch.equal(own(x, is_first_microbatch=False), want)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         assert own(x, is_first_microbatch=False).dtype == torch.bfloat16
 
 
@@ -269,7 +270,7 @@ def test_a_layer_that_moves_inside_frozen_weights_is_quantized_as_outside(forwar
     own = layer()
     with fp8core.frozen_weights(own), torch.no_grad():
         forward(own)
-        own.to("cpu")
+        own.to(DEVICE)
         assert [forward(own) for _ in range(2)] == [WITH_WEIGHT] * 2
 
 
