@@ -11,6 +11,8 @@ import importlib.util
 import threading
 from typing import Any, NamedTuple
 
+import torch
+
 from fp8core.backend_api import UnsupportedError
 from fp8core_backends.cuda.private import loaded_cudnn
 from fp8core_backends.cuda.stream import raw_stream
@@ -39,11 +41,15 @@ def missing() -> str | None:
     if not FIRST <= version < AFTER_LAST:
         return f"{PACKAGE} is {found}, expected {wanted}; {install}"
     release = loaded_cudnn()
-    if release is None or release < CUDNN:
+    if release is None:
+        return f"torch {torch.__version__} is built without cuDNN"
+    if release < CUDNN:
+        major = str(torch.version.cuda).split(".")[0]
         return (
-            f"cuDNN {release} is loaded in this process, expected at least {CUDNN}; torch brings "
-            f"its own, unless a package such as transformer_engine loads another one first: import "
-            f"torch or fp8core before it"
+            f"cuDNN {release} is loaded in this process, expected at least {CUDNN}. A package such "
+            f"as transformer_engine may have loaded it before torch could load its own: import "
+            f"torch or fp8core before it. If the same one is loaded then, pip install "
+            f"'nvidia-cudnn-cu{major}>={CUDNN // 10000}.{CUDNN // 100 % 100}'"
         )
     return None
 

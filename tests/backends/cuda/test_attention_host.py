@@ -7,6 +7,7 @@ see nothing. What cuDNN computes from them is tested in test_attention.py, on a 
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from fp8core.testing import laws  # noqa: F401  importing fills the laws
 from fp8core.testing.catalogue import catalogue
 from fp8core.testing.checks import LAWS
 from fp8core.testing.subject import Subject
+from fp8core_backends import cuda as cuda_plugin
 from fp8core_backends.cuda import cudnn_frontend
 from fp8core_backends.cuda.attention_support import attention_problem
 from tests.backends.cuda.attention_stand_in import CPU, StandIn
@@ -79,7 +81,7 @@ WINDOW = dataclasses.replace(CAUSAL, window=(7, 0))
 
 
 def test_a_cudnn_that_is_too_old_leaves_torchs_operators_and_says_what_to_import_first(
-    refused_cudnn: Callable[[int], None],
+    refused_cudnn: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused_cudnn(91400)
     assert attention_problem(CAUSAL, CPU) is None
@@ -87,6 +89,19 @@ def test_a_cudnn_that_is_too_old_leaves_torchs_operators_and_says_what_to_import
     assert said is not None
     assert "cuDNN 91400 is loaded in this process, expected at least 91900" in said
     assert "import torch or fp8core before it" in said
+    assert re.search(r"pip install 'nvidia-cudnn-cu\w+>=9\.19'", said)
+    reported = {}
+    monkeypatch.setattr(cuda_plugin, "_probe", lambda: None)
+    monkeypatch.setattr(cuda_plugin.native, "status", lambda: "")
+    cuda_plugin.fp8core_doctor(reported.__setitem__)
+    assert reported["cuDNN's attention by its frontend"] in said
+
+
+def test_a_torch_without_cudnn_is_named(
+    refused_cudnn: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
+    assert cudnn_frontend.missing() == f"torch {torch.__version__} is built without cuDNN"
 
 
 def test_a_cudnn_that_torch_refuses_is_used_where_it_is_new_enough(
