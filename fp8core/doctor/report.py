@@ -28,8 +28,8 @@ Examiner: TypeAlias = Callable[[str, torch.device | None], Findings]
 """A function that examines the named backend on a device; None stands for the backend's default."""
 
 NEIGHBOURS = {
-    "transformer_engine": "neither autocast reaches the other's layers; but imported before torch it "
-    "may load an older cuDNN, without which attention on cuda runs fewer kinds: import torch or "
+    "transformer_engine": "neither autocast reaches the other's layers; imported before torch, it "
+    "may load an older cuDNN, with which fewer kinds of attention run on cuda: import torch or "
     "fp8core first",
     "torchao": "does not interfere: convert a layer with one of the two, not with both",
     "mindspeed": "its adaptor replaces modules called transformer_engine; fp8core imports none",
