@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import parametrize
 
 from fp8core.chain import run as chain
 from fp8core.chain.bind import bind_chain
@@ -38,6 +39,7 @@ from fp8core.modules.run import run_links
 from fp8core.recipe.plan import HIGH_PRECISION
 from fp8core.tensors.quantizer_binding import Binding
 from fp8core.tensors.slots import BUFFERS, META
+from fp8core.torch_ops.private import sharded_parameters
 
 __all__ = ["Experts", "TokenExchange"]
 
@@ -145,6 +147,7 @@ class Experts(LowPrecisionModule):
         params = self.link_params()
         communicator = named(self.group_name) if self.group_name else None
         if communicator is not None and not self._is_agreed:
+            self._refuse_shards(communicator)
             told = f"{self.num_local_experts} experts on each rank"
             communicator.agree(told, f"the layer {self.label}")
             self._is_agreed = True
@@ -163,6 +166,26 @@ class Experts(LowPrecisionModule):
         call = Call((offsets,), routes.splits, rng, routes=routes)
         value = rows if rows.dtype == dtype else rows.to(dtype)
         return run_links(self, bound, bound.parts[0], value, params, call)
+
+    def _refuse_shards(self, communicator: Communicator) -> None:
+        """Refuse experts that ``fully_shard`` has spread over ranks that have others.
+
+        Raises:
+            UnsupportedError: torch took them for parts of one parameter.
+        """
+        of_process: Any = communicator
+        ranks = {*dist.get_process_group_ranks(of_process.group)}
+        linears = {linear: path for path, linear in self._named_linears()}
+        for module, name, mesh in sharded_parameters():
+            shared = ranks.intersection(mesh.mesh.flatten().tolist())
+            if module in linears and len(shared) > 1:
+                raise UnsupportedError(
+                    f"{self.label}: fully_shard has spread {linears[module]}.{name} over the ranks "
+                    f"{sorted(shared)}, each of which has other experts: it takes them for parts "
+                    f"of one. Make the model again, and shard its experts over ranks that have the "
+                    f"same ones, or leave them out: fully_shard(ignored_params="
+                    f"{{*experts.parameters()}})."
+                )
 
     def _layers(self) -> Iterator[LowPrecisionModule]:
         for layer in self._modules.values():  # children() leaves out what appears twice
@@ -278,7 +301,16 @@ def _add_other_experts(
     group = experts._saved_scales().group
     if group is None:
         return
+    experts._refuse_shards(group)
     for path, linear in experts._named_linears():
+        computed = [f"{kind}{at}" for kind in KINDS for at in linear.numbers]
+        computed = [one for one in computed if parametrize.is_parametrized(linear, one)]
+        if computed:
+            raise UnsupportedError(
+                f"{experts.label}: {path}.{computed[0]} is computed by a parametrization, so that "
+                f"a state_dict has no names for it and for those of other ranks. Call "
+                f"torch.nn.utils.parametrize.remove_parametrizations before."
+            )
         for kind in KINDS:
             name = f"{prefix}{path}.{kind}"
             own = [state[f"{name}{at}"] for at in linear.numbers if f"{name}{at}" in state]

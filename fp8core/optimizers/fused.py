@@ -41,8 +41,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         the dtypes of this optimizer.
 
         Raises:
-            OperandError: values of another kind, shape or placement; or a parameter has other
-                states there than here, as by other options. Nothing is loaded then.
+            OperandError: values of another kind, shape or placement; a parameter has other
+                states there than here, as by other options; or there are states of parameters that
+                its groups do not name. Nothing is loaded then.
         """
         loaded: list[tuple[torch.Tensor, str, torch.Tensor]] = []
 
@@ -64,7 +65,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _values_of(self, given: dict[str, Any]) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
         """Yield this rank's part of each state in ``given``: the parameter, its name, the value."""
-        saved = chain.from_iterable(group["params"] for group in given["param_groups"])
+        saved = [*chain.from_iterable(group["params"] for group in given["param_groups"])]
+        names = {*saved}
+        nameless = [key for key in given["state"] if key not in names]
+        if nameless:
+            raise OperandError(
+                f"{type(self).__name__}.load_state_dict: it has states of {nameless[0]!r}, which "
+                f"none of its param_groups has. StateDictOptions(broadcast_from_rank0=True) gives "
+                f"all ranks the groups of the first: for parameters of a rank's own, as of "
+                f"fp8core.distributed.Experts, save and load with flatten_optimizer_state_dict="
+                f"True by torch.distributed.checkpoint."
+            )
         for key, param in zip(saved, self._all_params(), strict=False):
             state = given["state"].get(key, {})
             if not isinstance(state, dict):

@@ -101,6 +101,7 @@ __all__ = [
     "saved_tensor_hooks",
     "scatter_options",
     "schema_of",
+    "sharded_parameters",
     "start_all_gather",
     "start_reduce_scatter",
     "store_of",
@@ -413,11 +414,27 @@ def forward_root(module: Any) -> torch.nn.Module | None:
 
 def reshards_to_fewer_ranks(module: Any) -> bool:
     """Return whether ``fully_shard`` was told how many ranks hold ``module`` after forward."""
-    state = module._get_fsdp_state()
+    return any(group._use_post_forward_mesh for group in _fsdp_groups(module._get_fsdp_state()))
+
+
+def sharded_parameters() -> Iterator[tuple[torch.nn.Module, str, Any]]:
+    """Yield each parameter that ``fully_shard`` has spread, as its module and its name there, and
+    the mesh of the ranks that gather it and sum its gradients."""
+    composable: Any = sys.modules.get("torch.distributed._composable_state")
+    references = () if composable is None else composable._module_state_mapping.values()
+    states = {id(state): state for state in (one() for one in list(references))}
+    for state in states.values():
+        for group in () if state is None else _fsdp_groups(state):
+            for param in group.fsdp_params:
+                info = param._module_info
+                yield info.module, info.param_name, param.mesh_info.mesh
+
+
+def _fsdp_groups(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.12
     if groups is None:
         groups = [one for one in (state._fsdp_param_group,) if one is not None]
-    return any(group._use_post_forward_mesh for group in groups)
+    return list(groups)
 
 
 # With a public way

@@ -8,12 +8,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.parametrize import register_parametrization
 
 import fp8core
 from fp8core import ops
 from fp8core.communicator import of_group
 from fp8core.distributed import Experts, TokenExchange
 from fp8core.errors import Fp8CoreError
+from fp8core.optimizers import FusedAdam
 from fp8core.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -130,6 +139,31 @@ def raised(call: Callable[[], Any]) -> str:
     return ""
 
 
+def loaded(group: dist.ProcessGroup, rank: int) -> str:
+    """An optimizer's state of the first rank, which lacks the experts of the other."""
+    layer = experts(rank * 2, 2, group=group)
+    optimizer = FusedAdam(layer.parameters())
+    run(layer, None, *rows_of("ragged", rank), COUNTS["ragged"][rank])
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(layer, optimizer, options=options)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    return raised(lambda: set_optimizer_state_dict(layer, optimizer, state, options=options))
+
+
+def sharded(group: dist.ProcessGroup, rank: int) -> torch.nn.Module:
+    """Experts that FSDP2 takes for parts of one layer."""
+    layer: torch.nn.Module = experts(rank * 2, 2, group=group)
+    return fully_shard(layer, mesh=DeviceMesh.from_group(group, "cpu"))
+
+
+def parametrized(group: dist.ProcessGroup, rank: int) -> torch.nn.Module:
+    layer = experts(rank * 2, 2, group=group)
+    linear = layer.get_submodule("0")
+    register_parametrization(linear, f"weight{2 * rank}", torch.nn.Identity())
+    return layer
+
+
 def refused(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
     """The errors where one rank's input does not fit."""
     layer = experts(rank * 2, 2, group=group)
@@ -149,6 +183,9 @@ def refused(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
         "no values": raised(lambda: layer(x, counts if rank else meta)),
         "rows": raised(lambda: tokens.dispatch(x if rank else x[1:])),
         "dtype": raised(lambda: tokens.dispatch(x if rank else x.float())),
+        "sharded": raised(lambda: sharded(group, rank)(x, counts)),
+        "sharded state": raised(sharded(group, rank).state_dict),
+        "parametrized": raised(parametrized(group, rank).state_dict),
         "no group": raised(lambda: experts(rank * 2, 2, group="experts")),
     }
 
@@ -200,6 +237,7 @@ def work(rank: int) -> dict[str, Any]:
     found["bias"] = run(with_bias, RECIPES["block"], x, grad, COUNTS["aligned"][rank])
     found["moe"] = moe(group, rank * 2, 2, [rank])
     found["refused"] = refused(group, rank)
+    found["loaded"] = loaded(group, rank)
     found["exchange"] = exchange(group, rank)
     layer = experts(rank * 2, 2, group=group)
     found["layout"] = layout(group, rank)

@@ -184,6 +184,9 @@ MESSAGES = {
     "no values": ("torch.int64 [4] on meta; expected 4 integers", "rank 0 of group"),
     "rows": ("47 rows; expected 48", "rank 0: refused, TokenExchange: 47 rows"),
     "dtype": ("rank 0: torch.float32 rows of [128]", "rank 1: torch.bfloat16 rows of [128]"),
+    "sharded": ("0.weight0 over the ranks [0, 1]", "0.weight2 over the ranks [0, 1]"),
+    "sharded state": ("0.weight0 over the ranks [0, 1]", "0.weight2 over the ranks [0, 1]"),
+    "parametrized": ("0.weight0 is computed by", "0.weight2 is computed by"),
     "no group": ("'experts' is no process group", "'experts' is no process group"),
 }
 
@@ -192,6 +195,12 @@ MESSAGES = {
 def test_bad_input_is_named_on_every_rank(ranks: Ranks, case: str) -> None:
     for rank, message in zip(ranks, MESSAGES[case], strict=True):
         assert message in rank["refused"][case]
+
+
+def test_a_state_without_the_experts_of_a_rank_is_refused_there(ranks: Ranks) -> None:
+    first, second = (rank["loaded"] for rank in ranks)
+    assert not first
+    assert "FusedAdam.load_state_dict: it has states of '0.weight2', which none of its" in second
 
 
 @pytest.mark.parametrize("name", ["none", "current", "delayed"])
