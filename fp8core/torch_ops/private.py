@@ -312,7 +312,8 @@ def is_capturing() -> bool:
     A torch that was built with CUDA raises in its own query where no device is visible, and one
     that was built without raises everywhere: neither captures before CUDA has been initialized.
     """
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    return is_used and torch.cuda.is_current_stream_capturing()
 
 
 def is_traced() -> bool:

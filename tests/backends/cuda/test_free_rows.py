@@ -241,18 +241,19 @@ def test_ragged_rows_are_the_same_rows_among_others_on_a_device(name: str, rows:
 @pytest.mark.parametrize("name", RECIPES)
 def test_ragged_rows_with_gradients_leave_the_weight_alone(name: str, rows: int) -> None:
     layer = stored(name, bias=False).requires_grad_(False)
-    x = torch.randn(rows, FEATURES, dtype=BF16, device="cuda", requires_grad=True)
 
-    def step() -> None:
+    def step(rows: int) -> None:
+        x = torch.randn(rows, FEATURES, dtype=BF16, device="cuda", requires_grad=True)
         with fp8core.autocast(recipe=recipe.by_name(name)):
             y = layer(x)
         torch.autograd.grad(y, x, torch.ones_like(y))
 
     with Pads() as pads:
-        step()
+        step(rows)
     assert not pads.found
     for _ in range(3):
-        assert allocated(step) < CODES
+        # That of whole steps may turn the weight's codes, or cast them again.
+        assert allocated(lambda: step(rows)) - allocated(lambda: step(32)) < CODES
 
 
 @pytest.mark.needs_accelerator("cuda")
