@@ -32,7 +32,9 @@ CUDA_WARNINGS = (
 )
 """Of torch, about what tests do by intent on a GPU."""
 
-NOT_ON_CUDA: dict[str, str] = {}
+NOT_ON_CUDA: dict[str, str] = {
+    "tests/modules/test_meta.py": "about the meta device and the CPU",
+}
 """Tests of one device alone among those that ``python -m tests --gpu layers`` runs: a file, or a
 function of it as pytest names it without parameters, and the reason."""
 

@@ -26,6 +26,7 @@ from fp8core.dispatch import plugins, table
 from fp8core.testing.calls import OpCall
 from fp8core.testing.laws.fused import add_pair, pair
 from fp8core_backends.reference.backend import ReferenceBackend
+from tests.device import DEVICE
 
 Spoil = Callable[[Quantized], Quantized]
 Refuse = Callable[[FusedDesc], bool]
@@ -110,7 +111,7 @@ def installed(
     @hookimpl
     def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
         fields = {"priority": 100, "api_version": API_VERSION}
-        register(BackendSpec("fused_toy", ("cpu",), "fused_toy_made:Made", **fields))
+        register(BackendSpec("fused_toy", (DEVICE.type,), "fused_toy_made:Made", **fields))
 
     plugin.fp8core_register_backends = fp8core_register_backends  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:

@@ -16,6 +16,7 @@ from fp8core import LayerNormMLP, Linear, recipe, use_backend
 from fp8core.backend_api import API_VERSION, BackendSpec, Operand, hookimpl
 from fp8core.dispatch import plugins, table
 from tests.conformance import broken
+from tests.device import DEVICE
 
 ROWS = 272  # two chunks of 128 rows and a short one
 
@@ -59,7 +60,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], list[int
 
     @hookimpl
     def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
-        register(BackendSpec("chunks", ("cpu",), "chunks_made:Made", api_version=API_VERSION))
+        register(BackendSpec("chunks", (DEVICE.type,), "chunks_made:Made", api_version=API_VERSION))
 
     plugin.fp8core_register_backends = fp8core_register_backends  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -16,6 +16,7 @@ from fp8core import LayerNormMLP, recipe, use_backend
 from fp8core.backend_api import API_VERSION, BackendSpec, GemmDesc, Operand, hookimpl
 from fp8core.dispatch import plugins, table
 from tests.conformance import broken
+from tests.device import DEVICE
 from tests.recording_backend import RECORDER, Operation
 
 ROWS, HIDDEN, FFN = 272, 64, 128  # two chunks of 128 rows and a short one
@@ -73,7 +74,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
         for kind in kinds:
             factory = f"fused_chunks_made:{kind.__name__}"
-            register(BackendSpec(kind.__name__, ("cpu",), factory, api_version=API_VERSION))
+            register(BackendSpec(kind.__name__, (DEVICE.type,), factory, api_version=API_VERSION))
 
     plugin.fp8core_register_backends = fp8core_register_backends  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -35,6 +35,7 @@ from fp8core.backend_api import (
 from fp8core.dispatch import plugins, table
 from fp8core.recipe import Float8RowwiseScaling
 from fp8core_backends.reference.backend import ReferenceBackend
+from tests.device import DEVICE
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")  # a name to ask about; nothing touches the device
@@ -131,7 +132,7 @@ def backend(
     refuse: Refusal = takes_all,
     calls: list[str] | None = None,
     bind: Bind | None = None,
-    device_types: Sequence[str] = ("cpu",),
+    device_types: Sequence[str] = (DEVICE.type,),
     **fields: Any,
 ) -> BackendSpec:
     """The spec of a toy backend; its factory is in a module made for it."""
