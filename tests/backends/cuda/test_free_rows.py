@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8core
 from fp8core import recipe
 from fp8core.backend_api import GemmDesc, Operand, OperandSpec, QuantizeDesc
+from fp8core.dispatch import table
 from fp8core_backends.cuda import autotune, gemm, memory
 from fp8core_backends.cuda.backend import CudaBackend
 from fp8core_backends.cuda.layout import empty_codes, empty_scales, with_rows
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.backends.cuda.cuda_cases import spec
+from tests.benchmarks import host_path
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 N, K = 48, 272
@@ -172,16 +175,19 @@ CODES = FEATURES * FEATURES  # bytes; twice what a product may take as workspace
 
 
 class Pads(TorchDispatchMode):
-    """Takes down the operators of torch that pad."""
+    """Takes down the operators of torch that pad, and how many elements their results have."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.elements: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         if "pad" in func.name():
             self.found.append(func.name())
-        return func(*args, **(kwargs or {}))
+            self.elements.append(result.numel())
+        return result
 
 
 def allocated(run: Callable[[], object]) -> int:
@@ -196,6 +202,61 @@ def allocated(run: Callable[[], object]) -> int:
 def stored(name: str, **options: Any) -> fp8core.Linear:
     with fp8core.quantized_model_init(recipe=recipe.by_name(name)):
         return fp8core.Linear(FEATURES, FEATURES, params_dtype=BF16, device="cuda", **options)
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Run layers of the CPU on the CUDA backend, whose native calls do nothing; yield the numbers
+    of elements of all that the backend allocates."""
+    found: list[int] = []
+    with ExitStack() as stack:
+        host_path.without_a_device(stack)
+        allocate = memory._empty_here
+        assert allocate is not None
+
+        def noting(
+            size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+        ) -> torch.Tensor:
+            found.append(torch.Size(size).numel())
+            return allocate(size, stride, dtype)
+
+        monkeypatch.setattr(memory, "_empty_here", noting)
+        table.forget()  # what an earlier test has bound allocates as it did
+        yield found
+    table.forget()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("name", RECIPES)
+def test_rows_of_a_forward_are_not_padded_on_the_host(
+    name: str, rows: int, sizes: list[int]
+) -> None:
+    chosen = recipe.by_name(name)
+    with fp8core.quantized_model_init(recipe=chosen):
+        layer = fp8core.Linear(256, 512, bias=False, params_dtype=BF16)
+    x = torch.randn(rows, 1, 256, dtype=BF16)
+    with Pads() as pads, torch.no_grad(), fp8core.autocast(recipe=chosen):
+        for _ in range(3):
+            sizes.clear()
+            y = layer(x)
+            assert sizes
+            assert max(sizes) <= 16 * 512
+    assert not pads.found
+    assert y.shape == (rows, 1, 512)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_padding_of_a_step_leaves_the_weight_alone_on_the_host(name: str, sizes: list[int]) -> None:
+    """The gradient of the weight contracts rows, whose number has to be a multiple of 16."""
+    layer = fp8core.Linear(256, 512, bias=False, params_dtype=BF16)
+    x = torch.randn(3, 256, dtype=BF16, requires_grad=True)
+    with Pads() as pads:
+        with fp8core.autocast(recipe=recipe.by_name(name)):
+            y = layer(x)
+        y.backward(torch.ones_like(y))
+    assert pads.found
+    assert max(pads.elements) <= 16 * 512
+    assert layer.weight.grad is not None
 
 
 @pytest.mark.needs_accelerator("cuda")
