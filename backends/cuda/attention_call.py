@@ -12,6 +12,7 @@ from fp8core_backends.cuda.attention_bias import added, blind_rows
 from fp8core_backends.cuda.attention_graph import Problem, Strides, Uid, contiguous_strides
 from fp8core_backends.cuda.attention_lengths import (
     Keywords,
+    OfLengths,
     Sequences,
     Unseen,
     in_rows,
@@ -58,7 +59,16 @@ class GraphCall(NamedTuple):
 class GraphOperation:
     """What forward and backward share."""
 
-    __slots__ = ("_int64", "desc", "device", "graphs", "kernel", "other_kernels")
+    __slots__ = (
+        "_index",
+        "_int64",
+        "_steps",
+        "desc",
+        "device",
+        "graphs",
+        "kernel",
+        "other_kernels",
+    )
 
     def __init__(
         self,
@@ -67,7 +77,8 @@ class GraphOperation:
         names: KernelNames,
         add: Callable[..., None],
     ) -> None:
-        index = index_of(device)
+        self._index = index = index_of(device)
+        self._steps: OfLengths[_Step] = OfLengths()
         self.desc = desc
         self.device = torch.device("cuda", index)
         self.graphs = Graphs(add, desc, index)
@@ -96,22 +107,21 @@ class GraphOperation:
         """
         desc = self.desc
         q, k, v = operands
-        sequences = sequences_of(desc, q, k, lengths) if desc.padding else None
         if desc.layout == "thd":
-            assert sequences is not None
-            return self._ragged(operands, sequences, lengths, rng, in_backward=in_backward)
+            return self._ragged(operands, lengths, rng, in_backward=in_backward)
         batch, length_q, length_kv = self.sizes(q, k)
         total = added(desc, (batch, desc.heads, length_q, length_kv), bias, mask, self.device)
         is_single = length_q == 1 and (length_kv == 1 if in_backward else _refuses_one_query(desc))
-        if sequences is None and (is_single or _some_see_nothing(desc, length_q, length_kv)):
+        sequences, hidden = None, None
+        if desc.padding:
+            sequences, hidden, *_ = self._step(q, k, lengths, 2 if is_single else length_q)
+        elif is_single or _some_see_nothing(desc, length_q, length_kv):
             # cuDNN takes such sizes of sequences with lengths alone.
             sequences = whole(batch, length_q, length_kv, self.device)
+            hidden = unseen(desc, sequences, 2 if is_single else length_q)
         if is_single:
             q, length_q = with_second(q, desc.layout), 2
             operands = (q, k, v)
-        hidden = None
-        if sequences is not None:
-            hidden = unseen(desc, sequences, length_q)
         if desc.arbitrary and mask is not None:
             blind = blind_rows(mask, batch)
             hidden = Unseen(blind, None) if hidden is None else hidden.of_mask(blind)
@@ -146,25 +156,22 @@ class GraphOperation:
     def _ragged(
         self,
         operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        sequences: Sequences,
         lengths: Keywords,
         rng: torch.Tensor | None,
         *,
         in_backward: bool,
     ) -> GraphCall:
         desc = self.desc
-        hidden = unseen(desc, sequences, len(operands[0]))
+        q, k, _ = operands
+        sequences, hidden, padded, offsets = self._step(q, k, lengths, len(q))
         q, k, v = self._cleaned(operands, sequences, hidden, in_backward=in_backward)
         q, k, v = (aligned(x) for x in (q, k, v))
         longest_q, longest_kv = lengths.max_seqlen_q, lengths.max_seqlen_kv
-        if isinstance(desc, CachedAttentionDesc):  # the longest sequence is another in each call
-            longest_kv = len(k) // max(len(sequences.lengths_kv), 1)
         assert longest_q is not None
         assert longest_kv is not None
         size_q, size_kv = steady(longest_q), steady(longest_kv)
-        sequences = sequences.padded(_power_of_two(len(sequences.lengths_q)))
-        batch = len(sequences.lengths_q)
-        starts_q, starts_kv = sequences.starts_q, sequences.starts_kv
+        batch = len(padded.lengths_q)
+        starts_q, starts_kv = padded.starts_q, padded.starts_kv
         assert starts_q is not None
         assert starts_kv is not None
         row_out = desc.heads * desc.head_dim_v
@@ -180,13 +187,12 @@ class GraphOperation:
             rows_q=steady(len(q)) if in_backward else 0,
             rows_kv=steady(len(k)) if in_backward else 0,
         )
-        offsets = _Offsets()
         tensors = {
             Uid.Q: q,
             Uid.K: k,
             Uid.V: v,
-            Uid.LENGTHS_Q: sequences.lengths_q,
-            Uid.LENGTHS_KV: sequences.lengths_kv,
+            Uid.LENGTHS_Q: padded.lengths_q,
+            Uid.LENGTHS_KV: padded.lengths_kv,
             Uid.STARTS_Q: offsets.of(starts_q, q.stride(0)),
             Uid.STARTS_K: offsets.of(starts_kv, k.stride(0)),
             Uid.STARTS_V: offsets.of(starts_kv, v.stride(0)),
@@ -200,7 +206,23 @@ class GraphOperation:
                 Uid.STARTS_GRAD_K: offsets.of(starts_kv, desc.groups * desc.head_dim),
                 Uid.STARTS_GRAD_V: offsets.of(starts_kv, desc.groups * desc.head_dim_v),
             }
-        return GraphCall(q, k, v, problem, tensors | self._seed(rng), sequences, hidden)
+        return GraphCall(q, k, v, problem, tensors | self._seed(rng), padded, hidden)
+
+    def _step(self, q: torch.Tensor, k: torch.Tensor, lengths: Keywords, rows: int) -> _Step:
+        """Return what follows from the lengths of a call with padding and ``rows`` queries of a
+        sequence, in thd of all: with a cache, once for the layers of a step."""
+        desc = self.desc
+
+        def compute() -> _Step:
+            sequences = padded = sequences_of(desc, q, k, lengths)
+            if desc.layout == "thd":
+                padded = sequences.padded(_power_of_two(len(sequences.lengths_q)))
+            return _Step(sequences, unseen(desc, sequences, rows), padded, _Offsets())
+
+        if not isinstance(desc, CachedAttentionDesc):
+            return compute()
+        sizes = (*q.shape[:2], *k.shape[:2], rows)
+        return self._steps.of(lengths, sizes, self._index, compute)
 
     def _cleaned(
         self,
@@ -262,6 +284,16 @@ class GraphOperation:
         if not (q.numel() and k.numel()):
             return True
         return lengths.max_seqlen_q == 0 or lengths.max_seqlen_kv == 0
+
+
+class _Step(NamedTuple):
+    """The sequences of a call, its queries that see no key, and in thd the sequences and others
+    that are empty, and their offsets."""
+
+    sequences: Sequences
+    hidden: Unseen
+    padded: Sequences
+    offsets: _Offsets
 
 
 class _Offsets:

@@ -5,15 +5,18 @@ Everything stays on the device. Whatever offsets a caller gives, no row outside 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from fp8core.backend_api import AttentionDesc, OperandError
 from fp8core_backends.cuda.autotune import bucket
+from fp8core_backends.cuda.stream import raw_stream
 
 __all__ = [
     "Keywords",
+    "OfLengths",
     "Sequences",
     "Unseen",
     "in_rows",
@@ -35,6 +38,40 @@ class Keywords(NamedTuple):
     cu_seqlens_kv_padded: torch.Tensor | None
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
+
+
+_T = TypeVar("_T")
+
+
+class OfLengths(Generic[_T]):
+    """What follows from the lengths of one call, for calls after it with the same ones: the layers
+    of a model take a step with the same tensors.
+
+    They are the same while no write to them is counted. What a CUDA graph computes is not kept, nor
+    read in a graph: a replay computes it from the lengths of then.
+    """
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[object, ...], Keywords, _T] | None = None
+
+    def of(
+        self, given: Keywords, sizes: tuple[object, ...], index: int, compute: Callable[[], _T]
+    ) -> _T:
+        """Return what ``compute`` returns for lengths on the CUDA device of ``index``, which
+        depends on them and on ``sizes`` alone."""
+        tensors = [one for one in given[:4] if one is not None]
+        if any([one.is_inference() for one in tensors]):  # whose writes are not counted
+            return compute()
+        if torch.cuda.is_current_stream_capturing():
+            return compute()
+        key = (raw_stream(index), *sizes, *[id(one) for one in given[:4]])
+        key = (*key, *given[4:], *[one._version for one in tensors])
+        last = self._last
+        if last is None or last[0] != key:
+            self._last = last = key, given, compute()
+        return last[2]
 
 
 class Sequences(NamedTuple):

@@ -132,7 +132,8 @@ class AttentionDesc:
 class CachedAttentionDesc(AttentionDesc):
     """As AttentionDesc, with padding and in high precision, where k and v are those of a cache at
     its capacity: ``[b, capacity, ..]``, whatever the lengths of the sequences are; in thd
-    ``[b * capacity, ..]``, with a sequence at each multiple of the capacity.
+    ``[b * capacity, ..]``, with a sequence at each multiple of the capacity, which is
+    ``max_seqlen_kv``.
 
     The calls of a generation differ in the values of ``cu_seqlens`` alone, so that a kernel that
     reads lengths on the device is prepared once. Rows behind the end of a sequence are finite: a

@@ -64,6 +64,17 @@ class RotaryLink(LinkDefaults):
         """Return the program, which is the same for any number of rows."""
         return RotaryProgram(self, needs_grad)
 
+    def rotated(
+        self,
+        x: torch.Tensor,
+        freqs: torch.Tensor,
+        starts: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return ``x`` rotated, of the sizes of the layout."""
+        y: torch.Tensor = _run(self.run, x, freqs, starts, cu_seqlens)
+        return y
+
 
 class RotaryProgram(TensorProgram[RotaryLink]):
     """Rotates; saves the angles and the positions."""
@@ -87,11 +98,20 @@ class RotaryProgram(TensorProgram[RotaryLink]):
 
 
 def _rotate(run: Callable[..., Any], x: torch.Tensor, given: Saved, call: Call) -> torch.Tensor:
-    freqs, starts, cu_seqlens = given
+    y: torch.Tensor = _run(run, x.reshape(call.sizes), *given)
+    return y.reshape(x.shape)
+
+
+def _run(
+    run: Callable[..., Any],
+    x: torch.Tensor,
+    freqs: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> Any:
     keywords = {}
     if starts is not None:
         keywords["start_positions"] = starts
     if cu_seqlens is not None:
         keywords["cu_seqlens"] = cu_seqlens
-    y: torch.Tensor = run(x.reshape(call.sizes), freqs, **keywords)
-    return y.reshape(x.shape)
+    return run(x, freqs, **keywords)

@@ -262,7 +262,8 @@ def _run(
 
 
 class Prepared(NamedTuple):
-    """What :func:`run` does for the tensors of a call, ``run(x, *params)``.
+    """What :func:`run` does for the tensors of a call, ``run(x, *params)``; None where more than
+    tensors take part in it, and are others.
 
     It is right for others if they have memory, each parameter by ``address``, and
     ``is_like(x, *params)``, outside of forward-mode differentiation and where gradients are
@@ -271,7 +272,7 @@ class Prepared(NamedTuple):
 
     is_like: Likeness
     address: Callable[[torch.Tensor], int]
-    run: Callable[..., torch.Tensor]
+    run: Callable[..., torch.Tensor | None]
 
 
 def prepared(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,7 +27,7 @@ from fp8core.modules.attention_arguments import (
     refuse_given,
 )
 from fp8core.modules.attention_bias import alibi_slopes_of, bias_kind
-from fp8core.modules.attention_cache import mask_type_with_cache, with_cache
+from fp8core.modules.attention_cache import mask_type_with_cache, repeated_step, with_cache
 from fp8core.modules.attention_inputs import (
     Heads,
     Lengths,
@@ -280,12 +281,15 @@ class DotProductAttention(ParallelModule):
         # Compared with those of the call before at once. A captured graph is guarded by what is
         # read here.
         arguments: tuple[object, ...] | None = None
+        cache = None  # a reference, as what is remembered keeps no cache alive
+        if isinstance(inference_params, InferenceParams):
+            cache = weakref.ref(inference_params)
         if not torch.compiler.is_compiling() and not self.drops_all:
             arguments = (
                 *(attention_mask, qkv_format, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded),
                 *(cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size),
                 *(bottom_right_diagonal, softcap, checkpoint_core_attention),
-                *(core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params),
+                *(core_attention_bias_type, core_attention_bias, alibi_slopes, cache),
                 *(pad_between_seqs, fp8_output, bf16_backward, num_splits, score_mod),
                 *(score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors, qkv_layer, kv_layer),
                 *(thd_attention_policies, *self.options),
@@ -334,7 +338,8 @@ class DotProductAttention(ParallelModule):
         )
         if not checkpoint_core_attention:
             if arguments is not None and _PLAIN.issuperset(map(type, arguments)):
-                return attend.run_and_remember(inputs, arguments)
+                new = inputs[:3] if inference_params is None else qkv
+                return attend.run_and_remember(inputs, arguments, new, inference_params)
             return attend.run(*inputs)
         repeat = checkpoint
         if torch.compiler.is_compiling():  # the recipe, which fp8core's own repeats, is a constant
@@ -644,30 +649,47 @@ class AttentionCall(NamedTuple):
         return out if max_logit is None else (out, max_logit)
 
     def run_and_remember(
-        self, inputs: AttentionInputs, arguments: tuple[object, ...]
+        self,
+        inputs: AttentionInputs,
+        arguments: tuple[object, ...],
+        new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cache: InferenceParams | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return :meth:`run` of ``inputs``, and keep what it does for calls of tensors alike with
-        the same ``arguments``, unless other tensors take part."""
+        the same ``arguments``, unless other tensors take part than those of a cache.
+
+        The tensors of a call are ``new``: queries, keys and values.
+        """
         output = self.run(*inputs)
         q, k, v, bias = inputs
-        others = (bias, self.layer.softmax_offset, *self.tensors)
-        is_plain = PLAIN.issuperset(map(type, (output, k, v)))
+        shape = self.shape
+        others = (bias, self.layer.softmax_offset, *(() if shape.cached else self.tensors))
+        is_plain = PLAIN.issuperset(map(type, (output, *new)))
         if not is_plain or any(one is not None for one in others):
             return output
         bound, call = self.bind(q)
-        is_same = sameness_to(inputs[:3])
+        if cache is not None and (torch.is_grad_enabled() or not _reads_capacity(bound)):
+            return output  # the length of the longest sequence takes part
+        is_same = sameness_to(new)
         run = chain.prepared_run(bound.parts[0], q.flatten(-2), (k, v), call)
         if is_same is not None and run is not None and call.rng is None:
 
-            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
                 return run(q.flatten(-2), k, v)
 
+            if cache is not None:
+                attend = repeated_step(self.layer, cache, shape.layout, run)
             prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, attend)
             remember(self.layer, bound, prepared, 2, arguments)
         return output
 
 
-_PLAIN = frozenset((type(None), bool, int, float, str, tuple, Heads))
+def _reads_capacity(bound: Bound) -> bool:
+    """Whether attention is bound to what reads a cache at its capacity."""
+    return any(getattr(link, "run_cached", None) is not None for link in bound.links)
+
+
+_PLAIN = frozenset((type(None), bool, int, float, str, tuple, Heads, weakref.ReferenceType))
 """Types of arguments that say the same in another call if they are equal."""
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 
 from fp8core.errors import OperandError, UnsupportedError
@@ -9,7 +12,7 @@ from fp8core.modules.attention_inputs import Lengths, Qkv
 from fp8core.modules.attention_masks import MASK_TYPES
 from fp8core.modules.inference import InferenceParams
 
-__all__ = ["mask_type_with_cache", "with_cache"]
+__all__ = ["mask_type_with_cache", "repeated_step", "with_cache"]
 
 
 def mask_type_with_cache(owner: object, name: str) -> str:
@@ -66,12 +69,47 @@ def with_cache(
     is_cached = at_capacity and cache.clears_rows
     lengths = Lengths(held.cu_seqlens_q, held.cu_seqlens_kv, max_seqlen_kv=longest)
     if layout == "thd":
-        size = keys.shape[1]
-        starts = torch.arange(cache.batch_size + 1, dtype=torch.int32, device=keys.device) * size
-        lengths = lengths._replace(cu_seqlens_kv_padded=starts, max_seqlen_q=cache.max_seqlen_q)
-        return Qkv(new.q, keys.flatten(0, 1), values.flatten(0, 1)), lengths, is_cached
-    if not is_cached:
+        lengths = lengths._replace(
+            cu_seqlens_kv_padded=cache.starts(keys.shape[1]), max_seqlen_q=cache.max_seqlen_q
+        )
+    elif not is_cached:
         keys, values = keys[:, :longest], values[:, :longest]
+    return Qkv(new.q, *_in_layout(layout, keys, values)), lengths, is_cached
+
+
+def _in_layout(
+    layout: str, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values ``[b, tokens, heads, head size]`` in a layout, without copies."""
+    if layout == "thd":
+        return keys.flatten(0, 1), values.flatten(0, 1)
     if layout == "sbhd":
-        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-    return Qkv(new.q, keys, values), lengths, is_cached
+        return keys.transpose(0, 1), values.transpose(0, 1)
+    return keys, values
+
+
+def repeated_step(
+    layer: torch.nn.Module,
+    cache: InferenceParams,
+    layout: str,
+    attend: Callable[..., torch.Tensor],
+) -> Callable[..., torch.Tensor | None]:
+    """Return what a step like this one of ``cache`` does, of tensors that are like its own:
+    ``run(q, k, v)``, None where the step is another. ``attend(q, keys, values)`` is attention to
+    what the cache holds.
+
+    The cache is not kept alive.
+    """
+    number, form, held = layer.layer_number, cache.form, weakref.ref(cache)
+    assert isinstance(number, int)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+        cache = held()
+        if cache is None or cache.form != form:
+            return None
+        cache.check_claim(number, layer)
+        keys, values = cache.store(number, k, v, layout)
+        cache.claim(number, layer)
+        return attend(q.flatten(-2), *_in_layout(layout, keys, values))
+
+    return run

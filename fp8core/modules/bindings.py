@@ -34,7 +34,7 @@ class Repeat(NamedTuple):
         arguments: the call's arguments besides the tensors that it computes from.
         is_like: whether the input and the parameters of another call are like its own.
         address: the address of a parameter's memory, 0 if it was freed.
-        run: computes the output from the input and the parameters.
+        run: computes the output from the input and the parameters; None where it cannot.
         num_params: how many parameters there were.
         asked: the active request, and the backends that the program named.
         mode: whether gradients were enabled, and whether the layer was training.
@@ -44,7 +44,7 @@ class Repeat(NamedTuple):
     arguments: tuple[object, ...]
     is_like: Likeness
     address: Callable[[torch.Tensor], int]
-    run: Callable[..., torch.Tensor]
+    run: Callable[..., torch.Tensor | None]
     num_params: int
     asked: tuple[Active, Policy]
     mode: tuple[bool, bool]

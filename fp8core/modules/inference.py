@@ -49,6 +49,15 @@ class CachedKeys(NamedTuple):
     qkv_format: str
 
 
+class _Views(NamedTuple):
+    """The lengths of a step's sequences, int32 on the device: sums of the numbers of new tokens and
+    of the lengths, ``[b + 1]``, and the lengths before it, ``[b]``."""
+
+    sums_q: torch.Tensor
+    sums_kv: torch.Tensor
+    before: torch.Tensor
+
+
 class InferenceParams:
     """The KV cache of a model: the state of its generation.
 
@@ -137,13 +146,9 @@ class InferenceParams:
         self.cache_qkv_format = "bshd"
         self.input_qkv_format = self.output_qkv_format = ""
         self._take_format(qkv_format)
-        with torch.inference_mode(False):
-            self.cu_seqlens_q, self.cu_seqlens_kv = (
-                torch.zeros(max_batch_size + 1, dtype=torch.int32, device=self.device)
-                for _ in range(2)
-            )
-            self.pre_step_seqlens = torch.zeros(
-                max_batch_size, dtype=torch.int32, device=self.device
+        with torch.inference_mode(False):  # written by one copy a step
+            self._lengths = torch.zeros(
+                3, max_batch_size + 1, dtype=torch.int32, device=self.device
             )
         self._layers: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
         self._forget()
@@ -177,6 +182,21 @@ class InferenceParams:
         )
         paged: _Maker = PagedKVCacheManager if custom is None else custom
         return paged(total_num_pages=self.total_num_pages, page_size=self.page_size, **sizes)
+
+    @property
+    def cu_seqlens_q(self) -> torch.Tensor:
+        """Sums of the numbers of new tokens."""
+        return self._lengths[0]
+
+    @property
+    def cu_seqlens_kv(self) -> torch.Tensor:
+        """Sums of the lengths of the sequences."""
+        return self._lengths[1]
+
+    @property
+    def pre_step_seqlens(self) -> torch.Tensor:
+        """The lengths before the step."""
+        return self._lengths[2, :-1]
 
     def __repr__(self) -> str:
         pages = f"{self.total_num_pages} pages of {self.page_size}, " if self.is_paged else ""
@@ -216,10 +236,11 @@ class InferenceParams:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy belongs to no layers yet: those of a copied model are others."""
-        return {**vars(self), "_layers": None}
+        return {**vars(self), "_layers": None, "_views": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _layers=WeakValueDictionary())
+        self._views = self._views_of(self.batch_size)
 
     def reset(self) -> None:
         """Forget every sequence, so that the cache can be used for others; the memory stays."""
@@ -230,7 +251,15 @@ class InferenceParams:
     def _forget(self) -> None:
         self.sequences: Sequences = OrderedDict()
         self.sequences_pre_step: Sequences = OrderedDict()
-        self.batch_size = self.max_seqlen_q = self.max_seqlen_kv = 0
+        self.batch_size = self.max_seqlen_q = self.max_seqlen_kv = self._num_tokens = 0
+        self._views = self._views_of(0)
+        self._starts: tuple[tuple[int, int], torch.Tensor] | None = None
+
+    def _views_of(self, batch: int) -> _Views:
+        """Return the lengths of the first ``batch`` sequences."""
+        with torch.inference_mode(False):
+            sums_q, sums_kv = self._lengths[:2, : batch + 1].unbind(0)
+            return _Views(sums_q, sums_kv, self._lengths[2, :batch])
 
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
         """Begin a step that brings ``step_dict[id]`` new tokens of each sequence, in this order.
@@ -265,23 +294,49 @@ class InferenceParams:
         before = [lengths[name] - count for name, count in steps.items()]
         self.sequences = OrderedDict(lengths)
         self.sequences_pre_step = OrderedDict(zip(steps, before, strict=True))
+        if len(steps) != self.batch_size:  # the same tensors as long as it can be
+            self._views = self._views_of(len(steps))
         self.batch_size = len(steps)
+        self._num_tokens = sum(steps.values())
         self.max_seqlen_q = max(steps.values(), default=0)
         self.max_seqlen_kv = max(lengths.values(), default=0)
-        self._fill(self.cu_seqlens_q, list(accumulate(steps.values(), initial=0)))
-        self._fill(self.cu_seqlens_kv, list(accumulate(lengths.values(), initial=0)))
-        self._fill(self.pre_step_seqlens, before)
-
-    def _fill(self, buffer: torch.Tensor, values: list[int]) -> None:
-        """Copy ``values`` to the front of ``buffer``, and the last one to the rest."""
-        values = [*values, *values[-1:] * (len(buffer) - len(values))]
-        numbers = torch.tensor(values, dtype=torch.int32, device="cpu")
-        buffer[: len(values)].copy_(numbers, non_blocking=True)
+        rows = [
+            list(accumulate(steps.values(), initial=0)),
+            list(accumulate(lengths.values(), initial=0)),
+            before,
+        ]
+        size = self.max_batch_size + 1
+        rows = [[*row, *(row[-1:] or [0]) * (size - len(row))] for row in rows]
+        numbers = torch.tensor(rows, dtype=torch.int32, device="cpu")
+        self._lengths.copy_(numbers, non_blocking=True)
 
     def get_seqlens_pre_step(self) -> torch.Tensor:
         """Return how many tokens each sequence of the step had before it, int32 ``[b]``: the
         positions at which the new ones start."""
-        return self.pre_step_seqlens[: self.batch_size]
+        return self._views.before
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """What the sizes of a step's tensors follow from, besides the sizes of the cache."""
+        return (
+            *(self.batch_size, self.max_seqlen_q, self._num_tokens),
+            self.cache_manager.read_length,
+        )
+
+    @property
+    def step_cu_seqlens_q(self) -> torch.Tensor:
+        """Sums of the numbers of new tokens of the step's sequences, int32 ``[b + 1]``."""
+        return self._views.sums_q
+
+    def starts(self, capacity: int) -> torch.Tensor:
+        """Return where the sequences of the step begin among rows that have ``capacity`` each,
+        int32 ``[b + 1]``; for the layers of a step the same tensor."""
+        count = self.batch_size + 1
+        if self._starts is None or self._starts[0] != (count, capacity):
+            with torch.inference_mode(False):
+                numbers = torch.arange(count, dtype=torch.int32, device=self.device) * capacity
+            self._starts = (count, capacity), numbers
+        return self._starts[1]
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a layer of a paged cache, one sequence after the other:
@@ -320,7 +375,8 @@ class InferenceParams:
         formats = self.input_qkv_format, self.output_qkv_format
         self._take_format(qkv_format)
         try:
-            keys, values = self._stored(layer_number, new_k, new_v)
+            self._check_step(new_k, new_v)
+            keys, values = self.store(layer_number, new_k, new_v, qkv_format)
         except BaseException:
             self.input_qkv_format, self.output_qkv_format = formats
             raise
@@ -330,13 +386,10 @@ class InferenceParams:
                 "Compute all tokens at once, without inference_params."
             )
             keys, values = without_gradient(error, (keys, values), (new_k, new_v))
-        sums = self.cu_seqlens_q[: self.batch_size + 1], self.cu_seqlens_kv[: self.batch_size + 1]
-        return CachedKeys(keys, values, *sums, self.max_seqlen_kv, self.output_qkv_format)
+        sums_q, sums_kv, _ = self._views
+        return CachedKeys(keys, values, sums_q, sums_kv, self.max_seqlen_kv, self.output_qkv_format)
 
-    def _stored(
-        self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Check and store new keys and values; return those of the layer without pages."""
+    def _check_step(self, new_k: torch.Tensor, new_v: torch.Tensor) -> None:
         self._check("new_k", new_k, self.head_dim_k)
         self._check("new_v", new_v, self.head_dim_v)
         if new_k.shape[:-1] != new_v.shape[:-1]:
@@ -344,10 +397,15 @@ class InferenceParams:
                 f"KV cache: new_k is {list(new_k.shape)}, new_v {list(new_v.shape)}; expected the "
                 f"same tokens and heads."
             )
-        sums = self.cu_seqlens_q[: self.batch_size + 1], self.cu_seqlens_kv[: self.batch_size + 1]
-        layout = self.input_qkv_format
+
+    def store(
+        self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values like those that :meth:`step` took in a step of the same
+        :attr:`form`; return all that the layer has, without pages."""
+        sums_q, sums_kv, _ = self._views
         new = new_k.detach(), new_v.detach()
-        keys, values = self.cache_manager.step(layer_number, *new, *sums, layout)
+        keys, values = self.cache_manager.step(layer_number, *new, sums_q, sums_kv, qkv_format)
         if not self.is_paged:
             return keys, values
         if self._is_own:
@@ -373,7 +431,7 @@ class InferenceParams:
                 f"KV cache: {name} is {type(new).__name__}; expected a torch.Tensor."
             )
         needed = {"b": self.batch_size, "s": self.max_seqlen_q, "h": self.num_heads_kv, "d": size}
-        needed["t"] = sum(self.sequences.values()) - sum(self.sequences_pre_step.values())
+        needed["t"] = self._num_tokens
         sizes = dict(zip(layout, new.shape, strict=False))
         fits = new.dim() == len(layout) and all(
             given >= needed[dim] if dim in "st" else given == needed[dim]

@@ -40,6 +40,8 @@ class KVCacheManager:
     """
 
     device: torch.device | None = None
+    read_length = 0
+    """How many tokens of each sequence attention is handed in this step; 0 says nothing."""
 
     def __init__(self) -> None:
         self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -117,6 +119,8 @@ class _OwnManager(KVCacheManager):
         # By layer, the sequences whose tokens it holds and how many, in the order of its last step.
         self._stored: dict[int, Sequences] = {}
         self._before: Mapping[Hashable, int] = {}
+        # What a layer holds that has taken part in the step before, if that leaves its slots.
+        self._settled: Sequences | None = None
         self._tokens: _Tokens | None = None
 
     def reset(self) -> None:
@@ -124,6 +128,7 @@ class _OwnManager(KVCacheManager):
         super().reset()
         self._stored = {}
         self._before = {}
+        self._settled = None
         self._tokens = None
 
     def pre_step(self, step_dict: Sequences) -> Sequences:
@@ -140,8 +145,11 @@ class _OwnManager(KVCacheManager):
         self._check(steps, before)
         tokens = self._laid_out(steps, before, after)
         # An id that ended and begins again: a layer that took no part since holds other tokens.
-        for stored in self._stored.values():
-            stored.update((name, 0) for name in stored if name not in self.sequences)
+        for layer, stored in self._stored.items():
+            if stored is not self.sequences:
+                held = ((name, n if name in self.sequences else 0) for name, n in stored.items())
+                self._stored[layer] = OrderedDict(held)
+        self._settled = self.sequences if self._keeps_slots(before, after) else None
         self.sequences, self._before, self._tokens = after, before, tokens
         return after
 
@@ -158,20 +166,32 @@ class _OwnManager(KVCacheManager):
         tokens, stored = self._tokens, self._stored.get(layer_number, OrderedDict())
         if tokens is None:
             raise OperandError("KV cache: step() without a pre_step() that says what it brings.")
+        is_settled = stored is self._settled
+        if not is_settled:
+            self._check_earlier(layer_number, stored)
+        if layer_number not in self.cache:
+            self.allocate_memory(layer_number)
+        with torch.no_grad():
+            if not is_settled:
+                self._arrange(layer_number, stored)
+            for cache, new in zip(self.cache[layer_number], (new_k, new_v), strict=True):
+                cache.flatten(0, 1).index_copy_(0, tokens.slot, tokens.of(new, qkv_format))
+        self._stored[layer_number] = self.sequences
+        return self._held(layer_number)
+
+    def _check_earlier(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
+        """Refuse a layer that lacks tokens of earlier steps."""
         for name, length in self._before.items():
             if stored.get(name, 0) < length:
                 raise OperandError(
                     f"KV cache: layer {layer_number} holds {stored.get(name, 0)} of the {length} "
                     f"earlier tokens of sequence {name!r}; every layer takes part in every step."
                 )
-        if layer_number not in self.cache:
-            self.allocate_memory(layer_number)
-        with torch.no_grad():
-            self._arrange(layer_number, stored)
-            for cache, new in zip(self.cache[layer_number], (new_k, new_v), strict=True):
-                cache.flatten(0, 1).index_copy_(0, tokens.slot, tokens.of(new, qkv_format))
-        self._stored[layer_number] = self.sequences.copy()
-        return self._held(layer_number)
+
+    def _keeps_slots(self, before: Sequences, after: Sequences) -> bool:
+        """Whether the step after ``self.sequences`` leaves what layers hold in its slots, and takes
+        no slot over."""
+        return list(before.items()) == list(self.sequences.items()) and all(before.values())
 
     def _allocated(self, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return zeros for keys and for values, ``[*sizes, heads, head size]``.
@@ -332,11 +352,15 @@ class PagedKVCacheManager(_OwnManager):
         super().reset()
         self._pages = {}
         self._read = self._taken = None
+        self.read_length = 0
         self.page_table.zero_()
 
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate the layer's keys and values, ``[total_num_pages, page_size, heads, size]``."""
         self.cache[layer_number] = self._allocated(self.total_num_pages, self.page_size)
+
+    def _keeps_slots(self, before: Sequences, after: Sequences) -> bool:
+        return super()._keeps_slots(before, after) and self._taken is None
 
     def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
         pages = self._with_new_pages(after)
@@ -348,7 +372,8 @@ class PagedKVCacheManager(_OwnManager):
         slot += position % self.page_size
         tokens = _Tokens(*self._uploaded(torch.stack((slot, batch, offset))).unbind(0))
         self.page_table[: len(rows)].copy_(table, non_blocking=True)
-        self._read = self._uploaded(self._read_pages(pages.values()))
+        read = self._read_pages(pages.values())
+        self._read, self.read_length = self._uploaded(read), read.shape[1] * self.page_size
         new = (own[len(self._pages.get(name, ())) :] for name, own in pages.items())
         taken = [*itertools.chain.from_iterable(new)]
         self._taken = self._uploaded(torch.tensor(taken, device="cpu")) if taken else None

@@ -544,7 +544,7 @@ class MultiheadAttention(torch.nn.Module):
         spans: list[tuple[torch.Tensor | None, torch.Tensor | None]]
         spans = [(None, ends) for ends in cu_seqlens]
         if cache is not None:
-            step = cache.get_seqlens_pre_step(), cache.cu_seqlens_q[: cache.batch_size + 1]
+            step = cache.get_seqlens_pre_step(), cache.step_cu_seqlens_q
             spans = [step, step if self.attention_type == "self" else spans[1]]
         query, key = (
             apply_rotary_pos_emb(

@@ -7,16 +7,21 @@ from collections.abc import Sequence
 import torch
 
 from fp8core.backend_api import ATTENTION_LAYOUTS
+from fp8core.chain import run as chain
+from fp8core.chain.arranged import Arranged
 from fp8core.chain.call import Call
-from fp8core.chain.rotary import RotaryShape
+from fp8core.chain.rotary import RotaryLink, RotaryShape
 from fp8core.chain.sequence_chunks import Chunks
+from fp8core.chain.unwrap import PLAIN
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
+from fp8core.modules.bound import Bound
 from fp8core.modules.inputs import check_input, check_is_whole, check_kind
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.rotary_spans import spans_of
-from fp8core.modules.run import run_links
+from fp8core.modules.run import remember, run_again, run_links
+from fp8core.torch_ops.likeness import sameness_to
 
 __all__ = ["Rotary", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
 
@@ -52,6 +57,12 @@ class Rotary(LowPrecisionModule):
         cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return ``t``, rotated; the arguments are those of :func:`apply_rotary_pos_emb`."""
+        given = [freqs, *(one for one in (start_positions, cu_seqlens) if one is not None)]
+        options = (start_positions is None, cu_seqlens is None)
+        if not torch.compiler.is_compiling():
+            again = run_again(self, t, given, options)
+            if again is not None:
+                return again
         dtype = check_input(self, t, None, None)
         layout, label = self.tensor_format, self.label
         check_is_whole(label, "t", t)
@@ -67,7 +78,43 @@ class Rotary(LowPrecisionModule):
         tensors = (spans.starts, spans.cu_seqlens if layout == "thd" else None)
         call = Call(tensors=tensors, sizes=t.shape)
         y = run_links(self, bound, bound.parts[0], t.flatten(-2), [freqs], call)
+        is_given = spans.starts is start_positions and spans.cu_seqlens is cu_seqlens
+        if is_given and given[0] is freqs and not _reads_values(t):
+            self._remember(bound, t, given, options)
         return y.view(t.shape)
+
+    def _remember(
+        self,
+        bound: Bound,
+        t: torch.Tensor,
+        given: Sequence[torch.Tensor],
+        options: tuple[bool, bool],
+    ) -> None:
+        """Keep what the call has done without gradients, for calls of tensors alike."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return
+        is_same = sameness_to((t, *given))
+        is_plain = PLAIN.issuperset(map(type, (t, *given)))
+        if is_same is None or not is_plain or not isinstance(bound.parts[0], Arranged):
+            return
+        if chain.prepared_run(bound.parts[0], t, given[:1], Call()) is None:
+            return
+        (link,) = bound.links
+        assert isinstance(link, RotaryLink)
+        has_starts, reads_bounds = not options[0], self.tensor_format == "thd"
+
+        def rotate(t: torch.Tensor, freqs: torch.Tensor, *spans: torch.Tensor) -> torch.Tensor:
+            starts = spans[0] if has_starts else None
+            y: torch.Tensor = link.rotated(t, freqs, starts, spans[-1] if reads_bounds else None)
+            return y
+
+        prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, rotate)
+        remember(self, bound, prepared, len(given), options)
+
+
+def _reads_values(t: torch.Tensor) -> bool:
+    """Whether the host reads positions, to refuse those that have no angle."""
+    return t.device.type == "cpu"
 
 
 def apply_rotary_pos_emb(
@@ -117,7 +164,7 @@ def apply_rotary_pos_emb(
             "apply_rotary_pos_emb", t, freqs, tensor_format, spans, cp_size, cp_rank
         )
         freqs, start_positions, cu_seqlens = chunks
-    layer = _rotary(_known_format("apply_rotary_pos_emb", tensor_format), bool(interleaved))
+    layer = _rotary(_known_format("apply_rotary_pos_emb", tensor_format), bool(interleaved), t)
     y: torch.Tensor = layer(t, freqs, start_positions, cu_seqlens)
     return y
 
@@ -178,7 +225,7 @@ def apply_fused_qkv_rotary_pos_emb(
             _of_chunks(owner, qkv, freqs, tensor_format, spans, cp_size, cp_rank)[0]
             for freqs in (q_freqs, k_freqs)
         )
-    layer = _rotary(tensor_format, bool(interleaved))
+    layer = _rotary(tensor_format, bool(interleaved), key)
     heads = query.view(*query.shape[:-1], sizes[0] // sizes[1], sizes[1])
     rotated = _rotate_groups(layer, heads, q_freqs, start_positions)
     return rotated, layer(key, k_freqs, start_positions), value
@@ -238,9 +285,13 @@ def _of_chunks(
     return freqs, positions, torch.nn.functional.pad(ends, (1, 0))
 
 
-def _rotary(tensor_format: str, interleaved: bool) -> Rotary:
-    """Return the layer that keeps what the function has bound for such tensors."""
-    return _LAYERS[tensor_format, interleaved]
+def _rotary(tensor_format: str, interleaved: bool, t: torch.Tensor) -> Rotary:
+    """Return the layer that keeps what the function has bound for tensors like ``t``: one for the
+    heads of queries, and another for the fewer ones of keys, as a layer remembers its last call."""
+    slot = 0
+    if not torch.compiler.is_compiling() and isinstance(t, torch.Tensor) and t.dim() > 1:
+        slot = min(t.shape[-2].bit_length(), _SLOTS - 1)
+    return _LAYERS[tensor_format, interleaved, slot]
 
 
 def _known_format(owner: str, tensor_format: str) -> str:
@@ -277,8 +328,10 @@ def _check_freqs(label: str, t: torch.Tensor, freqs: torch.Tensor) -> None:
         )
 
 
+_SLOTS = 9
 _LAYERS = {
-    (layout, interleaved): Rotary(layout, interleaved, "apply_rotary_pos_emb")
+    (layout, interleaved, slot): Rotary(layout, interleaved, "apply_rotary_pos_emb")
     for layout in ATTENTION_LAYOUTS
     for interleaved in (False, True)
+    for slot in range(_SLOTS)
 }

@@ -103,9 +103,11 @@ class AttentionProgram(TensorProgram[AttentionLink]):
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute the rows of the result, and fill ``max_logit_out``."""
         link, shape = self._link, self._link.shape
-        keywords = link.keywords(params, call)
+        keywords = dict(link.keywords(params, call))
         q = self._in_layout(x, shape.head_dim, call)
         run, (keys, values) = link.run_cached, params[:2]
+        if run is not None and shape.layout == "thd":
+            keywords["max_seqlen_kv"] = len(keys) // (len(keywords["cu_seqlens_kv"]) - 1)
         if run is None:
             run, (keys, values, *_) = link.run, link.read(params, call)
             check_memory(link.fallback, shape, q, keys, call)

@@ -23,6 +23,7 @@ from fp8core_backends.cuda import (
     attention_backward,
     attention_call,
     attention_forward,
+    attention_lengths,
     attention_plans,
     attention_support,
     attention_torch,
@@ -258,6 +259,8 @@ class StandIn:
 
         monkeypatch.setattr(attention_plans, "execution", lambda index: (None, 0))
         monkeypatch.setattr(attention_plans, "allocator", lambda index: None)
+        monkeypatch.setattr(attention_lengths, "raw_stream", lambda index: 0)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(attention_plans.Graphs, "_build", build)
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:

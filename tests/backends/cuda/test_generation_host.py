@@ -3,6 +3,9 @@ and no row behind a sequence reaches it."""
 
 from __future__ import annotations
 
+import gc
+import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core import DotProductAttention, InferenceParams, use_backend
+from fp8core import DotProductAttention, InferenceParams, OperandError, use_backend
 from fp8core.backend_api import API_VERSION, BackendSpec
 from fp8core.dispatch import plugins
+from fp8core.modules import attention
+from fp8core_backends.cuda import attention_call, attention_lengths
 from fp8core_backends.cuda.attention_plans import Graphs
 from tests.backends.cuda.attention_stand_in import StandIn
 
@@ -151,3 +156,109 @@ def test_a_cache_that_was_reset_holds_nothing_of_before(kind: str) -> None:
     )
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours["c"], theirs["c"], atol=2**-6, rtol=2**-6)
+
+
+def one_by_one(generation: Generation, steps: int, seed: int = 100) -> list[Any]:
+    return [generation.step({"a": 1, "b": 1}, "cudnn", seed + at) for at in range(steps)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", PAGES)
+def test_a_token_repeats_what_the_one_before_did(
+    kind: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of a call that is prepared anew, and the lengths read once a step."""
+    torch.manual_seed(0)
+    native, anew = (Generation(layout, kind) for _ in range(2))
+    prepared: list[object] = []
+    prepare = DotProductAttention.prepared
+
+    def noted(layer: DotProductAttention, *given: Any) -> Any:
+        prepared.append(layer)
+        return prepare(layer, *given)
+
+    read: list[object] = []
+    read_lengths = attention_call.sequences_of
+
+    def noted_lengths(*given: Any) -> Any:
+        read.append(given)
+        return read_lengths(*given)
+
+    monkeypatch.setattr(attention_call, "sequences_of", noted_lengths)
+    for one in (native, anew):
+        one.step({"a": 9, "b": 14}, "cudnn", 0)
+        one_by_one(one, 2)
+    monkeypatch.setattr(DotProductAttention, "prepared", noted)
+    read.clear()
+    got = one_by_one(native, 6)
+    in_pages = kind == "pages"  # whose sizes double once
+    assert len(prepared) == (2 if in_pages else 0)
+    assert len(read) == 6
+    monkeypatch.setattr(attention, "run_again", lambda *given: None)
+    for ours, theirs in zip(got, one_by_one(anew, 6), strict=True):
+        for layer, other in zip(ours, theirs, strict=True):
+            assert all(torch.equal(layer[name], other[name]) for name in "ab")
+
+
+def test_a_step_of_another_form_is_prepared() -> None:
+    """More tokens, other sequences, a cache that was reset, and another cache."""
+    native, judge = (Generation("bshd", "rows") for _ in range(2))
+    steps: list[dict[str, int]] = [{"a": 3, "b": 2}, *[{"a": 1, "b": 1}] * 3, {"a": 1, "b": 0}]
+    steps += [{"b": 1, "a": 1}, {"a": 1, "c": 1}, {"a": 1}, {"a": 1}, {"a": 1, "c": 1}]
+    for reset in (False, True):
+        if reset:
+            native.cache.reset()
+            judge.cache.reset()
+        for seed, counts in enumerate(steps):
+            got, want = (
+                one.step(counts, name, seed)
+                for one, name in ((native, "cudnn"), (judge, "reference"))
+            )
+            for ours, theirs in zip(got, want, strict=True):
+                for name in counts:
+                    torch.testing.assert_close(ours[name], theirs[name], atol=2**-6, rtol=2**-6)
+    other = Generation("bshd", "rows")
+    other.layers = native.layers
+    one_by_one(other, 2)
+    assert other.cache.sequences == {"a": 2, "b": 2}
+
+
+def test_layers_that_remember_a_step_keep_no_cache_alive() -> None:
+    generation = Generation("bshd", "rows")
+    one_by_one(generation, 3)
+    cache = weakref.ref(generation.cache)
+    generation.cache = InferenceParams(4, CAPACITY, GROUPS, SIZE, torch.bfloat16, device="cpu")
+    gc.collect()
+    assert cache() is None
+
+
+def test_two_layers_of_one_number_are_refused_in_a_repeated_step() -> None:
+    generation = Generation("bshd", "rows")
+    one_by_one(generation, 3)
+    generation.layers[0] = Generation("bshd", "rows").layers[0]
+    with pytest.raises(OperandError, match="two layers have layer_number=1"):
+        one_by_one(generation, 1)
+
+
+def test_lengths_of_a_captured_graph_are_read_in_each_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = attention_lengths.OfLengths[int]()
+    sums = torch.tensor([0, 1], dtype=torch.int32)
+    given = attention_lengths.Keywords(sums, sums, None, None, None, None)
+    computed = itertools.count()
+
+    def read() -> int:
+        return of.of(given, (), 0, lambda: next(computed))
+
+    assert [read(), read()] == [0, 0]
+    sums[1] = 2
+    assert [read(), read()] == [1, 1]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert [read(), read()] == [2, 3]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert read() == 1
+    with torch.inference_mode():
+        unseen = torch.tensor([0, 1], dtype=torch.int32)
+        given = attention_lengths.Keywords(unseen, unseen, None, None, None, None)
+        assert [read(), read()] == [4, 5]
