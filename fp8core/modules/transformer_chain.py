@@ -114,7 +114,7 @@ class _Repeat(NamedTuple):
     settings: tuple[object, ...]
     is_like: Likeness
     address: Callable[[torch.Tensor], int]
-    run: Callable[..., torch.Tensor]
+    run: Callable[..., torch.Tensor | None]
     num_params: int
     asked: tuple[Active, Policy]
     has_grad: bool
