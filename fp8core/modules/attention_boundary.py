@@ -43,7 +43,7 @@ def attends_to_codes(layers: Sequence[torch.nn.Module]) -> bool:
     """Return whether the active recipe has ``layers``, of which one is attention, hand over codes.
 
     They do not where something has to see each layer's call: hooks, a monitor, torch's compiler
-    or a transform, stored weights, weight gradients that are left to a later call, or a class that
+    or a transform, frozen weights, weight gradients that are left to a later call, or a class that
     is not one of the library. They then compute what ``fp8_dpa`` says.
     """
     if torch.compiler.is_compiling():

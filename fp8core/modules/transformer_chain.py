@@ -3,7 +3,7 @@
 One autograd node takes the place of a node for each layer, view and sum, and a backend that
 records runs repeats the whole step in one call each way. The links are those that the layers run
 one after the other, so results are the same to the bit; what needs to see each layer's own call
-leaves them alone: hooks, a monitor, torch's compiler or a transform, stored weights, weight
+leaves them alone: hooks, a monitor, torch's compiler or a transform, frozen weights, weight
 gradients that a later call computes, a tensor that a layer returns besides its output.
 """
 

@@ -361,9 +361,9 @@ class KeptWeight:
                 f"{weight.plan.columnwise}), the recipe of autocast needs {row} ({column}).\n"
                 f"  Use the recipe of quantized_model_init, or no autocast, which dequantizes it."
             )
-        rowwise, turned = weight.operands
         if not columnwise:
-            return Orientations(rowwise, None)
+            return Orientations(weight.held[0], None)
+        rowwise, turned = weight.operands
         if self._how.dequantizes:
             return Orientations(rowwise, rowwise)
         if is_high:
