@@ -38,6 +38,7 @@ class Product:
 
     def __init__(self, desc: tuple[Any, ...], *_: object) -> None:
         self.m, self.n, self.k, *_rest = desc
+        self.accumulates = desc[8]
         if self.m % 4:
             raise ValueError("cuBLASLt has no algorithm")
 
@@ -57,7 +58,8 @@ class Product:
         product = values_a @ values_b.t()
         if bias:
             product += at(bias, BF16, (n,)).float()
-        at(d, BF16, (m, n)).copy_(product)
+        result = at(d, BF16, (m, n))
+        result.copy_(product + result if self.accumulates else product)
 
 
 def at(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -91,12 +93,16 @@ class Native:
 
 @pytest.fixture
 def product(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    return bound(monkeypatch)
+
+
+def bound(monkeypatch: pytest.MonkeyPatch, accumulate: bool = False) -> Any:
     monkeypatch.setattr(gemm, "raw_stream", lambda index: 0)
     monkeypatch.setattr(memory, "_empty_here", on_cpu)
     monkeypatch.setattr(memory, "_current_device", lambda: 0)
     monkeypatch.setattr(autotune, "choose", lambda *arguments: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    desc = GemmDesc(spec("vector"), spec("square"), BF16)
+    desc = GemmDesc(spec("vector"), spec("square"), BF16, accumulate=accumulate)
     return gemm.LowPrecisionGemm(desc, torch.device("cuda", 0), Native())
 
 
@@ -138,6 +144,16 @@ def test_ragged_rows_have_the_bits_of_the_same_rows_among_others(
     product(part, b, bias=bias, out=around[:rows])
     assert torch.equal(around[:rows], wanted)
     assert not around[rows:].any()
+
+
+def test_ragged_rows_are_added_to_a_sum(product: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, b = torch.randn(5, K).to(BF16), weight()
+    part = in_place_of_the_cast(cast(spec("vector"), x))
+    around = torch.ones(8, N, dtype=BF16)
+    returned = bound(monkeypatch, accumulate=True)(part, b, out=around[:5])
+    assert returned.data_ptr() == around.data_ptr()
+    torch.testing.assert_close(around[:5], product(part, b) + 1, rtol=2**-7, atol=2**-7)
+    assert torch.equal(around[5:], torch.ones(3, N, dtype=BF16))
 
 
 def test_a_part_of_ragged_rows_has_the_bits_of_the_whole(

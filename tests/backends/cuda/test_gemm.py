@@ -67,6 +67,13 @@ def test_products_are_within_the_accumulators_bound(
             check(pair, shape, out_dtype, fast, formats)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 17, 131])
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if not pair.startswith("square")])
+def test_products_of_any_rows_are_within_the_accumulators_bound(pair: str, rows: int) -> None:
+    for out_dtype in (torch.bfloat16, torch.float32):
+        check(pair, (rows, 144, 272), out_dtype, fast=False, formats="e4m3 e4m3")
+
+
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_bias_of_any_dtype_is_added(bias_dtype: torch.dtype, out_dtype: torch.dtype) -> None:

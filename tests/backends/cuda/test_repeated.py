@@ -177,6 +177,24 @@ def test_a_graph_of_a_repeat_equals_it(name: str) -> None:
     assert recorded(layer) == [(True, False)]
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_forwards_of_any_rows_are_repeated(name: str, kind: str, rows: int) -> None:
+    def forwards(layer: Layer) -> list[torch.Tensor]:
+        results = []
+        with torch.no_grad(), fp8core.autocast(recipe=recipe.by_name(name)):
+            for seed in range(STEPS):
+                results.append(layer(inputs(seed, rows=rows)))
+        return results
+
+    layer = make(kind)
+    ours = forwards(layer)
+    assert recorded(layer) == [(True, False)]
+    with without_recordings():
+        assert_equal(ours, forwards(make(kind)), (name, kind, rows))
+
+
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_a_repeat_takes_no_more_memory_than_the_program_and_a_scratch(name: str) -> None:
     peaks = []
