@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PART_LIMIT_S = 8 * 60.0
 TOTAL_LIMIT_S = 20 * 60.0
 CORES = min(14, max(1, (os.cpu_count() or 1) - 2))  # each takes half a GiB of the GPU for torch
+WRITING_S = 20.0
 SHOWN_CHARACTERS = 6000
 SHOWN_FAILURES = 100
 SHOWN_REASONS = 8
@@ -119,7 +120,7 @@ class Outcome:
         failed: tests that failed, or the command.
         skipped: how many tests were skipped, by reason.
         seconds: of wall clock.
-        ending: why there are no counts, or empty.
+        ending: why not all of it ran, or empty.
     """
 
     passed: int
@@ -134,7 +135,7 @@ class Outcome:
 
     def row(self, part: str, device: str, commit: str) -> str:
         """The outcome as a row of :data:`HEAD`."""
-        failed = self.ending or str(self.failed)
+        failed = ", ".join(filter(None, (str(self.failed or ""), self.ending))) or "0"
         reasons = Counter(self.skipped).most_common()
         shown = [f"{count}: {text}" for text, count in reasons[:SHOWN_REASONS]]
         if rest := reasons[SHOWN_REASONS:]:
@@ -147,17 +148,24 @@ HEAD = """| part | passed | failed | skipped, by reason | time | device | commit
 |---|---|---|---|---|---|---|"""
 
 
+_OTHERS = ("failures", "errors", "skipped")
+
+
 def counted(junit: Path) -> tuple[int, int, dict[str, int]]:
     """How many tests of a JUnit file passed, how many failed, and the others by their reason."""
-    passed, failed, skipped = 0, 0, Counter[str]()
-    for case in ElementTree.parse(junit).iter("testcase"):
+    tree = ElementTree.parse(junit)
+    failed, skipped = 0, Counter[str]()
+    for case in tree.iter("testcase"):
         skip = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             failed += 1
         elif skip is not None:
             skipped[" ".join(skip.get("message", "no reason").split())] += 1
-        else:
-            passed += 1
+    # Not the other cases: a test that was interrupted is one of them, and not in pytest's number.
+    passed = sum(
+        int(suite.get("tests", 0)) - sum(int(suite.get(name, 0)) for name in _OTHERS)
+        for suite in tree.iter("testsuite")
+    )
     return passed, failed, dict(skipped)
 
 
@@ -179,7 +187,7 @@ def run(part: Part, name: str, folder: Path, limit: float) -> Outcome:
     variables["TEST_DEVICE"] = "cuda" if part.places_tensors else "cpu"
     variables["PYTEST_ADDOPTS"] = f"{variables.get('PYTEST_ADDOPTS', '')} --junitxml={junit}"
     junit.unlink(missing_ok=True)
-    began = time.monotonic()
+    began, status, ending = time.monotonic(), 1, ""
     with (folder / f"{name}.log").open("wb") as log:
         # A group of its own, so that what it starts ends with it.
         process = subprocess.Popen(
@@ -194,15 +202,17 @@ def run(part: Part, name: str, folder: Path, limit: float) -> Outcome:
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
-            return Outcome(0, 0, {}, limit, f"stopped after {limit:.0f} s")
+            process.send_signal(signal.SIGINT)  # pytest then writes what it has
+            ending = f"stopped after {limit:.0f} s"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(WRITING_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = time.monotonic() - began
     passed, failed, skipped = counted(junit) if junit.exists() else (int(not status), 0, {})
-    ending = ""
-    if not failed and (status or not passed):
+    if not ending and not failed and (status or not passed):
         ending = f"ended with status {status}" if status else "no test passed"
     return Outcome(passed, failed, skipped, seconds, ending)
 

@@ -11,7 +11,8 @@ import pytest
 from tests import on_gpu
 from tests.on_gpu import PARTS, ROOT, Outcome, Part, counted, main, run
 
-JUNIT = """<testsuites><testsuite name="pytest">
+TOY = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null")
+JUNIT = """<testsuites><testsuite name="pytest" tests="6" failures="1" errors="1" skipped="3">
 <testcase name="a" time="0.1"/>
 <testcase classname="tests.a" name="b"><failure message="assert 1 == 2">text</failure></testcase>
 <testcase classname="tests.a" name="c"><error message="of a fixture">text</error></testcase>
@@ -93,6 +94,15 @@ def test_part_and_what_it_started_end_at_the_limit(tmp_path: Path) -> None:
     assert not (tmp_path / "late").exists()
 
 
+def test_tests_that_ran_before_the_limit_are_counted(tmp_path: Path) -> None:
+    tests = "def test_a(): pass\ndef test_b(): assert 0\n"
+    tests += "def test_c(): import time; time.sleep(99)\n"
+    (tmp_path / "test_toy.py").write_text(tests)
+    outcome = run(Part("", (*TOY, str(tmp_path / "test_toy.py"))), "toy", tmp_path, 8.0)
+    assert (outcome.passed, outcome.failed) == (1, 1)
+    assert "| 1 | 1, stopped after 8 s | 0 |" in outcome.row("toy", "", "")
+
+
 def test_part_without_time_is_not_run(tmp_path: Path) -> None:
     outcome = run(Part("", ("-c", "raise SystemExit(1)")), "late", tmp_path, 0.0)
     assert outcome.ending == "not run: no time was left"
@@ -130,8 +140,7 @@ def test_run_of_pytest_is_counted_by_test(tmp_path: Path) -> None:
     tests = "import os, pytest\ndef test_a(): assert os.environ['TEST_DEVICE'] == 'cuda'\n"
     tests += "def test_b(): assert 0\ndef test_c(): pytest.skip('for a reason')\n"
     (tmp_path / "test_toy.py").write_text(tests)
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null")
-    part = Part("", (*command, str(tmp_path / "test_toy.py")), places_tensors=True)
+    part = Part("", (*TOY, str(tmp_path / "test_toy.py")), places_tensors=True)
     outcome = run(part, "toy", tmp_path, 120.0)
     assert (outcome.passed, outcome.failed, outcome.ending) == (1, 1, "")
     assert list(outcome.skipped.items()) == [("for a reason", 1)]
@@ -143,7 +152,6 @@ def test_run_of_pytest_is_counted_by_test(tmp_path: Path) -> None:
 )
 def test_part_of_which_nothing_passed_is_a_failure(body: str, ending: str, tmp_path: Path) -> None:
     (tmp_path / "test_toy.py").write_text(f"import pytest\n{body}\n")
-    command = ("-m", "pytest", "-q", "-c", "/dev/null", "-p", "no:cacheprovider")
-    outcome = run(Part("", (*command, str(tmp_path))), "none", tmp_path, 120.0)
+    outcome = run(Part("", (*TOY, str(tmp_path))), "none", tmp_path, 120.0)
     assert outcome.ending == ending
     assert not outcome.is_success
