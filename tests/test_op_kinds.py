@@ -102,6 +102,24 @@ def test_a_scale_takes_a_tensor_of_no_dimension() -> None:
     assert (y.shape, y.item(), grad.item()) == ((), 1.5, -0.5)
 
 
+@pytest.mark.parametrize("size", [1e-38, 1e-25, 1e19, 3e37])
+def test_a_length_whose_square_has_no_float32(size: float) -> None:
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)) * size
+    exact = both(lambda x: x / x.norm(dim=-1, keepdim=True), [x.double().requires_grad_()])
+    found = both(ops.L2Normalization(eps=0.0), [x.clone().requires_grad_()])
+    torch.testing.assert_close(found[0].double(), exact[0], rtol=0, atol=2.0**-22)
+    torch.testing.assert_close(found[1].double() * size, exact[1] * size, rtol=0, atol=2.0**-18)
+
+
+def test_ordinary_rows_are_normalized_as_without_a_scale() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(512, 16, generator=generator)
+    x *= 2.0 ** torch.randint(-48, 60, (512, 1), generator=generator)
+    for eps in (0.0, 1e-6):
+        y = ops.L2Normalization(eps=eps)(x)
+        assert torch.equal(y, x * (x.square().sum(-1, keepdim=True) + eps).rsqrt())
+
+
 @pytest.mark.parametrize("size", [1e-14, 1e15])
 def test_gradient_of_a_length_whose_cube_has_no_float32(size: float) -> None:
     norms = ops.L2Normalization(eps=0.0), make_qk_norms("L2Normalization", 16, 0.0, **NO_OPTIONS)[0]

@@ -17,6 +17,11 @@ from fp8core.errors import OperandError
 
 __all__ = ["DeinterleaveShape", "L2NormShape", "ScaleShape"]
 
+# Below and above, squares of a row may underflow, or overflow, in float32. The scale takes elements
+# from 2^-149 to 2^-50 to 2^-53 to 2^46, or those below 2^128 to less than 2^48.
+_FEW, _ENLARGED = 2.0**-100, 2.0**96
+_MANY, _REDUCED = 2.0**126, 2.0**-80
+
 
 def _hand(y: torch.Tensor, out: QuantizeRequest | None) -> Any:
     return y if out is None else out(y)
@@ -155,7 +160,7 @@ class L2NormProgram(TensorProgram[L2NormLink]):
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Normalize each row."""
-        values, inverse = self._inverse(x)
+        values, inverse, _ = self._scaled(x)
         y = (values * inverse).to(x.dtype)
         return _hand(y, out), (x,) if self._needs_grad[0] else (), None
 
@@ -167,14 +172,22 @@ class L2NormProgram(TensorProgram[L2NormLink]):
             return (None,)
         x = saved[0]
         assert x is not None  # forward saved it
-        values, inverse = self._inverse(x)
+        values, inverse, scale = self._scaled(x)
         dy = grad.to(values.dtype)
         y = values * inverse
-        grad_x = inverse * (dy - y * (y * dy).sum(-1, keepdim=True))
+        grad_x = inverse * (dy - y * (y * dy).sum(-1, keepdim=True)) * scale
         return (_hand(grad_x.to(x.dtype), out),)
 
-    def _inverse(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``x`` in float32, or float64 as it is, and 1 over the length of each row."""
-        values = x if x.dtype == torch.float64 else x.to(torch.float32)
-        squares = values.square().sum(-1, keepdim=True)
-        return values, (squares + self._link.shape.eps).rsqrt()
+    def _scaled(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ``x`` in float32, or float64 as it is, times a scale, 1 over the length of each
+        row of that, and the scale ``[rows, 1]``.
+
+        It is a power of two, and 1 unless float32 lacks squares of the length.
+        """
+        values, eps = x if x.dtype == torch.float64 else x.to(torch.float32), self._link.shape.eps
+        squares = values.square().sum(-1, keepdim=True) + eps
+        scale = torch.where(squares < _FEW, _ENLARGED, torch.ones_like(squares))
+        scale = torch.where(squares > _MANY, _REDUCED, scale)
+        values = values * scale
+        squares = values.square().sum(-1, keepdim=True) + eps * scale * scale
+        return values, squares.rsqrt(), scale
