@@ -23,12 +23,19 @@ class _Function(NamedTuple):
     slope: Callable[[torch.Tensor], torch.Tensor]
 
 
+def _within(x: torch.Tensor, bound: float) -> torch.Tensor:
+    """Return ``x`` with ``bound`` in the place of larger finite values: a slope is constant there,
+    and 0 times what overflows further on is NaN."""
+    return torch.where(x.isfinite(), x.clamp(-bound, bound), x)
+
+
 def _gelu(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def _gelu_slope(x: torch.Tensor) -> torch.Tensor:
-    # torch's own backward of the tanh form, one pass instead of a dozen
+    # torch's own backward of the tanh form, one pass instead of a dozen; it cubes x.
+    x = _within(x, 2.0**40)
     slope: torch.Tensor = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate="tanh")
     return slope
 
@@ -37,6 +44,7 @@ def _swish(beta: float) -> _Function:
     """``x sigmoid(beta x)``: SiLU for 1, QuickGELU for 1.702."""
 
     def slope(x: torch.Tensor) -> torch.Tensor:
+        x = _within(x, 2.0**126 / max(1.0, abs(beta)))
         s = torch.sigmoid(beta * x)
         return s + beta * x * s * (1 - s)
 

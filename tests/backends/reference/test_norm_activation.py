@@ -108,6 +108,18 @@ def test_activation_computes_in_float32(name: str) -> None:
     assert close(got, judge(name, x.double()), BOUND_32)
 
 
+SMOOTH = ("gelu", "qgelu", "silu", "geglu", "qgeglu", "swiglu", "clamped_swiglu")
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_slopes_of_large_values_are_constant(name: str) -> None:
+    x = torch.tensor([[size * sign for size in (1e4, 2e19, 3e38) for sign in (1, -1)]])
+    slope = [0.0, 0.0] if name == "clamped_swiglu" else [1.0, 0.0]
+    x = x if name in FUNCTIONS else torch.cat((x, torch.ones_like(x)), dim=-1)
+    grad = bind(ActivationBackwardDesc(name, F32, F32, params(name)))(torch.ones(1, 6), x)
+    assert grad[0, :6].tolist() == slope * 3
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_rounds_to_bfloat16_at_the_end_only(name: str) -> None:
     x = values(5, columns(name, 9), BF16)
