@@ -204,6 +204,21 @@ def test_two_dropouts_drop_differently() -> None:
     assert abs(kept - 128**2 / 4) <= 6 * (128**2 * 0.25 * 0.75) ** 0.5
 
 
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_dropout_in_another_mode_than_its_chain_follows_its_own(is_training: bool) -> None:
+    made = ops.Sequential(ops.Linear(64, 64), ops.Dropout(0.5)).train(is_training)
+    x = torch.randn(32, 64)
+
+    def dropped() -> int:
+        return int((made(x) == 0).sum())
+
+    drops = [bool(dropped()) for _ in range(2)]  # the second call repeats the first
+    made[1].train(not is_training)
+    drops += [bool(dropped()) for _ in range(2)]
+    made[1].train(is_training)
+    assert [*drops, bool(dropped())] == [*[is_training] * 2, *[not is_training] * 2, is_training]
+
+
 def test_each_call_drops_differently() -> None:
     layer, x = ops.Dropout(0.5), torch.ones(32, 32)
     assert not torch.equal(layer(x), layer(x))

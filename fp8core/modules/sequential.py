@@ -247,7 +247,9 @@ class Sequential(OperationList):
             return (input, input) if chain.returns_input else input
         given_input, input = input, cast_to_weight(input, like)
         columns = input_columns_of(shapes)
-        if is_whole and not chain.returns_input:
+        # A layer is bound for its own mode: one of an operation, as of a dropout, may be another.
+        is_of_one_mode = all(one.training is self.training for one in chain.operations)
+        if is_whole and is_of_one_mode and not chain.returns_input:
             return run_layer(self, input, params, like=like, columns=columns)[0]
         dtype = check_input(self, input, like, columns)
         bound = bind(self, input.device, dtype, shapes=shapes, first_gemm=chain.first_gemm)
