@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -158,3 +159,35 @@ def test_tool_that_found_an_error_or_ran_less_has_failed(
     status: int, text: str, is_right: bool
 ) -> None:
     assert command.judge("memcheck", status, ["norms", "gemm"], text) is is_right
+
+
+class Process:
+    """A tool that runs until it is terminated, which the user asks for while it is waited for."""
+
+    def __init__(self) -> None:
+        self.is_terminated = False
+
+    def terminate(self) -> None:
+        self.is_terminated = True
+
+    def wait(self) -> int:
+        if not self.is_terminated:
+            raise KeyboardInterrupt
+        return -15
+
+
+def test_interrupted_tools_say_what_they_ran(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(sanitizer: str, tool: str, names: list[str], folder: Path) -> Process:
+        (folder / f"{tool}.log").write_text("norms ran\n")
+        return Process()
+
+    monkeypatch.setattr(command, "start", start)
+    monkeypatch.setattr(command.native, "load", lambda: None)
+    monkeypatch.setattr(command.shutil, "which", lambda *given, **named: "compute-sanitizer")
+    options = ["--groups", "norms", "rotary", "--logs", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["sanitize", *options])
+    assert command.main() == 1
+    printed = capsys.readouterr().out
+    assert [f"{tool}: status -15, norms ran;" in printed for tool in TOOLS] == [True] * len(TOOLS)

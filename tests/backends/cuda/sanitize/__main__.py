@@ -98,7 +98,12 @@ def main() -> int:
     }
     judged = []
     for tool, process in running.items():
-        status = process.wait()
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:  # what each of them has run and found by then is printed
+            for one in running.values():
+                one.terminate()
+            status = process.wait()
         text = (folder / f"{tool}.log").read_text(errors="replace")
         judged.append(judge(tool, status, chosen[tool], text))
     return int(not all(judged))
