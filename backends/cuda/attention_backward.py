@@ -9,7 +9,7 @@ import torch
 from fp8core.backend_api import AttentionBackwardDesc
 from fp8core_backends.cuda import attention_graph
 from fp8core_backends.cuda.attention_bias import grad_of_bias
-from fp8core_backends.cuda.attention_call import GraphOperation, first_alone, with_second
+from fp8core_backends.cuda.attention_call import GraphOperation, first_rows, with_rows
 from fp8core_backends.cuda.attention_graph import Uid
 from fp8core_backends.cuda.attention_lengths import Keywords, in_rows
 from fp8core_backends.cuda.attention_operands import aligned, check_operands, check_rows
@@ -69,7 +69,7 @@ class GraphAttentionBackward(GraphOperation):
             call = self.prepare((q, k, v), lengths, bias, mask, rng, in_backward=True)
             call = call.scaled_by(logit_scale)
             if call.q.shape != q.shape:
-                grad_out, out = (with_second(x, desc.layout) for x in (grad_out, out))
+                grad_out, out = (with_rows(x, desc.layout, 2) for x in (grad_out, out))
                 stats = torch.nn.functional.pad(stats, (0, 1), value=-torch.inf)
             # With lengths, cuDNN writes the rows of sequences alone.
             new = torch.empty if call.sequences is None else torch.zeros
@@ -102,7 +102,7 @@ class GraphAttentionBackward(GraphOperation):
                 grad_bias = grad_of_bias(desc, tensors[Uid.GRAD_BIAS], bias)
             grad_offset = self._grad_of_sink(grad_out, out, stats, softmax_offset)
         if call.q.shape != q.shape:
-            grads[0] = first_alone(grads[0], desc.layout)
+            grads[0] = first_rows(grads[0], desc.layout, 1)
         return grads[0], grads[1], grads[2], grad_bias, grad_offset
 
     def _of_nothing(

@@ -27,7 +27,7 @@ from fp8core_backends.cuda.attention_plans import Graphs
 from fp8core_backends.cuda.attention_support import KernelNames
 from fp8core_backends.cuda.stream import index_of
 
-__all__ = ["GraphCall", "GraphOperation", "first_alone", "with_second"]
+__all__ = ["GraphCall", "GraphOperation", "first_rows", "with_rows"]
 
 _CPU = torch.device("cpu")
 _MIX = 0x9E3779B97F4A7C15 - 2**64  # an odd number of random bits, as int64
@@ -103,7 +103,8 @@ class GraphOperation:
     ) -> GraphCall:
         """Return the call, its operands aligned and without what lies behind sequences.
 
-        Where cuDNN refuses a single query of each sequence, a second one follows it.
+        Queries of zeros follow those of each sequence where cuDNN refuses a single one, and with a
+        cache up to a steady number.
         """
         desc = self.desc
         q, k, v = operands
@@ -112,15 +113,18 @@ class GraphOperation:
         batch, length_q, length_kv = self.sizes(q, k)
         total = added(desc, (batch, desc.heads, length_q, length_kv), bias, mask, self.device)
         is_single = length_q == 1 and (length_kv == 1 if in_backward else _refuses_one_query(desc))
+        rows_q = 2 if is_single else length_q
+        if isinstance(desc, CachedAttentionDesc) and length_q > 1:
+            rows_q = steady(length_q)  # prompts have any length
         sequences, hidden = None, None
         if desc.padding:
-            sequences, hidden, *_ = self._step(q, k, lengths, 2 if is_single else length_q)
+            sequences, hidden, *_ = self._step(q, k, lengths, rows_q)
         elif is_single or _some_see_nothing(desc, length_q, length_kv):
             # cuDNN takes such sizes of sequences with lengths alone.
             sequences = whole(batch, length_q, length_kv, self.device)
-            hidden = unseen(desc, sequences, 2 if is_single else length_q)
-        if is_single:
-            q, length_q = with_second(q, desc.layout), 2
+            hidden = unseen(desc, sequences, rows_q)
+        if rows_q > length_q:
+            q, length_q = with_rows(q, desc.layout, rows_q), rows_q
             operands = (q, k, v)
         if desc.arbitrary and mask is not None:
             blind = blind_rows(mask, batch)
@@ -318,14 +322,16 @@ def _refuses_one_query(desc: AttentionDesc) -> bool:
     return desc.low_precision or desc.softmax != "vanilla"
 
 
-def with_second(rows: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return rows of one query of each sequence, and behind them zeros as those of another."""
-    return torch.cat((rows, torch.zeros_like(rows)), layout.index("s"))
+def with_rows(rows: torch.Tensor, layout: str, count: int) -> torch.Tensor:
+    """Return ``count`` rows of queries of each sequence, zeros behind those of ``rows``."""
+    at, size = layout.index("s"), list(rows.shape)
+    size[at] = count - size[at]
+    return torch.cat((rows, rows.new_zeros(size)), at)
 
 
-def first_alone(rows: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return the rows of the first query of each sequence, contiguous."""
-    return rows.narrow(layout.index("s"), 0, 1).contiguous()
+def first_rows(rows: torch.Tensor, layout: str, count: int) -> torch.Tensor:
+    """Return the rows of the first ``count`` queries of each sequence, contiguous."""
+    return rows.narrow(layout.index("s"), 0, count).contiguous()
 
 
 def _some_see_nothing(desc: AttentionDesc, length_q: int, length_kv: int) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from fp8core.backend_api import AttentionDesc, Operand
 from fp8core_backends.cuda import attention_graph
-from fp8core_backends.cuda.attention_call import GraphCall, GraphOperation, first_alone
+from fp8core_backends.cuda.attention_call import GraphCall, GraphOperation, first_rows
 from fp8core_backends.cuda.attention_graph import Uid
 from fp8core_backends.cuda.attention_lengths import Keywords, in_rows, sequences_of, unseen
 from fp8core_backends.cuda.attention_operands import (
@@ -86,7 +86,7 @@ class GraphAttention(GraphOperation):
             results = self._attend(call.scaled_by(logit_scale), sink, scales)
         if call.q.shape == q.shape:
             return results
-        return _of_first_query(*results, desc.layout)
+        return _of_first_queries(*results, desc.layout, q.shape[desc.layout.index("s")])
 
     def _attend(
         self, call: GraphCall, sink: torch.Tensor | None, scales: _Scales | None
@@ -196,11 +196,11 @@ class GraphAttention(GraphOperation):
         return q.new_zeros(out_size(desc, q)), stats, largest if desc.max_logit else None
 
 
-def _of_first_query(
-    out: torch.Tensor, stats: torch.Tensor, largest: torch.Tensor | None, layout: str
+def _of_first_queries(
+    out: torch.Tensor, stats: torch.Tensor, largest: torch.Tensor | None, layout: str, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the results without those of the second query of each sequence."""
-    return first_alone(out, layout), stats[..., :1].contiguous(), largest
+    """Return the results of the first ``count`` queries of each sequence alone."""
+    return first_rows(out, layout, count), stats[..., :count].contiguous(), largest
 
 
 def _without_keys(

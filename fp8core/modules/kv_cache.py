@@ -122,6 +122,7 @@ class _OwnManager(KVCacheManager):
         # What a layer holds that has taken part in the step before, if that leaves its slots.
         self._settled: Sequences | None = None
         self._tokens: _Tokens | None = None
+        self._numbers: torch.Tensor | None = None
 
     def reset(self) -> None:
         """Forget every sequence; the memory stays."""
@@ -235,6 +236,19 @@ class _OwnManager(KVCacheManager):
         """Return a tensor of the CPU on the device of the cache, without waiting for that."""
         return numbers.to(self._on(), non_blocking=True)
 
+    def _refreshed(self, last: torch.Tensor | None, numbers: torch.Tensor) -> torch.Tensor:
+        """Return :meth:`_uploaded` numbers, in the memory of ``last`` if they are as many: there a
+        captured graph of a step finds them."""
+        if last is None or last.shape != numbers.shape:
+            with torch.inference_mode(False):
+                last = torch.empty(numbers.shape, dtype=numbers.dtype, device=self._on())
+        return last.copy_(numbers, non_blocking=True)
+
+    def _placed(self, numbers: torch.Tensor) -> _Tokens:
+        """Return the new tokens whose fields are the rows of ``numbers``, on the CPU."""
+        self._numbers = self._refreshed(self._numbers, numbers)
+        return _Tokens(*self._numbers.unbind(0))
+
     def _held(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a layer."""
         return self.cache[layer_number]
@@ -278,7 +292,7 @@ class NonPagedKVCacheManager(_OwnManager):
     def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
         batch, offset, position = _places(steps, before)
         slot = batch * self.max_seqlen + position
-        return _Tokens(*self._uploaded(torch.stack((slot, batch, offset))).unbind(0))
+        return self._placed(torch.stack((slot, batch, offset)))
 
     def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
         rows = {name: row for row, name in enumerate(stored)}
@@ -370,10 +384,11 @@ class PagedKVCacheManager(_OwnManager):
         batch, offset, position = _places(steps, before)
         slot = table[batch, position // self.page_size] * self.page_size
         slot += position % self.page_size
-        tokens = _Tokens(*self._uploaded(torch.stack((slot, batch, offset))).unbind(0))
+        tokens = self._placed(torch.stack((slot, batch, offset)))
         self.page_table[: len(rows)].copy_(table, non_blocking=True)
         read = self._read_pages(pages.values())
-        self._read, self.read_length = self._uploaded(read), read.shape[1] * self.page_size
+        self._read = self._refreshed(self._read, read)
+        self.read_length = read.shape[1] * self.page_size
         new = (own[len(self._pages.get(name, ())) :] for name, own in pages.items())
         taken = [*itertools.chain.from_iterable(new)]
         self._taken = self._uploaded(torch.tensor(taken, device="cpu")) if taken else None
