@@ -290,7 +290,7 @@ class LowPrecisionGemm:
         plan = _Plan(gemm.run, candidate, gemm.workspace_bytes(candidate), *strides)
         if not torch.cuda.is_current_stream_capturing():  # a capture could not time: ask again
             if len(self._plans) >= _MAX_PLANS:  # ragged sizes without end
-                self._plans.clear()
+                self._plans.pop(next(iter(self._plans)), None)
             self._plans[key] = plan
         return plan
 

@@ -46,7 +46,7 @@ class Arranged(tuple[Link, ...]):
             if self.recorder is not None and held is not None and records(self.recorder, held):
                 program = Repeated(program, held, self.recorder)
             if len(self._programs) >= _MOST_PROGRAMS:  # ragged sizes without end
-                self._programs.clear()
+                self._programs.pop(next(iter(self._programs)), None)
             self._programs[key] = program
         return program
 

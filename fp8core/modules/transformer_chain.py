@@ -198,7 +198,7 @@ class TransformerChain:
                 ResidualLink(mlp, owner),
             ]
             if len(self._known) >= _MOST_CHAINS:  # sizes without end
-                self._known.clear()
+                self._known.pop(next(iter(self._known)), None)
             known = _Known(bounds, arranged(tuple(blocks), _recorder_of(bounds)))
             self._known[key] = known
         return known.links

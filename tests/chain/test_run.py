@@ -15,6 +15,7 @@ import torch
 
 from fp8core import (
     GroupedLinear,
+    LayerNormLinear,
     Linear,
     MasterWeights,
     OperandError,
@@ -23,6 +24,8 @@ from fp8core import (
     recipe,
 )
 from fp8core.chain import run as chain
+from fp8core.chain.arranged import Arranged
+from fp8core.chain.call import DENSE
 from fp8core.chain.linear.link import LinearLink
 from fp8core.chain.protocol import Wrapper
 from fp8core.modules.base import LowPrecisionModule
@@ -402,3 +405,18 @@ def test_backward_runs_on_meta(name: str) -> None:
     layer = Linear(40, 24, device="meta")
     forward(layer, torch.empty(3, 40, device="meta"), name).sum().backward()
     assert layer.weight.grad.shape == (24, 40)
+
+
+def test_a_chain_drops_the_oldest_program_alone_of_sizes_without_end() -> None:
+    layer = LayerNormLinear(32, 16)
+    parts = bind(layer, torch.device(DEVICE), torch.float32).parts
+    links = parts[0]
+    assert isinstance(links, Arranged)
+
+    def program(rows: int) -> object:
+        return links.program(torch.Size((rows, 32)), rows, (False,) * 4, DENSE)
+
+    programs = [program(rows) for rows in range(1, 81)]
+    assert len(links._programs) == 64
+    assert all(program(rows) is programs[rows - 1] for rows in range(17, 81))
+    assert program(1) is not programs[0]

@@ -17,7 +17,7 @@ from fp8core import DotProductAttention, InferenceParams, OperandError, use_back
 from fp8core.backend_api import API_VERSION, BackendSpec
 from fp8core.dispatch import plugins
 from fp8core.modules import attention
-from fp8core_backends.cuda import attention_call, attention_lengths
+from fp8core_backends.cuda import attention_call, attention_lengths, attention_plans
 from fp8core_backends.cuda.attention_plans import Graphs
 from tests.backends.cuda.attention_stand_in import StandIn
 
@@ -301,3 +301,17 @@ def test_where_tokens_go_is_in_the_same_memory_in_each_step(kind: str) -> None:
     one_by_one(generation, 1)
     assert addresses() == first
     assert manager._tokens.slot.tolist() == [2, 2 + (PAGE if kind == "pages" else CAPACITY)]
+
+
+def test_a_full_store_drops_the_plan_used_least_recently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_plans, "_MAX_PLANS", 2)
+    layer = DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="bshd", window_size=(6, 0))
+
+    def built(length: int) -> int:
+        before = Graphs.built
+        q, k, v = (torch.randn(1, length, n, SIZE).bfloat16() for n in (HEADS, GROUPS, GROUPS))
+        with torch.no_grad(), use_backend(Generation.cudnn):
+            layer(q, k, v)
+        return Graphs.built - before
+
+    assert [built(length) for length in (8, 9, 8, 10, 8, 9)] == [1, 1, 0, 1, 0, 1]
