@@ -219,7 +219,8 @@ class TransformerLayer(torch.nn.Module):
             name=self._name_of("layernorm_mlp"),
             **common,
         )
-        self.drop_path = DropPath(drop_path_rate, attn_input_format) if drop_path_rate else None
+        drop_path = check_probability("TransformerLayer", "drop_path_rate", drop_path_rate)
+        self.drop_path = DropPath(drop_path, attn_input_format) if drop_path else None
         if output_layernorm:
             self.layernorm = _NORMS[normalization](
                 hidden_size,

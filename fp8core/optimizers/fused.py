@@ -42,8 +42,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             OperandError: values of another kind, shape or placement; a parameter has other
-                states there than here, as by other options; or there are states of parameters that
-                its groups do not name. Nothing is loaded then.
+                states there than here, as by other options; there are states of parameters that its
+                groups do not name; or a group lacks an option. Nothing is loaded then.
         """
         loaded: list[tuple[torch.Tensor, str, torch.Tensor]] = []
 
@@ -85,6 +85,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             for name, value in self._given(param, state).items():
                 yield param, name, value
+        for group in given["param_groups"]:
+            missing = [name for name in self.defaults if name not in group]
+            if missing:
+                raise OperandError(
+                    f"{type(self).__name__}.load_state_dict: one of its param_groups lacks "
+                    f"{', '.join(missing)}; it has {', '.join(map(str, group))}. Add to each group "
+                    f"what this optimizer was made with, as in its own param_groups."
+                )
 
     def _given(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return this rank's part of ``state``, saved for ``param``, or raise OperandError."""

@@ -111,9 +111,8 @@ def misfit(value: Any, target: torch.Tensor, *, replaces: bool = False) -> str |
         return kind
     if value.shape != target.shape:
         return f"is {list(value.shape)} in the checkpoint, {list(target.shape)} here"
-    if value.is_floating_point() != target.is_floating_point():
-        kind = "floating point" if target.is_floating_point() else "integers"
-        return f"is {value.dtype} in the checkpoint, expected {kind}"
+    if _kind_of(value) != _kind_of(target):
+        return f"is {value.dtype} in the checkpoint, expected {_kind_of(target)}"
     if value.is_meta and not target.is_meta and not replaces:
         return "is on the meta device in the checkpoint, where it has no values"
     if lacks_memory(value):
@@ -121,6 +120,13 @@ def misfit(value: Any, target: torch.Tensor, *, replaces: bool = False) -> str |
     if is_sharded(value) != is_sharded(target) and not replaces:
         return f"is a {type(value).__name__} in the checkpoint, a {type(target).__name__} here"
     return None
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """Return what the elements of ``tensor`` are, in words."""
+    if tensor.is_complex() or tensor.dtype == torch.bool:
+        return str(tensor.dtype)
+    return "floating point" if tensor.is_floating_point() else "integers"
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

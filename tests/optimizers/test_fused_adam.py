@@ -11,7 +11,7 @@ import torch
 import fp8core
 from fp8core import recipe
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.optimizers import FusedAdam, fused_adam
+from fp8core.optimizers import FusedAdam, FusedSGD, fused_adam
 from tests.device import DEVICE
 
 BF16 = torch.bfloat16
@@ -325,6 +325,27 @@ def test_masters_in_another_form_are_not_loaded() -> None:
     other = FusedAdam(parameters(BF16), master_weights=True, store_param_remainders=True, **OPTIONS)
     with pytest.raises(OperandError, match=r"master_param is torch\.float32.*expected integers"):
         other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64])
+def test_remainders_of_another_kind_are_not_loaded(dtype: torch.dtype) -> None:
+    options = {"master_weights": True, "store_param_remainders": True}
+    saved = trained(FusedAdam, parameters(BF16), 1, **options).state_dict()
+    saved["state"][0]["master_param"] = saved["state"][0]["master_param"].to(dtype)
+    other = FusedAdam(parameters(BF16), **options)
+    with pytest.raises(OperandError, match=rf"master_param is {dtype} .*expected integers"):
+        other.load_state_dict(saved)
+    assert not other.state
+
+
+@pytest.mark.parametrize("optimizer", [FusedAdam, FusedSGD])
+def test_groups_without_an_option_are_not_loaded(optimizer: Any) -> None:
+    saved = trained(optimizer, parameters(), 1, lr=0.1).state_dict()
+    del saved["param_groups"][0]["lr"]
+    other = optimizer(parameters(), lr=0.5)
+    with pytest.raises(OperandError, match=r"param_groups lacks lr; it has "):
+        other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("saves", [False, True])
