@@ -274,6 +274,21 @@ def test_gradients_of_other_extra_outputs_are_added_rounded(following: Any, in_p
     assert torch.equal(torch.autograd.grad(made(x), x, grads)[0], own + grads[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_an_input_that_is_widened_is_rounded_once(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm = ops.RMSNorm(32)
+    x = torch.randn(16, 32).to(dtype).requires_grad_()
+    grads = [torch.randn(16, 32), torch.randn(16, 32).to(dtype)]
+    wide = x.detach().float().requires_grad_()
+    own = torch.autograd.grad(norm(wide), wide, grads[0])[0]
+    y, extra = ops.Sequential(ops.MakeExtraOutput(), norm)(x)
+    assert extra.dtype == dtype
+    assert torch.equal(extra, x)
+    grad = torch.autograd.grad([y, extra], x, grads)[0]
+    assert torch.equal(grad, (own + grads[1].float()).to(dtype))
+
+
 def test_one_output_of_two_may_have_no_gradient() -> None:
     made = ops.Sequential(ops.MakeExtraOutput(), ops.RMSNorm(32))
     x = torch.randn(4, 32, requires_grad=True)

@@ -261,9 +261,11 @@ class Sequential(OperationList):
         arguments = self, bound, bound.parts[0], value, given_params, call
         if not chain.returns_input:
             return run_links(*arguments)
-        if value is not given_input:  # the extra output is not converted
+        if torch.promote_types(given_input.dtype, dtype) != dtype:  # the extra output has all bits
             return run_links(*arguments), given_input
-        return run_links_by(*arguments, run=run_returning_input)
+        # In the dtype of the chain gradients are added before they are rounded to the input's.
+        output, extra_output = run_links_by(*arguments, run=run_returning_input)
+        return output, extra_output.to(given_input.dtype)
 
     def _check_extra(self, given: Sequence[torch.Tensor], input: torch.Tensor) -> None:
         for index, tensor in enumerate(given):
