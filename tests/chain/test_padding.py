@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -178,9 +180,12 @@ def test_padded_rows_leave_the_weight_alone(name: str, monkeypatch: pytest.Monke
     layer, x = Linear(2 * multiple, multiple), torch.randn(3, 2 * multiple)
     padded = []
     pad_weight = torch.nn.functional.pad
-    monkeypatch.setattr(
-        torch.nn.functional, "pad", lambda x, *sizes: padded.append(x) or pad_weight(x, *sizes)
-    )
+
+    def pad(x: torch.Tensor, *sizes: Any, **named: Any) -> torch.Tensor:
+        padded.append(x)
+        return pad_weight(x, *sizes, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "pad", pad)
     with autocast(recipe=chosen):
         layer(x).sum().backward()
     assert padded
