@@ -39,6 +39,7 @@ class Repeat(NamedTuple):
         asked: the active request, and the backends that the program named.
         mode: whether gradients were enabled, and whether the layer was training.
         states: the forward and the backward state in which it recorded, None if in none.
+        scope: the weights of the scope of frozen weights that was open, None if none was.
     """
 
     arguments: tuple[object, ...]
@@ -49,6 +50,7 @@ class Repeat(NamedTuple):
     asked: tuple[Active, Policy]
     mode: tuple[bool, bool]
     states: tuple[DelayedState, DelayedState] | None
+    scope: object
 
 
 class Bindings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -116,7 +117,10 @@ def remember_call(
 
     ``arguments`` are those of :func:`remember`.
     """
-    links = bound.parts[0]
+    links, store = bound.parts[0], layer._bindings.weights
+    if store.scope is not None:
+        origins = partial(_origins_of, weakref.ref(layer))  # what it remembers keeps no layer alive
+        call = call._replace(keeping=store.keeping(None, origins))
     prepared = chain.prepared(links, input, params, call)
     if prepared is None:
         return
@@ -155,6 +159,7 @@ def remember(
         (asked, policy.current()),
         (is_grad_enabled, layer.training),
         states,
+        layer._bindings.weights.scope,
     )
 
 
@@ -200,12 +205,12 @@ def run_again(
     repeat = bindings.repeat
     if repeat is None or repeat[0] != arguments:
         return None
-    _, is_like, address, run, num_params, before, (has_grad, is_training), states = repeat
+    _, is_like, address, run, num_params, before, (has_grad, is_training), states, scope = repeat
     asked = active(layer.outside_autocast)
     if (
         not is_ordinary_call(asked, before, has_grad)
         or layer.training is not is_training
-        or bindings.weights.scope is not None
+        or bindings.weights.scope is not scope
         or len(params) != num_params
         or not is_like(input, *params)
         or not input.data_ptr()
@@ -301,3 +306,9 @@ def _weight_origins(layer: LowPrecisionModule) -> list[torch.Tensor]:
     parametrization: the layer's parameters, and its buffers but for delayed scales."""
     buffers = (buffer for name, buffer in layer.named_buffers() if name not in BUFFERS)
     return [*layer.parameters(), *buffers]
+
+
+def _origins_of(layer: weakref.ref[LowPrecisionModule]) -> list[torch.Tensor]:
+    running = layer()
+    assert running is not None
+    return _weight_origins(running)

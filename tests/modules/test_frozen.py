@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
@@ -14,6 +16,7 @@ from torch.func import functional_call
 
 import fp8core
 from fp8core import Linear, OperandError, UnsupportedError, autocast, frozen_weights, recipe
+from fp8core.modules import run as modules_run
 from fp8core.tensors import weights
 from fp8core.tensors.weights import KeptWeight
 
@@ -258,3 +261,56 @@ def test_a_graph_captured_inside_reads_weights_as_they_are_stored(
         want = own(values())
         with frozen_weights(own):
             assert torch.equal(own(values()), want)
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "block"])
+def test_calls_in_the_scope_are_repeated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kept weight, in this scope alone, and with an error for a write to it."""
+    own, bound = layer(), []
+    bind = modules_run.bind
+
+    def noted(*given: Any, **named: Any) -> Any:
+        bound.append(given)
+        return bind(*given, **named)
+
+    monkeypatch.setattr(modules_run, "bind", noted)
+    want = run(own, name=name)
+    with frozen_weights(own):
+        first = run(own, name=name)
+        num_bound = len(bound)
+        assert torch.equal(run(own, name=name), first)
+        assert len(bound) == num_bound
+        own.weight.data.neg_()  # a write that torch does not count
+        assert torch.equal(run(own, name=name), first)
+        own.weight.data.neg_()
+    assert torch.equal(first, want)
+    own.weight.detach().neg_()
+    changed = run(own, name=name)
+    assert torch.equal(changed, anew_by(own, name))
+    with frozen_weights(own):
+        for _ in range(2):
+            assert torch.equal(run(own, name=name), changed)
+        own.weight.detach().neg_()
+        with pytest.raises(OperandError, match="written"):
+            run(own, name=name)
+        own.weight.detach().neg_()
+
+
+def anew_by(own: Linear, name: str) -> torch.Tensor:
+    fresh = layer()
+    fresh.load_state_dict({"weight": own.weight.detach(), "bias": own.bias.detach()})
+    return run(fresh, name=name)
+
+
+def test_a_layer_that_repeats_calls_in_the_scope_is_freed_with_its_last_name() -> None:
+    own = layer()
+    with frozen_weights(own):
+        for _ in range(2):
+            run(own)
+    weight = weakref.ref(own.weight)
+    gc.disable()
+    try:
+        del own
+        assert weight() is None
+    finally:
+        gc.enable()
