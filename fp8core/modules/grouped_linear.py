@@ -357,8 +357,11 @@ def _integers(sizes: Any) -> list[int] | None:
 
 
 def _sizes(input: torch.Tensor, m_splits: Any) -> tuple[object, ...] | None:
-    """Return the sizes of a call, None if they are not a list, or torch compiles."""
-    if torch.compiler.is_compiling() or not isinstance(m_splits, Sequence):
+    """Return the sizes of a call, None if they are not a list, or torch compiles.
+
+    None also for a nested input, which has no sizes, and is refused by name.
+    """
+    if torch.compiler.is_compiling() or not isinstance(m_splits, Sequence) or input.is_nested:
         return None
     splits = _integers(m_splits)
     return None if splits is None else (tuple(input.shape), *splits)
