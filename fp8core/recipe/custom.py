@@ -144,7 +144,8 @@ class QuantizerRole:
         module_type: ``"linear"`` for every layer of dense products, also behind a norm or in a
             chain; ``"grouped_linear"``, or the kind of another layer.
         tensor_type: ``"input"``, ``"weight"`` or ``"grad_output"``.
-        name: the layer's name; empty for a layer without one.
+        name: the layer's name; empty for a layer without one. A ``LayerNormMLP`` asks for its two
+            products, ``"name.fc1"`` and ``"name.fc2"``, which have to be answered alike.
     """
 
     module_type: str = ""
@@ -231,7 +232,7 @@ class CustomRecipe(Recipe):
 
     Raises:
         RecipeError: both ways, or neither. When a layer is bound: the factory returns something
-            else.
+            else, or different plans for the two products of a ``LayerNormMLP``.
     """
 
     family: ClassVar[str | None] = "custom"
@@ -284,13 +285,29 @@ class CustomRecipe(Recipe):
         )
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
-        """Return the plan of the factory's answers for each tensor, or of the scaling fields."""
+        """Return the plan of the factory's answers for each tensor, or of the scaling fields.
+
+        Raises:
+            RecipeError: answers that do not fit together, or are no plans.
+        """
         if self.qfactory is None:
             request = self._request()
             return delayed_linear_plan(self, request.fp8_format, request.delayed())
+        names = _names_of(role)
+        plan, *others = [self._asked_plan(role, name, self.qfactory) for name in names]
+        if any(_without_objects(other) != _without_objects(plan) for other in others):
+            raise RecipeError(
+                f"CustomRecipe: qfactory returned different answers for {' and '.join(names)}, "
+                f"which compute by one plan. Answer alike for both, or build the layer of "
+                f"fp8core.LayerNormLinear, an operation of fp8core.ops and fp8core.Linear."
+            )
+        return plan
+
+    def _asked_plan(self, role: LayerRole, name: str, qfactory: QuantizerFactory) -> LinearPlan:
+        """Return the plan of the factory's answers for the dense product ``name``."""
         module_type = "linear" if role.kind in _LINEAR_KINDS else role.kind
         answers = {
-            tensor: self.qfactory(QuantizerRole(module_type, tensor, role.name or ""))
+            tensor: qfactory(QuantizerRole(module_type, tensor, name))
             for tensor in ("input", "weight", "grad_output")
         }
         delayed = [a for a in answers.values() if isinstance(a, DelayedScalingRequest)]
@@ -327,6 +344,23 @@ class CustomRecipe(Recipe):
                 f"it return their plans."
             )
         return tuple(makers.items())
+
+
+def _names_of(role: LayerRole) -> tuple[str, ...]:
+    """Return the names of the dense products in a layer, as Transformer Engine has them.
+
+    Source: Transformer Engine 2.20, LayerNormMLP.get_quantizer_roles.
+    """
+    name = role.name or ""
+    if role.kind != "layernorm_mlp":
+        return (name,)
+    prefix = f"{name}." if name else ""
+    return f"{prefix}fc1", f"{prefix}fc2"
+
+
+def _without_objects(plan: LinearPlan) -> tuple[LinearPlan, list[tuple[str, type]]]:
+    """Return ``plan`` with the classes of the user's objects, which a factory makes anew."""
+    return dataclasses.replace(plan, makers=()), [(name, type(one)) for name, one in plan.makers]
 
 
 _VERBS = ("__call__", "set_usage", "make_empty")

@@ -79,6 +79,12 @@ class Doubled(MXFP8Quantizer):
         return super().quantize_impl(2 * tensor)
 
 
+def test_new_objects_for_each_product_of_a_mlp_are_answers_alike() -> None:
+    layer = fp8core.LayerNormMLP(64, 64, device=DEVICE)
+    with fp8core.autocast(recipe=recipe.CustomRecipe(lambda role: Doubled(E4M3))):
+        assert layer(torch.ones(32, 64, device=DEVICE)).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("factory", "named"),
     [

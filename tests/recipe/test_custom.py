@@ -88,6 +88,32 @@ def test_factory_is_asked_for_each_tensor_with_its_role() -> None:
     ]
 
 
+@pytest.mark.parametrize(("name", "prefix"), [("encoder.mlp", "encoder.mlp."), (None, "")])
+def test_factory_is_asked_for_both_products_of_a_mlp(name: str | None, prefix: str) -> None:
+    asked: list[QuantizerRole] = []
+
+    def factory(role: QuantizerRole) -> OperandSpec:
+        asked.append(role)
+        return ROW
+
+    CustomRecipe(factory).plan(LayerRole("layernorm_mlp", name), torch.bfloat16)
+    assert asked == [
+        QuantizerRole("linear", tensor, f"{prefix}{product}")
+        for product in ("fc1", "fc2")
+        for tensor in ("input", "weight", "grad_output")
+    ]
+
+
+def test_different_answers_for_the_products_of_a_mlp_are_refused() -> None:
+    layer = fp8core.LayerNormMLP(16, 32, name="mlp", device="cpu")
+    recipe = CustomRecipe(lambda role: ROW if role.name == "mlp.fc1" else TENSOR)
+    with (
+        fp8core.autocast(recipe=recipe),
+        pytest.raises(RecipeError, match=r"different answers for mlp\.fc1 and mlp\.fc2"),
+    ):
+        layer(torch.zeros(4, 16))
+
+
 def test_factory_is_not_asked_before_a_plan_is() -> None:
     CustomRecipe(lambda role: 1 / 0)
 
