@@ -264,6 +264,16 @@ def _places(steps: Sequences, before: Sequences) -> tuple[torch.Tensor, ...]:
     return batch, offset, starts[batch] + offset
 
 
+class _Changes(NamedTuple):
+    """What becomes of rows since a step after which layers held ``stored``: those that sequences
+    take over, int64 on the device of the cache, and of each that moves where it was and is."""
+
+    stored: Mapping[Hashable, int]
+    cleared: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
+
+
 class NonPagedKVCacheManager(_OwnManager):
     """Keeps each sequence in a row of ``[max_batch_size, max_seqlen]`` tokens.
 
@@ -284,6 +294,7 @@ class NonPagedKVCacheManager(_OwnManager):
     ) -> None:
         head_dims = (head_dim_k, head_dim_k if head_dim_v is None else head_dim_v)
         super().__init__(num_heads, head_dims, dtype, (max_batch_size, max_seqlen), device)
+        self._changes: _Changes | None = None  # of this step, for the layers that hold the same
 
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate the layer's keys and values, ``[max_batch_size, max_seqlen, heads, size]``."""
@@ -292,9 +303,24 @@ class NonPagedKVCacheManager(_OwnManager):
     def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
         batch, offset, position = _places(steps, before)
         slot = batch * self.max_seqlen + position
+        self._changes = None
         return self._placed(torch.stack((slot, batch, offset)))
 
     def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
+        if self._changes is None or self._changes.stored is not stored:
+            self._changes = self._changes_since(stored)
+        _, cleared, source, target = self._changes
+        if not len(cleared):
+            return
+        length = max(self._before.values())
+        for cache in self.cache[layer_number]:
+            moved = cache[source, :length] if len(source) else None
+            cache.index_fill_(0, cleared, 0)
+            if moved is not None:
+                cache[target, :length] = moved
+
+    def _changes_since(self, stored: Mapping[Hashable, int]) -> _Changes:
+        """Return what becomes of the rows of layers that have ``stored``."""
         rows = {name: row for row, name in enumerate(stored)}
         moves, taken = [], []
         for at, (name, length) in enumerate(self._before.items()):
@@ -303,17 +329,9 @@ class NonPagedKVCacheManager(_OwnManager):
             taken.append(at)
             if length:
                 moves.append((rows[name], at))
-        if not taken:
-            return
-        length = max(self._before.values())
-        cleared = self._uploaded(torch.tensor(taken, device="cpu"))
         pairs = torch.tensor(moves, dtype=torch.int64, device="cpu").view(-1, 2)
-        source, target = self._uploaded(pairs).unbind(1)
-        for cache in self.cache[layer_number]:
-            moved = cache[source, :length] if moves else None
-            cache.index_fill_(0, cleared, 0)
-            if moved is not None:
-                cache[target, :length] = moved
+        cleared = self._uploaded(torch.tensor(taken, dtype=torch.int64, device="cpu"))
+        return _Changes(stored, cleared, *self._uploaded(pairs).unbind(1))
 
     def _held(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.cache[layer_number]
