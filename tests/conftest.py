@@ -37,6 +37,8 @@ def backends_folder() -> Path | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Decide where the tensors of tests live before modules of tests make some."""
+    if DEVICE_TYPE == "cuda":
+        device.import_inductor()
     placement = contextlib.ExitStack()
     placement.enter_context(device.tensors_on(DEVICE_TYPE))
     config.add_cleanup(placement.close)

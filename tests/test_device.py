@@ -54,6 +54,13 @@ def test_draws_are_those_of_the_cpu() -> None:
 
 def test_absent_hardware_is_named_where_an_error_says_so(on_cuda: None) -> None:
     assert absent(MESSAGE) == "cuda: MX block scales need compute capability 10.0"
+    assert (
+        absent("""UnsupportedError: Linear(8, 8): no backend runs GemmDesc(a=hif8) on cuda:0
+  ascend: runs on npu, not on cuda
+  cuda: no kernels for format hif8
+  reference: emulates it on any device""")
+        == "cuda: no kernels for format hif8"
+    )
     lacking = (
         "NotImplementedError: Could not run 'aten::x' with arguments from the 'NestedCUDA' backend."
     )
@@ -64,6 +71,7 @@ def test_absent_hardware_is_named_where_an_error_says_so(on_cuda: None) -> None:
     "text",
     [
         "fp8core.errors.UnsupportedError: offered in no recipe",
+        "UnsupportedError: no backend runs GemmDesc on cuda:0\n  reference: emulates it",
         f"{MESSAGE}\nDuring handling of it:\n\nValueError: 1",
         "AssertionError: compute capability 9.0",
         "",
@@ -80,6 +88,18 @@ def test_test_that_asks_for_absent_hardware_is_skipped(on_cuda: None) -> None:
         )
     with pytest.raises(UnsupportedError, match="offered"), device.running_a_test():
         raise UnsupportedError("offered in no recipe")
+
+
+def test_test_that_expects_another_error_than_of_absent_hardware_is_skipped(on_cuda: None) -> None:
+    def fail(message: str) -> None:
+        with device.running_a_test(), pytest.raises(UnsupportedError, match="frozen"):
+            raise UnsupportedError(message)
+
+    fail("frozen weights")
+    with pytest.raises(pytest.skip.Exception, match="no kernels"):
+        fail("no backend runs it on cuda:0\n  cuda: no kernels for format hif8")
+    with pytest.raises(AssertionError, match="thawed"):
+        fail("thawed weights")
 
 
 def test_process_whose_gpu_broke_ends(monkeypatch: pytest.MonkeyPatch, on_cuda: None) -> None:
