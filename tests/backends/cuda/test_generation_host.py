@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,19 +19,18 @@ from fp8core.modules import attention
 from fp8core_backends.cuda import attention_call, attention_lengths, attention_plans
 from fp8core_backends.cuda.attention_plans import Graphs
 from tests.backends.cuda.attention_stand_in import StandIn
-
-HEADS, GROUPS, SIZE, CAPACITY, PAGE = 4, 2, 16, 64, 4
-LAYOUTS = ("sbhd", "bshd", "thd")
-PAGES: dict[str, dict[str, Any]] = {
-    "rows": {},
-    "pages": {"is_paged": True, "page_size": PAGE},
-}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "window": {"window_size": (6, 0)},
-    "sink": {"softmax_type": "off-by-one"},
-    "no mask": {"attn_mask_type": "padding"},
-}
+from tests.backends.cuda.generation import (
+    CAPACITY,
+    GROUPS,
+    HEADS,
+    LAYOUTS,
+    OPTIONS,
+    PAGE,
+    PAGES,
+    SIZE,
+    STEPS,
+    Generation,
+)
 
 _backends: list[StandIn] = []
 _numbers = itertools.count()
@@ -53,51 +51,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Generation, "cudnn", name)
     yield
     _backends.clear()
-
-
-class Generation:
-    """Sequences of random tokens that go through two layers of one cache, step by step."""
-
-    cudnn = ""  # the name of the backend
-
-    def __init__(self, layout: str, kind: str, **options: Any) -> None:
-        sizes = (HEADS, SIZE, GROUPS)
-        self.layers = [
-            DotProductAttention(*sizes, qkv_format=layout, layer_number=1 + at, **options).eval()
-            for at in range(2)
-        ]
-        self.layout = layout
-        self.cache = InferenceParams(
-            *(4, CAPACITY, GROUPS, SIZE, torch.bfloat16), device="cpu", **PAGES[kind]
-        )
-
-    def step(self, counts: dict[Any, int], backend: str, seed: int, nan_in: str = "") -> Any:
-        """Bring so many tokens of each sequence; return the results of the layers, by sequence.
-
-        The keys and values of ``nan_in`` are NaN, and so are the tokens that pad the others.
-        """
-        self.cache.pre_step(OrderedDict(counts))
-        generator = torch.Generator().manual_seed(seed)
-        longest = max(counts.values())
-        dense = [
-            torch.randn(len(counts), longest, heads, SIZE, generator=generator).bfloat16()
-            for heads in (HEADS, GROUPS, GROUPS)
-        ]
-        for at, (name, count) in enumerate(counts.items()):
-            for x in dense[1:]:
-                x[at, 0 if name == nan_in else count :] = torch.nan
-        if self.layout == "thd":
-            dense = [torch.cat([x[at, :n] for at, n in enumerate(counts.values())]) for x in dense]
-        elif self.layout == "sbhd":
-            dense = [x.transpose(0, 1) for x in dense]
-        with torch.no_grad(), use_backend(self.cudnn if backend == "cudnn" else backend):
-            results = [layer(*dense, inference_params=self.cache) for layer in self.layers]
-        return [self.by_sequence(y, counts) for y in results]
-
-    def by_sequence(self, y: torch.Tensor, counts: dict[Any, int]) -> dict[Any, torch.Tensor]:
-        rows: Any = y.split([*counts.values()]) if self.layout == "thd" else y
-        rows = y.transpose(0, 1) if self.layout == "sbhd" else rows
-        return {name: rows[at][:n] for at, (name, n) in enumerate(counts.items())}
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -122,17 +75,6 @@ def test_pages_build_a_plan_for_each_power_of_two(layout: str) -> None:
         generation.step({"a": 1, "b": 1}, "cudnn", seed)
     # 8, 16, 32 and 64 tokens, of which ragged ones are rounded up to 64.
     assert Graphs.built - before == (0 if layout == "thd" else 4)
-
-
-STEPS: list[tuple[dict[str, int], str]] = [
-    ({"a": 9, "b": 20, "c": 3}, ""),
-    ({"a": 1, "b": 2, "c": 1}, "b"),
-    ({"c": 1, "a": 1, "d": 2}, ""),  # b has ended, and rows have moved
-    ({"c": 1, "d": 1}, ""),
-    ({"e": 7, "d": 1, "c": 1}, "e"),
-    ({"f": 2, "d": 1}, ""),
-    ({"f": 2, "d": 1, "g": 12, "h": 1}, ""),
-]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
