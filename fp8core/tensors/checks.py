@@ -245,6 +245,7 @@ def plan_from(stored: Any) -> TensorPlan:
     Raises:
         OperandError: ``stored`` holds something else, or a plan that is not for parameters.
     """
+    reason = ""
     try:
         row, column = (
             None if fields is None else OperandSpec(**{**fields, "block": tuple(fields["block"])})
@@ -255,11 +256,13 @@ def plan_from(stored: Any) -> TensorPlan:
         is_plan = is_plan and all(_is_stored(spec) for spec in plan if spec is not None)
         if is_plan and storage_plan(plan) == plan:
             return plan
-    except (KeyError, OverflowError, RecipeError, TypeError, ValueError):
+    except RecipeError as error:  # such as a format that fp8core does not have
+        reason = f" {error}"
+    except (KeyError, OverflowError, TypeError, ValueError):
         pass
     raise OperandError(
-        f"a stored QuantizedTensor is planned as {reprlib.repr(stored)}, which no quantizer plans. "
-        f"The file is damaged, or of another version."
+        f"a stored QuantizedTensor is planned as {reprlib.repr(stored)}, which no quantizer plans."
+        f"{reason} The file is damaged, or of another version, or of a plug-in that is missing."
     )
 
 

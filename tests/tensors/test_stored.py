@@ -245,6 +245,14 @@ def test_a_plan_of_endless_depth_is_refused_by_name() -> None:
         load(saved)
 
 
+def test_a_format_that_no_plug_in_registers_is_named() -> None:
+    saved = fields(quantized("current"))
+    for way in ("row", "column"):
+        saved[way] = {**saved[way], "format": "toy9"}
+    with pytest.raises(OperandError, match=r"no format 'toy9'; known: .* plug-in that is missing"):
+        load(saved)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_padding_has_scales_that_load(name: str) -> None:
     padded = torch.nn.functional.pad(quantized(name), (0, 32, 0, 64))
