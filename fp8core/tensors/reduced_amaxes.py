@@ -104,11 +104,13 @@ class _News(NamedTuple):
         num_created: how many layers of each family its process has created.
         exist: for each layer agreed on so far, whether the rank still has used it.
         layers: those that it has used since.
+        is_waiting: whether backward amaxes of the rank wait.
     """
 
     num_created: Counter[Family]
     exist: list[bool]
     layers: list[_Layer]
+    is_waiting: bool
 
 
 class _Entry(NamedTuple):
@@ -156,12 +158,12 @@ class _Reduction:
             return self._reduce_captured(own, group)
         self.read_flags()
         if self._agreed is None or self._is_announced:
-            self._agreed = self._agree(group)
+            self._agreed = self._agree(group, is_waiting=is_waiting)
         foreign = {one.order for one in recorded if one.reduced_over is not self._reference}
         flags = bool(own), not own, is_waiting
         reduced = self._reduce_agreed(self._agreed, foreign, flags, group)
         if self._is_announced:  # known at once
-            self._agreed = self._agree(group)
+            self._agreed = self._agree(group, is_waiting=is_waiting)
             reduced = self._reduce_agreed(self._agreed, foreign, flags, group)
         # The ranks over which a layer is spread reduce next. One that they skipped may exist on one
         # of them alone, as garbage: it keeps the amax for its next update.
@@ -251,17 +253,18 @@ class _Reduction:
             copy_all(newest, list(torch.split(flat, [part.numel() for part in newest])))
         return own
 
-    def _agree(self, group: dist.ProcessGroup) -> list[_Entry]:
+    def _agree(self, group: dist.ProcessGroup, *, is_waiting: bool) -> list[_Entry]:
         """Exchange the layers that the ranks have used since they agreed last, and return all.
 
-        Those that no rank has any more are left out.
+        Those that no rank has any more are left out. ``is_waiting`` is as in :meth:`reduce`.
         """
         states, agreed = self._states(), self._agreed or []
         known = {entry.order for entry in agreed}
         own = [self._describe(states[order]) for order in sorted(states) if order not in known]
         exist = [entry.order in states for entry in agreed]
         said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, _News(num_created(), exist, own), group=group)
+        dist.all_gather_object(said, _News(num_created(), exist, own, is_waiting), group=group)
+        self.defers_backward |= any(news.is_waiting for news in said)
         self._is_announced = False
         try:
             matched = _matched(said, dist.get_rank(group))

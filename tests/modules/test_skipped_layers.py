@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fp8core import GroupedLinear, Linear, OperandError, autocast, checkpoint, recipe
+from fp8core.tensors import reduced_amaxes
 from tests.ranks import run_ranks
 
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
@@ -101,6 +102,16 @@ def backward_inside(rank: int, group: Any) -> dict[str, Any]:
                 run(two[layer], value).backward()
         found[f"fwd {at}"], found[f"bwd {at}"] = amaxes(two), amaxes(two, "bwd")
     return found
+
+
+def flags_read_later(rank: int, group: Any) -> dict[str, Any]:
+    """The same with flags that are read at the next reduction, as those on a GPU are."""
+
+    def keep(reduction: Any, flags: torch.Tensor) -> None:
+        reduction._flags = flags.clone(), mock.Mock()
+
+    with mock.patch.object(reduced_amaxes._Reduction, "_keep", keep):
+        return backward_inside(rank, group)
 
 
 def later(rank: int, group: Any) -> dict[str, Any]:
@@ -224,8 +235,8 @@ def work(rank: int) -> dict[str, Any]:
     """Run every scenario as ``rank`` of two."""
     torch.manual_seed(0)
     scenarios = (
-        *(dropped, idle, backward_inside, later, microbatches, two_groups, collectives, garbage),
-        copied,
+        *(dropped, idle, backward_inside, flags_read_later, later, microbatches, two_groups),
+        *(collectives, garbage, copied),
     )
     found = {one.__name__: one(rank, dist.new_group([0, 1])) for one in scenarios}
     return {**found, "differing": differing(rank)}
@@ -275,10 +286,11 @@ def test_gradients_wait_for_a_rank_that_has_run_no_layer(ranks: list[dict[str, A
 
 
 @pytest.mark.parametrize("way", ["fwd", "bwd"])
+@pytest.mark.parametrize("name", ["backward_inside", "flags_read_later"])
 def test_backward_within_the_autocast_of_a_rank_that_runs_no_layer(
-    ranks: list[dict[str, Any]], way: str
+    ranks: list[dict[str, Any]], name: str, way: str
 ) -> None:
-    first, *later = ([rank["backward_inside"][f"{way} {at}"] for rank in ranks] for at in range(3))
+    first, *later = ([rank[name][f"{way} {at}"] for rank in ranks] for at in range(3))
     assert first == [[2.0, 3.0], [0.0, 0.0]]  # rank 1 has not run a layer so far
     assert later == [[[4.0, 7.0]] * 2, [[9.0, 7.0]] * 2]
 
