@@ -7,9 +7,18 @@ from collections import OrderedDict
 import pytest
 import torch
 
+from fp8core import (
+    InferenceParams,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    autocast,
+    quantized_model_init,
+    recipe,
+)
 from fp8core_backends.cuda.attention_plans import Graphs
 from tests.backends.cuda.cuda_cases import DEVICE, nothing_waits
 from tests.backends.cuda.generation import (
+    CAPACITY,
     GROUPS,
     HEADS,
     LAYOUTS,
@@ -67,4 +76,43 @@ def test_a_token_builds_no_plan_and_does_not_wait(layout: str) -> None:
     with nothing_waits():
         for _ in range(20):
             step()
+    assert Graphs.built == before
+
+
+@pytest.mark.parametrize("name", [None, "current"])
+def test_a_token_through_a_transformer_layer_does_not_wait(name: str | None) -> None:
+    """In high precision, and with weights that are stored quantized."""
+    chosen = None if name is None else recipe.by_name(name)
+    with quantized_model_init(enabled=name is not None, recipe=chosen):
+        layers = [
+            TransformerLayer(
+                *(256, 512, HEADS),
+                num_gqa_groups=GROUPS,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                attn_input_format="bshd",
+                layer_number=1 + at,
+                params_dtype=torch.bfloat16,
+                device=DEVICE,
+            ).eval()
+            for at in range(2)
+        ]
+    angles = RotaryPositionEmbedding(SIZE)(CAPACITY).to(DEVICE)
+    cache = InferenceParams(2, CAPACITY, GROUPS, SIZE, torch.bfloat16, device=DEVICE)
+
+    def step(x: torch.Tensor) -> None:
+        cache.pre_step(OrderedDict.fromkeys("ab", x.shape[1]))
+        with torch.no_grad(), autocast(enabled=name is not None, recipe=chosen):
+            for layer in layers:
+                x = layer(x, inference_params=cache, rotary_pos_emb=angles)
+        assert x.shape[-1] == 256
+
+    prompt, token = (torch.randn(2, length, 256, device=DEVICE).bfloat16() for length in (8, 1))
+    step(prompt)
+    for _ in range(3):
+        step(token)
+    before = Graphs.built
+    with nothing_waits():
+        for _ in range(10):
+            step(token)
     assert Graphs.built == before
