@@ -90,6 +90,7 @@ def test_a_token_through_a_transformer_layer_does_not_wait(name: str | None) -> 
                 num_gqa_groups=GROUPS,
                 hidden_dropout=0.0,
                 attention_dropout=0.0,
+                fuse_qkv_params=True,
                 attn_input_format="bshd",
                 layer_number=1 + at,
                 params_dtype=torch.bfloat16,
