@@ -5,18 +5,29 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
 
-from fp8core.errors import OperandError
+from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.checks import is_sharded, misfit
 from fp8core.tensors.sharded_weight import local_part
 
-__all__ = ["FLOATS", "FusedOptimizer"]
+__all__ = ["FLOATS", "FusedOptimizer", "check_positive"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of parameters and gradients that operations step."""
+
+
+def check_positive(owner: str, group: dict[str, Any], *names: str) -> None:
+    """Raise OperandError unless the options ``names`` are tensors, or numbers from 0."""
+    for name in names:
+        value = group[name]
+        if not isinstance(value, torch.Tensor) and not (
+            isinstance(value, Real) and float(value) >= 0
+        ):
+            raise OperandError(f"{owner}({name}={value!r}): expected a number, 0 or above.")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -31,6 +42,31 @@ class FusedOptimizer(torch.optim.Optimizer):
             warnings.warn(text, DeprecationWarning, stacklevel=3)
         self.set_grad_none = given
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with options that differ from the defaults.
+
+        Raises:
+            OperandError, UnsupportedError: an option or a parameter by which nothing can be
+                stepped; nothing is added then.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_options(group)
+            for param in group["params"]:
+                self._check_parameter(param)
+        except (OperandError, UnsupportedError):
+            self.param_groups.pop()
+            raise
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        """Raise OperandError if an option of ``group`` is no number that it can be."""
+        raise NotImplementedError
+
+    def _check_parameter(self, param: torch.Tensor) -> None:
+        """Raise OperandError or UnsupportedError if ``param`` cannot be stepped."""
+        raise NotImplementedError
+
     def _all_params(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of all groups."""
         return chain.from_iterable(group["params"] for group in self.param_groups)
@@ -43,7 +79,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             OperandError: values of another kind, shape or placement; a parameter has other
                 states there than here, as by other options; there are states of parameters that its
-                groups do not name; or a group lacks an option. Nothing is loaded then.
+                groups do not name; or a group lacks an option, or has one that is no number.
+                Nothing is loaded then.
         """
         loaded: list[tuple[torch.Tensor, str, torch.Tensor]] = []
 
@@ -93,6 +130,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{', '.join(missing)}; it has {', '.join(map(str, group))}. Add to each group "
                     f"what this optimizer was made with, as in its own param_groups."
                 )
+            self._check_options(group)
 
     def _given(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return this rank's part of ``state``, saved for ``param``, or raise OperandError."""

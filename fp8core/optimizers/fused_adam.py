@@ -11,7 +11,7 @@ from fp8core.backend_api import AdamDesc
 from fp8core.chain.alone import bound
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.optimizers.adam_state import AVERAGES, MASTER, AdamState
-from fp8core.optimizers.fused import FLOATS
+from fp8core.optimizers.fused import FLOATS, check_positive
 from fp8core.optimizers.scaled_state import ScaledState
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.sharded_weight import local_part, plain_for_writing
@@ -72,7 +72,6 @@ class FusedAdam(AdamState):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
-        _check_numbers(lr, betas, eps, weight_decay)
         dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
         problems = (
             (amsgrad, "amsgrad=True"),
@@ -123,22 +122,18 @@ class FusedAdam(AdamState):
             self._step_supports_amp_scaling = True  # torch.amp.GradScaler asks for it
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with options that differ from the defaults.
-
-        Raises:
-            OperandError, UnsupportedError: a parameter that is not stepped; nothing is added then.
-        """
+        """As of the base; with ``capturable`` its ``lr`` becomes a tensor on the device."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        try:
-            for param in group["params"]:
-                self._check_parameter(param)
-        except (OperandError, UnsupportedError):
-            self.param_groups.pop()
-            raise
         if self.capturable and group["params"]:
             device = group["params"][0].device
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        check_positive("FusedAdam", group, "lr", "eps", "weight_decay")
+        betas = group["betas"]
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise OperandError(f"FusedAdam(betas={betas}): expected two numbers from 0 to below 1.")
 
     def _check_parameter(self, param: torch.Tensor) -> None:
         local = local_part(param)
@@ -289,12 +284,3 @@ def _moved(numbers: dict[str, Any], device: torch.device) -> dict[str, Any]:
         name: one.to(device) if isinstance(one, torch.Tensor) else one
         for name, one in numbers.items()
     }
-
-
-def _check_numbers(lr: Any, betas: Any, eps: float, weight_decay: float) -> None:
-    numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-    for name, value in numbers.items():
-        if not isinstance(value, torch.Tensor) and not value >= 0:
-            raise OperandError(f"FusedAdam({name}={value}): expected 0 or above.")
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise OperandError(f"FusedAdam(betas={betas}): expected two numbers from 0 to below 1.")

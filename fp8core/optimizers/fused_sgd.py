@@ -10,7 +10,7 @@ import torch
 from fp8core.backend_api import SgdDesc
 from fp8core.chain.alone import bound
 from fp8core.errors import OperandError
-from fp8core.optimizers.fused import FLOATS, FusedOptimizer
+from fp8core.optimizers.fused import FLOATS, FusedOptimizer, check_positive
 from fp8core.tensors.sharded_weight import ShardedWeight, local_part, plain_for_writing
 
 __all__ = ["FusedSGD"]
@@ -50,15 +50,6 @@ class FusedSGD(FusedOptimizer):
     ) -> None:
         if lr is _REQUIRED:
             raise OperandError("FusedSGD: lr is missing; it has no default.")
-        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        for name, value in numbers.items():
-            if value < 0:
-                raise OperandError(f"FusedSGD({name}={value}): expected 0 or above.")
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise OperandError(
-                f"FusedSGD(nesterov=True, momentum={momentum}, dampening={dampening}): expected a "
-                f"momentum, and a dampening of 0."
-            )
         self._note_set_grad_none(set_grad_none)
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
@@ -70,14 +61,22 @@ class FusedSGD(FusedOptimizer):
             "nesterov": nesterov,
         }
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if local_part(param).dtype not in FLOATS or type(local_part(param)) not in _STEPPED:
-                    raise OperandError(
-                        f"FusedSGD: a parameter of {param.dtype} "
-                        f"({type(param).__name__}); expected float32, bfloat16 or float16. Step "
-                        f"quantized ones with fp8core.MasterWeights."
-                    )
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        check_positive("FusedSGD", group, "lr", "momentum", "weight_decay")
+        momentum, dampening = group["momentum"], group["dampening"]
+        if group["nesterov"] and (momentum <= 0 or dampening != 0):
+            raise OperandError(
+                f"FusedSGD(nesterov=True, momentum={momentum}, dampening={dampening}): expected a "
+                f"momentum, and a dampening of 0."
+            )
+
+    def _check_parameter(self, param: torch.Tensor) -> None:
+        if local_part(param).dtype not in FLOATS or type(local_part(param)) not in _STEPPED:
+            raise OperandError(
+                f"FusedSGD: a parameter of {param.dtype} ({type(param).__name__}); expected "
+                f"float32, bfloat16 or float16. Step quantized ones with fp8core.MasterWeights."
+            )
 
     def _names_of_state(self, param: torch.Tensor) -> set[str]:
         return {_MOMENTUM}

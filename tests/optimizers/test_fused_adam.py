@@ -348,6 +348,32 @@ def test_groups_without_an_option_are_not_loaded(optimizer: Any) -> None:
     assert other.param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.parametrize("optimizer", [FusedAdam, FusedSGD])
+@pytest.mark.parametrize("lr", [None, -1.0, "0.1", float("nan")])
+def test_groups_whose_option_is_no_number_are_refused(optimizer: Any, lr: Any) -> None:
+    ours = optimizer(parameters(), lr=0.5)
+    saved = trained(optimizer, parameters(), 1, lr=0.1).state_dict()
+    saved["param_groups"][0]["lr"] = lr
+    words = rf"{optimizer.__name__}\(lr={lr!r}\): expected a number, 0 or above"
+    for refused in (
+        lambda: optimizer(parameters(), lr=lr),
+        lambda: ours.add_param_group({"params": parameters(), "lr": lr}),
+        lambda: ours.load_state_dict(saved),
+    ):
+        with pytest.raises(OperandError, match=words):
+            refused()
+    assert [group["lr"] for group in ours.param_groups] == [0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_added_parameters_that_cannot_be_stepped_are_refused(dtype: torch.dtype) -> None:
+    ours = FusedSGD(parameters(), lr=0.5)
+    param = torch.nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
+    with pytest.raises(OperandError, match=f"a parameter of {dtype}"):
+        ours.add_param_group({"params": [param]})
+    assert len(ours.param_groups) == 1
+
+
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_state_with_masters_on_one_side_alone_is_not_loaded(saves: bool) -> None:
     saved = trained(FusedAdam, parameters(BF16), 1, master_weights=saves).state_dict()
