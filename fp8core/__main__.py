@@ -89,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
-    command = next(iter(words), "-")
+    if not words:
+        parser.error(f"expected a command: {', '.join(_COMMANDS)}; fp8core -h describes them.")
+    command = words[0]
     if not command.startswith("-") and command not in _COMMANDS:
         parser.error(
             f"there is no command {command!r}; commands: {', '.join(_COMMANDS)}."

@@ -138,6 +138,13 @@ def test_unknown_command_gets_the_list_and_the_nearest(
     )
 
 
+def test_no_command_gets_the_list(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command()
+    err = capsys.readouterr().err
+    assert "expected a command: build, conformance, demo, doctor, explain, run, selftest" in err
+
+
 def test_version_is_that_of_the_package(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
