@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from fp8core.doctor import process
 from tests import device, forked
-from tests.ranks import DEVICE_TYPE
+from tests.ranks import BACKENDS, DEVICE_TYPE
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_ACCELERATOR = "needs an accelerator"
@@ -144,6 +145,17 @@ def forks() -> Iterator[None]:
     """End the process that forks for the tests, which the first of them starts."""
     yield
     forked.close()
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """The default group, of this process alone: over gloo, and NCCL for tensors on a GPU."""
+    if DEVICE_TYPE == "cuda":
+        torch.cuda.set_device(device.DEVICE)
+    dist.init_process_group(BACKENDS[DEVICE_TYPE], store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import importlib
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -96,9 +97,15 @@ def tensors_on(device: str) -> Iterator[None]:
     if device == "cpu":
         yield
         return
-    from_numpy = torch.from_numpy
+    from_numpy, run = torch.from_numpy, threading.Thread.run
+
+    def run_on_device(thread: threading.Thread) -> None:
+        with torch.device(device), _Numbers(device):  # torch's modes are a thread's own
+            run(thread)
+
     with pytest.MonkeyPatch.context() as patch, torch.device(device), _Numbers(device):
         patch.setattr(torch, "from_numpy", lambda array: from_numpy(array).to(device))
+        patch.setattr(threading.Thread, "run", run_on_device)
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,15 @@ def test_tensors_that_name_no_device_are_on_the_default_one() -> None:
     assert tensors[4].is_leaf
     assert tensors[4].requires_grad
     assert torch.zeros(1).device.type == torch.from_numpy(np.ones(1)).device.type == "cpu"
+
+
+def test_threads_have_the_same_default() -> None:
+    devices: list[str] = []
+    with tensors_on("meta"):
+        thread = threading.Thread(target=lambda: devices.append(torch.zeros(1).device.type))
+        thread.start()
+        thread.join()
+    assert devices == ["meta"]
 
 
 def test_draws_are_those_of_the_cpu() -> None:

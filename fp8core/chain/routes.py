@@ -69,9 +69,9 @@ class Routes:
         :attr:`unit`."""
         mine = self.experts
         counts = torch.tensor([row[mine] for row in self.counts], device="cpu") // step
-        starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.flatten().cumsum(0)[:-1]))
+        starts = torch.cat((counts.new_zeros(1), counts.flatten().cumsum(0)[:-1]))
         by_expert = starts.view_as(counts).t().flatten()
         lengths = counts.t().flatten()
         ends = lengths.cumsum(0)
         shift = torch.repeat_interleave(by_expert - (ends - lengths), lengths)
-        return (torch.arange(int(lengths.sum())) + shift).to(device)
+        return (torch.arange(len(shift), device="cpu") + shift).to(device)

@@ -20,11 +20,11 @@ from fp8core.torch_ops.definition import bound, define, empty, given, settle_all
 from fp8core.torch_ops.encoding import decode
 from fp8core.torch_ops.operators import flat
 from fp8core.torch_ops.private import (
-    enter_legacy_vmap,
-    exit_legacy_vmap,
     is_legacy_batched,
     is_transform_active,
+    legacy_vmap,
     without_interpreters,
+    without_keys,
 )
 from fp8core.torch_ops.shapes import ResultShape, is_captured
 
@@ -103,15 +103,9 @@ def _add_norm(
 @contextlib.contextmanager
 def _outside_transforms() -> Iterator[None]:
     """Run the body outside torch's transforms, so that all gradients of a batch get one mask."""
-    nesting = 1
-    while exit_legacy_vmap() > 0:  # of is_grads_batched, an older vmap
-        nesting += 1
-    try:
-        with without_interpreters():
-            yield
-    finally:
-        for _ in range(nesting):
-            enter_legacy_vmap()
+    # Not by its count of nestings: that is the thread's, and GPUs have a thread for backward.
+    with without_keys(legacy_vmap), without_interpreters():
+        yield
 
 
 def _dropped(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:

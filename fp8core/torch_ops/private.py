@@ -61,8 +61,6 @@ __all__ = [
     "count_writes",
     "current_backward_pass",
     "current_node",
-    "enter_legacy_vmap",
-    "exit_legacy_vmap",
     "foreach_norm",
     "foreach_types",
     "forward_hooks",
@@ -87,6 +85,7 @@ __all__ = [
     "is_zero_tensor",
     "lazily_negated",
     "lazy_zeros",
+    "legacy_vmap",
     "load_pre_hooks",
     "load_pre_hooks_called",
     "make_wrapper",
@@ -110,6 +109,7 @@ __all__ = [
     "wait_for_collective",
     "wait_for_result",
     "without_interpreters",
+    "without_keys",
     "without_modes",
 ]
 
@@ -177,8 +177,8 @@ try:
     )
     is_legacy_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
     interpreter_stack: Callable[[], Any] = torch._C._functorch.get_interpreter_stack
-    enter_legacy_vmap: Callable[[], int] = torch._C._vmapmode_increment_nesting
-    exit_legacy_vmap: Callable[[], int] = torch._C._vmapmode_decrement_nesting
+    legacy_vmap: Final[Any] = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))
+    without_keys: type[Any] = torch._C._ExcludeDispatchKeyGuard
 
     # The depth of forward-mode differentiation, a variable of torch's module; -1 outside of it.
     forward_ad._current_level  # noqa: B018  an early AttributeError where torch lacks it

@@ -7,6 +7,7 @@ import torch
 from torch.func import vmap
 
 from fp8core import ops
+from fp8core.torch_ops import fused
 from tests.chain.test_differentiable import LAYERS, D, K, layer_of, plain
 
 
@@ -37,3 +38,14 @@ def test_a_batch_of_gradients_has_the_mask_of_its_forward() -> None:
         torch.autograd.grad(y, x, own.reshape(2, 8), retain_graph=True)[0] for own in torch.eye(16)
     ]
     assert torch.equal(got, torch.stack(want))
+
+
+def test_a_thread_of_autograd_that_entered_no_vmap_draws_the_mask_of_a_batch() -> None:
+    """It has the dispatch keys of the thread that called backward, but not its count of levels."""
+    x, rng = torch.randn(3, 8), torch.tensor([1, 2])
+    want = fused.drop(x[0], rng, 0, 0.5) != 0
+    with torch._C._IncludeDispatchKeyGuard(torch._C._dispatch_key_parse("VmapMode")):
+        made = fused.drop(torch._add_batch_dim(x, 0, 1), rng, 0, 0.5)
+        with pytest.raises(RuntimeError, match="random operations inside of vmap"):
+            torch.rand(1)
+    assert torch.equal(torch._remove_batch_dim(made, 1, 3, 0) != 0, want.expand(3, 8))

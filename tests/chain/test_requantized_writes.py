@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,6 +24,7 @@ from tests.chain.requantizing import (
     step,
     values,
 )
+from tests.device import DEVICE
 from tests.monitoring import models
 from tests.monitoring.models import make
 
@@ -131,19 +129,12 @@ def test_a_negation_that_data_got_since_forward_is_carried_out(
     assert_same([y.detach(), x.grad, own.weight.grad], want[:3])  # type: ignore[list-item]
 
 
-@pytest.fixture
-def group_of_one(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # of one rank; torch's
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("reshards", [False, True])
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_layers_under_fully_shard_give_the_same(name: str, reshards: bool) -> None:
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh(DEVICE.type, (1,))
 
     def trained(chosen: Any) -> list[torch.Tensor]:
         torch.manual_seed(1)

@@ -32,6 +32,12 @@ def test_rows_are_ordered_by_expert_then_by_rank() -> None:
     assert both.order(DEVICE).tolist() == [0, 3, 4, 5, 1, 2, 6]
 
 
+def test_the_default_device_is_not_that_of_the_order() -> None:
+    with torch.device("meta"):
+        order = Routes.of(COUNTS, 1).order(torch.device("cpu"))
+    assert order.tolist() == list(range(12))
+
+
 def test_entries_of_several_rows_have_the_same_order() -> None:
     routes = Routes.of(COUNTS, 0)
     assert routes.unit == 2

@@ -6,13 +6,11 @@ the spy of these tests looks at every tensor of every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -58,10 +56,8 @@ def spy(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None
 
 
 @pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[Any]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+def mesh(group_of_one: None) -> Any:
+    return init_device_mesh(DEVICE.type, (1,))
 
 
 def values(rows: int = 32, seed: int = 1) -> torch.Tensor:
@@ -296,7 +292,9 @@ class Hollow(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor) -> Hollow:
-        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -15,6 +15,7 @@ from fp8core.backend_api import OpDesc
 from fp8core.dispatch import table
 from fp8core.recipe.plan import LayerRole
 from fp8core_backends.reference.backend import ReferenceBackend
+from tests.device import DEVICE
 
 NAMES = [*recipe.names(), None]
 Make = Callable[[], Any]
@@ -113,7 +114,7 @@ def test_a_lazy_negation_as_weight_is_made() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_zero_without_memory_is_made(name: str | None, kind: str) -> None:
     own = made(kind)
-    zero = torch._efficientzerotensor((32, 32))
+    zero = torch._efficientzerotensor((32, 32), device=DEVICE)
     with autocast(name):
         y = own(zero)
         assert torch.equal(y, own(torch.zeros(32, 32)))

@@ -184,11 +184,11 @@ class GivesFusedChunks(GivesChunks):
                 if not isinstance(grad_output, torch.Tensor):
                     grad_output = grad_output.rows_of(0, rows)
                 return run(grad_output, x, **given)
-            empty = torch.zeros(rows, cols, dtype=cast.dtype)
+            empty = torch.zeros(rows, cols, dtype=cast.dtype, device=x.device)
             scale = {name: value for name, value in given.items() if name == "scale"}
             made = self.part(cast, empty, **scale)
             made.columnwise.data.fill_(0x55)
-            sums = torch.zeros(cols)
+            sums = torch.zeros(cols, device=x.device)
             tensors = grad_output, x
             chunks = made._replace(rowwise=self.fused_chunks(run, made, sums, tensors, given))
             return (chunks, sums) if desc.sums else (chunks,)

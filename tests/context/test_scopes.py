@@ -161,14 +161,6 @@ def test_a_function_whose_body_would_run_outside_is_refused(function: Any) -> No
         autocast(recipe=FIRST)(function)
 
 
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("group_of_one")
 def test_a_group_is_destroyed_though_layers_have_reduced_over_it() -> None:
     layer, group = Linear(32, 16, device=DEVICE), weakref.ref(dist.group.WORLD)

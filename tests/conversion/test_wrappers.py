@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,14 +14,10 @@ from fp8core import OperandError, UnsupportedError
 
 BOTH = pytest.mark.parametrize("chosen", ["mxfp8", "delayed"])
 # torch's own, about the output of a linear layer that is a view.
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def group_of_one(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
+    pytest.mark.usefixtures("group_of_one"),
+]
 
 
 def model() -> nn.Sequential:

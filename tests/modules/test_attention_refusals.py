@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp8core import OperandError, UnsupportedError
+from tests.device import DEVICE
 from tests.modules.attention_calls import (
     SIZE,
     cu,
@@ -126,11 +127,11 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "alibi_slopes with core_attention_bias_type='no_bias'": ({}, {"alibi_slopes": torch.ones(4)}),
-    r"alibi_slopes \[3\] on cpu; expected \[4\]": (
+    rf"alibi_slopes \[3\] on {DEVICE}; expected \[4\]": (
         {},
         {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(3)},
     ),
-    r"alibi_slopes \[3, 4\] on cpu; expected \[4\] or \[2, 4\]": (
+    rf"alibi_slopes \[3, 4\] on {DEVICE}; expected \[4\] or \[2, 4\]": (
         {},
         {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(3, 4)},
     ),

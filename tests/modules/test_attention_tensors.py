@@ -3,9 +3,7 @@ tracer records."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,22 +13,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8core as te
 from fp8core import OperandError, UnsupportedError
+from tests.device import DEVICE
 
 HEADS, SIZE = 4, 8
 Scatter = Callable[..., DTensor]
 
 
-@pytest.fixture(scope="module")
-def scatter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scatter]:
+@pytest.fixture
+def scatter(group_of_one: None) -> Scatter:
     """Make a DTensor on a mesh of one rank."""
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
-    store: Path = tmp_path_factory.mktemp("mesh") / "store"
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=0, world_size=1
-    )
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    yield lambda x, placement=None: DTensor.from_local(x, mesh, [placement or Replicate()])
-    torch.distributed.destroy_process_group()
+    mesh = torch.distributed.init_device_mesh(DEVICE.type, (1,))
+    return lambda x, placement=None: DTensor.from_local(x, mesh, [placement or Replicate()])
 
 
 def heads() -> torch.Tensor:

@@ -18,6 +18,7 @@ from fp8core import (
     recipe,
 )
 from fp8core.modules.base import LowPrecisionModule
+from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -44,7 +45,10 @@ WRONG = {
     "booleans": (torch.zeros(4, K, dtype=torch.bool), "is torch.bool"),
     "complex": (torch.zeros(4, K, dtype=torch.complex64), "is torch.complex64"),
     "another dtype": (torch.randn(4, K).bfloat16(), "is torch.bfloat16, the weight torch.float32"),
-    "another device": (torch.empty(4, K, device="meta"), "input is on meta, the layer on cpu"),
+    "another device": (
+        torch.empty(4, K, device="meta"),
+        f"input is on meta, the layer on {DEVICE}",
+    ),
 }
 
 

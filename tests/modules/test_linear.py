@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,14 +70,9 @@ def test_a_value_that_asks_for_nothing_is_taken(argument: dict[str, Any]) -> Non
     assert torch.equal(layer.weight, Linear(8, 8).weight)
 
 
-def test_a_tensor_parallel_group_of_one_rank_is_taken(tmp_path: Path) -> None:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    try:
-        Linear(8, 8, tp_group=torch.distributed.group.WORLD)
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.usefixtures("group_of_one")
+def test_a_tensor_parallel_group_of_one_rank_is_taken() -> None:
+    Linear(8, 8, tp_group=torch.distributed.group.WORLD)
 
 
 @pytest.mark.parametrize("sizes", [(0, 8), (8, 0), (-1, 8), (8.0, 8), ("8", 8)], ids=str)

@@ -257,15 +257,11 @@ def test_a_prepared_model_can_be_copied_and_pickled() -> None:
         assert same(other, model)
 
 
-def test_data_parallel_leaves_the_state_to_each_rank(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("group_of_one")
+def test_data_parallel_leaves_the_state_to_each_rank() -> None:
     model = prepare(MODELS["linears"](), RECIPE)
-    store = torch.distributed.FileStore(str(tmp_path / "rendezvous"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        wrapped: Any = DistributedDataParallel(model)
-        assert not wrapped.modules_buffers
-    finally:
-        torch.distributed.destroy_process_group()
+    wrapped: Any = DistributedDataParallel(model)
+    assert not wrapped.modules_buffers
 
 
 def test_a_converted_model_still_warns_if_nothing_ran_in_low_precision(

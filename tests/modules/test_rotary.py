@@ -438,7 +438,7 @@ GOOD = RotaryPositionEmbedding(8)(16)
         ({"freqs": RotaryPositionEmbedding(10)(16)}, "rotates 10 of the 8 elements"),
         ({"freqs": GOOD[:, 0]}, r"freqs is \[16, 1, 8\]; expected \[positions, 1, 1, r\]"),
         ({"freqs": GOOD.expand(16, 2, 1, 8)}, r"freqs is \[16, 2, 1, 8\]"),
-        ({"freqs": GOOD.to("meta")}, "freqs is on meta, t on cpu"),
+        ({"freqs": GOOD.to("meta")}, f"freqs is on meta, t on {DEVICE}"),
         ({"freqs": GOOD[:4]}, "reaches position 4, but freqs has the angles of 4 positions"),
         ({"freqs": None}, "freqs is NoneType"),
         ({"start_positions": ints(0, 12)}, "reaches position 16.*at least 17"),

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -208,13 +205,6 @@ def test_what_is_computed_from_a_master_is_plain() -> None:
     assert {type(one) for one in optimizer.state[master].values()} == {torch.Tensor}
 
 
-@pytest.fixture
-def group_of_one(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def losses(net: torch.nn.Module, forward: Any) -> list[float]:
     masters = fp8core.MasterWeights(net)
     optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
@@ -253,7 +243,7 @@ def test_distributed_data_parallel(as_view: bool) -> None:
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_fully_sharded() -> None:
     net, plain = net_of_two(), net_of_two()
-    mesh = init_device_mesh("cpu", (1,))  # else torch takes the accelerator, if there is one
+    mesh = init_device_mesh(DEVICE.type, (1,))  # else torch takes the accelerator, if there is one
     for layer in net:
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)

@@ -8,7 +8,6 @@ layer that holds the same values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -32,13 +31,6 @@ pytestmark = [
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs_accelerator("cuda"))]
 Write = Callable[[nn.Linear | Linear], object]
-
-
-@pytest.fixture
-def group_of_one(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def new_values(own: torch.Tensor) -> torch.Tensor:
@@ -305,7 +297,7 @@ def test_zero_redundancy() -> None:
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("frees", [False, True])
 def test_layers_under_fully_shard(frees: bool) -> None:
-    mesh = init_device_mesh("cpu", (1,))  # else torch takes the accelerator, if there is one
+    mesh = init_device_mesh(DEVICE.type, (1,))  # else torch takes the accelerator, if there is one
 
     def full(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: own.full_tensor() for name, own in model.state_dict().items()}
@@ -319,7 +311,7 @@ def test_layers_under_fully_shard(frees: bool) -> None:
 
 @pytest.mark.usefixtures("group_of_one")
 def test_writes_to_the_shards_of_fully_shard() -> None:
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh(DEVICE.type, (1,))
     torch.manual_seed(0)
     model: Any = fully_shard(Linear(32, 32, bias=False), mesh=mesh, reshard_after_forward=False)
     x = torch.randn(32, 32)

@@ -81,7 +81,7 @@ def put_field(name: str, value: Any) -> Change:
 def with_value(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def change(part: torch.Tensor) -> torch.Tensor:
         part = part.clone()
-        part.view(-1)[-1] = value
+        part[(-1,) * part.dim()] = value
         return part
 
     return change
