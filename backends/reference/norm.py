@@ -31,7 +31,7 @@ def norm(
 
 def _gamma(desc: NormDesc, weight: torch.Tensor) -> torch.Tensor:
     wide = weight.to(_wide(desc.dtype))
-    return wide + 1 if desc.zero_centered else wide
+    return wide + 1.0 if desc.zero_centered else wide
 
 
 def norm_backward(

@@ -62,7 +62,7 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=128, help="width of the network")
     args = parser.parse_args()
-    torch.set_default_device(torch.accelerator.current_accelerator() or "cpu")
+    torch.set_default_device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     for name, recipe in (("float32", None), (args.recipe, by_name(args.recipe))):
         accuracy = train(recipe, args.epochs, args.hidden)
         print(f"{name}: {accuracy:.1%} of the images held out are classified correctly")

@@ -68,7 +68,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", choices=te.recipe.names(), default="mxfp8")
     args = parser.parse_args()
-    torch.set_default_device(torch.accelerator.current_accelerator() or "cpu")
+    torch.set_default_device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     torch.manual_seed(0)
     config = LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4)
     config.vocab_size, config.num_hidden_layers, config.max_position_embeddings = 256, 2, 64

@@ -22,7 +22,7 @@ from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.custom import may_reduce_amaxes
 from fp8core.tensors.reduced_amaxes import note_autocast
-from fp8core.torch_ops.operators import constant_in_graph
+from fp8core.torch_ops.operators import constant_in_graph, taking_dataclasses
 
 __all__ = [
     "Active",
@@ -187,7 +187,8 @@ class autocast(contextlib.ContextDecorator):
         recipe: Recipe | str | None = None,
         amax_reduction_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        self._active = _ask(enabled, calibrating, recipe, amax_reduction_group)
+        ask = _ask_by_object if isinstance(recipe, Recipe) else _ask
+        self._active = ask(enabled, calibrating, recipe, amax_reduction_group)
 
     def __enter__(self) -> None:
         thread = _thread
@@ -330,6 +331,7 @@ def _check(
     return request(recipe if enabled else None, observe, reference).name
 
 
+_ask_by_object = taking_dataclasses(_ask)
 constant_in_graph(_ask)
 constant_in_graph(timeline.is_traced)
 

@@ -12,7 +12,7 @@ from fp8core.quantizers.base import Quantizer, quantize_in_graph
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.coded import tensor_plan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.torch_ops.operators import constant_in_graph
+from fp8core.torch_ops.operators import constant_in_graph, taking_dataclasses
 
 __all__ = ["dequantize", "quantize"]
 
@@ -60,7 +60,8 @@ def quantize(
     dtype = x.dtype if isinstance(x, torch.Tensor) else torch.float32
     asked = (by, tensor, dtype, rowwise, columnwise)
     if torch.compiler.is_compiling():
-        number, is_row, is_column = _number_of(*asked).split()
+        number_of = _number_of if isinstance(by, str) else _number_of_object
+        number, is_row, is_column = number_of(*asked).split()
         return quantize_in_graph(number, x, bool(int(is_row)), bool(int(is_column)))
     return _planned(*asked)(x)
 
@@ -82,6 +83,7 @@ def _number_of(*asked: Any) -> str:
     return f"{quantizer.number} {quantizer.rowwise_usage:d} {quantizer.columnwise_usage:d}"
 
 
+_number_of_object = taking_dataclasses(_number_of)
 constant_in_graph(_number_of)
 
 

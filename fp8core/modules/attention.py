@@ -55,6 +55,7 @@ from fp8core.recipe.plan import AttentionPlan
 from fp8core.reporting import log_once
 from fp8core.torch_ops.likeness import sameness_to
 from fp8core.torch_ops.operators import constant_in_graph
+from fp8core.torch_ops.untraced import untraced
 
 __all__ = ["AttentionCall", "AttentionOptions", "DotProductAttention"]
 
@@ -648,6 +649,7 @@ class AttentionCall(NamedTuple):
         out = run_links(layer, bound, bound.parts[0], q.flatten(-2), params, call)
         return out if max_logit is None else (out, max_logit)
 
+    @untraced
     def run_and_remember(
         self,
         inputs: AttentionInputs,

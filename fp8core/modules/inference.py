@@ -22,6 +22,7 @@ from fp8core.modules.kv_cache import (
 )
 from fp8core.modules.parameters import check_size, resolve_device
 from fp8core.parameter.init import DTYPES
+from fp8core.torch_ops.untraced import untraced
 
 __all__ = ["CachedKeys", "InferenceParams"]
 
@@ -218,6 +219,7 @@ class InferenceParams:
         if layer_number not in self.cache_manager.cache:
             self.cache_manager.allocate_memory(layer_number)
 
+    @untraced
     def claim(self, layer_number: int, layer: torch.nn.Module) -> None:
         """Note that ``layer`` has the number, until the cache is reset."""
         self._layers[layer_number] = layer

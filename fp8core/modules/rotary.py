@@ -49,6 +49,9 @@ class Rotary(LowPrecisionModule):
         """Return the shape of the rotation."""
         return (RotaryShape(self.tensor_format, self.interleaved),)
 
+    def _describe(self) -> list[str]:
+        return [f"tensor_format={self.tensor_format!r}", f"interleaved={self.interleaved}"]
+
     def forward(
         self,
         t: torch.Tensor,

@@ -295,7 +295,7 @@ class _Reduction:
 
 def _device_type_of(group: dist.ProcessGroup) -> str:
     """Return a type of device whose tensors the group reduces."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or dist.get_backend(group) == "gloo":
         return "cpu"
     return accelerator.type

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -20,10 +20,14 @@ from fp8core.torch_ops import shapes
 from fp8core.torch_ops.counted import run_counted
 from fp8core.torch_ops.definition import Tensors, bound, define, empty, given, settle_all
 from fp8core.torch_ops.encoding import decode
-from fp8core.torch_ops.private import MARKED_CONSTANT, ORDERED
+from fp8core.torch_ops.private import MARKED_CONSTANT, ORDERED, PASSES_DATACLASSES
 from fp8core.torch_ops.shapes import ResultShape, settle
+from fp8core.torch_ops.untraced import untraced
 
-__all__ = ["constant_in_graph", "draw_seed", "flat", "refuse"]
+__all__ = ["constant_in_graph", "draw_seed", "flat", "refuse", "taking_dataclasses"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def constant_in_graph(function: Callable[..., Any]) -> None:
@@ -33,6 +37,16 @@ def constant_in_graph(function: Callable[..., Any]) -> None:
     than the rest of ``import fp8core``.
     """
     setattr(function, MARKED_CONSTANT, True)
+
+
+def taking_dataclasses(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, which is then made a constant in graphs, for calls with a frozen
+    dataclass.
+
+    torch before 2.13 has none of those passed to a constant: there the graph breaks at the call,
+    and with ``fullgraph=True`` torch raises that it would.
+    """
+    return function if PASSES_DATACLASSES else untraced(function)
 
 
 # Quantization

@@ -44,6 +44,7 @@ __all__ = [
     "MODULE_CALL",
     "NO_BACKWARD_PASS",
     "ORDERED",
+    "PASSES_DATACLASSES",
     "PIN_MEMORY",
     "RENAMED_MODULES",
     "UNSCALE_GRADS",
@@ -297,6 +298,10 @@ CHECKPOINT_HOOK: Final = "unpack_hook"
 CHECKPOINT_FRAME: Final = "frame"
 """Names in torch.utils.checkpoint: the function that unpacks a saved tensor by a recompute, and
 its variable that holds the checkpoint."""
+
+
+PASSES_DATACLASSES: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether torch.compile passes frozen dataclasses to a function that is MARKED_CONSTANT."""
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

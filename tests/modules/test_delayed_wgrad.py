@@ -11,6 +11,7 @@ import torch
 
 import fp8core
 from fp8core import OperandError, UnsupportedError
+from fp8core.torch_ops.private import PASSES_DATACLASSES
 
 LAYERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "linear": (lambda **more: fp8core.Linear(48, 32, **more), ()),
@@ -203,6 +204,7 @@ def test_a_second_derivative_is_refused() -> None:
         grad.sum().backward()
 
 
+@pytest.mark.skipif(not PASSES_DATACLASSES, reason="an older torch raises before it is asked")
 def test_a_graph_refuses_it() -> None:
     _, late, x, _ = pair("linear")
     with pytest.raises(UnsupportedError, match="delay_wgrad_compute is not offered under torch"):

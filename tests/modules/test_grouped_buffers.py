@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp8core import GroupedLinear, OperandError, UnsupportedError, autocast
+from fp8core.torch_ops.private import PASSES_DATACLASSES
 
 SPLITS = [[7, 0, 33], [0, 0, 40]]
 
@@ -72,6 +73,7 @@ def test_a_buffer_that_does_not_fit_is_refused(bad: str, name: str) -> None:
         layer(torch.randn(8, 32), [4, 4], **{name: BAD[bad]})
 
 
+@pytest.mark.skipif(not PASSES_DATACLASSES, reason="an older torch raises before it is asked")
 def test_a_graph_refuses_it() -> None:
     layer, out = GroupedLinear(2, 32, 32), torch.empty(8, 32)
     compiled = torch.compile(lambda x: layer(x, [4, 4], out=out), backend="eager")

@@ -536,3 +536,7 @@ def test_a_split_that_does_not_fit_is_named(sizes: list[int]) -> None:
 def test_packed_projections_of_packed_sequences_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="tensor_format='thd'"):
         apply_fused_qkv_rotary_pos_emb(torch.zeros(5, 2, 3, 8), GOOD, GOOD, [4, 2, 2], "thd")
+
+
+def test_the_operation_is_shown_with_its_options() -> None:
+    assert repr(Rotary("bshd", interleaved=True)).startswith("Rotary(tensor_format='bshd', inter")
