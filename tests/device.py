@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,64 @@ CUDA_WARNINGS = (
 )
 """Of torch, about what tests do by intent on a GPU."""
 
+_ORACLE = "the reference's bits; the conformance kit holds the cuda backend to bounds"
+_THREAD = "backward of a GPU runs in a thread of autograd, in no autocast of the caller"
+_BOTH_STORED = "Hopper multiplies codes along k alone, so that both orientations are stored"
 NOT_ON_CUDA: dict[str, str] = {
+    "tests/chain/test_attention_fallback.py": "about a backend for CUDA that runs on the CPU",
+    "tests/chain/test_bias_gradient.py::"
+    "test_backend_of_an_older_contract_leaves_it_to_the_reference": (
+        "the reference backend stands in for others on the CPU alone"
+    ),
+    "tests/chain/test_linear_oracle.py::test_a_step_has_the_oracle_s_bits": _ORACLE,
+    "tests/chain/test_linear_oracle.py::test_a_step_has_the_oracle_s_bits_in_other_dtypes": _ORACLE,
+    "tests/chain/test_linear_oracle.py::"
+    "test_float32_parameters_under_torch_autocast_have_the_oracle_s_bits": _ORACLE,
+    "tests/chain/test_linear_oracle.py::test_three_delayed_steps_have_the_oracle_s_bits": _ORACLE,
+    "tests/chain/test_linear_oracle.py::test_each_group_has_the_bits_of_a_tensor_of_its_own": (
+        _ORACLE
+    ),
+    "tests/chain/test_padding.py::test_a_format_with_partial_blocks_is_not_padded": (
+        "cuBLASLt takes multiples of 16, to which layers on a GPU pad all formats"
+    ),
+    "tests/context/test_timeline.py::test_a_recipe_around_forward_and_backward_is_repeated": (
+        _THREAD
+    ),
+    "tests/context/test_timeline.py::"
+    "test_another_recipe_around_backward_is_refused_whatever_ran_before": _THREAD,
+    "tests/context/test_timeline.py::"
+    "test_its_high_half_in_an_autocast_around_backward_is_refused": _THREAD,
+    "tests/modules/test_golden.py": _ORACLE,
+    "tests/modules/test_golden_layers.py": _ORACLE,
+    "tests/modules/test_layernorm_linear.py::"
+    "test_every_golden_step_with_the_sums_of_hopper_is_theirs": _ORACLE,
+    "tests/modules/test_saved_bytes.py::test_block_scaling_keeps_one_scale_a_block": (
+        "cuBLASLt reads scales of blocks in strides of multiples of 4"
+    ),
+    "tests/tensors/test_quantized_tensor.py::"
+    "test_nbytes_counts_codes_and_scales[current-15364]": _BOTH_STORED,
+    "tests/tensors/test_quantized_tensor.py::"
+    "test_nbytes_counts_codes_and_scales[block-15368]": _BOTH_STORED,
+    "tests/tensors/test_shards.py::test_memory_that_is_not_there_is_not_read": (
+        "gloo reads the memory of the CPU"
+    ),
+    "tests/tensors/test_views.py::test_one_scale_a_tensor_takes_views_of_other_columns": (
+        _BOTH_STORED
+    ),
+    "tests/tensors/test_views.py::test_rowwise_blocks_take_views_of_other_whole_blocks": (
+        "a view of other columns cuts scales that lie in the order of the GPU's products"
+    ),
     "tests/modules/test_meta.py": "about the meta device and the CPU",
     "tests/tensors/test_views.py::test_an_index_out_of_range_is_an_error": (
         "torch's kernel of an index asserts on the GPU, which ends CUDA in the process"
     ),
 }
-"""Tests of one device alone among those that ``python -m tests --gpu layers`` runs: a file, or a
-function of it as pytest names it without parameters, and the reason."""
+"""Tests of one device alone among those that ``python -m tests --gpu layers`` runs, and the reason:
+a file, a function of it as pytest names it without parameters, or one of its tests."""
+VALUES_ARE_READ = pytest.mark.skipif(
+    DEVICE_TYPE == "cuda", reason="the values of tensors on a GPU are not read: that would wait"
+)
+"""Of tests in which the host refuses a tensor for its values."""
 
 _DRAWS = {torch.randn, torch.rand, torch.randint, torch.randperm}
 _TO_NUMPY = {torch.Tensor.numpy, torch.Tensor.__array__}
@@ -120,8 +170,8 @@ def reason_to_skip(nodeid: str) -> str | None:
     """The reason why a test does not run where the tensors of tests live, or None."""
     if DEVICE_TYPE == "cpu":
         return None
-    function = nodeid.partition("[")[0]
-    return NOT_ON_CUDA.get(function) or NOT_ON_CUDA.get(nodeid.partition("::")[0])
+    names = (nodeid, nodeid.partition("[")[0], nodeid.partition("::")[0])
+    return next((NOT_ON_CUDA[name] for name in names if name in NOT_ON_CUDA), None)
 
 
 def absent(text: str) -> str | None:
@@ -138,6 +188,19 @@ def skip_if_absent(error: BaseException) -> None:
     reason = absent(f"{type(error).__name__}: {error}")
     if reason is not None:
         pytest.skip(reason)
+
+
+def assert_same_sums(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor]) -> None:
+    """Assert that float32 sums of some 100 terms or less are the same, in bits on the CPU.
+
+    A GPU's kernels each have an order of their own to add up in, and approximate exponentials, by
+    which sums differ by some units of their last place, but where terms cancel.
+    """
+    for made, expected in zip(got, want, strict=True):
+        if DEVICE_TYPE == "cpu":
+            assert torch.equal(made, expected)
+        else:
+            torch.testing.assert_close(made, expected)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -66,17 +67,23 @@ def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     return len(got) == len(want) and all(map(torch.equal, got, want))
 
 
+def unfused(run: Callable[..., list[torch.Tensor]], *arguments: Any, **options: Any) -> Any:
+    """Return what ``run`` does where the toy backend offers no fusion."""
+    with fused_toy.installed():
+        return run(*arguments, **options)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", STATELESS)
 def test_fused_equals_unfused_bit_for_bit(name: str, model: str) -> None:
-    want = train(MODELS[model], name)
+    want = unfused(train, MODELS[model], name)
     with fused_toy.installed(*QUANTIZING):
         assert same(train(MODELS[model], name), want)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_fused_delayed_equals_unfused_with_its_amaxes(model: str) -> None:
-    want = train(MODELS[model], "delayed", steps=3)
+    want = unfused(train, MODELS[model], "delayed", steps=3)
     with fused_toy.installed(*QUANTIZING):
         assert same(train(MODELS[model], "delayed", steps=3), want)
 
@@ -112,7 +119,7 @@ def test_a_layernorm_linear_uses_the_fused_norm() -> None:
 
 @pytest.mark.parametrize("name", recipe.names())
 def test_a_forward_fusion_is_used_without_column_sums(name: str) -> None:
-    want = train(gelu, name)
+    want = unfused(train, gelu, name)
     forward = {"norm_quantize", "activation_quantize"}
     with fused_toy.installed(*forward, refuse=lambda desc: desc.sums) as calls:
         assert same(train(gelu, name), want)
@@ -167,7 +174,7 @@ def test_calibration_is_not_fused() -> None:
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_rows_that_need_padding_are_not_fused(name: str) -> None:
-    want = train(gelu, name, rows=17)
+    want = unfused(train, gelu, name, rows=17)
     with fused_toy.installed(*QUANTIZING) as calls:
         assert same(train(gelu, name, rows=17), want)
     assert not any(calls[op] for op in QUANTIZING)
@@ -185,7 +192,7 @@ def test_a_linear_with_frozen_weight_gets_the_rowwise_gradient_alone() -> None:
             layer(x).sum().backward()
         return [own.grad for own in (x, *layer.parameters()) if own.grad is not None]
 
-    want = run()
+    want = unfused(run)
     with fused_toy.installed(*QUANTIZING):
         assert same(run(), want)
 
@@ -228,7 +235,7 @@ def test_debug_catches_an_orientation_that_was_not_asked_for(
 
 @pytest.mark.parametrize("name", recipe.names())
 def test_debug_lets_right_results_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    want = train(gelu, name)
+    want = unfused(train, gelu, name)
     monkeypatch.setenv("FP8CORE_DEBUG", "1")
     with fused_toy.installed(*QUANTIZING):
         assert same(train(gelu, name), want)
@@ -252,7 +259,7 @@ def add(name: str | None, dtype: torch.dtype = torch.float32) -> list[torch.Tens
 
 @pytest.mark.parametrize("name", [None, *recipe.names()])
 def test_add_norm_is_used_and_changes_no_bit(name: str | None) -> None:
-    want = add(name)
+    want = unfused(add, name)
     with fused_toy.installed("add_norm") as calls:
         assert same(add(name), want)
     assert (calls["add_norm"], calls["norm"]) == (1, 0)
@@ -265,7 +272,7 @@ def test_the_fused_norm_goes_before_add_norm() -> None:
 
 
 def test_a_residual_of_another_dtype_is_added_before_the_norm() -> None:
-    want = add("current", BF16)
+    want = unfused(add, "current", BF16)
     with fused_toy.installed("add_norm") as calls:
         assert same(add("current", BF16), want)
     assert (calls["add_norm"], calls["norm"]) == (0, 1)

@@ -30,7 +30,7 @@ from fp8core.chain.linear.link import LinearLink
 from fp8core.chain.protocol import Wrapper
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
-from tests.device import DEVICE
+from tests.device import DEVICE, assert_same_sums
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -133,7 +133,8 @@ def test_strides_of_the_input_change_no_bit(name: str, kind: str) -> None:
     layer = Linear(32, 16)
     x, dy = strided(kind, torch.randn(12, 32)), torch.randn(12, 16)
     assert not x.is_contiguous()
-    assert_same_bits(gradients(layer, x, dy, name), gradients(layer, x.contiguous(), dy, name))
+    same = assert_same_sums if name == "none" else assert_same_bits  # none: torch's product
+    same(gradients(layer, x, dy, name), gradients(layer, x.contiguous(), dy, name))
 
 
 @pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded"])
@@ -143,7 +144,8 @@ def test_strides_of_grad_output_change_no_bit(name: str, kind: str) -> None:
     x, dy = torch.randn(12, 32), strided(kind, torch.randn(12, 16))
     *got, db = gradients(layer, x, dy, name)
     *want, wanted_db = gradients(layer, x, dy.contiguous(), name)
-    assert_same_bits(got, want)
+    same = assert_same_sums if name == "none" else assert_same_bits  # none: torch's product
+    same(got, want)
     torch.testing.assert_close(db, wanted_db)  # torch's sum orders its terms by strides
 
 

@@ -22,7 +22,7 @@ from fp8core import (
 )
 from fp8core.chain.sequence_chunks import Chunks
 from fp8core.modules.rotary import Rotary
-from tests.device import DEVICE
+from tests.device import DEVICE, VALUES_ARE_READ
 
 BF16 = torch.bfloat16
 F64 = torch.float64
@@ -376,6 +376,7 @@ def test_no_token_gives_no_output(layout: str) -> None:
     y.sum().backward()
 
 
+@VALUES_ARE_READ
 @pytest.mark.parametrize(
     ("name", "text"),
     [("start_positions", "reaches position"), ("cu_seqlens", "cu_seqlens .* tokens; expected")],
@@ -423,6 +424,7 @@ def test_a_layer_can_be_copied() -> None:
 
 # What is refused
 
+READS = VALUES_ARE_READ
 ONE = torch.ones(2, dtype=torch.int64)
 GOOD = RotaryPositionEmbedding(8)(16)
 
@@ -441,14 +443,22 @@ GOOD = RotaryPositionEmbedding(8)(16)
         ({"freqs": GOOD.to("meta")}, f"freqs is on meta, t on {DEVICE}"),
         ({"freqs": GOOD[:4]}, "reaches position 4, but freqs has the angles of 4 positions"),
         ({"freqs": None}, "freqs is NoneType"),
-        ({"start_positions": ints(0, 12)}, "reaches position 16.*at least 17"),
-        ({"start_positions": ints(0, -1)}, "one below 0"),
+        pytest.param(
+            {"start_positions": ints(0, 12)},
+            "reaches position 16.*at least 17",
+            marks=VALUES_ARE_READ,
+        ),
+        pytest.param({"start_positions": ints(0, -1)}, "one below 0", marks=READS),
         ({"start_positions": ints(0)}, "has 1 entries; expected one for each of the 2 sequences"),
         ({"start_positions": torch.zeros(2)}, "expected a vector of int32"),
         ({"start_positions": ints(0, 1).to("meta")}, "on meta"),
         ({"start_positions": [0, 1]}, "start_positions is list"),
         ({"cu_seqlens": ints(0, 5)}, "cu_seqlens has 2 entries"),
-        ({"cu_seqlens": ints(0, 5, 11)}, r"cu_seqlens \[0, 5, 11\] of 5 tokens"),
+        pytest.param(
+            {"cu_seqlens": ints(0, 5, 11)},
+            r"cu_seqlens \[0, 5, 11\] of 5 tokens",
+            marks=VALUES_ARE_READ,
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(given: dict[str, Any], text: str) -> None:
@@ -462,10 +472,16 @@ def test_arguments_that_do_not_fit_are_named(given: dict[str, Any], text: str) -
     [
         ({"cu_seqlens": None}, "cu_seqlens is None for tensor_format='thd'"),
         ({"cu_seqlens": ints()}, "cu_seqlens has 0 entries"),
-        ({"cu_seqlens": ints(0, 4, 3)}, r"cu_seqlens \[0, 4, 3\] of 10 tokens"),
-        ({"cu_seqlens": ints(-1, 4)}, r"cu_seqlens \[-1, 4\]"),
-        ({"cu_seqlens": ints(0, 11)}, r"cu_seqlens \[0, 11\] of 10 tokens"),
-        ({"freqs": GOOD[:4]}, "reaches position 4"),
+        pytest.param(
+            {"cu_seqlens": ints(0, 4, 3)},
+            r"cu_seqlens \[0, 4, 3\] of 10 tokens",
+            marks=VALUES_ARE_READ,
+        ),
+        pytest.param({"cu_seqlens": ints(-1, 4)}, r"cu_seqlens \[-1, 4\]", marks=READS),
+        pytest.param(
+            {"cu_seqlens": ints(0, 11)}, r"cu_seqlens \[0, 11\] of 10 tokens", marks=VALUES_ARE_READ
+        ),
+        pytest.param({"freqs": GOOD[:4]}, "reaches position 4", marks=READS),
         ({"start_positions": ints(1, 2, 3)}, "expected one for each of the 2 sequences"),
     ],
 )

@@ -125,7 +125,9 @@ def test_quantized_parameters_are_written_from_their_masters(name: str, keeps: b
     with fp8core.quantized_model_init(recipe=chosen, preserve_high_precision_init_val=keeps):
         layer = fp8core.Linear(64, 64, bias=False, params_dtype=BF16, device=DEVICE)
     kept = layer.weight.get_high_precision_init_val()
-    initial = layer.weight.dequantize(torch.float32) if kept is None else kept.float()
+    initial = (
+        layer.weight.dequantize(torch.float32) if kept is None else kept.to(DEVICE, torch.float32)
+    )
     optimizer = FusedAdam(layer.parameters(), master_weights=True, **OPTIONS)
     other = torch.nn.Parameter(initial.clone())
     judge = torch.optim.AdamW([other], **OPTIONS)

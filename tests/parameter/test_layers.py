@@ -150,7 +150,9 @@ def test_gradients_are_plain_tensors_in_the_nominal_dtype() -> None:
 
 def test_the_initial_value_is_kept_on_request_and_cleared() -> None:
     weight = quantized(LAYERS["linear"], RECIPES["current"]).weight
-    again = fp8core.QuantizedTensor.quantize(weight.get_high_precision_init_val(), weight.plan)
+    again = fp8core.QuantizedTensor.quantize(
+        weight.get_high_precision_init_val().to(DEVICE), weight.plan
+    )
     assert torch.equal(again.dequantize(), weight.dequantize())
     weight.clear_high_precision_init_val()
     assert weight.get_high_precision_init_val() is None
@@ -163,7 +165,7 @@ def test_the_initial_value_is_the_one_in_high_precision() -> None:
     own = LAYERS["linear"]()
     torch.manual_seed(3)
     made = quantized(LAYERS["linear"], RECIPES["current"])
-    assert torch.equal(made.weight.get_high_precision_init_val(), own.weight)
+    assert torch.equal(made.weight.get_high_precision_init_val(), own.weight.cpu())
 
 
 def is_quantized() -> bool:
@@ -236,5 +238,5 @@ def test_a_layer_from_meta_is_quantized_when_it_is_filled() -> None:
     made.to_empty(device=DEVICE)
     made.reset_parameters()
     kept = made.weight.get_high_precision_init_val()
-    again = fp8core.QuantizedTensor.quantize(kept, made.weight.plan)
+    again = fp8core.QuantizedTensor.quantize(kept.to(DEVICE), made.weight.plan)
     assert all(torch.equal(*p) for p in zip(again.tensors(), made.weight.tensors(), strict=True))

@@ -154,7 +154,7 @@ def test_a_master_starts_as_the_initial_value_and_takes_it() -> None:
     net = model(RECIPES["current"])
     kept = net[0].weight.get_high_precision_init_val()
     masters = dict(fp8core.MasterWeights(net).named_parameters())
-    assert torch.equal(masters["0.weight"], kept.float())
+    assert torch.equal(masters["0.weight"].cpu(), kept.float())
     assert net[0].weight.get_high_precision_init_val() is None
 
 

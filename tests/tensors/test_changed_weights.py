@@ -74,7 +74,7 @@ WRITES: dict[str, Write] = {
     "in place": with_weight(lambda own: own.detach().copy_(new_values(own))),
     "data": with_weight(lambda own: own.data.copy_(new_values(own))),
     "another data": with_weight(lambda own: setattr(own, "data", new_values(own.data))),
-    "numpy": write_numpy,
+    **({"numpy": write_numpy} if DEVICE.type == "cpu" else {}),  # of the CPU's memory
     "DLPack": with_weight(lambda own: torch.from_dlpack(own.detach()).copy_(new_values(own))),
     "storage": with_weight(lambda own: own.untyped_storage().copy_(storage_of(new_values(own)))),
     "set_": with_weight(lambda own: own.detach_().set_(new_values(own)).requires_grad_()),
