@@ -10,7 +10,6 @@ import torch
 
 from fp8core.backend_api import ColumnSumsDesc, GemmDesc, GroupedGemmDesc
 from fp8core.chain.differentiable import gradients_once
-from fp8core.dispatch import table
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import UnsupportedError
 from fp8core.functional.operand_sides import (
@@ -24,6 +23,7 @@ from fp8core.functional.operand_sides import (
     transposed,
     wide_sides,
 )
+from fp8core.tensors.storage import resolve_for
 
 __all__ = ["Gemm", "GroupedGemm", "Settings", "apply"]
 
@@ -103,7 +103,7 @@ def _multiply(
 ) -> torch.Tensor:
     """Return ``a [m, k] @ b [n, k].T``, padded with zeros where the backend needs it."""
     desc = GemmDesc(a.spec, b.spec, settings.out_dtype, settings.accumulate)
-    resolved = table.resolve(desc, a.operand.data.device)
+    resolved = resolve_for(desc, a.operand.data)
     m, n = a.rows, b.rows
     out = settings.out
     if out is not None and out.dim() != 2:
@@ -131,7 +131,9 @@ class GroupedGemm(torch.autograd.Function):
         left, rights = sides_of(a, others[:groups])
         operand = in_groups(left, groups)
         desc = GroupedGemmDesc(left.spec, rights[0].spec, settings.out_dtype, settings.accumulate)
-        resolved = _grouped(desc, settings.splits, (rights[0].rows, length_of(left)), a)
+        resolved = _grouped(
+            desc, settings.splits, (rights[0].rows, length_of(left)), left.operand.data
+        )
         bias = [one.detach() for one in others[groups:]] or None
         product: torch.Tensor = resolved.run(
             operand,
@@ -171,14 +173,16 @@ class GroupedGemm(torch.autograd.Function):
         if bs:
             dys, rights = zip(*(wide_sides(grad, b, a_dtype) for b in bs), strict=True)  # [k, n]
             desc = GroupedGemmDesc(None, None, a_dtype)
-            resolved = _grouped(desc, splits, (rights[0].rows, length_of(dys[0])), grad)
+            resolved = _grouped(
+                desc, splits, (rights[0].rows, length_of(dys[0])), dys[0].operand.data
+            )
             grads[0] = resolved.run(
                 dys[0].operand, [right.operand for right in rights], _offsets(splits)
             )
         if a is not None:
             dy, x = wide_sides(grad, a, dtypes[0])
             desc = GroupedGemmDesc(None, None, dtypes[0], contract_groups=True)
-            resolved = table.resolve(desc, grad.device)
+            resolved = resolve_for(desc, dy.operand.data)
             made = resolved.run(transposed(dy).operand, x.operand, _offsets(splits))
             for group, one in enumerate(made):
                 grads[1 + group] = one if needs[1 + group] else None
@@ -197,7 +201,7 @@ def _grouped(
     Raises:
         UnsupportedError: the backend's kernels take other sizes.
     """
-    resolved = table.resolve(desc, like.device)
+    resolved = resolve_for(desc, like)
     needed = resolved.alignment
     n, k = sizes
     if n % needed.n or k % needed.k or any(size % needed.m for size in splits):
@@ -214,5 +218,5 @@ def _offsets(splits: Sequence[int]) -> torch.Tensor:
 
 
 def _column_sums(x: torch.Tensor) -> torch.Tensor:
-    sums: torch.Tensor = table.resolve(ColumnSumsDesc(x.dtype), x.device).run(x)
+    sums: torch.Tensor = resolve_for(ColumnSumsDesc(x.dtype), x).run(x)
     return sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from fp8core import formats
-from fp8core.backend_api import INVERSES, DequantizeDesc, Operand, OperandSpec
+from fp8core.backend_api import INVERSES, DequantizeDesc, OpDesc, Operand, OperandSpec
 from fp8core.dispatch import table
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
@@ -32,6 +33,7 @@ __all__ = [
     "matrix_shape",
     "pad_operand",
     "per_byte",
+    "resolve_for",
     "split",
     "storage_plan",
     "turn",
@@ -186,12 +188,20 @@ def decode_operand(operand: Operand, spec: OperandSpec, dtype: torch.dtype) -> t
     Those of a transformed operand are transformed back, which is exact but for rounding.
     """
     if spec.transform is not None:
-        desc = DequantizeDesc(spec)
-        transformed = table.resolve(desc, operand.data.device).run(operand)
+        transformed = resolve_for(DequantizeDesc(spec), operand.data).run(operand)
         return INVERSES[spec.transform](transformed).to(dtype)
     desc = DequantizeDesc(spec, dtype if dtype in FLOATS else torch.float32)
-    values: torch.Tensor = table.resolve(desc, operand.data.device).run(operand)
+    values: torch.Tensor = resolve_for(desc, operand.data).run(operand)
     return values.to(dtype)
+
+
+def resolve_for(desc: OpDesc, x: torch.Tensor) -> table.Resolved:
+    """Bind ``desc`` where ``x`` is, to an operator if ``x`` stands for a tensor of a graph.
+
+    torch dispatches to such tensors with is_compiling() off, and a kernel would read their address.
+    """
+    with table.capturing() if is_captured(x) else contextlib.nullcontext():
+        return table.resolve(desc, x.device)
 
 
 def pad_operand(operand: Operand, spec: OperandSpec, rows: int, columns: int) -> Operand:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8core import QuantizedTensor, functional, recipe
 from fp8core.quantizers import (
@@ -172,3 +173,22 @@ def test_a_fake_tensor_is_quantized_and_multiplied(quantizer: Any) -> None:
         tensor = quantizer(rand(64, 128))
         product = functional.gemm(tensor, tensor)
     assert (tensor.shape, product.shape) == ((64, 128), (64, 64))
+
+
+def test_a_fake_tensor_is_decoded_and_multiplied_by_operators(quantizer: Any) -> None:
+    """A kernel would read its address; torch dispatches to it with is_compiling() off."""
+    tensor, called = quantizer(rand(64, 128)), []
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(tensor)
+        with Operators():
+            made, product = fake.dequantize(), functional.gemm(fake, fake)
+    assert (made.shape, product.shape) == ((64, 128), (64, 64))
+    assert {torch.ops.fp8core.dequantize.default, torch.ops.fp8core.gemm.default} <= {*called}
