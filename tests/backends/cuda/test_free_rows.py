@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,14 @@ from tests.benchmarks import host_path
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 N, K = 48, 272
+
+
+@pytest.fixture(autouse=True)
+def memory_of_devices() -> Iterator[None]:
+    """Fail a test that leaves an allocator of its own: kernels of later ones would write there."""
+    before = memory._empty_here
+    yield
+    assert memory._empty_here is before
 
 
 def on_cpu(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -221,7 +230,7 @@ def stored(name: str, **options: Any) -> fp8core.Linear:
 
 
 @pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def sizes() -> Iterator[list[int]]:
     """Run layers of the CPU on the CUDA backend, whose native calls do nothing; yield the numbers
     of elements of all that the backend allocates."""
     found: list[int] = []
@@ -236,7 +245,8 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             found.append(torch.Size(size).numel())
             return allocate(size, stride, dtype)
 
-        monkeypatch.setattr(memory, "_empty_here", noting)
+        # Undone before what the stack replaced: monkeypatch would put the CPU's memory back last.
+        stack.enter_context(patch.object(memory, "_empty_here", noting))
         table.forget()  # what an earlier test has bound allocates as it did
         yield found
     table.forget()
