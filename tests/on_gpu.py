@@ -101,11 +101,12 @@ class Part:
 BUILD = ("-m", "fp8core", "build", "cuda")
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider")
 _PYTEST += ("-n", str(CORES), "--dist", "loadfile")
+_KIT = (*_PYTEST, "--dist", "load", "--fp8core-backend", "cuda")  # one file has all of its checks
 PARTS = {
     "doctor": Part("the doctor finds no problem", ("-m", "fp8core", "doctor")),
     "pages": Part("code of the pages and examples", (*_PYTEST, *PAGES), places_tensors=True),
     "layers": Part("the CPU's tests of layers", (*_PYTEST, *LAYERS), places_tensors=True),
-    "kit": Part("the laws of every backend", ("-m", "fp8core", "conformance", "cuda")),
+    "kit": Part("the laws of every backend", _KIT),
     "cuda": Part("tests of the CUDA backend", (*_PYTEST, CUDA_TESTS)),
     "sanitizer": Part("compute-sanitizer's tools", ("-m", "tests.backends.cuda.sanitize")),
 }

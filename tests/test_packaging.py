@@ -6,6 +6,7 @@ Nothing here needs a network: builds run without isolation and installs without 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -210,3 +211,19 @@ def test_editable_install_imports_from_the_checkout(built: Distributions, tmp_pa
     ]
     script = "from importlib.metadata import entry_points as e; print(e(group='fp8core.backends'))"
     assert "fp8core_backends.reference" in run(python, "-c", script, cwd=tmp_path)
+
+
+def test_the_versions_of_torch_that_are_declared_are_those_that_were_run() -> None:
+    pages = {name: (ROOT / name).read_text("utf-8") for name in ("README.md", "docs/support.md")}
+    run_with = re.findall(r"^\| (2\.\d+)\.\S+ \|", pages["docs/support.md"], re.MULTILINE)
+    declared = read_configuration(ROOT / "pyproject.toml")["project"]["dependencies"]
+    assert f"torch>={run_with[0]}" in declared
+    assert f"works with torch {run_with[0]} and later" in pages["README.md"]
+    assert f"torch=={run_with[-1]}." in (ROOT / ".ci/run").read_text("utf-8")
+    assert all(f"torch=={run_with[-1]}." in line for line in pip_lines(pages["README.md"]))
+
+
+def pip_lines(page: str) -> list[str]:
+    lines = [line for line in page.splitlines() if "pip install torch==" in line]
+    assert lines
+    return lines

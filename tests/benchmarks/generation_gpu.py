@@ -411,7 +411,7 @@ def profile(bench: Bench, contestant: Any, batch: int, steps: int) -> str:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if bench.device is CUDA:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as traced:
+    with torch.profiler.profile(activities=activities, acc_events=True) as traced:
         for _ in range(steps):
             contestant(token)
         synchronize()
