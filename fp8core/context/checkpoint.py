@@ -49,14 +49,22 @@ def checkpoint(
     asked, chosen = active_name(), policy.current()
     tape = Tape(torch.is_grad_enabled(), outer=current())
     is_first = True
+    # Of a forward that raises, torch 2.11 leaves the hooks open for as long as the error lives.
+    error: BaseException | None = None
 
     def run(*inputs: Any, **named: Any) -> Any:
-        nonlocal is_first
-        if not is_first:
+        nonlocal error, is_first
+        is_forward, is_first = is_first, False
+        if not is_forward:
             tape.replay()
-        is_first = False
-        with activated(asked), policy.activated(chosen), playing(tape):
-            outputs = function(*inputs, **named)
+        try:
+            with activated(asked), policy.activated(chosen), playing(tape):
+                outputs = function(*inputs, **named)
+        except BaseException as raised:
+            if use_reentrant or not is_forward:
+                raise
+            error = raised
+            return None
         return pytree.tree_map_only(torch.Tensor, _apart, outputs) if use_reentrant else outputs
 
     if use_reentrant and kwargs:  # torch takes no keywords there: gradients would get lost
@@ -67,7 +75,13 @@ def checkpoint(
                     f"or the tensor as a positional argument."
                 )
         run, kwargs = partial(run, **kwargs), {}
-    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
+    outputs = torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            error = None  # which its traceback refers to
+    return outputs
 
 
 def _apart(output: torch.Tensor) -> torch.Tensor:

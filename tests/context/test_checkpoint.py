@@ -338,3 +338,17 @@ def test_a_bias_that_is_returned_stays_a_parameter(use_reentrant: bool) -> None:
         assert all(parameter.is_leaf for parameter in layer.parameters())
         gradients.append([own.grad for own in (x, *layer.parameters())])
     assert same(*gradients)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_forward_that_raises_leaves_no_hooks_open(use_reentrant: bool) -> None:
+    """Whoever keeps the error: torch 2.11 closed them with its traceback."""
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError(f"no {(x * x).numel()} numbers")
+
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(ValueError, match="no 3 numbers") as caught:
+        fp8core.checkpoint(fails, x, use_reentrant=use_reentrant)
+    assert torch.equal(torch.func.grad(torch.sum)(x), torch.ones(3))  # refused while hooks are open
+    assert caught.traceback[-1].name == "fails"
