@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from fp8core.errors import UnsupportedError
 from tests import device, on_gpu
@@ -110,6 +111,17 @@ def test_test_that_expects_another_error_than_of_absent_hardware_is_skipped(on_c
         fail("no backend runs it on cuda:0\n  cuda: no kernels for format hif8")
     with pytest.raises(AssertionError, match="thawed"):
         fail("thawed weights")
+
+
+def test_failed_test_leaves_no_checkpoint_open() -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError(f"{(x * x).numel()}")
+
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match="3") as caught, device.running_a_test():
+        torch.utils.checkpoint.checkpoint(fails, x, use_reentrant=False)
+    assert torch.equal(torch.func.grad(torch.sum)(x), torch.ones(3))  # refused while hooks are open
+    assert caught.traceback[-1].name == "fails"
 
 
 def test_process_whose_gpu_broke_ends(monkeypatch: pytest.MonkeyPatch, on_cuda: None) -> None:
