@@ -132,7 +132,7 @@ def test_a_model_that_calls_itself_is_one_step() -> None:
     own(rows(), 2)
     for layer in (own.before, own.after):
         assert torch.count_nonzero(layer.amax_history_fwd[:, 0]) == 1
-        assert layer.scale_fwd[0] == E4M3_MAX / layer.amax_history_fwd[-1, 0]
+        assert layer.scale_fwd[0] == torch.tensor(E4M3_MAX) / layer.amax_history_fwd[-1, 0]
     assert own.before.amax_history_fwd[-1, 0] >= rows().abs().max()
 
 

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8core
 from fp8core import OperandError, UnsupportedError
+from tests.device import DEVICE
 
 BOTH = pytest.mark.parametrize("chosen", ["mxfp8", "delayed"])
 # torch's own, about the output of a linear layer that is a view.
@@ -88,6 +89,6 @@ def test_layers_sharded_one_by_one_are_left_and_named() -> None:
 @pytest.mark.filterwarnings("ignore:.*FullyShardedDataParallel:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*FSDP:UserWarning")
 def test_the_older_fsdp_is_refused() -> None:
-    own = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
+    own = FullyShardedDataParallel(model(), device_id=DEVICE)
     with pytest.raises(UnsupportedError, match="convert the model first, then wrap it"):
         fp8core.convert(own)

@@ -12,6 +12,7 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.extra_state.state import may_be_transformer_engine_s, read_extra_state
 from fp8core.recipe.plan import AttentionPlan
+from tests.device import DEVICE
 from tests.extra_state.states import (
     NAMES,
     DelayedScaling,
@@ -33,7 +34,7 @@ def meta_of(state: dict[str, torch.Tensor]) -> Any:
 
 def assert_holds(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name in NAMES:
-        assert torch.equal(state[name], expected[name])
+        assert torch.equal(state[name], expected[name].cpu())
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_transformer_engine_s_own_states_are_read(name: str, formats: list[Any])
         state = read_extra_state(torch.from_numpy(golden[f"{name}/pickle"]))
         for key in NAMES:
             expected = torch.from_numpy(golden[f"{name}/{key}"])
-            assert torch.equal(state[key][..., : expected.shape[-1]], expected)
+            assert torch.equal(state[key][..., : expected.shape[-1]], expected.cpu())
     assert meta_of(state)["formats"] == formats
 
 
@@ -133,7 +134,7 @@ def test_a_tensor_that_is_a_view_of_a_larger_one_is_read() -> None:
     expected = tensors["scale_fwd"]
     tensors["scale_fwd"] = torch.cat([torch.zeros(5), expected])[5:]
     state = read_extra_state(as_tensor(pickled(content(DelayedScaling(), **tensors))))
-    assert torch.equal(state["scale_fwd"], expected)
+    assert torch.equal(state["scale_fwd"], expected.cpu())
 
 
 def test_a_tensor_with_strides_is_read() -> None:
@@ -144,7 +145,7 @@ def test_a_tensor_with_strides_is_read() -> None:
     wide[:, :, 1] = expected
     tensors["amax_history_fwd"] = wide[:, :, 1]
     state = read_extra_state(as_tensor(pickled(content(DelayedScaling(), **tensors))))
-    assert torch.equal(state["amax_history_fwd"], expected)
+    assert torch.equal(state["amax_history_fwd"], expected.cpu())
 
 
 REFUSED = {
@@ -216,8 +217,8 @@ def closed() -> io.BytesIO:
         (torch.zeros(7, dtype=torch.uint8), "begins with the bytes"),
         (io.BytesIO(b"te"), "begins with the bytes b'te'"),
         (b"te", "begins with the bytes b'te'"),
-        (torch.zeros(1, 8, dtype=torch.uint8), r"torch.uint8 \[1, 8\] on cpu"),
-        (torch.zeros(8, dtype=torch.int8), r"torch.int8 \[8\] on cpu"),
+        (torch.zeros(1, 8, dtype=torch.uint8), rf"torch.uint8 \[1, 8\] on {DEVICE.type}"),
+        (torch.zeros(8, dtype=torch.int8), rf"torch.int8 \[8\] on {DEVICE.type}"),
         (torch.zeros(8, dtype=torch.uint8, device="meta"), r"torch.uint8 \[8\] on meta"),
     ],
 )

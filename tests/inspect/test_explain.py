@@ -114,7 +114,7 @@ def test_backend_whose_bind_fails_runs_nothing() -> None:
 
 
 def test_alternative_that_could_run_it_says_what_it_lost_to() -> None:
-    toys.register(toys.backend("toy", priority=-1))
+    toys.register(toys.backend("toy", priority=-1, device_types=("cpu",)))
     assert "toy: could run it, but reference comes first (device and priority)" in str(
         fp8core.explain("amax")
     )

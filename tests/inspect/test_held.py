@@ -12,6 +12,7 @@ import torch
 import fp8core
 from fp8core import ops, recipe
 from fp8core.inspect.held import Held
+from tests.device import DEVICE
 from tests.dispatch import toys
 
 BF16 = torch.bfloat16
@@ -67,12 +68,11 @@ def saved_bytes(layer: torch.nn.Module, name: str, chosen: recipe.Recipe, rows: 
 def test_explain_says_what_autograd_saves(name: str, recipe_name: str, requantizes: bool) -> None:
     layer = LAYERS[name]()
     chosen = dataclasses.replace(recipe.by_name(recipe_name), requantize_weights=requantizes)
-    with toys.isolation():
-        ((_, held), *inner) = fp8core.explain(layer, chosen).held
+    saved = saved_bytes(layer, name, chosen)
+    ((_, held), *inner) = fp8core.explain(layer, chosen).held
     assert inner == [] or name.startswith("Sequential")
     # A graph's results have room for the most blocks that groups of any sizes have.
     room = 0.01 if name == "GroupedLinear" else 0.0
-    saved = saved_bytes(layer, name, chosen)
     if requantizes:
         assert held.fixed < K * K // 2  # scales of inputs; the least weight's codes take that
         if recipe_name == "delayed":
@@ -86,13 +86,14 @@ def test_explain_says_what_autograd_saves(name: str, recipe_name: str, requantiz
     [
         (recipe.MXFP8BlockScaling(), 32),
         (recipe.NVFP4BlockScaling(), 16),
-        (recipe.Float8CurrentScaling(), 5),
+        (recipe.Float8CurrentScaling(), 5 if DEVICE.type == "cpu" else 16),  # as cuBLASLt needs
     ],
 )
 def test_rows_of_padding_count_as_rows(chosen: recipe.Recipe, padded: int) -> None:
     layer = fp8core.Linear(K, N, params_dtype=BF16)
+    saved = saved_bytes(layer, "Linear", chosen, 5)
     ((_, held),) = fp8core.explain(layer, chosen).held
-    assert saved_bytes(layer, "Linear", chosen, 5) == held.a_row * padded + held.fixed
+    assert saved == held.a_row * padded + held.fixed
 
 
 @pytest.mark.parametrize("chosen", [recipe.PerLayer({}), recipe.Float8CurrentScaling()])

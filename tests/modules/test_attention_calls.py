@@ -12,6 +12,7 @@ import fp8core
 from fp8core import DotProductAttention, OperandError
 from fp8core.modules.bound import new_seed
 from fp8core.reporting import _logged
+from tests.device import DEVICE
 from tests.modules.attention_calls import (
     GROUPS,
     HEADS,
@@ -213,7 +214,7 @@ def test_ignored_mask_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_torch_autocast_decides_the_dtype() -> None:
     q, k, v = qkv(5, 2, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         out = layer()(q, k, v)
     equal([out], [layer()(*[x.bfloat16() for x in (q, k, v)])])
     assert all(g.dtype == torch.float32 for g in grads(out, q, k, v))

@@ -305,7 +305,10 @@ def keys_and_values(**changed: Any) -> dict[str, Any]:
         ({"new_v": torch.zeros(2, 3, HEADS, K_SIZE, dtype=F64)}, r"new_v is \[2, 3, 2, 4\].*d = 3"),
         ({"new_v": torch.zeros(2, 4, HEADS, V_SIZE, dtype=F64)}, "expected the same tokens"),
         ({"new_k": torch.zeros(6, HEADS, K_SIZE, dtype=F64)}, r"\[6, 2, 4\]"),
-        ({"new_k": torch.zeros(2, 3, HEADS, K_SIZE)}, "float32 on cpu, the cache torch.float64"),
+        (
+            {"new_k": torch.zeros(2, 3, HEADS, K_SIZE)},
+            f"float32 on {DEVICE}, the cache torch.float64",
+        ),
         ({"new_k": torch.zeros(2, 3, HEADS, K_SIZE, dtype=F64, device="meta")}, "on meta"),
     ],
 )
@@ -321,7 +324,8 @@ def test_tensors_that_do_not_fit_are_named(changed: dict[str, Any], text: str) -
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_device_by_another_of_its_names_is_that_device(kind: str) -> None:
-    cache = make(kind, device="cpu:0")  # tensors on it say "cpu", as those on "cuda" say "cuda:0"
+    alias = {"cpu": "cpu:0", "cuda": "cuda"}[DEVICE.type]  # tensors on them say "cpu", "cuda:0"
+    cache = make(kind, device=alias)
     Lists((1,)).step(cache, {0: 2, 1: 1}, "bshd")
 
 

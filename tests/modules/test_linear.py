@@ -19,7 +19,7 @@ from fp8core import (
     recipe,
 )
 from fp8core.modules.linear import NOT_OFFERED
-from tests.device import DEVICE
+from tests.device import BACKEND, DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -237,9 +237,9 @@ def test_print_says_sizes_dtype_and_how_it_last_ran() -> None:
 @pytest.mark.parametrize(
     ("name", "want"),
     [
-        ("a", "MXFP8BlockScaling on reference"),
-        ("b", "high precision on reference"),
-        ("c", "NVFP4BlockScaling on reference"),
+        ("a", f"MXFP8BlockScaling on {BACKEND}"),
+        ("b", f"high precision on {BACKEND}"),
+        ("c", f"NVFP4BlockScaling on {BACKEND}"),
     ],
 )
 def test_print_names_the_recipe_that_was_chosen_for_the_layer(name: str, want: str) -> None:

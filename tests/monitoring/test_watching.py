@@ -12,6 +12,7 @@ import torch
 import fp8core as te
 from fp8core import ops, recipe
 from fp8core.backend_api import TRANSFORMS
+from tests.device import BACKEND
 from tests.monitoring import models
 from tests.monitoring.models import CURRENT, step
 
@@ -34,7 +35,7 @@ def test_each_operand_of_the_three_gemms_has_a_row() -> None:
     wanted = {(n, r, o) for n in names for r in roles for o in ("rowwise", "columnwise")}
     assert {tuple(row.key) for row in watch.rows} == wanted
     assert {row.casts for row in watch.rows} == {1}
-    assert {row.backend for row in watch.rows} == {"reference"}
+    assert {row.backend for row in watch.rows} == {BACKEND}
     assert watch.gemm_counts() == {"quantized": 9, "high_precision": 0}
     row = watch.row("1[1]", "grad_output", "columnwise")
     assert (row.gemm, row.quantized_gemms, row.format) == ("wgrad", 1, "e5m2 block=(0,0)")
@@ -155,7 +156,7 @@ def test_high_precision_has_rows_without_scales() -> None:
     with te.monitor(model) as watch:
         step(model, torch.randn(4, 32).to(models.BF16), None)
     row = watch.row("Linear", "input")
-    assert (row.format, row.backend, row.gemm_backend) == ("bfloat16", "", "reference")
+    assert (row.format, row.backend, row.gemm_backend) == ("bfloat16", "", BACKEND)
     assert (row.quantized_gemms, row.high_precision_gemms) == (0, 1)
     assert row.sqnr_db == math.inf
     assert math.isnan(row.scale_median)
