@@ -60,7 +60,7 @@ def test_a_call_like_the_last_one_is_not_checked_again(
     chosen = None if name is None else recipe.Float8CurrentScaling(fp8_dpa=True)
     layer, fresh = make(), make()
     with fp8core.autocast(enabled=name is not None, recipe=chosen):
-        results(layer, inputs())
+        layer(*inputs())  # an error, of a GPU without such an attention, would be no result
         expected = results(fresh, inputs(1))
         with monkeypatch.context() as patch:
             patch.setattr(attention, "checked_qkv", None)
