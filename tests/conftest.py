@@ -7,7 +7,7 @@ import gc
 import importlib.util
 import subprocess
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,8 @@ def missing_hardware(item: pytest.Item) -> str | None:
 _cuda_is_available = torch.cuda.is_available
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed before any fixture runs, so that a test alone sees the numbers it sees among others.
 
     A test that asks for no accelerator sees none: layers are made on the best device there is.
@@ -108,6 +108,10 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     torch.cuda.is_available = _cuda_is_available if is_marked else lambda: False
     if reason := missing_hardware(item) or device.reason_to_skip(item.nodeid):
         pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Generator[None, object, object]:
     with device.running_a_test():
         return (yield)
 

@@ -78,7 +78,8 @@ def test_explain_says_what_autograd_saves(name: str, recipe_name: str, requantiz
         if recipe_name == "delayed":
             # The delayed scale of each weight; explain knows of no delayed state.
             saved -= 4 * sum(one.dim() == 2 for one in layer.parameters())
-    assert saved <= held.a_row * ROWS + held.fixed <= saved * (1 + room)
+    ends = 0 if DEVICE.type == "cpu" else 64  # CUDA's rows of scales end at a multiple of 16 bytes
+    assert saved - ends <= held.a_row * ROWS + held.fixed <= saved * (1 + room)
 
 
 @pytest.mark.parametrize(
