@@ -192,6 +192,8 @@ def test_compiled_layer_equals_eager(name: str) -> None:
     equal(*results)
 
 
+# torch 2.11 looks at the output of a checkpoint as it goes on behind the break of the graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_recompute_with_dropout_is_left_out_of_the_graph() -> None:
     torch._dynamo.reset()
     q, k, v = qkv(5, 2, dtype=torch.float32)
