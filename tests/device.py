@@ -61,6 +61,10 @@ NOT_ON_CUDA: dict[str, str] = {
     "tests/chain/test_padding.py::test_a_format_with_partial_blocks_is_not_padded": (
         "cuBLASLt takes multiples of 16, to which layers on a GPU pad all formats"
     ),
+    "tests/context/test_checkpoint.py::"
+    "test_torchs_checkpoint_recomputed_under_another_recipe_is_refused": _THREAD,
+    "tests/context/test_checkpoint.py::"
+    "test_high_precision_recomputed_inside_an_autocast_is_refused": _THREAD,
     "tests/context/test_graph_breaks.py::"
     "test_an_autocast_around_a_graph_break_holds[nested]": _ORACLE,
     "tests/context/test_timeline.py::test_a_hook_may_evaluate_the_layer_in_another_recipe": (
@@ -82,6 +86,12 @@ NOT_ON_CUDA: dict[str, str] = {
             "numpy writes the memory of the CPU"
         )
         for name in ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4", "hif8")
+    },
+    **{
+        f"tests/test_permutation.py::{name}": (
+            "makes tensors inside torch.func and torch.compile, where torch's default device fails"
+        )
+        for name in ("test_gradients_are_those_of_torch_func", "test_compiled_in_one_graph")
     },
     "tests/modules/test_delayed.py::test_a_step_that_no_backend_runs_keeps_the_state": (
         "about a backend for CUDA and the CPU"
