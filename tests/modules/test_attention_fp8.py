@@ -13,6 +13,7 @@ from fp8core import DotProductAttention, RecipeError, UnsupportedError, autocast
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
 from fp8core.plan import LayerRole
 from fp8core_backends.reference.attention import attention, attention_backward
+from tests.device import DEVICE
 
 HEADS, GROUPS, SIZE = 4, 2, 32
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
@@ -107,7 +108,10 @@ def test_backward_is_that_of_the_dequantized_tensors() -> None:
 
 
 def test_backward_in_bf16_reads_the_logits_of_forward() -> None:
-    """Gradients of steep rows are those of the codes, in float64, but for two roundings to bf16.
+    """Gradients of steep rows are those of the codes, in float64, but for roundings to bf16.
+
+    The reference makes two; a kernel of a GPU also multiplies weights and gradients of logits as
+    bf16.
 
     Logits of standard deviation 10 turn a relative error of 2^-9 in q and k into one of 15 % in
     the gradients.
@@ -129,7 +133,8 @@ def test_backward_in_bf16_reads_the_logits_of_forward() -> None:
     want = torch.einsum("bhqk,kbhd->qbhd", weights, exact[2]).flatten(2)
     wanted = torch.autograd.grad(want, exact, grad.double())
     for got, expected in zip(grads, wanted, strict=True):
-        assert (got - expected).norm() < 2 * 2.0**-9 * expected.norm()
+        roundings = 2 if DEVICE.type == "cpu" else 4
+        assert (got - expected).norm() < roundings * 2.0**-9 * expected.norm()
 
 
 @pytest.mark.parametrize("chosen", [current, delayed])
