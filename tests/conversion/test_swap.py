@@ -96,7 +96,8 @@ def test_without_a_recipe_it_is_torch_linear_bit_for_bit() -> None:
     fp8core.convert(own)
     assert torch.equal(own(x), want)
     # torch multiplies one row by another kernel.
-    torch.testing.assert_close(own(x[0, 0]), want[0, 0])
+    slack = 1e-8 if DEVICE.type == "cpu" else 1e-5
+    assert torch.allclose(own(x[0, 0]), want[0, 0], atol=slack)
 
 
 @BOTH
