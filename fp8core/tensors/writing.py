@@ -46,10 +46,16 @@ def write(
 
 
 def assign(tensor: OperandTensor, operands: Orientations) -> None:
-    """Copy ``operands``, which are stored alike, into those of ``tensor``."""
+    """Copy ``operands``, which are stored alike, into those of ``tensor``.
+
+    What both orientations share, such as the scale of all codes, is written once: a graph of
+    torch.compile refuses to write an input twice.
+    """
+    written: set[int] = set()
     for target, source in zip(tensor.held, operands, strict=True):
         for part, new in zip(target or (), source or (), strict=False):
-            if part is not None:
+            if part is not None and id(part) not in written:
+                written.add(id(part))
                 part.copy_(new)
                 # Backward may have saved it, and torch counts no write within __torch_dispatch__.
                 if not part.is_inference():

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8core import QuantizedTensor, functional, recipe
+from fp8core.backend_api import Operand
 from fp8core.quantizers import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -113,6 +114,23 @@ def test_a_graph_writes_a_quantized_tensor(quantizer: Any) -> None:
     compiled(quantizer.update_quantized)(x, out)
     expected = quantizer(x)
     assert all(torch.equal(*pair) for pair in zip(out.tensors(), expected.tensors(), strict=True))
+
+
+def test_a_graph_writes_a_scale_that_both_orientations_share() -> None:
+    quantizer = QUANTIZERS["current"]
+    rowwise, columnwise = quantizer(rand(64, 128)).operands
+    columnwise = Operand(columnwise.data.contiguous(), rowwise.scale_inv)
+    out = QuantizedTensor(rowwise, columnwise, quantizer.plan, torch.bfloat16)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return quantizer.update_quantized(x, out).dequantize() * 2
+
+    x = rand(64, 128)
+    expected = quantizer(x)
+    assert torch.equal(compiled(call)(x), expected.dequantize() * 2)
+    for held, operand in zip(out.operands, expected.operands, strict=True):
+        assert torch.equal(held.data, operand.data)
+        assert torch.equal(held.scale_inv, operand.scale_inv)
 
 
 def test_a_graph_makes_a_tensor_to_be_written(quantizer: Any) -> None:
