@@ -53,3 +53,46 @@ def commands(page: Path) -> list[str]:
     """Return the command lines of the ``sh`` blocks of ``page``."""
     found = [block.code.splitlines() for block in blocks(page) if block.info == "sh"]
     return [line for lines in found for line in lines if line and not line.startswith("#")]
+
+
+class Row(NamedTuple):
+    """A row of a table: its line on the page, its text, and its cells."""
+
+    line: int
+    text: str
+    cells: list[str]
+
+
+def tables(text: str) -> list[list[Row]]:
+    """Return the tables of Markdown ``text``: rows that follow each other, outside of fences."""
+    found: list[list[Row]] = []
+    prose = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
+    previous = -1
+    for number, line in enumerate(prose.splitlines(), 1):
+        if line.lstrip().startswith("|"):
+            if previous != number - 1:
+                found.append([])
+            found[-1].append(Row(number, line, _cells(line)))
+            previous = number
+    return found
+
+
+def malformed_rows(text: str) -> list[str]:
+    """Return the rows of ``text`` whose table has no head, or a head of another number of cells."""
+    wrong: list[str] = []
+    for head, *rest in tables(text):
+        is_ruled = bool(rest) and all(re.fullmatch(r":?-+:?", cell) for cell in rest[0].cells)
+        if not is_ruled:
+            wrong += [f"line {row.line}, no head: {row.text}" for row in (head, *rest)]
+            continue
+        wrong += [
+            f"line {row.line}, {len(row.cells)} cells below a head of {len(head.cells)}: {row.text}"
+            for row in rest
+            if len(row.cells) != len(head.cells)
+        ]
+    return wrong
+
+
+def _cells(line: str) -> list[str]:
+    """Return the cells of a table's row, in which an escaped bar is no border."""
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
