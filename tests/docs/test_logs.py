@@ -13,6 +13,9 @@ from tests.docs.pages import DOCS, PAGES, README, ROOT, malformed_rows, tables
 
 DECISIONS = DOCS / "decisions.md"
 MEASURED = DOCS / "measured.md"
+CHANGELOG = ROOT / "CHANGELOG.md"
+CHANGELOG_BYTES = 10_240
+"""What a user reads before an upgrade; changes by themselves are in git."""
 ROW_LENGTH = 220
 """Characters of a row of decisions: two lines of the rendered page."""
 
@@ -36,7 +39,7 @@ def strangers(names: set[str], root: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [README, ROOT / "CHANGELOG.md", *PAGES], ids=lambda page: page.relative_to(ROOT)
+    "page", [README, CHANGELOG, *PAGES], ids=lambda page: page.relative_to(ROOT)
 )
 def test_every_row_of_a_table_has_a_head(page: Path) -> None:
     assert malformed_rows(page.read_text(encoding="utf-8")) == []
@@ -67,6 +70,15 @@ def test_decisions_are_short_rows_under_subjects_that_stand_once() -> None:
     lines += [row.text for table in tables(text) for row in table[2:]]
     assert [line for line, count in Counter(lines).items() if count > 1] == []
     assert [line for line in lines if len(line) > ROW_LENGTH or line.startswith("| ...")] == []
+
+
+def test_changelog_is_short_and_has_each_section_once() -> None:
+    text = CHANGELOG.read_text(encoding="utf-8")
+    assert len(text.encode()) <= CHANGELOG_BYTES
+    for release in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        sections = re.findall(r"^### (.+)$", release, flags=re.MULTILINE)
+        order = ["Incompatible changes", "Added", "Changed", "Fixed", "Removed"]
+        assert sections == [section for section in order if section in sections]
 
 
 def test_commits_of_measurements_are_ancestors() -> None:
