@@ -277,7 +277,11 @@ def _join(task: int) -> _Pass:
 
 
 def _forget(task: int, states: dict[DelayedState, torch.Tensor | None], _: object) -> None:
-    """Forget a pass, and its amaxes if it did not finish."""
+    """Forget a pass, and its amaxes if it did not finish.
+
+    Of a pass that raises on a GPU it is called by the engine's thread of the device: an instant
+    after the caller has the exception, and before that thread takes up a node of another pass.
+    """
     _in_backward.pop(task, None)
     if not states:
         return

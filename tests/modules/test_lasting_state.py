@@ -12,6 +12,7 @@ import torch
 import fp8core
 from fp8core import recipe
 from fp8core.dispatch import table
+from tests.device import let_go_of_backward_passes
 
 HIDDEN, FFN = 32, 48
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
@@ -28,6 +29,7 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], object]] = {
 
 def wrapped() -> list[torch.Tensor]:
     """Return the tensors of transforms that are still alive."""
+    let_go_of_backward_passes()
     gc.collect()
     tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
     return [one for one in tensors if torch._C._functorch.is_functorch_wrapped_tensor(one)]
