@@ -2,6 +2,7 @@
 
 Importing torch and fp8core takes seconds of processor time, a fork milliseconds. A fork has what
 ``import fp8core`` gives a new interpreter, imported with warnings as errors: no plug-in, no test.
+Forks that need more modules share those as well, if the caller names them.
 Tests of what an interpreter does while it starts or imports use ``subprocess``.
 
     done = forked.run([sys.executable, "-c", "import fp8core; print(fp8core.__version__)"])
@@ -37,13 +38,13 @@ Job = dict[str, Any]
 class Child:
     """A forked process, with the methods of ``subprocess.Popen`` that tests use."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, pid: int, server: subprocess.Popen[str]) -> None:
+        self.pid, self._server = pid, server
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = _answer({"poll": self.pid})
+            self.returncode = _answer(self._server, {"poll": self.pid})
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -68,11 +69,14 @@ def start(
     env: Mapping[str, str] | None = None,
     stdin: int = subprocess.DEVNULL,
     start_new_session: bool = False,
+    imports: tuple[str, ...] = (),
 ) -> Child:
     """Start what ``subprocess.Popen`` would start for these arguments.
 
     ``command`` is ``[sys.executable, "-W", "error", "-c", code, *arguments]``, where the warnings
     may be left out and ``-m module`` or a path may stand for the code. The streams are named files.
+    ``imports`` are the modules beside fp8core that the process finds imported: one process a tuple
+    of them imports them once and forks.
     """
     assert command[0] == sys.executable, command
     assert stdin == subprocess.DEVNULL
@@ -85,7 +89,8 @@ def start(
         "streams": [os.devnull, stdout.name, stderr.name],
         "is_leader": start_new_session,
     }
-    return Child(_answer(job))
+    server = _server(imports)
+    return Child(_answer(server, job), server)
 
 
 def run(
@@ -106,29 +111,33 @@ def run(
     return subprocess.CompletedProcess(command, status, *texts)
 
 
+_servers: list[subprocess.Popen[str]] = []
+
+
 def close() -> None:
-    """End the process that forks, if there is one; its forks go on."""
-    if _server.cache_info().currsize:
-        with _server() as process:
+    """End the processes that fork, if there are any; their forks go on."""
+    while _servers:
+        with _servers.pop() as process:
             assert process.stdin is not None
             process.stdin.close()
-        _server.cache_clear()
+    _server.cache_clear()
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "tests.forked"],
+def _server(imports: tuple[str, ...]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "tests.forked", *imports],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+    _servers.append(process)
+    return process
 
 
-def _answer(request: Job) -> Any:
-    process = _server()
+def _answer(process: subprocess.Popen[str], request: Job) -> Any:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps(request) + "\n")
@@ -198,6 +207,8 @@ if __name__ == "__main__":
     import fp8core  # noqa: F401  what the forks share
 
     torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     gc.freeze()
     asked = serve()
     if asked is not None:
