@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import Alignment, GemmDesc, Operand, QuantizeDesc
+from fp8core.testing.checks import BY_AMAX, EVERY_OP
 from fp8core_backends.reference.gemm import gemm, grouped_gemm
 from fp8core_backends.reference.quantize import quantize
-from tests.conformance.broken import GivesChunks, GivesFusedChunks, Sound, operands
+from tests.conformance.broken import GivesFusedChunks, Sound, operands
 
 
 class Aligned(Sound):
@@ -62,4 +63,15 @@ def _with_gaps(part: torch.Tensor | None) -> torch.Tensor | None:
     return wide[:, :cols]
 
 
-SOUND = (Sound, Aligned, Copies, GivesChunks, GivesFusedChunks, Padded)
+_QUANTIZING = (
+    *("quantize", BY_AMAX, "norm_quantize", "norm_backward_quantize"),
+    *("activation_quantize", "activation_backward_quantize"),
+)
+_PRODUCTS = ("gemm", "grouped_gemm")
+SOUND: dict[type[Sound], tuple[str, ...]] = {
+    GivesFusedChunks: EVERY_OP,
+    Aligned: _PRODUCTS,
+    Copies: _QUANTIZING + _PRODUCTS,
+    Padded: _QUANTIZING + _PRODUCTS,
+}
+"""The operations of each whose calls differ from the reference's."""
