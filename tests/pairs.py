@@ -1,13 +1,13 @@
-"""Covering arrays: few combinations of the axes' values in which every pair of values occurs."""
+"""Covering arrays: few combinations of the axes' values that have every pair, or every value."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
-def pairs(*axes: Sequence[Any], keep: Callable[..., bool] | None = None) -> list[tuple[Any, ...]]:
+def pairs(*axes: Iterable[Any], keep: Callable[..., bool] | None = None) -> list[tuple[Any, ...]]:
     """Combinations of one value an axis, such that each pair of two axes' values occurs in one.
 
     ``keep(*values)`` says which combinations are valid; a pair that none of these has is left out.
@@ -20,15 +20,16 @@ def pairs(*axes: Sequence[Any], keep: Callable[..., bool] | None = None) -> list
     Raises:
         ValueError: A value occurs in no valid combination.
     """
+    columns = [[*axis] for axis in axes]
     cross = [
         indices
-        for indices in itertools.product(*(range(len(axis)) for axis in axes))
-        if keep is None or keep(*(axis[index] for axis, index in zip(axes, indices, strict=True)))
+        for indices in itertools.product(*(range(len(column)) for column in columns))
+        if keep is None or keep(*values_at(columns, indices))
     ]
-    for axis, values in enumerate(axes):
+    for axis, values in enumerate(columns):
         if lost := set(range(len(values))) - {indices[axis] for indices in cross}:
             raise ValueError(f"no combination has {[values[index] for index in sorted(lost)]}")
-    size = min(2, len(axes))
+    size = min(2, len(columns))
     bits: dict[object, int] = {}
     covers = {
         indices: sum(
@@ -43,7 +44,19 @@ def pairs(*axes: Sequence[Any], keep: Callable[..., bool] | None = None) -> list
         best = max(covers, key=lambda indices: (covers[indices] & missing).bit_count())
         missing &= ~covers.pop(best)
         chosen.append(best)
-    return [
-        tuple(axis[index] for axis, index in zip(axes, indices, strict=True))
-        for indices in sorted(chosen)
-    ]
+    return [values_at(columns, indices) for indices in sorted(chosen)]
+
+
+def values_at(columns: Sequence[Sequence[Any]], indices: Sequence[int]) -> tuple[Any, ...]:
+    return tuple(column[index] for column, index in zip(columns, indices, strict=True))
+
+
+def turns(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """As many combinations as the longest axis has values: those of shorter ones take turns.
+
+    For axes whose values meet in no line of code, as the formats that a call may have and the
+    dtypes that it converts to.
+    """
+    columns = [[*axis] for axis in axes]
+    longest = max(map(len, columns))
+    return [tuple(column[at % len(column)] for column in columns) for at in range(longest)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pairs import pairs
+from tests.pairs import pairs, turns
 
 AXES = st.lists(st.integers(1, 4).map(lambda size: [*range(size)]), min_size=1, max_size=5)
 
@@ -36,6 +36,13 @@ def test_every_valid_pair_occurs_and_no_invalid_combination(
     combinations = pairs(*axes, keep=keep)
     assert set(combinations) <= set(valid)
     assert pairs_of(combinations) == pairs_of(valid)
+
+
+@given(axes=AXES)
+def test_every_value_gets_its_turn(axes: list[list[int]]) -> None:
+    combinations = turns(*axes)
+    assert len(combinations) == max(map(len, axes))
+    assert [{*column} for column in zip(*combinations, strict=True)] == [{*axis} for axis in axes]
 
 
 def test_far_fewer_than_the_full_cross() -> None:
