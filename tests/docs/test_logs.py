@@ -14,6 +14,8 @@ from tests.docs.pages import DOCS, PAGES, README, ROOT, malformed_rows, tables
 DECISIONS = DOCS / "decisions.md"
 MEASURED = DOCS / "measured.md"
 CHANGELOG = ROOT / "CHANGELOG.md"
+MEASURED_LINES = 400
+"""A current figure takes the place of the one before."""
 CHANGELOG_BYTES = 10_240
 """What a user reads before an upgrade; changes by themselves are in git."""
 ROW_LENGTH = 220
@@ -79,6 +81,13 @@ def test_changelog_is_short_and_has_each_section_once() -> None:
         sections = re.findall(r"^### (.+)$", release, flags=re.MULTILINE)
         order = ["Incompatible changes", "Added", "Changed", "Fixed", "Removed"]
         assert sections == [section for section in order if section in sections]
+
+
+def test_measurements_are_short_and_have_a_table_a_subject() -> None:
+    text = MEASURED.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MEASURED_LINES
+    subjects = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert [subject.splitlines()[0] for subject in subjects if len(tables(subject)) != 1] == []
 
 
 def test_commits_of_measurements_are_ancestors() -> None:
