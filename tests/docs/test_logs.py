@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import DOCS, PAGES, README, ROOT, malformed_rows, tables
+from tests.on_gpu import HEAD
 
 DECISIONS = DOCS / "decisions.md"
 MEASURED = DOCS / "measured.md"
@@ -88,6 +89,11 @@ def test_measurements_are_short_and_have_a_table_a_subject() -> None:
     assert len(text.splitlines()) <= MEASURED_LINES
     subjects = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     assert [subject.splitlines()[0] for subject in subjects if len(tables(subject)) != 1] == []
+
+
+def test_rows_that_a_run_on_a_gpu_prints_fit_below_the_head_of_measurements() -> None:
+    head, _ = HEAD.splitlines()
+    assert head in [table[0].text for table in tables(MEASURED.read_text(encoding="utf-8"))]
 
 
 def test_commits_of_measurements_are_ancestors() -> None:
