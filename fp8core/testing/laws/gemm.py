@@ -143,18 +143,34 @@ def _is_exact(desc: GemmDesc) -> bool:
 
 @law(4, "gemm")
 def gemm_of_nothing_is_zero_or_what_is_added(subject: Subject, desc: GemmDesc) -> None:
-    """With m, n or k of zero the result is empty, or the bias, or out unchanged."""
+    """With m, n or k of zero the result is empty, or zeros, or the bias, or out unchanged."""
     align = subject.alignment(desc)
     full = (up(3, align.m), up(5, align.n), up(32, align.k))
-    for empty in ((0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)):
+    for empty in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)):
         m, n, k = (0 if at in empty else size for at, size in enumerate(full))
         a, b = gemm_operands(subject, desc, m, n, k)
-        bias = subject.here(inputs.moderate(1, n, desc.out_dtype, 2).reshape(n))
-        out = subject.here(inputs.moderate(m, n, desc.out_dtype, 3))
-        expected = bias.expand(m, n) if not desc.accumulate else out.clone()
-        keywords = {"out": out} if desc.accumulate else {"bias": bias}
-        result = subject.run(desc, a, b, **keywords)
-        same_bits(f"m n k {(m, n, k)}", result + 0.0, expected + 0.0)  # +0 for -0
+        for given, expected in _added(subject, desc, m, n):
+            result = subject.run(desc, a, b, **given)
+            title = f"m n k {(m, n, k)} with {' and '.join(given) or 'neither bias nor out'}"
+            same_bits(title, result + 0.0, expected + 0.0)  # +0 for -0
+
+
+def _added(
+    subject: Subject, desc: GemmDesc, m: int, n: int
+) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """Return keywords of a call and the result that they alone have, of a product of zeros."""
+    bias = inputs.moderate(1, n, desc.out_dtype, 2).reshape(n)
+    if desc.accumulate:
+        before = inputs.moderate(m, n, desc.out_dtype, 3)
+        return [({"out": subject.here(before)}, before)]
+    cases = []
+    for has_bias, has_out in itertools.product((False, True), repeat=2):
+        given = {"bias": bias} if has_bias else {}
+        if has_out:
+            given["out"] = torch.full((m, n), math.nan, dtype=desc.out_dtype)
+        expected = bias if has_bias else torch.zeros(n, dtype=desc.out_dtype)
+        cases.append((subject.here(given), expected.expand(m, n)))
+    return cases
 
 
 @law(4, "gemm", applies=lambda desc: not desc.accumulate)
