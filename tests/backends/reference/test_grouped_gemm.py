@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from fp8core.backend_api import (
-    DequantizeDesc,
     GemmDesc,
     GroupedGemmDesc,
     Operand,
@@ -18,6 +17,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
 )
 from fp8core_backends.reference.backend import ReferenceBackend
+from tests.backends.reference.conformance import broken_laws
 
 CPU = torch.device("cpu")
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -36,31 +36,29 @@ NVFP4 = OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3")
 NVFP4_2D = replace(NVFP4, block=(16, 16))
 NVFP4_RHT = replace(NVFP4, transform="hadamard16")
 
-PAIRS = (
+OF_RECIPES = (
     (TENSORWISE, TENSORWISE),
-    (TENSORWISE, E5M2),
-    (DELAYED, DELAYED),
     (ROWWISE, ROWWISE),
     (BLOCK_1D, BLOCK_1D),
+    (MXFP8, MXFP8),
+    (MXFP8, MXFP8_2D),
+    (NVFP4, NVFP4),
+    (NVFP4, NVFP4_2D),
+    (None, None),
+)
+OTHERS = (
+    (TENSORWISE, E5M2),
+    (DELAYED, DELAYED),
     (BLOCK_1D, BLOCK_2D),
     (BLOCK_2D, BLOCK_1D),
     (FP4, FP4),
-    (MXFP8, MXFP8),
-    (MXFP8, MXFP8_2D),
     (MXFP4, MXFP8),
-    (NVFP4, NVFP4),
-    (NVFP4, NVFP4_2D),
     (NVFP4_RHT, NVFP4_RHT),
     (TENSORWISE, None),
     (None, BLOCK_1D),
     (None, NVFP4),
-    (None, None),
 )
-each_pair = pytest.mark.parametrize(("a", "b"), PAIRS, ids=str)
-# float32 shows every difference, bfloat16 is what accumulation rounds to.
-each_out = pytest.mark.parametrize(
-    ("out_dtype", "accumulate"), [(F32, False), (F32, True), (BF16, True)], ids=str
-)
+each_pair = pytest.mark.parametrize(("a", "b"), [*OF_RECIPES, *OTHERS], ids=str)
 
 M, N, K = 5, 7, 160
 # Partial blocks of 128 at the ends of groups, one element, and no element first and between.
@@ -155,64 +153,54 @@ class Contracted:
         return bound(dense(self.desc))(a, b, **given)
 
 
+class Given(NamedTuple):
+    """The dtype of a product, whether it is added to out, and which tensors a call has."""
+
+    dtype: torch.dtype
+    accumulate: bool = False
+    has_out: bool = False
+    has_bias: bool = False
+
+
+# float32 shows every difference, bfloat16 is what accumulation rounds to.
+GIVEN = (
+    *(Given(F32), Given(F32, has_out=True), Given(BF16)),
+    *(Given(F32, accumulate=True, has_out=True), Given(BF16, accumulate=True, has_out=True)),
+    *(Given(BF16, has_bias=True), Given(BF16, has_out=True, has_bias=True)),
+)
+
+
 @each_pair
 def test_rows_equal_dense_calls(a: OperandSpec | None, b: OperandSpec | None) -> None:
-    product = Rows(GroupedGemmDesc(a, b, F32), ODD_SIZES)
-    made = product.run()
-    assert made.dtype == F32
-    for group, part in enumerate(torch.split(made, ODD_SIZES)):
-        assert torch.equal(part, product.dense(group)), group
-
-
-@each_pair
-@pytest.mark.parametrize("is_given_out", [False, True])
-def test_rows_with_bias_equal_dense_calls(
-    a: OperandSpec | None, b: OperandSpec | None, is_given_out: bool
-) -> None:
-    product = Rows(GroupedGemmDesc(a, b, BF16), ODD_SIZES)
-    bias = list(torch.randn(len(ODD_SIZES), N).to(BF16))
-    given = {"out": torch.empty(sum(ODD_SIZES), N, dtype=BF16)} if is_given_out else {}
-    for group, part in enumerate(torch.split(product.run(bias=bias, **given), ODD_SIZES)):
-        assert torch.equal(part, product.dense(group, bias=bias[group])), group
-
-
-@each_pair
-@each_out
-def test_rows_in_out_equal_dense_calls(
-    a: OperandSpec | None, b: OperandSpec | None, out_dtype: torch.dtype, accumulate: bool
-) -> None:
-    product = Rows(GroupedGemmDesc(a, b, out_dtype, accumulate), ODD_SIZES)
-    out = torch.randn(sum(ODD_SIZES), N).to(out_dtype)
-    expected = [part.clone() for part in torch.split(out, ODD_SIZES)]
-    assert product.run(out=out) is out
-    for group, part in enumerate(torch.split(out, ODD_SIZES)):
-        assert torch.equal(part, product.dense(group, out=expected[group])), group
+    for case in GIVEN:
+        product = Rows(GroupedGemmDesc(a, b, case.dtype, case.accumulate), ODD_SIZES)
+        biases = list(torch.randn(len(ODD_SIZES), N).to(case.dtype))
+        out = torch.randn(sum(ODD_SIZES), N).to(case.dtype)
+        before = [part.clone() for part in torch.split(out, ODD_SIZES)]
+        given = {"bias": biases} if case.has_bias else {}
+        made = product.run(**given, **({"out": out} if case.has_out else {}))
+        assert made.dtype == case.dtype
+        assert (made is out) == case.has_out
+        for group, part in enumerate(torch.split(made, ODD_SIZES)):
+            alone = {"bias": biases[group]} if case.has_bias else {}
+            alone |= {"out": before[group]} if case.has_out else {}
+            assert torch.equal(part, product.dense(group, **alone)), (case, group)
 
 
 @each_pair
 def test_contracted_groups_equal_dense_calls(a: OperandSpec | None, b: OperandSpec | None) -> None:
-    desc = GroupedGemmDesc(a, b, BF16, contract_groups=True)
-    product = Contracted(desc, sizes_along_k(a, b))
-    made = product.run()
-    assert len(made) == len(product.sizes)
-    for group, part in enumerate(made):
-        assert part.dtype == BF16
-        assert torch.equal(part, product.dense(group)), group
-
-
-@each_pair
-@each_out
-def test_contracted_groups_in_out_equal_dense_calls(
-    a: OperandSpec | None, b: OperandSpec | None, out_dtype: torch.dtype, accumulate: bool
-) -> None:
-    desc = GroupedGemmDesc(a, b, out_dtype, accumulate, contract_groups=True)
-    product = Contracted(desc, sizes_along_k(a, b))
-    outs = [torch.randn(M * 2, N * 2).to(out_dtype) for _ in product.sizes]
-    expected = [out.clone() for out in outs]
-    made = product.run(out=outs)
-    for group, (part, out) in enumerate(zip(made, outs, strict=True)):
-        assert part is out
-        assert torch.equal(out, product.dense(group, out=expected[group])), group
+    for case in (case for case in GIVEN if not case.has_bias):
+        desc = GroupedGemmDesc(a, b, case.dtype, case.accumulate, contract_groups=True)
+        product = Contracted(desc, sizes_along_k(a, b))
+        outs = [torch.randn(M * 2, N * 2).to(case.dtype) for _ in product.sizes]
+        before = [out.clone() for out in outs]
+        made = product.run(**({"out": outs} if case.has_out else {}))
+        assert len(made) == len(product.sizes)
+        for group, (part, out) in enumerate(zip(made, outs, strict=True)):
+            assert part.dtype == case.dtype
+            assert (part is out) == case.has_out
+            alone = {"out": before[group]} if case.has_out else {}
+            assert torch.equal(part, product.dense(group, **alone)), (case, group)
 
 
 @pytest.mark.parametrize("spec", [TENSORWISE, ROWWISE, BLOCK_1D, MXFP4, NVFP4], ids=str)
@@ -226,76 +214,12 @@ def test_columnwise_group_lies_in_memory_as_it_does_alone(spec: OperandSpec) -> 
         assert part.stride() == quantize(spec, own, None, columnwise=True).data.stride()
 
 
-@pytest.mark.parametrize("contract_groups", [False, True])
-@each_pair
-def test_product_of_each_group_is_within_the_float32_bound(
-    a: OperandSpec | None, b: OperandSpec | None, contract_groups: bool
-) -> None:
-    """Independently of the dense code: values by group, float64 product, bound of test_gemm."""
-    desc = GroupedGemmDesc(a, b, F32, contract_groups=contract_groups)
-    sizes = sizes_along_k(a, b) if contract_groups else ODD_SIZES
-    product = Contracted(desc, sizes) if contract_groups else Rows(desc, sizes)
-    made = product.run() if contract_groups else torch.split(product.run(), sizes)
-    for group, part in enumerate(made):
-        if contract_groups:
-            pieces = [
-                values(spec, torch.split(whole, sizes)[group], columnwise=True)
-                for spec, whole in ((a, product.x), (b, product.y))
-            ]
-        else:
-            own = values(a, torch.split(product.x, sizes)[group], columnwise=False)
-            pieces = [own, dequantize(b, product.b[group])]
-        x, y = pieces
-        expected = x @ y.t()
-        # k 2^-24 (|a| @ |b|.T) for the sums, 2^-23 |d| for an ulp of float32
-        tolerance = x.shape[1] * 2.0**-24 * (x.abs() @ y.abs().t()) + 2.0**-23 * expected.abs()
-        assert bool(((part.double() - expected).abs() <= tolerance).all()), group
-
-
-def dequantize(spec: OperandSpec | None, operand: Operand) -> torch.Tensor:
-    if spec is None:
-        return operand.data.double()
-    return ReferenceBackend().bind(DequantizeDesc(spec), CPU)(operand).double()
-
-
-def values(spec: OperandSpec | None, x: torch.Tensor, *, columnwise: bool) -> torch.Tensor:
-    return dequantize(spec, quantize(spec, x, None, columnwise=columnwise))
-
-
-EMPTY_SPECS = (None, TENSORWISE, ROWWISE, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, NVFP4_RHT)
-each_spec = pytest.mark.parametrize("spec", EMPTY_SPECS, ids=str)
-
-
-@each_spec
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_empty_contracted_group_is_zero_or_leaves_out(
-    spec: OperandSpec | None, accumulate: bool
-) -> None:
-    desc = GroupedGemmDesc(spec, spec, BF16, accumulate, contract_groups=True)
-    product = Contracted(desc, WHOLE_BLOCKS)
-    outs = [torch.randn(M * 2, N * 2).to(BF16) for _ in WHOLE_BLOCKS]
-    before = [out.clone() if accumulate else torch.zeros_like(out) for out in outs]
-    product.run(out=outs)
-    for size, out, expected in zip(WHOLE_BLOCKS, outs, before, strict=True):
-        assert torch.equal(out, expected) == (size == 0)
-
-
-@each_spec
-def test_empty_contracted_group_without_out_is_zero(spec: OperandSpec | None) -> None:
-    made = Contracted(GroupedGemmDesc(spec, spec, F32, contract_groups=True), WHOLE_BLOCKS).run()
-    assert [bool(part.any()) for part in made] == [size > 0 for size in WHOLE_BLOCKS]
-
-
-@each_spec
-@pytest.mark.parametrize("contract_groups", [False, True])
-def test_all_groups_may_be_empty(spec: OperandSpec | None, contract_groups: bool) -> None:
-    desc = GroupedGemmDesc(spec, spec, F32, contract_groups=contract_groups)
-    if contract_groups:
-        made = torch.cat(list(Contracted(desc, (0, 0)).run()))
-        assert made.shape == (4 * M, 2 * N)
-        assert not made.any()
-    else:
-        assert Rows(desc, (0, 0)).run().shape == (0, N)
+@pytest.mark.parametrize(("a", "b"), OTHERS, ids=str)
+def test_laws_of_grouped_products_hold(a: OperandSpec | None, b: OperandSpec | None) -> None:
+    plain = GroupedGemmDesc(a, b, F32)
+    descs = [plain, replace(plain, accumulate=True, out_dtype=BF16)]
+    descs += [replace(desc, contract_groups=True) for desc in descs]
+    assert broken_laws(*descs) == []
 
 
 def test_float64_groups_are_not_rounded_to_float32() -> None:
@@ -304,12 +228,3 @@ def test_float64_groups_are_not_rounded_to_float32() -> None:
     made = bound(desc)(Operand(a), [Operand(b), Operand(2 * b)], torch.tensor([0, 1, 2]))
     one = 1 + 2.0**-40
     assert made.tolist() == [[one] * 3, [2 * one] * 3]
-
-
-def test_grouped_gemm_writes_nothing_but_out() -> None:
-    product = Rows(GroupedGemmDesc(BLOCK_1D, BLOCK_2D, F32), ODD_SIZES)
-    parts = [part for one in (product.a, *product.b) for part in one if part is not None]
-    parts.append(product.offsets)
-    before = [part.clone() for part in parts]
-    product.run().fill_(math.nan)
-    assert all(map(torch.equal, parts, before))
