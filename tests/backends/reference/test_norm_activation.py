@@ -82,30 +82,18 @@ def test_the_judge_knows_every_activation() -> None:
     assert {*FUNCTIONS, *GATES, "clamped_swiglu"} == set(ACTIVATIONS)
 
 
-@pytest.mark.parametrize(("rows", "n"), SIZES)
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation_values(name: str, rows: int, n: int) -> None:
-    x = values(rows, columns(name, n))
-    got = bind(ActivationDesc(name, F64, F64, params(name)))(x)
-    assert close(got, judge(name, x), BOUND_64)
-
-
-@pytest.mark.parametrize(("rows", "n"), SIZES)
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation_gradients(name: str, rows: int, n: int) -> None:
-    x = values(rows, columns(name, n)).requires_grad_()
-    grad = values(rows, n) / 8
-    (want,) = torch.autograd.grad(judge(name, x), x, grad)
-    got = bind(ActivationBackwardDesc(name, F64, F64, params(name)))(grad, x.detach())
-    assert close(got, want, BOUND_64)
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation_computes_in_float32(name: str) -> None:
-    x = values(5, columns(name, 9), BF16)
-    got = bind(ActivationDesc(name, BF16, F32, params(name)))(x)
-    assert got.dtype == F32
-    assert close(got, judge(name, x.double()), BOUND_32)
+def test_activation_values_and_gradients(name: str) -> None:
+    for rows, n in SIZES:
+        x = values(rows, columns(name, n)).requires_grad_()
+        grad = values(rows, n) / 8
+        expected = judge(name, x)
+        (want,) = torch.autograd.grad(expected, x, grad)
+        x = x.detach()
+        y = bind(ActivationDesc(name, F64, F64, params(name)))(x)
+        assert close(y, expected, BOUND_64), (rows, n)
+        got = bind(ActivationBackwardDesc(name, F64, F64, params(name)))(grad, x)
+        assert close(got, want, BOUND_64), (rows, n)
 
 
 SMOOTH = ("gelu", "qgelu", "silu", "geglu", "qgeglu", "swiglu", "clamped_swiglu")
@@ -121,19 +109,16 @@ def test_slopes_of_large_values_are_constant(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation_rounds_to_bfloat16_at_the_end_only(name: str) -> None:
-    x = values(5, columns(name, 9), BF16)
-    wide = bind(ActivationDesc(name, BF16, F32, params(name)))(x)
-    narrow = bind(ActivationDesc(name, BF16, BF16, params(name)))(x)
-    assert torch.equal(narrow, wide.to(BF16))
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation_gradient_rounds_to_bfloat16_at_the_end_only(name: str) -> None:
+def test_activation_computes_in_float32_and_rounds_at_the_end_only(name: str) -> None:
     x, grad = values(5, columns(name, 9), BF16), values(5, 9, BF16)
-    wide = bind(ActivationBackwardDesc(name, BF16, F32, params(name)))(grad, x)
-    narrow = bind(ActivationBackwardDesc(name, BF16, BF16, params(name)))(grad, x)
-    assert torch.equal(narrow, wide.to(BF16))
+    for make, given in ((ActivationDesc, (x,)), (ActivationBackwardDesc, (grad, x))):
+        wide, narrow = (
+            bind(make(name, BF16, dtype, params(name)))(*given) for dtype in (F32, BF16)
+        )
+        assert wide.dtype == F32
+        assert torch.equal(narrow, wide.to(BF16)), make
+        if make is ActivationDesc:
+            assert close(wide, judge(name, x.double()), BOUND_32)
 
 
 def norm_judge(
@@ -158,16 +143,7 @@ NORM_SIZES = [(3, 5), (7, 33), (0, 4)]
 
 @pytest.mark.parametrize(("rows", "n"), NORM_SIZES)
 @pytest.mark.parametrize(("kind", "centered"), KINDS)
-def test_norm_values(kind: str, centered: bool, rows: int, n: int) -> None:
-    desc = NormDesc(kind, F64, F64, 1e-3, centered)
-    x, own = norm_case(kind, rows, n)
-    y, _, _ = bind(desc)(x, *own)
-    assert close(y, norm_judge(desc, x, own[0], own[1] if len(own) > 1 else None), BOUND_64)
-
-
-@pytest.mark.parametrize(("rows", "n"), NORM_SIZES)
-@pytest.mark.parametrize(("kind", "centered"), KINDS)
-def test_norm_gradients(kind: str, centered: bool, rows: int, n: int) -> None:
+def test_norm_values_and_gradients(kind: str, centered: bool, rows: int, n: int) -> None:
     desc = NormDesc(kind, F64, F64, 1e-3, centered)
     x, own = norm_case(kind, rows, n)
     grad = values(rows, n) / 8
@@ -175,8 +151,9 @@ def test_norm_gradients(kind: str, centered: bool, rows: int, n: int) -> None:
     judged = norm_judge(desc, x, own[0], own[1] if len(own) > 1 else None)
     wanted = torch.autograd.grad(judged, leaves, grad)
     with torch.no_grad():
-        _, mean, rstd = bind(desc)(*leaves)
+        y, mean, rstd = bind(desc)(*leaves)
         got = bind(NormBackwardDesc(desc))(grad, x, own[0], mean, rstd)
+    assert close(y, judged, BOUND_64)
     assert (got[2] is None) == (kind == "rmsnorm")
     # rstd is at most 32 = eps^-1/2, and multiplies up to 7 rows' sums
     for one, want in zip(got, wanted, strict=False):
@@ -201,43 +178,33 @@ def test_norm_statistics_are_float32_rows(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_norm_of_a_zero_row_is_the_bias(kind: str) -> None:
-    _, own = norm_case(kind, 1, 8, F32)
-    y, *_ = bind(NormDesc(kind, F32, F32, 1e-5))(torch.zeros(2, 8), *own)
-    want = own[1] if len(own) > 1 else torch.zeros(8)
-    assert torch.equal(y, want.expand(2, 8))
-
-
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_norm_gradients_of_a_zero_row_are_finite(kind: str) -> None:
+def test_norm_of_a_zero_row_is_the_bias_and_has_finite_gradients(kind: str) -> None:
     _, own = norm_case(kind, 1, 8, F32)
     desc, x = NormDesc(kind, F32, F32, 1e-5), torch.zeros(2, 8)
-    _, mean, rstd = bind(desc)(x, *own)
+    y, mean, rstd = bind(desc)(x, *own)
+    want = own[1] if len(own) > 1 else torch.zeros(8)
+    assert torch.equal(y, want.expand(2, 8))
     grads = bind(NormBackwardDesc(desc))(torch.ones(2, 8), x, own[0], mean, rstd)
     assert all(bool(grad.isfinite().all()) for grad in grads if grad is not None)
 
 
 @pytest.mark.parametrize("make", [ActivationDesc, ActivationBackwardDesc])
-@pytest.mark.parametrize("name", ["gelu_tanh", "swish"])
-def test_an_unknown_activation_is_refused(name: str, make: Callable[..., Any]) -> None:
-    reason = ReferenceBackend().unsupported(make(name, BF16, BF16), CPU)
-    assert reason is not None
-    assert name in reason
-
-
-@pytest.mark.parametrize("make", [ActivationDesc, ActivationBackwardDesc])
 @pytest.mark.parametrize(
-    ("name", "params"), [("clamped_swiglu", ()), ("clamped_swiglu", (7.0, 1.0)), ("gelu", (1.0,))]
+    ("name", "params", "reason"),
+    [
+        ("gelu_tanh", (), "gelu_tanh"),
+        ("swish", (), "swish"),
+        ("clamped_swiglu", (), "clamped_swiglu takes"),
+        ("clamped_swiglu", (7.0, 1.0), "clamped_swiglu takes"),
+        ("gelu", (1.0,), "gelu takes"),
+    ],
 )
-def test_another_number_of_parameters_is_refused(
-    name: str, params: tuple[float, ...], make: Callable[..., Any]
+def test_an_unknown_activation_or_number_of_parameters_is_refused(
+    name: str, params: tuple[float, ...], reason: str, make: Callable[..., Any]
 ) -> None:
-    reason = ReferenceBackend().unsupported(make(name, BF16, BF16, params), CPU)
-    assert reason is not None
-    assert f"{name} takes" in reason
+    assert reason in (ReferenceBackend().unsupported(make(name, BF16, BF16, params), CPU) or "")
 
 
 def test_an_unknown_norm_is_refused() -> None:
-    reason = ReferenceBackend().unsupported(NormDesc("batchnorm", BF16, BF16, 1e-5), CPU)
-    assert reason is not None
-    assert "batchnorm" in reason
+    desc = NormDesc("batchnorm", BF16, BF16, 1e-5)
+    assert "batchnorm" in (ReferenceBackend().unsupported(desc, CPU) or "")
