@@ -55,6 +55,17 @@ def commands(page: Path) -> list[str]:
     return [line for lines in found for line in lines if line and not line.startswith("#")]
 
 
+def prose(page: Path) -> str:
+    """Return the text of ``page`` with empty lines for its fenced blocks."""
+    return _without_blocks(page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of ``page``, as GitHub and MyST name them."""
+    headings = re.findall(r"^#{1,6} (.+)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 class Row(NamedTuple):
     """A row of a table: its line on the page, its text, and its cells."""
 
@@ -66,9 +77,8 @@ class Row(NamedTuple):
 def tables(text: str) -> list[list[Row]]:
     """Return the tables of Markdown ``text``: rows that follow each other, outside of fences."""
     found: list[list[Row]] = []
-    prose = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
     previous = -1
-    for number, line in enumerate(prose.splitlines(), 1):
+    for number, line in enumerate(_without_blocks(text).splitlines(), 1):
         if line.lstrip().startswith("|"):
             if previous != number - 1:
                 found.append([])
@@ -96,3 +106,7 @@ def malformed_rows(text: str) -> list[str]:
 def _cells(line: str) -> list[str]:
     """Return the cells of a table's row, in which an escaped bar is no border."""
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
+
+
+def _without_blocks(text: str) -> str:
+    return _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)

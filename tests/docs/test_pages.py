@@ -23,7 +23,7 @@ from tests.docs.pages import DOCS, PAGES, README, ROOT
 LANGUAGES = {"", "python", "sh", "text", "toml", "ini"}
 EXAMPLES = [block.code for block in pages.blocks(README) if block.runs]
 RUNNING = [page for page in PAGES if pages.script(page).strip()]
-LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(#[^)]*)?\)")
+LINK = re.compile(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)")
 
 
 # What the pages about frameworks import; their scripts run with the warnings of the framework.
@@ -106,9 +106,17 @@ def test_commands_of_a_page_are_understood(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=name)
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
-    prose = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
-    for target, _ in LINK.findall(prose):
-        assert (page.parent / target).exists(), f"{name(page)} links to {target}"
+    for target, anchor in LINK.findall(pages.prose(page)):
+        found = (page.parent / target) if target else page
+        assert found.exists(), f"{name(page)} links to {target}"
+        is_named = not anchor or anchor in pages.anchors(found)
+        assert is_named, f"{name(page)} links to {target}#{anchor}"
+
+
+def test_anchors_are_those_of_the_headings_of_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `b` and c_d, (e)\n\n```sh\n# no heading\n```\n### Third: `x=1`?\n")
+    assert pages.anchors(page) == {"a-b-and-c_d-e", "third-x1"}
 
 
 def table_rows(page: str) -> list[tuple[str, str]]:
