@@ -42,12 +42,9 @@ class FlatWeights(WeightWrapper):
         *,
         columnwise: bool,
         keeping: Keeping | None = None,
-        source: Any = None,
     ) -> Orientations:
         """Quantize ``weight``, one ``[n, k]`` a group."""
-        rowwise, columns = self._inner(
-            weight, columnwise=columnwise, keeping=keeping, source=source
-        )
+        rowwise, columns = self._inner(weight, columnwise=columnwise, keeping=keeping)
         return Orientations(rowwise, tuple(itertools.chain(*columns)) if columnwise else None)
 
 

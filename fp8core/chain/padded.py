@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fp8core.chain.call import Call
-from fp8core.chain.padding import LayerPadding, PaddedCall
+from fp8core.chain.padding import PaddedCall
 from fp8core.chain.protocol import (
     Backward,
     Forward,
@@ -20,50 +19,8 @@ from fp8core.chain.protocol import (
     Wrapper,
 )
 from fp8core.chain.request import QuantizeRequest
-from fp8core.tensors.quantizer import Orientations
-from fp8core.tensors.requantized import is_unquantized
-from fp8core.tensors.weights import Keeping, WeightQuantizer, WeightWrapper
 
-__all__ = ["Padded", "padded_weights"]
-
-
-class PaddedWeights(WeightWrapper):
-    """A weight's quantizer, or one a group, that pads it first."""
-
-    __slots__ = ("_padding",)
-
-    def __init__(self, inner: WeightQuantizer, padding: LayerPadding) -> None:
-        super().__init__(inner)
-        self._padding = padding
-
-    def __call__(
-        self,
-        weight: Any,
-        /,
-        *,
-        columnwise: bool,
-        keeping: Keeping | None = None,
-        source: Any = None,
-    ) -> Orientations:
-        """Pad and quantize ``weight [n, k]``, or a sequence of them."""
-        pad = self._padding.pad_weight
-        padded = pad(weight) if isinstance(weight, torch.Tensor) else [pad(one) for one in weight]
-        return self._inner(padded, columnwise=columnwise, keeping=keeping, source=weight)
-
-    def requantize(self, saved: Sequence[torch.Tensor | None]) -> SavedList:
-        """Pad the weights of ``saved``, three tensors each, and quantize them again."""
-        padded = list(saved)
-        for at, weight in enumerate(saved):
-            if at % 3 == 0 and weight is not None and is_unquantized(weight):
-                padded[at] = self._padding.pad_weight(weight)
-        return self._inner.requantize(padded)
-
-
-def padded_weights(weight: WeightQuantizer, padding: LayerPadding | None) -> WeightQuantizer:
-    """Return ``weight`` itself where no feature is padded: padded rows leave weights alone."""
-    if padding is None or not padding.is_of_features:
-        return weight
-    return PaddedWeights(weight, padding)
+__all__ = ["Padded"]
 
 
 class Padded(Wrapper):

@@ -167,20 +167,18 @@ class _SeenWeight(WeightWrapper):
         *,
         columnwise: bool,
         keeping: Keeping | None = None,
-        source: Any = None,
     ) -> Orientations:
         """Return the operands of ``weight``."""
-        source = weight if source is None else source
         if not _is_repeat():
-            self._probe.check("weight", [source] if isinstance(source, torch.Tensor) else source)
-        orientations = self._inner(weight, columnwise=columnwise, keeping=keeping, source=source)
+            self._probe.check("weight", [weight] if isinstance(weight, torch.Tensor) else weight)
+        orientations = self._inner(weight, columnwise=columnwise, keeping=keeping)
         if self._probe.recorder.is_on:
-            weights, sources, rowwise, turned = weight, source, *orientations
+            weights, rowwise, turned = weight, *orientations
             if isinstance(weight, torch.Tensor):
-                weights, sources, rowwise, turned = [weight], [sources], [rowwise], [turned]
+                weights, rowwise, turned = [weight], [rowwise], [turned]
             turned = [None if isinstance(one, Unquantized) else one for one in turned]
             operands = zip(rowwise, turned, strict=True)
-            self._probe.weights(weights, sources, list(itertools.starmap(Orientations, operands)))
+            self._probe.weights(weights, list(itertools.starmap(Orientations, operands)))
         return orientations
 
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -216,7 +214,7 @@ class _Probe:
 
     __slots__ = (
         *("_backends", "_binding", "_decoders", "_gemms", "_index", "_name", "_path", "_plan"),
-        *("_decoded", "_unturned", "_weight_shape", "recorder"),
+        *("_decoded", "_padding", "_unturned", "recorder"),
     )
 
     def __init__(
@@ -232,7 +230,7 @@ class _Probe:
         self._name = name
         self._index = link.index
         self._binding = binding
-        self._weight_shape = torch.Size((link.shape.out_features, link.shape.in_features))
+        self._padding = link.padding
         self._plan = plan.tensors
         # In high precision the GEMM transposes these operands, after the probe has seen them.
         self._unturned = ("input", "weight") if link.only_once is None else ()
@@ -270,15 +268,14 @@ class _Probe:
     def weights(
         self,
         weights: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
         operands_of_each: Sequence[Orientations],
     ) -> None:
         """Record the operands of the weights that were not seen in this step."""
         is_repeat = _is_repeat()
         if not is_repeat:
-            self.recorder.notice(self._name, sources)
-            self.keep("weight", sources, ())
-        for weight, source, operands in zip(weights, sources, operands_of_each, strict=True):
+            self.recorder.notice(self._name, weights)
+            self.keep("weight", weights, ())
+        for weight, operands in zip(weights, operands_of_each, strict=True):
             row, column = (
                 operand
                 if operand is not None and self.recorder.is_new(operands.rowwise, orientation)
@@ -287,14 +284,23 @@ class _Probe:
             )
             if row is None and column is None:
                 continue
-            value = None if isinstance(source, QuantizedTensor) else weight
-            real = _unpadded(weight, source.shape)
+            value, real = self._padded(weight)
             self.cast("weight", value, Orientations(row, column), real, (), is_repeat=is_repeat)
 
     def requantized(self, weight: torch.Tensor, operand: Operand) -> None:
         """Record the columnwise ``operand`` of ``weight`` that backward computed."""
-        real = _unpadded(weight, self._weight_shape)
-        self.cast("weight", weight, Orientations(None, operand), real, (), is_repeat=False)
+        value, real = self._padded(weight)
+        self.cast("weight", value, Orientations(None, operand), real, (), is_repeat=False)
+
+    def _padded(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the value of ``weight`` that was cast, None if it is stored quantized; and which
+        elements of its operands are no padding, None if none is."""
+        value = None if isinstance(weight, QuantizedTensor) else weight
+        if self._padding is None or not self._padding.is_of_features:
+            return value, None
+        pad = self._padding.pad_weight
+        real = torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
+        return None if value is None else pad(value), pad(real)
 
     def cast(
         self,
@@ -359,13 +365,3 @@ class _Probe:
             cast = ObservedCast(before, decoded, spec, factors, mask, is_compared=x is not None)
             tally.add(measure(cast))
         return tally
-
-
-def _unpadded(weight: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-    """Return which elements of ``weight`` are no padding of one of ``shape``; None if it has none,
-    bool like ``weight`` otherwise."""
-    if weight.shape == shape:
-        return None
-    rows, columns = (a - b for a, b in zip(weight.shape, shape, strict=True))
-    whole = torch.ones(shape, dtype=torch.bool, device=weight.device)
-    return torch.nn.functional.pad(whole, (0, columns, 0, rows))

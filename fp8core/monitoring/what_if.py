@@ -14,7 +14,6 @@ from fp8core.backend_api import OperandSpec
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.call import Call
 from fp8core.chain.linear.link import LinearLink
-from fp8core.chain.padded import padded_weights
 from fp8core.chain.shape import BindContext
 from fp8core.errors import Fp8CoreError, OperandError, RecipeError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
@@ -231,7 +230,6 @@ def _cast(
     context = BindContext(plan, binding, layer.label, None, watch)
     links = bind_chain(layer.link_shapes(), context)
     link = next(one for one in links if isinstance(one, LinearLink) and one.index == index)
-    weight = padded_weights(link.weight, link.padding)
     # Gradients of input and weights need both orientations; that of a bias needs no operand.
     needs = [True] * (1 + link.num_weights) + [False] * (link.num_params - link.num_weights)
     for name in ("input", "weight", "grad_output"):
@@ -241,7 +239,7 @@ def _cast(
         values = [value.to(binding.device) for value in tensors.values]
         call, rows = _call(tensors, binding.device), values[0].shape[0]
         if name == "weight":
-            weight(values if link.shape.groups else values[0], columnwise=True)
+            link.weight(values if link.shape.groups else values[0], columnwise=True)
             continue
         program = link.program(rows, needs, call)
         is_input = name == "input"

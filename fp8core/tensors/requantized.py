@@ -17,7 +17,7 @@ import torch
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations, Quantizer
-from fp8core.tensors.weights import How, Keeping, KeptWeight
+from fp8core.tensors.weights import How, Keeping, KeptWeight, Pad
 from fp8core.torch_ops.shapes import is_captured
 
 __all__ = ["RequantizedWeight", "Unquantized", "is_of_parameter", "is_unquantized"]
@@ -59,8 +59,9 @@ class RequantizedWeight(KeptWeight):
         how: How,
         plan: TensorPlan,
         columnwise: Callable[..., Orientations],
+        pad: Pad | None = None,
     ) -> None:
-        super().__init__(quantizer, index, how)
+        super().__init__(quantizer, index, how, pad)
         row, column = plan
         assert column is not None
         # Forward's cast is the one that counts NaN and inf and records the amax.
@@ -74,22 +75,18 @@ class RequantizedWeight(KeptWeight):
         *,
         columnwise: bool,
         keeping: Keeping | None = None,
-        source: torch.Tensor | None = None,
     ) -> Orientations:
         """Return the operands of ``weight``, the columnwise one as :class:`Unquantized`.
 
         Raises:
             OperandError, UnsupportedError: as :class:`~fp8core.tensors.weights.KeptWeight`.
         """
-        given = weight if source is None else source
-        if not columnwise or self._is_kept(keeping) or not _is_held_anyway(given):
-            return super().__call__(weight, columnwise=columnwise, keeping=keeping, source=source)
-        operands = super().__call__(
-            weight, columnwise=self._casts_both, keeping=keeping, source=source
-        )
+        if not columnwise or self._is_kept(keeping) or not _is_held_anyway(weight):
+            return super().__call__(weight, columnwise=columnwise, keeping=keeping)
+        operands = super().__call__(weight, columnwise=self._casts_both, keeping=keeping)
         slot = self._how.slot
         scale = slot.scale.clone() if slot is not None and self._is_delayed else None
-        return Orientations(operands.rowwise, Unquantized(given, scale))
+        return Orientations(operands.rowwise, Unquantized(weight, scale))
 
     def _is_kept(self, keeping: Keeping | None) -> bool:
         """Say whether the weight's operands are kept beyond the call, for which codes are held.
@@ -110,6 +107,8 @@ class RequantizedWeight(KeptWeight):
         weight, scale, _ = saved
         if weight is None or not is_unquantized(weight):
             return list(saved)
+        if self._pad is not None:
+            weight = self._pad(weight)
         given = {} if scale is None else {"scale": scale}
         return list(self._columnwise(weight, **given).columnwise)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -19,13 +19,16 @@ from fp8core.dispatch.select import Choice
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Orientations, Pair, Quantizer, Slot
+from fp8core.tensors.quantizer import Cast, Orientations, Pair, Quantizer, Slot
 from fp8core.torch_ops.private import is_capturing
 
 __all__ = [
-    *("How", "Keeping", "Kept", "KeptWeight", "PerGroup", "WeightQuantizer", "WeightStore"),
+    *("How", "Keeping", "Kept", "KeptWeight", "Pad", "PerGroup", "WeightQuantizer", "WeightStore"),
     "WeightWrapper",
 ]
+
+Pad: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
+"""Adds zeros to a weight ``[n, k]``, plain or quantized."""
 
 
 class Origins(NamedTuple):
@@ -58,7 +61,7 @@ def _origins_of(source: torch.Tensor, others: Sequence[torch.Tensor]) -> Origins
 class Kept(NamedTuple):
     """A weight's operands, their origins, and the version of their delayed scale.
 
-    ``again`` quantizes the weight as it is then; None for a weight that is computed or padded.
+    ``again`` quantizes the weight as it is then; None for a weight that is computed.
     """
 
     key: tuple[object, ...]
@@ -105,12 +108,8 @@ class WeightQuantizer(Protocol):
         *,
         columnwise: bool,
         keeping: Keeping | None = None,
-        source: Any = None,
     ) -> Orientations:
-        """Return the operands of ``weight [n, k]``, or of a sequence of them, one a group.
-
-        ``source`` is what it was padded from, None if it was not padded.
-        """
+        """Return the operands of ``weight [n, k]``, or of a sequence of them, one a group."""
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...] | None:
@@ -190,7 +189,7 @@ class WeightStore:
         """Quantize the weights of microbatches as they are now, into the same memory.
 
         Raises:
-            UnsupportedError: one is computed from others, or padded.
+            UnsupportedError: one is computed from others.
         """
         for index, kept in self.microbatches.items():
             if kept.again is None:
@@ -213,19 +212,22 @@ def _rewritten(kept: Kept) -> Kept:
 class KeptWeight:
     """Quantizes a weight in every call, or keeps it where the caller says that it does not change.
 
-    Nothing is kept of a :class:`QuantizedTensor`, which holds its operands; nor in high precision,
-    where the weight itself is the operand; nor while a CUDA graph is captured, to which the memory
-    allocated then belongs.
+    ``pad`` adds the zeros that its products need, before the cast; None where they need none.
+
+    Nothing is kept of a :class:`QuantizedTensor`, which holds its operands, unless they are padded;
+    nor in high precision, where the weight itself is the operand; nor while a CUDA graph is
+    captured, to which the memory allocated then belongs.
     """
 
-    __slots__ = ("_both", "_dtype", "_how", "_index", "_quantizer", "_rowwise", "choices")
+    __slots__ = ("_both", "_dtype", "_how", "_index", "_pad", "_quantizer", "_rowwise", "choices")
 
     requantizes = False
 
-    def __init__(self, quantizer: Quantizer, index: int, how: How) -> None:
+    def __init__(self, quantizer: Quantizer, index: int, how: How, pad: Pad | None = None) -> None:
         self._quantizer = quantizer
-        self._both = quantizer.cast_to(rowwise=True, columnwise=True)
-        self._rowwise = quantizer.cast_to(rowwise=True, columnwise=False)
+        self._pad = pad
+        self._both = _padded(pad, quantizer.cast_to(rowwise=True, columnwise=True))
+        self._rowwise = _padded(pad, quantizer.cast_to(rowwise=True, columnwise=False))
         self._index = index
         self._how = how
         self._dtype = how.dtype
@@ -237,9 +239,8 @@ class KeptWeight:
         *,
         columnwise: bool,
         keeping: Keeping | None = None,
-        source: torch.Tensor | None = None,
     ) -> Orientations:
-        """Return the operands of ``weight [n, k]``, which was padded from ``source``, if given.
+        """Return the operands of ``weight [n, k]``.
 
         Raises:
             OperandError: the weight has another dtype than was bound. With
@@ -250,7 +251,10 @@ class KeptWeight:
                 the scope of frozen weights is open.
         """
         if isinstance(weight, QuantizedTensor):
-            return self._operands_of(weight, columnwise)
+            if self._pad is None or keeping is None or keeping.is_for_graphs or is_capturing():
+                return self._stored(weight, columnwise=columnwise)
+            # A checkpoint need not know it: what is kept of it is what it holds.
+            return self._kept(keeping._replace(used=None), weight, columnwise)
         if weight.dtype is not self._dtype and self._dtype is not None:
             raise OperandError(
                 f"{self._how.owner}: a weight is {weight.dtype}, but the layer is bound to cast it "
@@ -259,11 +263,9 @@ class KeptWeight:
             )
         if keeping is None or not self.choices:
             return (self._both if columnwise else self._rowwise)(weight)
-        return self._kept(keeping, weight, weight if source is None else source, columnwise)
+        return self._kept(keeping, weight, columnwise)
 
-    def _kept(
-        self, keeping: Keeping, weight: torch.Tensor, source: torch.Tensor, columnwise: bool
-    ) -> Orientations:
+    def _kept(self, keeping: Keeping, weight: torch.Tensor, columnwise: bool) -> Orientations:
         """Return the operands that are kept, or quantize and keep them."""
         first, entries, used = keeping.first, keeping.entries, keeping.used
         if used is not None:
@@ -271,6 +273,8 @@ class KeptWeight:
                 return used[self._index].operands
             columnwise = True  # for the recompute
         quantize = self._both if columnwise else self._rowwise
+        if isinstance(weight, QuantizedTensor):
+            quantize = partial(self._stored, columnwise=columnwise)
         if is_capturing() and not (first is False and keeping.is_for_graphs):
             if first is not True:
                 problem = _FROZEN_IN_GRAPH if first is None else _IN_GRAPH
@@ -279,8 +283,8 @@ class KeptWeight:
         slot = self._how.slot
         if first is None and slot is not None and slot.amax is not None:
             return quantize(weight)  # to record its amax, which will change the scale
-        is_parameter = isinstance(source, torch.nn.Parameter)
-        origins = _origins_of(source, () if is_parameter else keeping.origins())
+        is_parameter = isinstance(weight, torch.nn.Parameter)
+        origins = _origins_of(weight, () if is_parameter else keeping.origins())
         scale_version = 0 if slot is None else slot.scale._version
         kept = None if first is True else self._entry(entries, first, scale_version)
         if first is True and keeping.is_for_graphs:
@@ -300,7 +304,7 @@ class KeptWeight:
                 operands = quantize(weight)
             again = None
             if keeping.is_for_graphs:
-                if not is_parameter or weight is not source:
+                if not is_parameter:
                     raise UnsupportedError(f"{self._how.owner}: {_NOT_AGAIN}")
                 again = partial(quantize, weight)
             kept = Kept(self._how.key, origins, scale_version, operands, again)
@@ -338,21 +342,24 @@ class KeptWeight:
     @property
     def constants(self) -> tuple[torch.Tensor, ...] | None:
         """Those of its quantizer."""
-        return self._quantizer.constants
+        return self._quantizer.constants if self._pad is None else None
 
     def pair(self, input: Quantizer) -> Pair | None:
         """Return the backend's call that casts an input and the weight both ways, if it has one."""
-        return input.pair_with(self._quantizer)
+        return input.pair_with(self._quantizer) if self._pad is None else None
 
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return ``saved``, which is an operand."""
         return list(saved)
 
-    def _operands_of(self, weight: QuantizedTensor, columnwise: bool) -> Orientations:
+    def _stored(self, weight: torch.Tensor, *, columnwise: bool) -> Orientations:
+        """Return what ``weight``, a QuantizedTensor, holds, padded."""
+        weight = weight if self._pad is None else self._pad(weight)
+        assert isinstance(weight, QuantizedTensor)
         row, column = self._how.stored
         if row is None and column is None:
             value = weight.dequantize()
-            return self._both(value) if columnwise else self._rowwise(value)
+            return self._quantizer(value, rowwise=True, columnwise=columnwise)
         is_high = column is None  # backward in high precision, from the dequantized weight
         is_turned = is_high or not columnwise or weight.plan.columnwise == column
         if weight.plan.rowwise != row or not is_turned:
@@ -372,6 +379,11 @@ class KeptWeight:
         return Orientations(rowwise, turned)
 
 
+def _padded(pad: Pad | None, cast: Cast) -> Cast:
+    """Return ``cast`` of what ``pad`` makes of a weight."""
+    return cast if pad is None else lambda weight: cast(pad(weight))
+
+
 def _version(tensor: torch.Tensor) -> int:
     """Return torch's count of writes; 0 for a tensor of inference mode, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
@@ -389,8 +401,8 @@ _FROZEN_IN_GRAPH = (
     "it is."
 )
 _NOT_AGAIN = (
-    "cache_quantized_params with a weight that is computed from others, or padded, is not offered: "
-    "nothing could quantize it again outside of the graph. Leave it out."
+    "cache_quantized_params with a weight that is computed from others is not offered: nothing "
+    "could quantize it again outside of the graph. Leave it out."
 )
 _WRITTEN = (
     "the weight was written since it was quantized and kept, or is another by now. Pass "
@@ -438,13 +450,11 @@ class PerGroup:
         *,
         columnwise: bool,
         keeping: Keeping | None = None,
-        source: Sequence[torch.Tensor] | None = None,
     ) -> Orientations:
         """Quantize ``weights``, one ``[rows, cols]`` a group."""
-        sources = weights if source is None else source
         operands = [
-            quantizer(weight, columnwise=columnwise, keeping=keeping, source=one)
-            for quantizer, weight, one in zip(self._quantizers, weights, sources, strict=True)
+            quantizer(weight, columnwise=columnwise, keeping=keeping)
+            for quantizer, weight in zip(self._quantizers, weights, strict=True)
         ]
         return Orientations(
             tuple(pair.rowwise for pair in operands), tuple(pair.columnwise for pair in operands)

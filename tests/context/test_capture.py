@@ -189,17 +189,18 @@ def test_an_order_that_does_not_fit_is_refused(
 # --- weights that are quantized outside of the graph ---
 
 
-def test_weights_for_graphs_keep_their_memory() -> None:
-    layer, x = fp8core.Linear(32, 32), torch.randn(32, 32)
+@pytest.mark.parametrize(("name", "features"), [("current", 32), ("mxfp8", 50)])
+def test_weights_for_graphs_keep_their_memory(name: str, features: int) -> None:
+    layer, x = fp8core.Linear(features, 32), torch.randn(32, features)
     (store,) = graphs._stores(layer)
     store.is_for_graphs = True
-    with autocast(recipe="current"):
+    with autocast(recipe=name):
         layer(x, is_first_microbatch=True)
         (kept,) = store.microbatches.values()
         codes = kept.operands.rowwise.data
         before = codes.clone()
         with torch.no_grad():
-            layer.weight.mul_(torch.linspace(-3, 3, 32))
+            layer.weight.mul_(torch.linspace(-3, 3, features))
         store.refresh()
         again = layer(x, is_first_microbatch=False)
         layer(x, is_first_microbatch=True)
@@ -210,14 +211,11 @@ def test_weights_for_graphs_keep_their_memory() -> None:
     assert torch.equal(again, plain)
 
 
-@pytest.mark.parametrize("kind", ["computed", "padded"])
-def test_weights_that_nothing_can_quantize_again_are_refused(kind: str) -> None:
-    layer = fp8core.Linear(32 if kind == "computed" else 50, 32)
-    if kind == "computed":
-        torch.nn.utils.parametrizations.weight_norm(layer, "weight")
+def test_weights_that_nothing_can_quantize_again_are_refused() -> None:
+    layer, x = fp8core.Linear(32, 32), torch.randn(32, 32)
+    torch.nn.utils.parametrizations.weight_norm(layer, "weight")
     (store,) = graphs._stores(layer)
     store.is_for_graphs = True
-    x = torch.randn(32, layer.in_features)
     with (
         autocast(recipe="mxfp8"),
         pytest.raises(UnsupportedError, match="cache_quantized_params with a weight"),

@@ -18,13 +18,14 @@ from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.main_grad import Accumulating
 from fp8core.chain.once import OnlyOnce
 from fp8core.chain.original_input import SavingInput
-from fp8core.chain.padded import Padded, padded_weights
+from fp8core.chain.padded import Padded
 from fp8core.chain.padding import LayerPadding
 from fp8core.chain.protocol import Consumer, Program
 from fp8core.chain.requantized import Requantizing
 from fp8core.chain.stochastic import Stochastic
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Quantizer
+from fp8core.tensors.weights import WeightQuantizer
 
 __all__ = ["LinearLink"]
 
@@ -54,7 +55,7 @@ class LinearLink(LinearOperations, LinkDefaults):
     input_sent: SentCast | None = None
     grad_sent: SentCast | None = None
     only_once: OnlyOnce | None = None
-    # Programs by padding, by chunks, and by whose gradients are needed.
+    # Programs by chunks, by shards, and by whose gradients are needed.
     _programs: dict[tuple[bool, ...], Program] = field(default_factory=dict)
 
     @property
@@ -105,7 +106,7 @@ class LinearLink(LinearOperations, LinkDefaults):
             is_sharded and shards is not None and shards.fits(rows)
             for shards in (self.input_shards, self.grad_shards)
         )
-        key = (padded is not None, chunked, *sharded, *needs_grad)
+        key = (chunked, *sharded, *needs_grad)
         program = self._programs.get(key) or self._new_program(key, needs_grad)
         if self.shape.accumulates:
             program = Accumulating(program, self.wgrad, needs_grad[1 : 1 + count])
@@ -145,8 +146,8 @@ class LinearLink(LinearOperations, LinkDefaults):
         return row, column
 
     def _new_program(self, key: tuple[bool, ...], needs_grad: Sequence[bool]) -> Program:
-        is_padded, chunked, is_input_sharded, is_grad_sharded, *_ = key
-        weight = padded_weights(self.weight, self.padding) if is_padded else self.weight
+        chunked, is_input_sharded, is_grad_sharded, *_ = key
+        weight: WeightQuantizer = self.weight
         if self.shape.groups:
             weight = FlatWeights(weight)
             end = 1 + self.num_weights

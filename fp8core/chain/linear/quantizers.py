@@ -16,7 +16,7 @@ from fp8core.tensors.quantizer_binding import bind_columnwise, bind_quantizer
 from fp8core.tensors.requantized import RequantizedWeight
 from fp8core.tensors.states import LayerStates
 from fp8core.tensors.storage import storage_plan
-from fp8core.tensors.weights import How, KeptWeight, PerGroup
+from fp8core.tensors.weights import How, KeptWeight, Pad, PerGroup
 
 __all__ = ["bind_quantizers"]
 
@@ -28,9 +28,11 @@ def bind_quantizers(
     dtypes: tuple[torch.dtype, torch.dtype],
     *,
     is_unturned: bool,
+    pad_weight: Pad | None,
 ) -> tuple[Quantizer, KeptWeight | PerGroup, Quantizer, Quantizer | None]:
     """Return the quantizers of input, weight and grad_output, and that of the input in backward, if
-    it is cast there; ``dtypes`` are those of the input and of grad_output."""
+    it is cast there; ``dtypes`` are those of the input and of grad_output. ``pad_weight`` adds the
+    zeros that the weight's products need, if any."""
     plan, binding = context.plan, context.binding
     is_grouped = bool(shape.groups)
     count, propagates = context.nonfinite, plan.nonfinite == "propagate"
@@ -91,7 +93,7 @@ def bind_quantizers(
         is_decoded = dequantizes and plan.weight.rowwise is not None
         how = How(key, dtype, stored, context.owner, slot, is_decoded)
         if requantized is None:
-            return KeptWeight(quantizer, index, how)
+            return KeptWeight(quantizer, index, how, pad_weight)
         columnwise = bind_columnwise(
             requantized,
             shape.weight_dtype,
@@ -99,7 +101,7 @@ def bind_quantizers(
             purpose=context.purpose("weight"),
             propagates=propagates,
         )
-        return RequantizedWeight(quantizer, index, how, plan.weight, columnwise)
+        return RequantizedWeight(quantizer, index, how, plan.weight, columnwise, pad_weight)
 
     def quantizer_of(
         tensor: str, dtype: torch.dtype, slot: Slot | None, nonfinite: torch.Tensor | None

@@ -53,8 +53,20 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
     states = context.states
     if states is not None:
         states = dataclasses.replace(states, first=context.first_gemm, count=shape.num_weights)
+    padding = layer_padding(
+        [resolved.alignment for resolved in gemms.values()],
+        shape.features,
+        context.owner,
+        offsets_on_device=shape.offsets_on_device,
+    )
+    pad_weight = padding.pad_weight if padding is not None and padding.is_of_features else None
     quantizers = bind_quantizers(
-        shape, context, states, (input_dtype, grad_dtype), is_unturned=only_once is None
+        shape,
+        context,
+        states,
+        (input_dtype, grad_dtype),
+        is_unturned=only_once is None,
+        pad_weight=pad_weight,
     )
     x, weight, dy, input_again = quantizers
     sums = None
@@ -76,12 +88,7 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         dgrad=dgrad,
         wgrad=wgrad,
         column_sums=sums,
-        padding=layer_padding(
-            [gemms[name].alignment for name in gemms],
-            shape.features,
-            context.owner,
-            offsets_on_device=shape.offsets_on_device,
-        ),
+        padding=padding,
         backward_state=states.backward if states is not None and specs.is_delayed else None,
         needs_rng=any(spec is not None and spec.stochastic for spec in specs),
         input_dtype=input_dtype,
