@@ -61,6 +61,7 @@ LEFT_OUT = {
     "tests/export": "programs for the CPU",
     "tests/formats": "encoding in torch's operators, bit for bit against ml_dtypes on the CPU",
     "tests/huggingface": "models of a framework that are loaded on the CPU",
+    "tests/mutation": "source text, and a toy's tests",
     "tests/recipe": "values without a tensor",
     "tests/thirdparty": "a plug-in for the CPU",
     "tests/torch_ops": "what torch's tracing sees, the same on every device",

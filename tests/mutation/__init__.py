@@ -1,0 +1,1 @@
+"""Mutants of the core, to show that a change of the tests loses nothing; see ``__main__``."""
