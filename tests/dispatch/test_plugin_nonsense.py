@@ -279,6 +279,7 @@ def test_ctrl_c_anywhere_leaves_nothing_half_loaded(
             sys.modules["toy_whole"] = toys.whole_plugin()
             os.environ["FP8CORE_PLUGINS"] = "toy_whole"
             outer = sys.gettrace()
+            sys._getframe().f_trace_opcodes = True  # Python 3.12 asks for it before it traces
             sys.settrace(interrupt_at(number, kept))
             try:
                 action()
