@@ -111,9 +111,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup() -> Generator[None, object, object]:
-    with device.running_a_test():
-        return (yield)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object],
+) -> Generator[None, object, object]:
+    try:
+        with device.running_a_test():
+            return (yield)
+    except pytest.skip.Exception as skip:
+        # pytest raises again, for the other tests of the fixture's scope, what it has kept.
+        if fixturedef.cached_result is not None:
+            _, key, _ = fixturedef.cached_result
+            fixturedef.cached_result = (None, key, (skip, skip.__traceback__))
+        raise
 
 
 @pytest.hookimpl(wrapper=True)

@@ -56,6 +56,7 @@ LEFT_OUT = {
     "tests/demo": "training in processes that choose their device",
     "tests/dispatch": "which backend is chosen, with toys",
     "tests/distributed": "processes joined by gloo, or by NCCL with TEST_DEVICE=cuda and two GPUs",
+    "tests/docs/test_logs.py": "source text",
     "tests/docs/test_site.py": "pages built by Sphinx",
     "tests/doctor": "reports of broken plug-ins; the part `doctor` is the report of this machine",
     "tests/export": "programs for the CPU",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 
 from fp8core.errors import UnsupportedError
-from tests import device, on_gpu
+from tests import device, forked, on_gpu
 from tests.device import absent, reason_to_skip, run_program, tensors_on
 from tests.on_gpu import ROOT
 
@@ -20,6 +22,19 @@ MESSAGE = """Traceback (most recent call last):
 fp8core.errors.UnsupportedError: no backend runs GemmDesc on cuda:0
   cuda: MX block scales need compute capability 10.0
   reference: emulates it on any device
+"""
+
+SHARED = """
+import pytest
+from fp8core.errors import UnsupportedError
+from tests import device
+from tests.conftest import pytest_fixture_setup  # the hook
+
+device.DEVICE_TYPE = "cuda"
+
+@pytest.fixture(scope="module")
+def shared():
+    raise UnsupportedError("no backend runs it\\n  cuda: needs compute capability 10.0")
 """
 
 
@@ -99,6 +114,16 @@ def test_test_that_asks_for_absent_hardware_is_skipped(on_cuda: None) -> None:
         )
     with pytest.raises(UnsupportedError, match="offered"), device.running_a_test():
         raise UnsupportedError("offered in no recipe")
+
+
+def test_every_test_of_a_fixture_that_asks_for_absent_hardware_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(SHARED)
+    tests = "def test_first(shared): pass\ndef test_second(shared): pass\n"
+    (tmp_path / "test_shared.py").write_text(tests)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "."]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = forked.run(command, cwd=tmp_path, env=variables)
+    assert "== 2 skipped in" in done.stdout, done.stdout
 
 
 def test_test_that_expects_another_error_than_of_absent_hardware_is_skipped(on_cuda: None) -> None:
