@@ -29,6 +29,25 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+# In place of each check: what torch does in a law's thread on CUDA, with the threads of the check.
+SEEN = """
+import warnings
+import torch
+from fp8core.testing.checks import Check
+
+torch.set_num_threads(3)
+
+def run(check):
+    warnings.warn("Attempting to run cuBLAS, but there was no current CUDA context! Attempting ...")
+    print(f"threads: {torch.get_num_threads()}")
+
+Check.run = run
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"threads afterwards: {torch.get_num_threads()}")
+"""
+
+
 def clean() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if not name.startswith("FP8CORE_")}
 
@@ -63,6 +82,14 @@ def test_paths_are_run_besides_the_kit(project: Path) -> None:
     done = pytest_in(project, *words, "test_good.py")
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
+
+
+def test_checks_run_on_one_thread_and_may_begin_with_cublas(project: Path) -> None:
+    (project / "conftest.py").write_text(SEEN)
+    done = pytest_in(project, "-s", "--fp8core-backend=reference", "-k", "law7_something")
+    assert done.returncode == 0, done.stdout
+    assert "threads: 1\n" in done.stdout
+    assert "threads afterwards: 3\n" in done.stdout
 
 
 @pytest.mark.parametrize(
