@@ -5,22 +5,16 @@ Importing it loads no backend and touches no device.
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from fp8core import errors, formats, functional, not_offered, ops, optimizers, recipe, router
-from fp8core import hookspecs as hookspecs  # loaded, as a public module of the package
-from fp8core import plan as plan  # likewise
+from fp8core import errors, formats, functional, names, ops, recipe
+from fp8core.backend_api import hooks as hookspecs  # noqa: F401
 from fp8core.context.autocast import autocast, fp8_autocast
 from fp8core.context.checkpoint import checkpoint
 from fp8core.conversion.convert import convert, unconvert
 from fp8core.conversion.report import ConversionReport
-from fp8core.cpu_offload import (
-    ManualOffloadSynchronizer,
-    get_cpu_offload_context,
-    mark_not_offload,
-)
-from fp8core.cross_entropy import parallel_cross_entropy
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import (
     CollectiveError,
@@ -32,7 +26,20 @@ from fp8core.errors import (
     UnsupportedError,
     did_you_mean,
 )
-from fp8core.inspect.available import (
+from fp8core.functional import quantizers as quantizers
+from fp8core.functional.quantizers import (
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from fp8core.inspection import monitoring as monitoring
+from fp8core.inspection.available import (
     get_cudnn_version,
     get_device_compute_capability,
     is_bf16_available,
@@ -41,7 +48,8 @@ from fp8core.inspect.available import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from fp8core.inspect.explain import explain
+from fp8core.inspection.explain import explain
+from fp8core.inspection.monitoring import monitor
 from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.found_inf import clear_found_inf, found_inf
 from fp8core.modules.frozen import frozen_weights
@@ -61,8 +69,14 @@ from fp8core.modules.prepare import prepare
 from fp8core.modules.rotary import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from fp8core.modules.rotary_angles import RotaryPositionEmbedding
 from fp8core.modules.transformer_layer import TransformerLayer
-from fp8core.monitoring import monitor
-from fp8core.parameter import (
+from fp8core.recipe import (
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
+    get_default_recipe,
+)
+from fp8core.recipe import plan as plan
+from fp8core.tensors.parameter import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
     Float8Tensor,
@@ -79,35 +93,28 @@ from fp8core.parameter import (
     fp8_model_init,
     quantized_model_init,
 )
-from fp8core.permutation import (
+from fp8core.tensors.saving import (
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+)
+from fp8core.training import cpu_offload as cpu_offload
+from fp8core.training import cross_entropy as cross_entropy
+from fp8core.training import optimizers, router
+from fp8core.training import permutation as permutation
+from fp8core.training.cpu_offload import (
+    ManualOffloadSynchronizer,
+    get_cpu_offload_context,
+    mark_not_offload,
+)
+from fp8core.training.cross_entropy import parallel_cross_entropy
+from fp8core.training.permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
     moe_permute_with_probs,
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
-)
-from fp8core.quantizers import (
-    DType,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-)
-from fp8core.recipe import (
-    DelayedScalingRequest,
-    QuantizerRequest,
-    QuantizerRole,
-    get_default_recipe,
-)
-from fp8core.tensors.saving import (
-    prepare_for_saving,
-    restore_from_func_ctx,
-    restore_from_saved,
 )
 
 __version__ = "0.1.0"
@@ -213,21 +220,39 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public names, and the modules that are loaded."""
+    """Return the public names, and the modules that are loaded, also by their short names."""
     modules = [
         name
         for name, value in globals().items()
-        if isinstance(value, ModuleType) and value.__name__ == f"{__name__}.{name}"
+        if isinstance(value, ModuleType)
+        and value.__name__ == f"{__name__}.{names.SHORT.get(name, name)}"
     ]
     return sorted({*__all__, *modules})
 
 
-if not TYPE_CHECKING:  # to a type checker, it would make every name an attribute
+names.install()
 
-    def __getattr__(name: str) -> NoReturn:
-        """Raise AttributeError, which names the alternative to a name of Transformer Engine, or the
-        nearest public name."""
-        refusal = not_offered.refusal(name)
+if TYPE_CHECKING:
+    from fp8core.integrations import huggingface as huggingface
+    from fp8core.integrations import lightning as lightning
+    from fp8core.integrations import megatron as megatron
+    from fp8core.integrations import mindspeed as mindspeed
+    from fp8core.integrations import torchtitan as torchtitan
+    from fp8core.integrations import transformer_engine as transformer_engine
+    from fp8core.interchange import checkpoints as checkpoints
+    from fp8core.interchange import export as export
+else:  # to a type checker, it would make every name an attribute
+
+    def __getattr__(name: str) -> ModuleType:
+        """Return the module of a short name.
+
+        Raises:
+            AttributeError: there is none; names the alternative to a name of Transformer Engine, or
+                the nearest public name.
+        """
+        if name in names.SHORT:
+            return importlib.import_module(f"{__name__}.{name}")
+        refusal = names.refusal(name)
         if refusal is not None:
             raise AttributeError(refusal)
         near = "" if name.startswith("_") else did_you_mean(name, __dir__())

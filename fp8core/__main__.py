@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fp8core import __version__
-from fp8core.commands import build, selftest
-from fp8core.compat import command as compat
-from fp8core.demo import cli as demo
-from fp8core.doctor import command as doctor
+from fp8core.cli import build, conformance, doctor, selftest
+from fp8core.cli import run as compat
+from fp8core.cli.demo import cli as demo
 from fp8core.errors import Fp8CoreError, RecipeError, did_you_mean
-from fp8core.inspect import explain
-from fp8core.testing import command as conformance
+from fp8core.inspection import explain
 
 __all__ = ["main"]
 

@@ -72,7 +72,7 @@ from fp8core.modules.tensor_operations import (
     MakeExtraOutput,
     Reshape,
 )
-from fp8core.not_offered import refusal
+from fp8core.names import refusal
 
 __all__ = [
     "GEGLU",

@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
                 f"{', '.join(given)}: which backend? Give --fp8core-backend=NAME."
             )
         return
-    from fp8core.testing.collection import Kit
+    from fp8core.conformance.collection import Kit
 
     config.pluginmanager.register(Kit.from_options(options), "fp8core-kit")
     if config.args_source is not config.ArgsSource.ARGS:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from fp8core.doctor import process
+from fp8core.dispatch import process
 from tests import device, forked
 from tests.ranks import BACKENDS, DEVICE_TYPE
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import API_VERSION, BackendSpec, GemmDesc, OpDesc, Operand, Ranks, hookimpl
-from fp8core.communicator import named
+from fp8core.collectives import named
 from fp8core.formats import by_name
 from fp8core_backends.reference.backend import ReferenceBackend
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZipFile
 
-from fp8core.not_offered import COMMUNICATION, NOT_OFFERED
+from fp8core.names import COMMUNICATION, NOT_OFFERED
 
 TABLE = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "te-surface.md"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8core import OperandError, UnsupportedError, autocast, ops
-from fp8core.testing.in_process import communicators
+from fp8core.conformance.in_process import communicators
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import fp8core
+from fp8core.names import MOVED, SHORT
 
 MODULES = (
     "fp8core.backend_api",
@@ -17,7 +19,7 @@ MODULES = (
     "fp8core.functional",
     "fp8core.monitoring",
     "fp8core.ops",
-    "fp8core.parameter",
+    "fp8core.tensors.parameter",
     "fp8core.plan",
     "fp8core.quantizers",
     "fp8core.recipe",
@@ -36,7 +38,7 @@ def test_dir_of_the_package_shows_its_names_and_its_modules() -> None:
     assert modules <= {*dir(fp8core)}
     assert {*fp8core.__all__} <= {*dir(fp8core)}
     for name in {*dir(fp8core)} - {*fp8core.__all__}:
-        assert getattr(fp8core, name).__name__ == f"fp8core.{name}"
+        assert getattr(fp8core, name).__name__ == f"fp8core.{SHORT.get(name, name)}"
     assert not {"sys", "NoReturn", "TYPE_CHECKING", "annotations"} & {*dir(fp8core)}
 
 
@@ -77,3 +79,37 @@ def test_hasattr_and_import_behave_as_in_any_module() -> None:
     assert not hasattr(fp8core, "Lineer")
     with pytest.raises(ImportError):
         from fp8core import Lineer  # noqa: F401
+
+
+FRAMEWORKS = {"huggingface", "lightning", "megatron", "torchtitan"}  # what is not installed here
+
+
+@pytest.mark.parametrize("statement", ["import fp8core.{}", "from fp8core import {}", "fp8core.{}"])
+def test_a_short_name_is_the_module_itself(statement: str) -> None:
+    names = sorted(set(SHORT) - FRAMEWORKS)
+    lines = [
+        "import fp8core, importlib",
+        *(statement.format(name) for name in names),
+        *(
+            f"assert fp8core.{name} is importlib.import_module('fp8core.{SHORT[name]}'), {name!r}"
+            for name in names
+        ),
+        *(f"assert fp8core.{name}.__spec__.name == 'fp8core.{SHORT[name]}'" for name in names),
+        "from fp8core.training.optimizers.fused_adam import FusedAdam",
+        "assert FusedAdam is fp8core.training.optimizers.FusedAdam",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_a_name_that_moved_says_where(old: str) -> None:
+    for name in (f"fp8core.{old}", f"fp8core.{old}.inside"):
+        with pytest.raises(ModuleNotFoundError, match=rf"import fp8core\.{MOVED[old]}"):
+            importlib.import_module(name)
+        importlib.import_module(f"fp8core.{MOVED[old]}")
+
+
+def test_every_place_exists() -> None:
+    for place in (*SHORT.values(), *MOVED.values()):
+        path = Path(fp8core.__file__).parent / place.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").is_file(), place

@@ -11,8 +11,8 @@ import torch
 import fp8core
 from fp8core import OperandError, RecipeError, UnsupportedError, autocast, ops, recipe
 from fp8core.backend_api import GemmDesc
-from fp8core.inspect import available
-from fp8core.inspect.explain import Explanation, Line
+from fp8core.inspection import available
+from fp8core.inspection.explain import Explanation, Line
 
 QUERIES: dict[str, Callable[..., Any]] = {
     "fp8": fp8core.is_fp8_available,

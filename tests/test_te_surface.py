@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 
 import fp8core
-from fp8core.not_offered import COMMUNICATION, NOT_OFFERED
+from fp8core.names import COMMUNICATION, NOT_OFFERED
 from tests.te_surface import HOMES, PAGE, Name, page, share, stored
 
 NAMES = stored()

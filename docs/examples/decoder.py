@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8core as te
-from fp8core.conversion.hugging_face import from_hugging_face, layer_arguments, rotary_arguments
+from fp8core.conversion.huggingface import from_hugging_face, layer_arguments, rotary_arguments
 
 
 class Decoder(nn.Module):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp8core as te
-from fp8core.communicator import of_group
+from fp8core.collectives import of_group
 
 HIDDEN, SEQUENCE, BATCH, SIZES = 128, 128, 4, (128, 512, 4)
 NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)

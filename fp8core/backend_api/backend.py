@@ -26,7 +26,7 @@ class Backend(Protocol):
     """The methods of every backend. It has one more for each operation, named ``desc.op``, which
     takes the descriptor first: ``gemm(desc, a, b, *, bias, out)``.
 
-    The conformance kit (``fp8core.testing``) tests it. A backend whose results differ by design
+    The conformance kit (``fp8core.conformance``) tests it. A backend whose results differ by design
     declares that as :class:`~fp8core.backend_api.DeclaresNumerics`.
     """
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8core.communicator import Communicator
+from fp8core.collectives import Communicator
 from fp8core.torch_ops.private import is_traced
 
 __all__ = ["ComparedCalls", "gradients_text"]

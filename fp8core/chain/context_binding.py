@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, AttentionPartBackwardDesc
 from fp8core.chain.context_parallel import GatheredKeys, HeadExchange, Pair
 from fp8core.chain.ring_attention import KeysInParts, descs_of_parts
-from fp8core.communicator import Communicator, named
+from fp8core.collectives import Communicator, named
 
 __all__ = ["CONTEXT_WAYS", "bind_context"]
 

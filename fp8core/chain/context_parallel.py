@@ -23,7 +23,7 @@ import torch
 
 from fp8core.backend_api import AttentionDesc, Operand
 from fp8core.chain.sequence_chunks import Chunks, Lengths, lengths_of_chunks
-from fp8core.communicator import Communicator, Started
+from fp8core.collectives import Communicator, Started
 
 __all__ = [
     "GatheredKeys",

@@ -33,7 +33,7 @@ from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, Rela
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.routes import Routes
 from fp8core.chain.shape import BindContext, LinkShape
-from fp8core.communicator import Communicator, named
+from fp8core.collectives import Communicator, named
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import Orientations, Quantizer
 

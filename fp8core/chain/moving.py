@@ -33,7 +33,7 @@ from fp8core.chain.protocol import Backward, Forward, Held, Out, Params, Program
 from fp8core.chain.request import Handover, ProductInParts, QuantizeRequest
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.chain.shards import GemmPart
-from fp8core.communicator import Communicator, Started, named
+from fp8core.collectives import Communicator, Started, named
 from fp8core.errors import OperandError
 from fp8core.tensors.high_precision import HighPrecision
 from fp8core.tensors.quantizer import Orientations

@@ -18,7 +18,7 @@ from fp8core.chain.context_parallel import (
     seed_of,
     with_codes,
 )
-from fp8core.communicator import Communicator, Started
+from fp8core.collectives import Communicator, Started
 
 __all__ = ["KeysInParts", "Merged", "descs_of_parts"]
 

@@ -15,7 +15,7 @@ import torch
 
 from fp8core.backend_api import OpDesc, Transfers
 from fp8core.chain.protocol import Consumer, Link
-from fp8core.communicator import Communicator, named
+from fp8core.collectives import Communicator, named
 from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.table import Resolved
 from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LinearPlan, Plan, TensorPlan

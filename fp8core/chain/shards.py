@@ -18,7 +18,7 @@ import torch
 
 from fp8core.backend_api import Operand, OperandSpec, Transfers, amax_extent
 from fp8core.chain.request import Handover, QuantizeRequest
-from fp8core.communicator import Communicator, Started
+from fp8core.collectives import Communicator, Started
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import Orientations
 from fp8core.torch_ops.recorded import called_in_repeats

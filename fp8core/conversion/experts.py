@@ -15,8 +15,8 @@ from fp8core.conversion.layers import RECORD, Conversion, Record, adopt, derived
 from fp8core.errors import UnsupportedError
 from fp8core.modules.foreign import Experts, ExpertWeight, experts_of
 from fp8core.modules.grouped_linear import GroupedLinear
-from fp8core.parameter.init import quantized_model_init
 from fp8core.reporting import log_once
+from fp8core.tensors.parameter.init import quantized_model_init
 
 __all__ = [
     "ConvertedExperts",

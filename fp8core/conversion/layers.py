@@ -21,7 +21,7 @@ from fp8core.modules.foreign import conv1d_sizes
 from fp8core.modules.linear import Linear
 from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.parameters import fill
-from fp8core.parameter.init import quantized_model_init
+from fp8core.tensors.parameter.init import quantized_model_init
 
 __all__ = [
     "RECORD",

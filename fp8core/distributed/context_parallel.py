@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fp8core.chain.sequence_chunks import Chunks, partition
-from fp8core.communicator import of_group
+from fp8core.collectives import of_group
 from fp8core.errors import OperandError
 
 __all__ = [

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fp8core.communicator import Communicator
+from fp8core.collectives import Communicator
 from fp8core.tensors.sharded_weight import local_part
 
 __all__ = ["SavedScales"]

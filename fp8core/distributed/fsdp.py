@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
-from fp8core.communicator import Communicator
+from fp8core.collectives import Communicator
 from fp8core.context.recompute import is_in_backward
 from fp8core.distributed.assigned import wrap_assigned
 from fp8core.distributed.gathered_weight import GatheredWeight, communicator_of

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fp8core.backend_api import Operand
-from fp8core.communicator import Communicator, of_group
+from fp8core.collectives import Communicator, of_group
 from fp8core.distributed.weak_module import WeakModule
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan

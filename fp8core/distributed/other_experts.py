@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8core.communicator import Communicator
+from fp8core.collectives import Communicator
 
 __all__ = ["others"]
 

@@ -6,9 +6,9 @@ import argparse
 
 import torch
 
-from fp8core.commands.arguments import device_argument
-from fp8core.dispatch import plugins
-from fp8core.doctor import collectives, consult, findings, over_ranks, process
+from fp8core.dispatch import plugins, process
+from fp8core.doctor import collectives, consult, findings, over_ranks
+from fp8core.inspection.arguments import device_argument
 
 
 def main() -> None:

@@ -18,11 +18,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fp8core.communicator import Communicator, of_group
-from fp8core.dispatch import plugins
-from fp8core.doctor import process
+from fp8core.collectives import Communicator, of_group
+from fp8core.dispatch import plugins, process
+from fp8core.dispatch.process import Ending, Record
 from fp8core.doctor.findings import absent
-from fp8core.doctor.process import Ending, Record
 from fp8core.errors import Fp8CoreError
 
 __all__ = [

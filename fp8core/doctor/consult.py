@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import GemmDesc
-from fp8core.dispatch import plugins, select
+from fp8core.dispatch import plugins, process, select
 from fp8core.dispatch.isolation import Failure, attempt, plain
-from fp8core.doctor import process
+from fp8core.dispatch.process import Record
 from fp8core.doctor.matrix import DTYPE
-from fp8core.doctor.process import Record
 from fp8core.errors import RecipeError
 from fp8core.reporting import logger
 

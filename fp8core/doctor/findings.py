@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 from fp8core.backend_api import OPS, OPTIONAL_OPS, BackendSpec
-from fp8core.dispatch import plugins
-from fp8core.doctor import process
+from fp8core.dispatch import plugins, process
+from fp8core.dispatch.process import Record
 from fp8core.doctor.matrix import Cell, cell_from, cells, needs_by_recipe
-from fp8core.doctor.process import Record
 from fp8core.doctor.selftest import Check, check
 
 __all__ = ["Findings", "absent", "apart", "here", "records"]

@@ -15,10 +15,10 @@ import torch
 
 from fp8core import recipe
 from fp8core.backend_api import OPS, OPTIONAL_OPS, BackendSpec
-from fp8core.commands.arguments import NO_RECIPE
 from fp8core.dispatch import plugins, select
 from fp8core.dispatch.isolation import Failure, attempt
-from fp8core.inspect.descriptors import Need, recipe_needs
+from fp8core.inspection.arguments import NO_RECIPE
+from fp8core.inspection.descriptors import Need, recipe_needs
 from fp8core.recipe import PerLayer, Recipe
 
 __all__ = ["DTYPE", "Cell", "cell_from", "cells", "needs_by_recipe", "rows", "unanswered"]

@@ -8,11 +8,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from fp8core.doctor import collectives, process
-from fp8core.doctor.process import Record
-from fp8core.testing.compare import Broken, Unjudged
-from fp8core.testing.ranks import LAWS, subject_of
-from fp8core.testing.subject import find
+from fp8core.conformance.compare import Broken, Unjudged
+from fp8core.conformance.ranks import LAWS, subject_of
+from fp8core.conformance.subject import find
+from fp8core.dispatch import process
+from fp8core.dispatch.process import Record
+from fp8core.doctor import collectives
 
 __all__ = ["Outcome", "apart", "as_json", "records", "text"]
 

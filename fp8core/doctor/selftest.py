@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from fp8core.backend_api import BackendSpec
+from fp8core.conformance.catalogue import CatalogueEntry
+from fp8core.conformance.checks import checks
+from fp8core.conformance.compare import Broken, Unjudged
+from fp8core.conformance.laws import LAWS
+from fp8core.conformance.subject import JUDGE, Subject
 from fp8core.dispatch import plugins
 from fp8core.dispatch.isolation import Failure, attempt, is_a
-from fp8core.inspect.descriptors import Need
-from fp8core.testing.catalogue import CatalogueEntry
-from fp8core.testing.checks import checks
-from fp8core.testing.compare import Broken, Unjudged
-from fp8core.testing.laws import LAWS
-from fp8core.testing.subject import JUDGE, Subject
+from fp8core.inspection.descriptors import Need
 
 __all__ = ["Check", "check"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.quantizers.base import Quantizer, quantize_in_graph
+from fp8core.functional.quantizers.base import Quantizer, quantize_in_graph
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.coded import tensor_plan
 from fp8core.tensors.quantized_tensor import QuantizedTensor

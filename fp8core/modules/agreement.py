@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fp8core.chain.shape import LinkShape
-from fp8core.communicator import Communicator, named
+from fp8core.collectives import Communicator, named
 from fp8core.errors import Fp8CoreError
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of

@@ -16,7 +16,7 @@ from fp8core.chain.call import Call
 from fp8core.chain.compared import gradients_text
 from fp8core.chain.shape import LinkShape
 from fp8core.chain.unwrap import PLAIN
-from fp8core.communicator import named
+from fp8core.collectives import named
 from fp8core.context.checkpoint import checkpoint
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.attention_arguments import (

@@ -11,7 +11,7 @@ from fp8core.chain import run as chain
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.differentiable import arranged, only_once
 from fp8core.chain.shape import BindContext, LinkShape
-from fp8core.communicator import named
+from fp8core.collectives import named
 from fp8core.context import recompute
 from fp8core.context.autocast import active, active_name
 from fp8core.context.scopes import touch

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from fp8core.chain.moving import AllReduceShape, GatherShape, ScatterShape
 from fp8core.chain.shape import LinkShape
-from fp8core.communicator import of_group
+from fp8core.collectives import of_group
 from fp8core.errors import OperandError
 from fp8core.modules.operation import Operation
 from fp8core.modules.parallel import is_group

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fp8core.chain.attention.shape import AttentionShape
 from fp8core.chain.context_binding import CONTEXT_WAYS
-from fp8core.communicator import of_group
+from fp8core.collectives import of_group
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.attention_inputs import Lengths, Qkv
 

@@ -21,7 +21,7 @@ from fp8core.modules.kv_cache import (
     gathered,
 )
 from fp8core.modules.parameters import check_size, resolve_device
-from fp8core.parameter.init import DTYPES
+from fp8core.tensors.parameter.init import DTYPES
 from fp8core.torch_ops.untraced import untraced
 
 __all__ = ["CachedKeys", "InferenceParams"]

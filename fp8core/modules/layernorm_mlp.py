@@ -27,8 +27,8 @@ from fp8core.modules.parameters import (
 )
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.run import run_layer
-from fp8core.parameter.init import make_weight
 from fp8core.recipe.plan import LayerRole
+from fp8core.tensors.parameter.init import make_weight
 
 __all__ = ["LayerNormMLP"]
 

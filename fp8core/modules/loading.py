@@ -8,7 +8,11 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.extra_state.state import READABLE, may_be_transformer_engine_s, read_extra_state
+from fp8core.modules.extra_state.state import (
+    READABLE,
+    may_be_transformer_engine_s,
+    read_extra_state,
+)
 from fp8core.recipe.plan import Plan, SlotNames
 from fp8core.reporting import log_once
 from fp8core.tensors.checks import fault_of, kind_fault, lacks_memory, misfit

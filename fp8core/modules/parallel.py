@@ -19,7 +19,7 @@ import torch
 
 from fp8core.chain.moving import AllReduceShape, GatherShape, ReplicateShape, ScatterShape
 from fp8core.chain.shape import LinkShape
-from fp8core.communicator import Communicator, named, of_group
+from fp8core.collectives import Communicator, named, of_group
 from fp8core.errors import OperandError
 from fp8core.modules.base import LowPrecisionModule
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8core.communicator import named
+from fp8core.collectives import named
 from fp8core.errors import OperandError
 from fp8core.modules.parameters import check_probability
 from fp8core.torch_ops.shapes import is_captured

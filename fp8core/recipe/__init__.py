@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from fp8core.backend_api import OperandSpec
 from fp8core.dispatch import policy, select
 from fp8core.errors import RecipeError
-from fp8core.not_offered import refusal
+from fp8core.names import refusal
 from fp8core.recipe.base import Format, FormatRange, MMParams, QParams, Recipe
 from fp8core.recipe.choice import by_name, names
 from fp8core.recipe.custom import (

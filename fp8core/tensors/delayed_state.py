@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import ScaleUpdateDesc
-from fp8core.communicator import Communicator
-from fp8core.communicator.group_reference import GroupReference
+from fp8core.collectives import Communicator
+from fp8core.collectives.group_reference import GroupReference
 from fp8core.dispatch import table
 from fp8core.recipe.plan import DelayedPlan
 from fp8core.tensors.creation import Order

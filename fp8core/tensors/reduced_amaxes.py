@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fp8core.communicator.group_reference import GroupReference, existing
+from fp8core.collectives.group_reference import GroupReference, existing
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.creation import Family, Order, family_of, num_created, shown
 from fp8core.tensors.delayed_state import DelayedState

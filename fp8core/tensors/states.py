@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8core.communicator import Communicator
+from fp8core.collectives import Communicator
 from fp8core.recipe.plan import SlotNames
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.scaling import DelayedState

@@ -43,8 +43,8 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
     SgdDesc,
 )
+from fp8core.conformance.catalogue import catalogue
 from fp8core.errors import RecipeError
-from fp8core.testing.catalogue import catalogue
 
 BF16, F16 = torch.bfloat16, torch.float16
 SPEC = OperandSpec("e4m3", (0, 0), 448.0)

@@ -44,7 +44,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fp8core
 from fp8core import recipe
 from fp8core.chain import arranged
-from fp8core.communicator import of_group
+from fp8core.collectives import of_group
 from tests.benchmarks import host_path
 from tests.benchmarks.measuring.device import without_collections
 from tests.benchmarks.parallel_gpu.together import join

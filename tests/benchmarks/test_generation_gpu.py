@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core.conversion.hugging_face import from_hugging_face
+from fp8core.conversion.huggingface import from_hugging_face
 from tests.benchmarks import generation_gpu
 from tests.benchmarks.generation_gpu import (
     SERVED,

@@ -22,9 +22,9 @@ from fp8core.backend_api import (
     Quantized,
     hookimpl,
 )
+from fp8core.conformance.calls import OpCall
+from fp8core.conformance.laws.fused import add_pair, pair
 from fp8core.dispatch import plugins, table
-from fp8core.testing.calls import OpCall
-from fp8core.testing.laws.fused import add_pair, pair
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.device import DEVICE
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fp8core.backend_api import Operand, OperandSpec
-from fp8core.checkpoints.layouts import LAYOUTS, file_tensors, layout_of
 from fp8core.errors import RecipeError, UnsupportedError
+from fp8core.interchange.checkpoints.layouts import LAYOUTS, file_tensors, layout_of
 from fp8core.plan import LayerRole
 from tests.checkpoints.models import RECIPES
 

@@ -14,8 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import fp8core
 from fp8core import QuantizedTensor
 from fp8core.checkpoints import load_pretrained, save_pretrained
-from fp8core.checkpoints.selection import Weight, operand_of
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
+from fp8core.interchange.checkpoints.selection import Weight, operand_of
 from fp8core.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -109,7 +109,7 @@ def test_one_file_s_tensors_are_held_at_a_time(
         return operand_of(weight)
 
     monkeypatch.setattr("safetensors.torch.save_file", save)
-    monkeypatch.setattr("fp8core.checkpoints.writing.operand_of", quantize)
+    monkeypatch.setattr("fp8core.interchange.checkpoints.writing.operand_of", quantize)
     save_pretrained(model(), tmp_path, BLOCK, max_shard_size=1)
     # The first weight is in its file before the second one is quantized.
     second = len(events) - 1 - events[::-1].index("quantize")

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fp8core.communicator import Communicator, named, of_group
+from fp8core.collectives import Communicator, named, of_group
+from fp8core.conformance.in_process import run_in_threads
 from fp8core.errors import CollectiveError, OperandError
-from fp8core.testing.in_process import run_in_threads
 from tests.ranks import device, run_ranks
 
 FP8 = torch.float8_e4m3fn

@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import pytest
 
-from fp8core.communicator import process_group
-from fp8core.communicator.process_group import wait_patiently
+from fp8core.collectives import process_group
+from fp8core.collectives.process_group import wait_patiently
 
 
 class Work:

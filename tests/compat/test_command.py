@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fp8core.__main__ import main
-from fp8core.compat import command
-from fp8core.compat.transformer_engine import finder
+from fp8core.cli import run as command
+from fp8core.integrations.transformer_engine import finder
 
 # The package is found without torch, in the command and in a process that it starts.
 SCRIPT = """

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from fp8core.compat import command
-from fp8core.compat.transformer_engine import finder
+from fp8core.cli import run as command
+from fp8core.integrations.transformer_engine import finder
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from fp8core import autocast
-from fp8core.compat import transformer_engine as alias
-from fp8core.compat.transformer_engine import finder
-from fp8core.compat.transformer_engine.saving import merge_states, split_state
 from fp8core.errors import OperandError
-from fp8core.extra_state.state import read_expert_state
+from fp8core.integrations import transformer_engine as alias
+from fp8core.integrations.transformer_engine import finder
+from fp8core.integrations.transformer_engine.saving import merge_states, split_state
+from fp8core.modules.extra_state.state import read_expert_state
 from fp8core.recipe import DelayedScaling, Format
 from fp8core.tensors.slots import BUFFERS, META, meta_text
 from tests.extra_state.states import DelayedScaling as TheirScaling

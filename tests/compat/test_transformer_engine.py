@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import fp8core
-from fp8core.compat import transformer_engine as alias
-from fp8core.compat.transformer_engine import finder, surface
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
+from fp8core.integrations import transformer_engine as alias
+from fp8core.integrations.transformer_engine import finder, surface
 from tests.te_surface import Name, stored
 
 NAMES = stored()

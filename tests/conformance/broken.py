@@ -21,8 +21,8 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
 )
-from fp8core.testing.calls import OpCall
-from fp8core.testing.laws.fused import add_pair, pair
+from fp8core.conformance.calls import OpCall
+from fp8core.conformance.laws.fused import add_pair, pair
 from fp8core_backends.reference.backend import ReferenceBackend
 from fp8core_backends.reference.column_sums import column_sums
 from fp8core_backends.reference.gemm import gemm

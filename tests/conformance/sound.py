@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import Alignment, GemmDesc, Operand, QuantizeDesc
-from fp8core.testing.checks import BY_AMAX, EVERY_OP
+from fp8core.conformance.checks import BY_AMAX, EVERY_OP
 from fp8core_backends.reference.gemm import gemm, grouped_gemm
 from fp8core_backends.reference.quantize import quantize
 from tests.conformance.broken import GivesFusedChunks, Sound, operands

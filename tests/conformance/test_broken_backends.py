@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fp8core.testing.catalogue import CatalogueEntry, catalogue
-from fp8core.testing.checks import checks, op_of
-from fp8core.testing.laws import LAWS
-from fp8core.testing.subject import Subject
+from fp8core.conformance.catalogue import CatalogueEntry, catalogue
+from fp8core.conformance.checks import checks, op_of
+from fp8core.conformance.laws import LAWS
+from fp8core.conformance.subject import Subject
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.conformance import (
     broken,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fp8core.conformance.expected import Expected, complaints, find, read
 from fp8core.errors import OperandError
-from fp8core.testing.expected import Expected, complaints, find, read
 
 TEXT = """
 # a comment alone

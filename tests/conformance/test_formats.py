@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fp8core.backend_api import DequantizeDesc, GemmDesc, OperandSpec, QuantizeDesc
-from fp8core.testing.catalogue import CatalogueEntry
-from fp8core.testing.checks import checks
-from fp8core.testing.laws import LAWS
-from fp8core.testing.subject import Subject
+from fp8core.conformance.catalogue import CatalogueEntry
+from fp8core.conformance.checks import checks
+from fp8core.conformance.laws import LAWS
+from fp8core.conformance.subject import Subject
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.dispatch import toys
 

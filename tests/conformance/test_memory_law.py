@@ -8,9 +8,9 @@ import pytest
 
 from fp8core.chain import request
 from fp8core.chain import run as chain
-from fp8core.testing import subject
-from fp8core.testing.compare import Broken
-from fp8core.testing.laws.memory import no_operand_without_memory_reaches_it
+from fp8core.conformance import subject
+from fp8core.conformance.compare import Broken
+from fp8core.conformance.laws.memory import no_operand_without_memory_reaches_it
 
 
 def test_the_law_holds() -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fp8core.backend_api import GemmDesc, Numerics, OpDesc, Operand, Quantized, QuantizeDesc
-from fp8core.testing.catalogue import catalogue
-from fp8core.testing.checks import LAWS
-from fp8core.testing.compare import Broken
-from fp8core.testing.laws import gemm as gemm_laws
-from fp8core.testing.laws import quantize as quantize_laws
-from fp8core.testing.subject import Subject
+from fp8core.conformance.catalogue import catalogue
+from fp8core.conformance.checks import LAWS
+from fp8core.conformance.compare import Broken
+from fp8core.conformance.laws import gemm as gemm_laws
+from fp8core.conformance.laws import quantize as quantize_laws
+from fp8core.conformance.subject import Subject
 from fp8core_backends.reference.backend import ReferenceBackend
 from fp8core_backends.reference.gemm import gemm
 from fp8core_backends.reference.quantize import quantize

@@ -7,7 +7,7 @@ import torch
 
 from fp8core.backend_api import ACTIVATIONS, GATED, ActivationDesc
 from fp8core.chain.activation import activation_shape
-from fp8core.testing.laws import LAWS
+from fp8core.conformance.laws import LAWS
 from fp8core_backends.reference.backend import ReferenceBackend
 
 F64 = torch.float64

@@ -33,7 +33,7 @@ def project(tmp_path: Path) -> Path:
 SEEN = """
 import warnings
 import torch
-from fp8core.testing.checks import Check
+from fp8core.conformance.checks import Check
 
 torch.set_num_threads(3)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fp8core.backend_api import OPTIONAL_OPS, GemmDesc, GroupedGemmDesc, OperandSpec, QuantizeDesc
-from fp8core.testing.catalogue import DTYPES, CatalogueEntry, catalogue
-from fp8core.testing.checks import Check, checks, supported
-from fp8core.testing.laws import LAWS
-from fp8core.testing.subject import Subject, find
+from fp8core.conformance.catalogue import DTYPES, CatalogueEntry, catalogue
+from fp8core.conformance.checks import Check, checks, supported
+from fp8core.conformance.laws import LAWS
+from fp8core.conformance.subject import Subject, find
 
 # What no recipe has: odd blocks, e2m1 under other scales, an epsilon, a transform of e4m3.
 TRANSFORMED = OperandSpec("e4m3", (16, 16), 448.0, scale_format="e4m3", transform="hadamard16")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fp8core.backend_api import QuantizeDesc
-from fp8core.testing.catalogue import catalogue
-from fp8core.testing.compare import Broken
-from fp8core.testing.laws import stochastic
-from fp8core.testing.subject import Subject
+from fp8core.conformance.catalogue import catalogue
+from fp8core.conformance.compare import Broken
+from fp8core.conformance.laws import stochastic
+from fp8core.conformance.subject import Subject
 from fp8core_backends.reference import rounding
 from fp8core_backends.reference.backend import ReferenceBackend
 from fp8core_backends.reference.quantize import quantize

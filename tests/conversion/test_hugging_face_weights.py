@@ -22,7 +22,7 @@ from fp8core import (
     autocast,
     recipe,
 )
-from fp8core.conversion.hugging_face import (
+from fp8core.conversion.huggingface import (
     from_hugging_face,
     layer_arguments,
     rotary_arguments,

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from fp8core import InferenceParams, OperandError, UnsupportedError, recipe
 from fp8core.__main__ import main
-from fp8core.demo import data, report
-from fp8core.demo.model import ByteGPT, ModelConfig
-from fp8core.demo.sample import continue_text
-from fp8core.demo.train import RunResult, TrainSettings, train_run
+from fp8core.cli.demo import data, report
+from fp8core.cli.demo.model import ByteGPT, ModelConfig
+from fp8core.cli.demo.sample import continue_text
+from fp8core.cli.demo.train import RunResult, TrainSettings, train_run
 
 TINY = ModelConfig(d_model=32, num_layers=1, num_heads=2, context=16)
 SETTINGS = TrainSettings(steps=3, batch_size=2, num_heldout_windows=8, model=TINY)
@@ -248,7 +248,7 @@ def test_diverged_run_is_told_and_status_1(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("fp8core.demo.train.learning_rate_at", lambda *_: float("nan"))
+    monkeypatch.setattr("fp8core.cli.demo.train.learning_rate_at", lambda *_: float("nan"))
     assert demo(text, tmp_path, "--recipe", "current", "--steps", "2") == 1
     assert "diverged" in capsys.readouterr().out
     runs = json.loads((tmp_path / "results.json").read_text())["runs"]

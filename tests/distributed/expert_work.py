@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import fp8core
 from fp8core import ops
-from fp8core.communicator import of_group
+from fp8core.collectives import of_group
 from fp8core.distributed import Experts, TokenExchange
 from fp8core.errors import Fp8CoreError
 from fp8core.optimizers import FusedAdam

@@ -16,7 +16,7 @@ from torch.utils import checkpoint
 
 import fp8core
 from fp8core import OperandError, UnsupportedError, recipe
-from fp8core.communicator import of_group
+from fp8core.collectives import of_group
 from fp8core.distributed import gather_quantized
 from tests.distributed.programs import (
     batch,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8core
-from fp8core.communicator import of_group
+from fp8core.collectives import of_group
 from fp8core.distributed import gather_quantized
 from fp8core.tensors.sharded_weight import ShardedWeight
 from tests.ranks import device

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8core
 from fp8core import distributed, recipe
-from fp8core.communicator import Communicator
+from fp8core.collectives import Communicator
 from tests.ranks import device, emulated
 
 HIDDEN, FFN, ROWS, BATCH = 128, 256, 64, 2

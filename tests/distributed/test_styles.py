@@ -10,8 +10,8 @@ import torch
 
 import fp8core
 from fp8core import recipe
-from fp8core.communicator import Communicator
-from fp8core.testing.in_process import run_in_threads
+from fp8core.collectives import Communicator
+from fp8core.conformance.in_process import run_in_threads
 from tests.distributed import styles_work as work
 from tests.ranks import run_ranks
 

@@ -14,7 +14,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.dispatch import plugins
 from fp8core.dispatch.settings import VARIABLES
-from fp8core.not_offered import NOT_OFFERED
+from fp8core.names import NOT_OFFERED
 from tests import device
 from tests.docs import pages
 from tests.docs.pages import DOCS, PAGES, README, ROOT

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8core.cli.doctor import number_of_processes
 from fp8core.doctor import collectives
 from fp8core.doctor.collectives import Collective
-from fp8core.doctor.command import number_of_processes
 from fp8core.doctor.report import with_collectives
 from fp8core.errors import Fp8CoreError
 from tests.doctor.test_report import examine
@@ -29,7 +29,7 @@ NAMES = [
 # A plug-in changes what the communicator of rank 1 does.
 WILD = """
 import os, sys
-from fp8core.communicator import Communicator, Started
+from fp8core.collectives import Communicator, Started
 
 rank = sys.argv[sys.argv.index("--rank") + 1] if "--rank" in sys.argv else None
 

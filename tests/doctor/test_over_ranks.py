@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fp8core.__main__ import main
+from fp8core.conformance.ranks import LAWS
 from fp8core.doctor import collectives, over_ranks
 from fp8core.doctor.over_ranks import Outcome
-from fp8core.testing.ranks import LAWS
 
 CPU = torch.device("cpu")
 # Rank 1 receives other rows, sums are too large, maxima are of one rank, parts of products are not

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc, Operand, Quantized
+from fp8core.conformance.laws import LAWS
 from fp8core.dispatch import plugins
 from fp8core.doctor import selftest
 from fp8core.doctor.matrix import needs_by_recipe
 from fp8core.doctor.selftest import Check
-from fp8core.testing.laws import LAWS
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.chain import fused_toy
 from tests.dispatch import toys

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.extra_state.opcodes import MAX_OPCODES
-from fp8core.extra_state.state import read_extra_state
+from fp8core.modules.extra_state.opcodes import MAX_OPCODES
+from fp8core.modules.extra_state.state import read_extra_state
 from tests.extra_state.states import DelayedScaling, as_tensor, content, pickled
 
 

@@ -9,9 +9,9 @@ import torch
 
 import fp8core
 from fp8core import autocast, recipe
-from fp8core.communicator import Communicator
-from fp8core.inspect.explain import explain
-from fp8core.testing.in_process import communicators, run_in_threads
+from fp8core.collectives import Communicator
+from fp8core.conformance.in_process import communicators, run_in_threads
+from fp8core.inspection.explain import explain
 from tests.device import DEVICE
 
 ROWS = 256

@@ -31,7 +31,7 @@ import pytest
 import torch
 
 from fp8core import TransformerLayer
-from fp8core.testing.compare import ulp
+from fp8core.conformance.compare import ulp
 from tests import golden_layers
 from tests.cudnn_attention import CudnnAttention
 from tests.hopper_gemm import use_hopper_sums

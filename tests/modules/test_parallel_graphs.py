@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fp8core
 from fp8core import autocast, recipe
-from fp8core.communicator import Communicator, of_group
+from fp8core.collectives import Communicator, of_group
 from tests.ranks import DEVICE_TYPE, device, run_ranks
 
 pytestmark = [

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import fp8core
 from fp8core import autocast, ops, recipe
-from fp8core.communicator import Communicator, of_group
+from fp8core.collectives import Communicator, of_group
 from tests.ranks import device, emulated, run_ranks
 
 HIDDEN, FFN, HEADS, GROUPS, SEQUENCE, BATCH = 256, 512, 4, 2, 64, 4

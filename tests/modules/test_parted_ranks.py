@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import fp8core
 from fp8core import recipe
-from fp8core.communicator import of_group
+from fp8core.collectives import of_group
 from tests.ranks import run_ranks
 
 CURRENT, BLOCK = recipe.Float8CurrentScaling(), recipe.Float8BlockScaling()

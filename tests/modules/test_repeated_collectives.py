@@ -19,7 +19,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.chain import arranged
 from fp8core.chain.repeated import Repeated
-from fp8core.communicator import Communicator, of_group
+from fp8core.collectives import Communicator, of_group
 from fp8core.errors import Fp8CoreError
 from tests.ranks import DEVICE_TYPE, device, run_ranks
 

@@ -44,8 +44,8 @@ from fp8core.backend_api import (
     SgdDesc,
     bind_method,
 )
+from fp8core.conformance import calls, subject
 from fp8core.dispatch import plugins, table
-from fp8core.testing import calls, subject
 from fp8core.torch_ops import training
 from fp8core.torch_ops.attention import flat_call
 from fp8core.torch_ops.calls import call_of

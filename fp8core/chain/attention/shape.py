@@ -22,7 +22,7 @@ from fp8core.chain.context_binding import bind_context
 from fp8core.chain.context_parallel import Pair
 from fp8core.chain.once import OnlyOnce, in_low_precision
 from fp8core.chain.shape import BindContext
-from fp8core.communicator import named
+from fp8core.collectives import named
 from fp8core.dispatch.select import Choice, is_fallback
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import UnsupportedError

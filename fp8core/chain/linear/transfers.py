@@ -10,7 +10,7 @@ from fp8core.chain.exchange import SentCast
 from fp8core.chain.linear.spec import LinearSpec
 from fp8core.chain.shape import BindContext
 from fp8core.chain.shards import GemmPart, Shards
-from fp8core.communicator import Communicator
+from fp8core.collectives import Communicator
 from fp8core.dispatch.table import Resolved
 from fp8core.tensors.quantizer_binding import bind_quantizer
 from fp8core.tensors.reduced_amax import MaximumOverShards

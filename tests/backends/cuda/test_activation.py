@@ -15,7 +15,7 @@ from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
 )
-from fp8core.testing.compare import ulp, within
+from fp8core.conformance.compare import ulp, within
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, EMPTY, SHAPES, backend, same_bits
 
 pytestmark = pytest.mark.needs_accelerator("cuda")

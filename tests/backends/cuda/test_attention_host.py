@@ -21,10 +21,10 @@ from fp8core.backend_api import (
     AttentionPartBackwardDesc,
     OperandSpec,
 )
-from fp8core.testing import laws  # noqa: F401  importing fills the laws
-from fp8core.testing.catalogue import catalogue
-from fp8core.testing.checks import LAWS
-from fp8core.testing.subject import Subject
+from fp8core.conformance import laws  # noqa: F401  importing fills the laws
+from fp8core.conformance.catalogue import catalogue
+from fp8core.conformance.checks import LAWS
+from fp8core.conformance.subject import Subject
 from fp8core_backends import cuda as cuda_plugin
 from fp8core_backends.cuda import cudnn_frontend
 from fp8core_backends.cuda.attention_support import attention_problem

@@ -32,8 +32,8 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.chain.fusion import variants
+from fp8core.conformance.catalogue import catalogue
 from fp8core.recipe.plan import LayerRole
-from fp8core.testing.catalogue import catalogue
 from fp8core_backends.cuda import native
 from fp8core_backends.cuda.backend import CudaBackend
 from fp8core_backends.cuda.gemm import LowPrecisionGemm

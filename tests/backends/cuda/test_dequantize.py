@@ -12,7 +12,7 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import DequantizeDesc, Operand, OperandError, OperandSpec, QuantizeDesc
-from fp8core.testing.compare import same_bits
+from fp8core.conformance.compare import same_bits
 from fp8core_backends.cuda import dequantize
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, EMPTY, SHAPES, backend, spec
 

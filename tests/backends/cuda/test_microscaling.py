@@ -20,8 +20,8 @@ from fp8core.backend_api import (
     QuantizeDesc,
     UnsupportedError,
 )
-from fp8core.testing import inputs
-from fp8core.testing.subject import on_cpu
+from fp8core.conformance import inputs
+from fp8core.conformance.subject import on_cpu
 from fp8core_backends.cuda import native
 from fp8core_backends.cuda.microscaling import TiledGemm
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, SHAPES, backend, differs, same_bits

@@ -13,7 +13,7 @@ import torch
 
 import fp8core
 from fp8core.backend_api import ATTENTION_LAYOUTS, OperandError, RotaryDesc
-from fp8core.testing.compare import ulp, within
+from fp8core.conformance.compare import ulp, within
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, nothing_waits, same_bits
 
 on_device = pytest.mark.needs_accelerator("cuda")

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import fp8core
 from fp8core.backend_api import UnsupportedError
+from fp8core.conformance.in_process import run_in_threads
 from fp8core.dispatch import plugins
-from fp8core.testing.in_process import run_in_threads
 from fp8core_backends.cuda import settings, transfers
 from fp8core_backends.cuda.symmetric_memory import meet
 from fp8core_backends.cuda.transfers import Transfers

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fp8core
-from fp8core.communicator import BESIDE, IN_PARTS, READ, Communicator, of_group
+from fp8core.collectives import BESIDE, IN_PARTS, READ, Communicator, of_group
 from fp8core_backends.cuda import transfers
 from tests.modules import test_parallel as parallel
 from tests.modules import test_parallel_graphs as graphs

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fp8core.backend_api import OpDesc
-from fp8core.testing.catalogue import CatalogueEntry
-from fp8core.testing.checks import checks
-from fp8core.testing.laws import LAWS
-from fp8core.testing.subject import find
+from fp8core.conformance.catalogue import CatalogueEntry
+from fp8core.conformance.checks import checks
+from fp8core.conformance.laws import LAWS
+from fp8core.conformance.subject import find
 
 LONG = (
     "gemm_takes_any_m_n_and_k",

@@ -22,7 +22,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
     ScaleUpdateDesc,
 )
-from fp8core.testing.laws.declaration import of_a_later_version
+from fp8core.conformance.laws.declaration import of_a_later_version
 from fp8core_backends.reference.backend import ReferenceBackend
 
 CPU, META = torch.device("cpu"), torch.device("meta")

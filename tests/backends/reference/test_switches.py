@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fp8core.backend_api import GemmDesc
-from fp8core.testing.calls import OpCall, arguments
-from fp8core.testing.catalogue import catalogue
-from fp8core.testing.subject import Subject, find
+from fp8core.conformance.calls import OpCall, arguments
+from fp8core.conformance.catalogue import catalogue
+from fp8core.conformance.subject import Subject, find
 from fp8core.torch_ops.private import pytree
 from fp8core_backends.reference.products import product
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8core
 from fp8core import recipe
-from fp8core.communicator import of_group
+from fp8core.collectives import of_group
 from tests.benchmarks.parallel_gpu.cases import HIGH, Job, Size
 from tests.benchmarks.parallel_gpu.together import Ranks, Step
 

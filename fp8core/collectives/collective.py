@@ -1,0 +1,234 @@
+"""One collective in steps that a recorded run can repeat: functions of tensors.
+
+A recorded run has nothing but tensors between its steps, so that a collective under way is an
+attribute of its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from fp8core.backend_api import Sending, Transfers
+from fp8core.collectives.started import Started
+from fp8core.collectives.traffic import IN_PARTS, Traffic
+from fp8core.errors import CollectiveError, Fp8CoreError
+from fp8core.torch_ops.recorded import called_in_repeats
+
+__all__ = [
+    "Collective",
+    "Finish",
+    "Moved",
+    "SumInParts",
+    "done",
+    "gathered_by",
+    "scattered_by",
+    "travels_as_bytes",
+]
+
+Finish = Callable[[], object]
+"""Blocks until a collective has written its result."""
+
+
+def done() -> None:
+    """Wait for nothing: the current stream has the result."""
+
+
+Moved: TypeAlias = (
+    "tuple[torch.Tensor, Finish] | tuple[torch.Tensor, Finish, Callable[[int], object]]"
+)
+"""What moving returns: a result, what blocks until it is complete, and, if they come one after the
+other, until the rows of a rank are."""
+
+
+class _Counting(Protocol):
+    """What a collective needs of the communicator."""
+
+    traffic: Traffic
+    begun: int
+    starting: tuple[Collective, torch.Tensor] | None
+    rank: int
+
+    def describe(self, collective: str, purpose: str, x: torch.Tensor) -> str: ...
+
+
+_UNDER_WAY = "fp8core_collective"
+"""The attribute of a result that holds it: a recorded run begins a collective in one step and ends
+it in another, and has nothing but tensors in between."""
+
+
+@dataclass(slots=True, eq=False)  # a frozen one takes three times as long to make
+class Collective:
+    """One collective of ``communicator``, apart from its tensors; ``move`` starts it.
+
+    ``is_coded``: the tensor is sent as uint8. ``at_once``: its end follows its beginning.
+    """
+
+    communicator: _Counting
+    collective: str
+    purpose: str
+    num_bytes: int
+    way: str
+    is_coded: bool
+    at_once: bool
+    move: Callable[[torch.Tensor], Moved]
+
+    def begin(self, x: torch.Tensor) -> torch.Tensor:
+        """Start it; the result is complete after :meth:`end`."""
+        communicator, is_coded = self.communicator, self.is_coded
+        communicator.traffic.add(self.collective, self.purpose, self.num_bytes, self.way)
+        communicator.begun += 1
+        communicator.starting = self, x
+        sent = x.detach() if x.requires_grad else x
+        if not sent.is_contiguous():
+            sent = sent.contiguous()
+        try:
+            result, finish, *arrive = self.move(sent.view(torch.uint8) if is_coded else sent)
+        except RuntimeError as error:
+            raise _named(error, self.describe(x)) from None
+        finally:
+            communicator.starting = None
+        if is_coded:
+            result = result.view(x.dtype)
+        vars(result)[_UNDER_WAY] = finish, arrive, sent
+        return result
+
+    def arrive(self, rank: int, result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Block until the rows of a rank are complete."""
+        _, (arrive,), _ = vars(result)[_UNDER_WAY]
+        try:
+            arrive(rank)
+        except RuntimeError as error:
+            raise _named(error, self.describe(x)) from None
+        return result
+
+    def end(self, result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Block until all of ``result`` is complete."""
+        held = vars(result)
+        try:
+            held[_UNDER_WAY][0]()
+        except RuntimeError as error:
+            raise _named(error, self.describe(x)) from None
+        del held[_UNDER_WAY]
+        return result
+
+    def describe(self, x: torch.Tensor) -> str:
+        """Return it in words, for an error."""
+        return self.communicator.describe(self.collective, self.purpose, x)
+
+
+@dataclass(frozen=True, slots=True)
+class SumInParts:
+    """A scatter of a tensor that is computed for it, a rank's part of ``size`` at a time, while the
+    part before it travels ``by`` a backend."""
+
+    communicator: _Counting
+    purpose: str
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+    by: Transfers
+
+    def start(self, like: torch.Tensor, compute: Callable[[int, torch.Tensor], object]) -> Started:
+        """Compute and send all parts; ``compute(rank, out)`` writes the addend to that of a rank,
+        ``like`` is a tensor on the device."""
+        part = called_in_repeats(self._first, like)
+        sending: Sending = vars(part)[_UNDER_WAY]
+        for step, rank in enumerate(sending.order):
+            compute(rank, part)
+            part = called_in_repeats(partial(self._send, step), part)
+        compute(self.communicator.rank, part)
+        return Started(called_in_repeats(self._finish, part), part, self._end)
+
+    def _first(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for the first part."""
+        self.communicator.traffic.add("scatter", self.purpose, self.num_bytes, IN_PARTS)
+        begin = partial(self.by.scatter, self.size, self.dtype)
+        sending = _reported(begin, partial(self._describe, like))
+        return _marked(sending.part(sending.order[0]), sending)
+
+    def _send(self, step: int, part: torch.Tensor) -> torch.Tensor:
+        """Send a part; return memory for the next one, which at last is this rank's."""
+        sending: Sending = vars(part).pop(_UNDER_WAY)
+        order = sending.order
+        _reported(partial(sending.send, order[step]), partial(self._describe, part))
+        is_last = step + 1 == len(order)
+        following = part.new_empty(self.size) if is_last else sending.part(order[step + 1])
+        return _marked(following, sending)
+
+    def _finish(self, mine: torch.Tensor) -> torch.Tensor:
+        sending: Sending = vars(mine).pop(_UNDER_WAY)
+        finish = partial(sending.finish, mine)
+        return _marked(*_reported(finish, partial(self._describe, mine)))
+
+    def _end(self, total: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+        _reported(vars(total)[_UNDER_WAY], partial(self._describe, mine))
+        del vars(total)[_UNDER_WAY]
+        return total
+
+    def _describe(self, x: torch.Tensor) -> str:
+        return self.communicator.describe("scatter", self.purpose, x)
+
+
+def _marked(x: torch.Tensor, under_way: object) -> torch.Tensor:
+    """Return ``x`` with what is under way: another object, as a backend may keep its tensors."""
+    x = x.view_as(x)
+    vars(x)[_UNDER_WAY] = under_way
+    return x
+
+
+def _reported(call: Callable[[], Any], describe: Callable[[], str]) -> Any:
+    """Return ``call()``; an error of torch's is raised with the collective in words.
+
+    Raises:
+        CollectiveError: the collective failed.
+    """
+    try:
+        return call()
+    except RuntimeError as error:
+        raise _named(error, describe()) from None
+
+
+def _named(error: RuntimeError, collective: str) -> RuntimeError:
+    """Return the error to raise for one of ``collective``: one of this library is that itself."""
+    return error if isinstance(error, Fp8CoreError) else CollectiveError.of(collective, error)
+
+
+def gathered_by(transfers: Transfers, size: int, rank: int, x: torch.Tensor) -> Moved:
+    """Start to gather ``x`` by a backend's transfers between ``size`` ranks, of which this is
+    ``rank``."""
+    result, arrive = transfers.gather(x)
+    # This rank's own rows are the last to be copied: a product in parts does without.
+    coming = [(rank + step) % size for step in range(1, size + 1)]
+
+    def arrive_once(other: int) -> None:
+        if other in coming:
+            coming.remove(other)
+            arrive(other)
+
+    def finish() -> None:
+        while coming:
+            arrive_once(coming[0])
+
+    return result, finish, arrive_once
+
+
+def scattered_by(transfers: Transfers, size: int, rank: int, x: torch.Tensor) -> Moved:
+    """Start to add up ``x`` over ranks, of which each gets its rows, as :func:`gathered_by`."""
+    parts = x.chunk(size)
+    sending = transfers.scatter(parts[rank].shape, x.dtype)
+    for other in sending.order:
+        sending.part(other).copy_(parts[other])
+        sending.send(other)
+    return sending.finish(parts[rank])
+
+
+def travels_as_bytes(collective: str, dtype: torch.dtype) -> bool:
+    """Say whether elements are sent as uint8: those of a byte that nobody adds up."""
+    if dtype.itemsize != 1 or dtype in (torch.uint8, torch.int8, torch.bool):
+        return False
+    return collective in ("gather", "exchange")

@@ -1,1 +1,0 @@
-"""Small commands, and the arguments that several commands take."""

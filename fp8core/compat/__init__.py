@@ -1,1 +1,0 @@
-"""fp8core under the names of other libraries, only where a program asks for it."""

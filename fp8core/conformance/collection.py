@@ -1,0 +1,212 @@
+"""The kit's checks as pytest items, and their report; the pytest plug-in imports this if its option
+is used."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core.conformance import expected as expected_failures
+from fp8core.conformance.checks import Check, checks, supported
+from fp8core.conformance.compare import Broken, Unjudged
+from fp8core.conformance.expected import Expected
+from fp8core.conformance.laws import LAWS
+from fp8core.conformance.report import Outcome, Report
+from fp8core.conformance.subject import Subject, find
+from fp8core.dispatch import settings
+from fp8core.errors import Fp8CoreError
+
+__all__ = ["Kit"]
+
+PROPERTY = "fp8core"
+NO_CONTEXT = "ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning"
+"""What torch warns of where a product is the first that a thread asks of CUDA, as in law 7."""
+
+MAX_LINES, MAX_COLUMNS = 20, 400
+"""Of the text of one failure: the report of a backend that breaks every law is still readable."""
+
+
+def excerpt(lines: Sequence[str]) -> str:
+    """Return the first lines, each cut to :data:`MAX_COLUMNS`, and the number of omitted lines."""
+    kept = [line if len(line) <= MAX_COLUMNS else f"{line[:MAX_COLUMNS]}..." for line in lines]
+    if len(kept) > MAX_LINES:
+        kept[MAX_LINES - 1 :] = [f"  ... and {len(kept) - MAX_LINES + 1} more lines"]
+    return "\n".join(kept)
+
+
+class CheckItem(pytest.Item):
+    """One check, named by its id; ``expected`` is the line that says it fails."""
+
+    def __init__(
+        self, *, check: Check, expected: Expected | None, is_strict: bool, **given: Any
+    ) -> None:
+        super().__init__(**given)
+        self._check = check
+        self._expected = expected
+        self._is_strict = is_strict
+        self.add_marker(pytest.mark.filterwarnings(NO_CONTEXT))
+
+    def runtest(self) -> None:
+        """Run the check on one thread; a pass against its expected failure is a failure."""
+        threads = torch.get_num_threads()
+        # On a busy machine a second thread costs small operations many times their work.
+        torch.set_num_threads(1)
+        try:
+            self._judge()
+        finally:
+            torch.set_num_threads(threads)
+
+    def _judge(self) -> None:
+        try:
+            worst = self._check.run()
+        except Unjudged as error:
+            if self._is_strict:
+                raise Broken(f"cannot be judged: {error}") from None
+            pytest.skip(str(error))
+        except Exception as error:  # a third party's backend may raise anything
+            self._record(getattr(error, "worst", None))
+            if self._expected is not None:
+                pytest.xfail(self._expected.reason)
+            raise
+        self._record(worst)
+        if self._expected is not None:
+            raise Broken(
+                f"passes, but line {self._expected.line} of the expected failures says that it "
+                f"fails: {self._expected.reason or 'no reason given'}"
+            )
+
+    def _record(self, worst: float | None) -> None:
+        self.user_properties.append((PROPERTY, worst))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """Return the law and the failure, in at most :data:`MAX_LINES` lines.
+
+        Any error but :class:`Broken` is followed by the end of its traceback.
+        """
+        law, error = self._check.law, excinfo.value
+        is_broken = isinstance(error, Broken)
+        text = str(error) if is_broken else f"raised {type(error).__name__}: {error}"
+        lines = f"{self._check.id}\n  law {law.number}: {law.meaning}\n  {text}".splitlines()
+        if not is_broken:
+            frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+            free = max(MAX_LINES - len(lines), 0)
+            lines += frames[-free:] if free else []
+        return excerpt(lines)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """Return file and line of the law's function."""
+        code = self._check.law.test.__code__
+        return Path(code.co_filename), code.co_firstlineno - 1, self.name
+
+
+class FileItem(pytest.Item):
+    """The check of the file of expected failures."""
+
+    def __init__(self, *, complaints: list[str], **given: Any) -> None:
+        super().__init__(**given)
+        self._complaints = complaints
+
+    def runtest(self) -> None:
+        """Fail if a line gives no reason or matches nothing."""
+        if self._complaints:
+            raise Broken("; ".join(self._complaints))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """Return the complaints."""
+        return f"expected failures: {excinfo.value}"
+
+
+class KitCollector(pytest.Collector):
+    """The parent of the kit's items."""
+
+    def collect(self) -> list[pytest.Item]:
+        """Return nothing: the plug-in adds the items."""
+        return []
+
+
+class Kit:
+    """The plug-in that adds the checks of one backend to a pytest run, and reports on them."""
+
+    def __init__(
+        self, subject: Subject, expected: list[Expected], *, is_strict: bool, json: Path | None
+    ) -> None:
+        self._subject = subject
+        self._expected = expected
+        self._is_strict = is_strict
+        self._json = json
+        self._is_selected = False
+        laws = [law for law in LAWS.values() if is_strict or not law.is_strict]
+        self._checks = {check.id: check for check in checks(subject, laws)}
+        self._report = Report(subject.name, str(subject.device), is_strict, supported(subject))
+
+    @classmethod
+    def from_options(cls, options: Any) -> Kit:
+        """Return the plug-in that the pytest options ask for.
+
+        Raises:
+            pytest.UsageError: the backend, the device or the file cannot be used.
+        """
+        try:
+            subject = find(options.fp8core_backend, options.fp8core_device)
+            path = options.fp8core_xfail
+            expected = expected_failures.read(Path(path)) if path else []
+            is_strict = options.fp8core_strict or settings.read().strict
+        except Fp8CoreError as error:
+            raise pytest.UsageError(str(error)) from None
+        json = Path(options.fp8core_json) if options.fp8core_json else None
+        return cls(subject, expected, is_strict=is_strict, json=json)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(
+        self, session: pytest.Session, items: list[pytest.Item]
+    ) -> None:
+        """Add the checks, before -k and -m choose among the items."""
+        # -k reads names, where the backend's would match every check; the ids have it.
+        nodeid = f"fp8core[{self._subject.name}]"
+        parent = KitCollector.from_parent(session, name="fp8core", nodeid=nodeid)
+        for check in self._checks.values():
+            line = expected_failures.find(self._expected, check.id)
+            item = CheckItem.from_parent(
+                parent, name=check.id, check=check, expected=line, is_strict=self._is_strict
+            )
+            items.append(item)
+        if self._expected:
+            complaints = expected_failures.complaints(self._expected, self._checks)
+            items.append(
+                FileItem.from_parent(parent, name="expected_failures", complaints=complaints)
+            )
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Record whether -k and -m have left any item of the kit."""
+        self._is_selected = any(isinstance(item, CheckItem | FileItem) for item in session.items)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Record the outcome of a check."""
+        check = self._checks.get(report.nodeid.partition("::")[2])
+        if check is None or report.when != "call":
+            return
+        outcome: str = report.outcome
+        message = "" if report.passed else report.longreprtext
+        if hasattr(report, "wasxfail"):
+            outcome, message = "xfailed", report.wasxfail
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            message = report.longrepr[2]
+        worst = dict(report.user_properties).get(PROPERTY)
+        law = check.law
+        self._report.outcomes.append(
+            Outcome(check.id, law.number, law.full_name, check.op, outcome, worst, message)  # type: ignore[arg-type]  # user_properties hold objects
+        )
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print the report and write the JSON file, if any item of the kit was selected."""
+        if not self._is_selected:
+            return
+        terminalreporter.write_line("")
+        terminalreporter.write_line(self._report.text())
+        if self._json is not None:
+            self._json.write_text(self._report.json(), encoding="utf-8")

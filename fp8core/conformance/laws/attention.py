@@ -1,0 +1,317 @@
+"""Law 4 for attention: each mask, layout, bias and softmax against single sequences in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import (
+    AttentionBackwardDesc,
+    AttentionDesc,
+    AttentionPartBackwardDesc,
+    Operand,
+    OperandSpec,
+)
+from fp8core.conformance import inputs
+from fp8core.conformance.calls import Case, OpCall, arguments
+from fp8core.conformance.checks import law
+from fp8core.conformance.compare import require, same_bits, same_form, ulp, within
+from fp8core.conformance.sequences import (
+    F64,
+    ROUND,
+    Sequence,
+    sequence,
+    sides_of,
+)
+from fp8core.conformance.subject import Subject, on_cpu
+
+__all__ = ["cases"]
+
+SIZES = ((21, 37), (37, 21), (64, 64), (1, 70), (130, 5))
+EMPTY = ((0, 7), (7, 0), (0, 0), (7, 9, 0))
+
+
+def _values(subject: Subject, spec: OperandSpec | None, x: torch.Tensor | Operand) -> torch.Tensor:
+    """Return the values of an argument on the CPU; in float64 if it is quantized."""
+    if isinstance(x, torch.Tensor):
+        plain: torch.Tensor = on_cpu(x)
+        return plain
+    flat = x._replace(data=x.data.flatten(0, -2))
+    return subject.values(spec, flat).reshape(x.data.shape)
+
+
+def _rounding(spec: OperandSpec | None) -> float:
+    """Return twice the largest relative error of a normal value that ``spec`` rounds: the spacing
+    of the format above 1. The other half is for values that are subnormal in it."""
+    if spec is None:
+        return 0.0
+    return min(value for value in formats.by_name(spec.format).values if value > 1) - 1
+
+
+def _smallest(spec: OperandSpec) -> float:
+    """Return the smallest positive value of the format of ``spec``."""
+    return min(value for value in formats.by_name(spec.format).values if value > 0)
+
+
+def cases() -> Iterator[Case]:
+    """Yield the sizes that the laws are tried with."""
+    for size in (*SIZES, *EMPTY):
+        yield Case(size=size)
+
+
+def _without_dropout(desc: AttentionDesc | AttentionBackwardDesc) -> bool:
+    if isinstance(desc, AttentionPartBackwardDesc):  # attention_parts has the law
+        return False
+    return not (desc if isinstance(desc, AttentionDesc) else desc.attention).dropout
+
+
+def _with_dropout(desc: AttentionDesc | AttentionBackwardDesc) -> bool:
+    """Whether weights are dropped, and seen unrounded."""
+    forward = desc if isinstance(desc, AttentionDesc) else desc.attention
+    return forward.dropout > 0 and not forward.low_precision
+
+
+@law(4, "attention", applies=_without_dropout, is_core=True)
+def attention_is_within_the_bound(subject: Subject, desc: AttentionDesc) -> float:
+    """Result, statistics and largest logit of float64, zeros and -inf where nothing is seen.
+
+    Also without queries, keys or sequences.
+    """
+    return max(_attention_within(subject, arguments(subject, desc, case)) for case in cases())
+
+
+def _attention_within(subject: Subject, call: OpCall) -> float:
+    desc: Any = call.desc
+    out, stats, max_logit = on_cpu(call.run(subject))
+    q, k, v = (_values(subject, desc.qkv, x) for x in call.arguments)
+    keywords = _wide(on_cpu(call.keywords))
+    queries, keys = sides_of(call, desc, q, k)
+    expected, bound = (torch.zeros(*q.shape[:-1], desc.head_dim_v, dtype=F64) for _ in range(2))
+    logs, allowed = (
+        torch.full(stats.shape, -torch.inf, dtype=F64),
+        torch.zeros(stats.shape).double(),
+    )
+    largest, error = torch.full((desc.heads,), -torch.inf, dtype=F64), 0.0
+    amax = 0.0
+    eps = torch.finfo(desc.dtype).eps + _rounding(desc.s)
+    for at in range(len(queries.lengths)):
+        parts = queries.part(q, at), keys.part(k, at), keys.part(v, at)
+        one = sequence(desc, at, parts, keywords, subject.numerics(desc))
+        weights, values = one.weights.detach(), parts[2].double().abs()
+        values = values.repeat_interleave(desc.heads // desc.groups, 1)
+        off = one.error + (weights * one.error).sum(-1, keepdim=True) + 2 * eps
+        queries.part(expected, at).copy_(one.out.detach())
+        queries.part(bound, at).copy_(torch.einsum("hij,jhd->ihd", 2 * off * weights, values))
+        queries.statistics(logs, at).copy_(one.log_sums.detach())
+        if one.error.numel():
+            amax = max(amax, float(weights.max()))
+            worst = one.error.amax(-1) + 16 * ROUND * (1 + one.log_sums.detach().abs())
+            queries.statistics(allowed, at).copy_(worst.nan_to_num(0.0, 0.0))
+            largest = torch.maximum(largest, one.logits.detach().amax((1, 2)))
+            error = max(error, float(one.error.max()))
+    if desc.out is None:
+        same_form("out", out, torch.empty(expected.shape, dtype=desc.dtype))
+        shares = [within("out", out, expected, bound + ulp(expected, desc.dtype))]
+    else:
+        same_form("out", out, torch.empty(expected.shape, dtype=torch.uint8))
+        scale_inv = on_cpu(call.arguments[2].scale_inv) / (1 - desc.dropout)
+        out = _values(subject, desc.out, Operand(out, scale_inv))
+        # Half a step of normal and of subnormal codes.
+        rounded = _rounding(desc.out) / 2 * (expected.abs() + bound)
+        subnormal = _smallest(desc.out) / 2 * scale_inv.double()
+        shares = [within("out", out, expected, bound + rounded + subnormal)]
+    shares.append(within("stats", stats, logs, allowed + 16 * ROUND))
+    if desc.max_logit:
+        spread = torch.full_like(largest, error) + 4 * ROUND * largest.abs().nan_to_num(
+            0.0, 0.0, 0.0
+        )
+        shares.append(within("max_logit", max_logit, largest, spread))
+    require((max_logit is not None) == desc.max_logit, "max_logit is returned if it is asked for")
+    if desc.s is not None:
+        shares.append(_record_within("s_amax_out", call, amax))
+    return max(shares)
+
+
+def _record_within(name: str, call: OpCall, amax: float) -> float:
+    """Require that the record of an amax, 0.5 before the call, holds ``amax`` if that is larger.
+
+    A record is of values before their cast, so that only sums in other orders, and the result that
+    forward rounded, part it from float64.
+    """
+    want = torch.tensor([max(0.5, amax)], dtype=F64)
+    return within(name, call.keywords[name], want, want / 16)
+
+
+def _wide(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords with the differentiable ones as float64 leaves."""
+    trained = {"bias", "softmax_offset"}
+    return {
+        name: one.double().requires_grad_() if name in trained else one
+        for name, one in keywords.items()
+    }
+
+
+@law(4, "attention_backward", applies=_without_dropout, is_core=True)
+def attention_backward_is_within_the_bound(subject: Subject, desc: AttentionBackwardDesc) -> float:
+    """The gradients of float64; zeros where nothing is seen, also of tensors without elements."""
+    return max(_backward_within(subject, arguments(subject, desc, case)) for case in cases())
+
+
+def _backward_within(subject: Subject, call: OpCall) -> float:
+    backward: Any = call.desc
+    desc = backward.attention
+    results = on_cpu(call.run(subject))
+    specs = (backward.grad_output, *(desc.qkv,) * 3)
+    grad, q, k, v = (
+        _values(subject, spec, x) for spec, x in zip(specs, call.arguments, strict=False)
+    )
+    keywords = _wide(on_cpu(call.keywords))
+    queries, keys = sides_of(call, desc, q, k)
+    expected, bound = ([torch.zeros(x.shape, dtype=F64) for x in (q, k, v)] for _ in range(2))
+    bias_bound = offset_bound = amax = 0.0
+    for at in range(len(queries.lengths)):
+        parts = queries.part(q, at), keys.part(k, at), keys.part(v, at)
+        one = sequence(desc, at, parts, keywords)
+        part = queries.part(grad, at).double()
+        one.logits.retain_grad()
+        torch.autograd.backward(one.out, part)
+        limits = _limits(backward, one, part)
+        for number, (side, leaf) in enumerate(zip((queries, keys, keys), one.leaves, strict=True)):
+            side.part(expected[number], at).copy_(_grad(leaf))
+            side.part(bound[number], at).copy_(limits[number])
+        if one.error.numel():
+            amax = max(amax, float(_grad(one.logits).abs().max()))
+        bias_bound += float(limits[3].sum(0).max()) if limits[3].numel() else 0.0
+        offset_bound += float(limits[3].sum((1, 2)).max()) if limits[3].numel() else 0.0
+    shares = []
+    for name, result, want, limit in zip(
+        ("grad_q", "grad_k", "grad_v"), results, expected, bound, strict=False
+    ):
+        same_form(name, result, torch.empty(want.shape, dtype=desc.dtype))
+        shares.append(within(name, result, want, limit + ulp(want, desc.dtype)))
+    if backward.dp is not None and backward.dp.delayed:
+        shares.append(_record_within("dp_amax_out", call, amax))
+    of_bias, of_offset = results[3:]
+    require((of_bias is not None) == backward.bias_grad, "grad_bias is returned if it is asked for")
+    if of_bias is not None:
+        want = _grad(keywords["bias"])
+        limit = torch.full_like(want, bias_bound) + ulp(want, of_bias.dtype)
+        shares.append(within("grad_bias", of_bias, want, limit))
+    if desc.softmax == "learnable":
+        want = _grad(keywords["softmax_offset"])
+        same_form("grad_softmax_offset", of_offset, torch.empty(desc.heads))
+        limit = torch.full_like(want, offset_bound + ROUND)
+        shares.append(within("grad_softmax_offset", of_offset, want, limit))
+    return max(shares)
+
+
+def _grad(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _limits(
+    backward: AttentionBackwardDesc, one: Sequence, grad: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the errors that the gradients of one sequence may have, and those of its logits.
+
+    Weights and gradients of logits may be rounded to the dtype before they are multiplied.
+    """
+    desc = backward.attention
+    repeats, eps = desc.heads // desc.groups, torch.finfo(desc.dtype).eps
+    q, k, v = (leaf.detach().abs() for leaf in one.leaves)
+    keys, values = (x.repeat_interleave(repeats, 1) for x in (k, v))
+    weights = one.weights.detach()
+    off = 2 * (one.error + (weights * one.error).sum(-1, keepdim=True)) + 4 * eps
+    flow = torch.einsum("ihd,jhd->hij", grad.abs(), values)
+    mean = (weights * flow).sum(-1, keepdim=True)
+    of_logits = 4 * weights * (off * (flow + mean) + (weights * off * flow).sum(-1, keepdim=True))
+    of_logits = of_logits + _rounding(backward.dp) * weights * (flow + mean)
+    scaled = desc.scale * of_logits * (4 if desc.softcap else 1)
+    rounded = off + (0.0 if backward.grad_output is None else _rounding(desc.s))
+    of_v = torch.einsum("hij,ihd->jhd", rounded * weights, grad.abs())
+    of_k = torch.einsum("hij,ihd->jhd", scaled, q)
+    of_q = torch.einsum("hij,jhd->ihd", scaled, keys)
+
+    def shared(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(len(x), desc.groups, repeats, x.shape[-1]).sum(2)
+
+    return [of_q, shared(of_k), shared(of_v), of_logits]
+
+
+@law(4, "attention", applies=_with_dropout)
+def attention_drops_as_often_as_asked(subject: Subject, desc: AttentionDesc) -> None:
+    """Each weight is dropped or scaled, at the rate of the descriptor; the seed decides which."""
+    size = min(desc.head_dim_v, 64)
+    call = _identity_call(subject, desc, size)
+    dropped = on_cpu(call.run(subject)[0]).double()
+    (q, k, _), keywords = on_cpu(call.arguments), _wide(on_cpu(call.keywords))
+    eps, kept, total = torch.finfo(desc.dtype).eps, 0, 0
+    queries, keys = sides_of(call, desc, q, k)
+    for at in range(len(queries.lengths)):
+        parts = queries.part(q, at), keys.part(k, at), keys.part(k, at)
+        weights = sequence(desc, at, parts, keywords).weights.detach().transpose(0, 1)
+        got = queries.part(dropped, at)[..., : weights.shape[-1]]
+        scaled = weights / (1 - desc.dropout)
+        is_kept = (got - scaled).abs() <= (8 * eps + 2.0**-12) * scaled
+        require(bool((is_kept | (got == 0)).all()), "a weight is neither dropped nor scaled")
+        is_large = weights > 2.0**-10
+        kept += int((is_kept & is_large).sum())
+        total += int(is_large.sum())
+    spread = 6 * (total * desc.dropout * (1 - desc.dropout)) ** 0.5
+    rate = total * (1 - desc.dropout)
+    require(
+        abs(kept - rate) <= spread, f"{kept} of {total} weights are kept, expected about {rate}"
+    )
+    again = call.again()
+    same_bits("with the same seed", on_cpu(again.run(subject)[0]).double(), dropped)
+    rng = call.keywords["rng"].to(subject.device)
+    there = call._replace(keywords=call.keywords | {"rng": rng})
+    same_bits("with the seed on the device", on_cpu(there.run(subject)[0]).double(), dropped)
+    for change in ((1, 0), (0, 1)):
+        other = call._replace(
+            keywords=call.keywords | {"rng": call.keywords["rng"] + torch.tensor(change)}
+        )
+        other_out = on_cpu(other.run(subject)[0]).double()
+        require(not torch.equal(other_out, dropped), f"rng {change} further drops the same weights")
+
+
+def _identity_call(subject: Subject, desc: AttentionDesc, size: int) -> OpCall:
+    """Return a call whose values are the identity matrix, so that the result is the weights."""
+    call = arguments(subject, desc, Case(size=(size, size)))
+    q, k, v = call.arguments
+    values = torch.zeros(v.shape, dtype=v.dtype)
+    sides = sides_of(call, desc, q, k)
+    for at, length in enumerate(sides[1].lengths):
+        eye = torch.eye(length, desc.head_dim_v, dtype=v.dtype)
+        sides[1].part(values, at).copy_(eye[:, None].expand(-1, desc.groups, -1))
+    return call._replace(arguments=(q, k, subject.here(values)))
+
+
+@law(4, "attention_backward", applies=_with_dropout)
+def attention_backward_drops_what_forward_dropped(
+    subject: Subject, desc: AttentionBackwardDesc
+) -> float:
+    """The gradient of the values is that of the weights that forward kept."""
+    forward = desc.attention
+    if subject.refuses(forward) is not None:
+        return 0.0
+    size = min(forward.head_dim_v, 64)
+    call = _identity_call(subject, forward, size)
+    out, stats, _ = call.run(subject)
+    grad = inputs.normal(tuple(out.shape), forward.dtype, 7)
+    given = (subject.here(grad), *call.arguments, out, stats)
+    grad_v = on_cpu(subject.run(desc, *given, **call.keywords)[2])
+    (q, k, v), weights = on_cpu(call.arguments), on_cpu(out).double()
+    queries, keys = sides_of(call, forward, q, k)
+    expected, bound = (torch.zeros(v.shape, dtype=F64) for _ in range(2))
+    repeats, eps = forward.heads // forward.groups, torch.finfo(forward.dtype).eps
+    for at, length in enumerate(keys.lengths):
+        kept = queries.part(weights, at)[..., :length]
+        part = queries.part(grad, at).double()
+        for target, one in ((expected, part), (bound, part.abs() * (4 * eps + 2.0**-10))):
+            sums = torch.einsum("ihj,ihd->jhd", kept, one)
+            keys.part(target, at).copy_(sums.reshape(length, forward.groups, repeats, -1).sum(2))
+    return within("grad_v", grad_v, expected, bound + ulp(expected, forward.dtype))

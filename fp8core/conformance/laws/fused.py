@@ -1,0 +1,122 @@
+"""Law 6: a fused operation equals its unfused pair bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import AddNormDesc, FusedDesc, Operand, Quantized
+from fp8core.conformance.calls import ORDINARY, Case, OpCall, arguments
+from fp8core.conformance.checks import EVERY_OP, law
+from fp8core.conformance.chunks import ReadOnce, joined
+from fp8core.conformance.compare import require, same_bits, within
+from fp8core.conformance.judged import LARGE
+from fp8core.conformance.subject import Subject, on_cpu
+from fp8core.torch_ops.private import pytree
+
+FUSED = tuple(op for op in EVERY_OP if op.endswith("_quantize"))
+CASES = (ORDINARY, Case(size=(136, 144)))
+"""Rows of no whole vectors, and of whole ones: kernels may be written for these alone."""
+
+
+def pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
+    """Return the results that a fused operation must have: ``run`` runs its two parts."""
+    desc = call.desc
+    assert isinstance(desc, FusedDesc)
+    produced = run(desc.producer, *call.arguments)
+    first, *rest = produced if isinstance(produced, tuple) else (produced,)
+    sums = (first.sum(0, dtype=torch.float32),) if desc.sums else ()
+    return (run(desc.quantize, first, **call.keywords), *rest, *sums)
+
+
+def add_pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
+    """Return the results that ``add_norm`` must have: the sum, and ``run`` runs its norm."""
+    desc = call.desc
+    assert isinstance(desc, AddNormDesc)
+    x, residual, *parameters = call.arguments
+    total = x + residual
+    return (total, *run(desc.norm, total, *parameters))
+
+
+def _same(results: Any, expected: Any) -> None:
+    parts = zip(pytree.tree_leaves(results), pytree.tree_leaves(expected), strict=True)
+    for at, (one, other) in enumerate(parts):
+        if isinstance(other, torch.Tensor):
+            same_bits(f"tensor {at} of the result", one, other)
+
+
+@law(6, *FUSED, is_core=True)
+def fused_equals_its_unfused_pair(subject: Subject, desc: FusedDesc) -> float | None:
+    """The producer and the cast in one call give the bits of two calls; column sums are float32."""
+    worst = [_fused_equals_pair(subject, arguments(subject, desc, case)) for case in CASES]
+    return max(worst) if desc.sums else None
+
+
+def _fused_equals_pair(subject: Subject, call: OpCall) -> float:
+    desc, again = call.desc, call.again()
+    assert isinstance(desc, FusedDesc)
+    results, expected = list(call.run(subject)), list(pair(subject.run, again))
+    worst = 0.0
+    if desc.sums:
+        first = subject.run(desc.producer, *call.arguments)
+        value = on_cpu(first[0] if isinstance(first, tuple) else first).double()
+        bound = (len(value) + 4) * 2.0**-24 * value.abs().sum(0)
+        worst = within("column sums", results.pop(), value.sum(0), bound)
+        expected.pop()
+    _same(results, expected)
+    if "amax_out" in call.keywords:
+        same_bits("amax_out", call.keywords["amax_out"], again.keywords["amax_out"])
+    return worst
+
+
+def _has_chunks(desc: FusedDesc) -> bool:
+    cast = desc.quantize
+    return cast.rowwise is not None and cast.columnwise is not None and not cast.grouped
+
+
+@law(6, "activation_backward_quantize", applies=_has_chunks)
+def fused_chunks_equal_the_call(subject: Subject, desc: FusedDesc) -> float | None:
+    """In chunks, of a gradient that is there or is computed while it is read, nothing changes."""
+    run_chunked, worst = subject.offers(desc).run_chunked, 0.0
+    if run_chunked is None:
+        return None
+    cases = (*CASES, Case(size=LARGE))
+    for case, is_computed in itertools.product(cases, (False, True)):
+        call = arguments(subject, desc, case)
+        worst = max(worst, _chunks_equal_call(subject, run_chunked, call, is_computed))
+    return worst if desc.sums else None
+
+
+def _chunks_equal_call(
+    subject: Subject, run_chunked: Callable[..., Any], call: OpCall, is_computed: bool
+) -> float:
+    desc, again = call.desc, call.again()
+    assert isinstance(desc, FusedDesc)
+    assert desc.quantize.rowwise is not None
+    grad, x = call.arguments
+    counts = [torch.zeros(1, dtype=torch.int64, device=subject.device) for _ in range(2)]
+    given = {**call.keywords, "nonfinite_out": counts[0]}
+    made, *sums = run_chunked(ReadOnce(grad) if is_computed else grad, x, **given)
+    if not isinstance(made.rowwise, Operand):
+        made = Quantized(joined(desc.quantize.rowwise, made.rowwise, len(x)), made.columnwise)
+    again = again._replace(keywords={**again.keywords, "nonfinite_out": counts[1]})
+    expected, *totals = again.run(subject)
+    _same(made, expected)
+    for name, value in given.items():
+        same_bits(name, value, again.keywords[name])
+    if not desc.sums:
+        return 0.0
+    value = on_cpu(subject.run(desc.producer, grad, x)).double()
+    bound = (len(value) + 4) * 2.0**-24 * value.abs().sum(0)
+    require(len(sums) == len(totals) == 1, f"{len(sums)} column sums")
+    return within("column sums", sums[0], value.sum(0), bound)
+
+
+@law(6, "add_norm", is_core=True)
+def add_norm_equals_its_unfused_pair(subject: Subject, desc: AddNormDesc) -> None:
+    """The residual's sum is rounded to the norm's dtype before it is normalized."""
+    call = arguments(subject, desc)
+    _same(call.run(subject), add_pair(subject.run, call))

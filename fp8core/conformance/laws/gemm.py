@@ -1,0 +1,195 @@
+"""Law 4 for dense products: against the float64 product of the dequantized operands."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import GemmDesc, Numerics, Operand
+from fp8core.conformance import inputs
+from fp8core.conformance.checks import law
+from fp8core.conformance.compare import require, same_bits, same_form, ulp, within
+from fp8core.conformance.operands import gemm_operands, operand, up
+from fp8core.conformance.subject import Subject, on_cpu
+
+SIZES = ((1, 1, 32), (5, 7, 160), (33, 17, 96), (140, 270, 520))
+
+
+def product_within(
+    subject: Subject,
+    desc: GemmDesc,
+    name: str,
+    result: torch.Tensor,
+    operands: tuple[Operand, Operand],
+    term: torch.Tensor | None = None,
+) -> float:
+    """Require ``|result - expected| <= c (|a| @ |b|.T) + 1 ulp`` for ``expected = a @ b.T + term``.
+
+    ``c`` is the backend's bound for ``k`` terms, one more with ``term``.
+    """
+    # [m, k] x [n, k] -> [m, n]
+    x, y = subject.values(desc.a, operands[0]), subject.values(desc.b, operands[1])
+    expected, magnitude = x @ y.t(), x.abs() @ y.abs().t()
+    num_terms = x.shape[1]
+    if term is not None:
+        term = on_cpu(term).double()
+        expected, magnitude = expected + term, magnitude + term.abs()
+        num_terms += 1
+    figures = subject.numerics(desc)
+    c = figures.sum_error + num_terms * figures.sum_error_per_term
+    same_form(name, result, torch.empty(expected.shape, dtype=desc.out_dtype))
+    return within(name, result, expected, c * magnitude + ulp(expected, desc.out_dtype))
+
+
+def aligned(subject: Subject, desc: GemmDesc, m: int, n: int, k: int) -> tuple[int, int, int]:
+    """Return ``m``, ``n`` and ``k``, rounded up to sizes that the backend takes."""
+    align = subject.alignment(desc)
+    return up(m, align.m), up(n, align.n), up(k, align.k)
+
+
+@law(4, "gemm", applies=lambda desc: not desc.accumulate, is_core=True)
+def gemm_product_is_within_the_bound(subject: Subject, desc: GemmDesc) -> float:
+    """``a @ b.T`` in small and odd sizes, for rows of many magnitudes, in both orientations."""
+    worst = 0.0
+    for size, columnwise in itertools.product(SIZES, (False, True)):
+        a, b = gemm_operands(subject, desc, *aligned(subject, desc, *size), columnwise=columnwise)
+        product = subject.run(desc, a, b)
+        name = f"{'columnwise' if columnwise else 'rowwise'} operands, m n k {size}"
+        worst = max(worst, product_within(subject, desc, name, product, (a, b)))
+    return worst
+
+
+@law(4, "gemm", applies=lambda desc: not desc.accumulate)
+def gemm_adds_the_bias(subject: Subject, desc: GemmDesc) -> float:
+    """``a @ b.T + bias``, for a bias of the output's dtype and one in float32."""
+    worst = 0.0
+    m, n, k = aligned(subject, desc, 5, 7, 160)
+    a, b = gemm_operands(subject, desc, m, n, k)
+    for dtype in dict.fromkeys((desc.out_dtype, torch.float32)):
+        bias = subject.here(inputs.moderate(1, n, dtype, 2)[0] * 10)
+        result = subject.run(desc, a, b, bias=bias)
+        worst = max(worst, product_within(subject, desc, f"bias {dtype}", result, (a, b), bias))
+    return worst
+
+
+@law(4, "gemm", applies=lambda desc: not desc.accumulate)
+def gemm_writes_into_out(subject: Subject, desc: GemmDesc) -> float:
+    """The product replaces the values of out, NaN included, and out is returned."""
+    m, n, k = aligned(subject, desc, 5, 7, 160)
+    a, b = gemm_operands(subject, desc, m, n, k)
+    out = torch.full((m, n), math.nan, dtype=desc.out_dtype, device=subject.device)
+    require(subject.run(desc, a, b, out=out) is out, "returned another tensor than out")
+    return product_within(subject, desc, "out", out, (a, b))
+
+
+@law(4, "gemm", applies=lambda desc: desc.accumulate)
+def gemm_accumulates_into_out(subject: Subject, desc: GemmDesc) -> float:
+    """With accumulate the product is added to out."""
+    m, n, k = aligned(subject, desc, 5, 7, 160)
+    a, b = gemm_operands(subject, desc, m, n, k)
+    out = subject.here(inputs.moderate(m, n, desc.out_dtype, 3) * 10)
+    before = out.clone()
+    require(subject.run(desc, a, b, out=out) is out, "returned another tensor than out")
+    return product_within(subject, desc, "out", out, (a, b), before)
+
+
+def _shows_roundings(desc: GemmDesc) -> bool:
+    """Whether operands hold 2^-4 and 2^-10 side by side, and the output cannot hold their sum."""
+    specs = [spec for spec in (desc.a, desc.b) if spec is not None]
+    return desc.out_dtype == torch.bfloat16 and not any(
+        formats.by_name(spec.format).bits == 4 or spec.transform or spec.delayed for spec in specs
+    )
+
+
+@law(4, "gemm", applies=_shows_roundings)
+def gemm_rounds_once_after_the_bias_or_out(subject: Subject, desc: GemmDesc) -> None:
+    """``2^-8 + 2^-20 + 1`` is 1 + 2^-7 in bfloat16; the product rounded first is a tie, and 1."""
+    figures, default = subject.numerics(desc), Numerics()
+    is_coarse = (
+        figures.sum_error_per_term > default.sum_error_per_term
+        or figures.sum_error > default.sum_error
+        or figures.code_steps > 0
+    )
+    if is_coarse or not _is_exact(desc):
+        return  # such bounds allow the 2^-20 to be lost
+    m, n, k = aligned(subject, desc, 1, 1, 2)
+    values = torch.zeros(max(m, n), k)
+    values[:, 0], values[:, 1] = 2.0**-4, 2.0**-10
+    dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    a = operand(subject, desc.a, subject.here(values[:m].to(dtype)))
+    b = operand(subject, desc.b, subject.here(values[:n].to(dtype)))
+    given: dict[str, Any] = {"bias": torch.ones(n, dtype=torch.bfloat16)}
+    if desc.accumulate:
+        given = {"out": torch.ones(m, n, dtype=torch.bfloat16)}
+    results = on_cpu(subject.run(desc, a, b, **subject.here(given))).unique().tolist()
+    expected = 1 + 2.0**-7
+    require(results == [expected], f"2^-8 + 2^-20 + 1 gives {results}, expected {expected}")
+
+
+def _is_exact(desc: GemmDesc) -> bool:
+    """Whether both formats hold 2^-4 and 2^-10 exactly, in a block whose amax is 2^-4."""
+    for spec in (desc.a, desc.b):
+        if spec is not None:
+            codes = formats.by_name(spec.format)
+            wanted = torch.tensor([codes.max, codes.max / 64, spec.target, spec.target / 64])
+            if not torch.equal(codes.decode(codes.encode(wanted)), wanted):
+                return False
+    return True
+
+
+@law(4, "gemm")
+def gemm_of_nothing_is_zero_or_what_is_added(subject: Subject, desc: GemmDesc) -> None:
+    """With m, n or k of zero the result is empty, or zeros, or the bias, or out unchanged."""
+    align = subject.alignment(desc)
+    full = (up(3, align.m), up(5, align.n), up(32, align.k))
+    for empty in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)):
+        m, n, k = (0 if at in empty else size for at, size in enumerate(full))
+        a, b = gemm_operands(subject, desc, m, n, k)
+        for given, expected in _added(subject, desc, m, n):
+            result = subject.run(desc, a, b, **given)
+            title = f"m n k {(m, n, k)} with {' and '.join(given) or 'neither bias nor out'}"
+            same_bits(title, result + 0.0, expected + 0.0)  # +0 for -0
+
+
+def _added(
+    subject: Subject, desc: GemmDesc, m: int, n: int
+) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """Return keywords of a call and the result that they alone have, of a product of zeros."""
+    bias = inputs.moderate(1, n, desc.out_dtype, 2).reshape(n)
+    if desc.accumulate:
+        before = inputs.moderate(m, n, desc.out_dtype, 3)
+        return [({"out": subject.here(before)}, before)]
+    cases = []
+    for has_bias, has_out in itertools.product((False, True), repeat=2):
+        given = {"bias": bias} if has_bias else {}
+        if has_out:
+            given["out"] = torch.full((m, n), math.nan, dtype=desc.out_dtype)
+        expected = bias if has_bias else torch.zeros(n, dtype=desc.out_dtype)
+        cases.append((subject.here(given), expected.expand(m, n)))
+    return cases
+
+
+@law(4, "gemm", applies=lambda desc: not desc.accumulate)
+def gemm_keeps_nan_in_its_row(subject: Subject, desc: GemmDesc) -> None:
+    """A NaN in one row of a makes that whole row of the result NaN, and no other row."""
+    m, n, k = aligned(subject, desc, 5, 7, 160)
+    if desc.a is not None and not _has_nan(desc.a.format):
+        return
+    if desc.a is not None and desc.a.transform is not None:
+        return
+    dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    x = inputs.moderate(m, k, dtype, 20).clone()
+    x[2, 3] = math.nan
+    _, b = gemm_operands(subject, desc, m, n, k)
+    result = on_cpu(subject.run(desc, operand(subject, desc.a, subject.here(x)), b))
+    spoilt = [row for row in range(m) if bool(result[row].isnan().any())]
+    whole = [row for row in range(m) if bool(result[row].isnan().all())]
+    require(spoilt == whole == [2], f"NaN in rows {spoilt}, all of it in {whole}, expected [2]")
+
+
+def _has_nan(format: str) -> bool:
+    return any(map(math.isnan, formats.by_name(format).values))

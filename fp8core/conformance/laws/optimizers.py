@@ -1,0 +1,151 @@
+"""Law 4 for the steps of optimizers: within the bound, and none where one is stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import AdamDesc, SgdDesc
+from fp8core.conformance import inputs
+from fp8core.conformance.calls import arguments
+from fp8core.conformance.checks import law
+from fp8core.conformance.compare import same_bits, ulp, within
+from fp8core.conformance.subject import Subject, on_cpu
+from fp8core.conformance.training_calls import step_lists
+
+BETAS = {"beta1": 0.9, "beta2": 0.999}
+LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs", "masters")
+SHAPES = ((70, 130), (1,), (), (0, 5), (9,), (65537,), (3, 4, 5))
+
+
+@law(4, "adam", is_core=True)
+def adam_steps_as_the_reference(subject: Subject, desc: AdamDesc) -> float:
+    """Three steps of tensors of any size and number, with and without corrections and decay."""
+    worst = 0.0
+    variants = (
+        (0.0, True, 1.0, SHAPES),
+        (0.1, True, 0.25, ((5,),) * 130),
+        (0.1, False, 1.0, SHAPES),
+    )
+    for decay, corrects, scale, shapes in variants:
+        ours = subject.here(step_lists(desc, 1, shapes))
+        for step in (1, 2, 7):
+            keywords = dict(lr=1e-2, eps=1e-8, weight_decay=decay, step=step, **BETAS)
+            keywords |= {"bias_correction": corrects, "inv_scale": scale}
+            theirs = on_cpu(ours)  # so that errors do not add up
+            subject.run(desc, *ours, **keywords)
+            subject.judging(desc)(*theirs, **keywords)
+            worst = max(worst, _lists_within(desc, ours, theirs))
+    return worst
+
+
+def _lists_within(desc: AdamDesc, ours: Any, theirs: Any) -> float:
+    worst = 0.0
+    results, expected = _end_to_end(ours), _end_to_end(theirs)
+    for word in results:
+        one, other = results[word], expected[word]
+        if word == "masters" and desc.master == "remainder":
+            one = _joined(results["params"], one)
+            other = _joined(expected["params"], other)
+        want = other.double()
+        bound = 2.0**-19 * want.abs() + 1e-2 * 2.0**-18 + ulp(want, one.dtype)
+        worst = max(worst, within(word, one, want, bound))
+    return worst
+
+
+def _end_to_end(lists: Any) -> dict[str, torch.Tensor]:
+    """Return the elements of all tensors of each list, on the CPU: one comparison for many."""
+    named = zip(LISTS, on_cpu(lists), strict=True)
+    return {word: torch.cat([one.reshape(-1) for one in some]) for word, some in named if some}
+
+
+def _joined(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return the float32 values of upper bits ``param`` and lower ones ``remainder``."""
+    upper, lower = on_cpu((param, remainder))
+    bits: torch.Tensor = (upper.view(torch.int16).to(torch.int32) << 16) + lower.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+@law(4, "adam", applies=lambda desc: desc.master != "none")
+def adam_rounds_the_parameter_from_its_master(subject: Subject, desc: AdamDesc) -> None:
+    """The parameter is the new master, rounded once; beside remainders halves away from 0."""
+    lists = subject.here(step_lists(desc, 2, SHAPES))
+    subject.run(desc, *lists, lr=0.1, eps=1e-8, weight_decay=0.0, step=1, **BETAS)
+    _, params, _, _, masters = on_cpu(lists)
+    for at, (param, master) in enumerate(zip(params, masters, strict=True)):
+        if desc.master == "float32":
+            same_bits(f"parameter {at}", param, master.to(desc.dtype))
+            continue
+        value = _joined(param, master)
+        bits = value.view(torch.int32) + 0x8000
+        rounded = (bits >> 16).to(torch.int16).view(torch.bfloat16)
+        same_bits(f"parameter {at}", param, rounded)
+
+
+@law(4, "adam")
+def adam_takes_its_numbers_from_the_device(subject: Subject, desc: AdamDesc) -> float:
+    """lr, step and inv_scale as tensors give what the numbers give, also to a scalar parameter."""
+    ours = subject.here(step_lists(desc, 3, ((70, 13), ())))
+    theirs = on_cpu(ours)
+    keywords: dict[str, Any] = dict(eps=1e-8, weight_decay=0.1, **BETAS)
+    numbers = {"lr": torch.tensor([0.01]), "inv_scale": torch.tensor([0.5])}
+    numbers["step"] = torch.tensor([4], dtype=torch.int32)
+    subject.run(desc, *ours, **keywords, **subject.here(numbers))
+    subject.judging(desc)(*theirs, lr=0.01, step=4, inv_scale=0.5, **keywords)
+    return _lists_within(desc, ours, theirs)
+
+
+@law(4, "adam", "sgd")
+def steps_stop_where_something_is_not_finite(subject: Subject, desc: AdamDesc | SgdDesc) -> None:
+    """Nothing is updated if found_inf is not 0; all is if it is 0."""
+    call = arguments(subject, desc)
+    for dtype in (torch.float32, torch.int32):
+        stopped, before = call.again(), on_cpu(call.arguments)
+        stopped.keywords["found_inf"] = subject.here(torch.ones(1, dtype=dtype))
+        stopped.run(subject)
+        for ours, theirs in zip(_flat(stopped.arguments), _flat(before), strict=True):
+            same_bits(f"a tensor of a step that is stopped ({dtype})", ours, theirs)
+        going, plain = call.again(), call.again()
+        going.keywords["found_inf"] = subject.here(torch.zeros(1, dtype=dtype))
+        going.run(subject)
+        plain.run(subject)
+        for ours, theirs in zip(_flat(going.arguments), _flat(plain.arguments), strict=True):
+            same_bits(f"a tensor of a step that goes on ({dtype})", ours, theirs)
+
+
+@law(4, "adam", "sgd")
+def steps_take_tensors_of_any_strides(subject: Subject, desc: AdamDesc | SgdDesc) -> None:
+    """Transposed tensors, with gaps and at odd addresses, are stepped as contiguous ones."""
+    call = arguments(subject, desc)
+    for view in (inputs.strided, inputs.shifted, inputs.transposed):
+        spread = [[view(one) for one in group] for group in call.arguments]
+        plain = call.again()
+        plain.run(subject)
+        subject.run(desc, *spread, **call.keywords)
+        for ours, theirs in zip(_flat(spread), _flat(plain.arguments), strict=True):
+            same_bits(f"a tensor, {view.__name__}", ours, theirs)
+
+
+def _flat(lists: Any) -> list[torch.Tensor]:
+    return [one for group in lists for one in group]
+
+
+@law(4, "sgd", is_core=True)
+def sgd_steps_as_the_reference(subject: Subject, desc: SgdDesc) -> float:
+    """With and without momentum, Nesterov's among them, first steps and later ones."""
+    worst = 0.0
+    variants = ((0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.5, False), (0.9, 0.0, True))
+    for momentum, dampening, nesterov in variants:
+        ours = subject.here(step_lists(desc, 1, SHAPES))
+        for is_first in (True, False):
+            theirs = on_cpu(ours)
+            keywords = dict(lr=0.1, weight_decay=0.01, momentum=momentum, dampening=dampening)
+            keywords |= dict(nesterov=nesterov, is_first=is_first, scale=0.5)
+            subject.run(desc, *ours, **keywords)
+            subject.judging(desc)(*theirs, **keywords)
+            for at, (one, other) in enumerate(zip(_flat(ours), _flat(theirs), strict=True)):
+                want = other.double()
+                bound = 2.0**-20 * (want.abs() + 0.25) + ulp(want, one.dtype)
+                worst = max(worst, within(f"tensor {at}", one, want, bound))
+    return worst

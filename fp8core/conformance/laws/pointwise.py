@@ -1,0 +1,256 @@
+"""Law 4 for operations that are no products: within a few float32 roundings of float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from fp8core.backend_api import (
+    GATED,
+    ActivationBackwardDesc,
+    ActivationDesc,
+    ColumnSumsDesc,
+    DequantizeDesc,
+    NormBackwardDesc,
+    NormDesc,
+    ScaleUpdateDesc,
+)
+from fp8core.conformance import inputs
+from fp8core.conformance.calls import Case, OpCall, arguments
+from fp8core.conformance.checks import law
+from fp8core.conformance.compare import same_bits, same_form, ulp, within
+from fp8core.conformance.subject import Subject, on_cpu
+
+ROUND = 2.0**-24  # largest relative error of one float32 rounding
+FUNCTION = 2.0**-20  # error of a float32 exponential or tanh, as a share of its argument
+F64 = torch.float64
+SIZES = ((9, 70), (64, 64), (4100, 24), (5, 4100))
+VERY_LONG = ((66000, 6), (2, 66000))  # above 65535; in bfloat16 alone, which costs less
+
+
+def _cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Yield cases with few, with many and with equally many rows and columns."""
+    for size in (*SIZES, *(VERY_LONG if dtype == torch.bfloat16 else ())):
+        yield Case(size=size)
+
+
+@law(4, "dequantize", is_core=True)
+def dequantize_rounds_once(subject: Subject, desc: DequantizeDesc) -> float:
+    """Element times scale in float32, rounded once to the output's dtype."""
+    worst = 0.0
+    for case in _cases(desc.dtype):
+        call = arguments(subject, desc, case)
+        x = call.run(subject)
+        expected = subject.values(desc.operand, *call.arguments)
+        same_form("x", x, torch.empty(expected.shape, dtype=desc.dtype))
+        bound = ulp(expected, desc.dtype) / 2 + 4 * ROUND * expected.abs()
+        worst = max(worst, within(f"x {list(x.shape)}", x, expected, bound))
+    return worst
+
+
+@law(4, "scale_update", is_core=True)
+def scale_update_equals_the_reference(subject: Subject, desc: ScaleUpdateDesc) -> None:
+    """Histories roll and scales follow, bit for bit; an amax of 0 or inf is not recorded."""
+    few = arguments(subject, desc)
+    many = few._replace(arguments=subject.here(_many_states()))
+    for call in (few, many):
+        expected = on_cpu(call.arguments)
+        subject.judging(desc)(*expected)
+        call.run(subject)
+        parts = zip(STATE, call.arguments, expected, strict=True)
+        for name, ours, theirs in parts:
+            for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+                same_bits(f"{name} {at} of {len(ours)} states", one, other)
+
+
+STATE = ("history", "scale", "target", "count of non-finite amaxes")
+
+
+def _many_states() -> tuple[list[torch.Tensor], ...]:
+    """Return the arguments of an update of 70 states, with histories of up to 1024 entries."""
+    lengths = [(1, 2, 3, 16, 1024)[at % 5] for at in range(70)]
+    sizes = [(length, 1 + at % 7) for at, length in enumerate(lengths)]
+    histories = [
+        inputs.matrix("decades", *size, torch.float32, at % 8).abs()
+        for at, size in enumerate(sizes)
+    ]
+    histories[3] = torch.full_like(histories[3], torch.inf)
+    histories[9] = torch.zeros_like(histories[9])
+    scales = [torch.arange(1, size[1] + 1) * 0.5 for size in sizes]
+    targets = [torch.full((size[1],), 448.0) for size in sizes]
+    return histories, scales, targets, [torch.full((1,), at) for at in range(70)]
+
+
+def _wide(desc: NormDesc) -> NormDesc:
+    return replace(desc, dtype=F64, out_dtype=F64)
+
+
+@law(4, "norm", is_core=True)
+def norm_is_within_the_bound(subject: Subject, desc: NormDesc) -> float:
+    """Computed in float32 whatever the dtypes, rounded once; statistics in float32."""
+    return max(
+        _norm_within(subject, desc, arguments(subject, desc, case)) for case in _cases(desc.dtype)
+    )
+
+
+@law(4, "norm")
+def norm_is_exact_where_the_mean_is_large(subject: Subject, desc: NormDesc) -> float:
+    """Rows that hardly differ from their mean, where E[x^2] - E[x]^2 would lose every digit."""
+    worst = 0.0
+    for rows, cols in ((33, 16), (33, 70)):
+        _, *parameters = arguments(subject, desc, Case(size=(rows, cols))).arguments
+        x = subject.here(inputs.far_from_zero(rows, cols, desc.dtype))
+        worst = max(worst, _norm_within(subject, desc, OpCall(desc, (x, *parameters), {})))
+    return worst
+
+
+def _norm_within(subject: Subject, desc: NormDesc, call: OpCall) -> float:
+    y, mean, rstd = call.run(subject)
+    x, weight, *bias = (one.double() for one in on_cpu(call.arguments))
+    wide = subject.judged(_wide(desc), x, weight, *bias)
+    n = x.shape[1]
+    gamma = weight + 1 if desc.zero_centered else weight
+    center = x.new_zeros(len(x)) if wide[1] is None else wide[1]
+    size = (x.abs() + center.abs()[:, None]) * wide[2][:, None] * gamma.abs()
+    for one in bias:
+        size = size + one.abs()
+    rows = x.abs().amax(1)
+    same_form("y", y, torch.empty(x.shape, dtype=desc.out_dtype))
+    worst = [within("y", y, wide[0], (n + 16) * ROUND * size + ulp(wide[0], desc.out_dtype))]
+    worst.append(within("rstd", rstd, wide[2], (n + 16) * ROUND * wide[2] * (1 + rows * wide[2])))
+    if wide[1] is not None:
+        worst.append(within("mean", mean, wide[1], (n + 16) * ROUND * rows))
+    return max(worst)
+
+
+@law(4, "norm_backward", is_core=True)
+def norm_backward_is_within_the_bound(subject: Subject, desc: NormBackwardDesc) -> float:
+    """Gradients computed in float32; those of the parameters are float32 sums over the rows."""
+    return max(
+        _norm_backward_within(subject, desc, arguments(subject, desc, case))
+        for case in _cases(desc.norm.dtype)
+    )
+
+
+def _norm_backward_within(subject: Subject, desc: NormBackwardDesc, call: OpCall) -> float:
+    results = call.run(subject)
+    wide = tuple(None if one is None else one.double() for one in on_cpu(call.arguments))
+    expected = subject.judged(NormBackwardDesc(_wide(desc.norm)), *wide)
+    grad, x, weight, mean, rstd = wide
+    assert grad is not None
+    assert x is not None
+    assert weight is not None
+    assert rstd is not None
+    z = ((x if mean is None else x - mean[:, None]) * rstd[:, None]).abs()
+    g = (grad * (weight + 1 if desc.norm.zero_centered else weight)).abs()
+    size = rstd[:, None] * (g + z * (g * z).mean(-1, keepdim=True) + g.mean(-1, keepdim=True))
+    sizes = (size, (grad.abs() * z).sum(0), grad.abs().sum(0))
+    c = (sum(x.shape) + 32) * ROUND
+    worst = 0.0
+    dtypes = (desc.norm.dtype, torch.float32, torch.float32)
+    for name, result, want, of, dtype in zip(
+        ("grad_x", "grad_weight", "grad_bias"), results, expected, sizes, dtypes, strict=True
+    ):
+        if want is not None:
+            same_form(name, result, torch.empty(want.shape, dtype=dtype))
+            worst = max(worst, within(name, result, want, c * of + ulp(want, dtype)))
+    return worst
+
+
+@law(4, "norm_backward")
+def a_norm_adds_gradients_as_the_pair(subject: Subject, desc: NormBackwardDesc) -> None:
+    """``run_added``, if offered, gives the bits of the call and of a sum behind it."""
+    run_added = subject.offers(desc).run_added
+    if run_added is None:
+        return
+    for size in SIZES:
+        call = arguments(subject, desc, Case(size=size))
+        grad_x, *rest = call.run(subject)
+        added = subject.here(inputs.normal(tuple(grad_x.shape), desc.norm.dtype, 5))
+        total, *others = run_added(*call.arguments, added)
+        same_bits(f"grad_x {list(size)}", total, grad_x + added)
+        for name, one, other in zip(("grad_weight", "grad_bias"), others, rest, strict=True):
+            if other is not None:
+                same_bits(f"{name} {list(size)}", one, other)
+
+
+@law(4, "column_sums", is_core=True)
+def column_sums_are_within_the_bound(subject: Subject, desc: ColumnSumsDesc) -> float:
+    """Added in float32 whatever the dtype, of any number of rows and columns, none included."""
+    empty = [Case(size=size) for size in ((0, 9), (9, 0), (0, 0))]
+    worst = 0.0
+    for case in (*_cases(desc.dtype), *empty):
+        call = arguments(subject, desc, case)
+        (x,) = (one.double() for one in on_cpu(call.arguments))
+        sums = call.run(subject)
+        same_form("sums", sums, torch.empty(x.shape[1], dtype=torch.float32))
+        bound = (len(x) + 4) * ROUND * x.abs().sum(0)
+        worst = max(worst, within(f"sums of {list(x.shape)}", sums, x.sum(0), bound))
+    return worst
+
+
+@law(4, "column_sums")
+def column_sums_pass_on_nan_and_inf(subject: Subject, desc: ColumnSumsDesc) -> None:
+    """A NaN or inf is summed as it is, in its column alone; the largest values do not overflow."""
+    largest = torch.finfo(torch.float16).max
+    for rows in (2, 700):
+        x = torch.ones(rows, 70, dtype=desc.dtype)
+        x[0, 1], x[-1, 2], x[0, 9] = torch.nan, torch.inf, -torch.inf
+        x[0, 64], x[-1, 64] = torch.inf, -torch.inf
+        x[:, 69] = largest
+        expected = x.double().sum(0)
+        bound = (rows + 4) * ROUND * x.double().abs().sum(0).nan_to_num(0.0, 0.0)
+        sums = subject.run(desc, subject.here(x))
+        within(f"sums of {rows} rows", sums, expected, bound)
+
+
+def _parts(desc: ActivationDesc | ActivationBackwardDesc, x: torch.Tensor) -> torch.Tensor:
+    """Return the size that an activation's rounding errors grow with: ``1 + |x|``, or
+    ``(1 + |a|) (2 + |b|)`` of a gated one."""
+    if desc.name not in GATED:
+        return 1 + x.abs()
+    a, b = x.abs().chunk(2, -1)
+    return (1 + a) * (2 + b)
+
+
+@law(4, "activation", is_core=True)
+def activation_is_within_the_bound(subject: Subject, desc: ActivationDesc) -> float:
+    """Computed in float32 whatever the dtypes, rounded once."""
+    return max(
+        _activation_within(subject, desc, arguments(subject, desc, case))
+        for case in _cases(desc.dtype)
+    )
+
+
+def _activation_within(subject: Subject, desc: ActivationDesc, call: OpCall) -> float:
+    y = call.run(subject)
+    (x,) = (one.double() for one in on_cpu(call.arguments))
+    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), x)
+    same_form("y", y, torch.empty(expected.shape, dtype=desc.out_dtype))
+    bound = FUNCTION * _parts(desc, x) + ulp(expected, desc.out_dtype)
+    return within("y", y, expected, bound)
+
+
+@law(4, "activation_backward", is_core=True)
+def activation_backward_is_within_the_bound(
+    subject: Subject, desc: ActivationBackwardDesc
+) -> float:
+    """Computed in float32 whatever the dtypes, rounded once."""
+    return max(
+        _activation_backward_within(subject, desc, arguments(subject, desc, case))
+        for case in _cases(desc.dtype)
+    )
+
+
+def _activation_backward_within(
+    subject: Subject, desc: ActivationBackwardDesc, call: OpCall
+) -> float:
+    grad_x = call.run(subject)
+    grad, x = (one.double() for one in on_cpu(call.arguments))
+    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), grad, x)
+    same_form("grad_x", grad_x, torch.empty(expected.shape, dtype=desc.out_dtype))
+    size = grad.abs() * _parts(desc, x) ** 2
+    size = torch.cat((size, size), -1) if desc.name in GATED else size
+    return within("grad_x", grad_x, expected, FUNCTION * size + ulp(expected, desc.out_dtype))

@@ -1,0 +1,284 @@
+"""Laws 1 and 3: quantize equals the reference, also at the edges, and in both orientations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import (
+    Operand,
+    OperandSpec,
+    Quantized,
+    QuantizeDesc,
+    split_groups,
+)
+from fp8core.conformance import inputs
+from fp8core.conformance.checks import law
+from fp8core.conformance.chunks import joined
+from fp8core.conformance.compare import same_bits, same_form, within
+from fp8core.conformance.judged import (
+    LARGE,
+    Judged,
+    both,
+    every,
+    group_sizes,
+    is_nearest,
+    same_codes,
+    same_operands,
+    same_scales,
+)
+from fp8core.conformance.operands import (
+    group_offsets,
+    offsets_for,
+    quantize_keywords,
+    quantize_size,
+    step_of,
+)
+from fp8core.conformance.subject import Subject, on_cpu
+
+SQUARE = 96
+
+
+def _is_plain(desc: QuantizeDesc) -> bool:
+    """Whether an element depends on itself and its scale alone."""
+    specs = (desc.rowwise, desc.columnwise)
+    return not desc.grouped and not any(
+        spec is not None and (spec.stochastic or spec.transform) for spec in specs
+    )
+
+
+@law(1, "quantize", applies=is_nearest, is_core=True)
+def quantize_codes_equal_the_reference(subject: Subject, desc: QuantizeDesc) -> float:
+    """Every element has the reference's code."""
+    return max(same_codes(subject, desc, title, judged) for title, judged in every(subject, desc))
+
+
+@law(1, "quantize", is_core=True)
+def quantize_scales_equal_the_reference(subject: Subject, desc: QuantizeDesc) -> float:
+    """Every block has the reference's scale, and the tensor its global scale."""
+    return max(same_scales(subject, desc, title, judged) for title, judged in every(subject, desc))
+
+
+@law(1, "quantize", applies=lambda desc: desc.rowwise is not None and desc.rowwise.delayed)
+def quantize_records_the_amax(subject: Subject, desc: QuantizeDesc) -> None:
+    """amax_out rises to the amax of x without its NaN, whatever the scale."""
+    for title, judged in every(subject, desc):
+        ours, theirs = judged.amaxes
+        assert ours is not None
+        assert theirs is not None
+        same_bits(f"{title}: amax_out", ours, theirs)
+
+
+def _edges(
+    subject: Subject, desc: QuantizeDesc, fill: Callable[[OperandSpec], list[float]]
+) -> Iterator[tuple[str, Judged]]:
+    """Yield, for each format, a tensor of the values ``fill(spec)``, quantized by both.
+
+    Each block also holds ``spec.target``: its amax, so that its scale is 1, unless ``fill`` lists
+    larger values.
+    """
+    for spec in dict.fromkeys(filter(None, (desc.rowwise, desc.columnwise))):
+        limits = torch.finfo(desc.dtype)
+        values = torch.tensor(fill(spec), dtype=torch.float64)
+        finite = values.isfinite()
+        values[finite] = values[finite].clamp(limits.min, limits.max)
+        block = spec.block[1] or SQUARE
+        size = 2 * max(block, -(-math.isqrt(len(values)) // block) * block)
+        x = values.repeat(-(-size * size // len(values)))[: size * size].reshape(size, size)
+        x[::block] = spec.target
+        x[:, ::block] = spec.target
+        keywords = quantize_keywords(subject, desc)
+        if "scale" in keywords:
+            keywords["scale"].fill_(1.0)
+        cast = x.to(desc.dtype)
+        theirs = subject.judged(desc, cast, **keywords)
+        ours = subject.run(desc, subject.here(cast), **keywords)
+        yield spec.format, Judged(on_cpu(ours), theirs, (None, None), cast)
+
+
+def _midpoints(dtype: torch.dtype) -> Callable[[OperandSpec], list[float]]:
+    """Return a function that lists the midpoints between values of a format, and the values of
+    ``dtype`` next to each midpoint."""
+
+    def fill(spec: OperandSpec) -> list[float]:
+        values = sorted(set(filter(math.isfinite, formats.by_name(spec.format).values)))
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(values)]
+        kept = [x for x in middles if abs(x) <= min(spec.target, torch.finfo(dtype).max)]
+        exact = torch.tensor(kept, dtype=torch.float64).to(dtype)
+        above, below = (
+            torch.nextafter(exact, torch.full_like(exact, end)) for end in (math.inf, -math.inf)
+        )
+        return torch.cat((exact, above, below)).tolist()
+
+    return fill
+
+
+@law(1, "quantize", applies=_is_plain, is_core=True)
+def quantize_rounds_to_the_nearest_ties_to_even(subject: Subject, desc: QuantizeDesc) -> float:
+    """Midpoints go to the even code, and the numbers next to them to the nearer one."""
+    edges = _edges(subject, desc, _midpoints(desc.dtype))
+    return max(
+        same_codes(subject, desc, f"midpoints of {format}", judged) for format, judged in edges
+    )
+
+
+@law(1, "quantize", applies=_is_plain)
+def quantize_saturates_beyond_the_range(subject: Subject, desc: QuantizeDesc) -> float:
+    """Values beyond the largest, inf included, become the largest."""
+
+    def fill(spec: OperandSpec) -> list[float]:
+        largest = formats.by_name(spec.format).max
+        beyond = [largest * factor for factor in (1.0, 1.03, 1.07, 1.2, 2.0, 1e4)]
+        return [*beyond, *(-x for x in beyond), math.inf, -math.inf, 1.0]
+
+    edges = _edges(subject, desc, fill)
+    return max(same_codes(subject, desc, f"beyond {format}", judged) for format, judged in edges)
+
+
+@law(1, "quantize", applies=_is_plain)
+def quantize_keeps_nan_in_its_place(subject: Subject, desc: QuantizeDesc) -> float:
+    """A NaN stays NaN, or the largest value in a format without NaN, and changes no neighbour."""
+    edges = list(_edges(subject, desc, lambda spec: [math.nan, 1.0, -2.0, 0.0, -0.0]))
+    for format, judged in edges:
+        same_scales(subject, desc, f"NaN in {format}", judged)
+    return max(same_codes(subject, desc, f"NaN in {format}", judged) for format, judged in edges)
+
+
+@law(1, "quantize", applies=lambda desc: desc.grouped and is_nearest(desc))
+def quantize_stops_blocks_at_group_boundaries(subject: Subject, desc: QuantizeDesc) -> None:
+    """Each group has the bits of a call for it alone: no amax and no block spans two groups."""
+    sizes = group_sizes(subject, desc)
+    rows, cols = quantize_size(subject, desc, sum(sizes), 70)
+    x = inputs.matrix("decades", rows, cols, desc.dtype)
+    together = both(subject, desc, x, *sizes).ours
+    offsets = group_offsets(sizes).tolist()
+    dense = QuantizeDesc(desc.dtype, desc.rowwise, desc.columnwise)
+    keywords = quantize_keywords(subject, desc, len(sizes))
+    split = [
+        None if operand is None else split_groups(spec, operand, offsets, dim, step_of(desc))
+        for dim, (spec, operand) in enumerate(
+            zip((desc.rowwise, desc.columnwise), together, strict=True)
+        )
+    ]
+    for group, (start, end) in enumerate(itertools.pairwise(offsets)):
+        of_group = {name: value[group : group + 1].clone() for name, value in keywords.items()}
+        alone = subject.quantizer(dense)(dense, subject.here(x[start:end]), **of_group)
+        parts = Quantized(*(None if parts is None else parts[group] for parts in split))
+        same_operands(desc, f"group {group}", parts, on_cpu(alone))
+
+
+def _has_both(desc: QuantizeDesc) -> bool:
+    return desc.rowwise is not None and desc.columnwise is not None
+
+
+@law(3, "quantize", applies=_has_both)
+def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
+    """One call for both orientations gives the bits of a call for each."""
+    sizes = group_sizes(subject, desc) if desc.grouped else ()
+    shape = quantize_size(subject, desc, sum(sizes) or 33, 70)
+    for kind in ("decades", "holes", "nonfinite"):
+        x = subject.here(inputs.matrix(kind, *shape, desc.dtype))
+        groups = (offsets_for(subject, desc, sizes),) if sizes else ()
+
+        def run(cast: QuantizeDesc, x: Any = x, groups: Any = groups) -> Quantized:
+            keywords = quantize_keywords(subject, cast, max(len(sizes), 1))
+            quantized: Quantized = on_cpu(subject.run(cast, x, *groups, **keywords))
+            return quantized
+
+        rowwise, columnwise = desc.halves()
+        halves = Quantized(run(rowwise).rowwise, run(columnwise).columnwise)
+        same_operands(desc, kind, run(desc), halves)
+
+
+@law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and is_nearest(desc))
+def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
+    """Two tensors quantized in one call have the bits of a call for each."""
+    run, bind_pair = subject.bound(desc), subject.offers(desc).bind_pair
+    pair: Any = None if bind_pair is None else bind_pair(run)
+    if pair is None:
+        return
+    shapes = [quantize_size(subject, desc, *shape) for shape in ((33, 70), LARGE, (0, 5))]
+    for one, other in itertools.permutations(shapes, 2):
+        xs = [subject.here(inputs.matrix("decades", *size, desc.dtype)) for size in (one, other)]
+        given = [quantize_keywords(subject, desc, seed=seed) for seed in (11, 12)]
+        if "scale" in given[1]:
+            given[1]["scale"] *= 3
+        apart = [{name: value.clone() for name, value in keywords.items()} for keywords in given]
+        alone = [run(x, **keywords) for x, keywords in zip(xs, apart, strict=True)]
+        together = pair(*xs, **{name: (given[0][name], given[1][name]) for name in given[0]})
+        for number, size in enumerate((one, other)):
+            same_operands(desc, f"{list(size)} of a pair", together[number], alone[number])
+            for name, value in given[number].items():
+                same_bits(f"{name} of {list(size)} of a pair", value, apart[number][name])
+
+
+@law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and is_nearest(desc))
+def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
+    """The chunks are the rowwise operand's rows; after the last, the columnwise one is complete."""
+    run, quantize_chunked = subject.bound(desc), subject.offers(desc).quantize_chunked
+    if quantize_chunked is None:
+        return
+    assert desc.rowwise is not None
+    for shape in ((5, 7), LARGE):
+        x = inputs.matrix("decades", *quantize_size(subject, desc, *shape), desc.dtype)
+        given = [quantize_keywords(subject, desc) for _ in range(2)]
+        rowwise, columnwise = quantize_chunked(subject.here(x), **given[0])
+        if not isinstance(rowwise, Operand | None):
+            rowwise = joined(desc.rowwise, rowwise, len(x))
+        quantized = Quantized(rowwise, columnwise)
+        same_operands(desc, f"{list(shape)}", quantized, run(subject.here(x), **given[1]))
+        for name, value in given[0].items():
+            same_bits(name, value, given[1][name])
+
+
+@law(3, "quantize", applies=lambda desc: not desc.grouped and is_nearest(desc))
+def quantize_and_sum_equals_the_call_and_sums(subject: Subject, desc: QuantizeDesc) -> float:
+    """The operands and the count of the call, and column sums of x within the bound of float32."""
+    offers, worst = subject.offers(desc), 0.0
+    for method in (offers.quantize_and_sum, offers.quantize_chunked_and_sum):
+        if method is not None:
+            for kind, shape in itertools.product(("decades", "nonfinite"), ((5, 7), (0, 5), LARGE)):
+                x = inputs.matrix(kind, *quantize_size(subject, desc, *shape), desc.dtype)
+                worst = max(worst, _sums_within(subject, desc, method, f"{kind} {list(shape)}", x))
+    return worst
+
+
+def _sums_within(
+    subject: Subject, desc: QuantizeDesc, method: Callable[..., Any], title: str, x: torch.Tensor
+) -> float:
+    given = [quantize_keywords(subject, desc) for _ in range(2)]
+    counts = [torch.zeros(1, dtype=torch.int64, device=subject.device) for _ in range(2)]
+    (row, column), sums = method(subject.here(x), **given[0], nonfinite_out=counts[0])
+    if desc.rowwise is not None and not isinstance(row, Operand | None):
+        row = joined(desc.rowwise, row, len(x))
+    alone = subject.run(desc, subject.here(x), **given[1], nonfinite_out=counts[1])
+    same_operands(desc, title, Quantized(row, column), alone)
+    for name, value in given[0].items():
+        same_bits(f"{name} of {title}", value, given[1][name])
+    same_bits(f"count of NaN and inf of {title}", *counts)
+    wide = x.double()
+    bound = (len(x) + 4) * 2.0**-24 * wide.abs().sum(0).nan_to_num(0.0, 0.0)
+    same_form(f"sums of {title}", sums, torch.empty(x.shape[1], dtype=torch.float32))
+    return within(f"sums of {title}", sums, wide.sum(0), bound)
+
+
+@law(3, "quantize", applies=lambda desc: _has_both(desc) and _is_plain(desc))
+def quantize_columnwise_is_the_operand_of_the_transpose(
+    subject: Subject, desc: QuantizeDesc
+) -> None:
+    """Also for a square matrix, rowwise is the operand of x and columnwise that of x.T."""
+    size = max(quantize_size(subject, desc, SQUARE, SQUARE))
+    x = inputs.matrix("decades", size, size, desc.dtype)
+    ours = both(subject, desc, x).ours
+    swapped = QuantizeDesc(desc.dtype, desc.columnwise, None)
+    keywords = quantize_keywords(subject, swapped)
+    transposed = subject.quantizer(swapped)(swapped, subject.here(x.t().contiguous()), **keywords)
+    plain = QuantizeDesc(desc.dtype, desc.rowwise, None)
+    straight = subject.quantizer(plain)(plain, subject.here(x), **quantize_keywords(subject, plain))
+    expected = Quantized(straight.rowwise, transposed.rowwise)
+    same_operands(desc, "square", ours, on_cpu(expected))

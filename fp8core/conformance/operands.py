@@ -1,0 +1,201 @@
+"""Operands of any spec on the device under test, for products and casts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.backend_api import (
+    GROUP_STEP,
+    GemmDesc,
+    GroupedGemmDesc,
+    Operand,
+    OperandSpec,
+    Quantized,
+    QuantizeDesc,
+)
+from fp8core.conformance import inputs
+from fp8core.conformance.subject import Subject, storage_step
+
+__all__ = [
+    "SEED",
+    "Groups",
+    "gemm_operands",
+    "group_offsets",
+    "grouped_operands",
+    "offsets_for",
+    "operand",
+    "quantize_keywords",
+    "quantize_size",
+    "step_of",
+    "up",
+]
+
+SEED = 11  # the default seed of quantize_keywords
+
+
+def up(size: int, step: int) -> int:
+    """Return the smallest multiple of ``step`` that is not below ``size``."""
+    return -(-size // step) * step
+
+
+def quantize_size(subject: Subject, desc: QuantizeDesc, rows: int, cols: int) -> tuple[int, int]:
+    """Return ``rows`` and ``cols``, rounded up to sizes that operands of ``desc`` can have."""
+    row_step = storage_step(subject, desc.columnwise)
+    return up(rows, row_step), up(cols, storage_step(subject, desc.rowwise))
+
+
+def quantize_keywords(
+    subject: Subject, desc: QuantizeDesc, groups: int = 1, seed: int = SEED
+) -> dict[str, Any]:
+    """Return the keywords that the specs of ``desc`` need: ``scale`` and ``amax_out``, or ``rng``,
+    or none."""
+    specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
+    if any(spec.delayed for spec in specs):
+        scale = torch.arange(1, groups + 1) * (0.37 * seed / SEED)
+        return {
+            "scale": subject.here(scale),
+            "amax_out": torch.full((groups,), 0.5, device=subject.device),
+        }
+    if any(spec.stochastic for spec in specs):
+        return {"rng": torch.tensor([seed, 3])}
+    return {}
+
+
+def group_offsets(sizes: Sequence[int]) -> torch.Tensor:
+    """Return the offsets ``[groups + 1]`` of groups of these sizes, on the CPU."""
+    return torch.tensor([0, *sizes], device="cpu").cumsum(0)
+
+
+def offsets_for(
+    subject: Subject, desc: QuantizeDesc | GroupedGemmDesc, sizes: Sequence[int]
+) -> torch.Tensor:
+    """Return the offsets of groups of these sizes: on the CPU, or on the device if ``desc`` says
+    so."""
+    offsets = group_offsets(sizes)
+    if not desc.offsets_on_device:
+        return offsets
+    on_device: torch.Tensor = subject.here(offsets)
+    return on_device
+
+
+def step_of(desc: QuantizeDesc | GroupedGemmDesc) -> int:
+    """Return the step of :func:`split_groups` for operands of ``desc``."""
+    return GROUP_STEP if desc.offsets_on_device else 1
+
+
+def operand(
+    subject: Subject,
+    spec: OperandSpec | None,
+    x: torch.Tensor,
+    *,
+    columnwise: bool = False,
+    seed: int = SEED,
+) -> Operand:
+    """Quantize ``x``, a tensor on the device under test, in one orientation.
+
+    Where the backend does not support the cast, the judge quantizes and the operand is copied to
+    the device. If ``spec`` is None, the operand is ``x`` itself, or a view of its transpose.
+    """
+    if spec is None:
+        return Operand(x.t() if columnwise else x)
+    desc = QuantizeDesc(x.dtype, None if columnwise else spec, spec if columnwise else None)
+    run = subject.quantizer(desc)
+    quantized: Quantized = run(desc, x, **quantize_keywords(subject, desc, seed=seed))
+    one = quantized.columnwise if columnwise else quantized.rowwise
+    assert one is not None
+    return one
+
+
+def gemm_operands(
+    subject: Subject,
+    desc: GemmDesc,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    columnwise: bool = False,
+    seed: int = 0,
+) -> tuple[Operand, Operand]:
+    """Return operands ``a [m, k]`` and ``b [n, k]``.
+
+    With ``columnwise`` they are the columnwise operands of tensors ``[k, m]`` and ``[k, n]``.
+    """
+    dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    operands = []
+    for spec, rows, first in ((desc.a, m, 20), (desc.b, n, 40)):
+        x = subject.here(inputs.moderate(rows, k, dtype, first + 100 * seed))
+        x = x.t().contiguous() if columnwise else x
+        operands.append(operand(subject, spec, x, columnwise=columnwise, seed=SEED + seed))
+    return operands[0], operands[1]
+
+
+class Groups(NamedTuple):
+    """The arguments of a grouped GEMM, the rows of each group, and the result's size ``[m, n]``."""
+
+    arguments: tuple[Any, ...]
+    sizes: list[int]
+    m: int
+    n: int
+
+
+def grouped_operands(
+    subject: Subject,
+    desc: GroupedGemmDesc,
+    rows: Sequence[int] = (0, 150, 1, 0, 35),
+    size: tuple[int, int, int] = (6, 10, 160),
+    *,
+    seed: int = 0,
+) -> Groups:
+    """Return operands of groups with these ``rows``, rounded up to the backend's alignment.
+
+    The default has empty groups, a group of one step and one longer than a block. ``size`` is
+    ``(m, n, k)`` of one product; the dimension along which the groups lie is not read from it.
+    """
+    align = subject.alignment(desc)
+    step = align.k if desc.contract_groups else align.m
+    sizes = [up(count, step) for count in rows]
+    total = sum(sizes)
+    offsets = offsets_for(subject, desc, sizes)
+    m, n = up(size[0], align.m), up(size[1], align.n)
+    dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    make = partial(_grouped_operand, on_device=desc.offsets_on_device)
+    if desc.contract_groups:
+        a, b = (
+            make(subject, spec, inputs.moderate(total, cols, dtype, first + 100 * seed), offsets, 1)
+            for spec, cols, first in ((desc.a, m, 20), (desc.b, n, 40))
+        )
+        return Groups((a, b, offsets), sizes, m, n)
+    k = up(size[2], align.k)
+    tokens = inputs.moderate(total, k, dtype, 20 + 100 * seed)
+    a = make(subject, desc.a, tokens, offsets, 0)
+    weights = [
+        operand(subject, desc.b, subject.here(inputs.moderate(n, k, dtype, first + 100 * seed)))
+        for first in range(40, 40 + len(sizes))
+    ]
+    return Groups((a, weights, offsets), sizes, total, n)
+
+
+def _grouped_operand(
+    subject: Subject,
+    spec: OperandSpec | None,
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    dim: int,
+    *,
+    on_device: bool,
+) -> Operand:
+    """Quantize ``x``, grouped along its rows: rowwise for ``dim`` 0, columnwise for 1."""
+    x = subject.here(x)
+    if spec is None:
+        return Operand(x.t() if dim else x)
+    rowwise, columnwise = (None, spec) if dim else (spec, None)
+    desc = QuantizeDesc(x.dtype, rowwise, columnwise, grouped=True, offsets_on_device=on_device)
+    keywords = quantize_keywords(subject, desc, len(offsets) - 1)
+    quantized: Quantized = subject.quantizer(desc)(desc, x, offsets, **keywords)
+    one = quantized[dim]
+    assert one is not None
+    return one

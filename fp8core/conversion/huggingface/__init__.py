@@ -1,0 +1,178 @@
+"""Weights and sizes of Hugging Face's Llama and GPT-2 as those of TransformerLayers, both ways.
+
+A model of TransformerLayers has no class of its own here; the names of its parameters are
+
+=========================  =======================================================
+``embedding.weight``       ``embed_tokens`` of Llama, ``wte`` of GPT-2
+``positions.weight``       ``wpe`` of GPT-2; Llama has rotary embeddings
+``layers.N.*``             a :class:`fp8core.TransformerLayer`, N from 0
+``norm.weight, .bias``     the norm before the head
+``head.weight``            ``lm_head``, which may be the embedding's weight
+=========================  =======================================================
+
+``docs/examples/decoder.py`` is such a model. Nothing is imported from ``transformers``: a config is
+one of its objects, or the content of a ``config.json``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fp8core.conversion.huggingface import gpt2, llama
+from fp8core.conversion.huggingface.config import reader
+from fp8core.conversion.huggingface.family import Family, in_layer, rules_of, shapes_of
+from fp8core.conversion.huggingface.weights import (
+    check_empty,
+    check_shape,
+    full_name,
+    fuse,
+    parted,
+    split,
+    taken,
+    their_shapes,
+)
+from fp8core.errors import UnsupportedError
+from fp8core.modules.head_split import HeadSizes
+from fp8core.tensors.slots import BUFFERS
+
+__all__ = ["from_hugging_face", "layer_arguments", "rotary_arguments", "to_hugging_face"]
+
+_FAMILIES: dict[str, Callable[[Any], Family]] = {"llama": llama.family, "gpt2": gpt2.family}
+# Buffers of older versions of transformers, which are computed again.
+_COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
+
+
+def layer_arguments(config: Any) -> dict[str, Any]:
+    """Return the arguments of :class:`fp8core.TransformerLayer` for a layer of the model.
+
+    ``config`` is that of a Llama or a GPT-2. ``layer_number`` and dtypes are left to the caller,
+    who may also add ``fuse_qkv_params=True``.
+
+    >>> config = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "resid_pdrop": 0.0}
+    >>> layer_arguments(config)["ffn_hidden_size"]
+    256
+
+    Raises:
+        UnsupportedError: another family of models, or an option that a TransformerLayer does not
+            have; names it.
+    """
+    return _family_of(config).arguments
+
+
+def rotary_arguments(config: Any) -> dict[str, Any]:
+    """Return the arguments of :class:`fp8core.RotaryPositionEmbedding` for a Llama.
+
+    Raises:
+        UnsupportedError: a GPT-2, which has none, or scaled embeddings other than ``"linear"``.
+    """
+    if _family_name(config) != "llama":
+        raise UnsupportedError("rotary_arguments: a GPT-2 embeds positions; it turns no heads.")
+    return llama.rotary_arguments(reader(config))
+
+
+def from_hugging_face(
+    state_dict: Mapping[str, torch.Tensor],
+    config: Any,
+    *,
+    fuse_qkv_params: bool = False,
+    qkv_weight_interleaved: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Return the parameters of a model of TransformerLayers; see the module for their names.
+
+    Args:
+        state_dict: of a model with or without a head; its tensors are not written, and the result
+            may share their memory. The head may be missing where the config ties it to the
+            embedding.
+        config: its config.
+        fuse_qkv_params, qkv_weight_interleaved: as in :class:`fp8core.TransformerLayer`.
+
+    Raises:
+        OperandError: tensors that are missing, too many, or of other shapes than the config's.
+        UnsupportedError: see :func:`layer_arguments`.
+    """
+    family, get = _family_of(config), reader(config)
+    short = {
+        name.removeprefix(family.prefix): value
+        for name, value in state_dict.items()
+        if not _COMPUTED.search(name)
+    }
+    (embedding,) = (rule.theirs[0] for rule in family.outer if rule.ours == ("embedding.weight",))
+    is_tied = get("tie_word_embeddings", family.ties_head)
+    if is_tied and "lm_head.weight" not in short and embedding in short:
+        short["lm_head.weight"] = short[embedding]
+    ours: dict[str, torch.Tensor] = {}
+    shapes = shapes_of(family, get)
+    for rule in rules_of(family, get):
+        values = taken(short, rule.theirs, "from_hugging_face", family.prefix)
+        for name, value, shape in zip(rule.theirs, values, their_shapes(rule, shapes), strict=True):
+            check_shape("from_hugging_face", full_name(name, family.prefix), value, shape)
+        if rule.transposed:
+            values = [value.mT if value.dim() == 2 else value for value in values]
+        ours.update(zip(rule.ours, parted(values, rule), strict=True))
+    check_empty(short, "from_hugging_face")
+    if fuse_qkv_params:
+        fuse(ours, _with_order(family.head_sizes, qkv_weight_interleaved))
+    return ours
+
+
+def to_hugging_face(
+    state_dict: Mapping[str, torch.Tensor], config: Any, *, qkv_weight_interleaved: bool = True
+) -> dict[str, torch.Tensor]:
+    """Return the state_dict of Hugging Face's model with a head; the inverse of
+    :func:`from_hugging_face`.
+
+    Args:
+        state_dict: of a model of TransformerLayers, with delayed scales or without; projections
+            may be split or fused.
+        config: of the Llama or GPT-2.
+        qkv_weight_interleaved: the order of a fused projection.
+
+    Raises:
+        OperandError: tensors that are missing, too many, or of other shapes than the config's.
+        UnsupportedError: see :func:`layer_arguments`.
+    """
+    family, get = _family_of(config), reader(config)
+    ours = {name: value for name, value in state_dict.items() if not _is_state(name)}
+    shapes = shapes_of(family, get)
+    split(ours, _with_order(family.head_sizes, qkv_weight_interleaved), shapes)
+    theirs: dict[str, torch.Tensor] = {}
+    for rule in rules_of(family, get):
+        values = taken(ours, rule.ours, "to_hugging_face", "")
+        for name, value in zip(rule.ours, values, strict=True):
+            check_shape("to_hugging_face", name, value, shapes[in_layer(name)])
+        values = parted(values, rule)
+        if rule.transposed:
+            values = [value.mT.contiguous() if value.dim() == 2 else value for value in values]
+        for name, value in zip(rule.theirs, values, strict=True):
+            theirs[full_name(name, family.prefix)] = value
+    check_empty(ours, "to_hugging_face")
+    return theirs
+
+
+def _family_name(config: Any) -> str:
+    name = reader(config)("model_type", None)
+    if name not in _FAMILIES:
+        raise UnsupportedError(
+            f"a model of type {name!r} is not mapped to TransformerLayers; types are "
+            f"{', '.join(_FAMILIES)}. fp8core.convert changes the linear layers of any model in "
+            f"place."
+        )
+    return str(name)
+
+
+def _family_of(config: Any) -> Family:
+    """Return the family of a model, whose options are those that the layers have."""
+    return _FAMILIES[_family_name(config)](reader(config))
+
+
+def _is_state(name: str) -> bool:
+    """Say whether ``name`` is no weight: delayed scales, or the speeds of rotary embeddings."""
+    return name.rpartition(".")[2] in (*BUFFERS, "inv_freq")
+
+
+def _with_order(sizes: HeadSizes, is_interleaved: bool) -> HeadSizes:
+    return HeadSizes(sizes.num_heads, sizes.num_groups, sizes.head_dim, is_interleaved)

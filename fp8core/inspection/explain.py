@@ -1,0 +1,217 @@
+"""``explain``: which backend runs an operation, and why each other backend does not."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fp8core.backend_api import OPS, OPTIONAL_OPS, FusedDesc, OpDesc, QuantizeDesc
+from fp8core.chain.fusion import variants
+from fp8core.dispatch import plugins, policy, select, table
+from fp8core.dispatch.isolation import Failure, attempt
+from fp8core.dispatch.select import Choice
+from fp8core.dispatch.settings import check_op
+from fp8core.errors import OperandError, PluginError, UnsupportedError
+from fp8core.inspection.arguments import device_argument, op_argument, recipe_argument
+from fp8core.inspection.descriptors import Need, layer_needs, recipe_needs
+from fp8core.inspection.held import Held, held_by
+from fp8core.inspection.sent import Sent, sent_by
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.recipe import Recipe, get_default_recipe
+from fp8core.recipe.choice import recipe_from
+
+__all__ = ["Explanation", "Line", "add_arguments", "explain", "run"]
+
+_DTYPE = torch.bfloat16
+_STORED = (
+    "a QuantizedTensor of this format is used directly; one of another format is dequantized "
+    "once and cast, and a weight of another format is refused"
+)
+_MATRICES = ("input", "weight", "grad_output")
+"""The steps whose tensors may come quantized: those of linears, as stored tensors are matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One operation of one layer: the backend that runs it, or why none does.
+
+    Attributes:
+        layer: the layer's name, or its class and sizes; empty for an operation asked by name.
+        step: the purpose of the operation: ``fprop``, ``weight``, ``gelu``; may be empty.
+        desc: the operation, with the precision of each operand.
+        choice: the backend, and why each other was not chosen; None if no backend runs it.
+        kernel: the backend's name for the kernel that runs; None if no backend runs it.
+        refusal: why no backend runs it; None if one does.
+        other_kernels: the kernels of the backend that do not run it, each with the reason.
+    """
+
+    layer: str
+    step: str
+    desc: OpDesc
+    choice: Choice | None
+    kernel: str | None
+    refusal: str | None
+    other_kernels: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether layers run without it: a fused operation, instead of which its pair can run."""
+        return self.desc.op in OPTIONAL_OPS
+
+    def __str__(self) -> str:
+        if self.choice is not None:
+            text = f"{self.choice}\n  kernel: {self.kernel}"
+            text += "".join(f"\n  not {name}: {why}" for name, why in self.other_kernels)
+            is_matrix = self.step.partition("[")[0] in _MATRICES
+            if self.layer and is_matrix and isinstance(self.desc, QuantizeDesc):
+                text += f"\n  {_STORED}"
+        else:
+            verdict = "NOT OFFERED, the pair runs" if self.is_optional else "REFUSED"
+            text = f"{verdict}: {self.refusal}"
+        where = " ".join(filter(None, (self.layer, self.step)))
+        return f"{where}: {text}" if where else text
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The answer of :func:`explain`; ``str()`` prints it.
+
+    Attributes:
+        lines: the operations, in the order of the layers.
+        held: by layer, what it holds from forward to backward; without layers that cannot run and
+            operations that take any number of columns, and empty for an operation asked by name.
+        sent: by layer, each collective of a layer that is spread over several ranks.
+    """
+
+    lines: tuple[Line, ...]
+    held: tuple[tuple[str, Held], ...] = ()
+    sent: tuple[tuple[str, Sent], ...] = ()
+
+    @property
+    def refused(self) -> bool:
+        """Whether no backend runs some operation that is not optional."""
+        return any(line.choice is None and not line.is_optional for line in self.lines)
+
+    def __str__(self) -> str:
+        totals = [f"{name}: {one}" for name, one in (*self.held, *self.sent)]
+        return "\n".join([*map(str, self.lines), *totals])
+
+
+def explain(
+    target: str | torch.nn.Module,
+    recipe: Recipe | str | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Explanation:
+    """Say which backend runs ``target``, an operation's name or a model's layers, and why.
+
+    Nothing is computed; a backend's ``bind`` is called, as for a layer. ``recipe`` is a Recipe or
+    the name of one; None stands for the recipe that :func:`fp8core.convert` set for the layer, else
+    the default recipe. ``device`` None stands for the selected backend's device, or the layer's.
+    ``dtype`` is the dtype of the activations; None stands for the dtype of the layer's parameters,
+    bfloat16 for an operation asked by name.
+
+    Raises:
+        RecipeError: ``target`` is not the name of an operation, ``recipe`` neither a Recipe nor the
+            name of one.
+        OperandError: the model has no fp8core layer, or ``target`` is neither.
+    """
+    asked = recipe_from(recipe, "explain(recipe=...)")
+    if isinstance(target, str):
+        chosen = asked or get_default_recipe()
+        check_op(target, "explain()")
+        where = torch.device(device) if device else select.default_device(policy.current())
+        needs = [one for one in recipe_needs(chosen, dtype or _DTYPE) if one.desc.op == target]
+        return Explanation(tuple(_lines("", needs, where)))
+    if not isinstance(target, torch.nn.Module):
+        raise OperandError(f"explain({target!r}): expected an operation's name or a model.")
+    lines: list[Line] = []
+    held: list[tuple[str, Held]] = []
+    sent: list[tuple[str, Sent]] = []
+    for path, layer in target.named_modules():
+        if isinstance(layer, LowPrecisionModule):
+            parameter = next(layer.parameters(), torch.empty(0, dtype=_DTYPE, device="cpu"))
+            where = torch.device(device) if device else parameter.device
+            chosen, values = _recipe_for(layer, asked), dtype or parameter.dtype
+            needs = layer_needs(layer, chosen, values)
+            own = list(_lines(path or layer.label, _bound(needs, where), where))
+            if not Explanation(tuple(own)).refused:
+                holds = held_by(layer, chosen, where, values)
+                held += [] if holds is None else [(path or layer.label, holds)]
+                sends = sent_by(layer, chosen, where, values)
+                sent += [(path or layer.label, one) for one in sends]
+            lines += own
+    if not lines:
+        raise OperandError(f"explain: {type(target).__name__} holds no fp8core layer.")
+    return Explanation(tuple(lines), tuple(held), tuple(sent))
+
+
+def _recipe_for(layer: LowPrecisionModule, asked: Recipe | None) -> Recipe:
+    by_default = None if layer.outside_autocast is None else layer.outside_autocast.quantize
+    return asked or by_default or get_default_recipe()
+
+
+def _lines(layer: str, needs: Iterable[Need], device: torch.device) -> Iterator[Line]:
+    for step, desc in needs:
+        try:
+            choice = select.choose(desc, device, policy.current())
+        except UnsupportedError as error:
+            yield Line(layer, step, desc, None, None, str(error))
+            continue
+        kernels = attempt(functools.partial(table.kernels_of, choice))
+        if isinstance(kernels, Failure):
+            yield Line(layer, step, desc, None, None, _bind_failure(choice, kernels))
+        else:
+            yield Line(layer, step, desc, choice, kernels.name, None, kernels.others)
+
+
+def _bound(needs: Iterable[Need], device: torch.device) -> Iterator[Need]:
+    """Leave out the fusions that a layer does not bind, as the backend of the cast does not support
+    every variant of them."""
+    registry = plugins.load()
+    for need in needs:
+        if isinstance(need.desc, FusedDesc):
+            try:
+                chosen = select.choose(need.desc.quantize, device, policy.current()).backend
+            except UnsupportedError:
+                continue  # the cast has a line that says so
+            asked = variants(need.desc).values()
+            spec = registry.backends[chosen]
+            if any(registry.unsupported(spec, desc, device) is not None for desc in asked):
+                continue
+        yield need
+
+
+def _bind_failure(choice: Choice, failure: Failure) -> str:
+    if isinstance(failure.error, PluginError):  # its message names backend and descriptor already
+        return str(failure)
+    return f"{choice.backend} says that it runs {choice.desc}, but its bind() failed: {failure}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    every = ", ".join((*OPS, *OPTIONAL_OPS))
+    parser.add_argument("--op", required=True, type=op_argument, help=f"one of {every}")
+    parser.add_argument(
+        "--device",
+        type=device_argument,
+        help="as torch names it; default: the selected backend's",
+    )
+    parser.add_argument(
+        "--recipe",
+        type=recipe_argument,
+        help="a recipe's name, or none for high precision; default: the selected backend's",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the explanation; return 1 if nothing runs one of its lines."""
+    recipe = args.recipe if args.recipe is not None else get_default_recipe()
+    explanation = explain(args.op, recipe, device=args.device)
+    print(str(explanation) or f"{args.op}: {recipe} has no use for it")
+    return 1 if explanation.refused else 0

@@ -1,0 +1,1 @@
+"""Frameworks that train and run with fp8core: one module or package each."""

@@ -1,0 +1,382 @@
+"""Layers with the constructors, attributes and results that callers of Transformer Engine rely on.
+
+Each is fp8core's layer, which does all the work. What differs:
+
+- ``bias=False`` leaves an empty tensor under the bias's name, not None.
+- ``dtype`` is another name of ``params_dtype``.
+- On one rank, options of communication change nothing; they stay readable as attributes.
+- ``_extra_state`` is in ``state_dict``, empty: delayed scales are buffers, as in fp8core's layers.
+  In Megatron's layers, which derive from these, it has them in the stead of the buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from fp8core.context.autocast import active
+from fp8core.errors import OperandError, RecipeError
+from fp8core.integrations.transformer_engine.saving import merge_states, split_state, written_state
+from fp8core.modules import (
+    attention,
+    grouped_linear,
+    layernorm_linear,
+    layernorm_mlp,
+    linear,
+    multihead_attention,
+    norm,
+    transformer_layer,
+)
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.loading import EXTRA_STATE, Imported
+from fp8core.modules.parallel import ParallelModule
+from fp8core.recipe import get_default_recipe
+from fp8core.tensors.slots import BUFFERS
+
+__all__ = [
+    "DotProductAttention",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "TransformerEngineBaseModule",
+    "TransformerLayer",
+]
+
+# Options of how several ranks exchange tensors: without effect on one rank, whatever their value.
+_OVERLAP = (
+    *("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"),
+    *("ub_tp_comm_overlap", "ub_name", "symmetric_ar_type"),
+)
+# The options of tensor parallelism, and what they are on one rank.
+_ON_ONE_RANK: Mapping[str, Any] = {
+    "sequence_parallel": False,
+    "tp_group": None,
+    "tp_size": 1,
+    "get_rng_state_tracker": None,
+    "rng_tracker_name": None,
+    "parallel_mode": None,
+    "set_parallel_mode": False,
+}
+
+
+def _named(module: str) -> Callable[[type], type]:
+    """Return a decorator that gives a class the module that it has in Transformer Engine.
+
+    Lightning and others recognise converted layers by it.
+    """
+
+    def name(kind: type) -> type:
+        kind.__module__ = f"transformer_engine.pytorch.{module}"
+        return kind
+
+    return name
+
+
+def _given(
+    native: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a constructor by name, with ``dtype`` as ``params_dtype``."""
+    parameters = inspect.signature(native).parameters
+    if "dtype" in kwargs and "dtype" not in parameters:
+        dtype = kwargs.pop("dtype")
+        if kwargs.get("params_dtype") not in (None, dtype):
+            raise RecipeError(
+                f"dtype={dtype} and params_dtype={kwargs['params_dtype']}: both name the dtype of "
+                f"the parameters. Give one of them."
+            )
+        kwargs["params_dtype"] = dtype
+    bound = inspect.signature(native).bind(None, *args, **kwargs).arguments
+    return {name: value for name, value in list(bound.items())[1:]}
+
+
+def _ranks(given: Mapping[str, Any]) -> int:
+    """Return over how many ranks a layer with these arguments is spread."""
+    group = given.get("tp_group")
+    if isinstance(group, torch.distributed.ProcessGroup):
+        return group.size()
+    size: int = given.get("tp_size") or 1
+    return size
+
+
+class _Layer(torch.nn.Module):
+    """What all layers here share; ``_native`` is the class of fp8core that does the work."""
+
+    _native: ClassVar[Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_native" not in vars(cls):
+            return
+
+        # Megatron asks for the names of a constructor's arguments.
+        @functools.wraps(cls._native.__init__)
+        def construct(self: _Layer, *args: Any, **kwargs: Any) -> None:
+            self._construct(*args, **kwargs)
+
+        cls.__init__ = construct  # type: ignore[assignment, method-assign]  # one for each class
+
+    def _construct(self, *args: Any, **kwargs: Any) -> None:
+        native = self._native
+        given = _given(native.__init__, args, kwargs)
+        carried: dict[str, Any] = {}
+        if _ranks(given) == 1:
+            # A layer that can be spread over ranks takes the group and its options itself.
+            idle = _OVERLAP if issubclass(native, ParallelModule) else (*_OVERLAP, *_ON_ONE_RANK)
+            carried = {name: given.pop(name) for name in idle if name in given}
+        native.__init__(self, **given)
+        for name, parameter in inspect.signature(native.__init__).parameters.items():
+            value = given.get(name, parameter.default)
+            if isinstance(value, str | int | float | tuple) and not hasattr(self, name):
+                carried.setdefault(
+                    name, value
+                )  # as `eps` and `normalization`, which Megatron reads
+        if not issubclass(native, ParallelModule):
+            carried = {**_ON_ONE_RANK, **carried, "sequence_parallel": False}
+        for name, value in carried.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter or a module; an empty tensor for the bias of a layer without one."""
+        value: Any = super().__getattr__(name)
+        if value is None and "bias" in name and name in self._parameters:
+            weight = next(self.parameters(), None)
+            return torch.empty(0) if weight is None else weight.detach().new_empty(0)
+        return value
+
+
+@_named("module.base")
+class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
+    """Base of the layers with GEMMs, with the attributes that frameworks read.
+
+    Frameworks write ``tp_size``, ``tp_group`` and ``sequence_parallel`` too, also before the
+    constructor. In a layer that can be spread over ranks what its constructor took stays.
+    """
+
+    @property
+    def tp_size(self) -> int:
+        """Over how many ranks the layer is spread."""
+        size: int = self._parallel_option("tp_size", "size")
+        return size
+
+    @tp_size.setter
+    def tp_size(self, value: int) -> None:
+        vars(self)["tp_size"] = value
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether rows outside of the parallel linears are split over the ranks."""
+        is_split: bool = self._parallel_option("sequence_parallel", "sequence")
+        return is_split
+
+    @sequence_parallel.setter
+    def sequence_parallel(self, value: bool) -> None:
+        vars(self)["sequence_parallel"] = value
+
+    @property
+    def tp_group(self) -> object | None:
+        """The group of ranks, or None."""
+        if isinstance(self, ParallelModule):
+            return ParallelModule.tp_group.fget(self)  # type: ignore[attr-defined, no-any-return]  # a property
+        return vars(self).get("tp_group")
+
+    @tp_group.setter
+    def tp_group(self, value: object | None) -> None:
+        vars(self)["tp_group"] = value
+
+    def _parallel_option(self, name: str, field: str) -> Any:
+        if isinstance(self, ParallelModule):
+            return getattr(self.parallel, field)
+        return vars(self).get(name, _ON_ONE_RANK[name])
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the layer would compute in low precision now."""
+        return active(self.outside_autocast).quantize is not None
+
+    @property
+    def fp8_calibration(self) -> bool:
+        """Whether the layer would record amaxes for a recipe now, in high precision."""
+        return active(self.outside_autocast).observe is not None
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """The recipe and process group of the active autocast, to read."""
+        request = active(self.outside_autocast)
+        recipe = request.quantize or request.observe or get_default_recipe()
+        return {"fp8_checkpoint": False, "fp8_group": request.process_group, "recipe": recipe}
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Do nothing: state is created when a recipe first needs it."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return the delayed scaling in Transformer Engine's form, for Megatron's layers; an empty
+        tensor for others, whose ``state_dict`` has its buffers."""
+        if not self._is_megatron_s():
+            return torch.empty(0, dtype=torch.uint8)
+        return written_state(self._buffers, self.plan_type)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take what :meth:`get_extra_state` returned."""
+
+    def _reads_extra_state(self) -> bool:
+        return False
+
+    def _is_megatron_s(self) -> bool:
+        """Whether the layer is one of Megatron's, by the method that its checkpoints call."""
+        return hasattr(type(self), "sharded_state_dict")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep: bool) -> None:
+        """Save the delayed scaling in one way: as buffers, or as the extra state."""
+        super()._save_to_state_dict(destination, prefix, keep)
+        if self._is_megatron_s() and destination[f"{prefix}{EXTRA_STATE}"].numel():
+            for name in BUFFERS:
+                destination.pop(prefix + name, None)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load as fp8core's layers do, which take no extra state; put the key back for torch."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        missing: list[str] = args[2]
+        key = f"{prefix}{EXTRA_STATE}"
+        if key in missing:
+            missing.remove(key)
+
+
+class _Biased(TransformerEngineBaseModule):
+    """A layer whose call returns its bias too, if asked: an empty tensor if it has none."""
+
+    return_bias: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute as fp8core's layer does."""
+        result = super().forward(*args, **kwargs)
+        if self.return_bias and not self.use_bias:
+            empty = next(self.parameters()).detach().new_empty(0)
+            return (result[0], empty, *result[2:])
+        return result
+
+
+@_named("module.linear")
+class Linear(_Biased, linear.Linear):
+    """:class:`fp8core.Linear` under Transformer Engine's name."""
+
+    _native = linear.Linear
+
+
+@_named("module.layernorm_linear")
+class LayerNormLinear(_Biased, layernorm_linear.LayerNormLinear):
+    """:class:`fp8core.LayerNormLinear` under Transformer Engine's name."""
+
+    _native = layernorm_linear.LayerNormLinear
+
+
+@_named("module.layernorm_mlp")
+class LayerNormMLP(_Biased, layernorm_mlp.LayerNormMLP):
+    """:class:`fp8core.LayerNormMLP` under Transformer Engine's name."""
+
+    _native = layernorm_mlp.LayerNormMLP
+
+
+@_named("module.grouped_linear")
+class GroupedLinear(TransformerEngineBaseModule, grouped_linear.GroupedLinear):
+    """:class:`fp8core.GroupedLinear` under Transformer Engine's name.
+
+    Megatron's subclass saves a state for each expert, and takes it from a pickle of Transformer
+    Engine's; here its method gives way to one that writes the layer's delayed scales.
+    """
+
+    _native = grouped_linear.GroupedLinear
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_split_extra_state" in vars(cls):
+            cls._split_extra_state = GroupedLinear._split_extra_state  # type: ignore[method-assign]  # see above
+
+    def _split_extra_state(self, state: Any) -> list[torch.Tensor]:
+        """Return the ``_extra_state`` of each expert; ``state`` is that of all."""
+        return split_state(self._buffers, self.num_gemms)
+
+    def _saved_state(self, state_dict: Mapping[str, Any], prefix: str) -> Imported:
+        """Return the delayed state, also that of single experts, which Megatron would unpickle."""
+        keys = self._expert_keys(prefix)
+        if not any(key in state_dict for key in keys[1:]):
+            return super()._saved_state(state_dict, prefix)
+        buffers = [key for key in super()._state_keys(prefix) if key not in keys]
+        given = {key: state_dict[key] for key in buffers if key in state_dict}
+        own = super()._saved_state(given, prefix)
+        try:
+            merged = merge_states([state_dict.get(key) for key in keys])
+        except OperandError as error:
+            return Imported({}, [str(error)])
+        return own._replace(state=own.state or merged)
+
+    def _state_keys(self, prefix: str) -> list[str]:
+        return [*super()._state_keys(prefix), *self._expert_keys(prefix)]
+
+    def _expert_keys(self, prefix: str) -> list[str]:
+        return [f"{prefix}{EXTRA_STATE}{number or ''}" for number in range(self.num_gemms)]
+
+
+class _Norm(_Layer):
+    """A norm: the option that its gradients are summed over ranks is one of its parameters."""
+
+    def _construct(self, *args: Any, **kwargs: Any) -> None:
+        given = _given(self._native.__init__, args, kwargs)
+        is_split = bool(given.pop("sequence_parallel", None))
+        super()._construct(**given)
+        self.sequence_parallel = is_split
+        for parameter in self.parameters():
+            parameter.sequence_parallel = is_split  # type: ignore[attr-defined]  # Megatron reads it
+
+
+@_named("module.layernorm")
+class LayerNorm(_Norm, norm.LayerNorm):
+    """:class:`fp8core.LayerNorm` under Transformer Engine's name."""
+
+    _native = norm.LayerNorm
+
+
+@_named("module.rmsnorm")
+class RMSNorm(_Norm, norm.RMSNorm):
+    """:class:`fp8core.RMSNorm` under Transformer Engine's name."""
+
+    _native = norm.RMSNorm
+
+
+@_named("attention.dot_product_attention.dot_product_attention")
+class DotProductAttention(TransformerEngineBaseModule, attention.DotProductAttention):
+    """:class:`fp8core.DotProductAttention` under Transformer Engine's name.
+
+    Dropout draws within the ``fork()`` of the tracker that the constructor gets.
+    """
+
+    _native = attention.DotProductAttention
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Attend as fp8core's layer does."""
+        tracker = self._tracker[0]
+        if tracker is None or not (self.training and self.attention_dropout):
+            return super().forward(*args, **kwargs)
+        with tracker().fork():
+            return super().forward(*args, **kwargs)
+
+
+@_named("attention.multi_head_attention")
+class MultiheadAttention(_Layer, multihead_attention.MultiheadAttention):
+    """:class:`fp8core.MultiheadAttention` under Transformer Engine's name."""
+
+    _native = multihead_attention.MultiheadAttention
+
+
+@_named("transformer")
+class TransformerLayer(_Layer, transformer_layer.TransformerLayer):
+    """:class:`fp8core.TransformerLayer` under Transformer Engine's name."""
+
+    _native = transformer_layer.TransformerLayer

@@ -1,0 +1,184 @@
+"""Which names each module of ``transformer_engine`` has here, and what the others' errors say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import fp8core
+from fp8core import names, ops, recipe
+from fp8core.integrations.transformer_engine import (
+    distributed,
+    global_state,
+    layers,
+    recipes,
+    recompute,
+)
+from fp8core.modules.rotary import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+from fp8core.modules.rotary_angles import RotaryPositionEmbedding
+from fp8core.training import optimizers, permutation, router
+
+__all__ = ["children", "fill", "has_module", "refusal"]
+
+_ROOT = "transformer_engine"
+_TORCH = f"{_ROOT}.pytorch"
+
+# Public names of fp8core that Transformer Engine does not have.
+_NATIVE = {
+    *("ConversionReport", "Fp8CoreError", "KVCacheManager", "MasterWeights", "NonFiniteError"),
+    *("OperandError", "PluginError", "RecipeError", "UnsupportedError", "__version__"),
+    *("clear_found_inf", "convert", "errors", "explain", "formats", "found_inf"),
+    *("frozen_weights", "functional", "monitor", "ops", "optimizers", "prepare", "recipe"),
+    *("router", "unconvert", "use_backend", "watch_grad_scaler"),
+}
+
+
+def _from(source: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
+def _public(module: ModuleType) -> dict[str, Any]:
+    return _from(module, *module.__all__)
+
+
+def _starting(prefixes: tuple[str, ...]) -> dict[str, Any]:
+    return _from(fp8core, *(name for name in fp8core.__all__ if name.startswith(prefixes)))
+
+
+_LAYERS = _public(layers)
+_BASE = {"TransformerEngineBaseModule": _LAYERS.pop("TransformerEngineBaseModule")}
+_RECIPES = {
+    **{name: value for name, value in _public(recipe).items() if name in ("Format", "Recipe")},
+    **_from(recipe, "MMParams", "QParams"),
+    **_public(recipes),
+}
+_DISTRIBUTED = {**_public(distributed), **_public(recompute)}
+_QUANTIZATION = {
+    **_public(global_state),
+    **_from(fp8core, "autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"),
+    **_starting(("is_", "get_default_recipe", "QuantizerRole", "QuantizerRequest")),
+    "get_default_fp8_recipe": fp8core.get_default_recipe,
+    **_RECIPES,
+}
+_TENSORS = {
+    **_starting(("Float8", "MXFP8", "NVFP4", "Hybrid", "Identity", "Quantize", "prepare_for")),
+    **_starting(("restore_from", "Quantizer")),
+}
+_ROTARY = {
+    kind.__name__: kind
+    for kind in (*(RotaryPositionEmbedding, apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb),)
+}
+_TOP = {
+    **{name: getattr(fp8core, name) for name in fp8core.__all__ if name not in _NATIVE},
+    **_LAYERS,
+    **_from(distributed, "checkpoint", "CudaRNGStatesTracker"),
+}
+_OFFLOAD = _from(
+    fp8core, "ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload"
+)
+_INFERENCE = _from(fp8core, "InferenceParams", "KVCacheManager")
+
+_MODULES: Mapping[str, Mapping[str, Any]] = {
+    _ROOT: {},
+    f"{_ROOT}.common": {},
+    f"{_ROOT}.common.recipe": _RECIPES,
+    _TORCH: _TOP,
+    **{
+        f"{_TORCH}.{name}": names
+        for name, names in {
+            "attention": {
+                **_from(layers, "DotProductAttention", "MultiheadAttention"),
+                **_from(fp8core, "InferenceParams"),
+                **_ROTARY,
+            },
+            "attention.dot_product_attention": _from(layers, "DotProductAttention"),
+            "attention.inference": _INFERENCE,
+            "attention.multi_head_attention": _from(layers, "MultiheadAttention"),
+            "attention.rope": _ROTARY,
+            "cpu_offload": _OFFLOAD,
+            "cross_entropy": _from(fp8core, "parallel_cross_entropy"),
+            "distributed": _DISTRIBUTED,
+            "float8_tensor": _from(fp8core, "Float8Tensor"),
+            "fp8": _QUANTIZATION,
+            "graph": _from(fp8core, "make_graphed_callables"),
+            "module": {
+                **_from(layers, "Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"),
+                **_from(layers, "LayerNorm", "RMSNorm"),
+                **_from(fp8core, "Fp8Padding", "Fp8Unpadding"),
+            },
+            "module.base": _BASE,
+            "module.fp8_padding": _from(fp8core, "Fp8Padding"),
+            "module.fp8_unpadding": _from(fp8core, "Fp8Unpadding"),
+            "module.grouped_linear": _from(layers, "GroupedLinear"),
+            "module.layernorm": _from(layers, "LayerNorm"),
+            "module.layernorm_linear": _from(layers, "LayerNormLinear"),
+            "module.layernorm_mlp": _from(layers, "LayerNormMLP"),
+            "module.linear": _from(layers, "Linear"),
+            "module.rmsnorm": _from(layers, "RMSNorm"),
+            "ops": _public(ops),
+            "optimizers": _public(optimizers),
+            "permutation": {
+                name: getattr(permutation, name)
+                for name in permutation.__all__
+                if name.startswith("moe_")
+            },
+            "quantization": _QUANTIZATION,
+            "quantized_tensor": _TENSORS,
+            "router": _public(router),
+            "tensor": _TENSORS,
+            "tensor.float8_blockwise_tensor": _starting(("Float8Block",)),
+            "tensor.float8_tensor": _starting(("Float8",)),
+            "tensor.hybrid_tensor": _starting(("Hybrid",)),
+            "tensor.mxfp8_tensor": _starting(("MXFP8",)),
+            "tensor.nvfp4_tensor": _starting(("NVFP4",)),
+            "tensor.quantized_tensor": _TENSORS,
+            "transformer": _from(layers, "TransformerLayer"),
+        }.items()
+    },
+}
+"""The names of each module, by its full name."""
+
+
+def has_module(name: str) -> bool:
+    """Return whether ``transformer_engine`` has the module ``name`` here."""
+    return name in _MODULES
+
+
+def children(name: str) -> list[str]:
+    """Return the modules one level below the module ``name``."""
+    return [other for other in _MODULES if other.rpartition(".")[0] == name]
+
+
+def fill(module: ModuleType, version: str) -> None:
+    """Give a new module of the package its names, and the error for all others."""
+    names = _MODULES[module.__name__]
+    module.__doc__ = f"fp8core under the name {module.__name__}."
+    module.__file__ = __file__  # which Python's message names where an import fails
+    vars(module).update(names)
+    module.__all__ = sorted(names)  # type: ignore[attr-defined]  # as any module may have it
+    if module.__name__ == _ROOT:
+        module.__version__ = version  # type: ignore[attr-defined]  # likewise
+
+    def refuse(name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}", name=name)
+        raise AttributeError(refusal(f"{module.__name__}.{name}"))
+
+    module.__getattr__ = refuse  # type: ignore[method-assign]  # torch's own modules do so too
+
+
+def refusal(name: str) -> str:
+    """Return the message that the package has no ``name``, a full name, and what to use instead."""
+    inside = name.removeprefix(f"{_TORCH}.").removeprefix(f"{_ROOT}.common.")
+    remedy = names.refusal(inside)
+    if remedy is not None:
+        return f"{name}: {remedy}"
+    word = name.rpartition(".")[2]
+    elsewhere = [module for module, names in _MODULES.items() if word in names]
+    if elsewhere:
+        return f"{name} does not exist under fp8core; {word} is in {elsewhere[0]}."
+    return (
+        f"{name}: fp8core does not offer it under Transformer Engine's name. docs/te-surface.md "
+        f"lists what it offers; leave the feature out, or run it with Transformer Engine."
+    )

@@ -1,0 +1,20 @@
+"""Checkpoints that other libraries read and write."""
+
+from __future__ import annotations
+
+from fp8core.interchange.checkpoints.reading import Loaded, load_pretrained
+from fp8core.interchange.checkpoints.transformer_engine import transformer_engine_state_dict
+from fp8core.interchange.checkpoints.writing import Saved, save_pretrained
+
+__all__ = [
+    "Loaded",
+    "Saved",
+    "load_pretrained",
+    "save_pretrained",
+    "transformer_engine_state_dict",
+]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)

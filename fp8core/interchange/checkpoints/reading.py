@@ -1,0 +1,404 @@
+"""``load_pretrained``: a checkpoint of any layout into a model, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError, did_you_mean
+from fp8core.interchange.checkpoints.experts import Piece, pieces_of
+from fp8core.interchange.checkpoints.files import Checkpoint, Header
+from fp8core.interchange.checkpoints.stored import (
+    Method,
+    Stored,
+    StoredWeight,
+    method_of,
+    stored_names,
+)
+from fp8core.interchange.checkpoints.writing import unwrapped
+from fp8core.modules.delayed import DelayedModule
+from fp8core.modules.inventory import keyed_modules
+from fp8core.recipe import Float8BlockScaling, Recipe
+from fp8core.reporting import log_once, logger, some
+from fp8core.tensors.checks import is_sharded
+from fp8core.tensors.slots import BUFFERS
+
+__all__ = ["Loaded", "load_pretrained"]
+
+# Tensors of quantized layers that a checkpoint may hold and a forward here does not read: scales of
+# activations, which are quantized by their own amax.
+_UNREAD = ("input_scale", "activation_scale", "input_global_scale", "k_scale", "v_scale", "q_scale")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What :func:`load_pretrained` did.
+
+    Attributes:
+        native: names of the parameters that hold the file's codes.
+        dequantized: names of those that hold the values of the file's codes.
+        recipe: the recipe whose forward multiplies the file's codes, None if the file holds none,
+            or codes of several kinds.
+        unread: scales of activations in the file.
+    """
+
+    native: tuple[str, ...]
+    dequantized: tuple[str, ...]
+    recipe: Recipe | None
+    unread: tuple[str, ...]
+
+
+class _Target(NamedTuple):
+    """A parameter or buffer, with the modules and names that hold it."""
+
+    value: torch.Tensor
+    holders: list[tuple[torch.nn.Module, str]]
+
+
+def load_pretrained(
+    directory: str | os.PathLike[str], model: torch.nn.Module, native: bool = False
+) -> Loaded:
+    """Load the checkpoint in ``directory``, of safetensors files, into ``model``.
+
+    Weights that are stored as codes are dequantized to the parameter's dtype, rounded once from
+    float32. With ``native`` the parameter becomes a :class:`fp8core.QuantizedTensor` of the file's
+    codes; a layer of fp8core, or of a model that :func:`fp8core.convert` has converted, multiplies
+    these in its forward under the ``recipe`` of the result. Everything is checked before the model
+    is changed, except the values themselves, which are read tensor by tensor.
+
+    Read are the methods ``fp8`` and ``compressed-tensors`` (``float-quantized``,
+    ``mxfp8-quantized``, ``nvfp4-pack-quantized``), scales of any number of dimensions in float32,
+    bfloat16, float16, uint8 and e8m0, and files that nothing is quantized in. Weights of experts
+    that the model holds in one parameter of three dimensions are read from such a tensor, or from
+    one for each expert under the names that transformers 5 merges.
+
+    Parameters that are sharded over processes, as FSDP2 has them, take their rank's share: every
+    rank reads the files, one tensor after the other, and calls no collective.
+
+    Args:
+        directory: with an index, or with one file.
+        model: has the file's names in its ``state_dict``; parameters on meta get memory on the CPU.
+        native: keep the codes.
+
+    Raises:
+        OperandError: files, or tensors that the model or the file needs, are missing or too many;
+            files are damaged; shapes, scales or blocks do not fit the model or the config.
+        UnsupportedError: a quantization method that is not read; with ``native``, codes that no
+            recipe multiplies, or a sharded parameter.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise OperandError(f"load_pretrained(model={model!r}): expected a torch.nn.Module.")
+    model = unwrapped(model)
+    checkpoint = Checkpoint(directory)
+    where = f"load_pretrained({str(directory)!r})"
+    try:
+        plan = _Plan(checkpoint, _targets(model), native=native)
+    except Fp8CoreError as error:
+        raise type(error)(f"{where}: {error} Nothing was loaded.") from None
+    plan.apply()
+    for module in model.modules():
+        if isinstance(module, DelayedModule):
+            module.reset_delayed_state()
+    return plan.loaded()
+
+
+def _targets(model: torch.nn.Module) -> dict[str, _Target]:
+    """Return what the model's state_dict holds, but for the state of delayed scaling."""
+    targets: dict[str, _Target] = {}
+    holders: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    names = set(model.state_dict(keep_vars=True))
+    for path, module in keyed_modules(model):
+        for name, value in {**module._parameters, **module._buffers}.items():
+            full = f"{path}.{name}" if path else name
+            is_delayed = isinstance(module, DelayedModule) and name in BUFFERS
+            if value is None or is_delayed or full not in names:
+                continue
+            if is_sharded(value) and value.is_meta:
+                raise UnsupportedError(
+                    f"{full!r} is sharded and on meta. Give the model memory first, by "
+                    f"model.to_empty(device=...)."
+                )
+            shared = holders.setdefault(id(value), [])
+            if (module, name) not in shared:
+                shared.append((module, name))
+            targets[full] = _Target(value, shared)
+    return targets
+
+
+class _Plan:
+    """What is loaded into what, checked; reads headers and scales."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, targets: dict[str, _Target], *, native: bool
+    ) -> None:
+        self._checkpoint = checkpoint
+        headers = checkpoint.headers
+        pieces = {
+            name: pieces_of(name, target.value.shape, headers) for name, target in targets.items()
+        }
+        self._targets = _once(targets, {name for name in targets if pieces[name]})
+        every = [piece.name for some_pieces in pieces.values() for piece in some_pieces]
+        found = {name: stored_names(name, headers) for name in every}
+        used = {*every, *(one for stored in found.values() for one in stored or ())}
+        others = [name for name in headers if name not in used]
+        self._unread = tuple(name for name in others if name.endswith(_UNREAD))
+        missing = _missing(targets, {name for name in targets if pieces[name]})
+        missing += [name for name in every if found[name] is None and name not in headers]
+        _check_names(missing, [n for n in others if n not in self._unread], targets)
+        self._pieces = {piece.name: piece for name in self._targets for piece in pieces[name]}
+        self._stored = {name: one for name in self._pieces if (one := found[name]) is not None}
+        self._weights = self._read_scales()
+        for name, piece in self._pieces.items():
+            if name not in self._stored:
+                _check_plain(headers[name], piece, self._targets[piece.target].value)
+        self._joined = self._join()
+        self._differing = self._differing_ties(targets, found)
+        self._recipe = _common_recipe(self._weights.values())
+        self._native = self._keeping() if native else set()
+        # Tensors whose pieces are being read, and how many are left.
+        self._gathered: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def _read_scales(self) -> dict[str, StoredWeight]:
+        """Return the quantized weights with their scales, each checked."""
+        if not self._stored:
+            return {}
+        method = method_of(self._checkpoint.config())
+        if method is None:
+            raise OperandError(
+                f"{some(list(self._stored))} hold codes, and config.json has no "
+                f"quantization_config, which says how they are quantized."
+            )
+        small = [name for stored in self._stored.values() for name in stored[1:] if name]
+        scales = dict(self._checkpoint.read(small))
+        return {
+            name: self._weight(name, stored, scales, method)
+            for name, stored in self._stored.items()
+        }
+
+    def _weight(
+        self, name: str, stored: Stored, scales: dict[str, torch.Tensor], method: Method
+    ) -> StoredWeight:
+        return StoredWeight(
+            name,
+            self._pieces[name].shape,
+            self._checkpoint.headers[stored.codes],
+            scales[stored.scale],
+            None if stored.outer is None else scales[stored.outer],
+            method,
+        )
+
+    def _join(self) -> dict[str, StoredWeight | str]:
+        """Return the weight of each parameter that the file holds as codes, or why they are none:
+        the pieces of an expert's parameter may be stored in different ways."""
+        joined: dict[str, StoredWeight | str] = {}
+        for name in self._targets:
+            pieces = [piece for piece in self._pieces.values() if piece.target == name]
+            weights = [self._weights.get(piece.name) for piece in pieces]
+            if pieces[0].place is None:
+                if weights[0] is not None:
+                    joined[name] = weights[0]
+            elif any(weights):
+                shape = tuple(self._targets[name].value.shape)
+                joined[name] = StoredWeight.of_pieces(name, shape, weights)
+        return joined
+
+    def _differing_ties(
+        self, targets: dict[str, _Target], found: dict[str, Stored | None]
+    ) -> list[tuple[str, str]]:
+        """Return pairs of names of one tensor of the model, the first of which is loaded, whose
+        values differ in the file."""
+        chosen = {id(target.value): name for name, target in self._targets.items()}
+        differing = []
+        for name in [n for n in targets if n in found and n not in self._targets]:
+            first = chosen[id(targets[name].value)]
+            ours, theirs = (found.get(n) or (n,) for n in (first, name))
+            same = len(ours) == len(theirs) and all(map(self._is_same, ours, theirs))
+            if not same:
+                differing.append((first, name))
+        return differing
+
+    def _is_same(self, one: str | None, other: str | None) -> bool:
+        """Return whether two tensors of the file have the same bytes."""
+        if one is None or other is None:
+            return one is other
+        headers = self._checkpoint.headers
+        if headers[one][1:] != headers[other][1:]:
+            return False
+        values = [value for _, value in self._checkpoint.read([one, other])]
+        first, second = (value.reshape(-1).view(torch.uint8) for value in values)
+        return torch.equal(first, second)
+
+    def _keeping(self) -> set[str]:
+        """Return the names of the parameters that keep the file's codes."""
+        faults: dict[str, str] = {}
+        for name, weight in self._joined.items():
+            target = self._targets[name].value
+            fault = weight if isinstance(weight, str) else weight.native_fault(target.dtype)
+            if is_sharded(target):
+                fault = "it is sharded over processes"
+            if fault is not None:
+                faults[name] = fault
+        values = {name: self._targets[name].value for name in faults}
+        flat = [name for name, one in values.items() if one.dim() == 2 or is_sharded(one)]
+        if flat:
+            raise UnsupportedError(
+                f"native=True cannot keep the codes of {some(flat)}: {faults[flat[0]]}. "
+                f"native=False dequantizes them."
+            )
+        if self._weights and self._recipe is None:
+            raise UnsupportedError(
+                "native=True: the file's weights are quantized in several ways, which no one "
+                "recipe multiplies. native=False dequantizes them."
+            )
+        if faults:
+            logger.warning(
+                "load_pretrained: %s are dequantized: %s",
+                some(list(faults)),
+                next(iter(faults.values())),
+            )
+        return set(self._joined) - set(faults)
+
+    def loaded(self) -> Loaded:
+        """Return what is loaded, and log what is not read."""
+        if self._unread:
+            log_once(
+                f"load_pretrained: {some(self._unread)} are not read: activations are quantized by "
+                f"their own amax"
+            )
+        for first, name in self._differing:
+            logger.warning(
+                "load_pretrained: %r and %r are one tensor of the model, and differ in the "
+                "checkpoint; the values of %r are loaded",
+                *(first, name, first),
+            )
+        native = [name for name in self._joined if name in self._native]
+        others = [name for name in self._joined if name not in self._native]
+        return Loaded(tuple(native), tuple(others), self._recipe, self._unread)
+
+    def apply(self) -> None:
+        """Read the values tensor by tensor into the model."""
+        by_file = {stored.codes: name for name, stored in self._stored.items()}
+        plain = {name: name for name in self._pieces if name not in self._stored}
+        for key, value in self._checkpoint.read({**by_file, **plain}):
+            piece = self._pieces[by_file.get(key, key)]
+            target, weight = self._targets[piece.target], self._weights.get(piece.name)
+            part = value
+            if piece.target in self._native:
+                part = value.view(torch.uint8)
+            elif weight is not None:
+                part = weight.values(value, target.value.dtype)
+            whole = self._gather(piece, part)
+            if whole is None:
+                continue
+            if piece.target in self._native:
+                self._put_codes(piece.target, whole)
+            else:
+                _fill(target, whole)
+
+    def _gather(self, piece: Piece, value: torch.Tensor) -> torch.Tensor | None:
+        """Return the whole tensor that ``piece`` completes; None while pieces of it are missing."""
+        if piece.place is None:
+            return value
+        name = piece.target
+        expert, start, rows = piece.place
+        if name not in self._gathered:
+            count = sum(one.target == name for one in self._pieces.values())
+            shape = self._targets[name].value.shape
+            self._gathered[name] = torch.empty(shape, dtype=value.dtype, device="cpu"), count
+        whole, left = self._gathered.pop(name)
+        whole[expert, start : start + rows] = value
+        if left == 1:
+            return whole
+        self._gathered[name] = whole, left - 1
+        return None
+
+    def _put_codes(self, name: str, codes: torch.Tensor) -> None:
+        target, weight = self._targets[name], self._joined[name]
+        assert isinstance(weight, StoredWeight)
+        assert self._recipe is not None
+        _replace(target, weight.quantized(codes, self._recipe, target.value.dtype))
+
+
+def _once(targets: dict[str, _Target], present: set[str]) -> dict[str, _Target]:
+    """Return the targets that the file has, each tensor under its first name alone."""
+    chosen: dict[int, str] = {}
+    for name, target in targets.items():
+        if name in present:
+            chosen.setdefault(id(target.value), name)
+    return {name: targets[name] for name in chosen.values()}
+
+
+def _missing(targets: dict[str, _Target], present: set[str]) -> list[str]:
+    """Return the names of tensors that the file has under none of their names."""
+    loaded = {id(targets[name].value) for name in present}
+    return [name for name, target in targets.items() if id(target.value) not in loaded]
+
+
+def _check_names(missing: list[str], others: list[str], targets: dict[str, _Target]) -> None:
+    problems = []
+    if missing:
+        problems.append(f"the checkpoint lacks {some(missing)}, which the model has")
+    if others:
+        near = did_you_mean(others[0], [*targets]) if not missing else ""
+        problems.append(f"it holds {some(others)}, which the model has not{near.rstrip('?')}")
+    if problems:
+        raise OperandError(f"{'; '.join(problems)}.")
+
+
+def _check_plain(header: Header, piece: Piece, value: torch.Tensor) -> None:
+    if header.shape != piece.shape:
+        raise OperandError(
+            f"{piece.name!r} is {list(header.shape)} in the checkpoint, {list(piece.shape)} here."
+        )
+    is_float = header.dtype in _FLOATS
+    if header.dtype.startswith("F8") or is_float != value.is_floating_point():
+        raise OperandError(
+            f"{piece.name!r} is {header.dtype} in the checkpoint, {value.dtype} here."
+        )
+
+
+def _common_recipe(weights: Iterable[StoredWeight]) -> Recipe | None:
+    """Return the recipe that multiplies the codes of all ``weights``."""
+    recipes = list(dict.fromkeys(weight.recipe() for weight in weights))
+    blocks = [one for one in recipes if isinstance(one, Float8BlockScaling)]
+    if len(recipes) == 2 and len(blocks) == 2:
+        # Scales that happen to be powers of two are float32 scales as well.
+        dims = {one.w_block_scaling_dim for one in blocks}
+        return next(one for one in blocks if one.use_f32_scales) if len(dims) == 1 else None
+    return recipes[0] if len(recipes) == 1 else None
+
+
+def _fill(target: _Target, value: torch.Tensor) -> None:
+    """Write ``value`` into the target; one on meta is replaced."""
+    held = target.value
+    if held.is_meta:
+        _replace(target, value.to(held.dtype))
+        return
+    with torch.no_grad():
+        held.copy_(_share(value, held) if is_sharded(held) else value)
+
+
+def _share(value: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return ``value``, which every rank has, spread as the DTensor ``like``: no collective."""
+    from torch.distributed.tensor import distribute_tensor
+
+    local = value.to(like.device_mesh.device_type)
+    return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _replace(target: _Target, value: torch.Tensor) -> None:
+    """Put ``value`` in the target's place, wherever it is held."""
+    old = target.value
+    new = value if old.is_meta else value.to(old.device)
+    if isinstance(old, torch.nn.Parameter):
+        new = torch.nn.Parameter(new, old.requires_grad)
+        attributes = vars(new)
+        attributes.update({n: one for n, one in vars(old).items() if n not in attributes})
+    for module, name in target.holders:
+        held = module._parameters if name in module._parameters else module._buffers
+        held[name] = new  # type: ignore[assignment]  # a Parameter where it was one

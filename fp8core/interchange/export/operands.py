@@ -1,0 +1,216 @@
+"""Quantized operands in ONNX: QuantizeLinear and DequantizeLinear of its FP8 types.
+
+An operand of an exported graph is ``[values, scale_inv]`` or ``[values, scale_inv,
+global_scale_inv]``: ``values [rows, k]`` of torch's FP8 dtypes, ONNX's FLOAT8E4M3FN and FLOAT8E5M2,
+and float32 scales of the shapes that the contract of backends gives. e2m1, which runtimes lack, is
+held in e4m3, which has all its values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.onnx import ops
+
+from fp8core import formats
+from fp8core.backend_api import OperandSpec
+from fp8core.interchange.export.numbers import (
+    largest_power_of_two,
+    reciprocal,
+    round_to_e2m1,
+    smallest_power_of_two,
+)
+
+__all__ = ["cast", "dequantized", "held_as", "refusal_of", "stored"]
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_HELD_AS = {
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e2m1": torch.float8_e4m3fn,
+}
+_ONNX_TYPES = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 19}  # of TensorProto.DataType
+_PER_ROW = 0
+
+
+def refusal_of(spec: OperandSpec) -> str | None:
+    """Say why ONNX cannot hold an operand of ``spec``; None if it can."""
+    if spec.format not in _HELD_AS:
+        return f"ONNX has no type that holds {spec.format}; of the formats it has e4m3 and e5m2"
+    if spec.delayed:
+        return "delayed scaling changes its scales in every call, and a file holds none that change"
+    if spec.stochastic:
+        return "stochastic rounding takes random numbers, and ONNX defines none bit for bit"
+    if spec.transform is not None:
+        return f"the transform {spec.transform} is not translated"
+    if spec.four_over_six is not None:
+        return "four_over_six chooses between two scales a block, which is not translated"
+    return None
+
+
+def held_as(spec: OperandSpec) -> torch.dtype:
+    """Return the dtype of the values of an operand."""
+    return _HELD_AS[spec.format]
+
+
+def stored(spec: OperandSpec, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return an operand of a backend, codes and scales as bytes, as exported graphs hold it."""
+    data, scale_inv, *outer = tensors
+    if formats.by_name(spec.format).bits == 4:  # hhhhllll, the even element is the low half
+        codes = torch.stack((data & 0x0F, data >> 4), dim=-1).flatten(-2)
+        values = formats.by_name(spec.format).decode(codes).to(held_as(spec))
+    else:
+        values = data.contiguous().view(held_as(spec))
+    if spec.scale_format != "float32":
+        scale_inv = formats.by_name(spec.scale_format).decode(scale_inv)
+    return [values, scale_inv.contiguous(), *outer]
+
+
+def cast(spec: OperandSpec, x: torch.Tensor) -> list[torch.Tensor]:
+    """Quantize ``x [rows, k]``; the codes and scales are those of the reference backend."""
+    scale_inv, multiplier, outer = _scales(spec, x)
+    x = x.to(torch.float32)
+    if spec.format == "e2m1":
+        rounded = round_to_e2m1(_in_blocks(spec, x, multiplier))
+        return [_quantize_linear(rounded, _one(x), held_as(spec)), scale_inv, *outer]
+    if spec.power_of_two or spec.scale_format == "e8m0":
+        # Dividing by a power of two is exact, as multiplying by its reciprocal is.
+        scale, attributes = _linear_scale(spec, x.shape, scale_inv)
+        return [_quantize_linear(x, scale, held_as(spec), **attributes), scale_inv, *outer]
+    scaled = _in_blocks(spec, x, multiplier)
+    return [_quantize_linear(scaled, _one(x), held_as(spec)), scale_inv, *outer]
+
+
+def dequantized(spec: OperandSpec, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the values of an operand, float32 ``[rows, k]``."""
+    values, scale_inv, *outer = tensors
+    for more in outer:
+        scale_inv = scale_inv * more
+    scale, attributes = _linear_scale(spec, values.shape, scale_inv)
+    result: torch.Tensor = ops.symbolic(
+        "DequantizeLinear",
+        (values, scale),
+        {**attributes},
+        dtype=torch.float32,
+        shape=values.shape,
+    )
+    return result
+
+
+def _quantize_linear(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, **attributes: int
+) -> torch.Tensor:
+    given: dict[str, Any] = {**attributes, "output_dtype": _ONNX_TYPES[dtype], "saturate": 1}
+    result: torch.Tensor = ops.symbolic(
+        "QuantizeLinear", (x, scale), given, dtype=dtype, shape=x.shape
+    )
+    return result
+
+
+def _one(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones((), dtype=torch.float32, device=x.device)
+
+
+def _linear_scale(
+    spec: OperandSpec, size: Sequence[int], scale: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, int]]:
+    """Return the scale as QuantizeLinear takes it, and the attributes that say what it covers."""
+    if spec.block == (0, 0):
+        return scale.reshape(()), {}
+    if spec.block[1] == 0:
+        return scale.reshape(-1), {"axis": _PER_ROW}
+    # ONNX's blocks cover one row: each row of a block of several has the same scales.
+    return _rows(spec, size, scale), {"axis": 1, "block_size": spec.block[1]}
+
+
+def _rows(spec: OperandSpec, size: Sequence[int], of_blocks: torch.Tensor) -> torch.Tensor:
+    """Return an entry a block ``[rows / br, k / bc]`` as one a row ``[rows, k / bc]``."""
+    height = spec.block[0]
+    if height == 1:
+        return of_blocks
+    bands, columns = of_blocks.shape
+    spread = of_blocks[:, None].expand(bands, height, columns).reshape(bands * height, columns)
+    return spread[: size[0]]
+
+
+def _padded(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Return ``x`` with zeros up to whole blocks."""
+    rows, k = x.shape
+    height, width = block
+    # Rows may be symbolic: no remainder of their number is asked for where none is needed.
+    missing = (0, -k % width, 0, -rows % height if height > 1 else 0)
+    return torch.nn.functional.pad(x, missing) if any(missing) else x
+
+
+def _in_blocks(spec: OperandSpec, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return float32 ``x`` with every block multiplied by its entry of ``factors``."""
+    if spec.block[1] == 0:
+        return x * factors  # [1, 1] or [rows, 1]
+    rows, k = x.shape
+    width = spec.block[1]
+    wide = _padded(x, (1, width)).reshape(rows, math.ceil(k / width), width)
+    product = wide * _rows(spec, x.shape, factors)[:, :, None]
+    return product.reshape(rows, math.ceil(k / width) * width)[:, :k]
+
+
+def _amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Return each block's largest magnitude, 0 for a tensor without rows; NaNs are ignored."""
+    magnitude = torch.where(x.isnan(), 0.0, x.to(torch.float32)).abs()
+    if block == (0, 0):
+        if isinstance(x.shape[0], int) and x.shape[0] == 0:  # not the free number of rows
+            return magnitude.new_zeros(1, 1)
+        return magnitude.amax((0, 1), keepdim=True)
+    if block[1] == 0:
+        return magnitude.amax(1, keepdim=True)
+    whole = _padded(magnitude, block)
+    rows, k = whole.shape
+    height, width = block
+    return whole.reshape(rows // height, height, k // width, width).amax((1, 3))
+
+
+def _scales(
+    spec: OperandSpec, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Return what undoes the scale of each block, the scale, and the outer level of two."""
+    amax = _amax(x, spec.block)
+    if spec.scale_format == "e4m3":
+        return _two_level_scales(spec, x, amax)
+    if spec.scale_format == "e8m0":
+        scale_inv = smallest_power_of_two(amax * (1 / spec.target))
+        return scale_inv, reciprocal(scale_inv), []
+    scale = _float32_scale(spec, amax, x.dtype)
+    return reciprocal(scale), scale, []
+
+
+def _float32_scale(spec: OperandSpec, amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``target / amax``; 1 where amax is 0 or inf. Source: docs/numerics.md 3.2, 3.4."""
+    floored = amax
+    if spec.amax_epsilon:  # by a maximum: ONNX's Clip without an upper bound makes inf finite
+        floored = torch.maximum(amax, torch.full_like(amax, spec.amax_epsilon))
+    scale = torch.full_like(floored, spec.target) / floored
+    largest = _FLOAT32_MAX if spec.block[1] == 0 else torch.finfo(dtype).max
+    scale = torch.where(scale.isinf(), largest, scale)
+    scale = torch.where((floored == 0) | floored.isinf(), 1.0, scale)
+    return largest_power_of_two(scale) if spec.power_of_two else scale
+
+
+def _two_level_scales(
+    spec: OperandSpec, x: torch.Tensor, amax: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """An e4m3 scale a block under one float32 scale. Source: docs/numerics.md 3.5."""
+    outer_amax = _amax(x, (1, 0) if spec.row_scaled else (0, 0))
+    encode = torch.full_like(outer_amax, spec.scale_max * spec.target) / outer_amax
+    encode = encode.clamp(max=_FLOAT32_MAX)
+    encode = torch.where((outer_amax == 0) | outer_amax.isinf(), 1.0, encode)
+    decode = reciprocal(encode)
+    wanted = amax * (encode * (1 / spec.target))
+    e4m3 = torch.float8_e4m3fn
+    one = _one(x)
+    codes = _quantize_linear(wanted, one, e4m3)
+    scale_inv = ops.symbolic(
+        "DequantizeLinear", (codes, one), dtype=torch.float32, shape=wanted.shape
+    )
+    return scale_inv, reciprocal(scale_inv * decode).clamp(max=_FLOAT32_MAX), [decode]

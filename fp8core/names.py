@@ -1,0 +1,161 @@
+"""Names that lead elsewhere: short names of modules, modules that moved, and names of Transformer
+Engine that fp8core does not have, with what to use instead."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+SHORT = {
+    "checkpoints": "interchange.checkpoints",
+    "cpu_offload": "training.cpu_offload",
+    "cross_entropy": "training.cross_entropy",
+    "export": "interchange.export",
+    "hookspecs": "backend_api.hooks",
+    "huggingface": "integrations.huggingface",
+    "lightning": "integrations.lightning",
+    "megatron": "integrations.megatron",
+    "mindspeed": "integrations.mindspeed",
+    "monitoring": "inspection.monitoring",
+    "optimizers": "training.optimizers",
+    "permutation": "training.permutation",
+    "plan": "recipe.plan",
+    "quantizers": "functional.quantizers",
+    "router": "training.router",
+    "torchtitan": "integrations.torchtitan",
+    "transformer_engine": "integrations.transformer_engine",
+}
+"""Modules that users import by a short name, ``fp8core.optimizers``, and where each is."""
+
+MOVED = {
+    "commands": "cli",
+    "communicator": "collectives",
+    "compat": "integrations",
+    "conversion.hugging_face": "conversion.huggingface",
+    "demo": "cli.demo",
+    "extra_state": "modules.extra_state",
+    "inspect": "inspection",
+    "not_offered": "names",
+    "parameter": "tensors.parameter",
+    "testing": "conformance",
+}
+"""Modules that an earlier version had under another name, and where each is."""
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Loads a module once, whichever of its names is imported."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Return the spec of a module by its short name; None for other names.
+
+        Raises:
+            ModuleNotFoundError: the module moved; says where it is. Without a name, as Python would
+                else replace the message of ``from ... import`` by its own.
+        """
+        if (place := _place(fullname, MOVED)) is not None:
+            raise ModuleNotFoundError(f"{fullname} has moved: import {place}.")
+        return None if _place(fullname, SHORT) is None else ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Return the module that the short name stands for."""
+        place = _place(spec.name, SHORT)
+        assert place is not None
+        module = importlib.import_module(place)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module back its own spec, which Python replaced."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def _place(name: str, places: Mapping[str, str]) -> str | None:
+    """The name that a module is found under, if it or a package around it is one of ``places``."""
+    root, _, inside = name.partition(".")
+    if root != "fp8core":
+        return None
+    for old, new in places.items():
+        if inside == old or inside.startswith(f"{old}."):
+            return f"fp8core.{new}{inside[len(old) :]}"
+    return None
+
+
+def install() -> None:
+    """Have Python find modules by the names above."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+_ROUTER = "count the experts of a routing map with torch"
+_OVERLAP = "collectives run on the process group itself; no buffers are shared in advance"
+_FUSIONS = "a fusion replaces both directions: register_forward_backward_fusion"
+_PLAIN = "IdentityQuantizer returns a plain tensor"
+_LINEAR_ATTENTION = "linear attention is not offered; use a library that has its kernels"
+_COMMUNICATION_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "layers take any tracker whose fork(name) is a context, as Megatron's": (
+        "CudaRNGStatesTracker",
+    ),
+    _OVERLAP: (
+        "UserBufferQuantizationMode",
+        "destroy_ub",
+        "initialize_ub",
+    ),
+    "set_context_parallel_group balances by two chunks of each sequence a rank": (
+        "CPLoadBalancingStrategy",
+    ),
+    "it needs cuSOLVERMp across ranks; torch.optim.Muon has Newton-Schulz on one": (
+        "CusolverMpCtx",
+        "newton_schulz",
+        "newton_schulz_tp",
+    ),
+}
+_GROUPS: Mapping[str, tuple[str, ...]] = {
+    **_COMMUNICATION_GROUPS,
+    _PLAIN: (
+        "IdentityTensor",
+        "IdentityTensorStorage",
+    ),
+    _ROUTER: ("router.QBHistogramMode",),
+    _LINEAR_ATTENTION: (
+        "GatedDeltaNet2Attention",
+        "GatedDeltaNetAttention",
+        "GatedDeltaProductAttention",
+    ),
+    "use LayerNormLinear for the up-projection and apply_rotary_pos_emb for its result": (
+        "FusedMLAQUpProjFunction",
+        "FusedMLAQUpProjRopeQuant",
+    ),
+    _FUSIONS: (
+        "ops.register_backward_fusion",
+        "ops.register_forward_fusion",
+    ),
+    "use fp8core.export.to_onnx on an inference model": ("onnx_export",),
+}
+NOT_OFFERED: Mapping[str, str] = {
+    name: instead for instead, names in _GROUPS.items() for name in names
+}
+"""The alternative for each name of ``transformer_engine.pytorch``; those of its modules, and of its
+recipes, with the module in front: ``ops.AllGather``."""
+
+COMMUNICATION = frozenset(name for names in _COMMUNICATION_GROUPS.values() for name in names)
+"""Those of them that belong to several ranks which exchange tensors."""
+
+
+def refusal(name: str) -> str | None:
+    """Return the message that fp8core has no ``name``, with the alternative; None for other names.
+
+    >>> refusal("onnx_export")
+    'fp8core offers no onnx_export: use fp8core.export.to_onnx on an inference model.'
+    """
+    instead = NOT_OFFERED.get(name)
+    return None if instead is None else f"fp8core offers no {name}: {instead}."

@@ -1,0 +1,1 @@
+"""What a training loop runs around the layers: optimizers, loss, routing, permutation, offload."""

@@ -1,0 +1,277 @@
+"""Tokens sent to the rows of experts and back, for mixtures of experts.
+
+The names and arguments are those of ``transformer_engine.pytorch.permutation``. The second result
+of the functions that permute, ``row_id_map``, says where each token's rows are; pass it on to
+:func:`moe_unpermute` as it is.
+
+A number that is no row, such as an offset beyond the tokens, is an error on the CPU. On an
+accelerator the host does not read such numbers: they stand for no row there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from fp8core.errors import OperandError
+from fp8core.training.permutation.arguments import (
+    check_chunks,
+    check_count,
+    check_integers,
+    check_map,
+    check_map_type,
+    check_rows,
+    check_weights,
+    index_of,
+    is_readable,
+)
+from fp8core.training.permutation.routes import combine, dispatch, moved, route, route_by_mask
+
+__all__ = [
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+]
+
+
+def moe_permute(
+    inp: torch.Tensor,
+    routing_map: torch.Tensor,
+    num_out_tokens: int,
+    max_token_num: int = -1,
+    map_type: str = "mask",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of expert 0, then those of expert 1, and so on, and ``row_id_map``.
+
+    Args:
+        inp: ``[tokens, hidden]``.
+        routing_map: with ``"mask"`` ``[tokens, experts]``, not 0 where a token goes to an expert;
+            with ``"index"`` ``[tokens, k]``, the numbers of each token's experts, a negative one
+            for none. bool or integers.
+        num_out_tokens: the number of rows of the result. Tokens for which there is no row are
+            dropped; rows to which no token goes are zeros. With ``"index"``, 0 stands for
+            ``tokens * k``.
+        max_token_num: has no effect, as no workspace is kept between calls.
+        map_type: ``"mask"`` or ``"index"``.
+
+    Raises:
+        OperandError: shapes, dtypes or devices that do not fit.
+    """
+    owner = "moe_permute"
+    check_map_type(owner, map_type)
+    inp = check_rows(owner, "inp", inp)
+    check_map(owner, inp, routing_map)
+    rows = check_count(owner, num_out_tokens)
+    if map_type == "mask":
+        index, sources = route_by_mask(routing_map, rows)
+        return dispatch(inp, None, index, sources)[0], index
+    index, sources = route("experts", routing_map, rows or routing_map.numel())
+    # As Transformer Engine lays it out: the first row of each token, then the second of each.
+    return dispatch(inp, None, index, sources)[0], index.t().flatten()
+
+
+def moe_permute_with_probs(
+    inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the permuted tokens, the probabilities of their rows, and ``row_id_map``.
+
+    Args:
+        inp: ``[tokens, hidden]``.
+        probs: ``[tokens, experts]``, floating-point. A row whose probability is 0 is zeros; its
+            gradient is that of a copy.
+        routing_map, num_out_tokens: as of :func:`moe_permute` with ``"mask"``.
+
+    Raises:
+        OperandError: shapes, dtypes or devices that do not fit.
+    """
+    owner = "moe_permute_with_probs"
+    inp = check_rows(owner, "inp", inp)
+    check_map(owner, inp, routing_map)
+    probs = check_weights(owner, "probs", probs, routing_map)
+    index, sources = route_by_mask(routing_map, check_count(owner, num_out_tokens))
+    output, permuted = dispatch(inp, probs, index, sources, skips_improbable=True)
+    assert permuted is not None
+    return output, permuted, index
+
+
+def moe_permute_and_pad_with_probs(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    align_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return what :func:`moe_permute_with_probs` does, with zeros behind the rows of each expert up
+    to a multiple of ``align_size``.
+
+    Waits for the device, as the number of rows follows from ``tokens_per_expert``.
+
+    Args:
+        inp, probs, routing_map: as of :func:`moe_permute_with_probs`.
+        tokens_per_expert: integers ``[experts]``: how many tokens go to each expert.
+        align_size: at least 1.
+
+    Returns the padded tokens, the probabilities of the rows, ``row_id_map``, the padding before the
+    rows of each expert, int64 ``[experts]``, for :func:`moe_unpermute`, or None if there is none,
+    and the numbers of rows of the experts.
+
+    Raises:
+        OperandError: shapes, dtypes or devices that do not fit, or, on the CPU,
+            ``tokens_per_expert`` that are not those of ``routing_map``.
+    """
+    owner = "moe_permute_and_pad_with_probs"
+    inp = check_rows(owner, "inp", inp)
+    check_map(owner, inp, routing_map)
+    probs = check_weights(owner, "probs", probs, routing_map)
+    if not isinstance(align_size, int) or align_size < 1:
+        raise OperandError(f"{owner}(align_size={align_size!r}): expected an integer >= 1.")
+    check_integers(owner, "tokens_per_expert", tokens_per_expert, (routing_map.shape[1],))
+    counts = tokens_per_expert.to(inp.device).long()
+    if is_readable(routing_map) and not torch.equal(counts, (routing_map != 0).sum(0)):
+        raise OperandError(
+            f"{owner}: tokens_per_expert is {counts.tolist()}, and routing_map sends "
+            f"{(routing_map != 0).sum(0).tolist()} tokens to the experts; expected the same."
+        )
+    padded = (counts + (align_size - 1)) // align_size * align_size
+    before, rows = (padded - counts).cumsum(0) - (padded - counts), int(padded.sum())
+    index, sources = route("mask", routing_map, rows)
+    offsets = before if bool((padded != counts).any()) else None
+    padded_index = index
+    if offsets is not None:
+        padded_index, sources = route("rows", moved(index, offsets), rows)
+    output, permuted = dispatch(inp, probs, padded_index, sources, skips_improbable=True)
+    assert permuted is not None
+    return output, permuted, index, offsets, padded
+
+
+def moe_unpermute(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None = None,
+    restore_shape: Sequence[int] | None = None,
+    map_type: str = "mask",
+    probs: torch.Tensor | None = None,
+    pad_offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return each token's rows, added up, ``[tokens, hidden]`` in the dtype of ``inp``.
+
+    Added in float32 (float64 from float64), in the order of the experts, and rounded once; a token
+    without rows is zeros.
+
+    Args:
+        inp: ``[rows, hidden]``.
+        row_id_map: what the function that permuted returned.
+        merging_probs: by which rows are multiplied, floating-point: ``[tokens, experts]``, with
+            ``"index"`` ``[tokens, k]``. Without it they are added as they are, with ``"index"``
+            where k is 1.
+        restore_shape: the shape of the result, of two dimensions; by default that of ``inp`` with
+            as many rows as there are tokens.
+        map_type: that of :func:`moe_permute`.
+        probs: the former name of ``merging_probs``.
+        pad_offsets: the fourth result of :func:`moe_permute_and_pad_with_probs`.
+
+    Raises:
+        OperandError: shapes, dtypes or devices that do not fit, or, on the CPU, a row that ``inp``
+            does not have.
+    """
+    owner = "moe_unpermute"
+    check_map_type(owner, map_type)
+    inp = check_rows(owner, "inp", inp)
+    if probs is not None:
+        if merging_probs is not None:
+            raise OperandError(f"{owner}: merging_probs and its former name, probs, are given.")
+        warnings.warn("probs is now called merging_probs.", DeprecationWarning, stacklevel=2)
+        merging_probs = probs
+    index = index_of(owner, inp, row_id_map, map_type, merging_probs, restore_shape)
+    if pad_offsets is not None:
+        check_integers(owner, "pad_offsets", pad_offsets, (index.shape[1],), inp)
+        index = moved(index, pad_offsets)
+    if merging_probs is not None:
+        merging_probs = check_weights(owner, "merging_probs", merging_probs, index)
+    if restore_shape is not None and tuple(restore_shape) != (index.shape[0], inp.shape[1]):
+        raise OperandError(
+            f"{owner}(restore_shape={list(restore_shape)}): row_id_map has "
+            f"{index.shape[0]} tokens, and inp {inp.shape[1]} columns; expected "
+            f"{[index.shape[0], inp.shape[1]]}."
+        )
+    if is_readable(index) and index.numel() and int(index.max()) >= inp.shape[0]:
+        raise OperandError(
+            f"{owner}: row_id_map has row {int(index.max())}, and inp {inp.shape[0]} rows. Give "
+            f"the rows of the function that permuted, all of them."
+        )
+    return combine(inp, merging_probs, None, index)[0]
+
+
+def moe_sort_chunks_by_index(
+    inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
+) -> torch.Tensor:
+    """Return the chunks of ``inp`` in the order of ``sorted_index``.
+
+    Args:
+        inp: ``[tokens, hidden]``.
+        split_sizes: integers ``[chunks]``: how many rows each chunk has.
+        sorted_index: integers ``[chunks]``: the numbers of the chunks, each once, in the new order.
+
+    Raises:
+        OperandError: shapes, dtypes or devices that do not fit, or, on the CPU, chunks that are not
+            all rows of ``inp``. On an accelerator, rows that no chunk has become zeros.
+    """
+    return _sort_chunks("moe_sort_chunks_by_index", inp, None, split_sizes, sorted_index)[0]
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the chunks of ``inp`` and those of ``probs`` in the order of ``sorted_index``.
+
+    Args:
+        inp, split_sizes, sorted_index: as of :func:`moe_sort_chunks_by_index`.
+        probs: ``[tokens]``, floating-point.
+
+    Raises:
+        OperandError: as :func:`moe_sort_chunks_by_index`.
+    """
+    owner = "moe_sort_chunks_by_index_with_probs"
+    output, permuted = _sort_chunks(owner, inp, probs, split_sizes, sorted_index)
+    assert permuted is not None
+    return output, permuted
+
+
+def _sort_chunks(
+    owner: str,
+    inp: torch.Tensor,
+    probs: torch.Tensor | None,
+    split_sizes: torch.Tensor,
+    sorted_index: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    inp = check_rows(owner, "inp", inp)
+    check_integers(owner, "split_sizes", split_sizes, None, inp)
+    if split_sizes.dim() != 1:
+        raise OperandError(f"{owner}: split_sizes is {list(split_sizes.shape)}; expected [chunks].")
+    check_integers(owner, "sorted_index", sorted_index, tuple(split_sizes.shape), inp)
+    rows = inp.shape[0]
+    if is_readable(inp) and is_readable(split_sizes):
+        check_chunks(owner, rows, split_sizes, sorted_index)
+    if probs is not None:
+        probs = check_weights(owner, "probs", probs, inp, (rows,))
+    if not rows or not split_sizes.numel():
+        return inp.clone(), None if probs is None else probs.clone()
+    sizes = split_sizes.long()
+    order = sorted_index.long().clamp(0, sizes.numel() - 1)
+    ends, new_ends = sizes.cumsum(0), sizes[order].cumsum(0)
+    # Row d of the result is in the new chunk that ends first behind it.
+    places = torch.arange(rows, device=inp.device)
+    chunk = torch.searchsorted(new_ends, places, right=True)
+    is_row = chunk < sizes.numel()
+    chunk = chunk.clamp(max=sizes.numel() - 1)
+    origin = places - new_ends[chunk] + ends[order[chunk]]
+    origin = torch.where(is_row & (origin >= 0) & (origin < rows), origin, -1)
+    # The route from the result back to inp, turned around.
+    sources, index = route("rows", origin[:, None], rows)
+    column = None if probs is None else probs[:, None]
+    return dispatch(inp, column, index[:, None], sources[:, 0])
