@@ -1,13 +1,16 @@
 """The native entries refuse the address 0 of what is not empty; the front end never gets there.
 
-Each case runs in a process of its own, as a kernel that reads from 0 takes the process with it.
+The cases run one after the other in a process of their own, as a kernel that reads from 0 takes its
+process with it: of the cases without an answer, the first was at fault.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import subprocess
 import sys
-import textwrap
+from collections.abc import Mapping
 
 import pytest
 
@@ -107,59 +110,72 @@ CASES = {
 }
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+# What each case raises, or that it ran. Cases are statements, each in a scope that a name makes.
+_EACH = """
+import json
+import sys
+
+for case, (scope, code) in json.loads(sys.argv[1]).items():
+    said = "ran"
+    try:
+        exec(code, eval(scope))
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    torch.cuda.synchronize()
+    print(json.dumps([case, said]), flush=True)
+"""
+
+
+def answers(code: str, cases: Mapping[str, tuple[str, str]]) -> tuple[dict[str, str], str]:
+    """What each case said in a process that runs ``code`` first; and what that wrote of errors."""
+    command = [sys.executable, "-c", code + _EACH, json.dumps(cases)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return dict(map(json.loads, ran.stdout.splitlines())), ran.stderr
+
+
+@functools.cache
+def of_entries() -> tuple[dict[str, str], str]:
+    return answers(_NATIVE, {case: ("globals()", code) for case, code in CASES.items()})
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_entry_refuses_the_address_of_nothing(case: str) -> None:
-    code = f"""
-try:
-    {CASES[case]}
-except ValueError as error:
-    print("refused:", error)
-torch.cuda.synchronize()
-"""
-    ran = run(_NATIVE + code)
-    assert ran.returncode == 0, ran.stderr
-    assert "refused:" in ran.stdout
-    assert "workspace" in ran.stdout or "address 0" in ran.stdout
+    said, errors = of_entries()
+    assert case in said, errors
+    assert said[case].startswith("ValueError: ")
+    assert "workspace" in said[case] or "address 0" in said[case]
 
 
-_LAYER = """
-import torch, fp8core as te
-from fp8core import ops, recipe, QuantizedTensor, OperandError
-from fp8core.recipe.plan import LayerRole
+_LAYERS = """
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
-torch.manual_seed(0)
-name = {name!r}
-layer = te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
-x, dy = (torch.randn(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-x.requires_grad_()
-plan = recipe.by_name("current").plan(LayerRole("linear"), x.dtype)
-if "dtensor" in {case!r}:
-    import torch.distributed as dist
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    mesh = init_device_mesh("cuda", (1,))
-    def wrap(own): return distribute_tensor(own.detach(), mesh, [Replicate()])
-else:
-    def wrap(own): return QuantizedTensor.quantize(own.detach(), plan.input)
+import fp8core as te
+from fp8core import QuantizedTensor, ops, recipe
+from fp8core.recipe.plan import LayerRole
 
-def run(module, x, dy=dy):
-    with te.autocast(recipe=recipe.by_name(name)):
-        y = module(x)
-    y.backward(dy)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cuda", (1,))
 
-try:
-    {body}
-    print("ran")
-except OperandError as error:
-    print("refused:", error)
-torch.cuda.synchronize()
-print("alive")
+def door(name, kind):
+    torch.manual_seed(0)
+    layer = te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
+    x, dy = (torch.randn(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+    plan = recipe.by_name("current").plan(LayerRole("linear"), x.dtype)
+
+    def wrap(own):
+        if kind == "dtensor":
+            return distribute_tensor(own.detach(), mesh, [Replicate()])
+        return QuantizedTensor.quantize(own.detach(), plan.input)
+
+    def run(module, x, dy=dy):
+        with te.autocast(recipe=recipe.by_name(name)):
+            y = module(x)
+        y.backward(dy)
+
+    return {**globals(), **locals()}
 """
 
 BODIES = {
@@ -175,10 +191,23 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", ["current", "delayed", "block", "rowwise"])
+RECIPES = ("current", "delayed", "block", "rowwise")
+
+
+@functools.cache
+def of_layers() -> tuple[dict[str, str], str]:
+    cases = {
+        f"{case} {name}": (f"door({name!r}, {case.partition(' ')[0]!r})", body)
+        for name in RECIPES
+        for case, body in BODIES.items()
+    }
+    return answers(_LAYERS, cases)
+
+
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("case", BODIES)
 def test_a_subclass_at_a_layers_door(case: str, name: str) -> None:
-    ran = run(_LAYER.format(name=name, case=case, body=BODIES[case]))
-    assert ran.returncode == 0, ran.stderr
-    assert "alive" in ran.stdout
-    assert ("refused:" in ran.stdout) == case.startswith("dtensor"), ran.stdout
+    said, errors = of_layers()
+    assert f"{case} {name}" in said, errors
+    is_refused = said[f"{case} {name}"].startswith("OperandError: ")
+    assert is_refused if case.startswith("dtensor") else said[f"{case} {name}"] == "ran"
