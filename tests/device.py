@@ -244,13 +244,13 @@ def assert_same_sums(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor]) 
             torch.testing.assert_close(made, expected)
 
 
-def let_go_of_backward_passes() -> None:
+def let_go_of_backward_passes(device: torch.device = DEVICE) -> None:
     """Wait until autograd has let go of the backward passes that have ended.
 
     On a GPU that is its thread of the device, an instant after their callers go on, and before it
     takes up another pass: this is one.
     """
-    torch.ones((), requires_grad=True).mul(1).backward()
+    torch.ones((), requires_grad=True, device=device).mul(1).backward()
 
 
 def _close_checkpoints(error: BaseException | None) -> None:

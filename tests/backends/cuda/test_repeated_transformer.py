@@ -14,6 +14,7 @@ from fp8core import recipe
 from fp8core.chain import arranged
 from fp8core.chain.repeated import Repeated
 from fp8core.modules.transformer_chain import TransformerChain
+from tests.device import let_go_of_backward_passes
 
 pytestmark = [
     pytest.mark.needs_accelerator("cuda"),
@@ -170,6 +171,7 @@ def test_a_repeat_takes_no_more_memory_than_the_layers() -> None:
         layer, x = make(), inputs(0, length=1024)
         for _ in range(4):
             _run(layer, x, is_judge)
+        let_go_of_backward_passes(x.device)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
