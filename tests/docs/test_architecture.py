@@ -30,15 +30,22 @@ def code_in(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
-def test_every_room_is_on_the_page() -> None:
+def test_rooms_of_the_page_are_the_floors_of_the_library_in_their_order() -> None:
     (rooms,) = tables(section("Rooms"))
-    named = {
+    named = [
         match[1]
         for row in rooms[2:]
         for code in code_in(row.cells[1])
         if (match := re.match(r"fp8core/(\w+)", code))
+    ]
+    floor_of = {
+        name: floor
+        for floor, names in enumerate(FLOORS)
+        for name in names
+        if not name.startswith("__")
     }
-    assert named == {name for floor in FLOORS for name in floor if not name.startswith("__")}
+    assert sorted(named) == sorted(floor_of)
+    assert [floor_of[name] for name in named] == sorted(floor_of.values())
 
 
 def test_every_path_of_the_page_is_there() -> None:
