@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fp8core.backend_api import Operand
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.tensors.collectives import broadcast, collected
@@ -222,12 +223,14 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     if value != 0 or not is_plain or tensor.dim() != 2 or rowwise is None:
         return _on_values(func, args, kwargs)  # type: ignore[no-any-return]
     _, columns, _, rows = amounts
-    padded: OperandTensor = type(tensor)(
+    both = [
         pad_operand(rowwise, plan.rowwise, rows, columns),
         None if columnwise is None else pad_operand(columnwise, plan.columnwise, columns, rows),
-        plan,
-        tensor.dtype,
-    )
+    ]
+    parts = [part for operand in both for part in operand or [None] * len(Operand._fields)]
+    shared = {id(part) for part in tensor.tensors()}
+    copies = [one if one is None or id(one) not in shared else one.clone() for one in parts]
+    padded: OperandTensor = type(tensor)(*split(copies), plan, tensor.dtype)
     return padded
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -19,6 +20,7 @@ from fp8core.tensors.quantizer import Orientations, Slot
 from fp8core.tensors.quantizer_binding import Binding, bind_quantizer
 from fp8core.tensors.reduced_amax import ReduceAmax
 from fp8core.torch_ops.counted import counter_of
+from fp8core.torch_ops.recorded import called_in_repeats
 from fp8core.torch_ops.shapes import is_captured
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "resolve_for",
     "split",
     "storage_plan",
+    "takes_partial_blocks",
     "turn",
 ]
 
@@ -207,18 +210,34 @@ def resolve_for(desc: OpDesc, x: torch.Tensor) -> table.Resolved:
 def pad_operand(operand: Operand, spec: OperandSpec, rows: int, columns: int) -> Operand:
     """Return ``operand`` with ``rows`` and ``columns`` of zero codes added at its ends.
 
-    New blocks get a finite scale: 1 for float32 scales, code 0 for scales of a byte.
+    New blocks get a finite scale: 1 for float32 scales, code 0 for scales of a byte. Tensors to
+    which nothing is added are those of ``operand``.
     """
     packed = per_byte(spec)
-    data = torch.nn.functional.pad(operand.data, (0, columns // packed, 0, rows))
-    scale_inv = operand.scale_inv
+    data = _grown(operand.data, rows, columns // packed, 0)
+    scale_inv, outer = operand.scale_inv, operand.global_scale_inv
     assert scale_inv is not None
     sizes = data.shape[0], data.shape[1] * packed
     counts = [-(-size // step) if step else 1 for size, step in zip(sizes, spec.block, strict=True)]
-    more = (0, counts[1] - scale_inv.shape[1], 0, counts[0] - scale_inv.shape[0])
     value = 1 if spec.scale_format == "float32" else 0
-    padded = torch.nn.functional.pad(scale_inv, more, value=value)
-    outer = operand.global_scale_inv
+    more = counts[0] - scale_inv.shape[0], counts[1] - scale_inv.shape[1]
+    padded = _grown(scale_inv, *more, value)
     if outer is not None and spec.row_scaled:
-        outer = torch.nn.functional.pad(outer, (0, 0, 0, rows), value=1)
+        outer = _grown(outer, rows, 0, 1)
     return Operand(data, padded, outer)
+
+
+def _grown(part: torch.Tensor, rows: int, columns: int, value: int) -> torch.Tensor:
+    """Return ``part`` with ``rows`` and ``columns`` of ``value`` at its ends, itself for none."""
+    if not (rows or columns):
+        return part
+    grow = partial(torch.nn.functional.pad, pad=(0, columns, 0, rows), value=value)
+    return called_in_repeats(grow, part)
+
+
+def takes_partial_blocks(spec: OperandSpec | None) -> bool:
+    """Say whether a tensor of any size has an operand of ``spec``, to which zeros can be added
+    behind its cast: the cast then writes what it writes of a tensor with these zeros."""
+    if spec is None or spec.scale_format != "float32" or per_byte(spec) != 1:
+        return False
+    return spec.transform is None and not spec.stochastic

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import Chunks, Operand
+from fp8core.backend_api import Chunks, GemmDesc, GroupedGemmDesc, Operand
 from fp8core.chain.linear.spec import LinearSpec
 from fp8core.chain.rows import empty_rows
 from fp8core.chain.shape import BindContext
 from fp8core.chain.shards import GemmPart
 from fp8core.dispatch.table import Resolved
+from fp8core.tensors.storage import pad_operand, takes_partial_blocks
 
-__all__ = ["bind_fprop", "in_chunks", "in_dtype", "turning"]
+__all__ = ["bind_fprop", "in_chunks", "in_dtype", "taking_any_rows", "turning"]
 
 
 def bind_fprop(resolved: Resolved, shape: LinearSpec, context: BindContext) -> Callable[..., Any]:
@@ -28,6 +29,31 @@ def bind_fprop(resolved: Resolved, shape: LinearSpec, context: BindContext) -> C
         return run(a, b, *groups, bias=cast, **keywords)
 
     return fprop
+
+
+def taking_any_rows(resolved: Resolved) -> tuple[Callable[..., Any], int]:
+    """Return wgrad, and the number of which dense operands may have any multiple of rows, its k,
+    because it adds zeros to their codes; 1 where it adds none.
+
+    So a tensor is cast as it came, and its codes alone are copied, a byte an element. Formats
+    without partial blocks have no codes of other rows, and groups none that lie apart.
+    """
+    run, desc, multiple = resolved.run, resolved.choice.desc, resolved.alignment.k
+    assert isinstance(desc, GemmDesc)
+    a, b = desc.a, desc.b
+    is_dense = not isinstance(desc, GroupedGemmDesc)
+    if multiple == 1 or not (is_dense and takes_partial_blocks(a) and takes_partial_blocks(b)):
+        return run, 1
+    assert a is not None
+    assert b is not None
+
+    def wgrad(dy: Operand, x: Operand, **keywords: Any) -> Any:
+        rows = -dy.data.shape[1] % multiple
+        if not rows:
+            return run(dy, x, **keywords)
+        return run(pad_operand(dy, a, 0, rows), pad_operand(x, b, 0, rows), **keywords)
+
+    return wgrad, multiple
 
 
 def turning(run: Callable[..., Any]) -> Callable[..., Any]:

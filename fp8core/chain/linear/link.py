@@ -55,7 +55,7 @@ class LinearLink(LinearOperations, LinkDefaults):
     input_sent: SentCast | None = None
     grad_sent: SentCast | None = None
     only_once: OnlyOnce | None = None
-    # Programs by chunks, by shards, and by whose gradients are needed.
+    # Programs by chunks, by shards, by padding of wgrad, and by whose gradients are needed.
     _programs: dict[tuple[bool, ...], Program] = field(default_factory=dict)
 
     @property
@@ -106,7 +106,13 @@ class LinearLink(LinearOperations, LinkDefaults):
             is_sharded and shards is not None and shards.fits(rows)
             for shards in (self.input_shards, self.grad_shards)
         )
-        key = (chunked, *sharded, *needs_grad)
+        # Of rows that a graph leaves free, backward finds out.
+        pads_wgrad = (
+            self.wgrad_rows > 1
+            and True in needs_grad[1 : 1 + count]
+            and (type(rows) is not int or rows % self.wgrad_rows != 0)
+        )
+        key = (chunked, *sharded, pads_wgrad, *needs_grad)
         program = self._programs.get(key) or self._new_program(key, needs_grad)
         if self.shape.accumulates:
             program = Accumulating(program, self.wgrad, needs_grad[1 : 1 + count])
@@ -146,7 +152,7 @@ class LinearLink(LinearOperations, LinkDefaults):
         return row, column
 
     def _new_program(self, key: tuple[bool, ...], needs_grad: Sequence[bool]) -> Program:
-        chunked, is_input_sharded, is_grad_sharded, *_ = key
+        chunked, is_input_sharded, is_grad_sharded, pads_wgrad, *_ = key
         weight: WeightQuantizer = self.weight
         if self.shape.groups:
             weight = FlatWeights(weight)
@@ -160,6 +166,7 @@ class LinearLink(LinearOperations, LinkDefaults):
             chunked=chunked,
             casts_chunks=chunked and self.casts_chunks,
             sharded=(is_input_sharded, is_grad_sharded),
+            pads_wgrad=pads_wgrad,
         )
         if weight.requantizes and needs_grad[0]:
             assert self.only_once is not None  # in low precision

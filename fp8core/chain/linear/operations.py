@@ -31,7 +31,8 @@ class LinearOperations:
     None where forward makes both. ``input_shards`` and ``grad_shards`` say how the two tensors
     travel where each rank has some of their rows. ``fprop_part`` and ``dgrad_part`` compute some
     rows of a product, None unless others may travel or be cast meanwhile; ``dgrad_rows`` those of a
-    gradient that comes in chunks, None where dgrad itself does.
+    gradient that comes in chunks, None where dgrad itself does. ``wgrad`` adds zeros to operands
+    whose rows are no multiple of ``wgrad_rows``.
     """
 
     shape: LinearSpec
@@ -53,6 +54,7 @@ class LinearOperations:
     fprop_part: GemmPart | None = None
     dgrad_part: GemmPart | None = None
     dgrad_rows: GemmPart | None = None
+    wgrad_rows: int = 1
 
     @property
     def output_dtype(self) -> torch.dtype:

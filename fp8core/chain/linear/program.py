@@ -39,7 +39,7 @@ class LinearProgram:
     the gradient of the output may come cast some rows at a time; with ``casts_chunks`` its own cast
     does that, unless the gradient of the input is computed later. ``sharded`` says of the input and
     of the gradient of the output whether each rank casts its rows, which then travel as codes and
-    scales.
+    scales. With ``pads_wgrad`` wgrad adds zeros to its operands.
     """
 
     __slots__ = (
@@ -63,6 +63,7 @@ class LinearProgram:
         chunked: bool = False,
         casts_chunks: bool = False,
         sharded: tuple[bool, bool] = (False, False),
+        pads_wgrad: bool = False,
     ) -> None:
         rowwise, columnwise, *bias = needs_grad
         shape = operations.shape
@@ -90,8 +91,10 @@ class LinearProgram:
             self._dgrad = in_chunks(
                 operations.dgrad, operations.dgrad_rows, operations.grad_input_dtype
             )
-        # What allocates memory for rows in turn is a function.
-        self._calls_functions = chunked or (rowwise and operations.dgrad_part is not None)
+        # What allocates memory for rows in turn is a function, and what adds zeros to codes.
+        self._calls_functions = (
+            chunked or pads_wgrad or (rowwise and operations.dgrad_part is not None)
+        )
         asked = rowwise, columnwise, self._needs_bias
         self._casts_of_later = _casts_of(operations, *asked, chunked=False)
         self._casts = self._casts_of_later

@@ -6,7 +6,7 @@ import dataclasses
 
 from fp8core.backend_api import ColumnSumsDesc
 from fp8core.chain.dequantized import bind_decode
-from fp8core.chain.linear.gemms import bind_fprop, turning
+from fp8core.chain.linear.gemms import bind_fprop, taking_any_rows, turning
 from fp8core.chain.linear.link import LinearLink
 from fp8core.chain.linear.quantizers import bind_quantizers
 from fp8core.chain.linear.spec import LinearSpec
@@ -44,7 +44,8 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         delays_wgrad=shape.delays_wgrad,
         is_parallel=context.is_parallel,
     )
-    dgrad, wgrad = gemms["dgrad"].run, gemms["wgrad"].run
+    dgrad = gemms["dgrad"].run
+    wgrad, wgrad_rows = taking_any_rows(gemms["wgrad"])
     if only_once is None:
         dgrad, wgrad = turning(dgrad), turning(wgrad)
         # The chain converts weights outside of its node, whose gradients then have this dtype.
@@ -53,8 +54,11 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
     states = context.states
     if states is not None:
         states = dataclasses.replace(states, first=context.first_gemm, count=shape.num_weights)
+    alignments = {name: resolved.alignment for name, resolved in gemms.items()}
+    if wgrad_rows > 1:
+        alignments["wgrad"] = alignments["wgrad"]._replace(k=1)
     padding = layer_padding(
-        [resolved.alignment for resolved in gemms.values()],
+        [*alignments.values()],
         shape.features,
         context.owner,
         offsets_on_device=shape.offsets_on_device,
@@ -87,6 +91,7 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         fprop=bind_fprop(gemms["fprop"], shape, context),
         dgrad=dgrad,
         wgrad=wgrad,
+        wgrad_rows=wgrad_rows,
         column_sums=sums,
         padding=padding,
         backward_state=states.backward if states is not None and specs.is_delayed else None,
