@@ -20,14 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.mutation import trial
-from tests.mutation.checkout import ENVIRONMENT, ROOT
+from tests.mutation.checkout import ROOT
 from tests.mutation.cover import FILE, Map, cover
 from tests.mutation.mutants import Mutant, Sources, draw
 
 SAMPLE = Path(__file__).with_name("sample.json")
 SEED, COUNT = 20261126, 200
-# Packaging builds distributions, the site runs Sphinx: neither calls the core.
-SELECTION = ("-m", "not packaging", "--ignore", "tests/docs/test_site.py")
 
 
 def read_sample(file: Path) -> list[Mutant]:
@@ -43,7 +41,7 @@ def write_sample(sample: Sequence[Mutant], file: Path) -> None:
 
 def cover_command(options: argparse.Namespace) -> int:
     """Run the tests and print how many the map has."""
-    made = cover(options.out, options.jobs, options.limit, [*SELECTION, *options.arguments])
+    made = cover(options.out, options.jobs, options.limit, options.paths)
     lines = sum(map(len, made.lines.values()))
     print(f"{len(made.tests)} tests reach {lines} lines; {len(made.left_out)} left out")
     return 0 if made.tests else 1
@@ -61,7 +59,6 @@ def draw_command(options: argparse.Namespace) -> int:
 
 def run_command(options: argparse.Namespace) -> int:
     """Run the mutants of the sample and print each result."""
-    os.environ.update(ENVIRONMENT)
     number, count = options.shard
     sample = read_sample(options.sample)[number - 1 :: count]
     if options.only:
@@ -116,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--out", type=Path, required=True, metavar="DIR")
     command.add_argument("--jobs", type=int, default=os.cpu_count())
     command.add_argument("--limit", type=float, default=3600.0, help="seconds for all tests")
-    command.add_argument("arguments", nargs="*", help="of pytest, after --")
+    command.add_argument("paths", nargs="*", default=["tests"], help="default: tests")
 
     command = commands.add_parser("draw", help="draw the sample")
     command.set_defaults(run=draw_command)

@@ -11,14 +11,17 @@ import dataclasses
 import functools
 import importlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +35,10 @@ PACKAGES = {
 }
 OWN_MODULES = {*PACKAGES, "tests"}
 NOT_COPIED = shutil.ignore_patterns(".*", "build", "*.egg-info", "shared")
-PYTEST = ("-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
+IMPORT_PATH = "import_path"
+PYTEST = ("-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist")
+SHARED = ("torch", "torch.distributed", "numpy", "pluggy", "filelock")
+"""Modules that are imported once for all runs: not fp8core, nor what pytest rewrites."""
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TEST_DEVICE": "cpu"}
 
 POLL_S = 0.02
@@ -50,7 +56,7 @@ class Copy:
     def __init__(self, source: Path, root: Path) -> None:
         self.root = root.resolve()
         shutil.copytree(source, root, ignore=NOT_COPIED, copy_function=_link, symlinks=True)
-        names = self.root / "import_path"
+        names = self.root / IMPORT_PATH
         if not names.exists():
             names.mkdir()
             for name, folder in PACKAGES.items():
@@ -74,6 +80,30 @@ class Copy:
                 if mark in entry.read_bytes():
                     os.kill(int(entry.parent.name), signal.SIGKILL)
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def copies(source: Path) -> Iterator[tuple[Path, Copy]]:
+    """A folder for copies, and one of them, until the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="fp8core-mutation-") as folder:
+        copy = Copy(source, Path(folder, "control"))
+        try:
+            yield Path(folder), copy
+        finally:
+            copy.remove()
+
+
+@contextlib.contextmanager
+def processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """Forks of this process that have imported what they share; an error ends what waits."""
+    os.environ.update(ENVIRONMENT)
+    for module in SHARED:
+        importlib.import_module(module)
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("fork")) as pool:
+        try:
+            yield pool
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _link(source: str, target: str) -> None:
@@ -176,7 +206,7 @@ def _run_here(copy: Copy, tests: list[Test], limit: float, log: Path) -> None:
     enter(copy, log)
     selection = Selection(tests, limit, log.with_suffix(".tests"))
     files = list(dict.fromkeys(test.file for test in tests))
-    status = pytest.main([*PYTEST, "-x", "-p", "no:xdist", *files], plugins=[selection])
+    status = pytest.main([*PYTEST, "-x", *files], plugins=[selection])
     result = {
         "status": int(status),
         "failed": selection.failed,

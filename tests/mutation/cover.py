@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import lzma
-import os
-import signal
-import subprocess
-import sys
-import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.mutation import recorder
-from tests.mutation.checkout import PYTEST, ROOT, Copy, Test
+from tests.mutation.checkout import (
+    IMPORT_PATH,
+    PYTEST,
+    ROOT,
+    Copy,
+    Test,
+    copies,
+    enter,
+    in_a_fork,
+    processes,
+)
 
 FILE = "map.json.xz"
 LOG = "cover.log"
-WRITING_S = 30.0
 STARTUP = "from tests.mutation import recorder\n\nrecorder.start()\n"
-PLUGIN = ("-p", "tests.mutation.recorder")
+NOT_COVERED = ("tests/mutation", "tests/docs/test_site.py")
+"""Tests that call no function of the core, as those of distributions: of this tool, of pages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,37 +110,46 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def cover(folder: Path, jobs: int, limit: float, arguments: Sequence[str]) -> Map:
-    """Run the tests for up to ``limit`` s; write their map and output to ``folder``."""
+def cover(folder: Path, jobs: int, limit: float, paths: Sequence[str]) -> Map:
+    """Run the tests of ``paths`` for up to ``limit`` s; write their map and output to ``folder``.
+
+    Each file runs in a process of its own: what is cached is computed by the file's first test,
+    whatever ran before.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fp8core-cover-") as temporary:
-        copy, records = Copy(ROOT, Path(temporary, "copy")), Path(temporary, "records")
-        (copy.root / "import_path" / "sitecustomize.py").write_text(STARTUP)
+    end, log = time.monotonic() + limit, (folder / LOG).resolve()
+    log.write_text("")
+    files = sorted(_files(paths), key=lambda file: -file.stat().st_size)  # a long one first
+    with copies(ROOT) as (temporary, copy), processes(jobs) as pool:
+        (copy.root / IMPORT_PATH / "sitecustomize.py").write_text(STARTUP)
+        records = temporary / "records"
         records.mkdir()
-        parallel = ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else ["-p", "no:xdist"]
-        with (folder / LOG).open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", *PYTEST, *PLUGIN, *parallel, *arguments],
-                cwd=copy.root,
-                env={**os.environ, **copy.variables, recorder.FOLDER: str(records)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                process.wait(limit)
-            except subprocess.TimeoutExpired:
-                print(f"the tests were stopped after {limit:.0f} s; the map is of those that ran")
-                process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(WRITING_S)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        copy.variables[recorder.FOLDER] = str(records)
+        names = [file.relative_to(ROOT).as_posix() for file in files]
+        runs = [pool.submit(_cover_file, copy, name, log, end) for name in names]
+        late = [name for name, run in zip(names, runs, strict=True) if run.result() is None]
+        if late:
+            print(f"{len(late)} files did not end in {limit:.0f} s: {', '.join(sorted(late))}")
         texts = [file.read_text() for file in sorted(records.glob("*.jsonl"))]
         whole = [line for text in texts for line in text.splitlines() if line.endswith("}")]
         made = Map.of(whole, copy.root)
-        copy.remove()
     made.write(folder / FILE)
     return made
+
+
+def _files(paths: Sequence[str]) -> set[Path]:
+    """Files of tests at or below ``paths``, without those of the tool and of distributions."""
+    found = {file for path in paths for file in (ROOT / path).rglob("test_*.py")}
+    found |= {ROOT / path for path in paths if path.endswith(".py")}
+    return {
+        file for file in found if not any(file.is_relative_to(ROOT / path) for path in NOT_COVERED)
+    }
+
+
+def _cover_file(copy: Copy, name: str, log: Path, end: float) -> int | None:
+    def run() -> None:
+        enter(copy, log)
+        importlib.import_module(recorder.__name__).start()  # the copy's
+        pytest.main([*PYTEST, "-m", "not packaging", "-p", recorder.__name__, name])
+
+    return in_a_fork(run, end - time.monotonic())

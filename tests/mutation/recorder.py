@@ -99,7 +99,7 @@ def _write(record: dict[str, Any]) -> None:
 
 
 class _Tests:
-    """Records the tests of this process."""
+    """Records each test."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -118,6 +118,5 @@ class _Tests:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record in the processes that run tests: not in that which gives them to others."""
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        config.pluginmanager.register(_Tests())
+    """Record the tests of this process."""
+    config.pluginmanager.register(_Tests())

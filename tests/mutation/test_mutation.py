@@ -235,7 +235,6 @@ def test_sound_while_recorded(): assert toy.clip(1, 0) == 1 and "FP8CORE_TEST_LI
 TOY_CONFIGURATION = """
 [tool.pytest]
 addopts = ["--import-mode=importlib"]
-markers = ["packaging"]
 """
 TOY_MUTANTS = {
     "survived": ("clip", "if x < low:", 0, "comparison 0"),

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import multiprocessing
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 
 import pytest
@@ -20,8 +17,10 @@ from tests.mutation.checkout import (
     Ending,
     Test,
     WrongTreeError,
+    copies,
     enter,
     in_a_fork,
+    processes,
     run_tests,
 )
 from tests.mutation.cover import Map, digest
@@ -31,9 +30,6 @@ FIRST_BATCH_S = 2.0
 FILE_S = 0.5
 """What the collection of a file of tests is taken to cost."""
 CONTROL_LIMIT_S = 600.0
-
-SHARED = ("torch", "torch.distributed", "numpy", "pluggy", "filelock")
-"""Modules that are imported once for all runs: not fp8core, nor what pytest rewrites."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,22 +139,12 @@ def plan(
 
 def run(trials: Sequence[Trial], jobs: int, limit: float) -> Iterator[Result]:
     """Judge mutants, ``jobs`` at a time; yield each result when it is there."""
-    for module in SHARED:
-        importlib.import_module(module)
-    with tempfile.TemporaryDirectory(prefix="fp8core-mutation-") as temporary:
-        folder = Path(temporary)
-        control = Copy(ROOT, folder / "control")
-        files = sorted({test.file for trial in trials for test in trial.tests})
-        context = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-            list(pool.map(_compile, [control] * jobs, [files[i::jobs] for i in range(jobs)]))
-            waiting = [pool.submit(judged, trial, control, limit, folder) for trial in trials]
-            try:
-                for future in as_completed(waiting):
-                    yield future.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
-        control.remove()
+    files = sorted({test.file for trial in trials for test in trial.tests})
+    with copies(ROOT) as (folder, control), processes(jobs) as pool:
+        list(pool.map(_compile, [control] * jobs, [files[i::jobs] for i in range(jobs)]))
+        waiting = [pool.submit(judged, trial, control, limit, folder) for trial in trials]
+        for future in as_completed(waiting):
+            yield future.result()
 
 
 def _compile(control: Copy, files: list[str]) -> None:
@@ -166,7 +152,7 @@ def _compile(control: Copy, files: list[str]) -> None:
 
     def collect() -> None:
         enter(control, control.root / "collection.log")
-        pytest.main([*PYTEST, "--collect-only", "-p", "no:xdist", *files])
+        pytest.main([*PYTEST, "--collect-only", *files])
 
     if files:
         in_a_fork(collect, CONTROL_LIMIT_S)
