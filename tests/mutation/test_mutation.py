@@ -42,7 +42,6 @@ OPERATORS = {
     "dropped argument dim": "(g(a, b, keep=True))",
     "dropped assignment": "    pass\n    a.size += 2",
     "dropped call": "    pass\n    return a in b",
-    "dropped last argument": "(g(a, dim=-1, keep=True))",
     "dropped not": "if a < b and (a.done):",
     "negation": "if (not (a < b and (not a.done))):",
     "return None": "    return None",
