@@ -206,12 +206,14 @@ class Pads(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
         self.elements: list[int] = []
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if "pad" in func.name():
             self.found.append(func.name())
             self.elements.append(result.numel())
+            self.dtypes.add(result.dtype)
         return result
 
 
@@ -272,16 +274,17 @@ def test_rows_of_a_forward_are_not_padded_on_the_host(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_padding_of_a_step_leaves_the_weight_alone_on_the_host(name: str, sizes: list[int]) -> None:
+def test_a_step_pads_the_codes_of_its_rows_alone_on_the_host(name: str, sizes: list[int]) -> None:
     """The gradient of the weight contracts rows, whose number has to be a multiple of 16."""
     layer = fp8core.Linear(256, 512, bias=False, params_dtype=BF16)
     x = torch.randn(3, 256, dtype=BF16, requires_grad=True)
+    with Pads() as pads, fp8core.autocast(recipe=recipe.by_name(name)):
+        y = layer(x)
+    assert not pads.found
     with Pads() as pads:
-        with fp8core.autocast(recipe=recipe.by_name(name)):
-            y = layer(x)
         y.backward(torch.ones_like(y))
-    assert pads.found
-    assert max(pads.elements) <= 16 * 512
+    assert sorted(pads.elements) == [16 * 256, 16 * 512]
+    assert pads.dtypes == {torch.uint8}
     assert layer.weight.grad is not None
 
 
@@ -341,6 +344,32 @@ def test_ragged_rows_with_gradients_leave_the_weight_alone(name: str, rows: int)
     for _ in range(3):
         # That of whole steps may turn the weight's codes, or cast them again.
         assert allocated(lambda: step(rows)) - allocated(lambda: step(32)) < CODES
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradients_of_ragged_rows_are_those_of_rows_with_zeros_on_a_device(
+    name: str, rows: int
+) -> None:
+    layers = [fp8core.Linear(512, 256, params_dtype=BF16, device="cuda") for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+
+    def step(layer: fp8core.Linear, x: torch.Tensor, dy: torch.Tensor) -> tuple[Any, ...]:
+        layer.zero_grad()
+        x = x.clone().requires_grad_()
+        with fp8core.autocast(recipe=recipe.by_name(name)):
+            y = layer(x)
+        y.backward(dy)
+        return y.detach()[:rows], x.grad[:rows], layer.weight.grad, layer.bias.grad
+
+    for _ in range(4):  # the second is recorded, the third repeated
+        x, dy = torch.zeros(32, 512, dtype=BF16), torch.zeros(32, 256, dtype=BF16)
+        x[:rows], dy[:rows] = torch.randn(rows, 512), torch.randn(rows, 256)
+        x, dy = x.cuda(), dy.cuda()
+        ragged, whole = step(layers[0], x[:rows], dy[:rows]), step(layers[1], x, dy)
+        for ours, theirs in zip(ragged, whole, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.needs_accelerator("cuda")
