@@ -9,6 +9,7 @@ import torch
 
 import fp8core
 from fp8core import LayerNormMLP, Linear, autocast, recipe
+from tests.pairs import pairs, turns
 
 RECIPES = recipe.names()
 
@@ -58,10 +59,9 @@ LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("order", "kind", "name", "use_reentrant"), pairs([1, -1], LAYERS, RECIPES, [True, False])
+)
 def test_each_microbatch_may_have_its_own_autocast_and_recompute(
     order: int, kind: str, name: str, use_reentrant: bool
 ) -> None:
@@ -101,8 +101,9 @@ def test_each_microbatch_may_have_its_own_autocast_and_recompute(
     assert all(map(torch.equal, grads(True), want))
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "use_reentrant"), [*turns(RECIPES, [True, False]), ("delayed", False)]
+)
 def test_the_flag_may_flip_between_forward_and_recompute(name: str, use_reentrant: bool) -> None:
     """Megatron keeps the flag on the module, and has lowered it when backward recomputes."""
 

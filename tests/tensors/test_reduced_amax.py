@@ -240,11 +240,8 @@ def test_without_a_reduction_the_cast_is_the_backends_own_call() -> None:
     ],
     ids=["nothing", "a list", "another dtype", "one for all", "another device"],
 )
-@pytest.mark.parametrize("name", REDUCED)
-def test_a_reduction_that_returns_no_amaxes_is_refused(
-    name: str, reduce: Reduce, found: str
-) -> None:
-    plan = plan_of(name)
+def test_a_reduction_that_returns_no_amaxes_is_refused(reduce: Reduce, found: str) -> None:
+    plan = plan_of("rowwise")
     with pytest.raises(OperandError, match=found):
         bound(plan, reduce)(whole(), rng=rng_of(plan))
 

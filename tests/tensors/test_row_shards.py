@@ -12,6 +12,7 @@ from fp8core.backend_api import OperandSpec
 from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.row_shards import RowCast, RowShard
 from fp8core.tensors.storage import make_operands, storage_plan
+from tests.pairs import pairs
 
 BF16 = torch.bfloat16
 NAMES = ("current", "block", "mxfp8", "rowwise")
@@ -52,10 +53,10 @@ def cast_by_ranks(
     return torch.cat([part.codes for part in made]), torch.cat(scales)
 
 
-@pytest.mark.parametrize("rows", [32, 96, 128, 160, 256, 416])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("turns", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "turns", "num_ranks", "rows"),
+    pairs(NAMES, [False, True], [1, 2, 3, 4, 7], [32, 96, 128, 160, 256, 416]),
+)
 def test_ranks_cast_what_the_whole_matrix_has(
     name: str, turns: bool, num_ranks: int, rows: int
 ) -> None:

@@ -13,6 +13,7 @@ import fp8core
 from fp8core import OperandError, QuantizedTensor, UnsupportedError
 from fp8core.backend_api import OperandSpec
 from fp8core.recipe.plan import TensorPlan
+from tests.pairs import pairs, turns
 
 SPECS = {
     "tensor": OperandSpec("e4m3", (0, 0), 448.0),
@@ -26,14 +27,10 @@ SPECS = {
 WAYS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 
 
-@pytest.fixture(params=SPECS)
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    return request.param
+KINDS = pytest.mark.parametrize(
+    ("name", "way"),
+    [*turns(SPECS, WAYS), *turns(["tensor", "mx", "nv", "nv_row"], ["both", "both", "columnwise"])],
+)
 
 
 def value(*shape: int) -> torch.Tensor:
@@ -52,6 +49,7 @@ def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return a.shape == b.shape and a.plan == b.plan and all(torch.equal(*p) for p in pairs)
 
 
+@KINDS
 def test_leading_dimensions_are_rows(name: str, way: str) -> None:
     x = value(2, 128, 256)
     tensor = quantized(name, way, x)
@@ -87,28 +85,22 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_view_of_whole_blocks_has_the_values_and_stays_quantized(
+@pytest.mark.parametrize(("view", "name", "way"), pairs(VIEWS, SPECS, WAYS))
+def test_a_view_stays_quantized_and_a_write_reaches_the_base_or_is_refused(
     view: str, name: str, way: str
 ) -> None:
     tensor = quantized(name, way, value(4, 128, 256))
-    made = VIEWS[view](tensor)
-    assert isinstance(made, QuantizedTensor)
-    assert torch.equal(made.dequantize(), VIEWS[view](tensor.dequantize()))
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_write_to_a_view_reaches_the_base_or_is_refused(view: str, name: str, way: str) -> None:
-    tensor = quantized(name, way, value(4, 128, 256))
     before = tensor.clone()
     part = VIEWS[view](tensor)
+    assert isinstance(part, QuantizedTensor)
+    expected = before.dequantize()
+    assert torch.equal(part.dequantize(), VIEWS[view](expected))
     if part._shares_scales:
         with pytest.raises(UnsupportedError, match="scale covers more"):
             part.zero_()
         assert same(tensor, before)
         return
     part.zero_()
-    expected = before.dequantize()
     VIEWS[view](expected).zero_()
     assert torch.equal(tensor.dequantize(), expected)
 
@@ -135,8 +127,7 @@ CUTS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", ["mx", "nv", "square"])
+@pytest.mark.parametrize(("cut", "name"), turns(CUTS, ["mx", "nv", "square", "mx"]))
 def test_a_view_that_cuts_a_block_is_refused(cut: str, name: str) -> None:
     tensor = quantized(name, "both", value(128, 256))
     before = tensor.clone()
@@ -210,6 +201,7 @@ def test_flatten_of_leading_dimensions_stays_quantized() -> None:
         tensor.flatten(2, 1)
 
 
+@KINDS
 def test_cat_of_whole_blocks_stays_quantized(name: str, way: str) -> None:
     tensor = quantized(name, way, value(256, 256))
     for dim in (0, 1):
@@ -249,19 +241,12 @@ INDEXES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("index", INDEXES)
 @pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        ("mx", "rowwise"),
-        ("nv_row", "rowwise"),
-        ("row", "both"),
-        ("tensor", "both"),
-        ("nv", "rowwise"),
-    ],
+    ("index", "kind"),
+    turns(INDEXES, ["mx rowwise", "nv_row rowwise", "row both", "tensor both", "nv rowwise"]),
 )
-def test_an_index_of_rows_stays_quantized(index: str, name: str, way: str) -> None:
-    tensor = quantized(name, way, value(4, 16, 64))
+def test_an_index_of_rows_stays_quantized(index: str, kind: str) -> None:
+    tensor = quantized(*kind.split(), value(4, 16, 64))
     before = tensor.clone()
     made = INDEXES[index](tensor)
     assert isinstance(made, QuantizedTensor)
@@ -319,7 +304,7 @@ def test_a_usage_that_would_round_twice_is_refused() -> None:
 
 def test_copy_between_any_pair_writes_the_values() -> None:
     x = value(128, 256)
-    kinds = [quantized(name, way, x) for name in SPECS for way in WAYS]
+    kinds = [quantized(name, way, x) for name, way in turns(SPECS, WAYS)]
     for target in kinds:
         for source in (*kinds, x, x.float()):
             made = target.clone()
@@ -341,6 +326,7 @@ def test_a_write_with_a_flag_leaves_the_tensor() -> None:
     assert same(tensor, quantized("mx", "both", x))
 
 
+@KINDS
 def test_save_and_weights_only_load_keep_shape_and_orientation(
     name: str, way: str, tmp_path: object
 ) -> None:
@@ -393,7 +379,7 @@ GAPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("cut", GAPS)
+@pytest.mark.parametrize(("cut", "way"), turns(GAPS, WAYS))
 def test_contiguous_copies_where_torch_copies(cut: str, way: str) -> None:
     x = value(256, 256)
     part, plain = GAPS[cut](quantized("tensor", way, x)), GAPS[cut](x)
@@ -410,6 +396,7 @@ def test_reshape_copies_where_torch_finds_no_view() -> None:
         tensor[:, :128].view(-1)
 
 
+@KINDS
 def test_deepcopy_of_a_view_for_reading_is_a_plain_tensor(name: str, way: str) -> None:
     turned = quantized(name, way, value(256, 256)).t()
     copied = copy.deepcopy({"a": turned, "b": turned})
