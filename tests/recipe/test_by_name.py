@@ -21,14 +21,9 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_name_gives_the_recipe_with_its_defaults(name: str) -> None:
-    assert recipe.by_name(name) == NAMES[name]()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_class_name_gives_the_same_recipe(name: str) -> None:
-    assert recipe.by_name(NAMES[name].__name__) == NAMES[name]()
+def test_name_and_class_name_give_the_recipe_with_its_defaults() -> None:
+    for name, kind in NAMES.items():
+        assert recipe.by_name(name) == recipe.by_name(kind.__name__) == kind()
 
 
 @pytest.mark.parametrize(
@@ -60,10 +55,10 @@ def test_unknown_name_gets_the_list_and_the_nearest() -> None:
     )
 
 
-@pytest.mark.parametrize("name", [*NAMES, "MXFP8BlockScaling"])
-def test_plugin_cannot_take_a_name_of_fp8core(name: str) -> None:
-    with pytest.raises(PluginError, match=f"recipe {name!r} is fp8core's own"):
-        toys.register(recipes={name: recipe.Float8RowwiseScaling})
+def test_plugin_cannot_take_a_name_of_fp8core() -> None:
+    for name in (*NAMES, "MXFP8BlockScaling"):
+        with pytest.raises(PluginError, match=f"recipe {name!r} is fp8core's own"):
+            toys.register(recipes={name: recipe.Float8RowwiseScaling})
 
 
 def test_two_plugins_cannot_take_one_name() -> None:

@@ -22,45 +22,30 @@ MAXIMA = {"HYBRID": (448.0, 57344.0), "E5M2": (57344.0, 57344.0), "E2M1": (6.0, 
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_format_is_the_string_of_its_name(name: str) -> None:
-    assert getattr(Format, name) == name.lower()
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_format_hashes_as_its_name(name: str) -> None:
-    assert {getattr(Format, name): 1}[name.lower()] == 1
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_forward_and_backward_formats(name: str) -> None:
+def test_format_is_the_string_of_its_name_and_a_pair_of_formats(name: str) -> None:
     found = Format(name)
+    assert getattr(Format, name) == found == name.lower()
+    assert {found: 1}[name.lower()] == 1
     assert (found.forward, found.backward) == tuple(map(formats.by_name, PAIRS[name]))
 
 
-@pytest.mark.parametrize("name", MAXIMA)
-def test_maxima_are_those_of_the_formats(name: str) -> None:
-    found = Format(name)
-    assert (found.max_fwd, found.max_bwd) == MAXIMA[name]
+def test_maxima_are_those_of_the_formats() -> None:
+    assert {name: (Format(name).max_fwd, Format(name).max_bwd) for name in MAXIMA} == MAXIMA
 
 
-@pytest.mark.parametrize("spelling", ["hybrid", "HYBRID", "Hybrid"])
-def test_name_is_taken_in_any_case(spelling: str) -> None:
-    assert Format(spelling) == Format.HYBRID
-
-
-@pytest.mark.parametrize("spelling", ["hybrid", "HYBRID", "Hybrid"])
-def test_attribute_is_taken_in_any_case(spelling: str) -> None:
-    assert getattr(Format, spelling) == Format.HYBRID
+def test_name_and_attribute_are_taken_in_any_case() -> None:
+    for spelling in ("hybrid", "HYBRID", "Hybrid"):
+        assert Format(spelling) == getattr(Format, spelling) == Format.HYBRID
 
 
 def test_format_of_a_format_is_itself() -> None:
     assert Format(Format.E4M3) == Format.E4M3
 
 
-@pytest.mark.parametrize("spelling", ["E4M4", "e4m4"])
-def test_unknown_name_gets_the_list_and_the_nearest(spelling: str) -> None:
-    with pytest.raises(RecipeError, match=r"known: e2m1, e4m3, .* Did you mean 'e4m3'\?"):
-        Format(spelling)
+def test_unknown_name_gets_the_list_and_the_nearest() -> None:
+    for spelling in ("E4M4", "e4m4"):
+        with pytest.raises(RecipeError, match=r"known: e2m1, e4m3, .* Did you mean 'e4m3'\?"):
+            Format(spelling)
 
 
 def test_pair_of_formats_is_among_the_known_names() -> None:
@@ -78,26 +63,21 @@ def test_a_name_that_is_no_format_is_a_missing_attribute() -> None:
     assert getattr(Format, "E4M4", None) is None
 
 
-@pytest.mark.parametrize("name", [8, None, 1.5])
-def test_what_is_no_name_is_refused(name: object) -> None:
-    with pytest.raises(RecipeError, match="expected the name of a format"):
-        Format(name)
+def test_what_is_no_name_is_refused() -> None:
+    for name in (8, None, 1.5):
+        with pytest.raises(RecipeError, match="expected the name of a format"):
+            Format(name)
 
 
 def test_private_attributes_are_no_formats() -> None:
     assert not hasattr(Format, "__wrapped__")
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_format_survives_pickling(protocol: int) -> None:
-    loaded = pickle.loads(pickle.dumps(Format.HYBRID, protocol))
-    assert (type(loaded), loaded) == (Format, "hybrid")
-
-
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
-def test_format_survives_copying(way: object) -> None:
-    assert callable(way)
-    assert (type(way(Format.HYBRID)), way(Format.HYBRID)) == (Format, "hybrid")
+def test_format_survives_pickling_and_copying() -> None:
+    dumps = (pickle.dumps(Format.HYBRID, way) for way in range(2, pickle.HIGHEST_PROTOCOL + 1))
+    copies = (copy.copy(Format.HYBRID), copy.deepcopy(Format.HYBRID))
+    for made in (*map(pickle.loads, dumps), *copies):
+        assert (type(made), made) == (Format, "hybrid")
 
 
 def test_format_of_a_plugin_is_unknown_without_it() -> None:

@@ -10,6 +10,7 @@ import torch
 import fp8core
 from fp8core.recipe import NVFP4BlockScaling
 from fp8core.recipe.plan import LayerRole, LinearPlan
+from tests.pairs import turns
 
 
 def plan_of(**fields: Any) -> LinearPlan:
@@ -92,8 +93,7 @@ def error_of(layer: Any, x: torch.Tensor, **fields: Any) -> torch.Tensor:
     return error
 
 
-@pytest.mark.parametrize("rows", [64, 33])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "rows"), turns(OPTIONS, [64, 33]))
 def test_a_layer_trains_with_it(name: str, rows: int) -> None:
     torch.manual_seed(0)
     layer, x = fp8core.Linear(96, 64, bias=False), torch.randn(rows, 96)
