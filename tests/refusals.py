@@ -5,22 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
+Refusal = tuple[Callable[[], object], type[Exception], str]
+"""A call, the error that it has to raise, and a pattern that is found in its message."""
 
-def unrefused(
-    calls: Mapping[str, Callable[[], object]],
-    error: type[Exception],
-    match: str | Mapping[str, str] = "",
-) -> dict[str, str]:
-    """By name, what each call does that does not raise ``error`` with a message like ``match``.
 
-    ``match`` is a pattern for all of them, or one a call::
+def unrefused(table: Mapping[str, Refusal]) -> dict[str, str]:
+    """By name, what each call of ``table`` does instead of raising its error::
 
-        calls = {"a float": lambda: Linear(1.5, 2), "a name": lambda: Linear("4", 2)}
-        assert unrefused(calls, OperandError, "in_features") == {}
+    REFUSED = {"a float": (lambda: Linear(1.5, 2), OperandError, "in_features=1.5")}
+    assert unrefused(REFUSED) == {}
     """
     found = {}
-    for name, call in calls.items():
-        pattern = match if isinstance(match, str) else match[name]
+    for name, (call, error, pattern) in table.items():
         try:
             result = call()
         except Exception as raised:  # noqa: BLE001  another error is what the test shows

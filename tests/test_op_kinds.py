@@ -11,6 +11,8 @@ import torch
 import fp8core
 from fp8core import OperandError, UnsupportedError, autocast, ops
 from fp8core.modules.qk_norm import make_qk_norms
+from tests.pairs import turns
+from tests.refusals import unrefused
 
 BF16 = torch.bfloat16
 
@@ -82,8 +84,9 @@ def both(function: Callable[..., Any], tensors: list[torch.Tensor]) -> list[torc
     return [y.detach(), *grads]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*turns(KINDS, [torch.float32, BF16]), *turns(KINDS, [torch.float16])]
+)
 def test_values_and_gradients_are_torchs_rounded_once(name: str, dtype: torch.dtype) -> None:
     make, function, has_scales = KINDS[name]
     tensors = inputs(has_scales, dtype)
@@ -139,8 +142,10 @@ def test_derivatives_of_both_orders(name: str) -> None:
     assert torch.autograd.gradgradcheck(operation, tensors)
 
 
-@pytest.mark.parametrize("chosen", [None, "current", "mxfp8"])
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in ("Reshape",)])
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    turns([name for name in KINDS if name != "Reshape"], ["current", None, "mxfp8", "current"]),
+)
 def test_in_a_chain_the_result_is_the_same(name: str, chosen: Any) -> None:
     make, _, has_scales = KINDS[name]
     operation = make()
@@ -186,11 +191,11 @@ def test_scales_reach_only_those_that_ask_for_them() -> None:
         made(x)
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 4), (8, 1, 1), ()])
-def test_scales_of_another_number_are_refused(shape: tuple[int, ...]) -> None:
+def test_scales_of_another_number_are_refused() -> None:
     x = torch.randn(2, 3, 16)
-    with pytest.raises(OperandError, match=r"scales \[.*\] for 6 rows|scales \[\] for 6 rows"):
-        ops.ScaledSwiGLU()(x, torch.ones(shape))
+    for shape in ((3,), (2, 4), (8, 1, 1), ()):
+        with pytest.raises(OperandError, match=r"scales \[.*\] for 6 rows"):
+            ops.ScaledSwiGLU()(x, torch.ones(shape))
 
 
 def test_an_add_in_place_writes_to_the_extra_input() -> None:
@@ -214,10 +219,10 @@ def test_an_add_in_place_refuses_a_leaf_and_another_shape() -> None:
         add(torch.zeros(2, 2), torch.zeros(1, 2))
 
 
-@pytest.mark.parametrize("shape", [(5, -1), (7, 7), (-1, 0), (0, -1)])
-def test_a_shape_that_does_not_fit_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(OperandError, match=r"input \[2, 3\] has no shape"):
-        ops.Reshape(shape)(torch.zeros(2, 3))
+def test_a_shape_that_does_not_fit_is_refused() -> None:
+    for shape in ((5, -1), (7, 7), (-1, 0), (0, -1)):
+        with pytest.raises(OperandError, match=r"input \[2, 3\] has no shape"):
+            ops.Reshape(shape)(torch.zeros(2, 3))
 
 
 NONSENSE: dict[str, Callable[[], Any]] = {
@@ -233,10 +238,9 @@ NONSENSE: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", NONSENSE)
-def test_values_without_a_meaning_are_refused(name: str) -> None:
-    with pytest.raises(OperandError, match="expected"):
-        NONSENSE[name]()
+def test_values_without_a_meaning_are_refused() -> None:
+    table = {name: (call, OperandError, "expected") for name, call in NONSENSE.items()}
+    assert unrefused(table) == {}
 
 
 def test_a_basic_linear_is_a_linear_without_bias() -> None:
@@ -287,13 +291,13 @@ def test_a_norm_over_several_dimensions_takes_a_residual_and_a_place_in_a_sequen
     assert torch.equal(chain(x), chain[2](made(chain[0](x))))
 
 
-@pytest.mark.parametrize("shape", [(2, 8, 3), (3, 8, 1), (8,)])
-def test_a_norm_over_several_dimensions_looks_at_all_of_them(shape: tuple[int, ...]) -> None:
-    with pytest.raises(OperandError, match=r"the layer takes \[\.\.\., 3, 8\]"):
-        ops.LayerNorm((3, 8))(torch.zeros(shape))
+def test_a_norm_over_several_dimensions_looks_at_all_of_them() -> None:
+    for shape in ((2, 8, 3), (3, 8, 1), (8,)):
+        with pytest.raises(OperandError, match=r"the layer takes \[\.\.\., 3, 8\]"):
+            ops.LayerNorm((3, 8))(torch.zeros(shape))
 
 
-@pytest.mark.parametrize("sizes", [(), (3, 0), (3, 2.5)])
-def test_sizes_of_a_norm_are_positive_integers(sizes: Any) -> None:
-    with pytest.raises(OperandError, match="normalized_shape"):
-        fp8core.LayerNorm(sizes)
+def test_sizes_of_a_norm_are_positive_integers() -> None:
+    for sizes in ((), (3, 0), (3, 2.5)):
+        with pytest.raises(OperandError, match="normalized_shape"):
+            fp8core.LayerNorm(sizes)

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-import pytest
-
 import fp8core
 from fp8core import recipe
 from fp8core.recipe import custom
@@ -89,36 +87,47 @@ def test_the_table_names_its_version() -> None:
     assert PACKAGE == ("transformer_engine_cu13", "2.20.2")
 
 
-@pytest.mark.parametrize("key", THEIRS)
-def test_a_position_means_what_it_means_there(key: str) -> None:
-    theirs = [here(key, n) for n, kind, _ in THEIRS[key] if kind == "positional"]
-    mine = positional(ours(key))
-    assert mine == theirs[: len(mine)]
+def test_a_position_means_what_it_means_there() -> None:
+    found, expected = {}, {}
+    for key, parameters in THEIRS.items():
+        found[key] = positional(ours(key))
+        theirs = [here(key, name) for name, kind, _ in parameters if kind == "positional"]
+        expected[key] = theirs[: len(found[key])]
+    assert found == expected
 
 
-@pytest.mark.parametrize("key", THEIRS)
-def test_every_name_is_taken_or_listed(key: str) -> None:
-    theirs = {here(key, n) for n, kind, _ in THEIRS[key] if not kind.startswith("var")}
-    assert theirs - {parameter.name for parameter in ours(key)} == set(NOT_TAKEN.get(key, ()))
+def test_every_name_is_taken_or_listed() -> None:
+    left_out = {}
+    for key, parameters in THEIRS.items():
+        theirs = {here(key, name) for name, kind, _ in parameters if not kind.startswith("var")}
+        if missing := theirs - {parameter.name for parameter in ours(key)}:
+            left_out[key] = missing
+    assert left_out == {key: set(reasons) for key, reasons in NOT_TAKEN.items()}
 
 
-@pytest.mark.parametrize("key", THEIRS)
-def test_what_is_added_is_keyword_only(key: str) -> None:
-    theirs = {here(key, name) for name, _, _ in THEIRS[key]}
-    added = [parameter for parameter in ours(key) if parameter.name not in theirs]
+def test_what_is_added_is_keyword_only() -> None:
     kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
-    assert [parameter.name for parameter in added if parameter.kind not in kinds] == []
+    positions = {
+        key: [parameter.name for parameter in ours(key) if parameter.kind not in kinds]
+        for key in THEIRS
+    }
+    assert {
+        key: added
+        for key, names in positions.items()
+        if (added := set(names) - {here(key, name) for name, _, _ in THEIRS[key]})
+    } == {}
 
 
-@pytest.mark.parametrize("key", THEIRS)
-def test_defaults_are_theirs_but_for_those_listed(key: str) -> None:
-    mine = {parameter.name: parameter.default for parameter in ours(key)}
-    listed = OTHER_DEFAULTS.get(key, {})
-    for name, kind, text in THEIRS[key]:
-        own = mine.get(here(key, name))
-        if kind.startswith("var") or name in NOT_TAKEN.get(key, ()):
-            continue
-        if name in listed:
-            assert (text, own) == listed[name]
-        else:
-            assert own == (inspect.Parameter.empty if text is None else evaluated(text)), name
+def test_defaults_are_theirs_but_for_those_listed() -> None:
+    found, expected = {}, {}
+    for key, parameters in THEIRS.items():
+        mine = {parameter.name: parameter.default for parameter in ours(key)}
+        for name, kind, text in parameters:
+            if kind.startswith("var") or name in NOT_TAKEN.get(key, ()):
+                continue
+            own = mine.get(here(key, name))
+            listed = OTHER_DEFAULTS.get(key, {}).get(name)
+            theirs = inspect.Parameter.empty if text is None else evaluated(text)
+            found[key, name] = own if listed is None else (text, own)
+            expected[key, name] = theirs if listed is None else listed
+    assert found == expected

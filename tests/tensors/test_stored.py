@@ -212,8 +212,9 @@ def test_what_no_cast_writes_is_refused_by_name(cases: dict[str, tuple[str, Chan
         change(saved)
         return load(saved)
 
-    calls = {case: partial(changed, *change) for case, change in cases.items()}
-    assert unrefused(calls, Fp8CoreError, "QuantizedTensor|parameter") == {}
+    error, said = Fp8CoreError, "QuantizedTensor|parameter"
+    table = {case: (partial(changed, *change), error, said) for case, change in cases.items()}
+    assert unrefused(table) == {}
 
 
 def test_parts_that_do_not_fit_make_no_tensor() -> None:
@@ -225,10 +226,12 @@ def test_parts_that_do_not_fit_make_no_tensor() -> None:
         inner = {part: saved[part] for part in PARTS if saved[part] is not None}
         return QuantizedTensor.__tensor_unflatten__(inner, (plan, tensor.dtype), None, None)
 
-    cases = {
-        case: partial(make, *change) for case, change in SIZES.items() if "share memory" not in case
+    table = {
+        case: (partial(make, *change), OperandError, "QuantizedTensor stored as")
+        for case, change in SIZES.items()
+        if "share memory" not in case
     }
-    assert unrefused(cases, OperandError, "QuantizedTensor stored as") == {}
+    assert unrefused(table) == {}
 
 
 @pytest.mark.parametrize("parts", [None, 5, "six", {}, [], torch.ones(6)], ids=repr)
