@@ -9,6 +9,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ import fp8core
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.integrations import transformer_engine as alias
 from fp8core.integrations.transformer_engine import finder, surface
+from tests.refusals import unrefused
 from tests.te_surface import Name, stored
 
 NAMES = stored()
@@ -121,22 +123,30 @@ def test_a_framework_that_has_looked_is_refused(monkeypatch: pytest.MonkeyPatch)
 # --- names
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.is_offered], ids=lambda n: n.here)
-def test_an_offered_name_resolves(te: Any, name: Name) -> None:
-    module = importlib.import_module(f"transformer_engine.{name.module}")
-    assert getattr(module, name.name) is not None
+def module_of(name: Name) -> ModuleType:
+    return importlib.import_module(f"transformer_engine.{name.module}")
 
 
-REFUSED = [n for n in NAMES if not n.is_offered and n.name not in UNDER_THE_ALIAS]
+def test_offered_names_resolve(te: Any) -> None:
+    offered = [name for name in NAMES if name.is_offered]
+    assert [n.here for n in offered if getattr(module_of(n), n.name, None) is None] == []
 
 
-@pytest.mark.parametrize("name", REFUSED, ids=lambda n: n.here)
-def test_another_name_raises_what_to_use(te: Any, name: Name) -> None:
-    module = importlib.import_module(f"transformer_engine.{name.module}")
-    with pytest.raises(AttributeError, match="fp8core offers no"):
-        getattr(module, name.name)
-    with pytest.raises(ImportError, match="fp8core offers no"):
-        exec(f"from {module.__name__} import {name.name}")
+def test_another_name_raises_what_to_use(te: Any) -> None:
+    refused = [n for n in NAMES if not n.is_offered and n.name not in UNDER_THE_ALIAS]
+    said = "fp8core offers no"
+    reads = {
+        n.here: (partial(getattr, module_of(n), n.name), AttributeError, said) for n in refused
+    }
+    imports = {
+        f"import of {n.here}": (
+            partial(exec, f"from {module_of(n).__name__} import {n.name}"),
+            ImportError,
+            said,
+        )
+        for n in refused
+    }
+    assert unrefused({**reads, **imports}) == {}
 
 
 TIERS = {
@@ -173,10 +183,14 @@ TIERS = {
 """What Accelerate, Lightning, DeepSpeed's test, Automodel and Megatron import."""
 
 
-@pytest.mark.parametrize("module", TIERS)
-def test_what_frameworks_import_is_there(te: Any, module: str) -> None:
-    imported = importlib.import_module(f"transformer_engine.{module}")
-    assert [name for name in TIERS[module] if not hasattr(imported, name)] == []
+def test_what_frameworks_import_is_there(te: Any) -> None:
+    modules = {name: importlib.import_module(f"transformer_engine.{name}") for name in TIERS}
+    assert [
+        (module, name)
+        for module, names in TIERS.items()
+        for name in names
+        if not hasattr(modules[module], name)
+    ] == []
 
 
 def test_modules_are_attributes_of_their_packages(te: Any) -> None:
@@ -219,15 +233,15 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_is_that_of_fp8core(te: Any, name: str) -> None:
-    kind, native = getattr(te.pytorch, name), getattr(fp8core, name)
-    layer = kind(*LAYERS[name][0])
-    assert isinstance(layer, native)
-    assert kind.__module__.startswith("transformer_engine.pytorch.")
-    assert getattr(importlib.import_module(kind.__module__.rpartition(".")[0]), name, kind) is kind
-    wanted = list(inspect.signature(native.__init__).parameters)
-    assert list(inspect.signature(kind.__init__).parameters) == wanted
+def test_layers_are_those_of_fp8core(te: Any) -> None:
+    for name, (arguments, _) in LAYERS.items():
+        kind, native = getattr(te.pytorch, name), getattr(fp8core, name)
+        assert isinstance(kind(*arguments), native)
+        assert kind.__module__.startswith("transformer_engine.pytorch.")
+        package = importlib.import_module(kind.__module__.rpartition(".")[0])
+        assert getattr(package, name, kind) is kind
+        wanted = list(inspect.signature(native.__init__).parameters)
+        assert list(inspect.signature(kind.__init__).parameters) == wanted, name
 
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
@@ -342,14 +356,12 @@ def test_an_unknown_argument_is_an_error(te: Any) -> None:
     assert te.common.recipe.DelayedScaling(interval=1) == te.common.recipe.DelayedScaling()
 
 
-@pytest.mark.parametrize(
-    "name", ["DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"]
-)
-def test_an_override_of_nothing_passes(te: Any, name: str) -> None:
-    kind = getattr(te.common.recipe, name)
-    assert kind(override_linear_precision=(False, False, False)) == kind()
-    with pytest.raises(RecipeError, match="override_linear_precision"):
-        kind(override_linear_precision=(True, 1))
+def test_an_override_of_nothing_passes(te: Any) -> None:
+    named = te.common.recipe
+    for kind in (named.DelayedScaling, named.Float8CurrentScaling, named.NVFP4BlockScaling):
+        assert kind(override_linear_precision=(False, False, False)) == kind()
+        with pytest.raises(RecipeError, match="override_linear_precision"):
+            kind(override_linear_precision=(True, 1))
 
 
 def test_a_recipe_without_products_to_override_refuses(te: Any) -> None:
@@ -410,9 +422,9 @@ def test_the_global_state_is_that_of_autocast(te: Any) -> None:
         _ = manager.global_amax_buffer
 
 
-@pytest.mark.parametrize("check", ["fp8", "mxfp8", "fp8_block_scaling", "nvfp4"])
-def test_support_is_a_pair(te: Any, check: str) -> None:
-    assert getattr(te.pytorch.fp8, f"check_{check}_support")() == (True, "")
+def test_support_is_a_pair(te: Any) -> None:
+    for check in ("fp8", "mxfp8", "fp8_block_scaling", "nvfp4"):
+        assert getattr(te.pytorch.fp8, f"check_{check}_support")() == (True, "")
 
 
 class _Recomputed(torch.autograd.Function):

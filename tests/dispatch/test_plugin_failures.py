@@ -165,47 +165,31 @@ BROKEN = {
 }
 
 
-@pytest.fixture(params=BROKEN)
-def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Have one broken plug-in, ``toy_broken``, found; return the reason to expect."""
-    source, reason = BROKEN[request.param]
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_plugin_is_a_row_with_its_reason_and_leaves_nothing_behind(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, reason = BROKEN[name]
     (tmp_path / "toy_broken.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setenv("FP8CORE_PLUGINS", "toy_broken")
-    return reason
-
-
-def test_broken_plugin_is_a_row_with_its_reason(broken: str) -> None:
-    reference, row = plugins.load().rows
+    registry = plugins.load()
+    reference, row = registry.rows
     assert reference.reason is None
     assert (row.name, row.source) == ("toy_broken", "FP8CORE_PLUGINS=toy_broken")
-    assert broken in (row.reason or "")
-
-
-def test_broken_plugin_leaves_nothing_behind(broken: str) -> None:
-    registry = plugins.load()
+    assert reason in (row.reason or "")
     assert formats.names() == ("e2m1", "e4m3", "e5m2", "e8m0")
     assert registry.backends.keys() == {"reference"}
     assert registry.recipes == {}
     assert [name for name, _ in registry.manager.list_name_plugin()] == ["reference"]
     assert registry.manager.hook.fp8core_select_backend.get_hookimpls() == []
-
-
-def test_broken_plugin_leaves_the_others_working(broken: str) -> None:
+    # The others work, and whoever asks for it gets the reason.
     assert select.choose(toys.GEMM, toys.CPU, policy.current()).backend == "reference"
-
-
-def test_asking_for_a_broken_plugin_by_name_gives_the_reason(broken: str) -> None:
     with pytest.raises(PluginError) as caught:
         fp8core.use_backend("toy_broken")
     assert "use_backend() asks for backend 'toy_broken': " in str(caught.value)
-    assert broken in str(caught.value)
-
-
-def test_broken_plugin_named_by_the_environment_gives_the_reason(
-    broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert reason in str(caught.value)
     monkeypatch.setenv("FP8CORE_BACKEND", "toy_broken")
     with pytest.raises(PluginError, match="FP8CORE_BACKEND asks for backend 'toy_broken'"):
         select.choose(toys.GEMM, toys.CPU, policy.current())
@@ -334,26 +318,15 @@ UNUSABLE = {
 }
 
 
-@pytest.fixture(params=UNUSABLE)
-def unusable(request: pytest.FixtureRequest) -> str:
-    """Register a backend ``toy`` that cannot be used; return the reason to expect."""
-    fields, reason = UNUSABLE[request.param]
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_unusable_backend_is_passed_over_and_has_its_reason(name: str) -> None:
+    fields, reason = UNUSABLE[name]
     spec = {"factory": "fp8core_backends.reference.backend:ReferenceBackend", **fields}
     toys.register(plugins.BackendSpec("toy", ("cpu",), priority=9, api_version=API_VERSION, **spec))
-    return reason
-
-
-def test_unusable_backend_has_its_reason(unusable: str) -> None:
     registry = plugins.load()
-    assert unusable in (registry.unusable(registry.backends["toy"]) or "")
-
-
-def test_unusable_backend_is_passed_over(unusable: str) -> None:
+    assert reason in (registry.unusable(registry.backends["toy"]) or "")
     choice = select.choose(toys.GEMM, toys.CPU, policy.current())
     assert (choice.backend, choice.substitution) == ("reference", None)
-
-
-def test_asking_for_an_unusable_backend_gives_the_reason(unusable: str) -> None:
     with fp8core.use_backend("toy"), pytest.raises(UnsupportedError) as caught:
         select.choose(toys.GEMM, toys.CPU, policy.current())
-    assert unusable in str(caught.value)
+    assert reason in str(caught.value)

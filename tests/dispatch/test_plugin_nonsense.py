@@ -7,6 +7,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import EntryPoint
 from typing import Any, NoReturn
 
@@ -19,6 +20,8 @@ from fp8core.backend_api import API_VERSION, Alignment, GemmDesc, UnsupportedErr
 from fp8core.dispatch import isolation, plugins, policy, select
 from fp8core.errors import PluginError, RecipeError
 from tests.dispatch import toys
+from tests.pairs import pairs
+from tests.refusals import unrefused
 
 
 class WithoutClass(Exception):
@@ -85,8 +88,7 @@ def run() -> torch.Size:
     return y.shape
 
 
-@pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize("where", ["probe", "refuse"])
+@pytest.mark.parametrize(("kind", "where"), pairs(ERRORS, ["probe", "refuse"]))
 def test_an_error_that_cannot_be_described_stops_nobody(where: str, kind: str) -> None:
     fields: dict[str, Any] = {where: raising(ERRORS[kind]())}
     toys.register(toys.backend("toy", priority=99, **fields))
@@ -166,18 +168,28 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, own in FIELDS.items() for v in own])
-def test_a_field_that_means_nothing_is_refused_by_name(name: str, value: Any) -> None:
-    fields: dict[str, Any] = {"name": "toy", "device_types": ("cpu",), "factory": "a:B"}
-    spec = toys.BackendSpec(**{**fields, "api_version": API_VERSION, name: value})
-    with pytest.raises(PluginError, match=rf"{name}=.*; expected "):
+def test_a_field_that_means_nothing_is_refused_by_name() -> None:
+    fields: dict[str, Any] = {
+        **{"name": "toy", "device_types": ("cpu",), "factory": "a:B"},
+        "api_version": API_VERSION,
+    }
+
+    def register(name: str, value: Any) -> None:
+        spec = toys.BackendSpec(**{**fields, name: value})
         plugins.register(toys.plugin(backends=[spec]), "toy")
 
+    table = {
+        f"{name}={value!r}": (partial(register, name, value), PluginError, rf"{name}=.*; expected ")
+        for name, values in FIELDS.items()
+        for value in values
+    }
+    assert unrefused(table) == {}
 
-@pytest.mark.parametrize("name", ["none", "", "a,b", "\n", 3])
-def test_a_recipe_needs_a_name_that_can_be_written(name: Any) -> None:
-    with pytest.raises(PluginError, match="recipe"):
-        toys.register(recipes={name: fp8core.recipe.Float8CurrentScaling})
+
+def test_a_recipe_needs_a_name_that_can_be_written() -> None:
+    for name in ("none", "", "a,b", "\n", 3):
+        with pytest.raises(PluginError, match="recipe"):
+            toys.register(recipes={name: fp8core.recipe.Float8CurrentScaling})
 
 
 def test_a_default_recipe_that_does_not_exist_names_the_backend() -> None:

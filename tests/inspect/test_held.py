@@ -14,6 +14,7 @@ from fp8core import ops, recipe
 from fp8core.inspection.held import Held
 from tests.device import DEVICE
 from tests.dispatch import toys
+from tests.pairs import pairs
 
 BF16 = torch.bfloat16
 K, N, GROUPS, ROWS = 128, 384, 2, 1024
@@ -62,9 +63,9 @@ def saved_bytes(layer: torch.nn.Module, name: str, chosen: recipe.Recipe, rows: 
     return sum(storage.nbytes() for storage in counted.values())
 
 
-@pytest.mark.parametrize("requantizes", [False, True])
-@pytest.mark.parametrize("recipe_name", RECIPES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "recipe_name", "requantizes"), pairs(LAYERS, RECIPES, [False, True])
+)
 def test_explain_says_what_autograd_saves(name: str, recipe_name: str, requantizes: bool) -> None:
     layer = LAYERS[name]()
     chosen = dataclasses.replace(recipe.by_name(recipe_name), requantize_weights=requantizes)

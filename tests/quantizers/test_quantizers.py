@@ -25,6 +25,7 @@ from fp8core.quantizers import (
     Quantizer,
 )
 from tests.device import DEVICE
+from tests.refusals import unrefused
 
 E4M3 = DType.kFloat8E4M3
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -75,22 +76,16 @@ def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return a.shape == b.shape and a.plan == b.plan and all(torch.equal(*p) for p in pairs)
 
 
-@pytest.mark.parametrize("usage", [(True, False), (False, True), (True, True)])
-def test_a_call_makes_the_orientations_that_are_used(
-    quantizer: Quantizer, usage: tuple[bool, bool]
-) -> None:
-    rowwise, columnwise = usage
-    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+def test_a_call_makes_the_orientations_that_are_used(quantizer: Quantizer) -> None:
     x = value(2, 64, 256)
-    made = quantizer(x)
-    assert isinstance(made, QuantizedTensor)
-    assert made.get_usages() == quantizer.get_usages()
-    assert (made.shape, made.dtype) == (x.shape, x.dtype)
-    error = (made.dequantize(torch.float32) - x.float()).norm() / x.float().norm()
-    assert error < 0.2
-
-
-def test_neither_usage_is_an_error(quantizer: Quantizer) -> None:
+    for rowwise, columnwise in ((True, False), (False, True), (True, True)):
+        quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+        made = quantizer(x)
+        assert isinstance(made, QuantizedTensor)
+        assert made.get_usages() == quantizer.get_usages()
+        assert (made.shape, made.dtype) == (x.shape, x.dtype)
+        error = (made.dequantize(torch.float32) - x.float()).norm() / x.float().norm()
+        assert error < 0.2
     quantizer.set_usage(rowwise=False, columnwise=False)
     for call in (lambda: quantizer(value(32, 32)), lambda: quantizer.make_empty((32, 32))):
         with pytest.raises(OperandError, match="set_usage"):
@@ -295,11 +290,8 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_wrong_is_named(case: str) -> None:
-    call, error, text = REFUSED[case]
-    with pytest.raises(error, match=text):
-        call()
+def test_what_is_wrong_is_named() -> None:
+    assert unrefused(REFUSED) == {}
 
 
 def test_arguments_that_transformer_engine_ignores_are_announced() -> None:
