@@ -10,6 +10,7 @@ import torch
 import fp8core
 from fp8core import OperandError, RecipeError, UnsupportedError, autocast, functional, ops, recipe
 from fp8core.backend_api import ACTIVATIONS
+from tests.pairs import turns
 
 BF16 = torch.bfloat16
 RECIPES = [None, *recipe.names()]
@@ -85,7 +86,7 @@ def test_gradcheck_of_every_kind_of_operation() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [None, "delayed", "mxfp8"])
 def test_a_nested_sequential_is_flat(name: str | None) -> None:
     torch.manual_seed(1)
     flat = ops.Sequential(ops.LayerNorm(32), ops.Linear(32, 32), ops.GELU(), ops.Linear(32, 32))
@@ -104,7 +105,7 @@ def test_a_nested_sequential_takes_its_extra_inputs() -> None:
     assert torch.equal(nested(x, 2 * x, 4 * x), x + 2 * x + 4 * x)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [None, "delayed", "mxfp8"])
 def test_a_layer_takes_part(name: str | None) -> None:
     torch.manual_seed(1)
     layer = fp8core.LayerNormLinear(32, 32)
@@ -116,7 +117,7 @@ def test_a_layer_takes_part(name: str | None) -> None:
     assert same(step(made, x, name=name), want)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [None, "delayed", "mxfp8"])
 def test_residual_add_is_torchs_add(name: str | None) -> None:
     torch.manual_seed(1)
     made = ops.Sequential(ops.Linear(32, 16), ops.AddExtraInput())
@@ -251,10 +252,10 @@ def test_dropout_in_evaluation_draws_no_random_number() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.01, 1.5])
-def test_a_probability_out_of_range_is_refused(p: float) -> None:
-    with pytest.raises(OperandError, match=f"p={p}"):
-        ops.Dropout(p)
+def test_a_probability_out_of_range_is_refused() -> None:
+    for p in (-0.1, 1.01, 1.5):
+        with pytest.raises(OperandError, match=f"p={p}"):
+            ops.Dropout(p)
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in (None, "nvfp4")])
@@ -267,8 +268,7 @@ def test_quantize_rounds_once(name: str) -> None:
         assert torch.equal(layer(once), once)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name is not None])
-@pytest.mark.parametrize("columns", [1, 17, 33])
+@pytest.mark.parametrize(("name", "columns"), turns(recipe.names(), [17, 1, 33]))
 def test_quantize_takes_any_number_of_columns(name: str, columns: int) -> None:
     """Two codes of NVFP4 share a byte."""
     layer, x = ops.Quantize(backward=True), torch.randn(32, columns)
@@ -309,9 +309,9 @@ def test_quantize_outside_an_autocast_changes_nothing() -> None:
     assert torch.equal(ops.Quantize(backward=True)(x), x)
 
 
-@pytest.mark.parametrize("operation", [ops.GELU(), ops.Dropout(0.5), ops.Sequential(ops.ReLU())])
-def test_operations_without_parameters_have_a_repr(operation: torch.nn.Module) -> None:
-    assert repr(operation).startswith(type(operation).__name__)
+def test_operations_without_parameters_have_a_repr() -> None:
+    for operation in (ops.GELU(), ops.Dropout(0.5), ops.Sequential(ops.ReLU())):
+        assert repr(operation).startswith(type(operation).__name__)
 
 
 def test_an_operation_without_a_linear_is_labelled_by_its_class() -> None:
@@ -323,34 +323,26 @@ def test_what_is_no_module_is_refused_by_its_index() -> None:
         ops.Sequential(ops.Linear(8, 8), torch.nn.functional.relu)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
+def test_a_layer_with_more_than_one_tensor_is_refused() -> None:
+    for layer in (
         fp8core.LayerNormLinear(8, 8, return_layernorm_output=True),
         fp8core.Linear(8, 8, return_bias=True),
         fp8core.GroupedLinear(2, 8, 8, return_bias=True),
-    ],
-    ids=["norm", "bias", "groups"],
-)
-def test_a_layer_with_more_than_one_tensor_is_refused(layer: torch.nn.Module) -> None:
-    with pytest.raises(UnsupportedError, match="more than one tensor"):
-        ops.Sequential(layer)
+    ):
+        with pytest.raises(UnsupportedError, match="more than one tensor"):
+            ops.Sequential(layer)
 
 
-@pytest.mark.parametrize(
-    "operations",
-    [
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    for *operations, last in (
         (ops.Linear(8, 16), ops.Linear(8, 8)),
         (ops.Linear(8, 16), ops.LayerNorm(8)),
         (ops.Linear(8, 16), ops.SwiGLU(), ops.Linear(16, 8)),
         (ops.Linear(8, 7), ops.SwiGLU()),
         (ops.RMSNorm(8), ops.Bias(9)),
-    ],
-    ids=["linear", "norm", "gated", "odd", "bias"],
-)
-def test_sizes_that_do_not_fit_are_refused(operations: tuple[torch.nn.Module, ...]) -> None:
-    with pytest.raises(OperandError, match=r"operation 1|operation 2"):
-        ops.Sequential(*operations)
+    ):
+        with pytest.raises(OperandError, match=f"operation {len(operations)}"):
+            ops.Sequential(*operations, last)
 
 
 def test_a_wrong_hidden_size_names_both() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from fp8core.router import (
     fused_moe_aux_loss,
     fused_topk_with_score_function,
 )
+from tests.pairs import turns
+from tests.refusals import unrefused
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -42,8 +45,9 @@ def scores_of(x: torch.Tensor, function: str) -> torch.Tensor:
     return x.sigmoid() if function == "sigmoid" else torch.nn.functional.softplus(x).sqrt()
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("dtype", "function"), [*turns(FLOATS, FUNCTIONS), *turns([torch.float32], FUNCTIONS[1:])]
+)
 def test_probs_of_the_best_experts(dtype: torch.dtype, function: str) -> None:
     x = logits(dtype=dtype)
     probs, chosen = route(x, 3, function, scaling_factor=2.5)
@@ -274,11 +278,9 @@ ERRORS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("words", ERRORS)
-def test_what_does_not_fit_is_named(words: str) -> None:
-    with pytest.raises(OperandError) as caught:
-        ERRORS[words]()
-    assert words in str(caught.value)
+def test_what_does_not_fit_is_named() -> None:
+    table = {words: (call, OperandError, re.escape(words)) for words, call in ERRORS.items()}
+    assert unrefused(table) == {}
 
 
 def test_histogram_is_not_offered() -> None:

@@ -153,29 +153,24 @@ def legal_changes(value: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def changes() -> list[Any]:
-    every = [
-        (example, name, changed)
-        for example in EXAMPLES
-        for name, changed in legal_changes(example)
-        if changed is not None or not isinstance(example, DequantizeDesc)
-    ]
-    return [
-        pytest.param(*one, id=f"{type(one[0]).__name__}-{one[1]}-{number}")
-        for number, one in enumerate(every)
-    ]
-
-
 def test_every_field_of_a_spec_is_changed() -> None:
     changed = {name for spec in (SPEC, BYTES, FOUR_OVER_SIX) for name, _ in legal_changes(spec)}
     assert changed == {field.name for field in dataclasses.fields(OperandSpec)}
 
 
-@pytest.mark.parametrize(("desc", "name", "value"), changes())
-def test_another_value_of_a_field_prints_another_text(desc: Any, name: str, value: Any) -> None:
-    changed = dataclasses.replace(desc, **{name: value})
-    assert changed != desc
-    assert str(changed) != str(desc)
+@pytest.mark.parametrize(
+    "desc", EXAMPLES, ids=[f"{type(desc).__name__}-{at}" for at, desc in enumerate(EXAMPLES)]
+)
+def test_another_value_of_a_field_prints_another_text(desc: Any) -> None:
+    alike = []
+    for name, value in legal_changes(desc):
+        if value is None and isinstance(desc, DequantizeDesc):
+            continue
+        changed = dataclasses.replace(desc, **{name: value})
+        assert changed != desc
+        if str(changed) == str(desc):
+            alike.append((name, value))
+    assert alike == []
 
 
 def test_every_descriptor_is_among_the_examples() -> None:
@@ -192,10 +187,10 @@ def test_no_two_descriptors_of_the_catalogue_print_alike() -> None:
     assert len(set(texts)) == len(texts)
 
 
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1"])
-def test_the_largest_value_is_no_target_to_mention(name: str) -> None:
-    spec = OperandSpec(name, (1, 0), formats.by_name(name).max)
-    assert str(spec) == f"{name} block=(1,0)"
+def test_the_largest_value_is_no_target_to_mention() -> None:
+    for name in ("e4m3", "e5m2", "e2m1"):
+        spec = OperandSpec(name, (1, 0), formats.by_name(name).max)
+        assert str(spec) == f"{name} block=(1,0)"
 
 
 def test_texts_stay_readable() -> None:

@@ -294,21 +294,19 @@ def copied(saved: Path, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_checkpoint_changes_nothing(
-    name: str, native: bool, saved: Path, tmp_path: Path
-) -> None:
+def test_a_bad_checkpoint_changes_nothing(name: str, saved: Path, tmp_path: Path) -> None:
     change, kind, words = BAD[name]
     change(copied(saved, tmp_path))
     net: Model = model(seed=1)
     before = {key: value.clone() for key, value in net.state_dict().items()}
-    with pytest.raises(kind, match=words) as caught:
-        load_pretrained(tmp_path, net, native)
-    assert str(caught.value).count("Nothing was loaded") <= 1
-    for key, value in net.state_dict().items():
-        assert type(value) is torch.Tensor
-        assert torch.equal(value, before[key])
+    for native in (False, True):
+        with pytest.raises(kind, match=words) as caught:
+            load_pretrained(tmp_path, net, native)
+        assert str(caught.value).count("Nothing was loaded") <= 1
+        for key, value in net.state_dict().items():
+            assert type(value) is torch.Tensor
+            assert torch.equal(value, before[key])
 
 
 def test_a_pipe_for_a_file_is_not_waited_for(tmp_path: Path) -> None:

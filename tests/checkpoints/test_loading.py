@@ -30,6 +30,7 @@ from tests.checkpoints.models import (
     tensors_of,
     write,
 )
+from tests.pairs import pairs, turns
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 BLOCKS = {**FP8, "weight_block_size": [128, 128]}
@@ -47,8 +48,9 @@ def scheme(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "dtype"), turns(RECIPES, [torch.bfloat16, torch.bfloat16, torch.float32])
+)
 def test_values_are_codes_times_scales(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     recipe, method = RECIPES[name]
     source = model(dtype=dtype)
@@ -194,8 +196,13 @@ def read_one(
 SCALE = torch.tensor([[0.25, 3.0], [1.5, 2.0], [0.1, 0.3], [7.0, 1e-4], [0.6, 0.7]])
 
 
-@pytest.mark.parametrize("key", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("key", "dtype"),
+    turns(
+        ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"],
+        [torch.float32, torch.bfloat16, torch.float16],
+    ),
+)
 def test_deepseek_s_files_are_read(key: str, dtype: torch.dtype, tmp_path: Path) -> None:
     codes, scale = codes_of((576, 200)), SCALE.to(dtype)  # no multiple of 128
     weight, recipe = read_one(tmp_path, {"fc.weight": codes, f"fc.{key}": scale}, BLOCKS)
@@ -402,10 +409,9 @@ def expert_files(names: tuple[str, ...], inner: int = 256) -> dict[str, torch.Te
     return tensors
 
 
-@pytest.mark.parametrize("inner", [256, 192])
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("kind", NAMES)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("kind", "native", "inner", "device"), pairs(NAMES, [False, True], [256, 192], ["cpu", "meta"])
+)
 def test_experts_stored_one_by_one_are_read_into_one_parameter(
     kind: str, native: bool, inner: int, device: str, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import fp8core
 from fp8core import UnsupportedError, autocast, ops, recipe
+from tests.pairs import turns
 
 CURRENT, BLOCK, DELAYED = (recipe.by_name(name) for name in ("current", "block", "delayed"))
 BOTH = pytest.mark.parametrize("use_reentrant", [True, False])
@@ -71,8 +72,7 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
     assert all(map(torch.equal, got, want))
 
 
-@BOTH
-@pytest.mark.parametrize("earlier", EARLIER)
+@pytest.mark.parametrize(("earlier", "use_reentrant"), turns(EARLIER, [True, False]))
 def test_a_recipe_entered_inside_is_repeated_whatever_ran_before(
     earlier: str, use_reentrant: bool
 ) -> None:
@@ -82,8 +82,7 @@ def test_a_recipe_entered_inside_is_repeated_whatever_ran_before(
     assert_same(grads(layer, lambda x: kept(run, x, use_reentrant)), grads(layer, run))
 
 
-@BOTH
-@pytest.mark.parametrize("earlier", EARLIER)
+@pytest.mark.parametrize(("earlier", "use_reentrant"), turns(EARLIER, [True, False]))
 def test_high_precision_is_repeated_whatever_ran_before(earlier: str, use_reentrant: bool) -> None:
     layer = fp8core.LayerNormMLP(32, 64)
     EARLIER[earlier](layer)

@@ -15,6 +15,7 @@ from fp8core.errors import OperandError, RecipeError
 from tests.chain import fused_toy
 from tests.device import DEVICE
 from tests.dispatch import toys
+from tests.pairs import pairs
 
 MX = recipe.MXFP8BlockScaling()
 GEMMS = ["fprop", "dgrad", "wgrad"]
@@ -49,24 +50,19 @@ def steps(explanation: object) -> list[str]:
     return [line.step for line in explanation.lines]
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_every_operation_has_an_explanation(op: str) -> None:
-    explanation = fp8core.explain(op, recipe.DelayedScaling())
-    assert set(backends(explanation)) == {"reference"}
+def test_explanation_of_an_operation_holds_its_descriptors_alone() -> None:
+    found = {op: fp8core.explain(op, recipe.DelayedScaling()) for op in OPS}
+    assert {op: set(backends(explanation)) for op, explanation in found.items()} == {
+        op: {"reference"} for op in OPS
+    }
+    assert {op: {line.choice.desc.op for line in found[op].lines if line.choice} for op in OPS} == {
+        op: {op} for op in OPS
+    }
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_explanation_of_an_operation_holds_its_descriptors_alone(op: str) -> None:
-    lines = fp8core.explain(op, recipe.DelayedScaling()).lines
-    assert {line.choice.desc.op for line in lines if line.choice} == {op}
-
-
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [("gemm", GEMMS), ("grouped_gemm", GEMMS), ("quantize", TENSORS + OF_GROUPS), ("amax", [])],
-)
-def test_each_use_of_an_operation_has_a_line(op: str, expected: list[str]) -> None:
-    assert steps(fp8core.explain(op, MX)) == expected
+def test_each_use_of_an_operation_has_a_line() -> None:
+    expected = {"gemm": GEMMS, "grouped_gemm": GEMMS, "quantize": TENSORS + OF_GROUPS, "amax": []}
+    assert {op: steps(fp8core.explain(op, MX)) for op in expected} == expected
 
 
 def test_lines_print_what_runs_where_and_why() -> None:
@@ -120,12 +116,12 @@ def test_alternative_that_could_run_it_says_what_it_lost_to() -> None:
     )
 
 
-@pytest.mark.parametrize("op", OPTIONAL_OPS)
-def test_fusion_that_nobody_offers_is_no_refusal(op: str) -> None:
-    explanation = fp8core.explain(op, MX)
-    assert not explanation.refused
-    assert explanation.lines
-    assert all("NOT OFFERED, the pair runs" in str(line) for line in explanation.lines)
+def test_fusion_that_nobody_offers_is_no_refusal() -> None:
+    for op in OPTIONAL_OPS:
+        explanation = fp8core.explain(op, MX)
+        assert not explanation.refused, op
+        assert explanation.lines, op
+        assert all("NOT OFFERED, the pair runs" in str(line) for line in explanation.lines), op
 
 
 def test_default_is_the_default_recipe() -> None:
@@ -269,9 +265,14 @@ def test_cast_that_is_substituted_in_a_model_is_shown() -> None:
     assert backends(explanation) == ["toy"] * 3 + ["reference"] * 3 + ["toy"]
 
 
-@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4", "delayed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layer_type", ["linear", "grouped_linear"])
+@pytest.mark.parametrize(
+    ("layer_type", "dtype", "name"),
+    pairs(
+        ["linear", "grouped_linear"],
+        [torch.float32, torch.bfloat16],
+        ["current", "mxfp8", "nvfp4", "delayed"],
+    ),
+)
 def test_explanation_asks_what_the_layer_asks(
     layer_type: str, dtype: torch.dtype, name: str
 ) -> None:

@@ -28,6 +28,7 @@ from fp8core.recipe import Recipe
 from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.quantizer_binding import Binding
 from tests.device import DEVICE
+from tests.pairs import turns
 
 LAYERS = {
     "linear": lambda: fp8core.Linear(32, 32),
@@ -58,8 +59,9 @@ def plan_of(layer: LowPrecisionModule, chosen: Recipe) -> Any:
     return chosen.plan(LayerRole(layer.kind), torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize(
+    ("name", "kind"), [*turns(recipe.names(), LAYERS), *turns(["nvfp4"], list(LAYERS)[:4])]
+)
 def test_a_record_holds_what_dispatch_is_asked_for(name: str, kind: str) -> None:
     layer, spy = LAYERS[kind](), Spy()
     plan = plan_of(layer, recipe.by_name(name))

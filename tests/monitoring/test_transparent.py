@@ -18,6 +18,7 @@ from fp8core.backend_api import OPTIONAL_OPS
 from fp8core.modules.base import LowPrecisionModule
 from tests.chain import fused_toy
 from tests.monitoring import models
+from tests.pairs import pairs, turns
 
 RECIPES: dict[str, recipe.Recipe | None] = {
     "none": None,
@@ -26,9 +27,14 @@ RECIPES: dict[str, recipe.Recipe | None] = {
 }
 
 
-@pytest.mark.parametrize("layer", models.LAYERS)
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("every", [1, 2])
+# tests/test_ways.py monitors Linear, LayerNormMLP, attention and a Transformer layer in every step.
+@pytest.mark.parametrize(
+    ("name", "layer", "every"),
+    [
+        *turns(RECIPES, models.LAYERS, [1, 2]),
+        *turns(["delayed"], models.LAYERS, [1]),
+    ],
+)
 def test_training_is_the_same_bit_for_bit(name: str, layer: str, every: int) -> None:
     want = models.train(models.make(layer), RECIPES[name])
     model = models.make(layer)
@@ -38,8 +44,10 @@ def test_training_is_the_same_bit_for_bit(name: str, layer: str, every: int) -> 
     assert {row.step for row in watch.rows} == {step for step in range(3) if step % every == 0}
 
 
-@pytest.mark.parametrize("name", ["current", "mxfp8", "delayed"])
-@pytest.mark.parametrize("layer", ["mlp", "gated_mlp", "sequential"])
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    turns(["mlp", "gated_mlp", "sequential"], ["current", "mxfp8", "delayed"]),
+)
 def test_fused_operations_give_way_and_the_bits_stay(layer: str, name: str) -> None:
     chosen = recipe.by_name(name)
     with fused_toy.installed(*OPTIONAL_OPS):
@@ -54,8 +62,9 @@ def test_fused_operations_give_way_and_the_bits_stay(layer: str, name: str) -> N
     assert models.same(got, want)
 
 
-@pytest.mark.parametrize("name", ["current", "delayed", "nvfp4"])
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("use_reentrant", "name"), turns([True, False], ["current", "delayed", "delayed", "nvfp4"])
+)
 def test_checkpointed_training_is_the_same(use_reentrant: bool, name: str) -> None:
     def run(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = te.checkpoint(models.call, layer, x, use_reentrant=use_reentrant)
@@ -69,9 +78,10 @@ def test_checkpointed_training_is_the_same(use_reentrant: bool, name: str) -> No
     assert models.same(got, want)
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("name", recipe.names())
-@pytest.mark.parametrize("layer", ["linear", "grouped", "gated_mlp"])
+@pytest.mark.parametrize(
+    ("layer", "name", "checkpoints"),
+    pairs(["linear", "grouped", "gated_mlp"], recipe.names(), [False, True]),
+)
 def test_weights_quantized_again_have_the_same_rows(
     layer: str, name: str, checkpoints: bool
 ) -> None:

@@ -50,6 +50,7 @@ from fp8core.torch_ops import training
 from fp8core.torch_ops.attention import flat_call
 from fp8core.torch_ops.calls import call_of
 from fp8core.torch_ops.encoding import Operation, decode, encode
+from tests.pairs import turns
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -365,8 +366,10 @@ def test_backend_that_is_not_installed_is_named() -> None:
         OPS.activation(text(SWIGLU, "absent"), rand(2, 2))
 
 
-@pytest.mark.parametrize("sums", [False, True])
-@pytest.mark.parametrize("producer", [NORM, RMS, SWIGLU, BACKWARD, NORM_BACKWARD, RMS_BACKWARD])
+@pytest.mark.parametrize(
+    ("producer", "sums"),
+    turns([NORM, RMS, SWIGLU, BACKWARD, RMS_BACKWARD, NORM_BACKWARD], [False, True]),
+)
 def test_fused_operation_and_its_operator_agree(fusing: str, producer: Any, sums: bool) -> None:
     desc = FusedDesc(producer, QuantizeDesc(BF16, DELAYED, DELAYED), sums)
     statistics = [torch.rand(4), torch.rand(4)]
