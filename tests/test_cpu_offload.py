@@ -16,6 +16,7 @@ from fp8core.cpu_offload import get_cpu_offload_context, mark_not_offload, selec
 from fp8core.errors import OperandError
 from fp8core.tensors import offloading
 from tests.device import DEVICE
+from tests.pairs import pairs
 
 BF16 = torch.bfloat16
 
@@ -66,9 +67,10 @@ def plainly(layers: list[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("doubles", [False, True])
-@pytest.mark.parametrize("retains", [False, True])
-@pytest.mark.parametrize("num_layers", [0, 1, 2, 3, None])
+@pytest.mark.parametrize(
+    ("num_layers", "retains", "doubles"),
+    pairs([0, 1, 2, 3, None], [False, True], [False, True]),
+)
 def test_gradients_are_the_same(num_layers: int | None, retains: bool, doubles: bool) -> None:
     layers = torch_layers()
     expected = gradients(layers, lambda x: plainly(layers, x))

@@ -8,6 +8,7 @@ floor fails: the place to add it is ``FLOORS``.
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -136,6 +137,10 @@ class Import(NamedTuple):
 class Sources(dict[str, Source]):
     """The files of a checkout by imported name."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._imports: dict[str, list[Import]] = {}
+
     @classmethod
     def read(cls, root: Path) -> Sources:
         found = cls()
@@ -151,17 +156,15 @@ class Sources(dict[str, Source]):
         """The files that are installed."""
         return [source for name, source in self.items() if not is_within(name, "tests")]
 
-    def imports(self, source: Source) -> Iterator[Import]:
+    def imports(self, source: Source) -> list[Import]:
         """Every import of ``source``; ``from package import module`` imports the module."""
-        inner = {
-            id(node)
-            for function in functions(source.tree).values()
-            for node in ast.walk(function)
-            if node is not function
-        }
-        for node in ast.walk(source.tree):
-            for target in self.targets(node):
-                yield Import(target, getattr(node, "lineno", 0), id(node) in inner)
+        if source.name not in self._imports:
+            self._imports[source.name] = [
+                Import(target, getattr(node, "lineno", 0), in_function)
+                for node, in_function in nodes(source.tree)
+                for target in self.targets(node)
+            ]
+        return self._imports[source.name]
 
     def targets(self, node: ast.AST) -> list[str]:
         match node:
@@ -188,11 +191,21 @@ def unit(name: str) -> str:
     return name.split(".")[1] if "." in name else "__init__"
 
 
+def nodes(node: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node of a tree, and whether a function holds it."""
+    yield node, in_function
+    in_function |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    for child in ast.iter_child_nodes(node):
+        yield from nodes(child, in_function)
+
+
 def functions(tree: ast.Module) -> dict[str, Function]:
     """Every function and method of a file by qualified name."""
 
     def collect(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):  # which holds no statement
+                continue
             name = prefix
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 name = f"{prefix}{child.name}."
@@ -390,8 +403,11 @@ RULES: tuple[Callable[[Sources], Iterator[str]], ...] = (
 
 
 @pytest.fixture(scope="module")
-def checkout() -> Sources:
-    return Sources.read(ROOT)
+def checkout() -> Iterator[Sources]:
+    """All files, without Python's collector, which would visit each new tree many times."""
+    gc.disable()
+    yield Sources.read(ROOT)
+    gc.enable()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fp8core.backend_api import ACTIVATIONS, GATED, ActivationDesc
@@ -14,10 +13,10 @@ F64 = torch.float64
 LARGE = 1e30
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_law_is_about_activations_that_grow_faster_than_their_input(name: str) -> None:
-    desc = ActivationDesc(name, F64, F64, activation_shape(name).params)
-    x = torch.full((1, 2 if name in GATED else 1), LARGE, dtype=F64)
-    y = ReferenceBackend().bind(desc, torch.device("cpu"))(x)
-    law = LAWS["activation_overflows_to_infinity"]
-    assert law.applies(desc) == bool(y.abs().max() > 2 * LARGE)
+def test_law_is_about_activations_that_grow_faster_than_their_input() -> None:
+    for name in ACTIVATIONS:
+        desc = ActivationDesc(name, F64, F64, activation_shape(name).params)
+        x = torch.full((1, 2 if name in GATED else 1), LARGE, dtype=F64)
+        y = ReferenceBackend().bind(desc, torch.device("cpu"))(x)
+        law = LAWS["activation_overflows_to_infinity"]
+        assert law.applies(desc) == bool(y.abs().max() > 2 * LARGE), name

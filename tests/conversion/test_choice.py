@@ -251,9 +251,8 @@ def test_without_a_recipe_nothing_is_counted_as_low_precision() -> None:
     assert "in low precision by the recipe" not in str(report)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "size", "is_small"),
-    [
+def test_layers_too_small_to_gain_are_noted_and_converted() -> None:
+    for chosen, size, is_small in (
         ("current", (1024, 1024), True),
         ("current", (1024, 1025), False),
         ("current", (4097, 1024), False),
@@ -263,15 +262,12 @@ def test_without_a_recipe_nothing_is_counted_as_low_precision() -> None:
         ("rowwise", (2049, 4096), False),
         ("mxfp8", (64, 64), False),
         (None, (64, 64), False),
-    ],
-)
-def test_layers_too_small_to_gain_are_noted_and_converted(
-    chosen: str | None, size: tuple[int, int], is_small: bool
-) -> None:
-    own = nn.Sequential(nn.Linear(*size, device="meta"))
-    report = fp8core.convert(own, chosen)
-    assert names(report) == ["0"]
-    assert any("too small to gain" in note for note in report.notes) == is_small
+    ):
+        own = nn.Sequential(nn.Linear(*size, device="meta"))
+        report = fp8core.convert(own, chosen)
+        assert names(report) == ["0"]
+        is_noted = any("too small to gain" in note for note in report.notes)
+        assert is_noted == is_small, (chosen, size)
 
 
 def test_report_is_text_and_json() -> None:
@@ -304,14 +300,13 @@ WRONG: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_bad_input_is_an_error_and_changes_nothing(case: str) -> None:
-    kind, arguments, message = WRONG[case]
+def test_bad_input_is_an_error_and_changes_nothing() -> None:
     own = Decoder()
     before = [(type(module), dict(vars(module))) for module in own.modules()]
-    with pytest.raises(kind, match=message.replace("(", r"\(")):
-        fp8core.convert(own, **arguments)
-    assert [(type(module), vars(module)) for module in own.modules()] == before
+    for case, (kind, arguments, message) in WRONG.items():
+        with pytest.raises(kind, match=message.replace("(", r"\(")):
+            fp8core.convert(own, **arguments)
+        assert [(type(module), vars(module)) for module in own.modules()] == before, case
 
 
 def test_an_error_of_the_filter_passes_and_changes_nothing() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 import fp8core
 from fp8core import recipe
+from tests.pairs import turns
 
 Write = Callable[[nn.Parameter, torch.Tensor], object]
 WRITES: dict[str, Write] = {
@@ -54,8 +55,7 @@ def run(own: nn.Module, write: Write, *, steps: int = 3) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize(("name", "write"), turns(recipe.names(), WRITES))
 def test_a_write_that_torch_does_not_see_counts(name: str, write: str) -> None:
     got, want = run(made(name), WRITES[write]), run(made(name), seen)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -7,6 +7,7 @@ import io
 import random
 import struct
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from fp8core.errors import OperandError
 from fp8core.modules.extra_state.opcodes import MAX_OPCODES
 from fp8core.modules.extra_state.state import read_extra_state
 from tests.extra_state.states import DelayedScaling, as_tensor, content, pickled
+from tests.refusals import unrefused
 
 
 def text(word: str) -> bytes:
@@ -107,7 +109,6 @@ HOSTILE = {
     "no end": (head(b"N"), "damaged"),
     "a key that is a list": (head(b"}]Ns."), "a key that is a list"),
     "an odd dict": (head(b"}(Nu."), "without a value"),
-    "a dict that holds itself": (head(b"}\x94(" + text("a") + b"h\x00u."), "recipe|lacks|^$"),
     "a list that holds itself": (head(b"]\x94h\x00a."), "a list"),
     "doubled lists": (head(b"]\x94" + b"](h\x00h\x00e\x94" * 1000 + b"."), "left at its end"),
     "a huge tensor": (tensor(old_file(2**40), (2**40,), (1,)), "cut off"),
@@ -138,18 +139,19 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_ends_in_one_error(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_file_ends_in_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    data, words = HOSTILE[name]
-    if name == "a dict that holds itself":  # it is no state, and harmless
-        assert read_extra_state(as_tensor(data)) == {}
-        return
-    with pytest.raises(OperandError, match=words):
-        read_extra_state(as_tensor(data))
+    table = {
+        name: (partial(read_extra_state, as_tensor(data)), OperandError, words)
+        for name, (data, words) in HOSTILE.items()
+    }
+    assert unrefused(table) == {}
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dict_that_holds_itself_is_no_state_and_harmless() -> None:
+    data = head(b"}\x94(" + text("a") + b"h\x00u.")
+    assert read_extra_state(as_tensor(data)) == {}
 
 
 def zipped(names: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> io.BytesIO:
@@ -186,11 +188,12 @@ ZIPS = {
 }
 
 
-@pytest.mark.parametrize("name", ZIPS)
-def test_a_hostile_zip_file_ends_in_one_error(name: str) -> None:
-    file, words = ZIPS[name]
-    with pytest.raises(OperandError, match=words):
-        read_extra_state(file)
+def test_a_hostile_zip_file_ends_in_one_error() -> None:
+    table = {
+        name: (partial(read_extra_state, file), OperandError, words)
+        for name, (file, words) in ZIPS.items()
+    }
+    assert unrefused(table) == {}
 
 
 @pytest.mark.parametrize("is_zip", [False, True])

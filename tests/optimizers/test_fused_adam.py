@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 
 import fp8core
 from fp8core import recipe
-from fp8core.errors import OperandError, UnsupportedError
+from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.optimizers import FusedAdam, FusedSGD, fused_adam
 from tests.device import DEVICE
+from tests.pairs import turns
+from tests.refusals import unrefused
 
 BF16 = torch.bfloat16
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -301,11 +304,9 @@ ERRORS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("words", ERRORS)
-def test_what_is_not_offered_is_named(words: str) -> None:
-    with pytest.raises((OperandError, UnsupportedError)) as caught:
-        ERRORS[words]()
-    assert words in str(caught.value)
+def test_what_is_not_offered_is_named() -> None:
+    table = {words: (call, Fp8CoreError, re.escape(words)) for words, call in ERRORS.items()}
+    assert unrefused(table) == {}
 
 
 def test_quantized_parameters_need_masters() -> None:
@@ -350,8 +351,9 @@ def test_groups_without_an_option_are_not_loaded(optimizer: Any) -> None:
     assert other.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize("optimizer", [FusedAdam, FusedSGD])
-@pytest.mark.parametrize("lr", [None, -1.0, "0.1", float("nan")])
+@pytest.mark.parametrize(
+    ("optimizer", "lr"), turns([FusedAdam, FusedSGD], [None, -1.0, "0.1", float("nan")])
+)
 def test_groups_whose_option_is_no_number_are_refused(optimizer: Any, lr: Any) -> None:
     ours = optimizer(parameters(), lr=0.5)
     saved = trained(optimizer, parameters(), 1, lr=0.1).state_dict()

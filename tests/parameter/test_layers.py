@@ -12,6 +12,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.recipe import Recipe
 from tests.device import DEVICE
+from tests.pairs import turns
 
 RECIPES: dict[str, Recipe] = {
     "current": recipe.Float8CurrentScaling(),
@@ -73,8 +74,13 @@ def test_norms_stay_in_high_precision() -> None:
     assert not isinstance(made.weight, fp8core.QuantizedTensor)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "high" not in name])
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        *turns(LAYERS, ["current", "block", "mxfp8", "nvfp4"]),
+        *turns(LAYERS, ["mxfp8", "nvfp4", "rowwise", "block"]),
+    ],
+)
 def test_computes_what_the_layer_in_high_precision_computes(layer: str, name: str) -> None:
     used, own, x = RECIPES[name], LAYERS[layer](), sample()
     made = quantized(LAYERS[layer], used)
