@@ -137,10 +137,15 @@ class LinearLink(LinearOperations, LinkDefaults):
             )
         if padded is not None:
             program = Padded(program, padded, call, num_weights=count)
+        program = self.observed(program, call)
         if self.input_again is not None and True in needs_grad[1 : 1 + count]:
             program = SavingInput(program, self.input_again)
         if self.needs_rng and call.rng is not None:
             program = Stochastic(program, call.rng, self.index)
+        return program
+
+    def observed(self, program: Program, call: Call) -> Program:
+        """Return ``program``; a subclass may look at its operands, however they are saved."""
         return program
 
     def _exchanged(self, call: Call) -> tuple[Exchanged | None, Exchanged | None]:

@@ -85,10 +85,9 @@ class WatchedLink(LinearLink):
 
     probe: _Probe
 
-    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
-        """Return the link's program, with requests that show the tensors."""
-        inner = LinearLink.program(self, rows, needs_grad, call)
-        return _WatchedProgram(inner, self.probe, call)
+    def observed(self, program: Program, call: Call) -> Program:
+        """Return ``program`` with requests that show the tensors."""
+        return _WatchedProgram(program, self.probe, call)
 
 
 class _WatchedProgram(Wrapper):
