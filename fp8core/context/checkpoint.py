@@ -87,6 +87,8 @@ def checkpoint(
 def _apart(output: torch.Tensor) -> torch.Tensor:
     """Return ``output``, but a view of a parameter, as a layer with ``return_bias`` returns it.
 
-    torch's function makes what it returns its own result: the parameter would be no leaf any more.
+    torch's function makes what it returns its own result: the parameter, a frozen one too, would be
+    no leaf any more, and backward of the next step would run that of this one.
     """
-    return output.view_as(output) if output.is_leaf and output.requires_grad else output
+    is_parameter = isinstance(output, torch.nn.Parameter) or output.requires_grad
+    return output.view_as(output) if output.is_leaf and is_parameter else output

@@ -322,20 +322,21 @@ def test_a_keyword_whose_gradient_would_get_lost_is_refused() -> None:
 
 
 @BOTH
-def test_a_bias_that_is_returned_stays_a_parameter(use_reentrant: bool) -> None:
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_bias_that_is_returned_stays_a_parameter(is_trained: bool, use_reentrant: bool) -> None:
     gradients = []
     for is_checkpointed in (False, True):
         torch.manual_seed(0)
-        layer = fp8core.LayerNormMLP(32, 64, return_bias=True)
+        layer = fp8core.LayerNormMLP(32, 64, return_bias=True).requires_grad_(is_trained)
         x = torch.randn(8, 32, requires_grad=True)
         with autocast(recipe=recipe.Float8CurrentScaling()):
             if is_checkpointed:
                 y, bias = fp8core.checkpoint(layer, x, use_reentrant=use_reentrant)
             else:
                 y, bias = layer(x)
-        (y + bias).square().sum().backward()
         assert all(parameter.is_leaf for parameter in layer.parameters())
-        gradients.append([own.grad for own in (x, *layer.parameters())])
+        (y + bias).square().sum().backward()
+        gradients.append([own.grad for own in (x, *layer.parameters()) if own.requires_grad])
     assert same(*gradients)
 
 
