@@ -9,10 +9,10 @@ from torch.func import vmap
 from fp8core import ops
 from fp8core.torch_ops import fused
 from tests.chain.test_differentiable import LAYERS, D, K, layer_of, plain
+from tests.pairs import turns
 
 
-@pytest.mark.parametrize("shape", [(K,), (3, K), (2, 3, K)], ids=str)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("kind", "shape"), turns(LAYERS, [(K,), (3, K), (2, 3, K)]), ids=str)
 def test_a_batch_of_gradients_equals_a_loop(kind: str, shape: tuple[int, ...]) -> None:
     layer, x = layer_of(kind), torch.randn(shape, dtype=D, requires_grad=True)
     wanted = [x, *layer.parameters()]

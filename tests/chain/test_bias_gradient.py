@@ -14,6 +14,7 @@ from fp8core.backend_api import API_VERSION, OPTIONAL_OPS, OpDesc, QuantizeDesc
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.dispatch import toys
 from tests.dispatch.toys import Bind
+from tests.pairs import turns
 
 BF16 = torch.bfloat16
 LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
@@ -50,8 +51,7 @@ def made(name: str) -> torch.nn.Module:
     return LAYERS[name][0]()
 
 
-@pytest.mark.parametrize("chosen", RECIPES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "chosen"), turns(LAYERS, RECIPES))
 def test_each_trained_bias_is_one_call_of_the_backend(name: str, chosen: str) -> None:
     calls: list[str] = []
     toys.register(toys.backend("toy", refuse=without_fusions, calls=calls))
@@ -81,8 +81,7 @@ def test_each_group_is_summed_alone() -> None:
     assert [layer.get_parameter(f"bias{at}").grad[0].item() for at in range(3)] == [30, 0, 34]
 
 
-@pytest.mark.parametrize("chosen", RECIPES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "chosen"), turns(LAYERS, RECIPES))
 def test_backend_of_an_older_contract_leaves_it_to_the_reference(name: str, chosen: str) -> None:
     def refuse(desc: OpDesc) -> str | None:
         return f"knows no {desc.op}" if desc.op in ("column_sums", *OPTIONAL_OPS) else None

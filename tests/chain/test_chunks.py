@@ -17,6 +17,7 @@ from fp8core.backend_api import API_VERSION, BackendSpec, Operand, hookimpl
 from fp8core.dispatch import plugins, table
 from tests.conformance import broken
 from tests.device import DEVICE
+from tests.pairs import pairs
 
 ROWS = 272  # two chunks of 128 rows and a short one
 
@@ -85,9 +86,10 @@ def step(
     return [one.clone() for one in found if one is not None]
 
 
-@pytest.mark.parametrize("requantizes", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", ["delayed", "current", "block", "rowwise"])
+@pytest.mark.parametrize(
+    ("name", "bias", "requantizes"),
+    pairs(["delayed", "current", "block", "rowwise"], [False, True], [False, True]),
+)
 def test_gradients_in_chunks_have_the_same_bits(
     name: str, bias: bool, requantizes: bool, asked: tuple[list[int], list[int]]
 ) -> None:

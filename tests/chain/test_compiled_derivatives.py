@@ -13,6 +13,7 @@ import fp8core
 from fp8core import autocast, recipe
 from fp8core.chain import differentiable
 from tests.chain.test_differentiable import K, layer_of, loss
+from tests.pairs import turns
 
 # torch itself: forward-mode differentiation loads decompositions that it still compiles by script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -36,8 +37,9 @@ def nothing_bound() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("kind", ["linear", "norm and linear", "mlp", "sequential"])
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    ("transform", "kind"), turns(TRANSFORMS, ["linear", "norm and linear", "mlp", "sequential"])
+)
 def test_a_compiled_transform_equals_that_of_a_copy_in_eager(transform: str, kind: str) -> None:
     layer, x = layer_of(kind, torch.float32).eval(), torch.randn(3, K)
 

@@ -15,6 +15,7 @@ from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import storage_plan
 from tests.device import assert_same_sums
+from tests.pairs import turns
 
 RECIPES: dict[str, Any] = {
     "current": recipe.Float8CurrentScaling(backward_override="dequantized"),
@@ -51,8 +52,7 @@ def layer_and_tensors(sizes: tuple[int, int, int]) -> tuple[Any, torch.Tensor, t
     return layer, x.requires_grad_(), torch.randn(rows, outputs)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "sizes"), turns(RECIPES, SIZES), ids=str)
 def test_gradients_are_those_of_the_dequantized_operands(
     name: str, sizes: tuple[int, int, int]
 ) -> None:
@@ -79,8 +79,9 @@ def test_forward_is_that_of_the_recipe(name: str) -> None:
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("splits", [(16, 0, 48), (0, 0, 64), (21, 22, 21)], ids=str)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "splits"), turns(RECIPES, [(16, 0, 48), (0, 0, 64), (21, 22, 21)]), ids=str
+)
 def test_groups_are_decoded_by_their_own_scales(name: str, splits: Sequence[int]) -> None:
     torch.manual_seed(0)
     layer = fp8core.GroupedLinear(3, 64, 96)

@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 import fp8core
 from fp8core import autocast, ops, recipe
 from tests.device import DEVICE, assert_same_sums
+from tests.pairs import turns
 
 # torch itself: forward-mode differentiation loads decompositions that it still compiles by script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -203,8 +204,7 @@ def test_jvp_and_the_two_jacobians_agree(kind: str) -> None:
     torch.testing.assert_close(pull(torch.ones_like(y))[0], reverse.sum((0, 1)))
 
 
-@pytest.mark.parametrize("in_dim", [0, 1])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("kind", "in_dim"), turns(LAYERS, [0, 1]))
 def test_vmap_over_inputs_equals_a_loop(kind: str, in_dim: int) -> None:
     layer, x = layer_of(kind).eval(), torch.randn(3, 3, K, dtype=D)
     got = vmap(layer, in_dims=in_dim)(x)

@@ -17,6 +17,7 @@ from fp8core.backend_api import API_VERSION, BackendSpec, GemmDesc, Operand, hoo
 from fp8core.dispatch import plugins, table
 from tests.conformance import broken
 from tests.device import DEVICE
+from tests.pairs import pairs
 from tests.recording_backend import RECORDER, Operation
 
 ROWS, HIDDEN, FFN = 272, 64, 128  # two chunks of 128 rows and a short one
@@ -118,10 +119,15 @@ def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     return len(got) == len(want) and all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize("backend", ["Made", "WithoutParts", "Recorded"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("name", ["delayed", "block", "current", "rowwise"])
+@pytest.mark.parametrize(
+    ("name", "activation", "bias", "backend"),
+    pairs(
+        ["delayed", "block", "current", "rowwise"],
+        ["gelu", "swiglu"],
+        [False, True],
+        ["Made", "WithoutParts", "Recorded"],
+    ),
+)
 def test_steps_have_the_same_bits(name: str, activation: str, bias: bool, backend: str) -> None:
     ours, theirs = mlp(activation, bias=bias), mlp(activation, bias=bias)
     for seed in range(4):

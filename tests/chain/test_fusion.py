@@ -11,6 +11,7 @@ import torch
 from fp8core import LayerNormLinear, LayerNormMLP, UnsupportedError, autocast, ops, recipe
 from fp8core.backend_api import OPTIONAL_OPS, FusedDesc
 from tests.chain import fused_toy
+from tests.pairs import pairs
 
 BF16 = torch.bfloat16
 QUANTIZING = [name for name in OPTIONAL_OPS if name != "add_norm"]
@@ -204,9 +205,7 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("op", QUANTIZING)
-@pytest.mark.parametrize("name", ["current", "nvfp4"])
-@pytest.mark.parametrize("fault", SPOILT)
+@pytest.mark.parametrize(("fault", "name", "op"), pairs(SPOILT, ["current", "nvfp4"], QUANTIZING))
 def test_debug_catches_a_wrong_orientation(
     fault: str, name: str, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from fp8core.modules import run as module_run
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from tests.device import DEVICE, assert_same_sums
+from tests.pairs import pairs, turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -92,38 +93,33 @@ def forward(layer: LowPrecisionModule, x: torch.Tensor, chosen: recipe.Recipe | 
         return layer(x) if isinstance(layer, Linear) else layer(x, SPLITS)
 
 
-@pytest.mark.parametrize("kind", ["linear", "grouped"])
-@pytest.mark.parametrize("name", RECIPES)
+GEMMS_OF_FROZEN = {
+    (): ["fprop", "dgrad", "wgrad"],
+    ("weight",): ["fprop", "dgrad"],
+    ("input",): ["fprop", "wgrad"],
+    ("weight", "input"): ["fprop"],
+}
+
+
 @pytest.mark.parametrize(
-    ("frozen_weight", "frozen_input", "wanted"),
-    [
-        (False, False, ["fprop", "dgrad", "wgrad"]),
-        (True, False, ["fprop", "dgrad"]),
-        (False, True, ["fprop", "wgrad"]),
-        (True, True, ["fprop"]),
-    ],
-    ids=["trainable", "frozen weight", "frozen input", "only the bias"],
+    ("name", "kind", "frozen"), pairs(RECIPES, ["linear", "grouped"], GEMMS_OF_FROZEN), ids=str
 )
 def test_a_step_runs_the_gemms_that_somebody_needs(
-    name: str,
-    kind: str,
-    frozen_weight: bool,
-    frozen_input: bool,
-    wanted: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, kind: str, frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = build(kind)
     for weight in weights(layer):
-        weight.requires_grad_(not frozen_weight)
+        weight.requires_grad_("weight" not in frozen)
     counter = Counter(layer, monkeypatch)
     forward(
-        layer, torch.randn(M, K, requires_grad=not frozen_input), RECIPES[name]
+        layer, torch.randn(M, K, requires_grad="input" not in frozen), RECIPES[name]
     ).sum().backward()
-    assert counter.gemms == wanted
+    assert counter.gemms == GEMMS_OF_FROZEN[frozen]
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", ["none", "mxfp8", "delayed"])
+@pytest.mark.parametrize(
+    ("name", "mode"), turns(["none", "mxfp8", "delayed"], [torch.no_grad, torch.inference_mode])
+)
 def test_without_gradients_there_is_one_gemm_over_rowwise_operands(
     name: str, mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from fp8core.backend_api import DequantizeDesc, GemmDesc, Operand, OperandSpec, 
 from fp8core.recipe.plan import GemmPlan, LayerRole, LinearPlan
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.device import DEVICE
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -177,8 +178,7 @@ def test_a_step_has_the_oracle_s_bits(name: str, shape: tuple[int, int, int]) ->
     assert_same_bits(run(layer, x, dy, CURRENT[name]), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("name", CURRENT)
+@pytest.mark.parametrize(("name", "dtype"), turns(CURRENT, [torch.float16, torch.float32]))
 def test_a_step_has_the_oracle_s_bits_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
     shape = (37, 48, 20)
     layer = make_layer(shape, dtype)
@@ -271,8 +271,9 @@ def oracle_groups(
     return steps
 
 
-@pytest.mark.parametrize("splits", [[16, 0, 32, 16], [5, 1, 0, 7]], ids=str)
-@pytest.mark.parametrize("name", [*CURRENT, *DELAYED])
+@pytest.mark.parametrize(
+    ("name", "splits"), turns([*CURRENT, *DELAYED], [[16, 0, 32, 16], [5, 1, 0, 7]]), ids=str
+)
 def test_each_group_has_the_bits_of_a_tensor_of_its_own(name: str, splits: list[int]) -> None:
     chosen = {**CURRENT, **DELAYED}[name]
     layer = GroupedLinear(4, 48, 20, params_dtype=torch.bfloat16)

@@ -13,6 +13,7 @@ from fp8core.chain.call import Call
 from fp8core.chain.padding import LayerPadding
 from fp8core.modules.bind import bind
 from tests.device import DEVICE
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -39,8 +40,11 @@ def step(
     return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (33, 47, 31), (32, 33, 64), (31, 64, 32)], ids=str)
-@pytest.mark.parametrize("name", WHOLE_BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    turns(WHOLE_BLOCKS, [(1, 1, 1), (33, 47, 31), (32, 33, 64), (31, 64, 32)]),
+    ids=str,
+)
 def test_a_padded_layer_has_the_bits_of_one_padded_by_hand(
     name: str, shape: tuple[int, int, int]
 ) -> None:
@@ -196,8 +200,7 @@ def test_alignment_takes_any_size_unless_told() -> None:
     assert Alignment() == (1, 1, 1)
 
 
-@pytest.mark.parametrize("kind", ["linear", "grouped"])
-@pytest.mark.parametrize("name", WHOLE_BLOCKS)
+@pytest.mark.parametrize(("name", "kind"), turns(WHOLE_BLOCKS, ["linear", "grouped"]))
 def test_padding_does_not_depend_on_torch_s_default_device(name: str, kind: str) -> None:
     chosen, _ = WHOLE_BLOCKS[name]
     if name == "nvfp4":

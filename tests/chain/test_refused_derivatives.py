@@ -14,6 +14,7 @@ import fp8core
 from fp8core import UnsupportedError, autocast, recipe
 from tests.chain import fused_toy
 from tests.chain.test_differentiable import K, layer_of_residual, loss
+from tests.pairs import turns
 
 # torch itself: forward-mode differentiation loads decompositions that it still compiles by script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -36,8 +37,7 @@ def dual(layer: nn.Module, x: torch.Tensor) -> None:
         layer(forward_ad.make_dual(x, x))
 
 
-@pytest.mark.parametrize("name", recipe.names())
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(("transform", "name"), turns(TRANSFORMS, recipe.names()))
 def test_with_a_recipe_a_transform_is_refused_by_name(transform: str, name: str) -> None:
     layer, x = fp8core.LayerNormMLP(32, 64, name="mlp"), torch.randn(32, 32)
     run, message = TRANSFORMS[transform]

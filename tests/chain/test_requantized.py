@@ -28,12 +28,12 @@ from tests.chain.requantizing import (
 from tests.device import DEVICE
 from tests.monitoring import models
 from tests.monitoring.models import make, train
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", models.LAYERS)
+@pytest.mark.parametrize(("kind", "name"), turns(models.LAYERS, NAMES))
 def test_training_is_the_same_bit_for_bit(kind: str, name: str) -> None:
     """Three steps of two microbatches; under delayed scaling the scales move between forward and
     backward, and the state is compared after each step. Rows are padded."""
@@ -116,8 +116,7 @@ def test_a_weight_quantized_columnwise_alone_is_counted_in_forward() -> None:
     assert own._bindings.nonfinite[DEVICE].tolist() == [3, 0]
 
 
-@pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "nonfinite"), turns(NAMES, ["saturate", "propagate"]))
 def test_nan_and_inf_are_treated_alike_and_counted_once(name: str, nonfinite: str) -> None:
     found = []
     for chosen in recipes(name):

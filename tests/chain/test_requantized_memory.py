@@ -32,12 +32,12 @@ from tests.chain.requantizing import (
 from tests.device import DEVICE
 from tests.monitoring import models
 from tests.monitoring.models import make
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", models.LAYERS)
+@pytest.mark.parametrize(("kind", "name"), turns(models.LAYERS, NAMES))
 def test_no_codes_of_a_weight_are_held(kind: str, name: str) -> None:
     held, again = recipes(name)
     sizes = []

@@ -20,12 +20,12 @@ from tests.chain.requantizing import (
     values,
 )
 from tests.monitoring.models import make, train
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "use_reentrant"), turns(NAMES, [True, False]))
 def test_a_checkpoint_gives_the_same(name: str, use_reentrant: bool) -> None:
     _, again = recipes(name)
 

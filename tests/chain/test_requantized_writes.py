@@ -27,12 +27,12 @@ from tests.chain.requantizing import (
 from tests.device import DEVICE
 from tests.monitoring import models
 from tests.monitoring.models import make
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
 
-@pytest.mark.parametrize("kind", models.LAYERS)
-@pytest.mark.parametrize("name", ["delayed", "current", "nvfp4"])
+@pytest.mark.parametrize(("kind", "name"), turns(models.LAYERS, ["delayed", "current", "nvfp4"]))
 def test_a_step_of_the_optimizer_before_backward_is_refused(kind: str, name: str) -> None:
     own, (_, again) = make(kind), recipes(name)
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)

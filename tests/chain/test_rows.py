@@ -26,6 +26,7 @@ from fp8core.chain.protocol import (
 )
 from fp8core.modules.bind import bind
 from tests.device import DEVICE
+from tests.pairs import turns
 
 ROWS = 24
 NAMES = ("none", *recipe.names())
@@ -107,8 +108,7 @@ def gradients(x: torch.Tensor, layer: torch.nn.Module) -> list[torch.Tensor | No
     return found
 
 
-@pytest.mark.parametrize("rows", [ROWS, 32, 5, 0])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "rows"), turns(NAMES, [ROWS, 32, 5, 0]))
 def test_a_gather_before_a_linear_equals_a_gathered_input(name: str, rows: int) -> None:
     layer, link = linear(name, rows)
     torch.manual_seed(1)
@@ -129,8 +129,7 @@ def test_a_gather_before_a_linear_equals_a_gathered_input(name: str, rows: int) 
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("rows", [ROWS, 32, 6])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "rows"), turns(NAMES, [ROWS, 32, 6]))
 def test_a_scatter_behind_a_linear_equals_half_of_its_output(name: str, rows: int) -> None:
     layer, link = linear(name, rows)
     torch.manual_seed(1)
@@ -178,8 +177,7 @@ def test_an_undeclared_gather_before_a_linear_is_refused_by_name(name: str) -> N
     assert "num_rows" in str(raised.value)
 
 
-@pytest.mark.parametrize("times", [2, 0], ids=["gather", "drop"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "times"), turns(NAMES, [2, 0]))
 def test_an_undeclared_gather_behind_a_linear_is_refused_by_name(name: str, times: int) -> None:
     layer, link = linear(name)
     links: tuple[Link, ...] = (link, Repeat(times=times, declared=1))
@@ -188,8 +186,7 @@ def test_an_undeclared_gather_behind_a_linear_is_refused_by_name(name: str, time
         chain.run(links, torch.randn(ROWS, 64), [layer.weight], call_of(link))
 
 
-@pytest.mark.parametrize("needs_input", [True, False], ids=["both", "weight alone"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "needs_input"), turns(NAMES, [True, False]))
 def test_a_gradient_of_other_rows_is_refused_by_name(name: str, needs_input: bool) -> None:
     layer, link = linear(name)
     links: tuple[Link, ...] = (link, Repeat(times=1, declared=1, backward_times=2))

@@ -31,6 +31,7 @@ from fp8core.chain.protocol import Wrapper
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from tests.device import DEVICE, assert_same_sums
+from tests.pairs import pairs, turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -105,8 +106,7 @@ def test_a_single_row_needs_no_leading_dimension(name: str) -> None:
     assert_same_bits(gradients(layer, x[0], dy[0], name), (y[0], dx[0], dw, db))
 
 
-@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "shape"), turns(RECIPES, [(0, 32), (2, 0, 32)]))
 def test_an_empty_batch_gives_empty_results_and_zero_gradients(
     name: str, shape: tuple[int, ...]
 ) -> None:
@@ -127,8 +127,7 @@ def strided(kind: str, x: torch.Tensor) -> torch.Tensor:
     return x[:1].expand_as(x)
 
 
-@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "kind"), turns(RECIPES, ["transposed", "sliced", "expanded"]))
 def test_strides_of_the_input_change_no_bit(name: str, kind: str) -> None:
     layer = Linear(32, 16)
     x, dy = strided(kind, torch.randn(12, 32)), torch.randn(12, 16)
@@ -137,8 +136,7 @@ def test_strides_of_the_input_change_no_bit(name: str, kind: str) -> None:
     same(gradients(layer, x, dy, name), gradients(layer, x.contiguous(), dy, name))
 
 
-@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "kind"), turns(RECIPES, ["transposed", "sliced", "expanded"]))
 def test_strides_of_grad_output_change_no_bit(name: str, kind: str) -> None:
     layer = Linear(32, 16)
     x, dy = torch.randn(12, 32), strided(kind, torch.randn(12, 16))
@@ -218,9 +216,11 @@ def test_backward_twice_over_a_retained_graph_gives_the_same_bits(name: str) -> 
     assert_same_bits(first, second)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "bias"),
+    pairs(RECIPES, [torch.float32, torch.bfloat16], [False, True]),
+    ids=str,
+)
 def test_a_linear_that_casts_by_itself_has_the_bits_of_handovers(
     name: str, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,8 +384,7 @@ def test_nothing_is_recorded_for_backward_when_nothing_needs_it(name: str) -> No
     assert not forward(layer, torch.randn(3, 32), name).requires_grad
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "mode"), turns(RECIPES, [torch.no_grad, torch.inference_mode]))
 def test_without_gradients_the_bits_are_the_same(name: str, mode: type) -> None:
     layer, x = Linear(32, 16), torch.randn(12, 32)
     want = forward(layer, x, name).detach()
@@ -394,8 +393,7 @@ def test_without_gradients_the_bits_are_the_same(name: str, mode: type) -> None:
         assert torch.equal(forward(layer, x, name), want)
 
 
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "device"), turns(RECIPES, ["meta", "cpu"]))
 def test_shape_and_dtype_are_known_on_meta(name: str, device: str) -> None:
     layer = Linear(40, 24, params_dtype=torch.bfloat16, device=device)
     y = forward(layer, torch.empty(2, 3, 40, dtype=torch.bfloat16, device=device), name)

@@ -23,6 +23,7 @@ from fp8core.modules.bind import bind
 from fp8core.recipe.plan import LayerRole
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.device import DEVICE
+from tests.pairs import turns
 
 RECIPES = recipe.names()
 
@@ -95,8 +96,7 @@ def run(
     return [y.detach(), *(own.grad for own in layer.parameters())]  # type: ignore[list-item]  # all have one
 
 
-@pytest.mark.parametrize("name", [*RECIPES, None])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("kind", "name"), turns(LAYERS, [*RECIPES, None]))
 def test_a_quantized_input_is_used_by_its_values(kind: str, name: str | None) -> None:
     layer, x = layers()[kind], values()
     quantized = stored(x, "mxfp8")
@@ -138,8 +138,9 @@ def test_a_quantized_input_is_not_cast_again(monkeypatch: pytest.MonkeyPatch) ->
     assert not casts
 
 
-@pytest.mark.parametrize("rows", [32, 17, 0])
-@pytest.mark.parametrize("name", [*(name for name in RECIPES if name != "delayed"), None])
+@pytest.mark.parametrize(
+    ("name", "rows"), turns([*(name for name in RECIPES if name != "delayed"), None], [32, 17, 0])
+)
 def test_a_quantized_gradient(name: str | None, rows: int) -> None:
     layer, x = te.Linear(32, 32), values(rows).requires_grad_()
     gradient = stored(values(rows, 4), "current", "grad_output")

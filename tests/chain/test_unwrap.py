@@ -16,6 +16,7 @@ from fp8core.dispatch import table
 from fp8core.recipe.plan import LayerRole
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.device import DEVICE
+from tests.pairs import turns
 
 NAMES = [*recipe.names(), None]
 Make = Callable[[], Any]
@@ -78,8 +79,7 @@ def freed() -> torch.Tensor:
     return made
 
 
-@pytest.mark.parametrize("kind", layers())
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kind"), turns(NAMES, layers()))
 def test_a_lazy_negation_is_made(name: str | None, kind: str) -> None:
     found = []
     for lazy in (True, False):
@@ -110,8 +110,7 @@ def test_a_lazy_negation_as_weight_is_made() -> None:
         assert torch.equal(other(values()), own(values()))
 
 
-@pytest.mark.parametrize("kind", layers())
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kind"), turns(NAMES, layers()))
 def test_a_zero_without_memory_is_made(name: str | None, kind: str) -> None:
     own = made(kind)
     zero = torch._efficientzerotensor((32, 32), device=DEVICE)
@@ -122,8 +121,7 @@ def test_a_zero_without_memory_is_made(name: str | None, kind: str) -> None:
     assert not any(one.grad.any() for one in own.parameters())
 
 
-@pytest.mark.parametrize("kind", layers())
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kind"), turns(NAMES, layers()))
 def test_freed_memory_is_refused_by_name(name: str | None, kind: str) -> None:
     own = made(kind)
     with autocast(name):
@@ -220,8 +218,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "view"), turns(NAMES, VIEWS))
 def test_gradients_pass_a_view_of_a_quantized_tensor(name: str | None, view: str) -> None:
     found = []
     plan = recipe.by_name("current").plan(LayerRole("linear"), torch.float32).input

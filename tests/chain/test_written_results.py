@@ -10,6 +10,7 @@ import torch
 
 import fp8core
 from fp8core import recipe
+from tests.pairs import turns
 
 HIDDEN, FFN = 32, 48
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
@@ -33,8 +34,7 @@ def low_precision(name: str) -> AbstractContextManager[object]:
     return nullcontext() if chosen is None else fp8core.autocast(recipe=chosen)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("kind", "name"), turns(LAYERS, RECIPES))
 def test_a_result_that_is_written_has_the_gradients_of_a_copy(kind: str, name: str) -> None:
     torch.manual_seed(0)
     layer = LAYERS[kind]()

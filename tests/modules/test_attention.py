@@ -1,8 +1,7 @@
-"""DotProductAttention in high precision: every combination against loops over single queries."""
+"""DotProductAttention in high precision against loops over single queries: all pairs of options."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from fp8core import DotProductAttention
 from tests.modules.attention_oracle import Asked, attend
+from tests.pairs import pairs
 
 F64 = torch.float64
 HEADS, GROUPS, SIZE, SIZE_V = 4, 2, 3, 2
@@ -17,7 +17,6 @@ CU_Q, CU_KV = [0, 4, 4, 6], [0, 2, 5, 5]  # the second has no query, the third n
 STARTS_Q, STARTS_KV = [0, 5, 6, 9], [1, 3, 7, 9]  # gaps between sequences, and around them
 BATCH, LONGEST_Q, LONGEST_KV = 3, 4, 5
 
-LAYOUTS = ("sbhd", "bshd", "thd")
 MASKS = (
     *("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right"),
     *("padding_causal_bottom_right", "arbitrary"),
@@ -25,30 +24,32 @@ MASKS = (
 WINDOWS = ((-1, -1), (1, 0), (2, 1))
 BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAXES = ("vanilla", "off-by-one", "learnable")
+LAYOUTS = [
+    (layout, mask)
+    for layout in ("sbhd", "bshd", "thd")
+    for mask in MASKS
+    if "padding" in mask or layout != "thd"
+]
 
 
 class Combination(NamedTuple):
-    """A mask in a layout with a bias and a softmax; every second one has a soft cap."""
+    """A mask in a layout with a bias, a softmax and a cap of the logits."""
 
     layout: str
     mask_type: str
     window: tuple[int, int]
     bias_type: str
     softmax: str
+    softcap: float
 
 
-def is_offered(one: Combination) -> bool:
-    if one.mask_type == "arbitrary" and one.window != (-1, -1):
-        return False
-    return "padding" in one.mask_type or one.layout != "thd"
+def is_offered(layout: tuple[str, str], window: tuple[int, int], *options: object) -> bool:
+    return layout[1] != "arbitrary" or window == (-1, -1)
 
 
 COMBINATIONS = [
-    one
-    for one in itertools.starmap(
-        Combination, itertools.product(LAYOUTS, MASKS, WINDOWS, BIASES, SOFTMAXES)
-    )
-    if is_offered(one)
+    Combination(*layout, *options)
+    for layout, *options in pairs(LAYOUTS, WINDOWS, BIASES, SOFTMAXES, (0.0, 1.5), keep=is_offered)
 ]
 
 
@@ -93,7 +94,7 @@ def inputs(one: Combination, number: int) -> tuple[Any, ...]:
         qkv_format=one.layout,
         attn_mask_type=one.mask_type,
         window_size=one.window,
-        softcap=1.5 * (number % 2),
+        softcap=one.softcap,
         softmax_scale=0.7,
         softmax_type=one.softmax,
         return_max_logit=True,

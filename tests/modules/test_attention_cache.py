@@ -22,6 +22,7 @@ from fp8core import (
     recipe,
 )
 from tests.device import DEVICE
+from tests.pairs import pairs, turns
 
 F64, BF16 = torch.float64, torch.bfloat16
 HEADS, GROUPS, K_SIZE, V_SIZE = 4, 2, 8, 6
@@ -138,8 +139,7 @@ def test_steps_give_what_the_whole_gives(schedule: str, kind: str, layout: str) 
         assert_close(got, whole(layer, qkv))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "options"), turns(LAYOUTS, OPTIONS))
 def test_every_option_of_attention_holds_with_a_cache(layout: str, options: str) -> None:
     schedule = SCHEDULES["chunks"]
     sequences, layer = random_sequences(schedule), layer_of(layout, **OPTIONS[options])
@@ -388,9 +388,7 @@ def random_words(schedule: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     return [torch.randint(50, (sum(counts),)) for counts in zip(*schedule, strict=True)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", PAGES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "kind", "layout"), pairs(SCHEDULES, PAGES, LAYOUTS))
 def test_logits_of_steps_are_those_of_the_whole(schedule: str, kind: str, layout: str) -> None:
     model, words = Model(layout, F64).eval(), random_words(SCHEDULES[schedule])
     logits = logits_in_steps(model, words, SCHEDULES[schedule], kind)
@@ -398,8 +396,7 @@ def test_logits_of_steps_are_those_of_the_whole(schedule: str, kind: str, layout
         assert_close(got, logits_of_whole(model, sequence))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "layout"), turns(SCHEDULES, LAYOUTS))
 def test_bfloat16_logits_are_within_two_steps_of_the_largest(schedule: str, layout: str) -> None:
     model, words = Model(layout, BF16).eval(), random_words(SCHEDULES[schedule])
     for got, sequence in zip(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp8core import GroupedLinear, Linear, RecipeError, autocast, recipe
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -130,8 +131,10 @@ def test_assigning_to_a_layer_on_meta_makes_it_real() -> None:
     assert torch.equal(step(other, x), step(layer, x))
 
 
-@pytest.mark.parametrize("extra", [torch.zeros(0, dtype=torch.uint8), None, {"of": "another"}])
-@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize(
+    ("extra", "is_nested"),
+    turns([torch.zeros(0, dtype=torch.uint8), None, {"of": "another"}], [False, True]),
+)
 def test_an_extra_state_without_delayed_scales_is_consumed(extra: object, is_nested: bool) -> None:
     layer = Linear(32, 16)
     model = torch.nn.Sequential(layer) if is_nested else layer
@@ -176,8 +179,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("is_used", [False, True], ids=["fresh", "used"])
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize(("case", "is_used"), turns(WRONG, [False, True]))
 def test_a_checkpoint_that_does_not_fit_changes_nothing(case: str, is_used: bool) -> None:
     layer = trained() if is_used else Linear(32, 16)
     before = snapshot(layer)

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 from fp8core import LayerNorm, autocast, recipe
 from tests.monitoring import models
 from tests.monitoring.models import BF16, make
+from tests.pairs import turns
 
 RECIPES = {
     "none": None,
@@ -65,8 +66,7 @@ def train(own: nn.Module, chosen: recipe.Recipe | None) -> list[torch.Tensor]:
     return [y.detach(), x.grad]
 
 
-@pytest.mark.parametrize("chosen", RECIPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "chosen"), turns(KINDS, RECIPES))
 def test_views_of_a_flat_parameter_train_as_parameters(kind: str, chosen: str) -> None:
     whole, own = layer(kind), layer(kind)
     want = train(whole, RECIPES[chosen])
@@ -78,8 +78,7 @@ def test_views_of_a_flat_parameter_train_as_parameters(kind: str, chosen: str) -
     assert torch.equal(flat.grad, torch.cat([grad.flatten() for grad in grads]))
 
 
-@pytest.mark.parametrize("chosen", RECIPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "chosen"), turns(KINDS, RECIPES))
 def test_parametrized_parameters_are_what_is_computed(kind: str, chosen: str) -> None:
     """Twice a power of two has the same bits but for the exponent."""
     whole, own = layer(kind), layer(kind)

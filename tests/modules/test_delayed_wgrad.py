@@ -12,6 +12,7 @@ import torch
 import fp8core
 from fp8core import OperandError, UnsupportedError
 from fp8core.torch_ops.private import PASSES_DATACLASSES
+from tests.pairs import turns
 
 LAYERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "linear": (lambda **more: fp8core.Linear(48, 32, **more), ()),
@@ -50,8 +51,7 @@ def weights(layer: Any) -> dict[str, torch.Tensor]:
     return {name: p for name, p in layer.named_parameters() if p.dim() > 1}
 
 
-@pytest.mark.parametrize("chosen", RECIPES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "chosen"), turns(LAYERS, RECIPES))
 def test_gradients_are_those_of_backward_and_come_later(name: str, chosen: str | None) -> None:
     plain, late, x, arguments = pair(name)
     assert torch.equal(*(backward(one, x, arguments, chosen) for one in (plain, late)))

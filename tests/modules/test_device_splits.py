@@ -10,6 +10,7 @@ import torch
 from fp8core import GroupedLinear, OperandError, UnsupportedError, autocast, monitor, recipe
 from fp8core.modules import grouped_linear
 from tests.device import DEVICE
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -31,8 +32,7 @@ def step(layer: GroupedLinear, x: torch.Tensor, splits: Any, name: str | None) -
     return [y.detach(), x.grad, *(own.grad for own in layer.parameters())]
 
 
-@pytest.mark.parametrize("name", [None, *NAMES])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("sizes", "name"), turns(SIZES, [None, *NAMES]), ids=str)
 def test_sizes_on_the_device_give_what_a_list_gives(sizes: list[int], name: str | None) -> None:
     layer, x = GroupedLinear(3, 144, 32), torch.randn(sum(sizes), 144)
     want = step(layer, x, sizes, name)

@@ -19,6 +19,7 @@ from fp8core import Linear, OperandError, UnsupportedError, autocast, frozen_wei
 from fp8core.modules import run as modules_run
 from fp8core.tensors import weights
 from fp8core.tensors.weights import KeptWeight
+from tests.pairs import pairs, turns
 
 CURRENT = recipe.by_name("current")
 
@@ -174,8 +175,9 @@ CHANGES: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "dtype"), turns(CHANGES, [torch.float32, torch.bfloat16, torch.float64])
+)
 def test_a_change_that_keeps_sums_is_found(change: str, dtype: torch.dtype) -> None:
     before, after = (value.to(dtype) for value in CHANGES[change])
     own: Any = layer()
@@ -223,9 +225,9 @@ IN_GRAPHS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("has_kept", [False, True])
-@pytest.mark.parametrize("name", ["current", "delayed", "mxfp8"])
-@pytest.mark.parametrize("kind", IN_GRAPHS)
+@pytest.mark.parametrize(
+    ("kind", "name", "has_kept"), pairs(IN_GRAPHS, ["current", "delayed", "mxfp8"], [False, True])
+)
 def test_a_graph_captured_inside_is_refused_by_name(
     kind: str, name: str, has_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from fp8core import GroupedLinear, Linear, autocast, recipe
 from tests.hopper_gemm import use_hopper_sums
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -116,8 +117,7 @@ def test_the_bias_gradient_is_exact(name: str, linears: Golden) -> None:
         assert errors[-1] == 0.0
 
 
-@pytest.mark.parametrize("as_tensor", [False, True], ids=["list", "tensor"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "as_tensor"), turns(RECIPES, [False, True]))
 def test_grouped_linear_is_within_the_bound(name: str, as_tensor: bool, linears: Golden) -> None:
     chosen = RECIPES[name]
     layer = GroupedLinear(4, 256, 128, bias=False, params_dtype=torch.bfloat16)

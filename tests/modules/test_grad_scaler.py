@@ -16,6 +16,7 @@ import torch.distributed as dist
 import fp8core as te
 from fp8core import recipe
 from tests.device import DEVICE
+from tests.pairs import pairs, turns
 
 RECIPES = ("delayed", "current", "block", "nvfp4", "rowwise")
 SCALE = 1024.0
@@ -71,9 +72,9 @@ def test_without_a_watch_the_step_is_applied(name: str) -> None:
     assert loop.scaler.get_scale() == SCALE
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "fused", "unscales"), pairs(RECIPES, [False, True], [False, True])
+)
 def test_with_a_watch_the_step_is_skipped(name: str, fused: bool, unscales: bool) -> None:
     loop = Loop(name, fused=fused)
     assert loop.step(unscales=unscales)
@@ -88,8 +89,7 @@ def test_nan_that_a_format_has_not_is_met() -> None:
     assert not loop.step(math.nan)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "fused"), turns(RECIPES, [False, True]))
 def test_finite_gradients_train_bit_for_bit_as_without(name: str, fused: bool) -> None:
     found = []
     for watched in (False, True):

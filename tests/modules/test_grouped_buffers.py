@@ -9,6 +9,7 @@ import torch
 
 from fp8core import GroupedLinear, OperandError, UnsupportedError, autocast
 from fp8core.torch_ops.private import PASSES_DATACLASSES
+from tests.pairs import pairs, turns
 
 SPLITS = [[7, 0, 33], [0, 0, 40]]
 
@@ -26,9 +27,11 @@ def run(
     return y, x.grad
 
 
-@pytest.mark.parametrize("sizes", [(64, 32), (50, 31)], ids=str)
-@pytest.mark.parametrize("splits", SPLITS, ids=str)
-@pytest.mark.parametrize("chosen", [None, "current", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("chosen", "splits", "sizes"),
+    pairs([None, "current", "mxfp8", "nvfp4"], SPLITS, [(64, 32), (50, 31)]),
+    ids=str,
+)
 def test_results_are_written_there(chosen: Any, splits: Any, sizes: tuple[int, int]) -> None:
     torch.manual_seed(0)
     layer, x = GroupedLinear(3, *sizes), torch.randn(40, sizes[0])
@@ -65,8 +68,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", ["out", "dgrad_out"])
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(("bad", "name"), turns(BAD, ["out", "dgrad_out"]))
 def test_a_buffer_that_does_not_fit_is_refused(bad: str, name: str) -> None:
     layer = GroupedLinear(2, 32, 32)
     with pytest.raises(OperandError, match=rf"{name} is torch\..*expected torch.float32 \[8, 32\]"):

@@ -15,6 +15,7 @@ import torch
 from fp8core import InferenceParams, KVCacheManager, OperandError, UnsupportedError
 from fp8core.modules.kv_cache import NonPagedKVCacheManager, PagedKVCacheManager
 from tests.device import DEVICE
+from tests.pairs import turns
 
 F64 = torch.float64
 HEADS, K_SIZE, V_SIZE = 2, 4, 3
@@ -120,8 +121,7 @@ def test_sequences_end_and_others_begin_in_their_place(kind: str) -> None:
         lists.step(cache, dict(steps), "bshd")
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("kind", ["rows", "pages"])
+@pytest.mark.parametrize(("kind", "seed"), turns(["rows", "pages"], range(6)))
 def test_any_order_of_steps(kind: str, seed: int) -> None:
     choose, cache, lists = random.Random(seed), make(kind), Lists((0, 7))
     for _ in range(25):

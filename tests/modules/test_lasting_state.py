@@ -13,6 +13,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.dispatch import table
 from tests.device import let_go_of_backward_passes
+from tests.pairs import pairs
 
 HIDDEN, FFN = 32, 48
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
@@ -36,9 +37,9 @@ def wrapped() -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8", None])
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    ("kind", "transform", "name"), pairs(LAYERS, TRANSFORMS, ["delayed", "current", "mxfp8", None])
+)
 def test_a_first_call_under_a_transform_leaves_tensors_with_memory(
     kind: str, transform: str, name: str | None
 ) -> None:

@@ -20,6 +20,7 @@ from fp8core import (
 )
 from fp8core.modules.linear import NOT_OFFERED
 from tests.device import BACKEND, DEVICE
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -211,8 +212,9 @@ def test_a_frozen_part_of_a_split_gets_no_gradient() -> None:
     assert layer.k_weight.grad is not None
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "dtype"), turns(RECIPES, [torch.bfloat16, torch.float16, torch.float32])
+)
 def test_results_have_the_dtype_of_the_input(name: str, dtype: torch.dtype) -> None:
     layer = Linear(32, 16, params_dtype=dtype)
     x = torch.randn(4, 32).to(dtype).requires_grad_()

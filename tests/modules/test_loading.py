@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import fp8core
 from fp8core import GroupedLinear, Linear, autocast, ops, recipe
 from fp8core.modules.linear import Linear as Base
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -154,8 +155,7 @@ WRONG: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("is_used", [False, True], ids=["fresh", "used"])
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize(("case", "is_used"), turns(WRONG, [False, True]))
 def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(case: str, is_used: bool) -> None:
     name, change, message = WRONG[case]
     saved: dict[str, Any] = dict(trained().state_dict())
@@ -266,8 +266,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("at", ["", "layers"], ids=["the model", "a part"])
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(("case", "at"), turns(REFUSED, ["", "layers"]))
 def test_a_wrong_entry_of_one_layer_leaves_the_whole_model_as_it_was(case: str, at: str) -> None:
     wrong, options = REFUSED[case]
     model = used_model()
@@ -387,8 +386,9 @@ def test_a_subclass_with_an_extra_state_loads_its_own_state_dict() -> None:
     assert loaded.extra == {"step": 3}
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize(
+    ("name", "mode"), turns(recipe.names(), [torch.inference_mode, torch.no_grad])
+)
 def test_a_state_dict_taken_in_inference_mode_loads(name: str, mode: type) -> None:
     with fp8core.quantized_model_init(recipe=name):
         saved, loaded = (Linear(64, 64, params_dtype=torch.bfloat16) for _ in range(2))

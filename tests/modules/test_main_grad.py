@@ -10,6 +10,7 @@ import torch
 import fp8core
 from fp8core import OperandError, UnsupportedError, recipe
 from tests.device import DEVICE
+from tests.pairs import turns
 
 RECIPES = [None, *map(recipe.by_name, ("delayed", "current", "block", "mxfp8"))]
 LAYERS: dict[str, Callable[[bool], torch.nn.Module]] = {
@@ -45,8 +46,7 @@ def run(layer: torch.nn.Module, x: torch.Tensor, chosen: recipe.Recipe | None) -
     return x.grad
 
 
-@pytest.mark.parametrize("chosen", RECIPES, ids=str)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "chosen"), turns(LAYERS, RECIPES), ids=str)
 def test_two_microbatches_add_up_as_grad_does(name: str, chosen: recipe.Recipe | None) -> None:
     fused, plain = pair(name)
     for x in torch.randn(2, 33, fused.in_features if name != "mlp" else 64):

@@ -16,6 +16,7 @@ from fp8core_backends.reference.backend import ReferenceBackend
 from tests.dispatch import toys
 from tests.monitoring import models
 from tests.monitoring.models import BF16, make
+from tests.pairs import pairs
 
 RECIPES = {
     "delayed": recipe.DelayedScaling(amax_history_len=2),
@@ -70,9 +71,14 @@ def named(own: nn.Module, kind: str) -> list[nn.Parameter]:
     ]
 
 
-@pytest.mark.parametrize("chosen", RECIPES)
-@pytest.mark.parametrize("wide", ["norms", "vectors", "second weights"])
-@pytest.mark.parametrize("kind", ["linear", "layernorm_linear", "mlp", "gated_mlp", "sequential"])
+@pytest.mark.parametrize(
+    ("kind", "wide", "chosen"),
+    pairs(
+        ["linear", "layernorm_linear", "mlp", "gated_mlp", "sequential"],
+        ["norms", "vectors", "second weights"],
+        RECIPES,
+    ),
+)
 def test_some_parameters_may_be_in_float32(kind: str, wide: str, chosen: str) -> None:
     """Their values are the same, and so are the codes of those that are quantized."""
     plain, own = make(kind), make(kind)

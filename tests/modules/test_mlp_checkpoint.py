@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fp8core
+from tests.pairs import turns
 
 
 def run(layer: Any, x: torch.Tensor, chosen: Any) -> list[torch.Tensor]:
@@ -19,8 +20,13 @@ def run(layer: Any, x: torch.Tensor, chosen: Any) -> list[torch.Tensor]:
     return [y, x.grad, *[parameter.grad for parameter in layer.parameters()]]
 
 
-@pytest.mark.parametrize("more", [{}, {"return_bias": True, "return_layernorm_output": True}])
-@pytest.mark.parametrize("chosen", [None, "delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("chosen", "more"),
+    turns(
+        [None, "delayed", "mxfp8", "nvfp4"],
+        [{}, {"return_bias": True, "return_layernorm_output": True}],
+    ),
+)
 def test_results_are_those_without(chosen: Any, more: dict[str, Any]) -> None:
     results = []
     for checkpoint in (False, True):

@@ -13,6 +13,7 @@ from fp8core import (
     recipe,
 )
 from tests.chain import fused_toy
+from tests.pairs import pairs
 
 BOTH = [LayerNorm, RMSNorm]
 BF16 = torch.bfloat16
@@ -149,9 +150,9 @@ def run(layer: torch.nn.Module, dtype: torch.dtype, *, is_added_before: bool) ->
     return [y.detach(), *(grad.clone() for grad in grads if grad is not None)]
 
 
-@pytest.mark.parametrize("name", [None, *recipe.names()])
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
-@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "name"), pairs(BOTH, [BF16, torch.float32], [None, *recipe.names()])
+)
 def test_the_norm_of_a_sum_equals_the_sum_and_its_norm(
     kind: type, dtype: torch.dtype, name: str | None
 ) -> None:

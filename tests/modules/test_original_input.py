@@ -9,6 +9,7 @@ import torch
 
 import fp8core
 from fp8core import RecipeError, recipe
+from tests.pairs import turns
 
 CHOSEN: dict[str, Any] = {
     "current": "current",
@@ -30,8 +31,7 @@ def grads(layer: Any, x: torch.Tensor, chosen: Any, *arguments: Any) -> list[tor
     return [y, x.grad, *[parameter.grad for parameter in layer.parameters()]]
 
 
-@pytest.mark.parametrize("sizes", [(64, 48, 32), (33, 50, 31)], ids=str)
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize(("name", "sizes"), turns(CHOSEN, [(64, 48, 32), (33, 50, 31)]), ids=str)
 def test_results_are_the_same_bits(name: str, sizes: tuple[int, int, int]) -> None:
     rows, inputs, outputs = sizes
     torch.manual_seed(0)

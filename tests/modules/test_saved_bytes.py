@@ -13,6 +13,7 @@ from fp8core import LayerNormMLP, autocast, recipe, use_backend
 from fp8core.backend_api import OPTIONAL_OPS, OpDesc
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.dispatch import toys
+from tests.pairs import turns
 
 ROWS, HIDDEN, FFN = 128, 128, 256
 FP8 = [name for name in recipe.names() if name != "nvfp4"]
@@ -68,8 +69,7 @@ def test_block_scaling_keeps_one_scale_a_block() -> None:
     assert saved_bytes("block", normalization="RMSNorm") == want
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize(("name", "activation"), turns(FP8, ["gelu", "swiglu"]))
 def test_activations_in_fp8_take_less_than_in_bf16(name: str, activation: str) -> None:
     """Weights, kept from one microbatch to the next, are taken off: they do not grow with rows."""
     inner = 2 * FFN if activation == "swiglu" else FFN

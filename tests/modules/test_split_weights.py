@@ -11,6 +11,7 @@ import torch
 import fp8core
 from fp8core import recipe
 from tests.chain.requantizing import bytes_held, saved_tensors
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -34,8 +35,7 @@ def forward(layer: Any, name: str | None) -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize("name", [None, *NAMES])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "name"), turns(KINDS, [None, *NAMES]))
 def test_gradients_of_the_parts_are_views_of_one_result(kind: Any, name: str | None) -> None:
     layer = make(kind, PARTS)
     forward(layer, name).sum().backward()
@@ -47,8 +47,7 @@ def test_gradients_of_the_parts_are_views_of_one_result(kind: Any, name: str | N
         assert all(grad.is_contiguous() for grad in grads)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "name"), turns(KINDS, NAMES))
 def test_under_a_recipe_it_holds_what_a_whole_weight_holds(kind: Any, name: str) -> None:
     sizes = []
     for split in (None, PARTS):
@@ -59,8 +58,7 @@ def test_under_a_recipe_it_holds_what_a_whole_weight_holds(kind: Any, name: str)
     assert sizes[0] == sizes[1] > ROWS * HIDDEN // 2  # codes of the weight, of half a byte or more
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "name"), turns(KINDS, NAMES))
 def test_under_a_recipe_the_concatenation_ends_with_forward(
     kind: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import fp8core
 from fp8core import autocast, ops, quantized_model_init, recipe
+from tests.pairs import pairs
 
 
 def converted() -> nn.Module:
@@ -30,7 +31,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 NOT_STORED = {"parts", "norm", "converted"}
 STORED = [None, "delayed", "current", "mxfp8"]
-KINDS = [(kind, name) for kind in LAYERS for name in STORED if not (name and kind in NOT_STORED)]
 MOMENTS = ["fresh", "after forward", "after backward", "after an evaluation"]
 
 
@@ -73,9 +73,13 @@ SWAPS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("swap", SWAPS)
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize(("kind", "stored"), KINDS)
+@pytest.mark.parametrize(
+    ("kind", "stored", "moment", "swap"),
+    pairs(
+        *map(list, (LAYERS, STORED, MOMENTS, SWAPS)),
+        keep=lambda kind, stored, *_: not (stored and kind in NOT_STORED),
+    ),
+)
 def test_parameters_are_swapped_and_train_on(
     kind: str, stored: str | None, moment: str, swap: str
 ) -> None:

@@ -39,6 +39,7 @@ from tests.modules.transformer_oracle import (
     new_layer,
     states,
 )
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -161,8 +162,9 @@ def test_evaluation_drops_nothing() -> None:
     assert torch.equal(layer(states()), new_layer()(states()))
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("option", ["pre_ln", "post_ln", "parallel"])
+@pytest.mark.parametrize(
+    ("option", "use_reentrant"), turns(["pre_ln", "post_ln", "parallel"], [True, False])
+)
 def test_a_recompute_draws_the_same(option: str, use_reentrant: bool) -> None:
     drops = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "drop_path_rate": 0.3}
     layer = new_layer(torch.float32, **OPTIONS[option], **drops)

@@ -28,6 +28,7 @@ from tests.modules.transformer_oracle import (
     new_layer,
     states,
 )
+from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -35,8 +36,10 @@ torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 
 # ---- generation ----
 
 
-@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
-@pytest.mark.parametrize("option", ["pre_ln", "groups", "RMSNorm_after_rope", "decoder"])
+@pytest.mark.parametrize(
+    ("option", "layout"),
+    turns(["pre_ln", "groups", "RMSNorm_after_rope", "decoder"], ["sbhd", "bshd"]),
+)
 def test_steps_with_a_cache_equal_the_full_forward(option: str, layout: str) -> None:
     layer = new_layer(**OPTIONS[option], attn_input_format=layout).eval()
     call: dict[str, Any] = {"rotary_pos_emb": RotaryPositionEmbedding(H // HEADS)(S + 2)}
