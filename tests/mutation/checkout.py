@@ -174,11 +174,15 @@ def run_tests(copy: Copy, tests: Iterable[Test], limit: float, log: Path) -> End
 
 
 def in_a_fork(work: Callable[[], None], limit: float) -> int | None:
-    """The status of a fork of this process that did ``work``; None if it had to be ended."""
+    """The status of a fork of this process that did ``work``; None if there was too little time.
+
+    The fork is ended after ``limit`` s, with what it has started.
+    """
+    if limit <= 0:
+        return None
     pid = os.fork()
     if not pid:
         try:
-            os.setsid()
             work()
         finally:
             if error := sys.exc_info()[1]:
@@ -186,13 +190,17 @@ def in_a_fork(work: Callable[[], None], limit: float) -> int | None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1 if error else 0)
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
+        os.setpgid(pid, pid)
     end = time.monotonic() + limit
     while time.monotonic() < end:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return status
         time.sleep(POLL_S)
-    os.killpg(pid, signal.SIGKILL)
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return None
 

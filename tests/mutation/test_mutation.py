@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
+import select
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 
 from tests.mutation import mutants, trial
 from tests.mutation.__main__ import SAMPLE, main, read_sample, write_sample
-from tests.mutation.checkout import WrongTreeError
+from tests.mutation.checkout import WrongTreeError, in_a_fork
 from tests.mutation.cover import FILE, Map
 from tests.mutation.mutants import Mutant, Sources, changes, draw, spliced
 from tests.mutation.trial import Result
@@ -313,6 +315,22 @@ def test_run_judges_each_mutant_by_its_tests(checkout: Path) -> None:
     assert by_id["killed by timeout"].test == "tests/test_toy.py::test_count"
     assert by_id["survived"].unsound == ("tests/test_toy.py::test_sound_while_recorded",)
     assert (checkout / "fp8core" / "chain" / "toy.py").read_text() == TOY
+
+
+def test_fork_ends_at_its_limit_with_what_it_started() -> None:
+    reading, writing = os.pipe()
+
+    def work() -> None:
+        os.write(writing, b"begun")
+        subprocess.run(["sleep", "60"], pass_fds=[writing], check=True)
+
+    assert in_a_fork(work, limit=-1.0) is None
+    assert in_a_fork(work, limit=1.0) is None
+    os.close(writing)
+    assert os.read(reading, 99) == b"begun"
+    assert select.select([reading], [], [], 30.0)[0], "a process still has the pipe"
+    assert os.read(reading, 99) == b""
+    os.close(reading)
 
 
 def test_run_with_the_map_of_another_checkout_is_refused(checkout: Path, tmp_path: Path) -> None:
