@@ -273,7 +273,8 @@ class KeptWeight:
                 return used[self._index].operands
             columnwise = True  # for the recompute
         quantize = self._both if columnwise else self._rowwise
-        if isinstance(weight, QuantizedTensor):
+        is_stored = isinstance(weight, QuantizedTensor)
+        if is_stored:
             quantize = partial(self._stored, columnwise=columnwise)
         if is_capturing() and not (first is False and keeping.is_for_graphs):
             if first is not True:
@@ -290,8 +291,12 @@ class KeptWeight:
         if first is True and keeping.is_for_graphs:
             kept = self._rewritten(entries, origins, columnwise)
         if kept is not None and not kept.origins.are(origins):
-            # Other tensors are other weights; a parametrization may write to its buffers.
-            if first is False or (is_parameter and kept.origins.are_tensors_of(origins)):
+            # Other tensors are other weights; a parametrization may write to its buffers, and a
+            # stored weight holds what it is.
+            is_other = first is not False and not (
+                is_parameter and kept.origins.are_tensors_of(origins)
+            )
+            if not (is_other or is_stored):
                 raise OperandError(f"{self._how.owner}: {_WRITTEN}")
             kept = None
         if kept is None or (columnwise and kept.operands.columnwise is None):
