@@ -129,7 +129,7 @@ class Ending:
     """How a run of tests ended.
 
     Attributes:
-        kind: "passed", "failed", "crashed", "hung", or "limit" if not all began in time.
+        kind: "passed", "failed", "crashed", "hung", or "limit" if the time is up.
         test: the test or file that failed, or the test that ran last; None if none began.
         begun: ids of the tests that began.
         seconds: of wall clock.
@@ -162,13 +162,16 @@ def run_tests(copy: Copy, tests: Iterable[Test], limit: float, log: Path) -> End
         hung = status is None or os.waitstatus_to_exitcode(status) == -signal.SIGALRM
         return Ending("hung" if hung else "crashed", last, begun, seconds)
     result = json.loads(report.read_text())
-    if problems := result["strays"] or result["missing"]:
-        raise WrongTreeError(f"a run in {copy.root} has other modules or tests: {problems[:5]}")
+    if result["strays"]:
+        raise WrongTreeError(f"a run in {copy.root} has other modules: {result['strays'][:5]}")
     if result["failed"]:
         return Ending("failed", result["failed"], begun, seconds)
-    if result["is_late"] and len(begun) < len(tests):
+    if result["is_late"]:
         return Ending("limit", None, begun, seconds)
-    if result["status"]:  # a conftest.py that cannot be imported, for example
+    if result["status"] not in (
+        0,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    ):  # a conftest.py that cannot be imported, for example
         return Ending("crashed", last, begun, seconds)
     return Ending("passed", None, begun, seconds)
 
@@ -218,7 +221,6 @@ def _run_here(copy: Copy, tests: list[Test], limit: float, log: Path) -> None:
     result = {
         "status": int(status),
         "failed": selection.failed,
-        "missing": selection.missing,
         "is_late": selection.is_late,
         "strays": list(strays(copy)),
     }
@@ -262,10 +264,8 @@ class Selection:
     def pytest_collection_modifyitems(
         self, session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        chosen = [item for item in items if item.nodeid in self.tests]
-        if not session.testsfailed:
-            self.missing = sorted(self.tests.keys() - {item.nodeid for item in chosen})
-        items[:] = chosen
+        items[:] = [item for item in items if item.nodeid in self.tests]
+        self.missing = sorted(self.tests.keys() - {item.nodeid for item in items})
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

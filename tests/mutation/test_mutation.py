@@ -247,18 +247,23 @@ TOY_MUTANTS = {
 
 
 def tool(root: Path, *arguments: str) -> str:
-    """What the tool prints, which takes a test to hang after five seconds."""
+    """What the tool prints."""
+    done = ran(root, *arguments)
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+def ran(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A run of the tool, which takes a test to hang after five seconds."""
     code = "import sys; from tests.mutation import __main__, checkout; checkout.GRACE_S = 5\n"
     code += "sys.exit(__main__.main(sys.argv[1:]))"
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=root,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -340,6 +345,31 @@ def test_run_with_the_map_of_another_checkout_is_refused(checkout: Path, tmp_pat
     assert trial.plan([mutant], tests, Sources(checkout), {})[0]
     with pytest.raises(WrongTreeError, match=r"the map is of another fp8core/chain/toy\.py"):
         trial.plan([mutant], tests, toy(tmp_path, chain_toy=f"\n{TOY}"), {})
+
+
+def test_run_with_a_map_of_other_tests_is_refused(checkout: Path, tmp_path: Path) -> None:
+    tests = Map.read(checkout / "map" / FILE)
+    renamed = [test._replace(id=test.id.replace("clip", "cut")) for test in tests.tests]
+    dataclasses.replace(tests, tests=renamed).write(tmp_path / FILE)
+    options = ("--map", str(tmp_path), "--sample", "sample.json", "--out", str(tmp_path / "r.json"))
+    done = ran(checkout, "run", *options, "--jobs", "1")
+    assert done.returncode == 1
+    assert "the map has other tests: ['tests/test_toy.py::test_cut']" in done.stderr, done
+
+
+@pytest.mark.parametrize("names", [["clip"], ["clip", "count"]])
+def test_run_that_is_late_has_not_failed(names: list[str], checkout: Path) -> None:
+    code = f"""
+import pathlib
+from tests.mutation import checkout
+with checkout.copies(checkout.ROOT) as (folder, copy):
+    tests = [checkout.Test(f"tests/test_toy.py::test_{{name}}", 0.1) for name in {names}]
+    ending = checkout.run_tests(copy, tests, 0.0, folder / "log")
+    print(ending.kind, len(ending.begun))
+"""
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, cwd=checkout, capture_output=True, text=True, check=False)
+    assert done.stdout == "limit 1\n", done
 
 
 def test_run_whose_modules_are_not_the_copys_is_an_error(checkout: Path) -> None:

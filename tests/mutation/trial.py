@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.mutation.checkout import (
     ROOT,
     Copy,
     Ending,
+    Selection,
     Test,
     WrongTreeError,
     copies,
@@ -139,23 +141,30 @@ def plan(
 
 def run(trials: Sequence[Trial], jobs: int, limit: float) -> Iterator[Result]:
     """Judge mutants, ``jobs`` at a time; yield each result when it is there."""
-    files = sorted({test.file for trial in trials for test in trial.tests})
+    tests = sorted({test for trial in trials for test in trial.tests})
+    files = sorted({test.file for test in tests})
+    shares = [[test for test in tests if test.file in set(files[i::jobs])] for i in range(jobs)]
     with copies(ROOT) as (folder, control), processes(jobs) as pool:
-        list(pool.map(_compile, [control] * jobs, [files[i::jobs] for i in range(jobs)]))
+        list(pool.map(_collect, [control] * jobs, filter(None, shares)))
         waiting = [pool.submit(judged, trial, control, limit, folder) for trial in trials]
         for future in as_completed(waiting):
             yield future.result()
 
 
-def _compile(control: Copy, files: list[str]) -> None:
-    """Leave the compiled modules of tests in the copy that the others are linked from."""
+def _collect(control: Copy, tests: list[Test]) -> None:
+    """Leave compiled modules in the copy that the others are linked from; refuse unknown tests."""
+    log = control.root / f"collection-{os.getpid()}.log"
 
     def collect() -> None:
-        enter(control, control.root / "collection.log")
-        pytest.main([*PYTEST, "--collect-only", *files])
+        enter(control, log)
+        selection = Selection(tests, 0.0, log)
+        files = dict.fromkeys(test.file for test in tests)
+        pytest.main([*PYTEST, "--collect-only", "-qq", *files], plugins=[selection])
+        if selection.missing:
+            raise WrongTreeError(f"the map has other tests: {selection.missing[:5]}")
 
-    if files:
-        in_a_fork(collect, CONTROL_LIMIT_S)
+    if in_a_fork(collect, CONTROL_LIMIT_S) != 0:
+        raise WrongTreeError(f"the tests cannot be collected:\n{log.read_text()[-2000:]}")
 
 
 # --- results ---
