@@ -62,10 +62,6 @@ NOT_ON_CUDA: dict[str, str] = {
         "cuBLASLt takes multiples of 16, to which layers on a GPU pad all formats"
     ),
     "tests/chain/test_wgrad_rows.py": _STAND_IN,
-    "tests/context/test_checkpoint.py::"
-    "test_torchs_checkpoint_recomputed_under_another_recipe_is_refused": _THREAD,
-    "tests/context/test_checkpoint.py::"
-    "test_high_precision_recomputed_inside_an_autocast_is_refused": _THREAD,
     "tests/context/test_failed_steps.py::"
     "test_a_pass_that_raises_after_one_of_another_thread_ended_leaves_no_amax": (
         "passes of a GPU share a thread of autograd, in which one would wait for the other"
@@ -85,13 +81,6 @@ NOT_ON_CUDA: dict[str, str] = {
     "tests/context/test_timeline.py::"
     "test_its_high_half_in_an_autocast_around_backward_is_refused": _THREAD,
     "tests/conversion/test_first_step.py::test_a_substituted_backend_is_in_the_line": _STAND_IN,
-    **{
-        f"tests/conversion/test_unseen_writes.py::"
-        f"test_a_write_that_torch_does_not_see_counts[{name}-detach().numpy()]": (
-            "numpy writes the memory of the CPU"
-        )
-        for name in ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4", "hif8")
-    },
     **{
         f"tests/test_permutation.py::{name}": (
             "makes tensors inside torch.func and torch.compile, where torch's default device fails"

@@ -79,6 +79,7 @@ LEFT_OUT = {
     "tests/test_packaging.py": "distributions",
     "tests/test_pairs.py": "which cases of tests run",
     "tests/test_public_names.py": "names",
+    "tests/test_refusals.py": "tables of calls",
     "tests/test_te_signatures.py": "names",
     "tests/test_te_surface.py": "names",
     "tests/test_thirdparty.py": "a plug-in for the CPU",

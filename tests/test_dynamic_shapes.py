@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 import fp8core as te
 from fp8core import recipe
 from fp8core.chain import run as chain
+from tests.pairs import turns
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
@@ -33,8 +34,7 @@ def rows_of(rows: int) -> torch.Tensor:
     return torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True)
 
 
-@each_layer
-@pytest.mark.parametrize("name", [None, "current"])
+@pytest.mark.parametrize(("kind", "name"), turns(LAYERS, [None, "current"]))
 def test_one_graph_serves_any_number_of_rows(kind: str, name: str | None) -> None:
     layer = make(kind)
     fast = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -47,8 +47,7 @@ def test_one_graph_serves_any_number_of_rows(kind: str, name: str | None) -> Non
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@each_layer
-@pytest.mark.parametrize("chosen", [None, recipe.Float8CurrentScaling()], ids=["none", "current"])
+@pytest.mark.parametrize(("kind", "chosen"), turns(LAYERS, [recipe.Float8CurrentScaling(), None]))
 def test_an_exported_program_takes_any_number_of_rows(
     kind: str, chosen: recipe.Recipe | None
 ) -> None:

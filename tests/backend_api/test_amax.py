@@ -28,9 +28,8 @@ FP4 = OperandSpec("e2m1", (1, 16), 6.0, "e4m3")
 HADAMARD = OperandSpec("e2m1", (1, 16), 6.0, "e4m3", transform="hadamard16")
 
 
-@pytest.mark.parametrize(
-    ("spec", "extent"),
-    [
+def test_extent_is_that_of_the_outermost_scale() -> None:
+    for spec, extent in (
         (TENSOR, "tensor"),
         (DELAYED, "tensor"),
         (FP4, "tensor"),
@@ -40,16 +39,12 @@ HADAMARD = OperandSpec("e2m1", (1, 16), 6.0, "e4m3", transform="hadamard16")
         (SQUARE, None),
         (MX, None),
         (None, None),
-    ],
-    ids=str,
-)
-def test_extent_is_that_of_the_outermost_scale(spec: OperandSpec | None, extent: object) -> None:
-    assert amax_extent(spec) == extent
+    ):
+        assert amax_extent(spec) == extent, spec
 
 
-@pytest.mark.parametrize(
-    ("rowwise", "columnwise", "groups", "sizes"),
-    [
+def test_each_orientation_has_an_entry_a_scale() -> None:
+    for rowwise, columnwise, groups, sizes in (
         (TENSOR, TENSOR, 1, (1, 0)),
         (TENSOR, TENSOR, 3, (3, 0)),
         (TENSOR, None, 1, (1, 0)),
@@ -63,16 +58,9 @@ def test_extent_is_that_of_the_outermost_scale(spec: OperandSpec | None, extent:
         (TENSOR, MX, 1, (1, 0)),
         (MX, ROW, 3, (0, 15)),
         (VECTOR, SQUARE, 1, (0, 0)),
-    ],
-    ids=str,
-)
-def test_each_orientation_has_an_entry_a_scale(
-    rowwise: OperandSpec | None,
-    columnwise: OperandSpec | None,
-    groups: int,
-    sizes: tuple[int, int],
-) -> None:
-    assert amax_sizes(QuantizeDesc(BF16, rowwise, columnwise), 8, 5, groups) == sizes
+    ):
+        desc = QuantizeDesc(BF16, rowwise, columnwise)
+        assert amax_sizes(desc, 8, 5, groups) == sizes, (desc, groups)
 
 
 def test_rowwise_entries_come_first() -> None:

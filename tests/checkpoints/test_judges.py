@@ -15,6 +15,7 @@ from fp8core import QuantizedTensor
 from fp8core.checkpoints import load_pretrained, save_pretrained
 from fp8core.errors import RecipeError
 from tests.checkpoints.models import RECIPES, codes_of, spread, write
+from tests.pairs import pairs
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 NEEDS = {"fp8": "accelerate", "compressed-tensors": "compressed_tensors"}
@@ -172,9 +173,10 @@ def test_files_of_mixtures_are_read_as_transformers_reads_them(kind: str, tmp_pa
         assert torch.equal(ours.get_parameter(key), value), key
 
 
-@pytest.mark.parametrize("is_converted", [False, True])
-@pytest.mark.parametrize("name", ["fp8 block", "fp8 tensor", "fp8 microscaling"])
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize(
+    ("kind", "name", "is_converted"),
+    pairs(MIXTURES, ["fp8 block", "fp8 tensor", "fp8 microscaling"], [False, True]),
+)
 def test_mixtures_are_written_as_transformers_reads_them(
     kind: str, name: str, is_converted: bool, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from fp8core.recipe import (
 )
 from fp8core.torch_ops.private import FSDP_FLATTENED
 from tests.checkpoints.models import QUANTIZED, RECIPES, H, Model, model, tensors_of
+from tests.pairs import turns
+from tests.refusals import unrefused
 
 BLOCK = Float8BlockScaling(use_f32_scales=True)
 
@@ -142,8 +145,9 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("renamed", range(9))
-@pytest.mark.parametrize("error", [OSError(28, "no space"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("renamed", "error"), turns(range(9), [OSError(28, "no space"), KeyboardInterrupt()])
+)
 def test_an_interrupted_save_leaves_the_older_checkpoint(
     renamed: int, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,9 +386,10 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_saved_is_named(name: str, tmp_path: Path) -> None:
-    net, recipe, options, kind, words = REFUSED[name]
-    with pytest.raises(kind, match=words):
-        save_pretrained(net, tmp_path, recipe, **options)
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    table = {
+        name: (partial(save_pretrained, net, tmp_path, recipe, **options), kind, words)
+        for name, (net, recipe, options, kind, words) in REFUSED.items()
+    }
+    assert unrefused(table) == {}
     assert not list(tmp_path.iterdir())

@@ -136,13 +136,6 @@ def test_saved_tensors_may_be_read_outside_backward() -> None:
     assert torch.equal(y.grad_fn._saved_self, want)
 
 
-def test_keyword_arguments_reach_the_function() -> None:
-    layer, x = fp8core.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
-    with autocast(recipe=recipe.by_name("current")):
-        y = fp8core.checkpoint(layer, x, use_reentrant=False, is_first_microbatch=True)
-        assert torch.equal(y, layer(x))
-
-
 @BOTH
 def test_an_evaluation_needs_no_gradient(use_reentrant: bool) -> None:
     layer, x = fp8core.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
@@ -217,7 +210,7 @@ def test_another_layer_in_the_recompute_is_refused(use_reentrant: bool) -> None:
 def torchs(
     layer: torch.nn.Module, x: torch.Tensor, chosen: recipe.Recipe, use_reentrant: bool
 ) -> torch.Tensor:
-    """torch's own checkpoint with the autocast inside the function."""
+    """torch's own checkpoint with the autocast inside the function; more in test_timeline.py."""
 
     def inside(x: torch.Tensor) -> torch.Tensor:
         with autocast(recipe=chosen):
@@ -234,72 +227,6 @@ def test_torchs_checkpoint_with_autocast_inside_equals_none(name: str, use_reent
         return torchs(layers, x, chosen, use_reentrant)
 
     assert same(step(model(), x, None, run), step(model(), x, chosen, plain))
-
-
-@BOTH
-def test_torchs_checkpoint_under_delayed_scaling_is_refused(use_reentrant: bool) -> None:
-    layer, chosen = fp8core.Linear(32, 32), recipe.by_name("delayed")
-    y = torchs(layer, torch.randn(32, 32, requires_grad=True), chosen, use_reentrant)
-    with pytest.raises(UnsupportedError, match=r"Linear.*delayed scaling.*fp8core\.checkpoint"):
-        y.sum().backward()
-
-
-def torchs_outside(layer: torch.nn.Module, name: str, use_reentrant: bool) -> torch.Tensor:
-    """torch's own checkpoint with the autocast around it, left before backward."""
-    x = torch.randn(32, 32, requires_grad=True)
-    with autocast(recipe=recipe.by_name(name)):
-        return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
-
-
-@BOTH
-@pytest.mark.parametrize("name", ["delayed", "current"])
-def test_torchs_checkpoint_recomputed_outside_the_autocast_is_refused(
-    name: str, use_reentrant: bool
-) -> None:
-    y = torchs_outside(fp8core.LayerNormMLP(32, 64), name, use_reentrant)
-    with pytest.raises(UnsupportedError, match=r"outside the autocast.*fp8core\.checkpoint"):
-        y.sum().backward()
-
-
-@BOTH
-def test_an_evaluation_in_between_does_not_hide_the_missing_autocast(use_reentrant: bool) -> None:
-    layer = fp8core.Linear(32, 32)
-    y = torchs_outside(layer, "current", use_reentrant)
-    with torch.no_grad():
-        layer(torch.zeros(1, 32))
-    with pytest.raises(UnsupportedError, match="outside the autocast"):
-        y.sum().backward()
-
-
-@BOTH
-def test_torchs_checkpoint_recomputed_under_another_recipe_is_refused(use_reentrant: bool) -> None:
-    y = torchs_outside(fp8core.Linear(32, 32), "current", use_reentrant)
-    with (
-        autocast(recipe=recipe.by_name("rowwise")),
-        pytest.raises(UnsupportedError, match="another recipe"),
-    ):
-        y.sum().backward()
-
-
-@BOTH
-def test_high_precision_recomputed_inside_an_autocast_is_refused(use_reentrant: bool) -> None:
-    layer, x = fp8core.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
-    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
-    with (
-        autocast(recipe=recipe.by_name("current")),
-        pytest.raises(UnsupportedError, match="another recipe"),
-    ):
-        y.sum().backward()
-
-
-@BOTH
-def test_torchs_checkpoint_in_high_precision_is_torchs(use_reentrant: bool) -> None:
-    x = torch.randn(32, 32)
-
-    def run(layers: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=use_reentrant)
-
-    assert same(step(model(), x, None, run), step(model(), x, None, plain))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

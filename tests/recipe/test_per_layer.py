@@ -30,9 +30,9 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("role", "expected"),
-    [
+def test_first_matching_rule_decides() -> None:
+    chosen = PerLayer(RULES, default=CURRENT)
+    for role, expected in (
         (LayerRole("linear", "model.head"), None),
         (LayerRole("grouped_linear", "model.head"), None),
         (LayerRole("grouped_linear", "moe.experts"), BLOCK),
@@ -43,11 +43,8 @@ RULES = {
         (LayerRole("linear", "decoder.2.fc2"), CURRENT),
         (LayerRole("linear", "decoder.2.FC1"), CURRENT),
         (LayerRole("linear", "head"), CURRENT),
-    ],
-    ids=lambda value: f"{value.kind}-{value.name}" if isinstance(value, LayerRole) else "",
-)
-def test_first_matching_rule_decides(role: LayerRole, expected: Any) -> None:
-    assert PerLayer(RULES, default=CURRENT).choose(role) == expected
+    ):
+        assert chosen.choose(role) == expected, role
 
 
 def test_no_rule_and_no_default_is_no_quantization() -> None:
@@ -104,9 +101,8 @@ def test_role_without_a_name_needs_none() -> None:
     assert PerLayer({LayerRole("linear"): MX}).choose(LayerRole()) == MX
 
 
-@pytest.mark.parametrize(
-    ("rules", "reason"),
-    [
+def test_what_is_no_rule_is_refused() -> None:
+    table: tuple[tuple[Any, str], ...] = (
         ({3: None}, "rule 3: expected a name pattern or a LayerRole"),
         ({"a": "mxpf8"}, "rule 'a': no recipe is called 'mxpf8'"),
         ({"a": MXFP8BlockScaling}, "rule 'a': expected a Recipe, a recipe's name or None, found"),
@@ -114,12 +110,10 @@ def test_role_without_a_name_needs_none() -> None:
         ([("a",)], "expected a mapping, or pairs"),
         (MX, "expected a mapping, or pairs"),
         (None, "expected a mapping, or pairs"),
-    ],
-    ids=["key", "name", "class", "text", "single", "recipe", "none"],
-)
-def test_what_is_no_rule_is_refused(rules: Any, reason: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(reason)):
-        PerLayer(rules)
+    )
+    for rules, reason in table:
+        with pytest.raises(RecipeError, match=re.escape(reason)):
+            PerLayer(rules)
 
 
 def test_default_that_is_no_recipe_is_refused() -> None:

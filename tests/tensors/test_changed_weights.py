@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs_accelerator("cuda"))]
+STATELESS = [name for name in recipe.names() if name != "delayed"]
 Write = Callable[[nn.Linear | Linear], object]
 
 
@@ -136,9 +137,31 @@ def test_a_layer_sees_a_write(name: str, write: str) -> None:
     check_sees(WRITES[write], name, made())
 
 
-@pytest.mark.parametrize("write", WRITES)
-def test_a_converted_layer_sees_a_write(write: str) -> None:
-    check_sees(WRITES[write], "current", made("current"))
+@pytest.mark.parametrize(("write", "name"), turns(WRITES, STATELESS))
+def test_a_converted_layer_sees_a_write(write: str, name: str) -> None:
+    check_sees(WRITES[write], name, made(name))
+
+
+def test_microbatches_in_one_autocast_see_a_write_between_them() -> None:
+    layer: Any = nn.Linear(32, 32)
+    fp8core.convert(layer, "delayed")
+    x = torch.randn(32, 32)
+    with fp8core.autocast(recipe=recipe.DelayedScaling()):
+        before = layer(x)
+        layer.weight.data.zero_()
+        layer.bias.data.zero_()
+        after = layer(x)
+    assert before.any()
+    assert not after.any()
+
+
+def test_layers_of_fp8core_in_a_converted_model_see_a_write() -> None:
+    model, x = nn.Sequential(Linear(32, 32)), torch.randn(32, 32)
+    fp8core.convert(model, "mxfp8")
+    with torch.no_grad():
+        model(x)
+        model[0].weight.data.zero_()
+        assert torch.equal(model(x), model[0].bias.expand(32, 32))
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -118,22 +118,16 @@ def test_save_and_weights_only_load_is_bit_exact(name: str) -> None:
     assert kinds == [True, False]
 
 
-def test_clone_shares_nothing(name: str) -> None:
-    tensor = quantized(name)
-    other = tensor.clone()
-    assert same(other, tensor)
-    tensor.zero_()
-    assert not same(other, tensor)
-
-
-def test_deepcopy_of_a_parameter_is_a_parameter_of_its_own(name: str) -> None:
+def test_clone_and_deepcopy_share_nothing(name: str) -> None:
     own = parameter(name)
-    other = copy.deepcopy(own)
-    assert isinstance(other, torch.nn.Parameter)
-    assert same(other, own)
+    cloned, copied = own.detach().clone(), copy.deepcopy(own)
+    assert isinstance(copied, torch.nn.Parameter)
+    for other in (cloned, copied):
+        assert same(other, own)
     with torch.no_grad():
         own.zero_()
-    assert not same(other, own)
+    for other in (cloned, copied):
+        assert not same(other, own)
 
 
 @pytest.mark.parametrize("alias", ["detach", "data"])
@@ -149,24 +143,15 @@ def test_assigning_data_writes_the_value() -> None:
     assert same(own, other)
 
 
-def test_copy_from_another_of_the_same_plan_is_bit_exact(name: str) -> None:
+def test_copies_from_the_same_plan_and_from_float32(name: str) -> None:
     source, target = quantized(name), quantized(name, torch.zeros(N, K, dtype=torch.bfloat16))
     target.copy_(source)
     assert same(target, source)
-
-
-def test_copy_from_float32_rounds_once(name: str) -> None:
-    x, target = value(dtype=torch.float32), quantized(name)
-    target.copy_(x)
+    x = value(dtype=torch.float32)
+    target.copy_(x)  # rounds once
     expected = quantized(name, x)
     pairs = zip(target.tensors(), expected.tensors(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
-
-
-def test_copy_to_a_plain_tensor_gives_the_values(name: str) -> None:
-    tensor, plain = quantized(name), torch.empty(N, K)
-    plain.copy_(tensor)
-    assert torch.equal(plain, tensor.float())
 
 
 @torch.no_grad()
@@ -368,8 +353,11 @@ def test_assigning_data_of_another_shape_is_refused() -> None:
         parameter("current").data = torch.zeros(())
 
 
-def test_a_product_with_a_tensor_computes_with_the_values(name: str) -> None:
-    tensor, x = quantized(name), torch.randn(N, K)
+def test_its_values_are_listed_copied_and_multiplied(name: str) -> None:
+    tensor, x, plain = quantized(name), torch.randn(N, K), torch.empty(N, K)
+    plain.copy_(tensor)
+    assert torch.equal(plain, tensor.float())
+    assert tensor.tolist() == tensor.dequantize().tolist()
     assert torch.equal(tensor * x, tensor.dequantize() * x)
     assert torch.equal(x * tensor, x * tensor.dequantize())
     assert torch.equal(tensor * tensor, tensor.dequantize() * tensor.dequantize())
@@ -388,11 +376,6 @@ def test_arrays_of_other_libraries_are_refused(name: str) -> None:
     for tensor in (quantized(name), quantized(name).t()):
         with pytest.raises(fp8core.UnsupportedError, match="DLPack"):
             torch.from_dlpack(tensor)
-
-
-def test_lists_hold_the_values(name: str) -> None:
-    tensor = quantized(name)
-    assert tensor.tolist() == tensor.dequantize().tolist()
 
 
 def test_shared_memory_is_seen(name: str) -> None:
