@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -9,8 +10,9 @@ import torch
 
 import fp8core as te
 from fp8core import recipe
+from tests.pairs import turns
 
-__all__ = ["LAYERS", "RECIPES", "Run", "error", "run"]
+__all__ = ["EACH", "LAYERS", "RECIPES", "Run", "error", "run"]
 
 ROWS, FEATURES = 160, 288  # multiples of 32 and of no larger power of two
 RECIPES: Mapping[str, recipe.Recipe | None] = {
@@ -55,6 +57,13 @@ LAYERS: Mapping[str, Callable[[str], torch.nn.Module]] = {
         3, FEATURES, 416, params_dtype=torch.bfloat16, device=device
     ),
 }
+
+_OF_EVERY_RECIPE = ("linear", "transformer_layer", "grouped_linear")
+EACH = (
+    *itertools.product(_OF_EVERY_RECIPE, RECIPES),
+    *turns([name for name in LAYERS if name not in _OF_EVERY_RECIPE], RECIPES),
+)
+"""Layers and recipes: the parts of a transformer's layer take turns, as it has them itself."""
 
 
 class Run(NamedTuple):

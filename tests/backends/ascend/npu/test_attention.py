@@ -11,6 +11,7 @@ from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, OperandSpe
 from fp8core.dispatch.table import resolve
 from fp8core.errors import OperandError, UnsupportedError
 from tests.backends.ascend.softcann.device import Call
+from tests.pairs import pairs
 
 CPU, NPU = torch.device("cpu"), torch.device("npu:0")
 BF16 = torch.bfloat16
@@ -35,10 +36,11 @@ def laid(layout: str, length: int, heads: int, seed: int) -> torch.Tensor:
     return values(*sizes, heads, SIZE, seed=seed)
 
 
-@pytest.mark.parametrize("groups", [HEADS, 2])
-@pytest.mark.parametrize("lengths", [(24, 24), (9, 24), (24, 9), (1, 24)], ids=str)
-@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("name", "layout", "lengths", "groups"),
+    pairs(MASKS, ["sbhd", "bshd"], [(24, 24), (9, 24), (24, 9), (1, 24)], [HEADS, 2]),
+    ids=str,
+)
 def test_attention_and_its_gradients_are_the_reference_s(
     name: str, layout: str, lengths: tuple[int, int], groups: int, calls: list[Call]
 ) -> None:
@@ -132,9 +134,10 @@ def packed(layout: str, lengths: str, mask: str, *, gap: int = 0) -> Packed:
     return Packed(desc, tensors[0], (tensors[1], tensors[2]), grad, keywords)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("layout", ["thd", "thd with gaps", "bshd", "sbhd"])
-@pytest.mark.parametrize("mask", PACKED_MASKS)
+@pytest.mark.parametrize(
+    ("mask", "layout", "lengths"),
+    pairs(PACKED_MASKS, ["thd", "thd with gaps", "bshd", "sbhd"], LENGTHS),
+)
 def test_sequences_with_lengths_are_the_reference_s(
     mask: str, layout: str, lengths: str, calls: list[Call]
 ) -> None:
@@ -171,11 +174,11 @@ def test_attention_in_fp8_is_refused_with_the_reason() -> None:
         resolve(desc, NPU)
 
 
-@pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotated", [SIZE, 16])
-@pytest.mark.parametrize("starts", [None, [3, 25]], ids=str)
-@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize(
+    ("layout", "starts", "rotated", "interleaved", "inverse"),
+    pairs(["sbhd", "bshd"], [None, [3, 25]], [SIZE, 16], [False, True], [False, True]),
+    ids=str,
+)
 def test_rotary_is_the_reference_s(
     layout: str, starts: list[int] | None, rotated: int, interleaved: bool, inverse: bool
 ) -> None:

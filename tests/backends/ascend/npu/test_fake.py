@@ -8,17 +8,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_npu.op_plugin.meta import _meta_registrations
 
 import fp8core as te
-from tests.backends.ascend.npu.layers import FEATURES, LAYERS, RECIPES, ROWS
+from tests.backends.ascend.npu.layers import EACH, FEATURES, LAYERS, RECIPES, ROWS
 from tests.backends.ascend.softcann.device import Call
 
 # Buffers of layers, which are real: counts of NaN, delayed scales.
 OF_STATE = {"aclnnInplaceZero", "aclnnInplaceOne", "aclnnInplaceFillScalar"}
 # Groups are read on the host, which a fake tensor has no values for.
-PLAIN = [layer for layer in LAYERS if layer != "grouped_linear"]
+PLAIN = [case for case in EACH if case[0] != "grouped_linear"]
 
 
-@pytest.mark.parametrize("layer", PLAIN)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("layer", "name"), PLAIN)
 def test_layer_and_its_gradients_have_their_shapes(
     layer: str, name: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.backends.ascend.npu.layers import LAYERS, RECIPES, error, run
+from tests.backends.ascend.npu.layers import EACH, RECIPES, error, run
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("layer", "name"), EACH)
 def test_layer_is_as_near_to_high_precision_as_the_reference(layer: str, name: str) -> None:
     exact = run(layer, None, "cpu").results
     reference = run(layer, RECIPES[name], "cpu").results

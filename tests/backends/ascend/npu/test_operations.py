@@ -26,6 +26,7 @@ from fp8core.dispatch.table import resolve
 from fp8core_backends.ascend.layers import ACTIVATIONS
 from fp8core_backends.ascend.operators import casts
 from tests.backends.ascend.softcann.device import Call
+from tests.pairs import pairs
 
 CPU, NPU = torch.device("cpu"), torch.device("npu:0")
 BF16, FLOAT = torch.bfloat16, torch.float32
@@ -56,10 +57,11 @@ def quantized(spec: OperandSpec, x: torch.Tensor, *, columnwise: bool = False) -
     return result
 
 
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
-@pytest.mark.parametrize("out_dtype", [BF16, FLOAT], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "sizes", "out_dtype", "columnwise"),
+    pairs(SPECS, SIZES, [BF16, FLOAT], [False, True]),
+    ids=str,
+)
 def test_product_is_that_of_the_dequantized_operands(
     name: str, sizes: tuple[int, int, int], out_dtype: torch.dtype, columnwise: bool
 ) -> None:
@@ -85,9 +87,11 @@ def test_product_is_that_of_the_dequantized_operands(
     assert ((found - expected).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
-@pytest.mark.parametrize("shape", [(1, 32), (64, 96), (130, 288), (32, 320)], ids=str)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "shape", "columnwise"),
+    pairs(SPECS, [(1, 32), (64, 96), (130, 288), (32, 320)], [False, True]),
+    ids=str,
+)
 def test_cast_is_within_a_step_of_the_reference(
     name: str, shape: tuple[int, int], columnwise: bool
 ) -> None:
@@ -126,9 +130,11 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
-@pytest.mark.parametrize("edge", [None, *EDGES])
-@pytest.mark.parametrize("name", ["tensor", "mixed", "hif8"])
+@pytest.mark.parametrize(
+    ("name", "edge", "columnwise"),
+    pairs(["tensor", "mixed", "hif8"], [None, *EDGES], [False, True]),
+    ids=str,
+)
 def test_float32_is_cast_as_by_the_reference(
     name: str, edge: str | None, columnwise: bool, calls: list[Call]
 ) -> None:
@@ -217,10 +223,11 @@ def test_groups_are_tensors_of_their_own(name: str) -> None:
         assert (found.cpu() - exact).norm() <= 0.06 * exact.norm()
 
 
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("weight_dtype", [BF16, FLOAT], ids=str)
-@pytest.mark.parametrize("out_dtype", [BF16, FLOAT], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "zero_centered", "weight_dtype", "out_dtype"),
+    pairs(["layernorm", "rmsnorm"], [False, True], [BF16, FLOAT], [BF16, FLOAT]),
+    ids=str,
+)
 def test_norm_is_the_reference_s(
     kind: str,
     zero_centered: bool,
