@@ -86,9 +86,10 @@ def every_input(
         sizes = group_sizes(subject, desc)
         shapes = [(quantize_size(subject, desc, sum(sizes), 70), sizes)]
     else:
-        shapes = [(quantize_size(subject, desc, *shape), ()) for shape in (*SHAPES, LARGE)]
+        own = subject.sizes("quantize", *SHAPES, LARGE)
+        shapes = [(quantize_size(subject, desc, rows, cols), ()) for rows, cols in own]
     for shape, sizes in shapes:
-        is_one_enough = not all(shape) or shape[1] >= LARGE[1]
+        is_one_enough = not all(shape) or shape[0] * shape[1] >= LARGE[0] * LARGE[1]
         for kind in ("decades",) if is_one_enough else inputs.KINDS:
             yield f"{kind} {list(shape)}", inputs.matrix(kind, *shape, desc.dtype), sizes
     for shape, sizes in _long_shapes(subject, desc):
@@ -101,7 +102,7 @@ def _long_shapes(
     """Yield shapes of many rows or columns, or of many groups with their sizes."""
     if not desc.grouped:
         very = VERY_LONG if desc.dtype == torch.bfloat16 else ()
-        for shape in (*LONG, *very):
+        for shape in () if subject.sizes("quantize") else (*LONG, *very):
             yield quantize_size(subject, desc, *shape), ()
         return
     step = storage_step(subject, desc.columnwise)

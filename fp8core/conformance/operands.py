@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -149,28 +149,32 @@ def grouped_operands(
     size: tuple[int, int, int] = (6, 10, 160),
     *,
     seed: int = 0,
+    behind: int = 0,
+    change: Callable[[torch.Tensor, list[int]], torch.Tensor] = lambda x, sizes: x,
 ) -> Groups:
     """Return operands of groups with these ``rows``, rounded up to the backend's alignment.
 
     The default has empty groups, a group of one step and one longer than a block. ``size`` is
     ``(m, n, k)`` of one product; the dimension along which the groups lie is not read from it.
+    ``behind`` rows, of no group, lie behind the last one. ``change(x, sizes)`` gives what is
+    quantized for the tensors that groups lie along.
     """
     align = subject.alignment(desc)
     step = align.k if desc.contract_groups else align.m
     sizes = [up(count, step) for count in rows]
-    total = sum(sizes)
+    total = sum(sizes) + behind
     offsets = offsets_for(subject, desc, sizes)
     m, n = up(size[0], align.m), up(size[1], align.n)
     dtype = torch.float32 if desc.low_precision else desc.out_dtype
     make = partial(_grouped_operand, on_device=desc.offsets_on_device)
     if desc.contract_groups:
         a, b = (
-            make(subject, spec, inputs.moderate(total, cols, dtype, first + 100 * seed), offsets, 1)
-            for spec, cols, first in ((desc.a, m, 20), (desc.b, n, 40))
+            make(subject, spec, change(inputs.moderate(total, cols, dtype, at), sizes), offsets, 1)
+            for spec, cols, at in ((desc.a, m, 20 + 100 * seed), (desc.b, n, 40 + 100 * seed))
         )
         return Groups((a, b, offsets), sizes, m, n)
     k = up(size[2], align.k)
-    tokens = inputs.moderate(total, k, dtype, 20 + 100 * seed)
+    tokens = change(inputs.moderate(total, k, dtype, 20 + 100 * seed), sizes)
     a = make(subject, desc.a, tokens, offsets, 0)
     weights = [
         operand(subject, desc.b, subject.here(inputs.moderate(n, k, dtype, first + 100 * seed)))

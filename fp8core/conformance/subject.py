@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -30,8 +30,9 @@ from fp8core.dispatch.registry import unknown_fields
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.torch_ops.private import pytree
 
-__all__ = ["JUDGE", "Subject", "find", "on_cpu"]
+__all__ = ["JUDGE", "Size", "Subject", "find", "on_cpu"]
 
+Size: TypeAlias = tuple[int, ...]
 JUDGE = "reference"
 CPU = torch.device("cpu")
 
@@ -42,6 +43,8 @@ class Subject:
     ``subject.run(desc, ...)`` has the backend compute, ``subject.judged(desc, ...)`` the judge,
     with arguments copied to the CPU. A backend without a ``spec`` knows every field of operands.
     ``subject.device`` has an index where there can be several: "cuda" is the current one.
+    ``sizes`` gives laws about an operation other sizes than their own, in the same form: those at
+    which a backend's kernels divide their work in another way.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Subject:
         device: torch.device,
         judge: Backend,
         spec: BackendSpec | None = None,
+        sizes: Mapping[str, Sequence[Size]] | None = None,
     ) -> None:
         self.name = name
         self.spec = spec
@@ -58,6 +62,11 @@ class Subject:
         self.device = torch.empty(0, device=device).device  # as tensors on it name it
         self.judge = judge
         self.kept: dict[Any, Any] = {}
+        self._sizes = sizes or {}
+
+    def sizes(self, op: str, *default: Size) -> Sequence[Size]:
+        """Return the sizes with which laws try ``op``: ``default``, or those that were given."""
+        return self._sizes.get(op, default)
 
     def refuses(self, desc: OpDesc) -> str | None:
         """Return why the backend does not support ``desc``, or is not asked; None if it does.

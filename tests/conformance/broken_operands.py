@@ -209,6 +209,41 @@ class WritesIntoCopiesOfOut(Sound):
         return out
 
 
+class EndsTheLastGroupAtTheEnd(Sound):
+    """Takes rows behind the last group for rows of it."""
+
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        if desc.offsets_on_device:
+            groups[0][-1] = len(x)
+        return quantize(desc, x, *groups, **given)
+
+
+class LeavesRowsOfNoGroup(Sound):
+    """Writes the rows of groups alone where out is given."""
+
+    def grouped_gemm(
+        self, desc: GroupedGemmDesc, a: Operand, b: Any, offsets: torch.Tensor, **given: Any
+    ) -> Any:
+        out = given.get("out")
+        if not isinstance(out, torch.Tensor) or not desc.offsets_on_device:
+            return grouped_gemm(desc, a, b, offsets, **given)
+        before = out.clone()
+        grouped_gemm(desc, a, b, offsets, **given)
+        out[int(offsets[-1]) :] = before[int(offsets[-1]) :]
+        return out
+
+
+class SpreadsNanOverGroups(Sound):
+    """Multiplies the rows of other groups by 0, and adds them."""
+
+    def grouped_gemm(self, desc: GroupedGemmDesc, *operands: Any, **given: Any) -> Any:
+        made = grouped_gemm(desc, *operands, **given)
+        if isinstance(made, torch.Tensor):
+            return made.add_(0 * made.sum())
+        total = sum(0 * one.sum() for one in made)
+        return [one.add_(total) for one in made]
+
+
 class TakesADifferenceOfSquares(Sound):
     """Computes the variance as the mean of squares less the square of the mean."""
 
@@ -290,6 +325,9 @@ CAUGHT_BY: dict[type[Sound], str] = {
     WritesIntoACopyOfOut: "law4_gemm_writes_into_out_of_any_strides",
     WritesBesideOut: "law4_gemm_writes_into_out_of_any_strides",
     WritesIntoCopiesOfOut: "law4_grouped_gemm_writes_into_out_of_any_strides",
+    EndsTheLastGroupAtTheEnd: "law1_quantize_takes_offsets_of_any_values",
+    LeavesRowsOfNoGroup: "law4_grouped_gemm_of_rows_of_no_group_is_zero",
+    SpreadsNanOverGroups: "law4_grouped_gemm_keeps_nan_in_its_group",
     TakesADifferenceOfSquares: "law4_norm_is_exact_where_the_mean_is_large",
     SaturatesProducts: "law4_gemm_overflows_to_infinity",
     SaturatesProductsOfGroups: "law4_grouped_gemm_overflows_to_infinity",

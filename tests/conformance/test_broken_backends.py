@@ -37,6 +37,7 @@ LABELS = {
     "current.fprop.bfloat16.bfloat16",
     "current.wgrad.bfloat16.float32.accumulate",
     "current.grouped.fprop.bfloat16.bfloat16",
+    "current.grouped.fprop.bfloat16.bfloat16.device",
     "nvfp4.grouped.wgrad.bfloat16.float32",
     "mxfp8.fprop.bfloat16.bfloat16",
     "rmsnorm.bfloat16.float32.backward",

@@ -16,13 +16,14 @@ from fp8core.conformance.subject import Subject, on_cpu
 from fp8core.conformance.training_calls import sums_of
 
 F64 = torch.float64
+SIZES = ((9, 70), (64, 64), (1, 1), (4100, 3), (5, 4100), (3, 33000), (0, 9))
 
 
 @law(4, "cross_entropy", is_core=True)
 def cross_entropy_is_within_the_bound(subject: Subject, desc: CrossEntropyDesc) -> float:
     """Computed in float32, of any number of classes, ignored and unknown targets among them."""
     worst = 0.0
-    for size in ((9, 70), (64, 64), (1, 1), (4100, 3), (5, 4100), (3, 33000), (0, 9)):
+    for size in subject.sizes(desc.op, *SIZES):
         call = arguments(subject, desc, Case(size=size))
         worst = max(worst, _cross_entropy_within(subject, desc, *on_cpu(call.arguments)))
     x = inputs.moderate(9, 70, desc.dtype)
@@ -101,7 +102,7 @@ def cross_entropy_backward_is_within_the_bound(
 ) -> float:
     """Computed in float32, rounded once; a gradient of stride 0 is read right."""
     worst = 0.0
-    for size in ((9, 70), (64, 64), (1, 1), (4100, 3), (5, 4100), (3, 33000), (0, 9)):
+    for size in subject.sizes(desc.op, *SIZES):
         call = arguments(subject, desc, Case(size=size))
         worst = max(worst, _cross_entropy_backward_within(subject, desc, on_cpu(call.arguments)))
     far = torch.tensor([0, 69, 70, -1, -100, 2**62, -(2**62), 2**31, 5])

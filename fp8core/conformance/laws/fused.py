@@ -14,12 +14,17 @@ from fp8core.conformance.checks import EVERY_OP, law
 from fp8core.conformance.chunks import ReadOnce, joined
 from fp8core.conformance.compare import require, same_bits, within
 from fp8core.conformance.judged import LARGE
-from fp8core.conformance.subject import Subject, on_cpu
+from fp8core.conformance.subject import Size, Subject, on_cpu
 from fp8core.torch_ops.private import pytree
 
 FUSED = tuple(op for op in EVERY_OP if op.endswith("_quantize"))
-CASES = (ORDINARY, Case(size=(136, 144)))
+SIZES = (ORDINARY.size, (136, 144))
 """Rows of no whole vectors, and of whole ones: kernels may be written for these alone."""
+
+
+def cases(subject: Subject, desc: FusedDesc | AddNormDesc, *more: Size) -> list[Case]:
+    """Return the sizes that a fused operation is tried with."""
+    return [Case(size=size) for size in subject.sizes(desc.op, *SIZES, *more)]
 
 
 def pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
@@ -51,7 +56,8 @@ def _same(results: Any, expected: Any) -> None:
 @law(6, *FUSED, is_core=True)
 def fused_equals_its_unfused_pair(subject: Subject, desc: FusedDesc) -> float | None:
     """The producer and the cast in one call give the bits of two calls; column sums are float32."""
-    worst = [_fused_equals_pair(subject, arguments(subject, desc, case)) for case in CASES]
+    calls = (arguments(subject, desc, case) for case in cases(subject, desc))
+    worst = [_fused_equals_pair(subject, call) for call in calls]
     return max(worst) if desc.sums else None
 
 
@@ -83,8 +89,7 @@ def fused_chunks_equal_the_call(subject: Subject, desc: FusedDesc) -> float | No
     run_chunked, worst = subject.offers(desc).run_chunked, 0.0
     if run_chunked is None:
         return None
-    cases = (*CASES, Case(size=LARGE))
-    for case, is_computed in itertools.product(cases, (False, True)):
+    for case, is_computed in itertools.product(cases(subject, desc, LARGE), (False, True)):
         call = arguments(subject, desc, case)
         worst = max(worst, _chunks_equal_call(subject, run_chunked, call, is_computed))
     return worst if desc.sums else None
@@ -118,5 +123,6 @@ def _chunks_equal_call(
 @law(6, "add_norm", is_core=True)
 def add_norm_equals_its_unfused_pair(subject: Subject, desc: AddNormDesc) -> None:
     """The residual's sum is rounded to the norm's dtype before it is normalized."""
-    call = arguments(subject, desc)
-    _same(call.run(subject), add_pair(subject.run, call))
+    for case in cases(subject, desc):
+        call = arguments(subject, desc, case)
+        _same(call.run(subject), add_pair(subject.run, call))

@@ -55,7 +55,7 @@ def aligned(subject: Subject, desc: GemmDesc, m: int, n: int, k: int) -> tuple[i
 def gemm_product_is_within_the_bound(subject: Subject, desc: GemmDesc) -> float:
     """``a @ b.T`` in small and odd sizes, for rows of many magnitudes, in both orientations."""
     worst = 0.0
-    for size, columnwise in itertools.product(SIZES, (False, True)):
+    for size, columnwise in itertools.product(subject.sizes("gemm", *SIZES), (False, True)):
         a, b = gemm_operands(subject, desc, *aligned(subject, desc, *size), columnwise=columnwise)
         product = subject.run(desc, a, b)
         name = f"{'columnwise' if columnwise else 'rowwise'} operands, m n k {size}"
@@ -177,7 +177,7 @@ def _added(
 def gemm_keeps_nan_in_its_row(subject: Subject, desc: GemmDesc) -> None:
     """A NaN in one row of a makes that whole row of the result NaN, and no other row."""
     m, n, k = aligned(subject, desc, 5, 7, 160)
-    if desc.a is not None and not _has_nan(desc.a.format):
+    if desc.a is not None and not has_nan(desc.a.format):
         return
     if desc.a is not None and desc.a.transform is not None:
         return
@@ -191,5 +191,6 @@ def gemm_keeps_nan_in_its_row(subject: Subject, desc: GemmDesc) -> None:
     require(spoilt == whole == [2], f"NaN in rows {spoilt}, all of it in {whole}, expected [2]")
 
 
-def _has_nan(format: str) -> bool:
+def has_nan(format: str) -> bool:
+    """Whether a format has a NaN."""
     return any(map(math.isnan, formats.by_name(format).values))

@@ -11,7 +11,7 @@ from fp8core.backend_api import GroupedGemmDesc, split_groups
 from fp8core.conformance import inputs
 from fp8core.conformance.checks import law
 from fp8core.conformance.compare import require, same_bits
-from fp8core.conformance.laws.gemm import product_within
+from fp8core.conformance.laws.gemm import has_nan, product_within
 from fp8core.conformance.operands import Groups, grouped_operands, step_of
 from fp8core.conformance.subject import Subject, on_cpu
 
@@ -109,3 +109,43 @@ def grouped_gemm_takes_groups_that_are_all_empty(subject: Subject, desc: Grouped
         require(not any(bool(part.any()) for part in results), "an empty sum is not zero")
     else:
         require(results.shape == (0, groups.n), f"no rows give {list(results.shape)}")
+
+
+@law(4, "grouped_gemm", applies=lambda desc: desc.offsets_on_device and not desc.contract_groups)
+def grouped_gemm_of_rows_of_no_group_is_zero(subject: Subject, desc: GroupedGemmDesc) -> float:
+    """Rows behind the last group are zeros, also in out, or stay where the product is added."""
+    groups = grouped_operands(subject, desc, behind=32)
+    used = sum(groups.sizes)
+    out = _out(subject, desc, groups, None if desc.accumulate else math.nan)
+    before = out.clone()
+    subject.run(desc, *groups.arguments, out=out)
+    rest = before[used:] if desc.accumulate else torch.zeros_like(before[used:])
+    same_bits("out behind the last group", out[used:] + 0.0, rest + 0.0)  # +0 for -0
+    terms = list(torch.split(before[:used], groups.sizes)) if desc.accumulate else None
+    worst = each_within(subject, desc, groups, out[:used], terms)
+    if not desc.accumulate:
+        result = subject.run(desc, *groups.arguments)
+        require(not bool(result[used:].any()), "a row behind the last group is not zero")
+    return worst
+
+
+def _keeps_nan(desc: GroupedGemmDesc) -> bool:
+    specs = [spec for spec in (desc.a, desc.b) if spec is not None]
+    return not desc.accumulate and all(has_nan(one.format) and not one.transform for one in specs)
+
+
+@law(4, "grouped_gemm", applies=_keeps_nan)
+def grouped_gemm_keeps_nan_in_its_group(subject: Subject, desc: GroupedGemmDesc) -> None:
+    """NaN and inf of a group reach the products of that group alone."""
+
+    def spoil(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        spoilt = x.clone()
+        spoilt[sizes[0] : sizes[0] + sizes[1]] = math.nan
+        spoilt[sizes[0] + sizes[1] // 2] = math.inf
+        return spoilt
+
+    groups = grouped_operands(subject, desc, (37, 20, 71), change=spoil)
+    results = subject.run(desc, *groups.arguments)
+    parts = results if desc.contract_groups else torch.split(results, groups.sizes)
+    finite = [bool(part.isfinite().all()) for part in parts]
+    require(finite == [True, False, True], f"groups without NaN: {finite}, expected all but 1")

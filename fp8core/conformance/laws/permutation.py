@@ -25,7 +25,7 @@ EMPTY = ((0, 9), (9, 0), (0, 0))
 def route_equals_the_reference(subject: Subject, desc: RouteDesc) -> None:
     """Every number of tokens and experts, with rows that are too few and too many."""
     sizes = ((9, 6), (1, 1), (70, 3), (1030, 8), (33, 260), (0, 4), (5, 1), (4100, 2))
-    for tokens, experts in sizes:
+    for tokens, experts in subject.sizes("route", *sizes):
         routing = routing_of(desc, tokens, experts, 3)
         for rows in sorted({0, 1, tokens, 2 * tokens + 5}):
             _same_route(subject, desc, f"{tokens} tokens, {experts} experts", routing, rows)
@@ -78,7 +78,7 @@ def _strange(route: Route) -> Route:
 @law(4, "dispatch_rows", is_core=True)
 def dispatch_copies_the_rows(subject: Subject, desc: DispatchDesc) -> None:
     """Bit for bit, inf and NaN too; zeros where no token goes, or an improbable one."""
-    for size in (*SIZES, *EMPTY):
+    for size in subject.sizes(desc.op, *SIZES, *EMPTY):
         call = arguments(subject, desc, Case(size=size))
         _same_rows(subject, call, f"{list(size)}")
         _same_rows(subject, call._replace(keywords={}), f"{list(size)} without probs")
@@ -103,7 +103,7 @@ def _same_rows(subject: Subject, call: OpCall, name: str) -> None:
 def combine_is_within_the_bound(subject: Subject, desc: CombineDesc) -> float:
     """Added in float32, in the order of the slots, and rounded once; values are copied."""
     worst = 0.0
-    for size in (*SIZES, *EMPTY):
+    for size in subject.sizes(desc.op, *SIZES, *EMPTY):
         call = arguments(subject, desc, Case(size=size))
         worst = max(worst, _combine_within(subject, call, f"{list(size)}"))
         plain = call._replace(keywords={})
@@ -159,7 +159,7 @@ def combine_passes_on_nan_and_inf(subject: Subject, desc: CombineDesc) -> None:
 def combine_backward_is_within_the_bound(subject: Subject, desc: CombineBackwardDesc) -> float:
     """Products and sums in float32, rounded once; zeros where no token goes."""
     worst = 0.0
-    for size in (*SIZES, *EMPTY):
+    for size in subject.sizes(desc.op, *SIZES, *EMPTY):
         worst = max(worst, _combine_backward_within(subject, desc, size))
     return worst
 

@@ -15,6 +15,7 @@ from fp8core.backend_api import (
     DequantizeDesc,
     NormBackwardDesc,
     NormDesc,
+    OpDesc,
     ScaleUpdateDesc,
 )
 from fp8core.conformance import inputs
@@ -30,9 +31,10 @@ SIZES = ((9, 70), (64, 64), (4100, 24), (5, 4100))
 VERY_LONG = ((66000, 6), (2, 66000))  # above 65535; in bfloat16 alone, which costs less
 
 
-def _cases(dtype: torch.dtype) -> Iterator[Case]:
+def _cases(subject: Subject, desc: OpDesc, dtype: torch.dtype) -> Iterator[Case]:
     """Yield cases with few, with many and with equally many rows and columns."""
-    for size in (*SIZES, *(VERY_LONG if dtype == torch.bfloat16 else ())):
+    very_long = VERY_LONG if dtype == torch.bfloat16 else ()
+    for size in subject.sizes(desc.op, *SIZES, *very_long):
         yield Case(size=size)
 
 
@@ -40,7 +42,7 @@ def _cases(dtype: torch.dtype) -> Iterator[Case]:
 def dequantize_rounds_once(subject: Subject, desc: DequantizeDesc) -> float:
     """Element times scale in float32, rounded once to the output's dtype."""
     worst = 0.0
-    for case in _cases(desc.dtype):
+    for case in _cases(subject, desc, desc.dtype):
         call = arguments(subject, desc, case)
         x = call.run(subject)
         expected = subject.values(desc.operand, *call.arguments)
@@ -91,7 +93,8 @@ def _wide(desc: NormDesc) -> NormDesc:
 def norm_is_within_the_bound(subject: Subject, desc: NormDesc) -> float:
     """Computed in float32 whatever the dtypes, rounded once; statistics in float32."""
     return max(
-        _norm_within(subject, desc, arguments(subject, desc, case)) for case in _cases(desc.dtype)
+        _norm_within(subject, desc, arguments(subject, desc, case))
+        for case in _cases(subject, desc, desc.dtype)
     )
 
 
@@ -130,7 +133,7 @@ def norm_backward_is_within_the_bound(subject: Subject, desc: NormBackwardDesc) 
     """Gradients computed in float32; those of the parameters are float32 sums over the rows."""
     return max(
         _norm_backward_within(subject, desc, arguments(subject, desc, case))
-        for case in _cases(desc.norm.dtype)
+        for case in _cases(subject, desc, desc.norm.dtype)
     )
 
 
@@ -165,7 +168,7 @@ def a_norm_adds_gradients_as_the_pair(subject: Subject, desc: NormBackwardDesc) 
     run_added = subject.offers(desc).run_added
     if run_added is None:
         return
-    for size in SIZES:
+    for size in subject.sizes(desc.op, *SIZES):
         call = arguments(subject, desc, Case(size=size))
         grad_x, *rest = call.run(subject)
         added = subject.here(inputs.normal(tuple(grad_x.shape), desc.norm.dtype, 5))
@@ -181,7 +184,7 @@ def column_sums_are_within_the_bound(subject: Subject, desc: ColumnSumsDesc) -> 
     """Added in float32 whatever the dtype, of any number of rows and columns, none included."""
     empty = [Case(size=size) for size in ((0, 9), (9, 0), (0, 0))]
     worst = 0.0
-    for case in (*_cases(desc.dtype), *empty):
+    for case in (*_cases(subject, desc, desc.dtype), *empty):
         call = arguments(subject, desc, case)
         (x,) = (one.double() for one in on_cpu(call.arguments))
         sums = call.run(subject)
@@ -220,7 +223,7 @@ def activation_is_within_the_bound(subject: Subject, desc: ActivationDesc) -> fl
     """Computed in float32 whatever the dtypes, rounded once."""
     return max(
         _activation_within(subject, desc, arguments(subject, desc, case))
-        for case in _cases(desc.dtype)
+        for case in _cases(subject, desc, desc.dtype)
     )
 
 
@@ -240,7 +243,7 @@ def activation_backward_is_within_the_bound(
     """Computed in float32 whatever the dtypes, rounded once."""
     return max(
         _activation_backward_within(subject, desc, arguments(subject, desc, case))
-        for case in _cases(desc.dtype)
+        for case in _cases(subject, desc, desc.dtype)
     )
 
 

@@ -39,7 +39,7 @@ from fp8core.conformance.operands import (
     quantize_size,
     step_of,
 )
-from fp8core.conformance.subject import Subject, on_cpu
+from fp8core.conformance.subject import Subject, on_cpu, storage_step
 
 SQUARE = 96
 
@@ -170,6 +170,35 @@ def quantize_stops_blocks_at_group_boundaries(subject: Subject, desc: QuantizeDe
         alone = subject.quantizer(dense)(dense, subject.here(x[start:end]), **of_group)
         parts = Quantized(*(None if parts is None else parts[group] for parts in split))
         same_operands(desc, f"group {group}", parts, on_cpu(alone))
+
+
+WILD = ((0, 300, 100), (5, 20, -7, 9), (0, 2**40, 2**62), (-(2**62), 3, 40, 2**31))
+"""Offsets that lead out of a tensor, back, or beyond what 32 bits hold."""
+
+
+@law(1, "quantize", applies=lambda desc: desc.offsets_on_device and is_nearest(desc))
+def quantize_takes_offsets_of_any_values(subject: Subject, desc: QuantizeDesc) -> float:
+    """Rows of no group have codes of 0 and scales of 1; offsets that lead out of x read nothing."""
+    step, worst = storage_step(subject, desc.columnwise), 0.0
+    sizes = group_sizes(subject, desc)
+    rows, cols = quantize_size(subject, desc, sum(sizes) + 2 * step, 70)
+    x = inputs.matrix("decades", rows, cols, desc.dtype).clone()
+    x[sum(sizes) :] = torch.finfo(desc.dtype).max
+    # Where groups have to be of whole steps, other offsets break the contract.
+    for offsets in (group_offsets(sizes), *map(torch.tensor, WILD if step == 1 else ())):
+        keywords = [quantize_keywords(subject, desc, len(offsets) - 1) for _ in range(2)]
+        # As in a layer's state, where they are a column of a matrix.
+        keywords[0] = {name: inputs.strided(one) for name, one in keywords[0].items()}
+        ours = subject.run(desc, *subject.here((x, offsets)), **keywords[0])
+        keywords[1] = on_cpu(keywords[1])
+        theirs = subject.judging(desc)(x, offsets, **keywords[1])
+        judged = Judged(on_cpu(ours), theirs, (None, None), x)
+        title = f"{rows} rows in groups at {offsets.tolist()}"
+        worst = max(worst, same_codes(subject, desc, title, judged))
+        worst = max(worst, same_scales(subject, desc, title, judged))
+        for name, value in keywords[0].items():
+            same_bits(f"{title}: {name}", value, keywords[1][name])
+    return worst
 
 
 def _has_both(desc: QuantizeDesc) -> bool:

@@ -24,9 +24,9 @@ VERY_LONG = ((70000, 1, 1, 2, 2),)  # above 65535; in bfloat16 alone, which cost
 @law(4, "rotary", is_core=True)
 def rotary_is_within_the_bound(subject: Subject, desc: RotaryDesc) -> float:
     """The pairs are turned in float32, also by angles of many turns, and the rest is copied."""
-    cases = (*SIZES, *EMPTY, *LONG, *(VERY_LONG if desc.dtype == torch.bfloat16 else ()))
+    very_long = VERY_LONG if desc.dtype == torch.bfloat16 else ()
     worst = 0.0
-    for *sizes, rotated in cases:
+    for *sizes, rotated in subject.sizes("rotary", *SIZES, *EMPTY, *LONG, *very_long):
         length, batch = sizes[:2]
         call = _Call(desc, tuple(sizes), rotated, length + 3)
         if desc.layout == "thd":
@@ -39,7 +39,7 @@ def rotary_is_within_the_bound(subject: Subject, desc: RotaryDesc) -> float:
 def rotary_starts_at_the_given_positions(subject: Subject, desc: RotaryDesc) -> float:
     """Each sequence begins at its own position, the first and the last that there is among them."""
     worst = 0.0
-    for *sizes, rotated in SIZES:
+    for *sizes, rotated in subject.sizes("rotary", *SIZES):
         length, batch = sizes[:2]
         call = _Call(desc, tuple(sizes), rotated, length + 2 * batch)
         starts = 2 * batch - torch.arange(batch, dtype=torch.int32).flip(0) * 2
