@@ -17,7 +17,7 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.reference.activation import activation, activation_backward
 from fp8core_backends.reference.gemm import gemm, grouped_gemm
-from fp8core_backends.reference.norm import norm
+from fp8core_backends.reference.norm import norm, norm_backward
 from fp8core_backends.reference.quantize import dequantize, quantize
 from tests.conformance.broken import Sound, operands
 
@@ -259,6 +259,26 @@ class TakesADifferenceOfSquares(Sound):
         return y.to(desc.out_dtype), mean, rstd
 
 
+class IgnoresParametersOfOtherDtypes(Sound):
+    def norm(self, desc: NormDesc, x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> Any:
+        weight = weight if weight.dtype == desc.dtype else torch.ones_like(weight)
+        return norm(desc, x, weight, *bias)
+
+
+class SpreadsNanOverRows(Sound):
+    def norm(self, desc: NormDesc, *given: Any) -> Any:
+        y, *rest = norm(desc, *given)
+        return y + 0 * y.sum(), *rest
+
+
+class AddsGradientsOfNoRows(Sound):
+    """Leaves the sums over no rows as new memory is."""
+
+    def norm_backward(self, desc: Any, grad: torch.Tensor, *given: Any) -> Any:
+        grad_x, grad_weight, grad_bias = norm_backward(desc, grad, *given)
+        return grad_x, grad_weight if len(grad) else grad_weight.fill_(7), grad_bias
+
+
 def saturated(x: torch.Tensor) -> torch.Tensor:
     largest = torch.finfo(x.dtype).max
     return x.clamp_(-largest, largest)
@@ -328,6 +348,9 @@ CAUGHT_BY: dict[type[Sound], str] = {
     EndsTheLastGroupAtTheEnd: "law1_quantize_takes_offsets_of_any_values",
     LeavesRowsOfNoGroup: "law4_grouped_gemm_of_rows_of_no_group_is_zero",
     SpreadsNanOverGroups: "law4_grouped_gemm_keeps_nan_in_its_group",
+    IgnoresParametersOfOtherDtypes: "law4_norm_takes_parameters_of_any_float_dtype",
+    SpreadsNanOverRows: "law4_norm_keeps_nan_and_inf_in_their_rows",
+    AddsGradientsOfNoRows: "law4_norm_of_nothing_has_the_form_of_the_reference",
     TakesADifferenceOfSquares: "law4_norm_is_exact_where_the_mean_is_large",
     SaturatesProducts: "law4_gemm_overflows_to_infinity",
     SaturatesProductsOfGroups: "law4_grouped_gemm_overflows_to_infinity",

@@ -13,7 +13,7 @@ from fp8core.conformance.calls import Case, OpCall, arguments
 from fp8core.conformance.checks import law
 from fp8core.conformance.compare import require, same_bits, same_form, ulp, within
 from fp8core.conformance.laws.pointwise import ROUND
-from fp8core.conformance.subject import Subject, on_cpu
+from fp8core.conformance.subject import Size, Subject, on_cpu
 from fp8core.conformance.training_calls import Route, route_of, routing_of
 
 F64 = torch.float64
@@ -164,9 +164,7 @@ def combine_backward_is_within_the_bound(subject: Subject, desc: CombineBackward
     return worst
 
 
-def _combine_backward_within(
-    subject: Subject, desc: CombineBackwardDesc, size: tuple[int, int]
-) -> float:
+def _combine_backward_within(subject: Subject, desc: CombineBackwardDesc, size: Size) -> float:
     call = arguments(subject, desc, Case(size=size))
     grad_x, grad_weights = call.run(subject)
     grad, x, index, sources, weights = on_cpu(call.arguments)

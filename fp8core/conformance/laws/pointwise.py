@@ -21,7 +21,7 @@ from fp8core.backend_api import (
 from fp8core.conformance import inputs
 from fp8core.conformance.calls import Case, OpCall, arguments
 from fp8core.conformance.checks import law
-from fp8core.conformance.compare import same_bits, same_form, ulp, within
+from fp8core.conformance.compare import require, same_bits, same_form, ulp, within
 from fp8core.conformance.subject import Subject, on_cpu
 
 ROUND = 2.0**-24  # largest relative error of one float32 rounding
@@ -107,6 +107,60 @@ def norm_is_exact_where_the_mean_is_large(subject: Subject, desc: NormDesc) -> f
         x = subject.here(inputs.far_from_zero(rows, cols, desc.dtype))
         worst = max(worst, _norm_within(subject, desc, OpCall(desc, (x, *parameters), {})))
     return worst
+
+
+@law(4, "norm", "norm_backward")
+def norm_takes_parameters_of_any_float_dtype(
+    subject: Subject, desc: NormDesc | NormBackwardDesc
+) -> float:
+    """A weight and a bias in float32 beside 16 bits, and the other way round."""
+    worst = 0.0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        call = arguments(subject, desc)
+        if isinstance(desc, NormDesc):
+            x, *given = call.arguments
+            call = call._replace(arguments=(x, *(one.to(dtype) for one in given)))
+            worst = max(worst, _norm_within(subject, desc, call))
+        else:
+            grad, x, weight, *rest = call.arguments
+            call = call._replace(arguments=(grad, x, weight.to(dtype), *rest))
+            worst = max(worst, _norm_backward_within(subject, desc, call))
+    return worst
+
+
+@law(4, "norm")
+def norm_keeps_nan_and_inf_in_their_rows(subject: Subject, desc: NormDesc) -> None:
+    """A row with NaN or inf has NaN where the reference has; the others have the bits of before."""
+    for size in subject.sizes(desc.op, *SIZES[:2]):
+        x, *given = arguments(subject, desc, Case(size=size)).arguments
+        before = on_cpu(subject.run(desc, x, *given))
+        odd = torch.zeros(len(x), dtype=torch.bool)
+        for at, value in enumerate((torch.nan, torch.inf, -torch.inf)):
+            row = (2 * at + 1) % len(x)
+            odd[row] = True
+            x[row, x.shape[1] // 2] = value
+        after, theirs = on_cpu(subject.run(desc, x, *given)), subject.judged(desc, x, *given)
+        for name, one, was, want in zip(("y", "mean", "rstd"), after, before, theirs, strict=True):
+            if want is not None:
+                same_bits(f"{name} {list(size)} of other rows", one[~odd], was[~odd])
+                same_bits(f"NaN of {name} {list(size)}", one[odd].isnan(), want[odd].isnan())
+
+
+@law(4, "norm", "norm_backward")
+def norm_of_nothing_has_the_form_of_the_reference(
+    subject: Subject, desc: NormDesc | NormBackwardDesc
+) -> None:
+    """Without rows, columns or either; the gradients of parameters are zeros without rows."""
+    for size in ((0, 16), (16, 0), (0, 0)):
+        call = arguments(subject, desc, Case(size=size))
+        results, expected = call.run(subject), subject.judged(desc, *call.arguments)
+        for at, (one, other) in enumerate(zip(results, expected, strict=True)):
+            require((one is None) == (other is None), f"result {at} of {size}: None or not")
+            if other is not None:
+                same_form(f"result {at} of {size}", one, other)
+        if isinstance(desc, NormBackwardDesc) and not size[0]:
+            sums = [one for one in results[1:] if one is not None]
+            require(not any(bool(one.any()) for one in sums), "a sum over no rows is not zero")
 
 
 def _norm_within(subject: Subject, desc: NormDesc, call: OpCall) -> float:
