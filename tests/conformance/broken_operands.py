@@ -319,6 +319,11 @@ class SaturatesActivations(Sound):
         return saturated(activation(desc, x))
 
 
+class ActivatesNanAsZero(Sound):
+    def activation(self, desc: Any, x: torch.Tensor) -> Any:
+        return activation(desc, x.nan_to_num(0.0, torch.inf, -torch.inf))
+
+
 class SaturatesGradientsOfActivations(Sound):
     def activation_backward(self, desc: Any, *given: Any) -> Any:
         return saturated(activation_backward(desc, *given))
@@ -357,6 +362,7 @@ CAUGHT_BY: dict[type[Sound], str] = {
     SaturatesValues: "law4_dequantize_overflows_to_infinity",
     LosesInfinityOfACode: "law4_dequantize_knows_every_code",
     SaturatesNorms: "law4_norm_overflows_to_infinity",
+    ActivatesNanAsZero: "law4_activation_takes_every_bfloat16",
     SaturatesActivations: "law4_activation_overflows_to_infinity",
     SaturatesGradientsOfActivations: "law4_activation_backward_overflows_to_infinity",
 }

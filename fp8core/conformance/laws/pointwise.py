@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -102,7 +103,7 @@ def norm_is_within_the_bound(subject: Subject, desc: NormDesc) -> float:
 def norm_is_exact_where_the_mean_is_large(subject: Subject, desc: NormDesc) -> float:
     """Rows that hardly differ from their mean, where E[x^2] - E[x]^2 would lose every digit."""
     worst = 0.0
-    for rows, cols in ((33, 16), (33, 70)):
+    for rows, cols in subject.sizes(desc.op, (33, 16), (33, 70)):
         _, *parameters = arguments(subject, desc, Case(size=(rows, cols))).arguments
         x = subject.here(inputs.far_from_zero(rows, cols, desc.dtype))
         worst = max(worst, _norm_within(subject, desc, OpCall(desc, (x, *parameters), {})))
@@ -252,15 +253,15 @@ def column_sums_are_within_the_bound(subject: Subject, desc: ColumnSumsDesc) -> 
 def column_sums_pass_on_nan_and_inf(subject: Subject, desc: ColumnSumsDesc) -> None:
     """A NaN or inf is summed as it is, in its column alone; the largest values do not overflow."""
     largest = torch.finfo(torch.float16).max
-    for rows in (2, 700):
-        x = torch.ones(rows, 70, dtype=desc.dtype)
+    for rows, cols in itertools.product((2, 700), (70, 264)):  # no whole vectors, and whole ones
+        x = torch.ones(rows, cols, dtype=desc.dtype)
         x[0, 1], x[-1, 2], x[0, 9] = torch.nan, torch.inf, -torch.inf
         x[0, 64], x[-1, 64] = torch.inf, -torch.inf
-        x[:, 69] = largest
+        x[:, cols - 1] = largest
         expected = x.double().sum(0)
         bound = (rows + 4) * ROUND * x.double().abs().sum(0).nan_to_num(0.0, 0.0)
         sums = subject.run(desc, subject.here(x))
-        within(f"sums of {rows} rows", sums, expected, bound)
+        within(f"sums of {[rows, cols]}", sums, expected, bound)
 
 
 def _parts(desc: ActivationDesc | ActivationBackwardDesc, x: torch.Tensor) -> torch.Tensor:
@@ -276,12 +277,13 @@ def _parts(desc: ActivationDesc | ActivationBackwardDesc, x: torch.Tensor) -> to
 def activation_is_within_the_bound(subject: Subject, desc: ActivationDesc) -> float:
     """Computed in float32 whatever the dtypes, rounded once."""
     return max(
-        _activation_within(subject, desc, arguments(subject, desc, case))
+        activation_within(subject, desc, arguments(subject, desc, case))
         for case in _cases(subject, desc, desc.dtype)
     )
 
 
-def _activation_within(subject: Subject, desc: ActivationDesc, call: OpCall) -> float:
+def activation_within(subject: Subject, desc: ActivationDesc, call: OpCall) -> float:
+    """Require the result of a call to be within the bound of the formula in float64."""
     y = call.run(subject)
     (x,) = (one.double() for one in on_cpu(call.arguments))
     expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), x)
@@ -296,14 +298,15 @@ def activation_backward_is_within_the_bound(
 ) -> float:
     """Computed in float32 whatever the dtypes, rounded once."""
     return max(
-        _activation_backward_within(subject, desc, arguments(subject, desc, case))
+        activation_backward_within(subject, desc, arguments(subject, desc, case))
         for case in _cases(subject, desc, desc.dtype)
     )
 
 
-def _activation_backward_within(
+def activation_backward_within(
     subject: Subject, desc: ActivationBackwardDesc, call: OpCall
 ) -> float:
+    """Require the gradient of a call to be within the bound of the formula in float64."""
     grad_x = call.run(subject)
     grad, x = (one.double() for one in on_cpu(call.arguments))
     expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), grad, x)
@@ -311,3 +314,20 @@ def _activation_backward_within(
     size = grad.abs() * _parts(desc, x) ** 2
     size = torch.cat((size, size), -1) if desc.name in GATED else size
     return within("grad_x", grad_x, expected, FUNCTION * size + ulp(expected, desc.out_dtype))
+
+
+@law(4, "activation", "activation_backward", applies=lambda desc: desc.dtype == torch.bfloat16)
+def activation_takes_every_bfloat16(
+    subject: Subject, desc: ActivationDesc | ActivationBackwardDesc
+) -> float:
+    """Within the bound for each value up to 1e15, whose square is finite, and for inf; forward for
+    NaN too."""
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    is_forward = isinstance(desc, ActivationDesc)
+    values = values if is_forward else values.nan_to_num(0.0, torch.inf, -torch.inf)
+    x = torch.where(values.isfinite(), values.clamp(-1e15, 1e15), values).reshape(256, 256)
+    x = torch.cat((x, inputs.moderate(256, 256, x.dtype)), 1) if desc.name in GATED else x
+    if is_forward:
+        return activation_within(subject, desc, OpCall(desc, (subject.here(x),), {}))
+    given = subject.here((torch.ones(256, 256, dtype=torch.bfloat16), x))
+    return activation_backward_within(subject, desc, OpCall(desc, given, {}))

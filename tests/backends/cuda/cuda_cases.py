@@ -12,6 +12,7 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.dispatch import plugins
+from fp8core.testing.subject import Subject, find
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,6 +43,12 @@ def backend(name: str) -> object:
     """Return the backend of a name, as dispatch makes it."""
     registry = plugins.load()
     return registry.instance(registry.backends[name])
+
+
+@functools.cache
+def subject() -> Subject:
+    """Return the backend as the conformance kit's laws take it."""
+    return find("cuda")
 
 
 @contextlib.contextmanager

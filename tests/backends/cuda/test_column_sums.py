@@ -1,7 +1,8 @@
-"""Column sums: against float64, and the same bits however the tensor lies in memory."""
+"""Column sums: the same bits however the tensor lies; test_sizes.py has the kit's bounds."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -12,11 +13,9 @@ import torch
 import fp8core
 from fp8core.backend_api import ColumnSumsDesc, OperandError
 from fp8core_backends.cuda import column_sums
-from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, EMPTY, SHAPES, backend
+from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, EMPTY, backend
 
 on_device = pytest.mark.needs_accelerator("cuda")
-# One launch and two, whole and ragged tiles; one tile of columns and several; a long sum.
-MORE = ((257, 256), (320, 264), (4097, 520), (8192, 4096), (70_000, 24), (24, 70_000), (100_000, 1))
 # Vectors at aligned addresses; else elements, in the same order.
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "columns of a wider tensor": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
@@ -33,27 +32,14 @@ def sums(x: torch.Tensor) -> torch.Tensor:
 
 
 @on_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, *MORE, *EMPTY], ids=str)
-def test_sums_are_within_the_bound(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x = torch.randn(shape, device=DEVICE).to(dtype)
-    made, wide = sums(x), x.double()
-    assert (made.dtype, made.shape, made.device) == (torch.float32, shape[1:], DEVICE)
-    bound = (shape[0] + 4) * 2.0**-24 * wide.abs().sum(0)
-    assert bool(((made.double() - wide.sum(0)).abs() <= bound).all())
-
-
-@on_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 8), (64, 512), (300, 264), (4100, 136)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bits_do_not_depend_on_the_layout(
-    layout: str, shape: tuple[int, int], dtype: torch.dtype
-) -> None:
-    x = torch.randn(shape, device=DEVICE).to(dtype)
-    laid = LAYOUTS[layout](x)
-    assert torch.equal(laid, x)
-    assert torch.equal(sums(laid), sums(x))
+def test_bits_do_not_depend_on_the_layout(layout: str) -> None:
+    shapes = ((1, 8), (64, 512), (300, 264), (4100, 136))
+    for shape, dtype in itertools.product(shapes, DTYPES):
+        x = torch.randn(shape, device=DEVICE).to(dtype)
+        laid = LAYOUTS[layout](x)
+        assert torch.equal(laid, x)
+        assert torch.equal(sums(laid), sums(x)), (shape, dtype)
 
 
 def in_order(x: torch.Tensor) -> torch.Tensor:
@@ -69,11 +55,11 @@ def in_order(x: torch.Tensor) -> torch.Tensor:
 
 
 @on_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 8), (128, 64), (200, 264), (257, 261), (9000, 264)], ids=str)
-def test_rows_are_added_in_one_order(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x = torch.randn(shape).to(dtype)
-    assert torch.equal(sums(x.to(DEVICE)).cpu(), in_order(x))
+def test_rows_are_added_in_one_order(shape: tuple[int, int]) -> None:
+    for dtype in DTYPES:
+        x = torch.randn(shape).to(dtype)
+        assert torch.equal(sums(x.to(DEVICE)).cpu(), in_order(x)), dtype
 
 
 @on_device
@@ -81,23 +67,6 @@ def test_every_run_gives_the_same_bits() -> None:
     x = torch.randn(8192, 3072, device=DEVICE).bfloat16()
     first = sums(x)
     assert all(torch.equal(sums(x), first) for _ in range(20))
-
-
-@on_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [3, 700])
-def test_nan_and_inf_stay_in_their_columns(rows: int, dtype: torch.dtype) -> None:
-    for cols in (264, 261):  # read as vectors, and one by one
-        x = torch.ones(rows, cols, device=DEVICE, dtype=dtype)
-        x[0, 1], x[-1, 2], x[0, 9] = torch.nan, torch.inf, -torch.inf
-        x[0, 260], x[-1, 260] = torch.inf, -torch.inf
-        torch.testing.assert_close(sums(x), x.float().sum(0), rtol=0, atol=0, equal_nan=True)
-
-
-@on_device
-def test_sums_of_float16_do_not_overflow() -> None:
-    x = torch.full((600, 264), 65504.0, device=DEVICE, dtype=torch.float16)
-    torch.testing.assert_close(sums(x), x.double().sum(0).float())
 
 
 @on_device

@@ -1,4 +1,7 @@
-"""Activations fused with casts: bit for bit the activation alone, then the reference's cast."""
+"""Activations fused with casts: bit for bit the activation alone, then the reference's cast.
+
+test_sizes.py has the kit's law of it at the sizes of vectors and tiles.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,15 @@ from fp8core.backend_api import (
 from fp8core.recipe import NVFP4BlockScaling
 from fp8core.recipe.plan import LayerRole
 from tests.backends.cuda import cuda_cases
-from tests.backends.cuda.cuda_cases import DEVICE, EMPTY, backend, differs, same_bits
+from tests.backends.cuda.cuda_cases import DEVICE, backend, differs, same_bits
+from tests.pairs import pairs, turns
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
 
 PARAMS = {"clamped_swiglu": (7.0, 1.702, 1.0)}
 RECIPES = ("delayed", "current", "rowwise", "vector", "mx", "mx square")
-# Columns in whole vectors: a row, a vector, whole tiles and partial ones, one and several.
-WHOLE = (
-    *((1, 8), (1, 128), (128, 8), (3, 16), (16, 48), (127, 136), (128, 128), (130, 264)),
-    *((256, 512), (8, 4096), (1000, 1000), (33, 2048), (384, 640), (4096, 24), (257, 1032)),
-)
-# Columns in no whole vectors, which two kernels compute.
-RAGGED = ((9, 70), (1, 1), (128, 130), (5, 4100))
+NAMES = ("gelu", "swiglu")
+WITHOUT_OPTIONS = {"disable_rht": True, "disable_2d_quantization": True}
 
 
 def spec(name: str, element: str = "e4m3", power_of_two: bool = False) -> OperandSpec:
@@ -104,28 +103,10 @@ def check(desc: FusedDesc, tensors: list[torch.Tensor]) -> None:
         assert same_bits(one, other), "an input was written"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_forward_equals_the_pair(recipe: str, name: str, dtype: torch.dtype) -> None:
-    desc = fused(name, spec(recipe), dtype, backward=False)
-    for rows, n in (*WHOLE, *RAGGED, *EMPTY):
-        check(desc, drawn(name, rows, n, dtype, backward=False))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("sums", [False, True], ids=["", "sums"])
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_backward_equals_the_pair(recipe: str, name: str, sums: bool, dtype: torch.dtype) -> None:
-    desc = fused(name, spec(recipe, "e5m2"), dtype, backward=True, sums=sums)
-    for rows, n in (*WHOLE, *RAGGED, *EMPTY):
-        check(desc, drawn(name, rows, n, dtype, backward=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"disable_rht": True, "disable_2d_quantization": True}])
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.parametrize(
+    ("name", "options", "dtype"),
+    pairs(NAMES, ({}, WITHOUT_OPTIONS), (torch.bfloat16, torch.float16)),
+)
 def test_nvfp4_equals_the_pair(name: str, options: dict[str, bool], dtype: torch.dtype) -> None:
     plan = NVFP4BlockScaling(**options).plan(LayerRole("linear"), dtype)
     for backward, tensor in ((False, plan.input), (True, plan.grad_output), (True, plan.weight)):
@@ -136,19 +117,21 @@ def test_nvfp4_equals_the_pair(name: str, options: dict[str, bool], dtype: torch
                 check(FusedDesc(producer, cast, sums), drawn(name, rows, n, dtype, backward))
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_every_activation_equals_the_pair(name: str, backward: bool) -> None:
-    for recipe, dtype in itertools.product(RECIPES, (torch.bfloat16, torch.float16)):
+def test_every_activation_equals_the_pair(name: str) -> None:
+    for recipe, dtype, backward in itertools.product(
+        RECIPES, (torch.bfloat16, torch.float16), (False, True)
+    ):
         for element in ("e4m3", "e5m2") if backward else ("e4m3",):
             desc = fused(name, spec(recipe, element), dtype, backward, sums=backward)
             for shape in ((130, 264), (256, 256)):
                 check(desc, drawn(name, *shape, dtype, backward))
 
 
-@pytest.mark.parametrize("power_of_two", [False, True], ids=["", "power of two"])
-@pytest.mark.parametrize("name", ["silu", "geglu"])
-@pytest.mark.parametrize("recipe", ["current", "rowwise", "vector"])
+@pytest.mark.parametrize(
+    ("recipe", "name", "power_of_two"),
+    pairs(("current", "rowwise", "vector"), ("silu", "geglu"), (False, True)),
+)
 def test_one_orientation_equals_its_half(recipe: str, name: str, power_of_two: bool) -> None:
     own = spec(recipe, power_of_two=power_of_two)
     for backward in (False, True):
@@ -159,7 +142,7 @@ def test_one_orientation_equals_its_half(recipe: str, name: str, power_of_two: b
                 check(desc, drawn(name, *shape, torch.bfloat16, backward))
 
 
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.parametrize("name", NAMES)
 def test_delayed_halves_record_the_amax(name: str) -> None:
     for backward in (False, True):
         whole = fused(name, spec("delayed"), torch.bfloat16, backward)
@@ -169,7 +152,7 @@ def test_delayed_halves_record_the_amax(name: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.parametrize("name", NAMES)
 def test_nan_and_inf_are_counted_and_recorded_as_by_the_pair(name: str, recipe: str) -> None:
     for backward, value in itertools.product((False, True), (torch.inf, -torch.inf, torch.nan)):
         desc = fused(name, spec(recipe), torch.bfloat16, backward)
@@ -180,16 +163,15 @@ def test_nan_and_inf_are_counted_and_recorded_as_by_the_pair(name: str, recipe: 
             check(desc, tensors)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_float16_overflows_as_the_pair_does(recipe: str) -> None:
-    desc = fused("srelu", spec(recipe), torch.float16, backward=False)
+def test_float16_overflows_as_the_pair_does() -> None:
     x = torch.randn(130, 264, device=DEVICE)
     x[5, 7], x[100, 200] = 300.0, 1000.0
-    check(desc, [x.half()])
+    for recipe in RECIPES:
+        check(fused("srelu", spec(recipe), torch.float16, backward=False), [x.half()])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.parametrize("name", NAMES)
 def test_strides_and_odd_addresses_change_nothing(name: str, recipe: str) -> None:
     n = 256
     cols = 2 * n if name in GATED else n
@@ -205,8 +187,7 @@ def test_strides_and_odd_addresses_change_nothing(name: str, recipe: str) -> Non
             check(desc, [grad, x])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.parametrize(("name", "recipe"), turns(NAMES, RECIPES))
 def test_large_tensors_equal_the_pair(name: str, recipe: str) -> None:
     for backward in (False, True):
         desc = fused(name, spec(recipe), torch.bfloat16, backward, sums=backward)
@@ -243,12 +224,12 @@ def test_every_byte_of_the_result_is_written(recipe: str) -> None:
         assert all(map(same_bits, sums, more))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_side_stream_gives_the_same(recipe: str) -> None:
-    desc = fused("swiglu", spec(recipe), torch.bfloat16, backward=True, sums=True)
+def test_a_side_stream_gives_the_same() -> None:
     tensors = drawn("swiglu", 2048, 2048, torch.bfloat16, backward=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        check(desc, tensors)
+        for recipe in RECIPES:
+            desc = fused("swiglu", spec(recipe), torch.bfloat16, backward=True, sums=True)
+            check(desc, tensors)
     torch.cuda.current_stream().wait_stream(stream)

@@ -1,4 +1,7 @@
-"""Norms fused with casts: bit for bit the norm alone, then the reference's cast."""
+"""Norms fused with casts: bit for bit the norm alone, then the reference's cast.
+
+test_sizes.py has the kit's law of it at the sizes of panels, tiles and clusters.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +17,17 @@ from fp8core.errors import OperandError
 from fp8core_backends.cuda import native
 from fp8core_backends.cuda.fused_norm import FusedNorm
 from tests.backends.cuda.cuda_cases import DEVICE, EMPTY, backend, differs, same_bits, spec
+from tests.pairs import turns
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
 RECIPES = ("delayed", "current", "rowwise", "vector")
 KINDS = ("rmsnorm", "layernorm")
 HALVES = (torch.bfloat16, torch.float16)
-# Columns in whole vectors: one; cut and whole chunks, tiles and panels; clusters of every size.
-WHOLE = (
-    *((1, 8), (1, 128), (33, 264), (64, 256), (70, 520), (127, 136), (128, 128), (130, 1000)),
-    *((129, 768), (257, 1024), (300, 2048), (144, 2304), (272, 4096), (100, 5120), (160, 6144)),
-    *((96, 8192), (140, 12288), (40, 13824), (130, 16384), (1040, 264)),
-)
-# Columns in no whole vectors, or more than two passes take.
-APART = ((9, 70), (1, 1), (5, 4100), (5, 20000))
 
 
-def fused(
-    kind: str, own: OperandSpec, dtype: torch.dtype, rounds: bool = False, **changed: object
-) -> FusedDesc:
-    """Return the descriptor that the chain asks for under a recipe's spec ``own``; ``rounds``: to
-    ``dtype`` under a delayed scale, too."""
-    out_dtype = torch.float32 if own.delayed and not rounds else dtype
+def fused(kind: str, own: OperandSpec, dtype: torch.dtype, **changed: object) -> FusedDesc:
+    """Return the descriptor that the chain asks for under a recipe's spec ``own``."""
+    out_dtype = torch.float32 if own.delayed else dtype
     norm = dataclasses.replace(NormDesc(kind, dtype, out_dtype, 1e-5), **changed)
     return FusedDesc(norm, QuantizeDesc(out_dtype, own, own))
 
@@ -90,28 +83,10 @@ def orientations(desc: FusedDesc) -> list[FusedDesc]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_results_equal_the_pair(kind: str, name: str, dtype: torch.dtype) -> None:
-    for element in ("e4m3", "e5m2"):
-        desc = fused(kind, spec(name, element), dtype)
-        for rows, n in (*WHOLE, *APART):
-            check(desc, drawn(desc, rows, n))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", RECIPES)
 def test_one_orientation_equals_its_half_of_both(kind: str, name: str) -> None:
     for desc in orientations(fused(kind, spec(name), torch.bfloat16))[1:]:
         for rows, n in ((1, 8), (70, 520), (257, 1024), (272, 4096), (130, 16384)):
             check(desc, drawn(desc, rows, n))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_a_delayed_cast_may_round_before(kind: str, dtype: torch.dtype) -> None:
-    desc = fused(kind, spec("delayed"), dtype, rounds=True)
-    for rows, n in WHOLE:
-        check(desc, drawn(desc, rows, n))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,13 +96,6 @@ def test_a_zero_centered_weight_of_any_dtype(kind: str, name: str) -> None:
     for dtype in (torch.float32, torch.float16, torch.float64):
         x, *parameters = drawn(desc, 130, 520)
         check(desc, [x, *(one.to(dtype) for one in parameters)])
-
-
-@pytest.mark.parametrize("name", ["current", "rowwise", "vector"])
-def test_power_of_two_scales_equal_the_pair(name: str) -> None:
-    desc = fused("rmsnorm", spec(name, power_of_two=True), torch.bfloat16)
-    for rows, n in WHOLE:
-        check(desc, drawn(desc, rows, n))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -192,8 +160,7 @@ def test_large_tensors_equal_the_pair(name: str) -> None:
         check(desc, drawn(desc, rows, n))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("kind", "name"), turns(KINDS, RECIPES))
 def test_empty_tensors_equal_the_pair(kind: str, name: str) -> None:
     for desc in orientations(fused(kind, spec(name), torch.bfloat16)):
         for rows, n in EMPTY:

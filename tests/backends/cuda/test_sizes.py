@@ -1,0 +1,278 @@
+"""The conformance kit's laws at the sizes where the kernels divide their work in another way.
+
+The kit's own run tries a few sizes of each operation; these are one row and one column, vectors,
+tiles and panels, whole, cut and one more than whole, and more than a launch takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import (
+    ACTIVATIONS,
+    ATTENTION_LAYOUTS,
+    ActivationBackwardDesc,
+    ActivationDesc,
+    AddNormDesc,
+    AmaxDesc,
+    ColumnSumsDesc,
+    CrossEntropyBackwardDesc,
+    CrossEntropyDesc,
+    DequantizeDesc,
+    FusedDesc,
+    GemmDesc,
+    NormBackwardDesc,
+    NormDesc,
+    OpDesc,
+    OperandSpec,
+    QuantizeDesc,
+    RotaryDesc,
+    RouteDesc,
+)
+from fp8core.testing.catalogue import CatalogueEntry
+from fp8core.testing.checks import checks
+from fp8core.testing.laws import LAWS
+from fp8core.testing.subject import Size, Subject
+from tests.backends.cuda.cuda_cases import DTYPES, EMPTY, SHAPES, subject
+from tests.backends.cuda.cuda_cases import spec as float_scaled
+from tests.pairs import pairs, turns
+
+pytestmark = pytest.mark.needs_accelerator("cuda")
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+PARAMS = {"clamped_swiglu": (7.0, 1.702, 1.0)}
+NORMS = ("rmsnorm", "layernorm")
+
+# Cut vectors; chunks of 256 columns, whole and cut; more warps than one; rows held in two and in
+# four vectors a lane; rows that are read again; more rows than a launch's y has.
+_COLUMNS = (
+    *(1, 3, 8, 70, 256, 264, 768, 1000, 1024, 2048, 2304, 2305, 4096, 5120, 6144),
+    *(8192, 8200, 12288, 13824, 16384, 16392, 20000, 32768, 32776, 40000),
+)
+NORM_SIZES = (
+    *((33, n) for n in _COLUMNS),
+    *((1, 8), (2, 2304), (700, 264), (700, 5120), (1, 40000), (66000, 1), (66000, 64)),
+)
+# Columns in whole vectors: one; cut and whole chunks, tiles and panels; clusters of every size.
+# Columns in no whole vectors, or more than two passes take.
+FUSED_NORM_SIZES = (
+    *((1, 8), (1, 128), (33, 264), (64, 256), (70, 520), (127, 136), (128, 128), (130, 1000)),
+    *((129, 768), (257, 1024), (300, 2048), (144, 2304), (272, 4096), (100, 5120), (160, 6144)),
+    *((96, 8192), (140, 12288), (40, 13824), (130, 16384), (1040, 264), (1, 1), (5, 20000)),
+)
+# A row, a vector, whole tiles and partial ones; and columns in no whole vectors.
+FUSED_ACTIVATION_SIZES = (
+    *((1, 8), (1, 128), (128, 8), (3, 16), (16, 48), (127, 136), (128, 128), (130, 264)),
+    *((256, 512), (8, 4096), (1000, 1000), (33, 2048), (384, 640), (4096, 24), (257, 1032)),
+    *((1, 1), (128, 130), (5, 4100), *EMPTY),
+)
+# Fewer columns than a vector, one vector, rows that begin at odd addresses.
+ACTIVATION_SIZES = (*SHAPES, (1, 7), (1, 8), (5, 9), (3, 20008), (33, 2056), (70000, 8), *EMPTY)
+# One launch and two; one tile of columns and several; a long sum.
+SUM_SIZES = (
+    *(*SHAPES, (257, 256), (320, 264), (4097, 520), (8192, 4096)),
+    *((70_000, 24), (24, 70_000), (100_000, 1)),
+)
+# Sequence, batch, heads, head size, rotated elements: in vectors of eight elements; one by one; and
+# more columns of a head than the shared memory of a block takes, the last part of them ragged.
+ROTARY_SIZES = (
+    *((1, 1, 1, 16, 16), (3, 2, 2, 64, 64), (5, 3, 32, 128, 128), (7, 2, 8, 128, 128)),
+    *((2, 2, 3, 80, 32), (33, 3, 1, 96, 48), (2, 1, 200, 256, 256), (9, 2, 3, 24, 16)),
+    *((7, 3, 2, 10, 6), (5, 2, 3, 130, 32), (4, 3, 5, 33, 8), (3, 2, 2, 96, 24)),
+    *((300, 1, 1, 3, 2), (2, 3, 2, 72, 72), (2, 2, 1, 128, 2), (131, 2, 2, 4, 4)),
+    *((3, 2, 2, 4112, 4112), (2, 2, 3, 2064, 1040), (2, 3, 2, 1100, 1030), (2, 1, 1, 3001, 4)),
+)
+# k = 16; what is no multiple of a tile; rows that cuBLASLt takes in larger steps.
+GEMM_SIZES = (
+    *((16, 16, 16), (4, 32, 48), (128, 128, 128), (132, 144, 272), (1024, 512, 2048)),
+    *((rows, 144, 272) for rows in (1, 2, 3, 5, 17, 131)),
+)
+# Tokens and experts: of a warp, of the shared memory of a block, and of a small mask's one launch.
+ROUTE_SIZES = (
+    *((1, 31), (255, 32), (256, 33), (257, 100), (4096, 256), (4097, 300), (9, 2048)),
+    *((33, 1), (2048, 8), (2049, 32), (16383, 8), (16384, 31), (16385, 32), (33000, 8)),
+)
+CASTS = ("delayed", "current", "rowwise", "vector", "square")
+PRODUCTS = (
+    *(("delayed", "delayed"), ("current", "current"), ("rowwise", "rowwise")),
+    *(("vector", "square"), ("square", "vector"), ("vector", "vector")),
+)
+
+
+def spec(name: str, element: str = "e4m3", power_of_two: bool = False) -> OperandSpec:
+    """Return the spec of a recipe's operand, those with scales of bytes among them."""
+    if name.startswith("fp4"):
+        block = (16, 16) if name == "fp4 square" else (1, 16)
+        transform = "hadamard16" if name == "fp4 transformed" else None
+        return OperandSpec("e2m1", block, 6.0, scale_format="e4m3", transform=transform)
+    if name.startswith("mx"):
+        block = (32, 32) if name == "mx square" else (1, 32)
+        return OperandSpec(element, block, formats.by_name(element).max, scale_format="e8m0")
+    return float_scaled(name, element, power_of_two)
+
+
+def casts() -> Iterator[QuantizeDesc]:
+    """Yield each cast from each dtype, to each format, and with scales of powers of two."""
+    for name, element, power in pairs(CASTS, ("e4m3", "e5m2"), (False, True)):
+        if not (power and name == "delayed"):
+            for dtype in DTYPES:
+                own = spec(name, element, power)
+                yield QuantizeDesc(dtype, own, own)
+    yield QuantizeDesc(BF16, spec("current"), spec("vector", "e5m2"))
+    for name in CASTS:
+        yield from QuantizeDesc(BF16, spec(name), spec(name)).halves()
+    for name, element, dtype in pairs(("mx", "mx square"), ("e4m3", "e5m2"), DTYPES):
+        yield QuantizeDesc(dtype, spec(name, element), spec(name, element))
+    yield QuantizeDesc(BF16, spec("mx"), spec("mx", "e5m2"))
+    yield QuantizeDesc(BF16, spec("mx"), spec("mx square"))
+    for name in ("mx", "mx square"):
+        yield from QuantizeDesc(BF16, spec(name), spec(name)).halves()
+    fp4, turned, square = spec("fp4"), spec("fp4 transformed"), spec("fp4 square")
+    four = dataclasses.replace(fp4, target=4.0)
+    both = ((fp4, fp4), (fp4, turned), (square, square), (fp4, square), (four, four))
+    squares = (square, dataclasses.replace(square, transform="hadamard16"))
+    for specs, dtype in pairs((*both, squares), DTYPES):
+        yield QuantizeDesc(dtype, *specs)
+    yield from QuantizeDesc(BF16, fp4, turned).halves()
+
+
+def fusions() -> Iterator[FusedDesc]:
+    """Yield fusions of norms and activations with the casts that recipes have beside them."""
+    names = ("delayed", "current", "rowwise", "vector")
+    axes = (NORMS, names, ("e4m3", "e5m2"), (BF16, F16))
+    for kind, name, element, dtype in pairs(*axes):
+        out = F32 if name == "delayed" else dtype
+        own = spec(name, element)
+        yield FusedDesc(NormDesc(kind, dtype, out, 1e-5), QuantizeDesc(out, own, own))
+    for kind, dtype in pairs(NORMS, (BF16, F16)):
+        rounded = QuantizeDesc(dtype, spec("delayed"), spec("delayed"))
+        yield FusedDesc(NormDesc(kind, dtype, dtype, 1e-5), rounded)
+    for name, power in pairs(names[1:], (True,)):
+        own = spec(name, power_of_two=power)
+        yield FusedDesc(NormDesc("rmsnorm", BF16, BF16, 1e-5), QuantizeDesc(BF16, own, own))
+    names = (*names, "mx", "mx square")
+    kinds = (ActivationDesc, ActivationBackwardDesc)
+    for kind, activation, name, dtype in pairs(kinds, ("gelu", "swiglu"), names, (BF16, F16)):
+        is_float = name == "delayed" and not (
+            kind is ActivationBackwardDesc and activation == "swiglu"
+        )
+        out = F32 if is_float else dtype
+        own = spec(name, "e5m2" if kind is ActivationBackwardDesc else "e4m3")
+        sums = (False, True) if kind is ActivationBackwardDesc else (False,)
+        for one in sums:
+            producer = kind(activation, dtype, out)
+            yield FusedDesc(producer, QuantizeDesc(out, own, own), one)
+
+
+def activations() -> Iterator[OpDesc]:
+    """Yield each activation and its derivative from each dtype to each."""
+    for name, dtype, out in pairs(ACTIVATIONS, DTYPES, DTYPES):
+        for kind in (ActivationDesc, ActivationBackwardDesc):
+            yield kind(name, dtype, out, PARAMS.get(name, ()))
+
+
+def norms() -> Iterator[OpDesc]:
+    """Yield norms between all dtypes, the norm of a sum, and their derivatives."""
+    for kind, dtype, out, centered in pairs(NORMS, DTYPES, DTYPES, (False, True)):
+        desc = NormDesc(kind, dtype, out, 1e-5, centered)
+        yield desc
+        yield NormBackwardDesc(desc)
+        if dtype == out:
+            yield AddNormDesc(desc)
+
+
+def products() -> Iterator[GemmDesc]:
+    """Yield products of each pair of operands and formats into each dtype, exact and fast."""
+    formats_of = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))
+    for names, elements, dtype, fast in pairs(PRODUCTS, formats_of, DTYPES, (False, True)):
+        a, b = (spec(*one) for one in zip(names, elements, strict=True))
+        yield GemmDesc(a, b, dtype, fast_accumulation=fast)
+
+
+def values() -> Iterator[DequantizeDesc]:
+    """Yield the dequantization of each operand to each dtype."""
+    names = (*CASTS, "mx", "mx square", "fp4", "fp4 square", "fp4 transformed")
+    for (name, element), dtype in pairs([*turns(names, ("e4m3", "e5m2"))], DTYPES):
+        yield DequantizeDesc(spec(name, element), dtype)
+
+
+def losses() -> Iterator[OpDesc]:
+    for dtype in DTYPES:
+        yield CrossEntropyDesc(dtype, 0.1)
+        yield CrossEntropyBackwardDesc(dtype, 0.1)
+
+
+DESCS: dict[str, list[OpDesc]] = {
+    "casts": [*casts()],
+    "amaxes": [AmaxDesc(QuantizeDesc(one, spec("current"), spec("rowwise"))) for one in DTYPES],
+    "values": [*values()],
+    "norms": [*norms()],
+    "activations": [*activations()],
+    "fusions": [*fusions()],
+    "column sums": [ColumnSumsDesc(dtype) for dtype in DTYPES],
+    "rotary": [
+        RotaryDesc(dtype, layout, *flags)
+        for layout, dtype, *flags in pairs(ATTENTION_LAYOUTS, DTYPES, (False, True), (False, True))
+    ],
+    "products": [*products()],
+    "routes": [RouteDesc(torch.bool, "mask"), RouteDesc(torch.int32, "mask")],
+    "losses": [*losses()],
+}
+SIZES: dict[str, tuple[Size, ...]] = {
+    "quantize": (*SHAPES, (32, 32), (96, 160), *EMPTY),
+    "dequantize": (*SHAPES, *EMPTY, (300, 322), (70_000, 24), (24, 70_000)),
+    "norm": NORM_SIZES,
+    "norm_backward": NORM_SIZES,
+    "add_norm": tuple(size for size in NORM_SIZES if size[0] == 33),
+    "norm_quantize": (*FUSED_NORM_SIZES, *EMPTY),
+    "activation": ACTIVATION_SIZES,
+    "activation_backward": ACTIVATION_SIZES,
+    "activation_quantize": FUSED_ACTIVATION_SIZES,
+    "activation_backward_quantize": FUSED_ACTIVATION_SIZES,
+    "column_sums": SUM_SIZES,
+    "rotary": ROTARY_SIZES,
+    "gemm": GEMM_SIZES,
+    "route": ROUTE_SIZES,
+    "cross_entropy": ((300, 32000), (300, 32001), (30, 128256)),
+    "cross_entropy_backward": ((300, 32000), (300, 32001), (30, 128256)),
+}
+OF_SIZES = (
+    *("quantize_codes_equal_the_reference", "quantize_scales_equal_the_reference"),
+    *("quantize_records_the_amax", "amax_is_exact", "dequantize_rounds_once"),
+    *("norm_is_within_the_bound", "norm_is_exact_where_the_mean_is_large"),
+    "norm_backward_is_within_the_bound",
+    *("norm_keeps_nan_and_inf_in_their_rows", "a_norm_adds_gradients_as_the_pair"),
+    *("add_norm_equals_its_unfused_pair", "activation_is_within_the_bound"),
+    *("activation_backward_is_within_the_bound", "fused_equals_its_unfused_pair"),
+    "column_sums_are_within_the_bound",
+    *("rotary_is_within_the_bound", "rotary_starts_at_the_given_positions"),
+    *("gemm_product_is_within_the_bound", "route_equals_the_reference"),
+    *("cross_entropy_is_within_the_bound", "cross_entropy_backward_is_within_the_bound"),
+)
+"""The laws that try the sizes given to them."""
+
+
+@functools.cache
+def at_sizes() -> Subject:
+    found = subject()
+    return Subject("cuda", found.backend, found.device, found.judge, found.spec, SIZES)
+
+
+CASES = [(name, str(desc), desc) for name, descs in DESCS.items() for desc in descs]
+
+
+@pytest.mark.parametrize(
+    "desc", [one[2] for one in CASES], ids=[" ".join(one[:2]) for one in CASES]
+)
+def test_laws_hold_at_the_kernels_sizes(desc: OpDesc) -> None:
+    of_desc = [CatalogueEntry(str(desc), desc)]
+    made = list(checks(at_sizes(), [LAWS[name] for name in OF_SIZES], of_desc))
+    assert made, f"no law is about {desc}, or the backend refuses it"
+    for check in made:
+        check.run()
+    at_sizes().kept.clear()
