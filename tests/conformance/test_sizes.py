@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fp8core.backend_api import OpDesc, Operand
-from fp8core.testing.catalogue import catalogue
-from fp8core.testing.checks import LAWS, checks
-from fp8core.testing.subject import Size, Subject
+from fp8core.conformance.catalogue import catalogue
+from fp8core.conformance.checks import LAWS, checks
+from fp8core.conformance.subject import Size, Subject
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.conformance.broken import Sound
 

@@ -16,7 +16,12 @@ from fp8core.conformance.checks import law
 from fp8core.conformance.compare import require
 from fp8core.conformance.judged import group_sizes
 from fp8core.conformance.laws.fused import FUSED, cases, pair
-from fp8core.conformance.operands import group_offsets, offsets_for, quantize_keywords, quantize_size
+from fp8core.conformance.operands import (
+    group_offsets,
+    offsets_for,
+    quantize_keywords,
+    quantize_size,
+)
 from fp8core.conformance.subject import Subject, on_cpu, storage_step
 
 SHAPES = ((5, 7), (130, 200), (260, 1030), (0, 5), (5, 0))

@@ -323,11 +323,11 @@ def activation_takes_every_bfloat16(
     """Within the bound for each value up to 1e15, whose square is finite, and for inf; forward for
     NaN too."""
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    is_forward = isinstance(desc, ActivationDesc)
-    values = values if is_forward else values.nan_to_num(0.0, torch.inf, -torch.inf)
+    if isinstance(desc, ActivationBackwardDesc):
+        values = values.nan_to_num(0.0, torch.inf, -torch.inf)
     x = torch.where(values.isfinite(), values.clamp(-1e15, 1e15), values).reshape(256, 256)
     x = torch.cat((x, inputs.moderate(256, 256, x.dtype)), 1) if desc.name in GATED else x
-    if is_forward:
+    if isinstance(desc, ActivationDesc):
         return activation_within(subject, desc, OpCall(desc, (subject.here(x),), {}))
     given = subject.here((torch.ones(256, 256, dtype=torch.bfloat16), x))
     return activation_backward_within(subject, desc, OpCall(desc, given, {}))

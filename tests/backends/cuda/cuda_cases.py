@@ -11,8 +11,8 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import Operand, OperandSpec
+from fp8core.conformance.subject import Subject, find
 from fp8core.dispatch import plugins
-from fp8core.testing.subject import Subject, find
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -35,10 +35,10 @@ from fp8core.backend_api import (
     RotaryDesc,
     RouteDesc,
 )
-from fp8core.testing.catalogue import CatalogueEntry
-from fp8core.testing.checks import checks
-from fp8core.testing.laws import LAWS
-from fp8core.testing.subject import Size, Subject
+from fp8core.conformance.catalogue import CatalogueEntry
+from fp8core.conformance.checks import checks
+from fp8core.conformance.laws import LAWS
+from fp8core.conformance.subject import Size, Subject
 from tests.backends.cuda.cuda_cases import DTYPES, EMPTY, SHAPES, subject
 from tests.backends.cuda.cuda_cases import spec as float_scaled
 from tests.pairs import pairs, turns
