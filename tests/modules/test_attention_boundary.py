@@ -17,6 +17,7 @@ import fp8core as te
 from fp8core import recipe
 from fp8core.backend_api import AttentionBackwardDesc
 from fp8core_backends.reference.backend import ReferenceBackend
+from tests.pairs import pairs
 
 BF16 = torch.bfloat16
 HIDDEN, HEADS, GROUPS, TOKENS = 64, 4, 2, 32
@@ -100,9 +101,9 @@ def count_nodes(y: torch.Tensor) -> int:
     return count
 
 
-@pytest.mark.parametrize("backward", ["dequantized", "fp8"])
-@pytest.mark.parametrize("family", RECIPES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "family", "backward"), pairs(LAYERS, RECIPES, ["dequantized", "fp8"])
+)
 def test_three_steps_equal_those_of_fp8_dpa(name: str, family: str, backward: str) -> None:
     ours, theirs, given = made(name), made(name), call(name)
     for _ in range(3):

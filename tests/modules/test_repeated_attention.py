@@ -188,18 +188,3 @@ def test_modes_and_contexts_are_looked_at() -> None:
     again = copy.deepcopy(layer)
     assert again._bindings.repeat is None
     assert_same(results(again, inputs(1)), results(make(), inputs(1)))
-
-
-def test_delayed_amaxes_are_recorded_by_a_repeat() -> None:
-    chosen = recipe.DelayedScaling(fp8_dpa=True)
-    states = []
-    for forgets in (False, True):
-        layer = make()
-        for seed in range(4):
-            if forgets:
-                layer._bindings.repeat = None
-            with fp8core.autocast(recipe=chosen):
-                out = layer(*inputs(seed))
-            out.sum().backward()
-        states.append([buffer.clone() for buffer in layer.buffers()])
-    assert_same(*states)

@@ -22,6 +22,7 @@ from fp8core.modules import run as module_run
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.torch_ops.private import lazily_negated, lazy_zeros
 from tests.device import DEVICE
+from tests.pairs import pairs, turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -343,73 +344,45 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return notes
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
+STORED = "stored Linear"
+CASES = [
+    *turns(["Linear"], RECIPES, OTHERS),
+    *turns(["GroupedLinear", "LayerNormMLP", STORED], ["none", *RECIPES[:-1]], OTHERS),
+    *turns(["LayerNormLinear"], ["delayed", "none"], [negated, other_rows, freed_weight]),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "other"), CASES)
 def test_calls_after_another_one_are_those_of_a_layer_that_remembers_none(
     kind: str, name: str, other: Callable[[Any, str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = LAYERS[kind]()
+    layer = stored("Linear", "current") if kind == STORED else LAYERS[kind]()
+    name = "current" if kind == STORED else name
     without_a_past = copy.deepcopy(layer)
     got = story(layer, name, other)
     monkeypatch.setattr(chain, "likeness_to", lambda *tensors: None)
     assert_same(got, story(without_a_past, name, other))
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
-def test_layers_with_stored_weights_remember_as_well(
-    other: Callable[[Any, str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = stored("Linear", "current")
-    without_a_past = copy.deepcopy(layer)
-    got = story(layer, "current", other)
-    monkeypatch.setattr(chain, "likeness_to", lambda *tensors: None)
-    assert_same(got, story(without_a_past, "current", other))
-
-
-@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
-@pytest.mark.parametrize("name", ["delayed", "none"])
-@pytest.mark.parametrize("other", [negated, other_rows, no_input_gradient, freed_weight])
-def test_layers_of_several_links_remember_as_well(
-    kind: str, name: str, other: Callable[[Any, str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = LAYERS[kind]()
-    without_a_past = copy.deepcopy(layer)
-    got = story(layer, name, other)
-    monkeypatch.setattr(chain, "likeness_to", lambda *tensors: None)
-    assert_same(got, story(without_a_past, name, other))
-
-
-@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
-def test_several_links_in_high_precision_remember_as_well(
-    other: Callable[[Any, str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = LAYERS["LayerNormMLP"]()
-    without_a_past = copy.deepcopy(layer)
-    got = story(layer, "none", other)
-    monkeypatch.setattr(chain, "likeness_to", lambda *tensors: None)
-    assert_same(got, story(without_a_past, "none", other))
-
-
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("name", ["delayed", "current", "none"])
-def test_a_call_like_the_last_one_is_repeated(kind: str, name: str, repeats: list[bool]) -> None:
-    layer = LAYERS[kind]()
-    for rows in (16, 16, 24):
-        train(layer, inputs(rows), name)
-    assert repeats == [False, True, kind != "GroupedLinear"]  # other sizes of its groups
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_a_call_with_stored_weights_is_repeated(
-    kind: str, mode: Callable[[], Any], repeats: list[bool]
-) -> None:
-    layer = stored(kind, "current")
-    with mode():
+def test_a_call_like_the_last_one_is_repeated(kind: str, repeats: list[bool]) -> None:
+    for name in ("delayed", "current", "none"):
+        layer = LAYERS[kind]()
+        repeats.clear()
         for rows in (16, 16, 24):
-            train(layer, inputs(rows), "current")
-    assert repeats == [False, True, kind != "GroupedLinear"]  # other sizes of its groups
+            train(layer, inputs(rows), name)
+        assert repeats == [False, True, kind != "GroupedLinear"]  # other sizes of its groups
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_call_with_stored_weights_is_repeated(kind: str, repeats: list[bool]) -> None:
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        layer = stored(kind, "current")
+        repeats.clear()
+        with mode():
+            for rows in (16, 16, 24):
+                train(layer, inputs(rows), "current")
+        assert repeats == [False, True, kind != "GroupedLinear"]  # other sizes of its groups
 
 
 SEQUENCES = (8, 2, 32)
@@ -454,10 +427,16 @@ def front_end_calls(run: Callable[[], object]) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("is_stored", [False, True], ids=["cast", "stored"])
-@pytest.mark.parametrize("name", ["none", *recipe.names()])
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize(
+    ("kind", "name", "is_stored", "mode"),
+    [
+        (kind, name, *how)
+        for (kind, how), name in turns(
+            pairs(ALL, pairs([False, True], [torch.no_grad, torch.inference_mode])),
+            ["none", *recipe.names()],
+        )
+    ],
+)
 def test_later_calls_without_gradients_are_neither_checked_nor_bound(
     kind: str, name: str, is_stored: bool, mode: Callable[[], Any]
 ) -> None:
