@@ -18,7 +18,7 @@ from fp8core.backend_api import OPTIONAL_OPS
 from fp8core.modules.base import LowPrecisionModule
 from tests.chain import fused_toy
 from tests.monitoring import models
-from tests.pairs import pairs, turns
+from tests.pairs import turns
 
 RECIPES: dict[str, recipe.Recipe | None] = {
     "none": None,
@@ -80,7 +80,10 @@ def test_checkpointed_training_is_the_same(use_reentrant: bool, name: str) -> No
 
 @pytest.mark.parametrize(
     ("layer", "name", "checkpoints"),
-    pairs(["linear", "grouped", "gated_mlp"], recipe.names(), [False, True]),
+    [
+        *turns(["linear", "grouped", "gated_mlp"], recipe.names(), [False, True]),
+        *turns(["gated_mlp"], ["delayed", "nvfp4"], [True, False]),
+    ],
 )
 def test_weights_quantized_again_have_the_same_rows(
     layer: str, name: str, checkpoints: bool
