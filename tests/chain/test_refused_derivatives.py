@@ -37,40 +37,45 @@ def dual(layer: nn.Module, x: torch.Tensor) -> None:
         layer(forward_ad.make_dual(x, x))
 
 
-@pytest.mark.parametrize(("transform", "name"), turns(TRANSFORMS, recipe.names()))
-def test_with_a_recipe_a_transform_is_refused_by_name(transform: str, name: str) -> None:
-    layer, x = fp8core.LayerNormMLP(32, 64, name="mlp"), torch.randn(32, 32)
-    run, message = TRANSFORMS[transform]
-    with (
-        autocast(recipe=recipe.by_name(name)),
-        pytest.raises(UnsupportedError, match=rf"'mlp'.*{message}.*autocast\(enabled=False\)"),
-    ):
-        run(layer, x)
+def test_with_a_recipe_a_transform_is_refused_by_name() -> None:
+    for transform, name in turns(TRANSFORMS, recipe.names()):
+        layer, x = fp8core.LayerNormMLP(32, 64, name="mlp"), torch.randn(32, 32)
+        run, message = TRANSFORMS[transform]
+        with (
+            autocast(recipe=recipe.by_name(name)),
+            pytest.raises(UnsupportedError, match=rf"'mlp'.*{message}.*autocast\(enabled=False\)"),
+        ):
+            run(layer, x)
 
 
-@pytest.mark.parametrize("name", recipe.names())
-def test_with_a_recipe_a_second_derivative_is_refused_where_it_is_used(name: str) -> None:
-    layer, x = fp8core.Linear(32, 16, name="fc"), torch.randn(32, 32, requires_grad=True)
-    with autocast(recipe=recipe.by_name(name)):
-        y = layer(x).square().mean()
-    (dx,) = torch.autograd.grad(y, x, create_graph=True)
-    total = torch.ones((), requires_grad=True) + dx.square().sum()
-    with pytest.raises(UnsupportedError, match=r"'fc'.*create_graph.*in low precision"):
-        total.backward()
+def test_with_a_recipe_a_second_derivative_is_refused_where_it_is_used() -> None:
+    for name in recipe.names():
+        layer, x = fp8core.Linear(32, 16, name="fc"), torch.randn(32, 32, requires_grad=True)
+        with autocast(recipe=recipe.by_name(name)):
+            y = layer(x).square().mean()
+        (dx,) = torch.autograd.grad(y, x, create_graph=True)
+        total = torch.ones((), requires_grad=True) + dx.square().sum()
+        with pytest.raises(UnsupportedError, match=r"'fc'.*create_graph.*in low precision"):
+            total.backward()
 
 
-@pytest.mark.parametrize("wanted", ["weight", "input", "gradient", "weight before"])
-def test_with_a_recipe_torch_autograd_grad_refuses_a_second_derivative(wanted: str) -> None:
+def test_with_a_recipe_torch_autograd_grad_refuses_a_second_derivative() -> None:
     """Which runs the nodes alone on whose way lies what is asked for, here with the loss itself."""
-    before, layer = nn.Linear(32, 32), fp8core.Linear(32, 16, name="fc")
-    x, dy = (torch.randn(32, size, requires_grad=True) for size in (32, 16))
-    with autocast(recipe=recipe.by_name("current")):
-        y = layer(before(x) if wanted == "weight before" else x)
-    places = {"weight": layer.weight, "input": x, "gradient": dy, "weight before": before.weight}
-    place = places[wanted]
-    penalty = torch.autograd.grad(y, layer.weight, dy, create_graph=True)[0].square().sum()
-    with pytest.raises(UnsupportedError, match=r"'fc'.*create_graph.*in low precision"):
-        torch.autograd.grad(penalty + y.square().sum() + dy.sum(), place, allow_unused=True)
+    for wanted in ["weight", "input", "gradient", "weight before"]:
+        before, layer = nn.Linear(32, 32), fp8core.Linear(32, 16, name="fc")
+        x, dy = (torch.randn(32, size, requires_grad=True) for size in (32, 16))
+        with autocast(recipe=recipe.by_name("current")):
+            y = layer(before(x) if wanted == "weight before" else x)
+        places = {
+            "weight": layer.weight,
+            "input": x,
+            "gradient": dy,
+            "weight before": before.weight,
+        }
+        place = places[wanted]
+        penalty = torch.autograd.grad(y, layer.weight, dy, create_graph=True)[0].square().sum()
+        with pytest.raises(UnsupportedError, match=r"'fc'.*create_graph.*in low precision"):
+            torch.autograd.grad(penalty + y.square().sum() + dy.sum(), place, allow_unused=True)
 
 
 def test_with_a_recipe_a_gradient_with_a_graph_has_the_bits_of_the_one_without() -> None:

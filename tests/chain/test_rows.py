@@ -26,10 +26,11 @@ from fp8core.chain.protocol import (
 )
 from fp8core.modules.bind import bind
 from tests.device import DEVICE
-from tests.pairs import turns
+from tests.pairs import pairs, turns
 
 ROWS = 24
-NAMES = ("none", *recipe.names())
+NAMES = ("none", "delayed", "block", "mxfp8", "nvfp4")
+"""Of links without casts, with a state, with blocks, with padding and with random numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +109,7 @@ def gradients(x: torch.Tensor, layer: torch.nn.Module) -> list[torch.Tensor | No
     return found
 
 
-@pytest.mark.parametrize(("name", "rows"), turns(NAMES, [ROWS, 32, 5, 0]))
+@pytest.mark.parametrize(("name", "rows"), pairs(NAMES, [ROWS, 32, 5, 0]))
 def test_a_gather_before_a_linear_equals_a_gathered_input(name: str, rows: int) -> None:
     layer, link = linear(name, rows)
     torch.manual_seed(1)
@@ -129,7 +130,7 @@ def test_a_gather_before_a_linear_equals_a_gathered_input(name: str, rows: int) 
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("name", "rows"), turns(NAMES, [ROWS, 32, 6]))
+@pytest.mark.parametrize(("name", "rows"), pairs(NAMES, [ROWS, 32, 6]))
 def test_a_scatter_behind_a_linear_equals_half_of_its_output(name: str, rows: int) -> None:
     layer, link = linear(name, rows)
     torch.manual_seed(1)
@@ -167,45 +168,45 @@ def test_sequence_parallelism_of_one_process_keeps_the_leading_dimensions(name: 
     assert half.shape == (ROWS // 4, 3, 64)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_undeclared_gather_before_a_linear_is_refused_by_name(name: str) -> None:
-    layer, link = linear(name)
-    links: tuple[Link, ...] = (Repeat(declared=1), link)
-    message = r"link 1 of 2, Repeat, returned 48 rows in forward, where 24 are due"
-    with pytest.raises(OperandError, match=message) as raised:
-        chain.run(links, torch.randn(ROWS, 64), [layer.weight], call_of(link))
-    assert "num_rows" in str(raised.value)
+def test_an_undeclared_gather_before_a_linear_is_refused_by_name() -> None:
+    for name in NAMES:
+        layer, link = linear(name)
+        links: tuple[Link, ...] = (Repeat(declared=1), link)
+        message = r"link 1 of 2, Repeat, returned 48 rows in forward, where 24 are due"
+        with pytest.raises(OperandError, match=message) as raised:
+            chain.run(links, torch.randn(ROWS, 64), [layer.weight], call_of(link))
+        assert "num_rows" in str(raised.value)
 
 
-@pytest.mark.parametrize(("name", "times"), turns(NAMES, [2, 0]))
-def test_an_undeclared_gather_behind_a_linear_is_refused_by_name(name: str, times: int) -> None:
-    layer, link = linear(name)
-    links: tuple[Link, ...] = (link, Repeat(times=times, declared=1))
-    message = f"link 2 of 2, Repeat, returned {24 * times} rows in forward, where 24"
-    with pytest.raises(OperandError, match=message):
-        chain.run(links, torch.randn(ROWS, 64), [layer.weight], call_of(link))
+def test_an_undeclared_gather_behind_a_linear_is_refused_by_name() -> None:
+    for name, times in turns(NAMES, [2, 0]):
+        layer, link = linear(name)
+        links: tuple[Link, ...] = (link, Repeat(times=times, declared=1))
+        message = f"link 2 of 2, Repeat, returned {24 * times} rows in forward, where 24"
+        with pytest.raises(OperandError, match=message):
+            chain.run(links, torch.randn(ROWS, 64), [layer.weight], call_of(link))
 
 
-@pytest.mark.parametrize(("name", "needs_input"), turns(NAMES, [True, False]))
-def test_a_gradient_of_other_rows_is_refused_by_name(name: str, needs_input: bool) -> None:
-    layer, link = linear(name)
-    links: tuple[Link, ...] = (link, Repeat(times=1, declared=1, backward_times=2))
-    x = torch.randn(ROWS, 64, requires_grad=needs_input)
-    y = chain.run(links, x, [layer.weight], call_of(link))
-    message = "link 2 of 2, Repeat, returned 48 rows in backward, where 24"
-    with pytest.raises(OperandError, match=message):
-        y.sum().backward()
+def test_a_gradient_of_other_rows_is_refused_by_name() -> None:
+    for name, needs_input in turns(NAMES, [True, False]):
+        layer, link = linear(name)
+        links: tuple[Link, ...] = (link, Repeat(times=1, declared=1, backward_times=2))
+        x = torch.randn(ROWS, 64, requires_grad=needs_input)
+        y = chain.run(links, x, [layer.weight], call_of(link))
+        message = "link 2 of 2, Repeat, returned 48 rows in backward, where 24"
+        with pytest.raises(OperandError, match=message):
+            y.sum().backward()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_gradient_that_leaves_the_chain_with_other_rows_is_refused(name: str) -> None:
-    layer, link = linear(name)
-    links: tuple[Link, ...] = (Repeat(times=1, declared=1, backward_times=2), link)
-    x = torch.randn(ROWS, 64, requires_grad=True)
-    y = chain.run(links, x, [layer.weight], call_of(link))
-    message = "link 1 of 2, Repeat, returned 48 rows in backward, where 24"
-    with pytest.raises(OperandError, match=message):
-        y.sum().backward()
+def test_a_gradient_that_leaves_the_chain_with_other_rows_is_refused() -> None:
+    for name in NAMES:
+        layer, link = linear(name)
+        links: tuple[Link, ...] = (Repeat(times=1, declared=1, backward_times=2), link)
+        x = torch.randn(ROWS, 64, requires_grad=True)
+        y = chain.run(links, x, [layer.weight], call_of(link))
+        message = "link 1 of 2, Repeat, returned 48 rows in backward, where 24"
+        with pytest.raises(OperandError, match=message):
+            y.sum().backward()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -217,26 +218,26 @@ def test_a_link_that_keeps_the_rows_passes(name: str) -> None:
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_undeclared_gather_before_groups_is_refused_by_name(name: str) -> None:
-    layer = GroupedLinear(2, 64, 64, bias=False)
-    chosen = None if name == "none" else recipe.by_name(name)
-    with autocast(enabled=chosen is not None, recipe=chosen):
-        layer(torch.ones(ROWS, 64), [8, 16])
-        (link,) = bind(layer, DEVICE, torch.float32).linears
-    call = call_of(link)._replace(groups=(torch.tensor([0, 8, 24]),), splits=(8, 16))
-    params = [layer.weight0, layer.weight1]
-    with pytest.raises(OperandError, match=r"link 1 of 2, Repeat, returned 48 rows"):
-        chain.run((Repeat(declared=1), link), torch.randn(ROWS, 64), params, call)
+def test_an_undeclared_gather_before_groups_is_refused_by_name() -> None:
+    for name in NAMES:
+        layer = GroupedLinear(2, 64, 64, bias=False)
+        chosen = None if name == "none" else recipe.by_name(name)
+        with autocast(enabled=chosen is not None, recipe=chosen):
+            layer(torch.ones(ROWS, 64), [8, 16])
+            (link,) = bind(layer, DEVICE, torch.float32).linears
+        call = call_of(link)._replace(groups=(torch.tensor([0, 8, 24]),), splits=(8, 16))
+        params = [layer.weight0, layer.weight1]
+        with pytest.raises(OperandError, match=r"link 1 of 2, Repeat, returned 48 rows"):
+            chain.run((Repeat(declared=1), link), torch.randn(ROWS, 64), params, call)
 
 
-@pytest.mark.parametrize("rows", [48, 8, 0])
-def test_padding_of_other_rows_is_refused_by_its_owner_s_name(rows: int) -> None:
-    padded = LayerPadding("fc1", (1, 1, 32), 0, 0).for_call(ROWS, DENSE)
-    assert padded is not None
-    for pad in (padded.pad_input, padded.pad_grad_output):
-        with pytest.raises(OperandError, match=f"fc1: .*24 rows.*{rows}"):
-            pad(torch.ones(rows, 64))
+def test_padding_of_other_rows_is_refused_by_its_owner_s_name() -> None:
+    for rows in [48, 8, 0]:
+        padded = LayerPadding("fc1", (1, 1, 32), 0, 0).for_call(ROWS, DENSE)
+        assert padded is not None
+        for pad in (padded.pad_input, padded.pad_grad_output):
+            with pytest.raises(OperandError, match=f"fc1: .*24 rows.*{rows}"):
+                pad(torch.ones(rows, 64))
 
 
 def test_padding_of_groups_with_other_rows_is_refused() -> None:
@@ -247,27 +248,25 @@ def test_padding_of_groups_with_other_rows_is_refused() -> None:
         padded.pad_input(torch.ones(48, 64))
 
 
-@pytest.mark.parametrize("shape", [(ROWS, 64), (ROWS // 3, 3, 64)], ids=["rows", "leading"])
-def test_a_lone_link_that_returns_other_rows_than_it_says_is_refused(
-    shape: tuple[int, ...],
-) -> None:
-    message = r"link 1 of 1, Repeat, returned 48 rows in forward, where 24 are due"
-    with pytest.raises(OperandError, match=message):
-        chain.run((Repeat(declared=1),), torch.randn(shape), [])
+def test_a_lone_link_that_returns_other_rows_than_it_says_is_refused() -> None:
+    for shape in [(ROWS, 64), (ROWS // 3, 3, 64)]:
+        message = r"link 1 of 1, Repeat, returned 48 rows in forward, where 24 are due"
+        with pytest.raises(OperandError, match=message):
+            chain.run((Repeat(declared=1),), torch.randn(shape), [])
 
 
-@pytest.mark.parametrize("shape", [(ROWS, 64), (ROWS // 3, 3, 64)], ids=["rows", "leading"])
-def test_a_lone_link_whose_gradient_has_other_rows_is_refused(shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape, requires_grad=True)
-    y = chain.run((Repeat(times=1, declared=1, backward_times=2),), x, [])
-    message = r"link 1 of 1, Repeat, returned 48 rows in backward, where 24 are due"
-    with pytest.raises(OperandError, match=message):
-        y.sum().backward()
+def test_a_lone_link_whose_gradient_has_other_rows_is_refused() -> None:
+    for shape in [(ROWS, 64), (ROWS // 3, 3, 64)]:
+        x = torch.randn(shape, requires_grad=True)
+        y = chain.run((Repeat(times=1, declared=1, backward_times=2),), x, [])
+        message = r"link 1 of 1, Repeat, returned 48 rows in backward, where 24 are due"
+        with pytest.raises(OperandError, match=message):
+            y.sum().backward()
 
 
-@pytest.mark.parametrize("times", [1, 2], ids=["scatter", "gather and scatter"])
-def test_rows_that_do_not_fill_the_leading_dimensions_are_refused(times: int) -> None:
-    links = (*(Repeat() for _ in range(times - 1)), *(FirstHalf() for _ in range(times)))
-    message = r"input \[3, 5, 64\] became 7 rows, which are no multiple of 5"
-    with pytest.raises(OperandError, match=message):
-        chain.run(links, torch.randn(3, 5, 64), [])
+def test_rows_that_do_not_fill_the_leading_dimensions_are_refused() -> None:
+    for times in [1, 2]:
+        links = (*(Repeat() for _ in range(times - 1)), *(FirstHalf() for _ in range(times)))
+        message = r"input \[3, 5, 64\] became 7 rows, which are no multiple of 5"
+        with pytest.raises(OperandError, match=message):
+            chain.run(links, torch.randn(3, 5, 64), [])

@@ -302,14 +302,14 @@ class Hollow(torch.Tensor):
         raise AssertionError("asked to compute")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_wrapper_of_unknown_kind_is_refused_by_name(name: str | None) -> None:
-    layer = te.Linear(32, 32)
-    with (
-        te.autocast(recipe=name),
-        pytest.raises(OperandError, match="input is a Hollow"),
-    ):
-        layer(Hollow(values()))
+def test_a_wrapper_of_unknown_kind_is_refused_by_name() -> None:
+    for name in RECIPES:
+        layer = te.Linear(32, 32)
+        with (
+            te.autocast(recipe=name),
+            pytest.raises(OperandError, match="input is a Hollow"),
+        ):
+            layer(Hollow(values()))
 
 
 def test_a_lazy_parameter_is_refused_by_name() -> None:

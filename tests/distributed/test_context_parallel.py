@@ -201,10 +201,10 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("case", MESSAGES)
-def test_bad_input_is_named_on_every_rank(ranks: list[dict[str, Any]], case: str) -> None:
-    for rank in ranks:
-        assert MESSAGES[case] in rank["refused"][case]
+def test_bad_input_is_named_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    for case in MESSAGES:
+        for rank in ranks:
+            assert MESSAGES[case] in rank["refused"][case]
 
 
 @pytest.mark.parametrize("way", WAYS)

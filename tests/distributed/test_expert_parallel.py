@@ -191,10 +191,10 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("case", MESSAGES)
-def test_bad_input_is_named_on_every_rank(ranks: Ranks, case: str) -> None:
-    for rank, message in zip(ranks, MESSAGES[case], strict=True):
-        assert message in rank["refused"][case]
+def test_bad_input_is_named_on_every_rank(ranks: Ranks) -> None:
+    for case in MESSAGES:
+        for rank, message in zip(ranks, MESSAGES[case], strict=True):
+            assert message in rank["refused"][case]
 
 
 def test_a_state_without_the_experts_of_a_rank_is_refused_there(ranks: Ranks) -> None:

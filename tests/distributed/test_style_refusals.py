@@ -44,13 +44,13 @@ def test_an_output_dimension_that_the_input_lacks_is_refused(mesh: DeviceMesh) -
         layer(torch.ones(4, 64).bfloat16())
 
 
-@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
-def test_an_input_that_is_no_tensor_is_named(mesh: DeviceMesh, style: Any) -> None:
-    layer = parallelize_module(linear(), mesh, style())
-    with pytest.raises(OperandError, match="input is str"):
-        layer("text")
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'input'"):
-        layer()
+def test_an_input_that_is_no_tensor_is_named(mesh: DeviceMesh) -> None:
+    for style in [ColwiseParallel, RowwiseParallel]:
+        layer = parallelize_module(linear(), mesh, style())
+        with pytest.raises(OperandError, match="input is str"):
+            layer("text")
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'input'"):
+            layer()
 
 
 def test_a_parametrized_weight_is_refused_before_a_change(mesh: DeviceMesh) -> None:

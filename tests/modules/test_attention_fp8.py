@@ -376,9 +376,8 @@ def test_repr_says_how_it_ran(chosen: recipe.Recipe, said: str) -> None:
     assert said in repr(attend)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "error", "message"),
-    [
+def test_recipe_refuses() -> None:
+    for kind, fields, error, message in [
         (recipe.Float8BlockScaling, {"fp8_dpa": True}, UnsupportedError, "Use DelayedScaling or"),
         (recipe.MXFP8BlockScaling, {"fp8_mha": True}, UnsupportedError, "Use DelayedScaling or"),
         (recipe.DelayedScaling, {"fp8_dpa_backward": "fp8"}, RecipeError, "needs fp8_dpa=True"),
@@ -400,11 +399,9 @@ def test_repr_says_how_it_ran(chosen: recipe.Recipe, said: str) -> None:
             RecipeError,
             "expected one of",
         ),
-    ],
-)
-def test_recipe_refuses(kind: Any, fields: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        kind(**fields)
+    ]:
+        with pytest.raises(error, match=message):
+            kind(**fields)
 
 
 def test_float64_is_refused() -> None:

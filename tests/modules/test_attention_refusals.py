@@ -42,10 +42,10 @@ CONSTRUCTED = {
 }
 
 
-@pytest.mark.parametrize("message", CONSTRUCTED)
-def test_constructor_refuses(message: str) -> None:
-    with pytest.raises((OperandError, UnsupportedError), match=message):
-        layer(**CONSTRUCTED[message])
+def test_constructor_refuses() -> None:
+    for message in CONSTRUCTED:
+        with pytest.raises((OperandError, UnsupportedError), match=message):
+            layer(**CONSTRUCTED[message])
 
 
 MASK = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
@@ -179,20 +179,17 @@ READING = {
 }
 
 
-@pytest.mark.parametrize(
-    "message",
-    [pytest.param(one, marks=VALUES_ARE_READ) if one in READING else one for one in CALLS],
-)
-def test_call_refuses(message: str) -> None:
-    options, changed = CALLS[message]
-    torch.manual_seed(0)
-    call: dict[str, Any] = {
-        name: torch.randn(5, 2, n, SIZE)
-        for name, n in (("query_layer", 4), ("key_layer", 2), ("value_layer", 2))
-    }
-    with pytest.raises((OperandError, UnsupportedError), match=message) as caught:
-        layer(name="block.attention", **options)(**{**call, **changed})
-    assert "block.attention" in str(caught.value)
+def test_call_refuses() -> None:
+    for message, (options, changed) in CALLS.items():
+        if message in READING and DEVICE.type == "cuda":
+            continue  # the values of tensors on a GPU are not read: that would wait
+        call: dict[str, Any] = {
+            name: torch.randn(5, 2, n, SIZE)
+            for name, n in (("query_layer", 4), ("key_layer", 2), ("value_layer", 2))
+        }
+        with pytest.raises((OperandError, UnsupportedError), match=message) as caught:
+            layer(name="block.attention", **options)(**{**call, **changed})
+        assert "block.attention" in str(caught.value)
 
 
 @VALUES_ARE_READ
@@ -209,13 +206,13 @@ def test_sequences_that_do_not_fit_between_their_padding_are_refused(
         attend(q, k, v, cu_seqlens_q=lengths, cu_seqlens_kv=lengths, **padded)
 
 
-@pytest.mark.parametrize("longest", [-1, 8.0, "8"])
-def test_a_longest_sequence_that_is_no_number_of_tokens_is_refused(longest: Any) -> None:
-    q, k, v = qkv(8)
-    none = cu([])
-    attend = layer(qkv_format="thd", attn_mask_type="padding")
-    with pytest.raises(OperandError, match=f"max_seqlen_q={longest!r}; expected an integer"):
-        attend(q, k, v, cu_seqlens_q=none, cu_seqlens_kv=none, max_seqlen_q=longest)
+def test_a_longest_sequence_that_is_no_number_of_tokens_is_refused() -> None:
+    for longest in [-1, 8.0, "8"]:
+        q, k, v = qkv(8)
+        none = cu([])
+        attend = layer(qkv_format="thd", attn_mask_type="padding")
+        with pytest.raises(OperandError, match=f"max_seqlen_q={longest!r}; expected an integer"):
+            attend(q, k, v, cu_seqlens_q=none, cu_seqlens_kv=none, max_seqlen_q=longest)
 
 
 @VALUES_ARE_READ

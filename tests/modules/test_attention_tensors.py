@@ -34,12 +34,14 @@ def mask() -> torch.Tensor:
     return torch.zeros(1, 1, 6, 6, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("which", ["query_layer", "key_layer", "value_layer"])
-def test_a_dtensor_among_queries_keys_and_values_is_named(which: str, scatter: Scatter) -> None:
-    given: dict[str, Any] = dict.fromkeys(("query_layer", "key_layer", "value_layer"), heads())
-    given[which] = scatter(heads(), Shard(2))
-    with pytest.raises(OperandError, match=rf"{which} \[6, 2, 4, 8\] is a DTensor.*to_local\(\)"):
-        te.DotProductAttention(HEADS, SIZE)(**given)
+def test_a_dtensor_among_queries_keys_and_values_is_named(scatter: Scatter) -> None:
+    for which in ["query_layer", "key_layer", "value_layer"]:
+        given: dict[str, Any] = dict.fromkeys(("query_layer", "key_layer", "value_layer"), heads())
+        given[which] = scatter(heads(), Shard(2))
+        with pytest.raises(
+            OperandError, match=rf"{which} \[6, 2, 4, 8\] is a DTensor.*to_local\(\)"
+        ):
+            te.DotProductAttention(HEADS, SIZE)(**given)
 
 
 def test_other_tensors_of_a_call_are_named(scatter: Scatter) -> None:
@@ -66,12 +68,16 @@ def test_rotary_names_its_dtensors(scatter: Scatter) -> None:
             te.apply_rotary_pos_emb(t, angles)
 
 
-@pytest.mark.parametrize("make", [te.TransformerLayer, te.MultiheadAttention, te.Linear])
-def test_a_dtensor_for_a_layer_of_plain_parameters_is_named(make: Any, scatter: Scatter) -> None:
-    sizes = {te.TransformerLayer: (32, 64, 4), te.MultiheadAttention: (32, 4), te.Linear: (32, 32)}
-    layer = make(*sizes[make]).eval()
-    with pytest.raises(OperandError, match="is a DTensor"):
-        layer(scatter(torch.randn(6, 2, 32)))
+def test_a_dtensor_for_a_layer_of_plain_parameters_is_named(scatter: Scatter) -> None:
+    for make in [te.TransformerLayer, te.MultiheadAttention, te.Linear]:
+        sizes = {
+            te.TransformerLayer: (32, 64, 4),
+            te.MultiheadAttention: (32, 4),
+            te.Linear: (32, 32),
+        }
+        layer = make(*sizes[make]).eval()
+        with pytest.raises(OperandError, match="is a DTensor"):
+            layer(scatter(torch.randn(6, 2, 32)))
 
 
 def test_the_local_part_is_taken(scatter: Scatter) -> None:

@@ -114,7 +114,7 @@ def test_a_write_to_a_quantized_parameter_is_counted(name: str) -> None:
     assert te.found_inf(layer) == 1
 
 
-@pytest.mark.parametrize("function", [te.found_inf, te.clear_found_inf])
-def test_a_model_without_layers_is_refused(function: object) -> None:
-    with pytest.raises(te.OperandError, match="Sequential has no layer of fp8core"):
-        function(torch.nn.Sequential(torch.nn.Linear(4, 4)))  # type: ignore[operator]
+def test_a_model_without_layers_is_refused() -> None:
+    for function in [te.found_inf, te.clear_found_inf]:
+        with pytest.raises(te.OperandError, match="Sequential has no layer of fp8core"):
+            function(torch.nn.Sequential(torch.nn.Linear(4, 4)))  # type: ignore[operator]

@@ -256,9 +256,8 @@ def state(cache: InferenceParams) -> list[object]:
     return [tensors, lengths, buffers, cache.get_seqlens_pre_step().tolist(), pages]
 
 
-@pytest.mark.parametrize(
-    ("kind", "steps", "text"),
-    [
+def test_a_step_that_does_not_fit_changes_nothing() -> None:
+    for kind, steps, text in [
         ("rows", {0: 1, 1: 12}, "is full: sequence 1 has 5 tokens and gets 12 more.*is 16"),
         ("rows", {0: 1, 1: 1, 2: 1, 3: 1}, "is full: a step of 4 sequences.*max_batch_size is 3"),
         ("pages", {0: 13}, "is full: sequence 0 has 4 tokens and gets 13 more"),
@@ -266,18 +265,14 @@ def state(cache: InferenceParams) -> list[object]:
         ("rows", {0: -1}, "-1 new tokens of sequence 0"),
         ("rows", {0: 1.5}, "1.5 new tokens"),
         ("rows", {0: True}, "True new tokens"),
-    ],
-)
-def test_a_step_that_does_not_fit_changes_nothing(
-    kind: str, steps: dict[Hashable, Any], text: str
-) -> None:
-    cache, lists = make(kind), Lists((1,))
-    lists.step(cache, {0: 4, 1: 5}, "bshd")
-    before = state(cache)
-    with pytest.raises(OperandError, match=text):
-        cache.pre_step(steps)
-    assert state(cache) == before
-    lists.step(cache, {1: 1, 0: 2}, "bshd")
+    ]:
+        cache, lists = make(kind), Lists((1,))
+        lists.step(cache, {0: 4, 1: 5}, "bshd")
+        before = state(cache)
+        with pytest.raises(OperandError, match=text):
+            cache.pre_step(steps)
+        assert state(cache) == before
+        lists.step(cache, {1: 1, 0: 2}, "bshd")
 
 
 def test_room_that_a_finished_sequence_leaves_is_used_in_the_same_step() -> None:
@@ -294,9 +289,8 @@ def keys_and_values(**changed: Any) -> dict[str, Any]:
     return {**given, **changed}
 
 
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
+def test_tensors_that_do_not_fit_are_named() -> None:
+    for changed, text in [
         ({"qkv_format": "bhsd"}, "qkv_format='bhsd'; expected one of bshd, sbhd, thd"),
         ({"qkv_format": "sbhd"}, r"'sbhd' with s >= 3, b = 2, h = 2, d = 4"),
         ({"new_k": torch.zeros(2, 2, HEADS, K_SIZE, dtype=F64)}, "s >= 3"),
@@ -310,16 +304,14 @@ def keys_and_values(**changed: Any) -> dict[str, Any]:
             f"float32 on {DEVICE}, the cache torch.float64",
         ),
         ({"new_k": torch.zeros(2, 3, HEADS, K_SIZE, dtype=F64, device="meta")}, "on meta"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(changed: dict[str, Any], text: str) -> None:
-    cache = make()
-    Lists((1,)).step(cache, {0: 4, 1: 5}, "bshd")
-    cache.pre_step({0: 3, 1: 1})
-    before = state(cache)
-    with pytest.raises(OperandError, match=text):
-        cache.step(**keys_and_values(**changed))
-    assert state(cache) == before
+    ]:
+        cache = make()
+        Lists((1,)).step(cache, {0: 4, 1: 5}, "bshd")
+        cache.pre_step({0: 3, 1: 1})
+        before = state(cache)
+        with pytest.raises(OperandError, match=text):
+            cache.step(**keys_and_values(**changed))
+        assert state(cache) == before
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -336,13 +328,15 @@ def test_a_step_without_pre_step_is_refused() -> None:
         cache.step(**keys_and_values(new_k=new_k, new_v=new_k[..., :V_SIZE]))
 
 
-@pytest.mark.parametrize("kind", ["rows", "pages"])
-def test_a_layer_that_was_left_out_is_named(kind: str) -> None:
-    cache = make(kind)
-    Lists((1,)).step(cache, {0: 4, 1: 5}, "bshd")
-    cache.pre_step({0: 3, 1: 3})
-    with pytest.raises(OperandError, match="layer 2 holds 0 of the 4 earlier tokens of sequence 0"):
-        cache.step(**keys_and_values(layer_number=2))
+def test_a_layer_that_was_left_out_is_named() -> None:
+    for kind in ["rows", "pages"]:
+        cache = make(kind)
+        Lists((1,)).step(cache, {0: 4, 1: 5}, "bshd")
+        cache.pre_step({0: 3, 1: 3})
+        with pytest.raises(
+            OperandError, match="layer 2 holds 0 of the 4 earlier tokens of sequence 0"
+        ):
+            cache.step(**keys_and_values(layer_number=2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -373,10 +367,10 @@ def test_a_step_that_failed_leaves_the_format() -> None:
     assert (cache.input_qkv_format, cache.output_qkv_format) == ("sbhd", "sbhd_2bshd")
 
 
-@pytest.mark.parametrize("steps", [[1, 2], None, 3])
-def test_a_step_that_is_no_mapping_is_named(steps: Any) -> None:
-    with pytest.raises(OperandError, match="by the id of each sequence"):
-        make().pre_step(steps)
+def test_a_step_that_is_no_mapping_is_named() -> None:
+    for steps in [[1, 2], None, 3]:
+        with pytest.raises(OperandError, match="by the id of each sequence"):
+            make().pre_step(steps)
 
 
 def test_keys_that_are_no_tensor_are_named() -> None:
@@ -386,10 +380,10 @@ def test_keys_that_are_no_tensor_are_named() -> None:
         cache.step(**keys_and_values(new_k=None))
 
 
-@pytest.mark.parametrize(("kind", "text"), [("rows", "no pages"), ("pages", r"layers \[\]")])
-def test_pages_that_the_cache_lacks_are_named(kind: str, text: str) -> None:
-    with pytest.raises(OperandError, match=text):
-        make(kind).convert_paged_to_nonpaged(1)
+def test_pages_that_the_cache_lacks_are_named() -> None:
+    for kind, text in [("rows", "no pages"), ("pages", r"layers \[\]")]:
+        with pytest.raises(OperandError, match=text):
+            make(kind).convert_paged_to_nonpaged(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -411,9 +405,8 @@ def test_more_tokens_than_max_ctx_len_are_refused() -> None:
     assert dict(cache.sequences) == {0: 4}
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
+def test_sizes_that_make_no_sense_are_named() -> None:
+    for options, error, text in [
         ({"num_heads_kv": None}, OperandError, "num_heads_kv=None"),
         ({"head_dim_k": 0}, OperandError, "head_dim_k=0"),
         ({"dtype": None}, UnsupportedError, "dtype=None"),
@@ -427,13 +420,9 @@ def test_more_tokens_than_max_ctx_len_are_refused() -> None:
         ),
         ({"max_ctx_len": 17}, OperandError, "at most max_sequence_length=16"),
         ({"qkv_format": "bhsd"}, OperandError, "bhsd"),
-    ],
-)
-def test_sizes_that_make_no_sense_are_named(
-    options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        make(**options)
+    ]:
+        with pytest.raises(error, match=text):
+            make(**options)
 
 
 # A manager of the user's own

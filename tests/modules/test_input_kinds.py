@@ -83,13 +83,13 @@ def test_another_kind_of_input_is_refused_by_name(name: str, recipe: str | None)
         assert list(layer.state_dict()) == before
 
 
-@pytest.mark.parametrize("kind", ["sparse_coo", "jagged", "float8_e4m3fn"])
-def test_another_kind_of_input_is_refused_under_torch_autocast_too(kind: str) -> None:
-    with (
-        torch.autocast(DEVICE.type, dtype=torch.bfloat16),
-        pytest.raises(OperandError, match=kind[:6]),
-    ):
-        fp8core.Linear(32, 32)(input_of(kind))
+def test_another_kind_of_input_is_refused_under_torch_autocast_too() -> None:
+    for kind in ["sparse_coo", "jagged", "float8_e4m3fn"]:
+        with (
+            torch.autocast(DEVICE.type, dtype=torch.bfloat16),
+            pytest.raises(OperandError, match=kind[:6]),
+        ):
+            fp8core.Linear(32, 32)(input_of(kind))
 
 
 def test_another_kind_of_extra_input_is_refused() -> None:

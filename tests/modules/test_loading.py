@@ -155,16 +155,16 @@ WRONG: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(("case", "is_used"), turns(WRONG, [False, True]))
-def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(case: str, is_used: bool) -> None:
-    name, change, message = WRONG[case]
-    saved: dict[str, Any] = dict(trained().state_dict())
-    saved[name] = change(saved[name])
-    layer = trained() if is_used else Linear(32, 16)
-    before = snapshot(layer)
-    with pytest.raises(RuntimeError, match=f"Linear.32, 16.: .*{message}"):
-        layer.load_state_dict(saved)
-    assert same(snapshot(layer), before)
+def test_what_does_not_fit_is_refused_by_name_and_changes_nothing() -> None:
+    for case, is_used in turns(WRONG, [False, True]):
+        name, change, message = WRONG[case]
+        saved: dict[str, Any] = dict(trained().state_dict())
+        saved[name] = change(saved[name])
+        layer = trained() if is_used else Linear(32, 16)
+        before = snapshot(layer)
+        with pytest.raises(RuntimeError, match=f"Linear.32, 16.: .*{message}"):
+            layer.load_state_dict(saved)
+        assert same(snapshot(layer), before)
 
 
 def test_a_history_that_claims_more_rows_than_it_has_memory_is_refused() -> None:
@@ -205,15 +205,17 @@ def test_a_history_of_any_strides_is_stored_row_by_row() -> None:
     assert layer.amax_history_fwd.is_contiguous()
 
 
-@pytest.mark.parametrize("is_quantized", [False, True])
-def test_a_quantized_weight_with_a_nan_scale_is_refused(is_quantized: bool) -> None:
-    saved = stored_in_mxfp8().state_dict()
-    saved["weight"]._rowwise_scale_inv[3, 0] = 0xFF
-    layer = stored_in_mxfp8() if is_quantized else Linear(32, 64)
-    layer.weight.data.zero_()
-    with pytest.raises(RuntimeError, match=r"weight cannot be loaded: _rowwise_scale_inv holds"):
-        layer.load_state_dict(saved)
-    assert not layer.weight.float().any()
+def test_a_quantized_weight_with_a_nan_scale_is_refused() -> None:
+    for is_quantized in [False, True]:
+        saved = stored_in_mxfp8().state_dict()
+        saved["weight"]._rowwise_scale_inv[3, 0] = 0xFF
+        layer = stored_in_mxfp8() if is_quantized else Linear(32, 64)
+        layer.weight.data.zero_()
+        with pytest.raises(
+            RuntimeError, match=r"weight cannot be loaded: _rowwise_scale_inv holds"
+        ):
+            layer.load_state_dict(saved)
+        assert not layer.weight.float().any()
 
 
 def test_a_quantized_weight_whose_parts_were_exchanged_is_refused() -> None:
@@ -266,22 +268,26 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "at"), turns(REFUSED, ["", "layers"]))
-def test_a_wrong_entry_of_one_layer_leaves_the_whole_model_as_it_was(case: str, at: str) -> None:
-    wrong, options = REFUSED[case]
-    model = used_model()
-    saved: dict[str, Any] = {key: own + 1 for key, own in used_model().state_dict().items()}
-    saved.update({key: own for key, own in used_model().state_dict().items() if "_meta" in key})
-    saved.update(wrong)
-    part, prefix = model.get_submodule(at), f"{at}." if at else ""
-    before, parameters = snapshot(model), [*model.parameters()]
-    with pytest.raises(RuntimeError, match=r"GroupedLinear.*(\n.*)*Nothing was loaded"):
-        part.load_state_dict(
-            {key.removeprefix(prefix): own for key, own in saved.items() if key.startswith(prefix)},
-            **options,
-        )
-    assert same(snapshot(model), before)
-    assert all(map(operator.is_, model.parameters(), parameters))
+def test_a_wrong_entry_of_one_layer_leaves_the_whole_model_as_it_was() -> None:
+    for case, at in turns(REFUSED, ["", "layers"]):
+        wrong, options = REFUSED[case]
+        model = used_model()
+        saved: dict[str, Any] = {key: own + 1 for key, own in used_model().state_dict().items()}
+        saved.update({key: own for key, own in used_model().state_dict().items() if "_meta" in key})
+        saved.update(wrong)
+        part, prefix = model.get_submodule(at), f"{at}." if at else ""
+        before, parameters = snapshot(model), [*model.parameters()]
+        with pytest.raises(RuntimeError, match=r"GroupedLinear.*(\n.*)*Nothing was loaded"):
+            part.load_state_dict(
+                {
+                    key.removeprefix(prefix): own
+                    for key, own in saved.items()
+                    if key.startswith(prefix)
+                },
+                **options,
+            )
+        assert same(snapshot(model), before)
+        assert all(map(operator.is_, model.parameters(), parameters))
 
 
 def test_a_wrong_entry_within_a_checkpoint_wrapper_leaves_the_model_as_it_was() -> None:
@@ -422,10 +428,10 @@ def test_a_refusal_of_keys_that_are_missing_keeps_the_delayed_state() -> None:
     assert same(snapshot(layer), before)
 
 
-@pytest.mark.parametrize("part", ["_rowwise_data", "_rowwise_scale_inv"])
-def test_a_quantized_weight_without_memory_is_refused(part: str) -> None:
-    saved = dict(stored_in_mxfp8().state_dict())
-    saved["weight"] = saved["weight"].clone()
-    getattr(saved["weight"], part).untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match=f"weight cannot be loaded: {part} has no memory"):
-        stored_in_mxfp8().load_state_dict(saved)
+def test_a_quantized_weight_without_memory_is_refused() -> None:
+    for part in ["_rowwise_data", "_rowwise_scale_inv"]:
+        saved = dict(stored_in_mxfp8().state_dict())
+        saved["weight"] = saved["weight"].clone()
+        getattr(saved["weight"], part).untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match=f"weight cannot be loaded: {part} has no memory"):
+            stored_in_mxfp8().load_state_dict(saved)

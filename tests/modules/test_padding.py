@@ -80,8 +80,8 @@ ERRORS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("words", ERRORS)
-def test_what_does_not_fit_is_named(words: str) -> None:
-    with pytest.raises(OperandError) as caught:
-        ERRORS[words]()
-    assert words in str(caught.value)
+def test_what_does_not_fit_is_named() -> None:
+    for words in ERRORS:
+        with pytest.raises(OperandError) as caught:
+            ERRORS[words]()
+        assert words in str(caught.value)

@@ -111,9 +111,8 @@ def test_factors_are_in_the_state_dict_by_their_name_of_transformer_engine() -> 
     assert list(RotaryPositionEmbedding(8).state_dict()) == ["inv_freq"]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_angles_that_make_no_sense_are_refused() -> None:
+    for options, text in [
         ({"dim": 7}, "rotates 7 elements"),
         ({"dim": 0}, r"dim=0\): expected an integer >= 1"),
         ({"dim": "8"}, "dim='8'"),
@@ -134,16 +133,13 @@ def test_factors_are_in_the_state_dict_by_their_name_of_transformer_engine() -> 
         ({"dim": 10, "rotary_percent": 0.3}, "rotates 3 elements"),
         ({"dim": 8, "rotary_base": 0.0}, "rotary_base=0.0"),
         ({"dim": 8, "seq_len_interpolation_factor": -1}, "seq_len_interpolation_factor=-1"),
-    ],
-)
-def test_angles_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(OperandError, match=text):
-        RotaryPositionEmbedding(**options)
+    ]:
+        with pytest.raises(OperandError, match=text):
+            RotaryPositionEmbedding(**options)
 
 
-@pytest.mark.parametrize(
-    ("positions", "text"),
-    [
+def test_positions_that_are_no_numbers_of_tokens_are_refused() -> None:
+    for positions, text in [
         (("4",), "max_seq_len is '4'"),
         ((4.0,), r"max_seq_len is 4\.0"),
         ((math.nan,), "max_seq_len is nan"),
@@ -154,13 +150,9 @@ def test_angles_that_make_no_sense_are_refused(options: dict[str, Any], text: st
         ((4, -1), "offset is -1"),
         ((4, 1.5), r"offset is 1\.5"),
         ((4, None), "offset is None"),
-    ],
-)
-def test_positions_that_are_no_numbers_of_tokens_are_refused(
-    positions: tuple[Any, ...], text: str
-) -> None:
-    with pytest.raises(OperandError, match=text):
-        RotaryPositionEmbedding(8)(*positions)
+    ]:
+        with pytest.raises(OperandError, match=text):
+            RotaryPositionEmbedding(8)(*positions)
 
 
 def test_no_positions_have_no_angles() -> None:
@@ -523,13 +515,15 @@ def test_a_rank_of_a_context_parallel_group_rotates_a_packed_projection() -> Non
             assert torch.equal(y, chunks.parts(want)[rank])
 
 
-@pytest.mark.parametrize(
-    "given", [{"cp_size": 2, "cp_rank": 2}, {"cp_rank": 1}, {"cp_size": 2, "start_positions": ONE}]
-)
-def test_a_rank_outside_of_its_group_and_later_starts_are_refused(given: dict[str, Any]) -> None:
-    x = torch.zeros(6, 2, 3, 8)
-    with pytest.raises(UnsupportedError, match=r"apply_rotary_pos_emb\(cp_size="):
-        apply_rotary_pos_emb(x, GOOD, **given)
+def test_a_rank_outside_of_its_group_and_later_starts_are_refused() -> None:
+    for given in [
+        {"cp_size": 2, "cp_rank": 2},
+        {"cp_rank": 1},
+        {"cp_size": 2, "start_positions": ONE},
+    ]:
+        x = torch.zeros(6, 2, 3, 8)
+        with pytest.raises(UnsupportedError, match=r"apply_rotary_pos_emb\(cp_size="):
+            apply_rotary_pos_emb(x, GOOD, **given)
 
 
 def test_angles_that_are_too_few_for_whole_sequences_are_named() -> None:
@@ -543,10 +537,10 @@ def test_a_gradient_of_the_angles_is_refused() -> None:
         apply_rotary_pos_emb(torch.zeros(5, 2, 3, 8), GOOD.clone().requires_grad_())
 
 
-@pytest.mark.parametrize("sizes", [[4, 4], [4, 4, 1], [6, 4, 2], [8, 0, 0]])
-def test_a_split_that_does_not_fit_is_named(sizes: list[int]) -> None:
-    with pytest.raises(OperandError, match="qkv_split_arg_list"):
-        apply_fused_qkv_rotary_pos_emb(torch.zeros(5, 2, 3, 8), GOOD, GOOD, sizes)
+def test_a_split_that_does_not_fit_is_named() -> None:
+    for sizes in [[4, 4], [4, 4, 1], [6, 4, 2], [8, 0, 0]]:
+        with pytest.raises(OperandError, match="qkv_split_arg_list"):
+            apply_fused_qkv_rotary_pos_emb(torch.zeros(5, 2, 3, 8), GOOD, GOOD, sizes)
 
 
 def test_packed_projections_of_packed_sequences_are_refused() -> None:

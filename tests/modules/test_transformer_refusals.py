@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,7 +15,6 @@ from fp8core import (
 from tests.modules.transformer_oracle import (
     FFN,
     HEADS,
-    Arguments,
     B,
     H,
     S,
@@ -29,18 +26,14 @@ from tests.modules.transformer_oracle import (
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_arguments_of_ranks_that_do_not_fit_are_refused() -> None:
+    for arguments, message in [
         ({"tp_group": object()}, r"tp_group=.*expected a torch.distributed process group"),
         ({"get_rng_state_tracker": object()}, "expected a function that returns a tracker"),
         ({"tp_size": 3}, "the 3 ranks of its group do not divide it"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_arguments_of_ranks_that_do_not_fit_are_refused(arguments: Arguments, message: str) -> None:
-    with pytest.raises(OperandError, match=message):
-        TransformerLayer(H, FFN, HEADS, device="meta", set_parallel_mode=True, **arguments)
+    ]:
+        with pytest.raises(OperandError, match=message):
+            TransformerLayer(H, FFN, HEADS, device="meta", set_parallel_mode=True, **arguments)
 
 
 def test_overlap_in_buffers_is_refused_by_name() -> None:
@@ -48,10 +41,10 @@ def test_overlap_in_buffers_is_refused_by_name() -> None:
         TransformerLayer(H, FFN, HEADS, device="meta", ub_tp_comm_overlap=True)
 
 
-@pytest.mark.parametrize("name", ["ub_overlap_ag", "ub_bulk_wgrad"])
-def test_distribution_of_attention_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"MultiheadAttention\({name}=True"):
-        MultiheadAttention(H, HEADS, device="meta", **{name: True})
+def test_distribution_of_attention_is_refused_by_name() -> None:
+    for name in ["ub_overlap_ag", "ub_bulk_wgrad"]:
+        with pytest.raises(UnsupportedError, match=rf"MultiheadAttention\({name}=True"):
+            MultiheadAttention(H, HEADS, device="meta", **{name: True})
 
 
 def test_options_of_one_rank_are_taken() -> None:
@@ -61,9 +54,8 @@ def test_options_of_one_rank_are_taken() -> None:
     MultiheadAttention(H, HEADS, device="meta", set_parallel_mode=True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
+def test_wrong_arguments_are_named_errors() -> None:
+    for arguments, error, message in [
         ({"num_gqa_groups": 3}, OperandError, r"num_gqa_groups=3.*1, 2, 4"),
         ({"num_attention_heads": 5}, OperandError, r"num_attention_heads=5.*kv_channels"),
         ({"num_attention_heads": 0}, OperandError, r"num_attention_heads=0"),
@@ -87,15 +79,10 @@ def test_options_of_one_rank_are_taken() -> None:
             OperandError,
             r"apply_residual_connection_post_layernorm",
         ),
-    ],
-    ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "",
-)
-def test_wrong_arguments_are_named_errors(
-    arguments: Arguments, error: type[Exception], message: str
-) -> None:
-    given = {"num_attention_heads": HEADS, **arguments}
-    with pytest.raises(error, match=message):
-        TransformerLayer(H, FFN, device="meta", **given)
+    ]:
+        given = {"num_attention_heads": HEADS, **arguments}
+        with pytest.raises(error, match=message):
+            TransformerLayer(H, FFN, device="meta", **given)
 
 
 def test_an_unknown_attention_type_lists_the_known() -> None:
@@ -110,10 +97,10 @@ def test_a_decoder_without_an_encoder_is_refused() -> None:
         new_attention(attention_type="cross")(states())
 
 
-@pytest.mark.parametrize("name", ["encoder_output", "enc_dec_attn_mask"])
-def test_an_encoder_refuses_what_it_would_not_use(name: str) -> None:
-    with pytest.raises(OperandError, match=rf"{name} is given.*layer_type='decoder'"):
-        new_layer()(states(), **{name: states()})
+def test_an_encoder_refuses_what_it_would_not_use() -> None:
+    for name in ["encoder_output", "enc_dec_attn_mask"]:
+        with pytest.raises(OperandError, match=rf"{name} is given.*layer_type='decoder'"):
+            new_layer()(states(), **{name: states()})
 
 
 def test_self_attention_refuses_an_encoder_s_output() -> None:
@@ -148,10 +135,10 @@ def test_no_tokens_give_none_and_zero_gradients(
     assert not any(p.grad.any() for p in layer.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("given", [None, [1.0]])
-def test_hidden_states_that_are_no_tensor_are_named(given: Any) -> None:
-    with pytest.raises(OperandError, match=r"hidden_states is .*; expected a torch\.Tensor"):
-        new_layer()(given)
+def test_hidden_states_that_are_no_tensor_are_named() -> None:
+    for given in [None, [1.0]]:
+        with pytest.raises(OperandError, match=r"hidden_states is .*; expected a torch\.Tensor"):
+            new_layer()(given)
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -60,20 +60,17 @@ def test_steps_with_a_cache_equal_the_full_forward(option: str, layout: str) -> 
     torch.testing.assert_close(torch.cat(steps, dim=1 - batch_dim), full, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("call", "asked"),
-    [
+def test_a_step_refuses_positions_in_cross_attention() -> None:
+    for call, asked in [
         ({"core_attention_bias_type": "alibi"}, "ALiBi"),
         ({"enc_dec_window_size": (2, 1)}, r"window \(2, 1\)"),
         ({"enc_dec_attn_mask_type": "causal_bottom_right"}, r"causal mask or window \(-1, 0\)"),
-    ],
-)
-def test_a_step_refuses_positions_in_cross_attention(call: dict[str, Any], asked: str) -> None:
-    layer = new_layer(**OPTIONS["decoder"], attn_input_format="bshd").eval()
-    cache = InferenceParams(B, S, HEADS, H // HEADS, F64)
-    cache.pre_step(OrderedDict((row, 1) for row in range(B)))
-    with torch.no_grad(), pytest.raises(UnsupportedError, match=f"{asked} in cross attention"):
-        layer(states(B, 1, H), encoder_output=states(B, S, H), inference_params=cache, **call)
+    ]:
+        layer = new_layer(**OPTIONS["decoder"], attn_input_format="bshd").eval()
+        cache = InferenceParams(B, S, HEADS, H // HEADS, F64)
+        cache.pre_step(OrderedDict((row, 1) for row in range(B)))
+        with torch.no_grad(), pytest.raises(UnsupportedError, match=f"{asked} in cross attention"):
+            layer(states(B, 1, H), encoder_output=states(B, S, H), inference_params=cache, **call)
 
 
 def test_prompts_of_different_lengths_share_a_batch() -> None:
