@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -24,19 +25,37 @@ def test_there_is_no_policy_outside() -> None:
     assert policy.current() == NO_POLICY
 
 
-def test_whole_backend_is_in_force_inside() -> None:
-    with fp8core.use_backend("one"):
-        assert policy.current() == Policy("one")
+USED: dict[str, tuple[list[tuple[tuple[str, ...], dict[str, str]]], Policy]] = {
+    "a whole backend": ([(("one",), {})], Policy("one")),
+    "single operations": (
+        [((), {"quantize": "two", "gemm": "one"})],
+        Policy(None, (("gemm", "one"), ("quantize", "two"))),
+    ),
+    "exceptions to a whole backend": (
+        [(("one",), {"gemm": "two"})],
+        Policy("one", (("gemm", "two"),)),
+    ),
+    "an inner operation refines an outer backend": (
+        [(("one",), {}), ((), {"gemm": "two"})],
+        Policy("one", (("gemm", "two"),)),
+    ),
+    "inner operations add to outer ones": (
+        [((), {"gemm": "one", "amax": "one"}), ((), {"gemm": "two"})],
+        Policy(None, (("amax", "one"), ("gemm", "two"))),
+    ),
+    "an inner backend takes back outer operations": (
+        [((), {"gemm": "one"}), (("two",), {})],
+        Policy("two"),
+    ),
+}
 
 
-def test_single_operations_are_in_force_inside() -> None:
-    with fp8core.use_backend(quantize="two", gemm="one"):
-        assert policy.current() == Policy(None, (("gemm", "one"), ("quantize", "two")))
-
-
-def test_operations_beside_a_whole_backend_are_exceptions_to_it() -> None:
-    with fp8core.use_backend("one", gemm="two"):
-        assert policy.current() == Policy("one", (("gemm", "two"),))
+def test_what_is_used_is_in_force_inside() -> None:
+    for case, (uses, expected) in USED.items():
+        with contextlib.ExitStack() as stack:
+            for backend, operations in uses:
+                stack.enter_context(fp8core.use_backend(*backend, **operations))
+            assert policy.current() == expected, case
 
 
 def test_exit_restores_the_outer_policy() -> None:
@@ -45,21 +64,6 @@ def test_exit_restores_the_outer_policy() -> None:
             assert policy.current() == Policy("two")
         assert policy.current() == Policy("one")
     assert policy.current() == NO_POLICY
-
-
-def test_inner_operation_refines_an_outer_backend() -> None:
-    with fp8core.use_backend("one"), fp8core.use_backend(gemm="two"):
-        assert policy.current() == Policy("one", (("gemm", "two"),))
-
-
-def test_inner_operations_add_to_outer_ones() -> None:
-    with fp8core.use_backend(gemm="one", amax="one"), fp8core.use_backend(gemm="two"):
-        assert policy.current() == Policy(None, (("amax", "one"), ("gemm", "two")))
-
-
-def test_inner_backend_takes_back_outer_operations() -> None:
-    with fp8core.use_backend(gemm="one"), fp8core.use_backend("two"):
-        assert policy.current() == Policy("two")
 
 
 def test_one_object_can_be_entered_while_it_is_active() -> None:
