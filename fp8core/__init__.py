@@ -51,10 +51,9 @@ from fp8core.inspection.available import (
 from fp8core.inspection.explain import explain
 from fp8core.inspection.monitoring import monitor
 from fp8core.modules.attention import DotProductAttention
-from fp8core.modules.found_inf import clear_found_inf, found_inf
+from fp8core.modules.found_inf import clear_found_inf, found_inf, watch_grad_scaler
 from fp8core.modules.frozen import frozen_weights
 from fp8core.modules.glu_order import deinterleave_glu_tensor, interleave_glu_tensor
-from fp8core.modules.grad_scaler import watch_grad_scaler
 from fp8core.modules.graphs import make_graphed_callables
 from fp8core.modules.grouped_linear import GroupedLinear
 from fp8core.modules.inference import InferenceParams

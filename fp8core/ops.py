@@ -47,7 +47,6 @@ from fp8core.modules.basic_operation import (
     OperationContext,
     register_forward_backward_fusion,
 )
-from fp8core.modules.collective_operations import AllGather, AllReduce, ReduceScatter
 from fp8core.modules.grouped_linear import GroupedLinear as GroupedLinearLayer
 from fp8core.modules.inputs import cast_to_weight
 from fp8core.modules.linear import Linear as LinearLayer
@@ -66,10 +65,13 @@ from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.sequential import Sequential
 from fp8core.modules.tensor_operations import (
     AddExtraInput,
+    AllGather,
+    AllReduce,
     ConstantScale,
     Identity,
     L2Normalization,
     MakeExtraOutput,
+    ReduceScatter,
     Reshape,
 )
 from fp8core.names import refusal

@@ -14,7 +14,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.cpu_offload import get_cpu_offload_context, mark_not_offload, selection
 from fp8core.errors import OperandError
-from fp8core.tensors import offloading
+from fp8core.tensors import saving
 from tests.device import DEVICE
 from tests.pairs import pairs
 
@@ -353,5 +353,5 @@ def test_codes_of_weights_stay_on_the_device(is_stored: bool) -> None:
 def test_what_was_noted_before_a_context_is_noted_after_it() -> None:
     context, _ = get_cpu_offload_context(True, 1, 2)
     with context:
-        assert offloading.is_noting()
-    assert not offloading.is_noting()
+        assert saving.is_noting()
+    assert not saving.is_noting()

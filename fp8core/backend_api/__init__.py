@@ -35,6 +35,7 @@ from fp8core.backend_api.amax import (
     AmaxDesc,
     Amaxes,
     QuantizeByAmaxDesc,
+    ScaleUpdateDesc,
     amax_extent,
     amax_of_groups,
     amax_sizes,
@@ -50,12 +51,9 @@ from fp8core.backend_api.attention import (
     AttentionDesc,
     AttentionPartBackwardDesc,
     CachedAttentionDesc,
+    RotaryDesc,
 )
-from fp8core.backend_api.backend import Alignment, Backend, bind_method
-from fp8core.backend_api.cross_entropy import CrossEntropyBackwardDesc, CrossEntropyDesc
-from fp8core.backend_api.delayed import ScaleUpdateDesc
 from fp8core.backend_api.descriptors import DequantizeDesc, GemmDesc, QuantizeDesc
-from fp8core.backend_api.fused import AddNormDesc, FusedDesc
 from fp8core.backend_api.grouped import GROUP_STEP, GroupedGemmDesc, split_groups
 from fp8core.backend_api.hooks import hookimpl
 from fp8core.backend_api.layers import (
@@ -63,13 +61,22 @@ from fp8core.backend_api.layers import (
     GATED,
     ActivationBackwardDesc,
     ActivationDesc,
+    AddNormDesc,
     ColumnSumsDesc,
+    FusedDesc,
     NormBackwardDesc,
     NormDesc,
 )
-from fp8core.backend_api.numerics import DeclaresNumerics, Numerics
-from fp8core.backend_api.operand_spec import OperandSpec
-from fp8core.backend_api.operands import Operand, Quantized, scale_inverses
+from fp8core.backend_api.operand_spec import (
+    INVERSES,
+    TRANSFORMS,
+    Operand,
+    OperandSpec,
+    Quantized,
+    hadamard16,
+    hadamard16_unsigned,
+    scale_inverses,
+)
 from fp8core.backend_api.operations import OPS, OPTIONAL_OPS, OpDesc
 from fp8core.backend_api.optimizers import MASTER_KINDS, AdamDesc, SgdDesc
 from fp8core.backend_api.optional import (
@@ -100,19 +107,25 @@ from fp8core.backend_api.optional import (
 )
 from fp8core.backend_api.permutation import (
     ROUTE_KINDS,
+    SCORE_FUNCTIONS,
     CombineBackwardDesc,
     CombineDesc,
+    CrossEntropyBackwardDesc,
+    CrossEntropyDesc,
     DispatchDesc,
     RouteDesc,
+    RouterBackwardDesc,
+    RouterDesc,
 )
-from fp8core.backend_api.rotary import RotaryDesc
-from fp8core.backend_api.router import SCORE_FUNCTIONS, RouterBackwardDesc, RouterDesc
-from fp8core.backend_api.spec import API_VERSION, BackendSpec, Finding
-from fp8core.backend_api.transforms import (
-    INVERSES,
-    TRANSFORMS,
-    hadamard16,
-    hadamard16_unsigned,
+from fp8core.backend_api.spec import (
+    API_VERSION,
+    Alignment,
+    Backend,
+    BackendSpec,
+    DeclaresNumerics,
+    Finding,
+    Numerics,
+    bind_method,
 )
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.formats import FormatSpec

@@ -20,17 +20,28 @@ from fp8core.backend_api.descriptors import QuantizeDesc
 from fp8core.backend_api.operand_spec import OperandSpec
 from fp8core.errors import OperandError
 
-__all__ = [
-    "AmaxDesc",
-    "Amaxes",
-    "QuantizeByAmaxDesc",
-    "amax_extent",
-    "amax_of_groups",
-    "amax_sizes",
-    "has_amax",
-    "shares_amax",
-    "split_amax",
-]
+
+@dataclass(frozen=True, slots=True)
+class ScaleUpdateDesc:
+    """``scale_update(histories, scales, targets, nonfinite=()) -> None``: all modules at once.
+
+    For every slot ``s`` of every state, ``histories[i] [length, slots]`` and ``scales[i] [slots]``
+    in float32, updated in place: entry 0 of the history holds the newest amax, rows 1 to
+    length - 1 the older ones, the oldest first. See numerics.md's table of DelayedScaling: the amax
+    of the window is taken first, then the window rolls and entry 0 becomes 0; ``scale = target /
+    amax``, unless amax is 0 or not finite (then nothing of that slot changes but entry 0).
+    ``nonfinite[i]``, int64 ``[1]``, grows by the number of newest amaxes that are not finite; an
+    empty sequence counts nothing.
+
+    ``algorithm`` is ``"max"`` or ``"most_recent"``.
+    """
+
+    op: ClassVar[str] = "scale_update"
+    low_precision: ClassVar[bool] = False
+    algorithm: str
+
+    def __str__(self) -> str:
+        return f"ScaleUpdateDesc({self.algorithm})"
 
 
 @dataclass(frozen=True, slots=True)

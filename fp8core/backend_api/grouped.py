@@ -30,8 +30,7 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api.descriptors import GemmDesc
-from fp8core.backend_api.operand_spec import OperandSpec
-from fp8core.backend_api.operands import Operand
+from fp8core.backend_api.operand_spec import Operand, OperandSpec
 
 __all__ = ["GROUP_STEP", "GroupedGemmDesc", "split_groups"]
 

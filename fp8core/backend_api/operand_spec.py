@@ -2,15 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from fp8core import formats
 from fp8core.backend_api.descriptor_text import spec_text
-from fp8core.backend_api.transforms import TRANSFORMS
 from fp8core.errors import RecipeError
 
-__all__ = ["OperandSpec"]
+
+class Operand(NamedTuple):
+    """One operand ``[rows, k]`` of a GEMM: flat plain tensors, so that autograd can save them.
+
+    Quantized, ``data`` is uint8: ``[rows, k]`` codes, or ``[rows, k / 2]`` for a 4-bit format,
+    where element ``2 i`` is in the low half of byte ``i``. ``scale_inv`` is ``[ceil(rows / br),
+    ceil(k / bk)]`` in float32, or uint8 codes of the scale format. ``global_scale_inv`` is
+    float32 for two-level scales, ``[1, 1]``, or ``[rows, 1]`` if they are ``row_scaled``, else
+    None. ``fp8core.backend_api.grouped`` says how
+    the operands of several groups are stored as one.
+
+    In high precision (a descriptor's spec is None), ``data`` is the tensor itself, without scales.
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor | None = None
+    global_scale_inv: torch.Tensor | None = None
+
+
+class Quantized(NamedTuple):
+    """The orientations of one tensor ``x [rows, cols]`` that were asked for, None for the other.
+
+    ``rowwise`` has the shape of ``x``, ``columnwise`` that of ``x.T``.
+    """
+
+    rowwise: Operand | None
+    columnwise: Operand | None
+
+
+def scale_inverses(spec: OperandSpec, operand: Operand) -> torch.Tensor:
+    """Return the factor of each block of ``operand``, float32, both levels multiplied.
+
+    ``value = decode(data) * factor``; the shape is that of ``operand.scale_inv``.
+    """
+    assert operand.scale_inv is not None
+    scale_inv = operand.scale_inv
+    if spec.scale_format != "float32":
+        scale_inv = formats.by_name(spec.scale_format).decode(scale_inv)
+    if operand.global_scale_inv is not None:
+        scale_inv = scale_inv * operand.global_scale_inv
+    return scale_inv
+
+
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The fixed signs of the transform. Source: docs/numerics.md 3.5, RHT."""
+
+
+_NO_SIGNS = (1,) * 16
+
+
+@functools.lru_cache(maxsize=16)
+def _signs(device: torch.device, signs: tuple[int, ...]) -> torch.Tensor:
+    """Return the signs divided by 16, so that no sum of 16 bfloat16 numbers overflows. Dividing
+    changes no rounding: multiples of 2^-133 keep 16 bits down to the last of float32."""
+    sixteenths = [sign / 16 for sign in signs]
+    return torch.tensor(sixteenths, dtype=torch.float32, device="cpu").to(device)
+
+
+def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Transform every 16 elements along ``dim`` by ``diag(signs) H / 4``; bf16 in and out.
+
+    The matrix is orthogonal, so a GEMM over two operands transformed along k is unchanged but for
+    rounding. Sums are float32, of two at a time in a fixed order, so that every device computes the
+    same bits; inf is a result beyond bfloat16 alone. Source: docs/numerics.md, NVFP4BlockScaling.
+    """
+    return _transformed(x, dim, _SIGNS)
+
+
+def hadamard16_unsigned(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Transform as :func:`hadamard16` does, by ``H / 4`` alone."""
+    return _transformed(x, dim, _NO_SIGNS)
+
+
+def _transformed(x: torch.Tensor, dim: int, by: tuple[int, ...]) -> torch.Tensor:
+    rows, cols = x.shape
+    values = x.to(torch.bfloat16).to(torch.float32)
+    # A tensor subclass (fake while tracing) must not outlive its mode, so its signs are not cached.
+    make = _signs if type(x) is torch.Tensor else _signs.__wrapped__
+    shape = (rows // 16, 16, cols) if dim == 0 else (rows, cols // 16, 16)
+    along = 1 if dim == 0 else 2
+    signs = make(x.device, by)
+    signed = values.reshape(shape) * (signs[:, None] if dim == 0 else signs)
+    parts = list(signed.unbind(along))
+    for half in (1, 2, 4, 8):  # H of 2 h elements is [[H, H], [H, -H]] of h
+        for first in range(16):
+            if not first & half:
+                second = first | half
+                one, other = parts[first], parts[second]
+                parts[first], parts[second] = one + other, one - other
+    transformed = torch.stack(parts, along) * 4
+    return transformed.reshape(rows, cols).to(torch.bfloat16)
+
+
+def _inverse(x: torch.Tensor, by: tuple[int, ...]) -> torch.Tensor:
+    """Return ``x [rows, k]``, float32, transformed back: ``H / 4`` is its own inverse."""
+    rows, k = x.shape
+    parts = list(x.reshape(rows, k // 16, 16).unbind(2))
+    for half in (1, 2, 4, 8):
+        for first in range(16):
+            if not first & half:
+                one, other = parts[first], parts[first | half]
+                parts[first], parts[first | half] = one + other, one - other
+    signed = [part * (sign / 4) for part, sign in zip(parts, by, strict=True)]
+    return torch.stack(signed, 2).reshape(rows, k)
+
+
+TRANSFORMS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "hadamard16": hadamard16,
+    "hadamard16_unsigned": hadamard16_unsigned,
+}
+"""``f(x [rows, cols], dim) -> [rows, cols]`` by the name that :class:`OperandSpec` has for it."""
+
+INVERSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "hadamard16": lambda x: _inverse(x, _SIGNS),
+    "hadamard16_unsigned": lambda x: _inverse(x, _NO_SIGNS),
+}
+"""``f(x [rows, k]) -> [rows, k]`` in float32 that undoes the transform of that name along k."""
+
 
 _SCALE_FORMATS = ("float32", "e8m0", "e4m3")
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from fp8core.backend_api.amax import AmaxDesc, QuantizeByAmaxDesc
-from fp8core.backend_api.attention import AttentionBackwardDesc, AttentionDesc
-from fp8core.backend_api.cross_entropy import CrossEntropyBackwardDesc, CrossEntropyDesc
-from fp8core.backend_api.delayed import ScaleUpdateDesc
+from fp8core.backend_api.amax import AmaxDesc, QuantizeByAmaxDesc, ScaleUpdateDesc
+from fp8core.backend_api.attention import AttentionBackwardDesc, AttentionDesc, RotaryDesc
 from fp8core.backend_api.descriptors import DequantizeDesc, GemmDesc, QuantizeDesc
-from fp8core.backend_api.fused import AddNormDesc, FusedDesc
 from fp8core.backend_api.layers import (
     ActivationBackwardDesc,
     ActivationDesc,
+    AddNormDesc,
     ColumnSumsDesc,
+    FusedDesc,
     NormBackwardDesc,
     NormDesc,
 )
@@ -21,11 +20,13 @@ from fp8core.backend_api.optimizers import AdamDesc, SgdDesc
 from fp8core.backend_api.permutation import (
     CombineBackwardDesc,
     CombineDesc,
+    CrossEntropyBackwardDesc,
+    CrossEntropyDesc,
     DispatchDesc,
     RouteDesc,
+    RouterBackwardDesc,
+    RouterDesc,
 )
-from fp8core.backend_api.rotary import RotaryDesc
-from fp8core.backend_api.router import RouterBackwardDesc, RouterDesc
 
 __all__ = ["OPS", "OPTIONAL_OPS", "OpDesc"]
 

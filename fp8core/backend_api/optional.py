@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from fp8core.backend_api.operands import Operand, Quantized
+from fp8core.backend_api.operand_spec import Operand, Quantized
 from fp8core.backend_api.operations import OpDesc
 
 __all__ = [

@@ -2,10 +2,93 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["API_VERSION", "BREAKING_CHANGES", "BackendSpec", "Finding"]
+import torch
+
+from fp8core.backend_api.descriptors import GemmDesc
+from fp8core.backend_api.operations import OpDesc
+
+
+class Alignment(NamedTuple):
+    """``m``, ``n`` and ``k`` of a GEMM must be multiples of these, elements. 1 takes any size."""
+
+    m: int = 1
+    n: int = 1
+    k: int = 1
+
+
+class Backend(Protocol):
+    """The methods of every backend. It has one more for each operation, named ``desc.op``, which
+    takes the descriptor first: ``gemm(desc, a, b, *, bias, out)``.
+
+    The conformance kit (``fp8core.conformance``) tests it. A backend whose results differ by design
+    declares that as :class:`~fp8core.backend_api.DeclaresNumerics`.
+    """
+
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        """Return the reason why ``desc`` cannot run on ``device``, or None if it can.
+
+        Default deny: a descriptor that is not understood is unsupported. Touches no tensor and
+        no device memory. Whoever supports a descriptor supports either half of it.
+        """
+
+    def alignment(self, desc: GemmDesc) -> Alignment:
+        """Return the numbers of which the sizes of a supported GEMM must be multiples."""
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        """Return the callable that runs ``desc``; called once for each descriptor.
+
+        :func:`bind_method` is enough for a backend that has nothing to prepare. For speed, the
+        callable may have more members: :mod:`fp8core.backend_api.optional`.
+        """
+
+
+def bind_method(backend: Backend, desc: OpDesc) -> Callable[..., Any]:
+    """Return ``backend``'s method for ``desc`` with the descriptor filled in."""
+    method: Callable[..., Any] = getattr(backend, desc.op)
+    return partial(method, desc)
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """By how much a backend's results may differ; the conformance tests hold it to that.
+
+    Attributes:
+        source: where the figures below come from: a manual's section, a measurement. Needed as
+            soon as one of them is not the default.
+        code_steps: how many representable values of the format a quantized element may be away
+            from the reference's. 0: bit for bit.
+        scale_ulps: how many units in the last place a scale may be away from the reference's, or
+            codes, where scales are bytes. 0: bit for bit.
+        amax_range: the largest magnitudes of a block, both ends included, for which the two bounds
+            above hold. Codes and scales of other blocks are the device's: those of tiny values and
+            of inf. A block of zeros gives zeros in any case. NaN is in the default range alone.
+        sum_error_per_term, sum_error: a product ``d = a @ b.T`` over ``k`` terms is within ``c *
+            (|a| @ |b|.T)`` plus 1 ulp of the output of the exact sum, with ``c = sum_error + k *
+            sum_error_per_term``. The defaults are those of float32 sums in any order, with four
+            more roundings for the scales, wherever they are applied.
+    """
+
+    source: str = ""
+    code_steps: int = 0
+    scale_ulps: int = 0
+    amax_range: tuple[float, float] = (0.0, math.inf)
+    sum_error_per_term: float = 2.0**-24
+    sum_error: float = 2.0**-22
+
+
+@runtime_checkable
+class DeclaresNumerics(Protocol):
+    """A backend that bounds the difference of its results; without this it is ``Numerics()``."""
+
+    def numerics(self, desc: OpDesc, device: torch.device) -> Numerics:
+        """Return the bounds that hold for ``desc``, a supported descriptor, on ``device``."""
+
 
 API_VERSION = (4, 1)
 """(major, minor). A backend written for another major, or a newer minor, is not loaded.

@@ -26,7 +26,7 @@ from fp8core.chain.protocol import (
 )
 from fp8core.chain.request import QuantizeRequest
 from fp8core.chain.unwrap import PLAIN
-from fp8core.tensors.offloading import is_noting
+from fp8core.tensors.saving import is_noting
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.torch_ops.likeness import Likeness, sameness_to
 from fp8core.torch_ops.recorded import recording

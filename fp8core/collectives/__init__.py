@@ -18,9 +18,8 @@ travels as uint8. Each communicator counts its calls and the bytes that its rank
 from __future__ import annotations
 
 from fp8core.collectives.base import Communicator
+from fp8core.collectives.collective import BESIDE, IN_PARTS, PLAIN, READ, Count, Started, Traffic
 from fp8core.collectives.process_group import named, of_group, register
-from fp8core.collectives.started import Started
-from fp8core.collectives.traffic import BESIDE, IN_PARTS, PLAIN, READ, Count, Traffic
 
 __all__ = [
     "BESIDE",

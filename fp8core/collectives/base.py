@@ -8,29 +8,51 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
+from weakref import ReferenceType
 
 import torch
+import torch.distributed as dist
 
 from fp8core.backend_api import Transfers
 from fp8core.collectives.collective import (
+    BESIDE,
+    IN_PARTS,
+    PLAIN,
+    READ,
     Collective,
     Finish,
     Moved,
+    Started,
     SumInParts,
+    Traffic,
     done,
     gathered_by,
     scattered_by,
     travels_as_bytes,
 )
 from fp8core.collectives.comparison import Claim
-from fp8core.collectives.group_reference import GroupReference
-from fp8core.collectives.started import Started
-from fp8core.collectives.traffic import BESIDE, IN_PARTS, PLAIN, READ, Traffic
 from fp8core.errors import CollectiveError, Fp8CoreError, OperandError, UnsupportedError
 from fp8core.torch_ops.recorded import called_in_repeats
 from fp8core.torch_ops.shapes import is_captured
 
-__all__ = ["Communicator", "Finish", "Maximum"]
+GroupReference: TypeAlias = ReferenceType["dist.ProcessGroup"]
+"""``weakref.ref(group)``: the same object each time, as long as the group exists."""
+
+
+def existing(reference: GroupReference, use: str) -> dist.ProcessGroup:
+    """Return the group, ``use`` of which is asked for.
+
+    Raises:
+        OperandError: it was destroyed.
+    """
+    group = reference()
+    if group is None:
+        raise OperandError(
+            f"{use}: the process group was destroyed, as by "
+            f"torch.distributed.destroy_process_group. Give a group that exists."
+        )
+    return group
+
 
 Maximum: TypeAlias = Callable[[torch.Tensor], "torch.Tensor | None"]
 """What :class:`fp8core.backend_api.TakesMaxima` offers."""

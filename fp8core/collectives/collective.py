@@ -6,29 +6,165 @@ attribute of its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from fp8core.backend_api import Sending, Transfers
-from fp8core.collectives.started import Started
-from fp8core.collectives.traffic import IN_PARTS, Traffic
 from fp8core.errors import CollectiveError, Fp8CoreError
 from fp8core.torch_ops.recorded import called_in_repeats
 
-__all__ = [
-    "Collective",
-    "Finish",
-    "Moved",
-    "SumInParts",
-    "done",
-    "gathered_by",
-    "scattered_by",
-    "travels_as_bytes",
-]
+End: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Blocks until a result is complete, and returns it; called with the result and what was sent."""
+
+Arrive: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Blocks until the rows of a rank are complete, and returns the result; called with the rank, the
+result and what was sent."""
+
+
+class Started:
+    """The result of a collective that may still be under way; :meth:`wait` returns it.
+
+    It keeps the tensors of the collective alive. Until it is waited for, nobody may write to the
+    tensor that was given to the collective. On a GPU, waiting makes the current stream wait, and
+    not the host.
+    """
+
+    __slots__ = ("_arrive", "_end", "_result", "_sent")
+
+    def __init__(
+        self,
+        result: torch.Tensor,
+        sent: torch.Tensor | None = None,
+        end: End | None = None,
+        arrive: Arrive | None = None,
+    ) -> None:
+        """``sent`` is the tensor that is sent, None where ``result`` is complete already;
+        ``arrive`` is None where the rows of all ranks come together."""
+        self._result = result
+        self._sent = sent
+        self._end = end
+        self._arrive = arrive
+
+    def rows_of(self, rank: int, size: int) -> torch.Tensor:
+        """Return the rows of one of ``size`` ranks, as soon as they are here.
+
+        Raises:
+            CollectiveError: as :meth:`wait`.
+        """
+        if self._sent is None or self._arrive is None:
+            return self.wait().chunk(size)[rank]
+        result = called_in_repeats(partial(self._arrive, rank), self._result, self._sent)
+        return result.chunk(size)[rank]
+
+    def wait(self) -> torch.Tensor:
+        """Return the result; a second call returns it again.
+
+        Raises:
+            CollectiveError: the collective failed, for instance because a rank did not take part
+                before the group's timeout.
+            OperandError: another rank compares something meanwhile, and shows what differs.
+        """
+        if self._sent is not None and self._end is not None:
+            self._result = called_in_repeats(self._end, self._result, self._sent)
+            self._sent = self._end = self._arrive = None
+        return self._result
+
+    def wait_as(self, of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return ``of(self.wait())``, in repeats of a recorded run as well: a function of torch's
+        operators, which a recorder may not know."""
+        return called_in_repeats(of, self.wait())
+
+
+PLAIN = "plain"
+"""A collective of the process group."""
+BESIDE = "beside products"
+"""Copies between ranks that a backend runs beside its products."""
+IN_PARTS = "in parts"
+"""Such copies, of a product's operand or result: each rank's rows are multiplied by themselves,
+while others travel."""
+READ = "read by each rank"
+"""Numbers that a backend reads from the memory of the other ranks."""
+
+
+class Count(NamedTuple):
+    """How many collectives a rank took part in, and how many bytes it sent in them."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class _Entry:
+    """A count that grows, and the way of the last call: a step of training makes no new ones."""
+
+    __slots__ = ("bytes", "calls", "way")
+
+    def __init__(self) -> None:
+        self.calls = self.bytes = 0
+        self.way = PLAIN
+
+    @property
+    def count(self) -> Count:
+        """What it has come to."""
+        return Count(self.calls, self.bytes)
+
+
+class Traffic:
+    """Counts by ``(collective, purpose)``, such as ``("gather", "input")``.
+
+    Bytes are those that leave one rank of ``p``: of a gather ``p - 1`` times its shard, of a
+    scatter the parts of the others, of a sum or maximum what a ring sends, ``2 (p - 1) / p`` of the
+    tensor, of an exchange the rows for others. Collectives of a
+    captured graph are not counted.
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], _Entry] = {}
+
+    def add(self, collective: str, purpose: str, num_bytes: int, way: str = PLAIN) -> None:
+        """Count one call, which ran in the given ``way``."""
+        key = collective, purpose
+        entry = self._counts.get(key)
+        if entry is None:
+            entry = self._counts[key] = _Entry()
+        entry.calls += 1
+        entry.bytes += num_bytes
+        entry.way = way
+
+    def note_way(self, collective: str, purpose: str, way: str) -> None:
+        """Note that the latest call of that purpose ran in another way than was counted."""
+        self._counts[collective, purpose].way = way
+
+    def way(self, collective: str, purpose: str) -> str:
+        """Return how the last collective of that purpose ran: :data:`PLAIN`, :data:`BESIDE`,
+        :data:`IN_PARTS` or :data:`READ`."""
+        entry = self._counts.get((collective, purpose))
+        return PLAIN if entry is None else entry.way
+
+    def clear(self) -> None:
+        """Start again from zero."""
+        self._counts.clear()
+
+    @property
+    def total(self) -> Count:
+        """All collectives together."""
+        counts = [one.count for one in self._counts.values()]
+        return Count(*(sum(column) for column in zip(Count(), *counts, strict=True)))
+
+    def __getitem__(self, key: tuple[str, str]) -> Count:
+        """Return the count of one collective and purpose; zeros if there was none."""
+        entry = self._counts.get(key)
+        return Count() if entry is None else entry.count
+
+    def __iter__(self) -> Iterator[tuple[tuple[str, str], Count]]:
+        """Yield ``((collective, purpose), count)`` in the order of the first calls."""
+        return iter([(key, one.count) for key, one in self._counts.items()])
+
 
 Finish = Callable[[], object]
 """Blocks until a collective has written its result."""

@@ -11,10 +11,9 @@ from weakref import WeakValueDictionary, ref
 import torch
 import torch.distributed as dist
 
-from fp8core.collectives.base import Communicator
+from fp8core.collectives.base import Communicator, GroupReference, existing
 from fp8core.collectives.collective import Finish, done
 from fp8core.collectives.comparison import Claim, Comparisons
-from fp8core.collectives.group_reference import GroupReference, existing
 from fp8core.errors import OperandError
 from fp8core.torch_ops.private import (
     functional_collective,

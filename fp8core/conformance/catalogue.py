@@ -44,9 +44,7 @@ from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import AddShape
 from fp8core.chain.rotary import RotaryShape
 from fp8core.chain.shape import LinkShape
-from fp8core.inspection.descriptors import NORMS
-from fp8core.inspection.record import record
-from fp8core.inspection.training import training_descs
+from fp8core.inspection.descriptors import NORMS, record, training_descs
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import AttentionPlan, LayerRole, LinearPlan

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed
 
-from fp8core.collectives.group_reference import GroupReference
+from fp8core.collectives.base import GroupReference
 from fp8core.context import timeline
 from fp8core.context.scopes import close_scope, open_scope
 from fp8core.errors import RecipeError

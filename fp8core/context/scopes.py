@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fp8core.collectives.group_reference import GroupReference
+from fp8core.collectives.base import GroupReference
 from fp8core.tensors import scaling
 from fp8core.tensors.scaling import DelayedState, Recorded
 

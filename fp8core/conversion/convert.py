@@ -13,17 +13,24 @@ from fp8core.conversion.experts import (
     adopt_experts,
     release_experts,
 )
-from fp8core.conversion.layers import RECORD, Conversion, Record, adopt, release
+from fp8core.conversion.layers import (
+    RECORD,
+    ROOT,
+    Conversion,
+    Record,
+    adopt,
+    delimit,
+    release,
+    undelimit,
+)
 from fp8core.conversion.notes import is_forward_low, notes, roles
 from fp8core.conversion.report import ConversionReport, LayerEntry, text_of
-from fp8core.conversion.steps import ROOT, delimit, undelimit
 from fp8core.conversion.survey import Filter, Survey, survey
 from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.first_step import announce, silence
-from fp8core.modules.foreign import experts_of
-from fp8core.modules.inventory import ModuleNode, flops_of
-from fp8core.modules.watched import refuse_watched
+from fp8core.modules.inventory import ModuleNode, flops_of, refuse_watched
+from fp8core.modules.refusals import experts_of
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from

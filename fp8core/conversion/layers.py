@@ -7,37 +7,160 @@ from the layer's class, so that ``isinstance(layer, torch.nn.Linear)`` stays tru
 
 from __future__ import annotations
 
+import inspect
+import math
+import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import torch
 
 from fp8core.context.autocast import Active
-from fp8core.conversion.similar_norms import similar_norm
+from fp8core.context.recompute import keep_scales
+from fp8core.context.scopes import begin_step, end_step, forget_interrupted, is_in_step, touched_in
+from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.errors import UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.foreign import conv1d_sizes
 from fp8core.modules.linear import Linear
 from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.parameters import fill
+from fp8core.modules.refusals import conv1d_sizes
 from fp8core.tensors.parameter.init import quantized_model_init
+from fp8core.torch_ops.private import (
+    MODULE_CALL,
+    always_called_hooks,
+    forward_hooks,
+    forward_pre_hooks,
+)
 
-__all__ = [
-    "RECORD",
-    "Conversion",
-    "Converted",
-    "ConvertedConv1D",
-    "ConvertedLayerNorm",
-    "ConvertedLinear",
-    "ConvertedRMSNorm",
-    "ConvertedSimilarNorm",
-    "Record",
-    "Source",
-    "adopt",
-    "derived",
-    "release",
-]
+ROOT = "_fp8core_conversion"
+"""Attribute of the model that convert() was called with; it holds the :class:`Conversion`."""
+
+
+def delimit(module: torch.nn.Module) -> None:
+    """Make each forward of ``module``, a converted model or one of its layers, a step."""
+    undelimit(module)
+    module.register_forward_pre_hook(_begin, prepend=True)
+    module.register_forward_hook(_end, always_call=True)
+
+
+def undelimit(module: torch.nn.Module) -> None:
+    """Remove the hooks of :func:`delimit`."""
+    for hooks, added in ((forward_pre_hooks(module), _begin), (forward_hooks(module), _end)):
+        for key, hook in list(hooks.items()):
+            if hook is added:
+                del hooks[key]
+                always_called_hooks(module).pop(key, None)
+
+
+def _owner(module: torch.nn.Module) -> object:
+    """Return the owner of the step that a forward of ``module`` is: its conversion, if it is the
+    converted model, else the module itself."""
+    attributes = vars(module)
+    conversion: Conversion | None = attributes.get(ROOT)
+    return module if conversion is None else conversion
+
+
+def _begin(module: torch.nn.Module, arguments: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    forget_interrupted()
+    record: Record | None = vars(module).get(RECORD)
+    if ROOT not in vars(module) and record is not None and is_in_step(record.conversion):
+        return
+    owner = _owner(module)
+    if not (is_in_step(owner) and _is_within_itself(module)):
+        begin_step(owner, partial(_is_running, module))
+
+
+def _end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+    if torch.compiler.is_compiling() or not is_in_step(_owner(module)) or _is_within_itself(module):
+        return
+    # torch calls this hook from its except clause if forward raised, with None for the output.
+    failed = output is None and sys.exc_info()[1] is not None
+    owner = _owner(module)
+    if torch.is_grad_enabled() and not failed:
+        keep_scales(output, touched_in(owner))
+    end_step(owner, failed=failed)
+
+
+def _is_within_itself(module: torch.nn.Module) -> bool:
+    """Whether ``module``, whose hook is running, was called by its own forward.
+
+    An open step is no proof: after a KeyboardInterrupt torch calls no hook, so the step stays open.
+    """
+    return _is_running(module, times=2)
+
+
+def _is_running(module: torch.nn.Module, times: int = 1) -> bool:
+    """Whether the calling thread is in ``times`` calls of ``module``."""
+    calls, frame = 0, sys._getframe().f_back
+    while frame is not None and calls < times:
+        calls += frame.f_code is MODULE_CALL and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls == times
+
+
+_EPS = ("variance_epsilon", "eps", "epsilon")
+
+
+class SimilarNorm(NamedTuple):
+    """An RMSNorm of ``size``; the factor is ``1 + weight`` if ``zero_centered``."""
+
+    size: int
+    eps: float
+    zero_centered: bool
+
+
+def looks_like_rms_norm(module: torch.nn.Module) -> bool:
+    """Return whether ``module`` may be an RMSNorm: by its name, parameters and arguments."""
+    weight = module._parameters.get("weight")
+    return (
+        "norm" in type(module).__name__.lower()
+        and weight is not None
+        and weight.dim() == 1
+        and len(module._parameters) == 1
+        and not module._buffers
+        and not module._modules
+        and _eps(module) is not None
+        and len(inspect.signature(type(module).forward).parameters) == 2  # self and the input
+    )
+
+
+def similar_norm(module: torch.nn.Module) -> SimilarNorm | None:
+    """Return the RMSNorm that ``module`` computes, or None if it computes something else.
+
+    Its forward runs on four rows on the CPU, with a weight of other values than the module's, and
+    is compared with torch's.
+    """
+    eps = _eps(module)
+    assert eps is not None
+    size = module._parameters["weight"].shape[0]  # type: ignore[union-attr]  # it looks like a norm
+    x = torch.arange(4 * size, dtype=torch.float32, device="cpu").view(4, size).sin()
+    # In the second row eps is as large as the mean square.
+    x = x * torch.tensor([[1.0], [math.sqrt(eps)], [30.0], [0.1]], device="cpu")
+    weight = torch.linspace(0.5, 1.5, size, device="cpu")
+    kind = type(module)
+    stand_in: Any = kind.__new__(kind)
+    vars(stand_in).update(vars(module))
+    vars(stand_in)["_parameters"] = {"weight": torch.nn.Parameter(weight, requires_grad=False)}
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        result = attempt(lambda: kind.forward(stand_in, x))
+    if isinstance(result, Failure) or not isinstance(result, torch.Tensor):
+        return None
+    for zero_centered in (False, True):
+        factor = 1 + weight if zero_centered else weight
+        want = torch.nn.functional.rms_norm(x, (size,), factor, eps)
+        if result.shape == want.shape and torch.allclose(result.float(), want, 1e-5, 1e-7):
+            return SimilarNorm(size, eps, zero_centered)
+    return None
+
+
+def _eps(module: torch.nn.Module) -> float | None:
+    values = (vars(module).get(name) for name in _EPS)
+    return next((value for value in values if isinstance(value, float) and value > 0), None)
+
 
 Source: TypeAlias = torch.nn.Linear | torch.nn.LayerNorm | torch.nn.RMSNorm
 """The layers of torch that can be converted."""

@@ -9,8 +9,8 @@ from torch.nn.parameter import is_lazy
 
 from fp8core.conversion.experts import layer_names
 from fp8core.conversion.survey import Survey
-from fp8core.modules.foreign import experts_of
 from fp8core.modules.inventory import ModuleNode, flops_of, module_nodes
+from fp8core.modules.refusals import experts_of
 from fp8core.recipe import PerLayer, Recipe
 from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.reporting import some

@@ -11,13 +11,12 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from fp8core.conversion.layers import RECORD, Source
+from fp8core.conversion.layers import RECORD, Source, looks_like_rms_norm, similar_norm
 from fp8core.conversion.report import grouped
-from fp8core.conversion.similar_norms import looks_like_rms_norm, similar_norm
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.foreign import conv1d_sizes, experts_of
 from fp8core.modules.inventory import ModuleNode, flops_of, module_nodes
+from fp8core.modules.refusals import conv1d_sizes, experts_of
 from fp8core.reporting import some
 
 __all__ = [

@@ -7,16 +7,105 @@ so that a checkpoint loads on another number of ranks.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8core.collectives import Communicator
 from fp8core.tensors.sharded_weight import local_part
 
-__all__ = ["SavedScales"]
+
+class _OtherExpert(DTensor):
+    """A parameter of an expert that another rank holds; without memory here."""
+
+    _source: _OfAllRanks
+    _number: int
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """Return the whole parameter, as all ranks have it once they have gathered theirs."""
+        return self._source.take(self._number)
+
+    def __deepcopy__(self, memo: Any) -> _OtherExpert:
+        return _stand_in(self, copy.deepcopy(self._source, memo), self._number)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.to_local().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped
+        return f"_OtherExpert({self._number}, {list(self.shape)})"
+
+
+class _OfAllRanks:
+    """One parameter of the experts of all ranks: ``own`` are those of this one."""
+
+    def __init__(self, own: Sequence[torch.Tensor], group: Communicator) -> None:
+        self._own, self._group = own, group
+        self._gathered: dict[int, torch.Tensor] = {}
+
+    def __deepcopy__(self, memo: Any) -> _OfAllRanks:
+        return _OfAllRanks(copy.deepcopy(self._own, memo), self._group)
+
+    def take(self, number: int) -> DTensor:
+        """Return the parameter of expert ``number``.
+
+        All ranks gather those of all when the first of them is taken, or one for the second time.
+        """
+        if number not in self._gathered:
+            first = self._group.rank * len(self._own)
+            own = range(first, first + len(self._own))
+            self._gathered = {at: one for at, one in enumerate(self._gather()) if at not in own}
+        process_group: Any = self._group
+        value = self._gathered.pop(number)
+        mesh = DeviceMesh.from_group(process_group.group, value.device.type)
+        return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+
+    def _gather(self) -> Iterator[torch.Tensor]:
+        own: list[Any] = [
+            one.full_tensor() if isinstance(one, DTensor) else one for one in self._own
+        ]
+        if not hasattr(own[0], "__tensor_flatten__"):
+            yield from self._of_all(own)
+            return
+        names, context = own[0].__tensor_flatten__()
+        parts = [self._of_all([getattr(one, name) for one in own]) for name in names]
+        for part in zip(*parts, strict=True):
+            held = dict(zip(names, part, strict=True))
+            yield own[0].__tensor_unflatten__(held, context, own[0].shape, own[0].stride())
+
+    def _of_all(self, own: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        yield from self._group.gather(torch.stack(list(own)), "experts").wait()
+
+
+def others(own: Sequence[torch.Tensor], group: Communicator) -> Iterator[tuple[int, DTensor]]:
+    """Yield the number of each expert of another rank, and a tensor in its stead; ``own`` are those
+    of this rank's experts."""
+    if not own:
+        return
+    process_group: Any = group
+    ranks = dist.get_process_group_ranks(process_group.group)
+    source, like = _OfAllRanks(own, group), own[0]
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    for rank, of_rank in enumerate(ranks):
+        if rank == group.rank:
+            continue
+        mesh = DeviceMesh(like.device.type, [of_rank], _init_backend=False)
+        part: Any = DTensor.from_local(
+            empty, mesh, [Replicate()], run_check=False, shape=like.shape, stride=like.stride()
+        )
+        for number in range(rank * len(own), (rank + 1) * len(own)):
+            yield number, _stand_in(part, source, number)
+
+
+def _stand_in(like: Any, source: _OfAllRanks, number: int) -> _OtherExpert:
+    kind: Any = _OtherExpert  # whose constructor torch has not typed
+    other: _OtherExpert = kind(like.to_local(), like._spec, requires_grad=False)
+    other._source, other._number = source, number
+    return other
 
 
 class SavedScales:

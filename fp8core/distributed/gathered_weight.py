@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,14 +13,25 @@ from torch.distributed.tensor import DTensor
 
 from fp8core.backend_api import Operand
 from fp8core.collectives import Communicator, of_group
-from fp8core.distributed.weak_module import WeakModule
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.row_shards import RowCast, RowPart, RowShard
-from fp8core.tensors.sharded_weight import ShardedWeight, as_part_of
+from fp8core.tensors.sharded_weight import RowCast, RowPart, RowShard, ShardedWeight, as_part_of
 
-__all__ = ["GatheredWeight", "Reduce", "communicator_of"]
+
+class WeakModule:
+    """Refers to ``module``; a deep copy, as of the model, refers to the copy of the module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._reference = weakref.ref(module)
+
+    def __call__(self) -> torch.nn.Module | None:
+        """Return the module; None once it is freed."""
+        return self._reference()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeakModule:
+        module = self()
+        return self if module is None else WeakModule(copy.deepcopy(module, memo))
 
 
 class _Sent(NamedTuple):

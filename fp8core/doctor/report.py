@@ -17,9 +17,8 @@ from fp8core.backend_api import BackendSpec
 from fp8core.dispatch import plugins, policy, select, settings
 from fp8core.doctor import consult
 from fp8core.doctor.collectives import Collective
-from fp8core.doctor.findings import Findings, absent
+from fp8core.doctor.findings import Check, Findings, absent
 from fp8core.doctor.matrix import Cell
-from fp8core.doctor.selftest import Check
 from fp8core.errors import Fp8CoreError, RecipeError
 
 __all__ = ["Examiner", "Report", "examine", "with_collectives"]

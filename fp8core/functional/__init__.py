@@ -7,8 +7,7 @@ functions are differentiable; the backend that a layer would have computes.
 from __future__ import annotations
 
 from fp8core.functional.exchange import from_codes, from_torch, to_torch
-from fp8core.functional.linear import linear
-from fp8core.functional.product import gemm, grouped_gemm
+from fp8core.functional.product import gemm, grouped_gemm, linear
 from fp8core.functional.quantize import dequantize, quantize
 
 __all__ = [

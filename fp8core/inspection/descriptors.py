@@ -7,38 +7,183 @@ documentation all take them from here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import NamedTuple
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from fp8core.backend_api import (
     ACTIVATIONS,
     ATTENTION_LAYOUTS,
+    AdamDesc,
+    Alignment,
     AmaxDesc,
     ColumnSumsDesc,
+    CombineBackwardDesc,
+    CombineDesc,
+    CrossEntropyBackwardDesc,
+    CrossEntropyDesc,
     DequantizeDesc,
+    DispatchDesc,
     FusedDesc,
     OpDesc,
     QuantizeDesc,
+    Ranks,
+    RouteDesc,
+    RouterBackwardDesc,
+    RouterDesc,
+    SgdDesc,
     has_amax,
 )
 from fp8core.chain.activation import activation_shape
 from fp8core.chain.attention.shape import AttentionShape
+from fp8core.chain.bind import bind_chain
 from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import AddShape
 from fp8core.chain.rotary import RotaryShape
-from fp8core.chain.shape import LinkShape
-from fp8core.inspection.record import record
-from fp8core.inspection.training import training_descs
+from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.dispatch.optional import Offers
+from fp8core.dispatch.resolver import Purpose
+from fp8core.dispatch.select import Choice
+from fp8core.dispatch.table import Resolved
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LayerRole, LinearPlan, Plan
+from fp8core.tensors.quantizer_binding import Binding
 from fp8core.tensors.scaling import update_desc
 
-__all__ = ["NORMS", "Need", "layer_needs", "recipe_needs"]
+
+class Labelled(NamedTuple):
+    """A descriptor and the words for its variant; those of one operation differ."""
+
+    variant: str
+    desc: OpDesc
+
+
+def training_descs(dtype: torch.dtype) -> Iterator[Labelled]:
+    """Yield every variant for activations, gradients and parameters of ``dtype``."""
+    yield Labelled("mask", RouteDesc(torch.bool, "mask"))
+    yield Labelled("mask.int32", RouteDesc(torch.int32, "mask"))
+    yield Labelled("experts", RouteDesc(torch.int32, "experts"))
+    yield Labelled("experts.int64", RouteDesc(torch.int64, "experts"))
+    yield Labelled("rows", RouteDesc(torch.int32, "rows"))
+    yield Labelled("", DispatchDesc(dtype))
+    yield Labelled("probable", DispatchDesc(dtype, skips_improbable=True))
+    yield Labelled("", CombineDesc(dtype))
+    yield Labelled("", CombineBackwardDesc(dtype))
+    yield from _routers(dtype)
+    yield from _cross_entropies(dtype)
+    yield from _steps(dtype)
+
+
+def _routers(dtype: torch.dtype) -> Iterator[Labelled]:
+    routers = {
+        "softmax": RouterDesc(dtype, 3, "softmax", scaling_factor=2.5),
+        "softmax.pre": RouterDesc(dtype, 3, "softmax", pre_softmax=True),
+        "softmax.groups": RouterDesc(dtype, 4, "softmax", num_groups=3, group_topk=2),
+        "softmax.all": RouterDesc(dtype, 3, "softmax", of_all=True),
+        "sigmoid": RouterDesc(dtype, 3, "sigmoid", scaling_factor=2.5),
+        "sigmoid.one": RouterDesc(dtype, 1, "sigmoid"),
+        "sigmoid.groups": RouterDesc(dtype, 4, "sigmoid", num_groups=3, group_topk=2),
+        "sigmoid.all": RouterDesc(dtype, 3, "sigmoid", of_all=True),
+        "sqrtsoftplus": RouterDesc(dtype, 3, "sqrtsoftplus"),
+        "sqrtsoftplus.all": RouterDesc(dtype, 1, "sqrtsoftplus", of_all=True),
+    }
+    for variant, desc in routers.items():
+        yield Labelled(variant, desc)
+        values = {field.name: getattr(desc, field.name) for field in fields(desc)}
+        yield Labelled(variant, RouterBackwardDesc(**values))
+
+
+def _cross_entropies(dtype: torch.dtype) -> Iterator[Labelled]:
+    for variant, smoothing in (("", 0.0), ("smoothed", 0.1)):
+        yield Labelled(variant, CrossEntropyDesc(dtype, smoothing))
+        yield Labelled(variant, CrossEntropyBackwardDesc(dtype, smoothing))
+
+
+def _steps(dtype: torch.dtype) -> Iterator[Labelled]:
+    """Yield steps of parameters of ``dtype`` with gradients likewise and in float32."""
+    single = torch.float32
+    for grad_dtype in dict.fromkeys((dtype, single)):
+        of_grads = "" if grad_dtype == dtype else "float32_grads."
+        yield Labelled(f"{of_grads}adamw", AdamDesc(dtype, grad_dtype))
+        yield Labelled(f"{of_grads}adam", AdamDesc(dtype, grad_dtype, decoupled=False))
+        yield Labelled(f"{of_grads}plain", SgdDesc(dtype, grad_dtype))
+        if dtype == single:
+            continue
+        masters = AdamDesc(dtype, grad_dtype, master="float32")
+        yield Labelled(f"{of_grads}masters", masters)
+        yield Labelled(f"{of_grads}copies", SgdDesc(single, grad_dtype, dtype))
+        if dtype == torch.bfloat16:
+            short = AdamDesc(dtype, grad_dtype, master="remainder")
+            yield Labelled(f"{of_grads}remainders", short)
+            small = AdamDesc(dtype, grad_dtype, torch.bfloat16, "float32")
+            yield Labelled(f"{of_grads}bfloat16_averages", small)
+    yield Labelled("late_decay", SgdDesc(dtype, dtype, decay_after_momentum=True))
+
+
+class Request(NamedTuple):
+    """A requested descriptor, and its purpose."""
+
+    purpose: Purpose
+    desc: OpDesc
+
+
+def record(shapes: Sequence[LinkShape], plan: Plan, dtype: torch.dtype) -> list[Request]:
+    """Return the requests of the links of ``shapes`` under ``plan`` on activations of ``dtype``.
+
+    They are in the order of the chain, each once for each of its purposes. Optional operations are
+    among them, and the operations that run if no backend offers these. The halves of a cast are
+    not, as every backend that casts in both orientations also casts in either one.
+    """
+    return list(_recorded(tuple(shapes), plan, dtype))
+
+
+@functools.lru_cache(maxsize=256)  # each operation of a recipe is found among the same chains
+def _recorded(shapes: tuple[LinkShape, ...], plan: Plan, dtype: torch.dtype) -> tuple[Request, ...]:
+    recorder = _Recorder()
+    binding = Binding(torch.device("meta"), dtype, resolver=recorder)
+    bind_chain(shapes, BindContext.of(plan, binding, "a record"))
+    requests = [request for request in recorder.requests if request not in recorder.halves]
+    return tuple(sorted(dict.fromkeys(requests), key=_position))
+
+
+def _position(request: Request) -> int:
+    return request.purpose.position
+
+
+class _Recorder:
+    """A resolver that records all requests and refuses the optional ones; no result can run."""
+
+    __slots__ = ("halves", "requests")
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.halves: set[Request] = set()
+
+    def resolve(self, desc: OpDesc, device: torch.device, purpose: Purpose) -> Resolved:
+        self.requests.append(Request(purpose, desc))
+        if isinstance(desc, QuantizeDesc) and None not in (desc.rowwise, desc.columnwise):
+            self.halves.update(Request(purpose, half) for half in desc.halves())
+        choice = Choice(desc, device, "a record", "nothing runs", None, ())
+        return Resolved(_cannot_run, Offers(), choice, Alignment())
+
+    def resolve_optional(
+        self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
+    ) -> None:
+        self.requests.append(Request(purpose, desc))
+
+    def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> None:
+        """Return None: nothing is moved."""
+
+
+def _cannot_run(*arguments: Any, **keywords: Any) -> NoReturn:
+    raise AssertionError("an operation of a record was called")
+
 
 NORMS = ("layernorm", "rmsnorm")
 _EPS = 1e-5

@@ -18,8 +18,7 @@ from fp8core.dispatch.settings import check_op
 from fp8core.errors import OperandError, PluginError, UnsupportedError
 from fp8core.inspection.arguments import device_argument, op_argument, recipe_argument
 from fp8core.inspection.descriptors import Need, layer_needs, recipe_needs
-from fp8core.inspection.held import Held, held_by
-from fp8core.inspection.sent import Sent, sent_by
+from fp8core.inspection.on_meta import Held, Sent, held_by, sent_by
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.choice import recipe_from

@@ -6,11 +6,13 @@ send can be counted.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -21,11 +23,12 @@ from fp8core.chain.call import Call
 from fp8core.chain.protocol import Link
 from fp8core.chain.routes import Routes
 from fp8core.chain.shape import BindContext, LinkShape, input_columns_of
-from fp8core.collectives import named
+from fp8core.collectives import Communicator, Traffic, named
 from fp8core.dispatch import table
 from fp8core.dispatch.optional import Offers
 from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.table import Resolved
+from fp8core.modules.agreement import communicators_of
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import parts_of
 from fp8core.recipe import Recipe
@@ -35,7 +38,154 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer_binding import Binding
 from fp8core.tensors.requantized import is_of_parameter
 
-__all__ = ["ROWS", "MetaChain"]
+
+class Sent(NamedTuple):
+    """One kind of collective of a layer, forward and backward.
+
+    Attributes:
+        collective: gather, scatter, sum, max or exchange.
+        tensor: what travels: ``input``, ``input scales``, ``input again`` in backward, ``output``,
+            ``grad_output``, ``grad_input``, ``amax``.
+        group: the name of the process group, and ``ranks`` how many there are.
+        format: how the tensor is quantized, or its dtype.
+        calls: how often it is called in a step.
+        a_row: bytes that a rank sends for each row of its input, in calls whose rows are whole
+            blocks on each rank; others may send a tensor in high precision.
+        fixed: bytes that it sends whatever the number of rows.
+        way: how it runs: ``plain``, a collective of the process group; ``beside products``, copies
+            by the backend; ``in parts``, such copies while the product that reads or writes the
+            tensor computes other rows; ``read by each rank``, numbers that the backend reads from
+            the memory of other ranks.
+    """
+
+    collective: str
+    tensor: str
+    group: str
+    ranks: int
+    format: str
+    calls: int
+    a_row: float
+    fixed: int
+    way: str = "plain"
+
+    def __str__(self) -> str:
+        sizes = [f"{self.a_row:,.2f} bytes a row"] if self.a_row else []
+        sizes += [f"{self.fixed:,} bytes a step"] if self.fixed or not sizes else []
+        return (
+            f"{self.collective} of {self.tensor} over {self.ranks} ranks of group {self.group!r}: "
+            f"{self.format}, sends {' and '.join(sizes)}, {self.way}"
+        )
+
+
+def sent_by(
+    layer: LowPrecisionModule, recipe: Recipe, device: torch.device, dtype: torch.dtype
+) -> list[Sent]:
+    """Return what a rank sends in a step of ``layer`` under ``recipe``, with all gradients.
+
+    Empty for a layer of one rank, and for one whose input has no known size.
+
+    Raises:
+        UnsupportedError: no backend runs one of the layer's operations on the device.
+    """
+    communicators = communicators_of(layer.link_shapes())
+    if not communicators or not MetaChain.can_run(layer):
+        return []
+    meta = MetaChain(layer, recipe, device, dtype)
+    few, many = (_counted(meta, communicators, rows) for rows in (ROWS, 2 * ROWS))
+    return [
+        Sent(
+            collective,
+            tensor,
+            communicator.group_name,
+            communicator.size,
+            _format(meta, tensor),
+            calls,
+            (many[at][collective, tensor].bytes - sent) / ROWS,
+            2 * sent - many[at][collective, tensor].bytes,
+            few[at].way(collective, tensor),
+        )
+        for at, communicator in enumerate(communicators)
+        for (collective, tensor), (calls, sent) in few[at]
+    ]
+
+
+def _counted(meta: MetaChain, communicators: list[Communicator], rows: int) -> list[Traffic]:
+    with contextlib.ExitStack() as stack:
+        counts = [stack.enter_context(one.counting()) for one in communicators]
+        forward, _ = stack.enter_context(meta.forward(rows))
+        y = forward()
+        torch.autograd.backward((y,), (torch.empty_like(y),))
+        return counts
+
+
+def _format(meta: MetaChain, tensor: str) -> str:
+    """Return how ``tensor`` is quantized, or the dtype in which it travels."""
+    name, *rest = tensor.split()
+    if name == "amax" or rest[-1:] == ["scales"]:
+        return "scales" if rest else "float32"
+    plan = meta.plan.tensors.get(name)
+    spec = None if plan is None else plan.columnwise if "again" in rest else plan.rowwise
+    return str(meta.dtype).removeprefix("torch.") if spec is None else str(spec)
+
+
+class Held(NamedTuple):
+    """Bytes that a layer holds from its forward to its backward, which computes the gradients of
+    its input and of the parameters that require one.
+
+    Attributes:
+        a_row: for each row of the input: activations, their codes and statistics. The input itself
+            is among them where backward reads it. A call of other rows than whole blocks holds
+            more: where it is padded, as under MXFP8 to a multiple of 32 rows, the operands of a
+            product have the zero rows too, and a block that is not full has a whole scale.
+        fixed: whatever the number of rows: the copies of the weights, and weights that forward
+            computes from parameters. Parameters are not counted.
+
+    Of grouped layers, scales of blocks count as for the groups that have the most of them.
+    """
+
+    a_row: float
+    fixed: int
+
+    def __str__(self) -> str:
+        return (
+            f"holds {self.a_row:,.0f} bytes a row from forward to backward, and "
+            f"{self.fixed / 2**20:,.1f} MiB of weights' copies"
+        )
+
+
+def held_by(
+    layer: LowPrecisionModule, recipe: Recipe, device: torch.device, dtype: torch.dtype
+) -> Held | None:
+    """Return what ``layer`` holds on ``device`` under ``recipe``, on activations of ``dtype``; None
+    if it takes any number of columns, on which that depends, or runs other modules between its
+    chains.
+
+    Raises:
+        UnsupportedError: no backend runs one of the layer's operations on the device.
+    """
+    if not MetaChain.can_run(layer):
+        return None
+    meta = MetaChain(layer, recipe, device, dtype)
+    few, many = (_bytes(meta, rows) for rows in (ROWS, 2 * ROWS))
+    return Held((many - few) / ROWS, 2 * few - many)
+
+
+def _bytes(meta: MetaChain, rows: int) -> int:
+    """Return the bytes of the storages that autograd saves in one forward of ``rows`` rows."""
+    with meta.forward(rows) as (forward, own):
+        # By identity: torch has one object for each storage as long as somebody holds it.
+        counted = {id(param.untyped_storage()): param.untyped_storage() for param in own}
+        num_own = len(counted)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            counted[id(storage)] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            forward()
+        return sum(storage.nbytes() for storage in list(counted.values())[num_own:])
+
 
 _META = torch.device("meta")
 ROWS = 8192

@@ -18,7 +18,7 @@ from torchtitan.models.common.linear import Linear as TitanLinear
 from torchtitan.protocols.module import Module
 
 from fp8core.context.autocast import request
-from fp8core.conversion.steps import delimit
+from fp8core.conversion.layers import delimit
 from fp8core.conversion.survey import check_patterns, is_match, is_named_head, is_named_router
 from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.linear import Linear

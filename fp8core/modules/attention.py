@@ -20,13 +20,19 @@ from fp8core.collectives import named
 from fp8core.context.checkpoint import checkpoint
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.attention_arguments import (
+    MASK_TYPES,
+    UNLIMITED,
+    Mask,
+    alibi_slopes_of,
+    bias_kind,
     checked_choice,
     checked_heads,
     checked_scale,
     checked_softcap,
+    mask_of,
+    mask_type_of,
     refuse_given,
 )
-from fp8core.modules.attention_bias import alibi_slopes_of, bias_kind
 from fp8core.modules.attention_cache import mask_type_with_cache, repeated_step, with_cache
 from fp8core.modules.attention_inputs import (
     Heads,
@@ -43,7 +49,6 @@ from fp8core.modules.attention_inputs import (
     lengths_of,
     unpacked,
 )
-from fp8core.modules.attention_masks import MASK_TYPES, UNLIMITED, Mask, mask_of, mask_type_of
 from fp8core.modules.bind import bind
 from fp8core.modules.bound import Bound
 from fp8core.modules.context_group import ContextGroup, check_context

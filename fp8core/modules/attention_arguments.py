@@ -3,19 +3,191 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from fp8core.errors import OperandError, UnsupportedError
+import torch
+
+from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.attention_inputs import Heads
+from fp8core.modules.inputs import check_is_whole, check_kind
+from fp8core.modules.parallel import Parallel
 from fp8core.modules.parameters import check_size, is_number
 
-__all__ = [
-    "checked_choice",
-    "checked_heads",
-    "checked_scale",
-    "checked_softcap",
-    "refuse_given",
-]
+_BIASES = {"no_bias": None, "pre_scale_bias": "pre_scale", "post_scale_bias": "post_scale"}
+_BIAS_TYPES = (*_BIASES, "alibi")
+
+
+def bias_kind(
+    owner: object, name: str, bias: torch.Tensor | None, slopes: torch.Tensor | None
+) -> str | None:
+    """Return the descriptor's word for a type of bias, and check that its tensors are given."""
+    if name not in _BIAS_TYPES:
+        known = ", ".join(map(repr, _BIAS_TYPES))
+        raise OperandError(f"{owner}: core_attention_bias_type={name!r}; expected one of {known}.")
+    if slopes is not None and name != "alibi":
+        raise OperandError(
+            f"{owner}: alibi_slopes with core_attention_bias_type={name!r}; expected 'alibi'."
+        )
+    kind = _BIASES.get(name)
+    if (bias is None) != (kind is None):
+        given = "None" if bias is None else "given"
+        raise OperandError(
+            f"{owner}: core_attention_bias is {given} with core_attention_bias_type={name!r}; "
+            f"'pre_scale_bias' and 'post_scale_bias' take one, the other types none."
+        )
+    return "alibi" if name == "alibi" else kind
+
+
+def alibi_slopes_of(
+    owner: object,
+    heads: int,
+    batch: int,
+    q: torch.Tensor,
+    given: torch.Tensor | None,
+    spread: Parallel,
+) -> torch.Tensor:
+    """Return the slopes of ALiBi, float32 ``[heads]`` or ``[b, heads]``."""
+    if given is None:
+        return torch.tensor(
+            _slopes_of_rank(owner, heads, spread), dtype=torch.float32, device=q.device
+        )
+    check_kind(owner, "alibi_slopes", given)
+    check_is_whole(owner, "alibi_slopes", given)
+    is_one_row = given.dim() == 1 or (given.dim() == 2 and given.shape[0] in (1, batch))
+    if not is_one_row or given.shape[-1] != heads or given.device != q.device:
+        raise OperandError(
+            f"{owner}: alibi_slopes {list(given.shape)} on {given.device}; expected [{heads}] or "
+            f"[{batch}, {heads}], batch and heads, on {q.device}."
+        )
+    if given.requires_grad:
+        raise UnsupportedError(
+            f"{owner}: alibi_slopes requires a gradient, which is not offered; pass "
+            f"alibi_slopes.detach(), or the bias itself as core_attention_bias."
+        )
+    return given.to(torch.float32)
+
+
+def _slopes_of_rank(owner: object, heads: int, spread: Parallel) -> list[float]:
+    """Return the slopes of the ALiBi paper for the ``heads`` that a rank has of all.
+
+    Raises:
+        OperandError: the heads are spread over ranks, and the layer does not know its own.
+    """
+    if spread.size > 1 and not spread.group:
+        raise OperandError(
+            f"{owner}: ALiBi with tp_size={spread.size} needs the rank of the layer. Give it "
+            f"tp_group, call set_tensor_parallel_group, or give alibi_slopes of its heads."
+        )
+    return _alibi_slopes(heads * spread.size)[heads * spread.rank :][:heads]
+
+
+def _alibi_slopes(heads: int) -> list[float]:
+    """Return the slopes of the ALiBi paper: powers of ``2^(-8 / n)`` for n heads, n a power of two;
+    further heads take every other power of ``2^(-4 / n)``.
+
+    Source: Press et al., "Train Short, Test Long", section 3, and its code for other numbers.
+
+    >>> _alibi_slopes(3)
+    [0.0625, 0.00390625, 0.25]
+    """
+    whole = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * at / whole) for at in range(1, whole + 1)]
+    return slopes + [2 ** (-4 * at / whole) for at in range(1, 2 * (heads - whole) + 1, 2)]
+
+
+Window = tuple[int, int]
+UNLIMITED: Window = (-1, -1)
+
+
+class MaskType(NamedTuple):
+    """What the name of a mask type stands for; ``bottom_right`` None leaves it to the argument
+    ``bottom_right_diagonal``."""
+
+    causal: bool = False
+    padding: bool = False
+    arbitrary: bool = False
+    bottom_right: bool | None = None
+
+
+MASK_TYPES: Mapping[str, MaskType] = {
+    "no_mask": MaskType(),
+    "padding": MaskType(padding=True),
+    "causal": MaskType(causal=True, bottom_right=False),
+    "padding_causal": MaskType(causal=True, padding=True, bottom_right=False),
+    "causal_bottom_right": MaskType(causal=True, bottom_right=True),
+    "padding_causal_bottom_right": MaskType(causal=True, padding=True, bottom_right=True),
+    "arbitrary": MaskType(arbitrary=True),
+}
+"""Transformer Engine's names; ``"padding,causal"`` and ``"causal,padding"`` are also read."""
+
+_OTHER_NAMES = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}
+
+
+class Mask(NamedTuple):
+    """The mask of a call, as :class:`~fp8core.backend_api.AttentionDesc` has it."""
+
+    window: Window
+    bottom_right: bool
+    padding: bool
+    arbitrary: bool
+
+
+def mask_type_of(owner: object, name: str) -> str:
+    """Return the name of a mask type in the spelling of :data:`MASK_TYPES`.
+
+    Raises:
+        OperandError: there is no such mask type.
+    """
+    known = _OTHER_NAMES.get(name, name) if isinstance(name, str) else None
+    if known is None or known not in MASK_TYPES:
+        raise OperandError(
+            f"{owner}: attn_mask_type={name!r}; expected one of {', '.join(MASK_TYPES)}."
+            f"{did_you_mean(str(name), MASK_TYPES)}"
+        )
+    return known
+
+
+def mask_of(
+    owner: object, name: str, window: Window | None, bottom_right: bool | None, *, has_alibi: bool
+) -> Mask:
+    """Return the mask of a type, a window and a diagonal.
+
+    The diagonal of ``bottom_right`` None is at the bottom right, as Transformer Engine has it, and
+    where neither window nor ALiBi reads it, it is False.
+
+    Raises:
+        OperandError: no such window, or one that contradicts the mask type.
+    """
+    kind = MASK_TYPES[name]
+    left, right = _checked_window(owner, window)
+    if kind.arbitrary and (left, right) != UNLIMITED:
+        raise OperandError(
+            f"{owner}: window_size={(left, right)} with attn_mask_type='arbitrary'. Put the window "
+            f"into attention_mask, or use the window with another mask type."
+        )
+    if not kind.causal and (left, right) == (-1, 0):
+        raise OperandError(
+            f"{owner}: window_size=(-1, 0), which is causal, with attn_mask_type={name!r}. Ask for "
+            f"'causal_bottom_right' (or 'padding_causal_bottom_right'), or for no window: (-1, -1)."
+        )
+    if kind.causal:
+        right = 0
+    diagonal = kind.bottom_right if kind.bottom_right is not None else bottom_right in (None, True)
+    reads_diagonal = has_alibi or (left, right) != UNLIMITED
+    return Mask((left, right), diagonal and reads_diagonal, kind.padding, kind.arbitrary)
+
+
+def _checked_window(owner: object, window: Window | None) -> Window:
+    if window is None:
+        return UNLIMITED
+    sides = list(window) if isinstance(window, tuple | list) else []
+    if len(sides) != 2 or any(type(side) is not int or side < -1 for side in sides):
+        raise OperandError(
+            f"{owner}: window_size={window!r}; expected (left, right), the numbers of keys that a "
+            f"query sees before and behind its own position, -1 for no limit."
+        )
+    return sides[0], sides[1]
 
 
 def refuse_given(owner: object, **arguments: object) -> None:

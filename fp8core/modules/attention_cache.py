@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from fp8core.errors import OperandError, UnsupportedError
+from fp8core.modules.attention_arguments import MASK_TYPES
 from fp8core.modules.attention_inputs import Lengths, Qkv
-from fp8core.modules.attention_masks import MASK_TYPES
 from fp8core.modules.inference import InferenceParams
 
 __all__ = ["mask_type_with_cache", "repeated_step", "with_cache"]

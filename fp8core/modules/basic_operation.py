@@ -10,7 +10,7 @@ import torch
 
 from fp8core.chain.differentiable import gradients_once
 from fp8core.errors import OperandError
-from fp8core.modules.extra_tensors import ExtraTensors
+from fp8core.modules.operation import ExtraTensors
 
 __all__ = [
     "BasicOperation",

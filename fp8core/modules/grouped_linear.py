@@ -14,8 +14,8 @@ from fp8core.chain.linear.shape import LinearShape
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.bind import bind
 from fp8core.modules.bound import new_seed
-from fp8core.modules.extra_tensors import ExtraTensors
 from fp8core.modules.inputs import check_input
+from fp8core.modules.operation import ExtraTensors
 from fp8core.modules.parallel import ParallelModule, mark_weight
 from fp8core.modules.parameters import (
     InitMethod,

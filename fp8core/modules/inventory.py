@@ -3,17 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch.nn.utils import parametrize
 
+from fp8core.errors import OperandError
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.foreign import conv1d_sizes, experts_of
+from fp8core.modules.refusals import conv1d_sizes, experts_of
+from fp8core.reporting import some
 from fp8core.torch_ops.private import RENAMED_MODULES, WRAPPED_MODULES
 
-__all__ = ["ModuleNode", "flops_of", "keyed_modules", "module_nodes"]
+_watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def claim(layers: Mapping[str, torch.nn.Module]) -> None:
+    """Reserve ``layers``, by their paths, for one monitor.
+
+    Raises:
+        OperandError: another monitor has reserved one of them; then none is reserved.
+    """
+    with _lock:
+        taken = [repr(path) for path, layer in layers.items() if layer in _watched]
+        if taken:
+            raise OperandError(
+                f"monitor: {some(taken)} of this model is monitored already. "
+                f"Close the other monitor first."
+            )
+        _watched.update(layers.values())
+
+
+def release(layers: Iterable[torch.nn.Module]) -> None:
+    """Undo :func:`claim`."""
+    with _lock:
+        _watched.difference_update(layers)
+
+
+def refuse_watched(asked: str, layers: Mapping[torch.nn.Module, str]) -> None:
+    """Refuse the call ``asked`` if a monitor watches one of ``layers``, a mapping to their names.
+
+    Raises:
+        OperandError: a monitor watches one.
+    """
+    taken = [repr(name) for layer, name in layers.items() if layer in _watched]
+    if taken:
+        raise OperandError(f"{asked}: a monitor watches {some(taken)}. Close the monitor first.")
+
 
 # The wrappers that call the module inside them `module`: an ordinary name elsewhere.
 _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)

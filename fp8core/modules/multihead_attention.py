@@ -15,6 +15,7 @@ from fp8core.modules.head_split import (
     HeadSizes,
     as_heads,
     head_dim_of,
+    make_qk_norms,
     split_key_value,
     split_query_key_value,
 )
@@ -24,7 +25,6 @@ from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.linear import Linear
 from fp8core.modules.parallel import set_group
 from fp8core.modules.parameters import InitMethod
-from fp8core.modules.qk_norm import make_qk_norms
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.rotary import apply_rotary_pos_emb
 from fp8core.torch_ops.private import has_hooks

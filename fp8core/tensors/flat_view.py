@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fp8core.tensors.collectives import broadcast
 from fp8core.tensors.operand_tensor import OperandTensor
+from fp8core.tensors.pieces import broadcast
 from fp8core.tensors.values import Values
 from fp8core.torch_ops.private import make_wrapper, refuse_address
 

@@ -10,18 +10,60 @@ import torch
 from fp8core.backend_api import Operand
 from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
-from fp8core.tensors.casts import Casts
 from fp8core.tensors.checks import matrix_size
 from fp8core.tensors.quantizer import Orientations, Slot
 from fp8core.tensors.storage import PARTS, Held, decode_operand, matrix_shape, split, turn
-from fp8core.torch_ops.private import (
-    IS_PARAMETER,
-    make_wrapper,
-    no_torch_function,
-    refuse_address,
-)
+from fp8core.torch_ops.private import IS_PARAMETER, make_wrapper, no_torch_function, refuse_address
 
-__all__ = ["OperandTensor"]
+
+class Casts(torch.Tensor):
+    """A tensor whose conversions to a dtype, also to its nominal one, return plain tensors.
+
+    torch's methods return the tensor itself if it has the dtype already. A master copy taken by
+    such a conversion would then be in low precision.
+    """
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # torch's has no dtype
+        """Return the values as a plain tensor, in the nominal dtype if ``dtype`` is None."""
+        raise NotImplementedError
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return a plain tensor, rounded once, if a dtype, or a tensor that has one, is given.
+
+        A move to another device alone, or a copy, stays quantized.
+        """
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, torch.dtype | torch.Tensor):
+                dtype = given.dtype if isinstance(given, torch.Tensor) else given
+                return self.dequantize(dtype).to(*args, **kwargs)
+        return super().to(*args, **kwargs)
+
+    def type(self, dtype: Any = None, non_blocking: bool = False) -> Any:
+        """Return the values as a plain tensor of ``dtype``; without one, the type's name."""
+        if dtype is None:
+            return super().type()
+        return self.dequantize(torch.float32).type(dtype, non_blocking)
+
+    def type_as(self, other: torch.Tensor) -> torch.Tensor:
+        """Return the values as a plain tensor with dtype and device of ``other``."""
+        return self.to(other)
+
+    def float(self, memory_format: Any = None) -> torch.Tensor:
+        """Return the values as a plain float32 tensor, without rounding."""
+        return self.dequantize(torch.float32)
+
+    def double(self, memory_format: Any = None) -> torch.Tensor:
+        """Return the values of :meth:`float` as a plain float64 tensor."""
+        return self.dequantize(torch.float64)
+
+    def bfloat16(self, memory_format: Any = None) -> torch.Tensor:
+        """Return the values as a plain bfloat16 tensor, rounded once."""
+        return self.dequantize(torch.bfloat16)
+
+    def half(self, memory_format: Any = None) -> torch.Tensor:
+        """Return the values as a plain float16 tensor, rounded once."""
+        return self.dequantize(torch.float16)
+
 
 _Self = TypeVar("_Self", bound="OperandTensor")
 

@@ -6,23 +6,169 @@ other operators compute with the decoded values, and what they write is quantize
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fp8core.backend_api import Operand
-from fp8core.errors import UnsupportedError
+from fp8core.errors import OperandError, UnsupportedError
 from fp8core.reporting import log_once
-from fp8core.tensors.collectives import broadcast, collected
+from fp8core.tensors.flat_view import FlatView
 from fp8core.tensors.operand_tensor import OperandTensor
-from fp8core.tensors.storage import kept, make_operands, matrix_shape, pad_operand, split
+from fp8core.tensors.pieces import broadcast, collected
+from fp8core.tensors.quantizer import Orientations, Slot
+from fp8core.tensors.reduced_amax import ReduceAmax
+from fp8core.tensors.storage import FLOATS, kept, make_operands, matrix_shape, pad_operand, split
 from fp8core.tensors.values import as_view, decomposed, written
 from fp8core.tensors.views import COPIES, VIEWS, say_dequantized
-from fp8core.tensors.writing import assign, refuse_part, write
 from fp8core.torch_ops.private import COLLECTIVES, pytree
 
-__all__ = ["run"]
+_Self = TypeVar("_Self", bound="TorchMethods")
+
+
+class TorchMethods(OperandTensor):
+    """A tensor whose methods answer for its operands, where torch's would read memory of its own.
+
+    A change of shape is a view where blocks allow it, as in torch where strides do.
+    """
+
+    def reshape(self, *shape: Any) -> torch.Tensor:
+        """Return the tensor as ``[shape]``: a view where blocks allow it, else a plain copy of the
+        values, which is logged once."""
+        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        try:
+            view = self.view(tuple(sizes))
+        except RuntimeError:  # UnsupportedError, and torch's where a view has gaps
+            view = None
+        if view is not None and not isinstance(view, FlatView):
+            return view
+        say_dequantized(torch.ops.aten.view.default, self)
+        return self.dequantize().reshape(*sizes)
+
+    def reshape_as(self, other: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in the shape of ``other``, as :meth:`reshape` does."""
+        return self.reshape(other.shape)
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> torch.Tensor:
+        """Return the tensor with some dimensions as one, as :meth:`reshape` does."""
+        if not self.dim():
+            return self.reshape(1)
+        first, last = start_dim % self.dim(), end_dim % self.dim()
+        if first > last:
+            raise OperandError(f"flatten({start_dim}, {end_dim}) of {self}: no such dimensions.")
+        count = math.prod(self.shape[first : last + 1])
+        return self.reshape(*self.shape[:first], count, *self.shape[last + 1 :])
+
+    def ravel(self) -> torch.Tensor:
+        """Return the tensor in one dimension, as :meth:`reshape` does."""
+        return self.reshape(self.numel())
+
+    def contiguous(self, memory_format: torch.memory_format | None = None) -> torch.Tensor:
+        """Return the tensor itself, or a copy of a view with gaps, as every second row."""
+        return self if self.is_contiguous() else self.clone()
+
+    def share_memory_(self: _Self) -> _Self:
+        """Move the operands to shared memory, as torch does a tensor's storage."""
+        for part in self.tensors():
+            part.share_memory_()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def is_shared(self) -> bool:
+        """Say whether all operands are in shared memory."""
+        return all(part.is_shared() for part in self.tensors())  # type: ignore[no-untyped-call]  # torch's
+
+    def pin_memory(self: _Self, device: Any = None) -> _Self:
+        """Return this tensor if its operands are in pinned memory, else a copy that is."""
+        return self if self.is_pinned() else self.pinned()
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """Say whether all operands are in pinned memory."""
+        return all(part.is_pinned() for part in self.tensors())
+
+    def data_ptr(self) -> int:
+        """Return 0: it has no memory of its own. That of its :meth:`tensors` has addresses."""
+        return 0
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self.dequantize().tolist()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the codes alone are no array of the values.
+
+        Raises:
+            UnsupportedError: always; without it, torch would hand out an address that is not there.
+        """
+        raise UnsupportedError(
+            f"DLPack of {self}: its values are codes and scales. Use dequantize(), or to_torch() "
+            f"for the codes and the scales as tensors."
+        )
+
+
+def write(
+    tensor: OperandTensor,
+    value: torch.Tensor,
+    *,
+    slot: Slot | None = None,
+    reduce_amax: ReduceAmax | None = None,
+) -> None:
+    """Quantize ``value``, without a cast to the nominal dtype, into the operands of ``tensor``.
+
+    ``slot`` holds the delayed scale, the tensor's own if None; ``reduce_amax`` reduces the amaxes
+    that scales follow from, over all parts of a tensor of which ``value`` is one.
+
+    Raises:
+        UnsupportedError: scales cover more than the tensor, or its delayed scale is elsewhere.
+    """
+    refuse_part(tensor)
+    if value.shape != tensor.shape:
+        value = value.expand(tensor.shape)
+    value = value.detach().to(tensor.device)
+    if value.dtype not in FLOATS:
+        value = value.to(torch.float32 if value.is_floating_point() else tensor.dtype)
+    if value.dim() != 2:
+        value = value.reshape(matrix_shape(value.shape))
+    slot = tensor._slot if slot is None else slot
+    if slot is None and tensor._lacks_slot:
+        raise UnsupportedError(
+            f"a write in a graph to {tensor}, whose scale a Float8Quantizer holds: the graph has "
+            f"the operands alone. Write outside of torch.compile."
+        )
+    assign(tensor, make_operands(value, tensor.plan, slot=slot, reduce_amax=reduce_amax))
+
+
+def assign(tensor: OperandTensor, operands: Orientations) -> None:
+    """Copy ``operands``, which are stored alike, into those of ``tensor``.
+
+    What both orientations share, such as the scale of all codes, is written once: a graph of
+    torch.compile refuses to write an input twice.
+    """
+    written: set[int] = set()
+    for target, source in zip(tensor.held, operands, strict=True):
+        for part, new in zip(target or (), source or (), strict=False):
+            if part is not None and id(part) not in written:
+                written.add(id(part))
+                part.copy_(new)
+                # Backward may have saved it, and torch counts no write within __torch_dispatch__.
+                if not part.is_inference():
+                    torch.autograd.graph.increment_version(part)
+
+
+def refuse_part(tensor: OperandTensor) -> None:
+    """Refuse to write to a view whose scales cover more than it.
+
+    Raises:
+        UnsupportedError: they do.
+    """
+    if tensor._shares_scales:
+        raise UnsupportedError(
+            f"a write to a view of a QuantizedTensor, {tensor}, whose scale covers more than the "
+            f"view: it would change the rest. Write to the whole: value = p.dequantize(), change "
+            f"value, then p.copy_(value)."
+        )
+
 
 _MASTERS = (
     "Step high-precision masters: make masters = fp8core.MasterWeights(model) and the optimizer "

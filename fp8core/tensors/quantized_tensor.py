@@ -26,6 +26,7 @@ from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors import operators
 from fp8core.tensors.checks import check_stored, matrix_size, plan_from
 from fp8core.tensors.coded import fit_codes
+from fp8core.tensors.operators import TorchMethods, write
 from fp8core.tensors.quantizer import Orientations, Slot
 from fp8core.tensors.reduced_amax import ReduceAmax
 from fp8core.tensors.storage import (
@@ -41,8 +42,6 @@ from fp8core.tensors.storage import (
     storage_plan,
     turn,
 )
-from fp8core.tensors.torch_methods import TorchMethods
-from fp8core.tensors.writing import write
 from fp8core.torch_ops.private import (
     IS_PARAMETER,
 )

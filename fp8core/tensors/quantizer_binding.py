@@ -2,23 +2,149 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import OperandSpec, QuantizeDesc, UnsupportedError, has_amax
+from fp8core.backend_api import (
+    AmaxDesc,
+    Operand,
+    OperandSpec,
+    QuantizeDesc,
+    UnsupportedError,
+    has_amax,
+)
 from fp8core.dispatch.resolver import DISPATCH, UNNAMED, Purpose, Resolver
 from fp8core.recipe.plan import TensorPlan
-from fp8core.tensors.composed_quantizers import Mixed, Observer, RowwiseTwice
-from fp8core.tensors.high_precision import HighPrecision
-from fp8core.tensors.low_precision import LowPrecision
-from fp8core.tensors.propagating import Propagating, propagating
-from fp8core.tensors.quantizer import Orientations, Quantizer, Slot
+from fp8core.tensors.low_precision import BoundQuantizer, LowPrecision, Resolve
+from fp8core.tensors.quantizer import BaseQuantizer, Groups, Orientations, Quantizer, Slot
 from fp8core.tensors.reduced_amax import MaximumOverShards, ReduceAmax, ReducedLowPrecision
+from fp8core.tensors.values import HighPrecision
 
-__all__ = ["Binding", "bind_columnwise", "bind_quantizer"]
+_E8M0_NAN = 0xFF
+"""Source: OCP MX v1.0 sec. 5.4.1."""
+
+
+class Propagating(BoundQuantizer):
+    """Casts, and makes the scales of a tensor with NaN or inf NaN, and so all results of it.
+
+    It counts for itself, and then adds to the count ``nonfinite`` that others read: three small
+    kernels more in each cast, and none of a backend's fusions, pairs and chunks.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, inner: LowPrecision, nonfinite: torch.Tensor | None) -> None:
+        self.choices = inner.choices
+        self._both = propagating(inner.cast_to(rowwise=True, columnwise=True), nonfinite)
+        self._rowwise = propagating(inner.cast_to(rowwise=True, columnwise=False), nonfinite)
+        self._columnwise = propagating(inner.cast_to(rowwise=False, columnwise=True), nonfinite)
+
+
+def propagating(
+    run: Callable[..., Orientations], nonfinite: torch.Tensor | None
+) -> Callable[..., Orientations]:
+    """Return the cast ``run`` with scales of NaN for a tensor that is not finite."""
+
+    def cast(x: torch.Tensor, *groups: torch.Tensor, **keywords: Any) -> Orientations:
+        count = torch.zeros(1, dtype=torch.int64, device=x.device)
+        operands = run(x, *groups, **keywords, nonfinite_out=count)
+        if nonfinite is not None:
+            nonfinite.add_(count)
+        is_nonfinite = count > 0
+        for operand in operands:
+            if operand is not None:
+                _mark(operand, is_nonfinite)
+        return operands
+
+    return cast
+
+
+def _mark(operand: Operand, is_nonfinite: torch.Tensor) -> None:
+    """Fill the outer scales of ``operand`` with NaN if ``is_nonfinite``, bool ``[1]``."""
+    scales = operand.scale_inv if operand.global_scale_inv is None else operand.global_scale_inv
+    assert scales is not None
+    scales.masked_fill_(is_nonfinite, math.nan if scales.is_floating_point() else _E8M0_NAN)
+
+
+class Mixed(BaseQuantizer):
+    """One orientation in low precision, the other in high precision."""
+
+    __slots__ = ("_columnwise", "_rowwise", "choices")
+
+    def __init__(self, rowwise: Quantizer, columnwise: Quantizer) -> None:
+        self._rowwise = rowwise
+        self._columnwise = columnwise
+        self.choices = (*rowwise.choices, *columnwise.choices)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Make each orientation by its own quantizer."""
+        row = self._rowwise(x, groups, columnwise=False, rng=rng).rowwise if rowwise else None
+        if not columnwise:
+            return Orientations(row, None)
+        return Orientations(row, self._columnwise(x, groups, rowwise=False, rng=rng).columnwise)
+
+
+class RowwiseTwice(BaseQuantizer):
+    """Low precision for both orientations: the columnwise operand is the rowwise one, which its
+    reader dequantizes and transposes."""
+
+    __slots__ = ("_rowwise", "choices")
+
+    def __init__(self, rowwise: Quantizer) -> None:
+        self._rowwise = rowwise
+        self.choices = rowwise.choices
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Quantize ``x`` rowwise."""
+        operand = self._rowwise(x, groups, columnwise=False, rng=rng).rowwise
+        return Orientations(operand if rowwise else None, operand if columnwise else None)
+
+
+class Observer(BaseQuantizer):
+    """Records the amax that ``desc`` would record, then hands the tensor to another quantizer."""
+
+    __slots__ = ("_amax", "_inner", "_recorded", "choices")
+
+    def __init__(
+        self, inner: Quantizer, desc: QuantizeDesc, resolve: Resolve, recorded: torch.Tensor
+    ) -> None:
+        self._inner = inner
+        self._amax = resolve(AmaxDesc(desc)).run
+        self._recorded = recorded
+        self.choices = inner.choices
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Record, then quantize."""
+        self._recorded.copy_(torch.maximum(self._recorded, self._amax(x, *groups)))
+        return self._inner(x, groups, rowwise=rowwise, columnwise=columnwise, rng=rng)
 
 
 class Binding(NamedTuple):

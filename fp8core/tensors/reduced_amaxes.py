@@ -28,10 +28,9 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fp8core.collectives.group_reference import GroupReference, existing
+from fp8core.collectives.base import GroupReference, existing
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.tensors.creation import Family, Order, family_of, num_created, shown
-from fp8core.tensors.delayed_state import DelayedState
+from fp8core.tensors.delayed_state import DelayedState, Family, Order, family_of, num_created, shown
 from fp8core.torch_ops.private import copy_all, is_capturing
 
 __all__ = ["note_autocast", "reduced_after_backward", "reduced_after_forward"]

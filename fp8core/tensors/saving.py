@@ -6,14 +6,46 @@ autograd saves as it is; so these functions pass tensors on, and scripts that ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from fp8core.errors import OperandError
 
-__all__ = ["prepare_for_saving", "restore_from_func_ctx", "restore_from_saved"]
+Note: TypeAlias = Callable[..., None]
+
+
+class _Thread(threading.local):
+    note: Note | None = None
+
+
+_thread = _Thread()
+
+
+def set_note(note: Note | None) -> Note | None:
+    """Call ``note`` with the codes and scales of the weights that this thread's layers save; return
+    what was called before."""
+    before, _thread.note = _thread.note, note
+    return before
+
+
+def is_noting() -> bool:
+    """Say whether this thread's layers are asked for their weights."""
+    return _thread.note is not None
+
+
+def note_weight(operand: tuple[object, ...]) -> None:
+    """Say that the tensors of ``operand``, or of a tuple of operands, are those of a weight."""
+    note = _thread.note
+    if note is None:
+        return
+    for part in operand:
+        if isinstance(part, tuple):
+            note_weight(part)
+        elif isinstance(part, torch.Tensor):
+            note(part)
 
 
 def prepare_for_saving(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from fp8core.collectives import Communicator
-from fp8core.collectives.group_reference import GroupReference
+from fp8core.collectives.base import GroupReference
 from fp8core.reporting import log_once
 from fp8core.tensors.delayed_state import DelayedState, update_desc
 from fp8core.tensors.reduced_amaxes import reduced_after_backward, reduced_after_forward

@@ -132,7 +132,7 @@ class How(NamedTuple):
     is cast. ``stored`` is how a QuantizedTensor has to be stored to be used; a plan in high
     precision takes any. ``owner`` names the layer in messages. ``slot`` holds the delayed scale,
     None for other recipes. ``dequantizes``: the columnwise operand is the rowwise one, see
-    :class:`~fp8core.tensors.composed_quantizers.RowwiseTwice`.
+    :class:`~fp8core.tensors.quantizer_binding.RowwiseTwice`.
     """
 
     key: tuple[object, ...]

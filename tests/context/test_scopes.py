@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fp8core import Linear, OperandError, RecipeError, autocast, recipe
-from fp8core.collectives.group_reference import GroupReference
+from fp8core.collectives.base import GroupReference
 from fp8core.context import scopes
 from fp8core.context.autocast import active
 from tests.device import DEVICE

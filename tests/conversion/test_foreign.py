@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 import fp8core
 from fp8core import OperandError, UnsupportedError
-from fp8core.conversion.similar_norms import similar_norm
+from fp8core.conversion.layers import similar_norm
 from fp8core.recipe import DelayedScaling, PerLayer
 from tests.device import DEVICE
 

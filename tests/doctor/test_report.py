@@ -12,9 +12,8 @@ import torch
 import fp8core
 from fp8core.dispatch import plugins
 from fp8core.doctor import report as doctor
-from fp8core.doctor.findings import Findings
+from fp8core.doctor.findings import Check, Findings
 from fp8core.doctor.render import WIDTH, render
-from fp8core.doctor.selftest import Check
 from tests.dispatch import toys
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ import torch
 from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc, Operand, Quantized
 from fp8core.conformance.laws import LAWS
 from fp8core.dispatch import plugins
-from fp8core.doctor import selftest
+from fp8core.doctor import findings
+from fp8core.doctor.findings import Check
 from fp8core.doctor.matrix import needs_by_recipe
-from fp8core.doctor.selftest import Check
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.chain import fused_toy
 from tests.dispatch import toys
@@ -35,7 +35,7 @@ with toys.isolation():
 
 def check(name: str, op: str) -> Check | None:
     """The test of ``op`` of the backend ``name``, on the CPU."""
-    return selftest.check(plugins.load().backends[name], op, CPU, NEEDS)
+    return findings.check(plugins.load().backends[name], op, CPU, NEEDS)
 
 
 def spoiled(spoil: Callable[[OpDesc, Any], Any], op: str) -> Check:
@@ -192,7 +192,7 @@ def test_recipe_that_cannot_be_made_leaves_the_others_tested(failure: BaseExcept
         raise failure
 
     toys.register(recipes={"boom": fail})
-    found = selftest.check(plugins.load().backends["reference"], "amax", CPU, needs_by_recipe())
+    found = findings.check(plugins.load().backends["reference"], "amax", CPU, needs_by_recipe())
     assert found is not None
     assert (found.failure, found.cases > 0) == (None, True)
 

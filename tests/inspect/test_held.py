@@ -11,7 +11,7 @@ import torch
 
 import fp8core
 from fp8core import ops, recipe
-from fp8core.inspection.held import Held
+from fp8core.inspection.on_meta import Held
 from tests.device import DEVICE
 from tests.dispatch import toys
 from tests.pairs import pairs

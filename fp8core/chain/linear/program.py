@@ -17,9 +17,9 @@ from fp8core.chain.protocol import Backward, Forward, Held, Out, Params, Saved, 
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.shards import ArrivingRows, here
 from fp8core.chain.stored import is_stored_as
-from fp8core.tensors.offloading import note_weight
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations
+from fp8core.tensors.saving import note_weight
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.tensors.weights import WeightQuantizer
 

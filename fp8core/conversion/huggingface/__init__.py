@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from fp8core.conversion.huggingface import gpt2, llama
-from fp8core.conversion.huggingface.config import reader
-from fp8core.conversion.huggingface.family import Family, in_layer, rules_of, shapes_of
+from fp8core.conversion.huggingface.family import Family, in_layer, reader, rules_of, shapes_of
 from fp8core.conversion.huggingface.weights import (
     check_empty,
     check_shape,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8core.conversion.huggingface.config import activation, refuse
-from fp8core.conversion.huggingface.family import MLP, QKV, Family, Rule
+from fp8core.conversion.huggingface.family import MLP, QKV, Family, Rule, activation, refuse
 from fp8core.modules.head_split import HeadSizes
 
 __all__ = ["family"]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
 
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
-from fp8core.inspection.monitoring import plots
 from fp8core.inspection.monitoring.observe import LayerWatch
-from fp8core.inspection.monitoring.ranks import over_ranks
 from fp8core.inspection.monitoring.record import (
     CastKey,
     NonFinite,
@@ -23,21 +24,90 @@ from fp8core.inspection.monitoring.record import (
 )
 from fp8core.inspection.monitoring.rows import (
     Row,
+    over_ranks,
     render,
     rows_of,
     table_of,
     write_csv,
     write_scalars,
 )
-from fp8core.inspection.monitoring.statistics import Tally
+from fp8core.inspection.monitoring.statistics import EXPONENTS, Tally
 from fp8core.inspection.monitoring.what_if import WhatIf, replay
-from fp8core.modules import watched
+from fp8core.modules import inventory
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.reporting import some
 from fp8core.torch_ops.private import is_compiled
 
-__all__ = ["Monitor", "monitor"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    if find_spec("matplotlib") is None:
+        raise UnsupportedError(
+            "a plot needs matplotlib, which is not installed.\n"
+            '  Install with: pip install "fp8core[monitor]"; table() and to_csv() need nothing.'
+        )
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots()
+
+
+def draw_sqnr(path: str | Path, rows: Iterable[Row]) -> None:
+    """Draw the least SQNR of each layer's operands over the steps; infinite ones are left out.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    lines: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if math.isfinite(row.sqnr_db):
+            line = lines.setdefault(row.layer, {})
+            line[row.step] = min(row.sqnr_db, line.get(row.step, math.inf))
+    figure, axes = _figure(10, 5)
+    for layer, line in lines.items():
+        axes.plot(list(line), list(line.values()), marker="o", markersize=3, label=layer)
+    axes.set(title="least SQNR of the layer's operands", xlabel="step", ylabel="dB")
+    axes.grid(alpha=0.3)
+    if lines:
+        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+    figure.savefig(path, dpi=120, format="png")
+
+
+def draw_exponents(path: str | Path, title: str, tally: Tally) -> None:
+    """Draw the count of values for each binary exponent, ``floor(log2 |x|)``.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    counts: Sequence[int] = [] if tally.exponents is None else tally.exponents.tolist()
+    bars = [(e, count) for e, count in zip(EXPONENTS, counts, strict=False) if count]
+    figure, axes = _figure(8, 4)
+    axes.bar([e for e, _ in bars], [count for _, count in bars], width=0.9)
+    axes.set(title=title, xlabel="floor(log2 |x|)", ylabel="values")
+    figure.savefig(path, dpi=120, format="png")
+
+
+def draw_scales(path: str | Path, title: str, tally: Tally) -> None:
+    """Draw ``log2 scale`` of each block as a heat map, zero blocks white.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+        OperandError: the operand has no scales.
+    """
+    if tally.grid is None:
+        raise OperandError(f"{title} has no scales to draw: it is in high precision, or empty.")
+    figure, axes = _figure(8, 6)
+    image = axes.imshow(tally.grid.numpy(), aspect="auto", interpolation="nearest")
+    figure.colorbar(image, label="log2 scale")
+    axes.set(title=title, xlabel="block along the contraction", ylabel="block of rows")
+    figure.savefig(path, dpi=120, format="png")
+
 
 _ON_NONFINITE = ("record", "raise")
 
@@ -121,7 +191,7 @@ class Monitor:
         self._is_open = False
         self._recorder.is_on = False
         with contextlib.ExitStack() as stack:  # runs every callback, the last first
-            stack.callback(watched.release, self._layers.values())
+            stack.callback(inventory.release, self._layers.values())
             stack.callback(self._file)
             for layer in self._layers.values():
                 stack.callback(LowPrecisionModule.set_watch, layer, None)
@@ -213,7 +283,7 @@ class Monitor:
         Raises:
             UnsupportedError: matplotlib is not installed.
         """
-        plots.draw_sqnr(path, self.rows)
+        draw_sqnr(path, self.rows)
 
     def plot_exponents(
         self, path: str | Path, layer: str, role: str, orientation: str = "rowwise"
@@ -225,7 +295,7 @@ class Monitor:
             UnsupportedError: matplotlib is not installed.
         """
         title = f"{role} ({orientation}) of {layer}"
-        plots.draw_exponents(path, title, self._tally(CastKey(layer, role, orientation)))
+        draw_exponents(path, title, self._tally(CastKey(layer, role, orientation)))
 
     def plot_scales(
         self, path: str | Path, layer: str, role: str, orientation: str = "rowwise"
@@ -237,7 +307,7 @@ class Monitor:
             UnsupportedError: matplotlib is not installed.
         """
         title = f"{role} ({orientation}) of {layer}"
-        plots.draw_scales(path, title, self._tally(CastKey(layer, role, orientation)))
+        draw_scales(path, title, self._tally(CastKey(layer, role, orientation)))
 
     def what_if(self, recipes: str | Recipe | Sequence[str | Recipe]) -> WhatIf:
         """Cast the tensors of the latest observed step as other recipes would.
@@ -327,11 +397,11 @@ def monitor(
         )
     layers = _layers_of(model)
     recorder = Recorder(raises=on_nonfinite == "raise", keeps=keep_tensors)
-    watched.claim(layers)
+    inventory.claim(layers)
     try:
         return Monitor(layers, recorder, every)
     except BaseException:
-        watched.release(layers.values())
+        inventory.release(layers.values())
         raise
 
 

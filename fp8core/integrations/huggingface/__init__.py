@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from fp8core.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from fp8core.integrations.huggingface.config import Fp8CoreConfig
-    from fp8core.integrations.huggingface.quantizer import Fp8CoreQuantizer
+    from fp8core.integrations.huggingface.quantizer import Fp8CoreConfig, Fp8CoreQuantizer
     from fp8core.interchange.checkpoints.reading import load_pretrained
     from fp8core.interchange.checkpoints.writing import save_pretrained
 

@@ -8,14 +8,14 @@ Megatron's context of Transformer Engine is an empty one where that is not insta
 
 from __future__ import annotations
 
-from fp8core.integrations.megatron.attention import Fp8CoreDotProductAttention
 from fp8core.integrations.megatron.config import recipe_of
 from fp8core.integrations.megatron.linears import (
     Fp8CoreColumnParallelLinear,
+    Fp8CoreDotProductAttention,
     Fp8CoreLayerNormColumnParallelLinear,
+    Fp8CoreNorm,
     Fp8CoreRowParallelLinear,
 )
-from fp8core.integrations.megatron.norm import Fp8CoreNorm
 from fp8core.integrations.megatron.provider import Fp8CoreSpecProvider, get_gpt_layer_spec
 
 __all__ = [

@@ -8,7 +8,7 @@ import torch
 from megatron.core.utils import get_pg_size
 
 from fp8core.context.autocast import request
-from fp8core.conversion.steps import delimit
+from fp8core.conversion.layers import delimit
 from fp8core.errors import UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import (

@@ -16,14 +16,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from fp8core.errors import UnsupportedError
-from fp8core.integrations.megatron.attention import Fp8CoreDotProductAttention
 from fp8core.integrations.megatron.config import ALIAS
 from fp8core.integrations.megatron.linears import (
     Fp8CoreColumnParallelLinear,
+    Fp8CoreDotProductAttention,
     Fp8CoreLayerNormColumnParallelLinear,
+    Fp8CoreNorm,
     Fp8CoreRowParallelLinear,
 )
-from fp8core.integrations.megatron.norm import Fp8CoreNorm
 
 __all__ = ["Fp8CoreSpecProvider", "get_gpt_layer_spec"]
 

@@ -8,13 +8,7 @@ from typing import Any
 
 import fp8core
 from fp8core import names, ops, recipe
-from fp8core.integrations.transformer_engine import (
-    distributed,
-    global_state,
-    layers,
-    recipes,
-    recompute,
-)
+from fp8core.integrations.transformer_engine import distributed, layers, recipes
 from fp8core.modules.rotary import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from fp8core.modules.rotary_angles import RotaryPositionEmbedding
 from fp8core.training import optimizers, permutation, router
@@ -53,9 +47,9 @@ _RECIPES = {
     **_from(recipe, "MMParams", "QParams"),
     **_public(recipes),
 }
-_DISTRIBUTED = {**_public(distributed), **_public(recompute)}
+_DISTRIBUTED = {**_public(distributed), **_public(distributed)}
 _QUANTIZATION = {
-    **_public(global_state),
+    **_public(recipes),
     **_from(fp8core, "autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"),
     **_starting(("is_", "get_default_recipe", "QuantizerRole", "QuantizerRequest")),
     "get_default_fp8_recipe": fp8core.get_default_recipe,

@@ -21,7 +21,7 @@ import torch
 
 from fp8core.interchange.checkpoints.files import Header
 from fp8core.interchange.checkpoints.stored import stored_names
-from fp8core.modules.foreign import experts_of
+from fp8core.modules.refusals import experts_of
 
 __all__ = ["Naming", "Piece", "holds_experts", "pieces_of"]
 

@@ -16,9 +16,9 @@ from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.interchange.checkpoints.experts import Naming, Piece, holds_experts
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import recipe_in
-from fp8core.modules.foreign import experts_of
 from fp8core.modules.inventory import ModuleNode, keyed_modules
 from fp8core.modules.parallel import ParallelModule
+from fp8core.modules.refusals import experts_of
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.tensors.offloading import set_note
+from fp8core.tensors.saving import set_note
 from fp8core.training.cpu_offload.schedules import (
     DefaultSynchronizer,
     ManualOffloadSynchronizer,
     Synchronizer,
+    mark_not_offload,
 )
-from fp8core.training.cpu_offload.selection import mark_not_offload
 
 __all__ = ["ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload"]
 

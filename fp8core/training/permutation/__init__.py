@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.training.permutation.arguments import (
+from fp8core.training.permutation.routes import (
     check_chunks,
     check_count,
     check_integers,
@@ -24,10 +24,14 @@ from fp8core.training.permutation.arguments import (
     check_map_type,
     check_rows,
     check_weights,
+    combine,
+    dispatch,
     index_of,
     is_readable,
+    moved,
+    route,
+    route_by_mask,
 )
-from fp8core.training.permutation.routes import combine, dispatch, moved, route, route_by_mask
 
 __all__ = [
     "moe_permute",

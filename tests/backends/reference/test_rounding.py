@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8core.backend_api import DequantizeDesc, OperandSpec, QuantizeDesc, transforms
+from fp8core.backend_api import DequantizeDesc, OperandSpec, QuantizeDesc, operand_spec
 from fp8core_backends.reference import rounding
 from fp8core_backends.reference.backend import ReferenceBackend
 
@@ -298,7 +298,7 @@ def test_hadamard_writes_no_input() -> None:
 
 
 def test_hadamard_under_a_fake_mode_leaves_no_fake_tensor_behind() -> None:
-    transforms._signs.cache_clear()
+    operand_spec._signs.cache_clear()
     with FakeTensorMode():
         rounding.hadamard16(torch.ones(16, 16), 1)
     assert rounding.hadamard16(torch.ones(16, 16), 1).sum() == 16 * 4

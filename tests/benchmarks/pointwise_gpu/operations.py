@@ -29,7 +29,7 @@ from fp8core.chain.activation import activation_shape
 from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.shape import LinkShape
-from fp8core.inspection.record import record
+from fp8core.inspection.descriptors import record
 from fp8core.recipe.plan import TensorPlan
 from tests.benchmarks.layers_gpu.cases import HIGH
 from tests.benchmarks.layers_gpu.data import plan_of
