@@ -88,7 +88,7 @@ def test_explain_says_what_autograd_saves(name: str, recipe_name: str, requantiz
     [
         (recipe.MXFP8BlockScaling(), 32),
         (recipe.NVFP4BlockScaling(), 16),
-        (recipe.Float8CurrentScaling(), 5 if DEVICE.type == "cpu" else 16),  # as cuBLASLt needs
+        (recipe.Float8CurrentScaling(), 5),
     ],
 )
 def test_rows_of_padding_count_as_rows(chosen: recipe.Recipe, padded: int) -> None:

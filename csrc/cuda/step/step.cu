@@ -172,8 +172,8 @@ __device__ void for_elements(const Batch& batch, int parameter, const Run& run) 
 struct Adam {
   AdamDesc desc;
   AdamNumbers numbers;
-  float beta1, beta2, rest1, rest2;  // rest: 1 - beta
-  float of_first, of_second;         // by which the averages are divided
+  float beta1 = 0.0f, beta2 = 0.0f, rest1 = 0.0f, rest2 = 0.0f;  // rest: 1 - beta
+  float of_first = 1.0f, of_second = 1.0f;  // by which the averages are divided
 };
 
 __global__ void __launch_bounds__(kThreads, 2)
@@ -341,7 +341,6 @@ void launch_adam(const AdamDesc& desc, const std::vector<StepTensors>& tensors,
   p.beta2 = static_cast<float>(numbers.beta2);
   p.rest1 = static_cast<float>(1.0 - numbers.beta1);
   p.rest2 = static_cast<float>(1.0 - numbers.beta2);
-  p.of_first = p.of_second = 1.0f;
   if (numbers.corrects_bias && numbers.step_number_on_device == nullptr) {
     p.of_first = static_cast<float>(1.0 - std::pow(numbers.beta1, numbers.step_number));
     p.of_second = static_cast<float>(1.0 - std::pow(numbers.beta2, numbers.step_number));
