@@ -1,4 +1,4 @@
-"""The native rotary embedding against the reference backend in float64, and its own bits."""
+"""The native rotary embedding: its bits, positions and sequences; test_sizes.py has its sizes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,6 @@ CPU, F64 = torch.device("cpu"), torch.float64
 FLAGS = tuple(itertools.product((False, True), repeat=2))
 # Of a sine, a cosine, two products and a sum, as a share of the magnitudes of the pair.
 ROUNDINGS = 2.0**-22
-# Sequence, batch, heads, head size, rotated elements: in vectors of eight elements and one by one.
-IN_VECTORS = (
-    *((1, 1, 1, 16, 16), (3, 2, 2, 64, 64), (5, 3, 32, 128, 128), (7, 2, 8, 128, 128)),
-    *((2, 2, 3, 80, 32), (33, 3, 1, 96, 48), (2, 1, 200, 256, 256), (9, 2, 3, 24, 16)),
-)
-ONE_BY_ONE = (
-    *((1, 1, 1, 2, 2), (7, 3, 2, 10, 6), (5, 2, 3, 130, 32), (4, 3, 5, 33, 8), (3, 2, 2, 96, 24)),
-    *((300, 1, 1, 3, 2), (2, 3, 2, 72, 72), (2, 2, 1, 128, 2), (131, 2, 2, 4, 4)),
-)
-# More columns of a head than the shared memory of a block takes, the last part of them ragged.
-IN_PARTS = ((3, 2, 2, 4112, 4112), (2, 2, 3, 2064, 1040), (2, 3, 2, 1100, 1030), (2, 1, 1, 3001, 4))
 # Head size and rotated elements: in vectors, and one by one.
 EITHER_WAY = ((24, 16), (10, 8))
 EMPTY = ((0, 2, 2, 8, 8), (3, 0, 2, 8, 8), (3, 2, 0, 8, 8))
@@ -104,31 +93,13 @@ def check(desc: RotaryDesc, x: torch.Tensor, freqs: torch.Tensor, **named: Any) 
 
 
 @on_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
-@pytest.mark.parametrize(("interleaved", "inverse"), FLAGS)
-def test_heads_of_any_size_are_within_the_bound(
-    interleaved: bool, inverse: bool, layout: str, dtype: torch.dtype
-) -> None:
-    desc = RotaryDesc(dtype, layout, interleaved, inverse)
-    for *sizes, rotated in (*IN_VECTORS, *ONE_BY_ONE, *IN_PARTS):
-        length, batch = sizes[:2]
-        named = spans(layout, length, batch)
-        check(
-            desc, drawn(layout, tuple(sizes), dtype), angles(length + 3 * batch, rotated), **named
-        )
-
-
-@on_device
-@pytest.mark.parametrize(("interleaved", "inverse"), FLAGS)
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
-def test_without_start_positions_sequences_start_at_0(
-    layout: str, interleaved: bool, inverse: bool
-) -> None:
-    desc = RotaryDesc(torch.bfloat16, layout, interleaved, inverse)
-    x, freqs = drawn(layout, (40, 3, 4, 32), torch.bfloat16), angles(41, 32)
-    y = check(desc, x, freqs)
-    assert same_bits(y, rotary(desc, x, freqs, start_positions=integers(0, 0, 0)))
+def test_without_start_positions_sequences_start_at_0(layout: str) -> None:
+    for flags in FLAGS:
+        desc = RotaryDesc(torch.bfloat16, layout, *flags)
+        x, freqs = drawn(layout, (40, 3, 4, 32), torch.bfloat16), angles(41, 32)
+        y = check(desc, x, freqs)
+        assert same_bits(y, rotary(desc, x, freqs, start_positions=integers(0, 0, 0))), flags
 
 
 @on_device
@@ -163,16 +134,13 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @on_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("interleaved", "inverse"), FLAGS)
 @pytest.mark.parametrize("view", VIEWS)
-def test_bits_do_not_depend_on_where_the_heads_lie(
-    view: str, interleaved: bool, inverse: bool, dtype: torch.dtype
-) -> None:
-    for layout, (*sizes, rotated) in itertools.product(
-        ("sbhd", "bshd"), ((6, 3, 4, 64, 64), (5, 2, 3, 80, 32))
+def test_bits_do_not_depend_on_where_the_heads_lie(view: str) -> None:
+    of_sizes = ((6, 3, 4, 64, 64), (5, 2, 3, 80, 32))
+    for layout, (*sizes, rotated), flags, dtype in itertools.product(
+        ("sbhd", "bshd"), of_sizes, FLAGS, DTYPES
     ):
-        desc = RotaryDesc(dtype, layout, interleaved, inverse)
+        desc = RotaryDesc(dtype, layout, *flags)
         x = drawn(layout, tuple(sizes), dtype)
         laid = VIEWS[view](x)
         assert same_bits(laid, x)
@@ -196,19 +164,16 @@ def test_angles_are_read_in_any_strides() -> None:
 
 
 @on_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
-@pytest.mark.parametrize(("interleaved", "inverse"), FLAGS)
-def test_bits_are_those_of_torchs_operators(
-    interleaved: bool, inverse: bool, layout: str, dtype: torch.dtype
-) -> None:
+def test_bits_are_those_of_torchs_operators(layout: str) -> None:
     """Their sine and cosine on this device are CUDA's as well."""
-    desc = RotaryDesc(dtype, layout, interleaved, inverse)
-    for *sizes, rotated in ((64, 2, 8, 128, 128), (9, 3, 2, 80, 32), (5, 2, 3, 33, 6)):
+    of_sizes = ((64, 2, 8, 128, 128), (9, 3, 2, 80, 32), (5, 2, 3, 33, 6))
+    for flags, dtype, (*sizes, rotated) in itertools.product(FLAGS, DTYPES, of_sizes):
+        desc = RotaryDesc(dtype, layout, *flags)
         x, freqs = drawn(layout, tuple(sizes), dtype), angles(80, rotated)
         named = spans(layout, *sizes[:2])
         theirs = backend("reference").bind(desc, DEVICE)(x, freqs, **named)
-        assert same_bits(rotary(desc, x, freqs, **named), theirs)
+        assert same_bits(rotary(desc, x, freqs, **named), theirs), desc
 
 
 @on_device
@@ -229,18 +194,16 @@ BOUNDS = (
 
 
 @on_device
-@pytest.mark.parametrize("bounds", BOUNDS, ids=lambda bounds: f"{bounds[:5]} of {len(bounds)}")
 @pytest.mark.parametrize(("size", "rotated"), EITHER_WAY)
-def test_each_token_has_its_position_in_its_sequence(
-    size: int, rotated: int, bounds: list[int]
-) -> None:
-    tokens = max(12, bounds[-1] + 3)
-    x = drawn("sbhd", (tokens, 1, 2, size), torch.bfloat16)[:, 0]
-    cu_seqlens = integers(*bounds)
-    starts = torch.arange(len(bounds) - 1, dtype=torch.int32, device=DEVICE)
-    desc, freqs = RotaryDesc(torch.bfloat16, "thd"), angles(tokens + len(bounds), rotated)
-    check(desc, x, freqs, cu_seqlens=cu_seqlens)
-    check(desc, x, freqs, cu_seqlens=cu_seqlens, start_positions=starts)
+def test_each_token_has_its_position_in_its_sequence(size: int, rotated: int) -> None:
+    for bounds in BOUNDS:
+        tokens = max(12, bounds[-1] + 3)
+        x = drawn("sbhd", (tokens, 1, 2, size), torch.bfloat16)[:, 0]
+        cu_seqlens = integers(*bounds)
+        starts = torch.arange(len(bounds) - 1, dtype=torch.int32, device=DEVICE)
+        desc, freqs = RotaryDesc(torch.bfloat16, "thd"), angles(tokens + len(bounds), rotated)
+        check(desc, x, freqs, cu_seqlens=cu_seqlens)
+        check(desc, x, freqs, cu_seqlens=cu_seqlens, start_positions=starts)
 
 
 @on_device
@@ -257,13 +220,11 @@ def test_a_token_of_no_sequence_is_zero_whatever_it_holds(size: int, rotated: in
 
 
 @on_device
-@pytest.mark.parametrize(("size", "rotated"), EITHER_WAY)
 @pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
-def test_a_position_without_an_angle_gives_nan_and_is_no_address(
-    layout: str, size: int, rotated: int
-) -> None:
+def test_a_position_without_an_angle_gives_nan_and_is_no_address(layout: str) -> None:
     far = torch.iinfo(torch.int32)
-    for first in (-1, -3, 5, 8, far.min, far.max - 16):
+    positions = (-1, -3, 5, 8, far.min, far.max - 16)
+    for first, (size, rotated) in itertools.product(positions, EITHER_WAY):
         desc = RotaryDesc(torch.bfloat16, layout)
         x = drawn(layout, (4, 2, 3, size), torch.bfloat16)
         named = spans(layout, 4, 2)
@@ -275,18 +236,15 @@ def test_a_position_without_an_angle_gives_nan_and_is_no_address(
 
 
 @on_device
-@pytest.mark.parametrize(
-    "bounds", [[-7, 50], [9, 3, 5], [40, 0, -5, 2**31 - 1], [-(2**31), 2**31 - 1], [60] * 40 + [0]]
-)
-def test_sequences_that_are_none_harm_nothing(bounds: list[int]) -> None:
+def test_sequences_that_are_none_harm_nothing() -> None:
     x = drawn("sbhd", (12, 1, 2, 16), torch.bfloat16)[:, 0]
-    cu_seqlens = integers(*bounds)
-    starts = torch.full((len(bounds) - 1,), 2**31 - 1, dtype=torch.int32, device=DEVICE)
-    y = rotary(
-        RotaryDesc(x.dtype, "thd"), x, angles(4, 8), cu_seqlens=cu_seqlens, start_positions=starts
-    )
-    torch.cuda.synchronize()
-    assert y.shape == x.shape
+    ends = ((40, 0, -5, 2**31 - 1), (-(2**31), 2**31 - 1), (*[60] * 40, 0))
+    for bounds in ((-7, 50), (9, 3, 5), *ends):
+        starts = torch.full((len(bounds) - 1,), 2**31 - 1, dtype=torch.int32, device=DEVICE)
+        named = {"cu_seqlens": integers(*bounds), "start_positions": starts}
+        y = rotary(RotaryDesc(x.dtype, "thd"), x, angles(4, 8), **named)
+        torch.cuda.synchronize()
+        assert y.shape == x.shape, bounds
 
 
 @on_device

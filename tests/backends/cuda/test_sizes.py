@@ -26,7 +26,6 @@ from fp8core.backend_api import (
     CrossEntropyDesc,
     DequantizeDesc,
     FusedDesc,
-    GemmDesc,
     NormBackwardDesc,
     NormDesc,
     OpDesc,
@@ -87,21 +86,14 @@ ROTARY_SIZES = (
     *((300, 1, 1, 3, 2), (2, 3, 2, 72, 72), (2, 2, 1, 128, 2), (131, 2, 2, 4, 4)),
     *((3, 2, 2, 4112, 4112), (2, 2, 3, 2064, 1040), (2, 3, 2, 1100, 1030), (2, 1, 1, 3001, 4)),
 )
-# k = 16; what is no multiple of a tile; rows that cuBLASLt takes in larger steps.
-GEMM_SIZES = (
-    *((16, 16, 16), (4, 32, 48), (128, 128, 128), (132, 144, 272), (1024, 512, 2048)),
-    *((rows, 144, 272) for rows in (1, 2, 3, 5, 17, 131)),
-)
+
+
 # Tokens and experts: of a warp, of the shared memory of a block, and of a small mask's one launch.
 ROUTE_SIZES = (
     *((1, 31), (255, 32), (256, 33), (257, 100), (4096, 256), (4097, 300), (9, 2048)),
     *((33, 1), (2048, 8), (2049, 32), (16383, 8), (16384, 31), (16385, 32), (33000, 8)),
 )
 CASTS = ("delayed", "current", "rowwise", "vector", "square")
-PRODUCTS = (
-    *(("delayed", "delayed"), ("current", "current"), ("rowwise", "rowwise")),
-    *(("vector", "square"), ("square", "vector"), ("vector", "vector")),
-)
 
 
 def spec(name: str, element: str = "e4m3", power_of_two: bool = False) -> OperandSpec:
@@ -186,14 +178,6 @@ def norms() -> Iterator[OpDesc]:
             yield AddNormDesc(desc)
 
 
-def products() -> Iterator[GemmDesc]:
-    """Yield products of each pair of operands and formats into each dtype, exact and fast."""
-    formats_of = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))
-    for names, elements, dtype, fast in pairs(PRODUCTS, formats_of, DTYPES, (False, True)):
-        a, b = (spec(*one) for one in zip(names, elements, strict=True))
-        yield GemmDesc(a, b, dtype, fast_accumulation=fast)
-
-
 def values() -> Iterator[DequantizeDesc]:
     """Yield the dequantization of each operand to each dtype."""
     names = (*CASTS, "mx", "mx square", "fp4", "fp4 square", "fp4 transformed")
@@ -219,7 +203,6 @@ DESCS: dict[str, list[OpDesc]] = {
         RotaryDesc(dtype, layout, *flags)
         for layout, dtype, *flags in pairs(ATTENTION_LAYOUTS, DTYPES, (False, True), (False, True))
     ],
-    "products": [*products()],
     "routes": [RouteDesc(torch.bool, "mask"), RouteDesc(torch.int32, "mask")],
     "losses": [*losses()],
 }
@@ -236,7 +219,6 @@ SIZES: dict[str, tuple[Size, ...]] = {
     "activation_backward_quantize": FUSED_ACTIVATION_SIZES,
     "column_sums": SUM_SIZES,
     "rotary": ROTARY_SIZES,
-    "gemm": GEMM_SIZES,
     "route": ROUTE_SIZES,
     "cross_entropy": ((300, 32000), (300, 32001), (30, 128256)),
     "cross_entropy_backward": ((300, 32000), (300, 32001), (30, 128256)),
@@ -251,7 +233,7 @@ OF_SIZES = (
     *("activation_backward_is_within_the_bound", "fused_equals_its_unfused_pair"),
     "column_sums_are_within_the_bound",
     *("rotary_is_within_the_bound", "rotary_starts_at_the_given_positions"),
-    *("gemm_product_is_within_the_bound", "route_equals_the_reference"),
+    "route_equals_the_reference",
     *("cross_entropy_is_within_the_bound", "cross_entropy_backward_is_within_the_bound"),
 )
 """The laws that try the sizes given to them."""
