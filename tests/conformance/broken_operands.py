@@ -218,6 +218,16 @@ class EndsTheLastGroupAtTheEnd(Sound):
         return quantize(desc, x, *groups, **given)
 
 
+class DividesByAnAmaxOfZero(Sound):
+    """Gives a tensor of zeros the scale 0 / target."""
+
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        made = quantize(desc, x, *groups, **given)
+        if x.numel() and not x.any() and made.rowwise is not None:
+            made.rowwise.scale_inv.zero_()
+        return made
+
+
 class LeavesRowsOfNoGroup(Sound):
     """Writes the rows of groups alone where out is given."""
 
@@ -351,6 +361,7 @@ CAUGHT_BY: dict[type[Sound], str] = {
     WritesBesideOut: "law4_gemm_writes_into_out_of_any_strides",
     WritesIntoCopiesOfOut: "law4_grouped_gemm_writes_into_out_of_any_strides",
     EndsTheLastGroupAtTheEnd: "law1_quantize_takes_offsets_of_any_values",
+    DividesByAnAmaxOfZero: "law1_quantize_of_zeros_or_nan_alone_equals_the_reference",
     LeavesRowsOfNoGroup: "law4_grouped_gemm_of_rows_of_no_group_is_zero",
     SpreadsNanOverGroups: "law4_grouped_gemm_keeps_nan_in_its_group",
     IgnoresParametersOfOtherDtypes: "law4_norm_takes_parameters_of_any_float_dtype",

@@ -172,6 +172,20 @@ def quantize_stops_blocks_at_group_boundaries(subject: Subject, desc: QuantizeDe
         same_operands(desc, f"group {group}", parts, on_cpu(alone))
 
 
+@law(1, "quantize", applies=is_nearest)
+def quantize_of_zeros_or_nan_alone_equals_the_reference(
+    subject: Subject, desc: QuantizeDesc
+) -> float:
+    """A tensor of nothing but 0, -0 or NaN has the reference's codes and scales."""
+    sizes = group_sizes(subject, desc) if desc.grouped else ()
+    shape, worst = quantize_size(subject, desc, sum(sizes) or 33, 70), 0.0
+    for value in (0.0, -0.0, math.nan):
+        judged = both(subject, desc, torch.full(shape, value, dtype=desc.dtype), *sizes)
+        worst = max(worst, same_codes(subject, desc, f"{value} alone", judged))
+        worst = max(worst, same_scales(subject, desc, f"{value} alone", judged))
+    return worst
+
+
 WILD = ((0, 300, 100), (5, 20, -7, 9), (0, 2**40, 2**62), (-(2**62), 3, 40, 2**31))
 """Offsets that lead out of a tensor, back, or beyond what 32 bits hold."""
 

@@ -138,8 +138,8 @@ each_runner = pytest.mark.parametrize(
         pytest.param("on_the_device", marks=pytest.mark.needs_accelerator("cuda")),
     ],
 )
-each_pair = pytest.mark.parametrize("pair", PAIRS)
-each_kind = pytest.mark.parametrize("on_device", [None, False, True], ids=["dense", "list", "ends"])
+GROUPED = (None, False, True)
+"""One tensor, groups at offsets that are a list, and at offsets on the device."""
 
 
 def cast_of(pair: str, on_device: bool | None) -> QuantizeDesc:
@@ -167,36 +167,34 @@ def equal(ours: Operand | None, theirs: Operand | None) -> bool:
 
 
 @each_runner
-@each_kind
-@each_pair
-def test_amaxes_equal_the_reference(
-    pair: str, on_device: bool | None, runner: str, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("pair", PAIRS)
+def test_amaxes_equal_the_reference(pair: str, runner: str, request: pytest.FixtureRequest) -> None:
     bind: Bind = request.getfixturevalue(runner)
-    desc = AmaxDesc(cast_of(pair, on_device))
-    run = bind(desc)
-    for shape in (*SHAPES, *EMPTY):
-        arguments = inputs(shape, on_device)
-        assert torch.equal(run(*arguments).cpu(), reference(desc)(*arguments)), shape
+    for on_device in GROUPED:
+        desc = AmaxDesc(cast_of(pair, on_device))
+        run = bind(desc)
+        for shape in (*SHAPES, *EMPTY):
+            arguments = inputs(shape, on_device)
+            assert torch.equal(run(*arguments).cpu(), reference(desc)(*arguments)), (desc, shape)
 
 
 @each_runner
-@each_kind
-@each_pair
+@pytest.mark.parametrize("pair", PAIRS)
 def test_casts_by_larger_amaxes_equal_the_reference(
-    pair: str, on_device: bool | None, runner: str, request: pytest.FixtureRequest
+    pair: str, runner: str, request: pytest.FixtureRequest
 ) -> None:
     bind: Bind = request.getfixturevalue(runner)
-    cast = cast_of(pair, on_device)
-    desc = QuantizeByAmaxDesc.of(cast)
-    run = bind(desc)
-    for shape in (*SHAPES, *EMPTY):
-        arguments = inputs(shape, on_device)
-        amax = reference(AmaxDesc(cast))(*arguments)
-        amax = amax * torch.linspace(1, 3, len(amax)) + 0.5
-        ours, theirs = run(*arguments, amax=amax), reference(desc)(*arguments, amax=amax)
-        for name in Quantized._fields:
-            assert equal(getattr(ours, name), getattr(theirs, name)), (name, shape)
+    for on_device in GROUPED:
+        cast = cast_of(pair, on_device)
+        desc = QuantizeByAmaxDesc.of(cast)
+        run = bind(desc)
+        for shape in (*SHAPES, *EMPTY):
+            arguments = inputs(shape, on_device)
+            amax = reference(AmaxDesc(cast))(*arguments)
+            amax = amax * torch.linspace(1, 3, len(amax)) + 0.5
+            ours, theirs = run(*arguments, amax=amax), reference(desc)(*arguments, amax=amax)
+            for name in Quantized._fields:
+                assert equal(getattr(ours, name), getattr(theirs, name)), (desc, name, shape)
 
 
 @each_runner

@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 HEAD_SIZES = ((8, 8), (64, 64), (64, 128), (96, 96), (128, 128), (192, 128), (256, 256))
 LENGTHS = (
-    *((1, 70), (2, 1), (21, 37), (37, 21), (64, 64), (127, 129), (128, 128), (130, 5)),
+    *((1, 1), (1, 70), (2, 1), (21, 37), (37, 21), (64, 64), (127, 129), (128, 128), (130, 5)),
     *((255, 257), (513, 511), (1024, 1000)),
 )
 FULL = ("q", "k", "v")
@@ -192,34 +192,27 @@ def check_call(
     return ours
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_any_lengths_are_within_the_bound(name: str, lengths: tuple[int, int]) -> None:
+def test_any_lengths_are_within_the_bound(name: str) -> None:
     desc = desc_of(name)
-    check_call(desc, *call_of(desc, *lengths))
+    for lengths in LENGTHS:
+        check_call(desc, *call_of(desc, *lengths))
 
 
 @pytest.mark.parametrize("sizes", HEAD_SIZES)
-@pytest.mark.parametrize("name", ["causal", "padding", "thd", "post_scale", "window"])
-def test_any_head_sizes_are_within_the_bound(name: str, sizes: tuple[int, int]) -> None:
-    for dtype, groups in itertools.product((torch.bfloat16, torch.float16), (1, 2, 4)):
+def test_any_head_sizes_are_within_the_bound(sizes: tuple[int, int]) -> None:
+    names = ("causal", "padding", "thd", "post_scale", "window")
+    for name, dtype, groups in itertools.product(names, (torch.bfloat16, torch.float16), (1, 2, 4)):
         desc = desc_of(name, head_dim=sizes[0], head_dim_v=sizes[1], dtype=dtype, groups=groups)
         check_call(desc, *call_of(desc, 130, 130))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("lengths", [(0, 7), (7, 0), (0, 0)])
-def test_nothing_gives_zeros(name: str, lengths: tuple[int, int]) -> None:
+def test_nothing_gives_zeros(name: str) -> None:
     desc = desc_of(name)
-    for batch in (0, 3):
+    for lengths, batch in itertools.product(((0, 7), (7, 0), (0, 0)), (0, 3)):
         if not (batch == 0 and desc.layout == "thd"):
             check_call(desc, *call_of(desc, *lengths, batch=batch))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_one_query_and_one_key_have_gradients(name: str) -> None:
-    desc = desc_of(name)
-    check_call(desc, *call_of(desc, 1, 1))
 
 
 def views(x: torch.Tensor) -> list[torch.Tensor]:
