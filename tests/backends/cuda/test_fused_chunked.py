@@ -14,8 +14,10 @@ from fp8core.backend_api import GATED, Operand, Quantized
 from fp8core.conformance.chunks import ReadOnce, joined
 from fp8core_backends.cuda import fused_chunked, quantize_chunked
 from tests.backends.cuda.cuda_cases import DEVICE, backend, differs, same_bits
-from tests.backends.cuda.test_fused_activation import WHOLE, drawn, fused, given, spec
+from tests.backends.cuda.test_fused_activation import drawn, fused, given, spec
 from tests.backends.cuda.test_repeated import assert_equal, recorded, without_recordings
+from tests.backends.cuda.test_sizes import WHOLE_VECTORS
+from tests.pairs import pairs
 
 pytestmark = [
     pytest.mark.needs_accelerator("cuda"),
@@ -53,12 +55,13 @@ def check(desc: Any, tensors: list[torch.Tensor], *, is_computed: bool) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("sums", [False, True], ids=["", "sums"])
-@pytest.mark.parametrize("name", ["gelu", "swiglu", "srelu"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "name", "sums", "dtype"),
+    pairs(RECIPES, ["gelu", "swiglu", "srelu"], [False, True], [torch.bfloat16, torch.float16]),
+    ids=str,
+)
 def test_chunks_equal_the_call(recipe: str, name: str, sums: bool, dtype: torch.dtype) -> None:
-    shapes = ((272, 128), (300, 256), (1000, 1024), (129, 2048), *WHOLE)
+    shapes = ((272, 128), (300, 256), (1000, 1024), (129, 2048), *WHOLE_VECTORS)
     for element, is_computed in itertools.product(("e4m3", "e5m2"), (False, True)):
         desc = fused(name, spec(recipe, element), dtype, backward=True, sums=sums)
         step = 128 if recipe == "vector" and name in GATED else 8
@@ -127,9 +130,9 @@ def step(layer: Any, name: str, seed: int, rows: int = ROWS) -> list[torch.Tenso
     return [y.detach(), *grads, *(one.clone() for one in layer.buffers())]
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("name", ["delayed", "block"])
+@pytest.mark.parametrize(
+    ("name", "activation", "bias"), pairs(["delayed", "block"], ["gelu", "swiglu"], [False, True])
+)
 def test_steps_have_the_bits_of_whole_tensors(
     name: str, activation: str, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

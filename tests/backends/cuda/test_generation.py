@@ -29,6 +29,7 @@ from tests.backends.cuda.generation import (
     Generation,
 )
 from tests.backends.cuda.test_attention import bound, desc_of
+from tests.pairs import pairs
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
 
@@ -39,9 +40,7 @@ def frontend() -> None:
     bound(desc_of("padding"))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", PAGES)
+@pytest.mark.parametrize(("kind", "layout", "options"), pairs(PAGES, LAYOUTS, OPTIONS))
 def test_sequences_that_come_and_go_have_the_results_of_the_reference(
     kind: str, layout: str, options: str
 ) -> None:

@@ -22,6 +22,7 @@ from tests.backends.cuda.cuda_cases import (
     spec,
     values,
 )
+from tests.pairs import pairs
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
 # One element; ragged, read one by one and in vectors; whole tiles; more tiles than are resident.
@@ -72,9 +73,9 @@ def check(desc: QuantizeDesc, x: torch.Tensor, *, is_compared: bool = True) -> N
             assert differs(one, other) is None
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize(
+    ("name", "element", "dtype"), pairs(CASTS, ["e4m3", "e5m2"], DTYPES), ids=str
+)
 def test_casts_with_float32_scales(name: str, element: str, dtype: torch.dtype) -> None:
     own = spec(name, element)
     both = QuantizeDesc(dtype, own, own)
@@ -84,9 +85,9 @@ def test_casts_with_float32_scales(name: str, element: str, dtype: torch.dtype) 
                 check(desc, x, is_compared=x.numel() < 2**20)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tensor", ["input", "weight", "grad_output"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "tensor", "dtype"), pairs(NAMES, ["input", "weight", "grad_output"], DTYPES), ids=str
+)
 def test_casts_with_byte_scales(name: str, tensor: str, dtype: torch.dtype) -> None:
     both = QuantizeDesc(dtype, *planned(name, tensor))
     for shape in BYTE_SCALED_SHAPES:

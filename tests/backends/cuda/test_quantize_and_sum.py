@@ -25,6 +25,7 @@ from tests.backends.cuda.cuda_cases import (
     values,
 )
 from tests.backends.cuda.test_quantize_chunked import given, joined
+from tests.pairs import pairs
 
 on_device = pytest.mark.needs_accelerator("cuda")
 RECIPES = ("delayed", "current", "rowwise", "vector")
@@ -48,9 +49,9 @@ def check(name: str, desc: QuantizeDesc, x: torch.Tensor, method: str) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "element", "dtype"), pairs(RECIPES, ["e4m3", "e5m2"], DTYPES), ids=str
+)
 def test_cast_and_sums_have_the_bits_of_two_calls(
     name: str, element: str, dtype: torch.dtype
 ) -> None:

@@ -21,6 +21,7 @@ from tests.backends.cuda.cuda_cases import (
     spec,
     values,
 )
+from tests.pairs import pairs
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
 SHAPES = ((256, 128), (257, 130), (384, 96), (400, 264), (1000, 33))
@@ -56,9 +57,11 @@ def joined(name: str, made: Any) -> Quantized:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("name", ["delayed", "current", "vector"])
+@pytest.mark.parametrize(
+    ("name", "element", "dtype"),
+    pairs(["delayed", "current", "vector"], ["e4m3", "e5m2"], DTYPES),
+    ids=str,
+)
 def test_parts_equal_the_whole(name: str, element: str, dtype: torch.dtype) -> None:
     own = spec(name, element)
     desc = QuantizeDesc(dtype, own, own)

@@ -18,6 +18,7 @@ from fp8core.chain import arranged
 from fp8core.chain.repeated import Repeated
 from fp8core_backends.cuda import recorder
 from tests.device import let_go_of_backward_passes
+from tests.pairs import pairs
 
 pytestmark = [
     pytest.mark.needs_accelerator("cuda"),
@@ -96,9 +97,9 @@ def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor], about: ob
         assert torch.equal(*as_bytes), (about, number)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"), pairs(NAMES, LAYERS, [torch.bfloat16, torch.float16]), ids=str
+)
 def test_repeated_steps_have_the_program_s_bits(name: str, kind: str, dtype: torch.dtype) -> None:
     given = [inputs(seed, dtype) for seed in range(STEPS)]
     given[-1][3, 5] = float("inf")  # is counted, and leaves delayed scales as they are
@@ -178,9 +179,7 @@ def test_a_graph_of_a_repeat_equals_it(name: str) -> None:
     assert recorded(layer) == [(True, False)]
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kind", "rows"), pairs(NAMES, LAYERS, [1, 5]))
 def test_forwards_of_any_rows_are_repeated(name: str, kind: str, rows: int) -> None:
     def forwards(layer: Layer) -> list[torch.Tensor]:
         results = []

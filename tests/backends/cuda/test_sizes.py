@@ -64,12 +64,12 @@ FUSED_NORM_SIZES = (
     *((129, 768), (257, 1024), (300, 2048), (144, 2304), (272, 4096), (100, 5120), (160, 6144)),
     *((96, 8192), (140, 12288), (40, 13824), (130, 16384), (1040, 264), (1, 1), (5, 20000)),
 )
-# A row, a vector, whole tiles and partial ones; and columns in no whole vectors.
-FUSED_ACTIVATION_SIZES = (
+# A row, a vector, whole tiles and partial ones.
+WHOLE_VECTORS = (
     *((1, 8), (1, 128), (128, 8), (3, 16), (16, 48), (127, 136), (128, 128), (130, 264)),
     *((256, 512), (8, 4096), (1000, 1000), (33, 2048), (384, 640), (4096, 24), (257, 1032)),
-    *((1, 1), (128, 130), (5, 4100), *EMPTY),
 )
+FUSED_ACTIVATION_SIZES = (*WHOLE_VECTORS, (1, 1), (128, 130), (5, 4100), *EMPTY)
 # Fewer columns than a vector, one vector, rows that begin at odd addresses.
 ACTIVATION_SIZES = (*SHAPES, (1, 7), (1, 8), (5, 9), (3, 20008), (33, 2056), (70000, 8), *EMPTY)
 # One launch and two; one tile of columns and several; a long sum.

@@ -10,6 +10,7 @@ import torch
 from fp8core_backends.cuda import native
 from fp8core_backends.cuda.transposition import RowsAdjacent
 from tests.backends.cuda.cuda_cases import DEVICE
+from tests.pairs import turns
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
 # One tile and several, whole and ragged; sizes of operands.
@@ -29,8 +30,9 @@ def codes(rows: int, k: int) -> torch.Tensor:
     return torch.randint(0, 256, (rows, k), generator=source, dtype=torch.uint8, device=DEVICE)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype"), turns(SIZES, [torch.uint8, torch.float8_e4m3fn]), ids=str
+)
 def test_transposed_codes_are_copied_byte_for_byte(
     size: tuple[int, int], dtype: torch.dtype
 ) -> None:
