@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +26,15 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], object]] = {
     "vmap": lambda layer, x: torch.vmap(layer)(torch.stack((x, x))),
     "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def earlier_objects() -> Iterator[None]:
+    """Spare the collector what tests before these have left: it is visited many times."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def wrapped() -> list[torch.Tensor]:
