@@ -92,6 +92,8 @@ def is_expected_to_hold(ours: int, plain: int, kind: str, way: str, options: Opt
             return ours <= plain
         case "compiled":  # scales and sizes of groups by themselves, and views as copies
             return ours <= 2 * plain + 1024 or DEVICE.type != "cpu"
+        case _ if options.get("requantizes"):
+            return ours <= plain
         case "remembered" | "recorded" if kind == "TransformerLayer" or DEVICE.type != "cpu":
             return ours <= plain  # as one chain, or in the memory of a graph
     return ours == plain

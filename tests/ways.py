@@ -7,6 +7,7 @@ run("Linear", "current", options, hooked)  # has the results of the plain way
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +45,8 @@ class Layer(NamedTuple):
     """How a layer is made, the shapes of its inputs, and what its options may be.
 
     Of the options, those of ``OUTSIDE`` are this module's: the dtype of parameters and inputs,
-    whether weights are stored quantized, what needs a gradient, whether positions are rotated.
+    whether weights are stored quantized, what needs a gradient, whether backward quantizes weights
+    again, other than in the plain way, and whether positions are rotated.
     """
 
     make: Callable[..., torch.nn.Module]
@@ -98,11 +100,12 @@ class Operations(ops.Sequential):
 ROWS = (LENGTH * BATCH, HIDDEN)
 UNEVEN_ROWS = (21, HIDDEN)  # are padded
 SEQUENCES = (LENGTH, BATCH, HIDDEN)
-OUTSIDE = ("is_stored", "trained", "is_rotated")
+OUTSIDE = ("is_stored", "trained", "requantizes", "is_rotated")
 WEIGHTS = (
     axis("params_dtype", torch.float32, BF16),
     axis("is_stored"),
     axis("trained", "all", "parameters", "inputs"),
+    axis("requantizes"),
 )
 LINEAR = (*WEIGHTS, axis("bias"), axis("return_bias"), axis("fuse_wgrad_accumulation"))
 NORM = (axis("normalization", "LayerNorm", "RMSNorm"), axis("zero_centered_gamma"))
@@ -171,7 +174,10 @@ MAIN = {
         (SEQUENCES,),
         (
             *(*PROJECTED, ATTENTION, axis("activation", "gelu", "swiglu")),
-            axis("hidden_dropout", 0.0, 0.1),
+            [
+                {"hidden_dropout": 0.0},
+                {"hidden_dropout": 0.1, "attention_dropout": 0.1, "drop_path_rate": 0.2},
+            ],
             [
                 {"self_attn_mask_type": "no_mask"},
                 {"attn_input_format": "bshd", "output_layernorm": True},
@@ -201,7 +207,7 @@ MORE = {
         (*PROJECTED, ATTENTION, axis("input_layernorm")),
         is_projected,
     ),
-    "Sequential": Layer(Operations, (UNEVEN_ROWS,), (*WEIGHTS[::2], axis("bias"))),
+    "Sequential": Layer(Operations, (UNEVEN_ROWS,), (WEIGHTS[0], *WEIGHTS[2:], axis("bias"))),
 }
 LAYERS = {**MAIN, **MORE}
 
@@ -307,7 +313,7 @@ def recorded(layer: torch.nn.Module) -> Iterator[Call]:
 @contextlib.contextmanager
 def compiled(layer: torch.nn.Module) -> Iterator[Call]:
     torch.compiler.reset()
-    yield torch.compile(layer, backend="aot_eager")
+    yield torch.compile(layer, backend="aot_eager", fullgraph=True)
 
 
 WAYS: dict[str, Way] = {
@@ -432,6 +438,8 @@ def update(layer: torch.nn.Module) -> list[torch.Tensor | None]:
 def run(kind: str, name: str, options: Options, way: Way, microbatches: int = MICROBATCHES) -> Run:
     """Train a layer for three steps of some microbatches."""
     chosen, layer, arguments = RECIPES[name], make(kind, name, options), keywords(options)
+    if chosen is not None and options.get("requantizes") and way is not plain:
+        chosen = dataclasses.replace(chosen, requantize_weights=True)
     results: list[torch.Tensor | None] = []
     with way(layer) as call:
         for step in range(STEPS):

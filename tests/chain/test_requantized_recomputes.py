@@ -13,27 +13,13 @@ import fp8core
 from fp8core import autocast
 from tests.chain.requantizing import (
     CURRENT,
-    NAMES,
     assert_same,
     layer,
     recipes,
     values,
 )
-from tests.monitoring.models import make, train
-from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
-
-
-@pytest.mark.parametrize(("name", "use_reentrant"), turns(NAMES, [True, False]))
-def test_a_checkpoint_gives_the_same(name: str, use_reentrant: bool) -> None:
-    _, again = recipes(name)
-
-    def run(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = fp8core.checkpoint(own, x, use_reentrant=use_reentrant)
-        return y
-
-    assert_same(train(make("mlp"), again, run=run), train(make("mlp"), again))
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
