@@ -12,7 +12,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,27 +23,9 @@ from fp8core import recipe
 from fp8core.backend_api import Operand
 from fp8core.chain.linear.link import LinearLink
 from fp8core.modules.bind import bind
+from tests.benchmarks.measuring.turns import round_us
 
-ROWS, SIZE = 16, 32
-
-
-def median_us(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return ``[median, least, most]`` over interleaved rounds, microseconds a call."""
-    calls = 300
-    for run in contestants.values():
-        for _ in range(calls):
-            run()
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name, run in contestants.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                run()
-            times[name].append((time.perf_counter() - start) / calls * 1e6)
-    return {
-        name: [round(f(own), 1) for f in (statistics.median, min, max)]
-        for name, own in times.items()
-    }
+ROWS, SIZE, CALLS = 16, 32, 300
 
 
 def bare_linear(link: LinearLink) -> type[torch.autograd.Function]:
@@ -88,7 +69,7 @@ def linear_overhead(name: str | None, rounds: int) -> dict[str, list[float]]:
             y = layer(x)
         y.backward(grad)
 
-    return median_us({"bare": run_bare, "layer": run_layer}, rounds)
+    return round_us({"bare": run_bare, "layer": run_layer}, rounds, CALLS)
 
 
 def layers(rounds: int) -> dict[str, list[float]]:
@@ -112,7 +93,7 @@ def layers(rounds: int) -> dict[str, list[float]]:
     current, off = te.autocast(recipe=recipe.Float8CurrentScaling()), te.autocast(enabled=False)
     contestants = {f"{name} current": step(own, current) for name, own in modules.items()}
     contestants |= {f"{name} high precision": step(own, off) for name, own in modules.items()}
-    return median_us(contestants, rounds)
+    return round_us(contestants, rounds, CALLS)
 
 
 def import_ms(rounds: int) -> dict[str, float]:

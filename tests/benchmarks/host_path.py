@@ -16,9 +16,7 @@ import cProfile
 import json
 import platform
 import pstats
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -32,6 +30,7 @@ from fp8core.backend_api import API_VERSION, BackendSpec, OpDesc
 from fp8core.dispatch import plugins
 from fp8core.tensors import scaling
 from fp8core_backends.cuda import autotune, backend, gemm, memory, native
+from tests.benchmarks.measuring.turns import round_us
 
 TOKENS, IN_FEATURES, OUT_FEATURES = 256, 512, 2048
 RECIPES = ("current", "delayed", "block", "rowwise")
@@ -185,20 +184,7 @@ def of_bare_function() -> Callable[[], None]:
 def measure(rounds: int) -> dict[str, list[float]]:
     """Return ``[median, least, most]`` of each contestant over rounds, microseconds a step."""
     steps = {"autograd.Function": of_bare_function()} | {name: of_layer(name) for name in RECIPES}
-    for step in steps.values():
-        for _ in range(WARM_UP):
-            step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                step()
-            times[name].append((time.perf_counter() - start) / CALLS * 1e6)
-    return {
-        name: [round(f(own), 1) for f in (statistics.median, min, max)]
-        for name, own in times.items()
-    }
+    return round_us(steps, rounds, CALLS)
 
 
 def print_profile(step: Callable[[], object], calls: int = PROFILED_CALLS) -> None:

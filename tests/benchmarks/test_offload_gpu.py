@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from fp8core.cpu_offload import selection
+from fp8core.training.cpu_offload import selection
 from tests.benchmarks.offload_gpu import Measured, Stack
 
 

@@ -7,8 +7,9 @@ an order that changes from turn to turn give every contestant the same mix of pr
 from __future__ import annotations
 
 import random
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +29,7 @@ __all__ = [
     "graph_us",
     "host_us",
     "orders",
+    "round_us",
 ]
 
 SLICE_MS = 4.0
@@ -206,6 +208,24 @@ def host_us(
         while_busy()
         clock.synchronize()
     return times
+
+
+def round_us(
+    contestants: Mapping[str, Callable[[], object]], rounds: int, calls: int
+) -> dict[str, list[float]]:
+    """Return ``[median, least, most]`` over rounds of ``calls``, us a call on the host alone."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for at in range(rounds + 1):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            if at:  # the first round warms up
+                times[name].append((time.perf_counter() - start) / calls * 1e6)
+    return {
+        name: [round(of(own), 1) for of in (statistics.median, min, max)]
+        for name, own in times.items()
+    }
 
 
 def _run_slice(call: Callable[[], object], count: int, clock: Clock) -> tuple[Event, Event]:
