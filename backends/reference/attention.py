@@ -77,8 +77,8 @@ def attention(
         (max_seqlen_q, max_seqlen_kv),
     )
     queries, keys, values = _operands(desc, sequences, q, k, v)
-    given = {"bias": bias, "alibi_slopes": alibi_slopes, "mask": mask}
-    logits = _logits(desc, sequences, queries, keys, **given).values
+    terms = {"bias": bias, "alibi_slopes": alibi_slopes, "mask": mask}
+    logits = _logits(desc, sequences, queries, keys, **terms).values
     softmax = _softmax(logits, _sink(desc, softmax_offset, logits))
     stats = sequences.without_padding(softmax.stats)
     weights = _drop(desc, softmax.weights, rng)
@@ -138,15 +138,15 @@ def attention_backward(
     )
     queries, keys, values = _operands(forward, sequences, q, k, v)
     grad = sequences.queries.dense(grad_out, forward.layout).to(values.dtype)
-    given = {"bias": bias, "alibi_slopes": alibi_slopes, "mask": mask}
-    logits = _logits(forward, sequences, queries, keys, **given)
+    terms = {"bias": bias, "alibi_slopes": alibi_slopes, "mask": mask}
+    logits = _logits(forward, sequences, queries, keys, **terms)
     log_sums = sequences.dense_statistics(stats)
     weights = torch.exp(logits.values - _finite(log_sums)[..., None])
-    kept = _drop(forward, weights, rng)
+    dropped = _drop(forward, weights, rng)
     if desc.grad_output is not None:
         assert forward.s is not None
-        kept = _rounded(forward.s, kept, s_scale, None)
-    grad_values = product(kept.mT, grad)
+        dropped = _rounded(forward.s, dropped, s_scale, None)
+    grad_values = product(dropped.mT, grad)
     grad_weights = _drop(forward, product(grad, values.mT), rng)
     if isinstance(desc, AttentionPartBackwardDesc):
         whole = sequences.queries.dense(out, forward.layout).to(values.dtype)
@@ -216,8 +216,8 @@ def _codes(
 ) -> Operand:
     """Return ``x`` quantized, its codes in its shape, recording its amax."""
     desc = QuantizeDesc(torch.float32, spec, None)
-    given = {"scale": scale, "amax_out": amax_out} if spec.delayed else {}
-    operand = quantize(desc, x.flatten(0, -2), **given).rowwise
+    state = {"scale": scale, "amax_out": amax_out} if spec.delayed else {}
+    operand = quantize(desc, x.flatten(0, -2), **state).rowwise
     assert operand is not None
     return operand._replace(data=operand.data.view(x.shape))
 

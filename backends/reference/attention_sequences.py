@@ -186,8 +186,8 @@ def contradiction(desc: AttentionDesc) -> str | None:
         ("bias", desc.bias, ATTENTION_BIASES),
         ("softmax", desc.softmax, ATTENTION_SOFTMAXES),
     )
-    for field, value, known in names:
-        if value not in known:
+    for field, value, choices in names:
+        if value not in choices:
             return f"no {field} {value!r}"
     if min(desc.heads, desc.groups, desc.head_dim, desc.head_dim_v) < 1:
         return "heads, groups and head sizes are at least 1"

@@ -191,8 +191,8 @@ def _check_gemm(desc: GemmDesc) -> str | None:
 
 
 def _check_update(desc: ScaleUpdateDesc) -> str | None:
-    known = ("max", "most_recent")
-    return None if desc.algorithm in known else f"no algorithm {desc.algorithm!r}"
+    algorithms = ("max", "most_recent")
+    return None if desc.algorithm in algorithms else f"no algorithm {desc.algorithm!r}"
 
 
 def _check_norm(desc: NormDesc) -> str | None:
@@ -225,8 +225,8 @@ def _check_attention_backward(desc: AttentionBackwardDesc) -> str | None:
 
 
 def _check_column_sums(desc: ColumnSumsDesc) -> str | None:
-    is_known = desc.dtype in (*FLOATS, torch.float64)
-    return None if is_known else f"no column sums of {desc.dtype}"
+    is_float = desc.dtype in (*FLOATS, torch.float64)
+    return None if is_float else f"no column sums of {desc.dtype}"
 
 
 def _check_rotary(desc: RotaryDesc) -> str | None:

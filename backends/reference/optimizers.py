@@ -38,7 +38,9 @@ def adam(
     count = step.double() if isinstance(step, torch.Tensor) else step
     divisors = [1.0 - beta**count if bias_correction else 1.0 for beta in (beta1, beta2)]
     # A scalar parameter would become float64 with divisors of float64.
-    divisors = [one.float() if isinstance(one, torch.Tensor) else one for one in divisors]
+    divisors = [
+        divisor.float() if isinstance(divisor, torch.Tensor) else divisor for divisor in divisors
+    ]
     sets = itertools.zip_longest(grads, params, exp_avgs, exp_avg_sqs, masters)
     for grad, param, exp_avg, exp_avg_sq, master in sets:
         value = _stepped_value(desc, param, master)
@@ -111,15 +113,15 @@ def sgd(
 ) -> None:
     """Update all tensors but the gradients in place; see the backend API."""
     lr, scale = _scalar(lr), _scalar(scale)
-    for grad, param, held, copy in itertools.zip_longest(grads, params, momenta, copies):
+    for grad, param, velocity, copy in itertools.zip_longest(grads, params, momenta, copies):
         value = param.float()
         g = grad.float() * scale
         if not desc.decay_after_momentum:
             g = g + weight_decay * value
         if momentum:
-            m = g if is_first else momentum * held.float() + (1 - dampening) * g
+            m = g if is_first else momentum * velocity.float() + (1 - dampening) * g
             g = g + momentum * m if nesterov else m
-            _write(held, m, found_inf)
+            _write(velocity, m, found_inf)
         if desc.decay_after_momentum:
             g = g + weight_decay * value
         value = value - lr * g

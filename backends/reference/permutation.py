@@ -115,8 +115,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _known(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which of ``numbers`` are below ``count`` and not negative, and those, 0 elsewhere."""
-    is_known = (numbers >= 0) & (numbers < count)
-    return is_known, torch.where(is_known, numbers, 0).long()
+    is_valid = (numbers >= 0) & (numbers < count)
+    return is_valid, torch.where(is_valid, numbers, 0).long()
 
 
 def _picked(x: torch.Tensor, rows: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:

@@ -84,16 +84,16 @@ def quantize(
     amaxes = None if amax is None else amax_of_groups(desc, amax, bounds, *x.shape)
     parts = []
     for group, (start, end) in enumerate(itertools.pairwise(bounds)):
-        one = slice(group, group + 1)
-        own_rng = None if rng is None else rng + torch.tensor([0, group], device="cpu")
+        entry = slice(group, group + 1)
+        group_rng = None if rng is None else rng + torch.tensor([0, group], device="cpu")
         parts.append(
             _quantize_tensor(
                 desc,
                 x[start:end],
-                None if scale is None else scale[one],
+                None if scale is None else scale[entry],
                 None if amaxes is None else amaxes[group],
-                None if amax_out is None else amax_out[one],
-                own_rng,
+                None if amax_out is None else amax_out[entry],
+                group_rng,
             )
         )
     columnwise = [part.columnwise for part in parts]
@@ -131,10 +131,12 @@ def _fill(spec: OperandSpec, operand: Operand, rows: int, groups: int, dim: int)
     assert scale_inv is not None
     block, per_byte = spec.block[dim], 8 // formats.by_name(spec.format).bits if dim else 1
     count = groups if block == 0 else rows if block == 1 else rows // block + groups
-    one = 1.0 if spec.scale_format == "float32" else formats.by_name(spec.scale_format).encode(_ONE)
+    unit = (
+        1.0 if spec.scale_format == "float32" else formats.by_name(spec.scale_format).encode(_ONE)
+    )
     length = GROUP_STEP * (rows // GROUP_STEP + groups) if dim else rows
     data = _grow(data, length // per_byte, dim, 0)
-    return Operand(data, _grow(scale_inv, count, dim, float(one)), global_scale_inv)
+    return Operand(data, _grow(scale_inv, count, dim, float(unit)), global_scale_inv)
 
 
 def _pad(operand: Operand, step: int) -> Operand:
@@ -155,12 +157,12 @@ def _concatenate(operands: list[Operand | None], dim: int) -> Operand | None:
         return None
 
     def join(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-        kept = [part for part in parts if part is not None]
-        if dim == 0 or not kept:
-            return torch.cat(kept) if kept else None
+        present_parts = [part for part in parts if part is not None]
+        if dim == 0 or not present_parts:
+            return torch.cat(present_parts) if present_parts else None
         # Columnwise parts are transposed views: joined as they lie in memory, each group keeps the
         # strides that it has alone, and a GEMM over it the order of its sums.
-        return torch.cat([part.t() for part in kept]).t()
+        return torch.cat([part.t() for part in present_parts]).t()
 
     columns = zip(*present, strict=True)  # data, scale_inv, global_scale_inv
     data, scale_inv, global_scale_inv = (join(list(parts)) for parts in columns)

@@ -58,8 +58,8 @@ def _angles(freqs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the angles ``[..., 1, r]`` of ``positions [...]``, NaN where ``freqs`` has none."""
     table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
     table = torch.nn.functional.pad(table, (0, 0, 0, 1), value=torch.nan)
-    is_known = (positions >= 0) & (positions < freqs.shape[0])
-    return table[torch.where(is_known, positions, freqs.shape[0])].unsqueeze(-2)
+    is_valid = (positions >= 0) & (positions < freqs.shape[0])
+    return table[torch.where(is_valid, positions, freqs.shape[0])].unsqueeze(-2)
 
 
 def _turned(desc: RotaryDesc, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

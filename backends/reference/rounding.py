@@ -85,9 +85,10 @@ def _philox(counter: Sequence[Any], key: tuple[int, int]) -> list[torch.Tensor]:
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, sec. 3.3.
     """
-    c0, *others = counter
+    c0, *words = counter
     c1, c2, c3 = (
-        one.clone() if isinstance(one, torch.Tensor) else torch.full_like(c0, one) for one in others
+        word.clone() if isinstance(word, torch.Tensor) else torch.full_like(c0, word)
+        for word in words
     )
     k0, k1 = key
     for _ in range(10):

@@ -58,5 +58,5 @@ def _updated(
     # h[i] = h[i + 1], h[L - 1] = newest, then h[0] = 0: L - 1 values stay stored
     history = torch.where(recorded, window, history)
     history[0] = 0
-    sizes = [one.numel() for one in scales]
+    sizes = [entries.numel() for entries in scales]
     return [*torch.split(history, sizes, dim=1), *torch.split(scale, sizes)]

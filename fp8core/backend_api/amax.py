@@ -185,14 +185,14 @@ def amax_of_groups(
     rowwise, columnwise = split_amax(desc, amax, rows, cols, len(bounds) - 1)
     each: list[torch.Tensor] = []
     for group, (start, end) in enumerate(itertools.pairwise(bounds)):
-        one, own_columns = slice(group, group + 1), slice(group * cols, (group + 1) * cols)
+        entry, columns = slice(group, group + 1), slice(group * cols, (group + 1) * cols)
         entries: list[torch.Tensor] = []
         if rowwise is not None:
             entries.append(
-                rowwise[slice(start, end) if amax_extent(desc.rowwise) == "row" else one]
+                rowwise[slice(start, end) if amax_extent(desc.rowwise) == "row" else entry]
             )
         if columnwise is not None and not shares_amax(desc):
             is_of_columns = amax_extent(desc.columnwise) == "row"
-            entries.append(columnwise[own_columns if is_of_columns else one])
+            entries.append(columnwise[columns if is_of_columns else entry])
         each.append(entries[0] if len(entries) == 1 else torch.cat(entries))
     return each

@@ -36,9 +36,9 @@ def dtype_text(dtype: torch.dtype) -> str:
 def _unusual(desc: Any, *told: str) -> list[str]:
     """Return the fields that differ from their default, without the ``told`` ones; a flag as its
     name."""
-    others = [(field.name, getattr(desc, field.name), field.default) for field in fields(desc)]
+    values = [(field.name, getattr(desc, field.name), field.default) for field in fields(desc)]
     return [
         name if value is True else f"{name}={value}"
-        for name, value, default in others
+        for name, value, default in values
         if name not in told and default is not MISSING and value != default
     ]

@@ -78,8 +78,8 @@ def split_groups(
     per_byte = 8 // formats.by_name(spec.format).bits if dim == 1 else 1
     block = spec.block[dim]
     scale_sizes = [-(-size // block) if block else 1 for size in sizes]
-    held = [-(-size // step) * step if dim == 1 else size for size in sizes]
-    whole = _split(operand.data, [size // per_byte for size in held], dim)
+    padded = [-(-size // step) * step if dim == 1 else size for size in sizes]
+    whole = _split(operand.data, [size // per_byte for size in padded], dim)
     data = [part.narrow(dim, 0, size // per_byte) for part, size in zip(whole, sizes, strict=True)]
     scales = _split(operand.scale_inv, scale_sizes, dim)
     if operand.global_scale_inv is None:

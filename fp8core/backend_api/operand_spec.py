@@ -100,8 +100,8 @@ def _transformed(x: torch.Tensor, dim: int, by: tuple[int, ...]) -> torch.Tensor
         for first in range(16):
             if not first & half:
                 second = first | half
-                one, other = parts[first], parts[second]
-                parts[first], parts[second] = one + other, one - other
+                upper, lower = parts[first], parts[second]
+                parts[first], parts[second] = upper + lower, upper - lower
     transformed = torch.stack(parts, along) * 4
     return transformed.reshape(rows, cols).to(torch.bfloat16)
 
@@ -113,8 +113,8 @@ def _inverse(x: torch.Tensor, by: tuple[int, ...]) -> torch.Tensor:
     for half in (1, 2, 4, 8):
         for first in range(16):
             if not first & half:
-                one, other = parts[first], parts[first | half]
-                parts[first], parts[first | half] = one + other, one - other
+                upper, lower = parts[first], parts[first | half]
+                parts[first], parts[first | half] = upper + lower, upper - lower
     signed = [part * (sign / 4) for part, sign in zip(parts, by, strict=True)]
     return torch.stack(signed, 2).reshape(rows, k)
 
@@ -212,9 +212,9 @@ class OperandSpec:
     def later_fields(self) -> tuple[str, ...]:
         """The fields that the contract has since 3.3 and that differ from their defaults. A backend
         names those it knows in ``BackendSpec.operand_fields``, and is not asked about others."""
-        given = {"row_scaled": self.row_scaled, "four_over_six": self.four_over_six is not None}
-        given["scale_max"] = self.scale_max != 448
-        return tuple(name for name, differs in given.items() if differs)
+        changes = {"row_scaled": self.row_scaled, "four_over_six": self.four_over_six is not None}
+        changes["scale_max"] = self.scale_max != 448
+        return tuple(name for name, differs in changes.items() if differs)
 
     def __str__(self) -> str:
         return spec_text(self)

@@ -259,24 +259,24 @@ class Communicator(ABC):
 
     def describe(self, collective: str, purpose: str, x: torch.Tensor) -> str:
         """Return one collective in words, for an error."""
-        what = f" ({purpose})" if purpose else ""
+        suffix = f" ({purpose})" if purpose else ""
         return (
-            f"{collective} of {x.dtype} {list(x.shape)}{what} by rank {self.rank} of the "
+            f"{collective} of {x.dtype} {list(x.shape)}{suffix} by rank {self.rank} of the "
             f"{self.size} ranks of group {self.group_name!r}"
         )
 
     def _differing(self, claims: Sequence[Claim]) -> Fp8CoreError:
         """Return the error for claims that differ."""
-        if not any(one.waits_in for one in claims):
+        if not any(claim.waits_in for claim in claims):
             return OperandError(_difference(claims[self.rank].subject, self.group_name, claims))
-        subjects = dict.fromkeys(one.subject for one in claims if not one.waits_in)
+        subjects = dict.fromkeys(claim.subject for claim in claims if not claim.waits_in)
         said = _difference(" and ".join(subjects), self.group_name, claims)
         ended = (
             " The group cannot go on after that, as some ranks have begun a collective that the "
             "others do not call."
         )
-        known = {one.text for one in claims}
-        return (OperandError if len(known) > 1 else CollectiveError)(said + ended)
+        texts = {claim.text for claim in claims}
+        return (OperandError if len(texts) > 1 else CollectiveError)(said + ended)
 
     def _claim_of_waiting(self, stage: str, subject: str) -> Claim:
         """Return what a rank claims that waits in a collective while others compare ``subject``."""
@@ -355,9 +355,9 @@ class Communicator(ABC):
         if is_captured(x):
             return self._captured(collective, purpose, x, send, receive)
         is_coded = travels_as_bytes(collective, x.dtype)
-        one = Collective(self, collective, purpose, num_bytes, way, is_coded, at_once, move)
-        result = called_in_repeats(one.begin, x)
-        return Started(result, x, one.end, one.arrive if arrives_in_parts else None)
+        steps = Collective(self, collective, purpose, num_bytes, way, is_coded, at_once, move)
+        result = called_in_repeats(steps.begin, x)
+        return Started(result, x, steps.end, steps.arrive if arrives_in_parts else None)
 
     def _captured(
         self,

@@ -153,7 +153,7 @@ class Traffic:
     @property
     def total(self) -> Count:
         """All collectives together."""
-        counts = [one.count for one in self._counts.values()]
+        counts = [entry.count for entry in self._counts.values()]
         return Count(*(sum(column) for column in zip(Count(), *counts, strict=True)))
 
     def __getitem__(self, key: tuple[str, str]) -> Count:
@@ -163,7 +163,7 @@ class Traffic:
 
     def __iter__(self) -> Iterator[tuple[tuple[str, str], Count]]:
         """Yield ``((collective, purpose), count)`` in the order of the first calls."""
-        return iter([(key, one.count) for key, one in self._counts.items()])
+        return iter([(key, entry.count) for key, entry in self._counts.items()])
 
 
 Finish = Callable[[], object]
@@ -244,12 +244,12 @@ class Collective:
 
     def end(self, result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Block until all of ``result`` is complete."""
-        held = vars(result)
+        attributes = vars(result)
         try:
-            held[_UNDER_WAY][0]()
+            attributes[_UNDER_WAY][0]()
         except RuntimeError as error:
             raise _named(error, self.describe(x)) from None
-        del held[_UNDER_WAY]
+        del attributes[_UNDER_WAY]
         return result
 
     def describe(self, x: torch.Tensor) -> str:
@@ -341,10 +341,10 @@ def gathered_by(transfers: Transfers, size: int, rank: int, x: torch.Tensor) -> 
     # This rank's own rows are the last to be copied: a product in parts does without.
     coming = [(rank + step) % size for step in range(1, size + 1)]
 
-    def arrive_once(other: int) -> None:
-        if other in coming:
-            coming.remove(other)
-            arrive(other)
+    def arrive_once(peer: int) -> None:
+        if peer in coming:
+            coming.remove(peer)
+            arrive(peer)
 
     def finish() -> None:
         while coming:
@@ -357,9 +357,9 @@ def scattered_by(transfers: Transfers, size: int, rank: int, x: torch.Tensor) ->
     """Start to add up ``x`` over ranks, of which each gets its rows, as :func:`gathered_by`."""
     parts = x.chunk(size)
     sending = transfers.scatter(parts[rank].shape, x.dtype)
-    for other in sending.order:
-        sending.part(other).copy_(parts[other])
-        sending.send(other)
+    for peer in sending.order:
+        sending.part(peer).copy_(parts[peer])
+        sending.send(peer)
     return sending.finish(parts[rank])
 
 

@@ -101,8 +101,8 @@ class Comparisons:
         posts = [f"{prefix}/digest/{rank}" for rank in range(self._size) if rank != self._rank]
         if not self._store.check([f"{prefix}/digest/count"]):
             return None
-        found = [json.loads(self._store.get(key)) for key in posts if self._store.check([key])]
-        subjects = [subject for begun, _, subject in found if begun < collectives]
+        posted = [json.loads(self._store.get(key)) for key in posts if self._store.check([key])]
+        subjects = [subject for begun, _, subject in posted if begun < collectives]
         return self.compare(claim(subjects[0]), collectives) if subjects else None
 
     def _compare(self, claim: Claim, collectives: int) -> list[Claim] | None:
@@ -113,7 +113,7 @@ class Comparisons:
         claims: list[Claim] | None = None
         if verdict != _SAME:
             texts = self._meet("text", [*claim], claim.subject)
-            claims = [Claim(*one) for one in json.loads(texts)]
+            claims = [Claim(*fields) for fields in json.loads(texts)]
         self._number += 1
         return claims
 
@@ -131,7 +131,7 @@ class Comparisons:
             return store.get(verdict).decode()
         keys = [f"{prefix}/{rank}" for rank in range(self._size)]
         posts = [json.loads(store.get(key)) for key in keys]
-        is_same = phase == "digest" and all(one[1] == posts[0][1] for one in posts)
+        is_same = phase == "digest" and all(digest[1] == posts[0][1] for digest in posts)
         judged = _SAME if is_same else json.dumps(posts)
         store.set(verdict, judged)
         for key in (*keys, f"{prefix}/count"):

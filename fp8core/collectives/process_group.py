@@ -64,10 +64,10 @@ def of_group(group: dist.ProcessGroup | Communicator | None = None) -> Communica
             f"layer the group that its own rank belongs to."
         )
     name = group.group_name
-    known = _communicators.get(name)
-    if known is None or known.reference() is not group:
-        known = _communicators[name] = _GroupCommunicator(group, rank)
-    return known
+    communicator = _communicators.get(name)
+    if communicator is None or communicator.reference() is not group:
+        communicator = _communicators[name] = _GroupCommunicator(group, rank)
+    return communicator
 
 
 def named(group_name: str) -> Communicator:
@@ -186,8 +186,8 @@ class _GroupCommunicator(Communicator):
             return wait
         stage: Callable[[], str] = str
         if self.starting is not None:
-            collective, given = self.starting
-            stage = partial(collective.describe, given)
+            collective, tensor = self.starting
+            stage = partial(collective.describe, tensor)
         return partial(self._wait_and_look, work, self.begun, stage)
 
     def _wait_and_look(self, work: Any, number: int, stage: Callable[[], str]) -> None:

@@ -84,11 +84,11 @@ def request(
     values = (quantize, observe, group)
     reduces = group is not None and may_reduce_amaxes(quantize or observe)
     with _known_lock:
-        asked = _known.get(values)
-        if asked is None:
-            asked = _known[values] = Active(*values, reduces, f"autocast {len(_known)}")
-            _asked[asked.name] = asked
-        return asked
+        requested = _known.get(values)
+        if requested is None:
+            requested = _known[values] = Active(*values, reduces, f"autocast {len(_known)}")
+            _asked[requested.name] = requested
+        return requested
 
 
 # Outside any autocast a converted layer's recipe counts; in autocast(enabled=False) it does not.
@@ -221,9 +221,9 @@ class autocast(contextlib.ContextDecorator):
 
     def _reducing(self) -> GroupReference | None:
         """Return the group that reduces amaxes because of this autocast, whatever ran in it."""
-        asked = _asked[self._active]
-        if asked.reduces and (asked.observe is not None or torch.is_grad_enabled()):
-            return asked.group
+        requested = _asked[self._active]
+        if requested.reduces and (requested.observe is not None or torch.is_grad_enabled()):
+            return requested.group
         return None
 
     def _exit_before_others(self, *, failed: bool) -> None:
@@ -278,7 +278,7 @@ _latest: _Request | None = None
 def _ask(
     enabled: bool,
     calibrating: bool,
-    given: Recipe | str | None,
+    recipe: Recipe | str | None,
     group: torch.distributed.ProcessGroup | None,
 ) -> str:
     """Check the arguments of an autocast, and return the name of its request."""
@@ -287,7 +287,7 @@ def _ask(
     # A group that was destroyed is none, and a request for it not one without a group.
     if (
         latest is not None
-        and given is latest.given
+        and recipe is latest.given
         and enabled is latest.enabled
         and calibrating is latest.calibrating
         and (
@@ -298,16 +298,16 @@ def _ask(
         and not torch.compiler.is_compiling()  # where _check keeps the recipe alive
     ):
         return latest.name
-    name = _check(enabled, calibrating, given, group)
-    if isinstance(given, Recipe):  # the recipe that None or a name stands for may change
-        _latest = _Request(enabled, calibrating, given, _asked[name].group, name)
+    name = _check(enabled, calibrating, recipe, group)
+    if isinstance(recipe, Recipe):  # the recipe that None or a name stands for may change
+        _latest = _Request(enabled, calibrating, recipe, _asked[name].group, name)
     return name
 
 
 def _check(
     enabled: bool,
     calibrating: bool,
-    given: Recipe | str | None,
+    argument: Recipe | str | None,
     group: torch.distributed.ProcessGroup | None,
 ) -> str:
     for name, value in (("enabled", enabled), ("calibrating", calibrating)):
@@ -316,7 +316,7 @@ def _check(
                 f"autocast({name}={value!r}): expected True or False. A recipe is given by its "
                 f"name: autocast(recipe=...)."
             )
-    recipe = recipe_from(given, "autocast(recipe=...)")
+    recipe = recipe_from(argument, "autocast(recipe=...)")
     if group is not None and not _is_group(group):
         raise RecipeError(
             f"autocast(amax_reduction_group={group!r}): expected a process "
@@ -324,8 +324,8 @@ def _check(
         )
     if recipe is None and (enabled or calibrating):
         recipe = get_default_recipe()
-    elif isinstance(given, Recipe) and torch.compiler.is_compiling():
-        _compared_by_address.append(given)
+    elif isinstance(argument, Recipe) and torch.compiler.is_compiling():
+        _compared_by_address.append(argument)
     observe = recipe if calibrating and not enabled else None
     reference = None if group is None else weakref.ref(group)
     return request(recipe if enabled else None, observe, reference).name

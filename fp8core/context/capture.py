@@ -83,12 +83,12 @@ class Schedule(NamedTuple):
         Raises:
             OperandError: they contradict each other, or the number of modules or of samples.
         """
-        if not order or any(not isinstance(one, int) or one == 0 for one in order):
+        if not order or any(not isinstance(number, int) or number == 0 for number in order):
             raise OperandError(
                 f"make_graphed_callables(_order={order!r}): expected chunk numbers from 1, "
                 f"negative ones for backward. Weight gradients that are delayed are not captured."
             )
-        whole = [int(one) for one in order]
+        whole = [int(number) for number in order]
         chunks = max(map(abs, whole))
         if sizes is None:
             sizes = [num_modules // chunks] * chunks
@@ -118,7 +118,7 @@ class Schedule(NamedTuple):
 
 
 def _signs(order: Iterable[int], chunk: int) -> list[int]:
-    return [1 if one > 0 else -1 for one in order if abs(one) == chunk]
+    return [1 if number > 0 else -1 for number in order if abs(number) == chunk]
 
 
 def passes_of(schedule: Schedule) -> list[tuple[int, int, bool]]:
@@ -180,7 +180,7 @@ class Pass:
             outputs, _ = pytree.tree_flatten(self.module(*self._args, **self._kwargs, **more))
             self._run_hooks("forward_hooks")
             self._run_hooks("backward_pre_hooks")
-            grads = [torch.empty_like(one) for one in outputs if one.requires_grad]
+            grads = [torch.empty_like(output) for output in outputs if output.requires_grad]
             self._grads_of(outputs, grads, allow_unused, retain=False)
             self._run_hooks("backward_hooks")
 
@@ -197,16 +197,16 @@ class Pass:
         """Capture the backward of the forward that was captured."""
         self._run_hooks("backward_pre_hooks")
         self._grad_outputs = [
-            torch.empty_like(one) if one.requires_grad else None for one in self._outputs
+            torch.empty_like(output) if output.requires_grad else None for output in self._outputs
         ]
-        given = [grad for grad in self._grad_outputs if grad is not None]
+        grads = [grad for grad in self._grad_outputs if grad is not None]
         self._grads = [None] * len(self._surface)
-        if given:
-            found = self._graphs[1].record(
-                lambda: self._grads_of(self._outputs, given, allow_unused, retain=retain), pool
+        if grads:
+            computed = self._graphs[1].record(
+                lambda: self._grads_of(self._outputs, grads, allow_unused, retain=retain), pool
             )
-            left = iter(found)
-            self._grads = [next(left) if one.requires_grad else None for one in self._surface]
+            left = iter(computed)
+            self._grads = [next(left) if tensor.requires_grad else None for tensor in self._surface]
         self._run_hooks("backward_hooks")
 
     @property
@@ -216,17 +216,17 @@ class Pass:
     def _grads_of(
         self,
         outputs: Sequence[torch.Tensor],
-        given: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
         allow_unused: bool,
         *,
         retain: bool,
     ) -> tuple[torch.Tensor, ...]:
-        trained = [one for one in outputs if one.requires_grad]
-        inputs = [one for one in self._surface if one.requires_grad]
+        trained = [output for output in outputs if output.requires_grad]
+        inputs = [tensor for tensor in self._surface if tensor.requires_grad]
         if not trained or not inputs:
             return ()
         return torch.autograd.grad(
-            trained, inputs, given, retain_graph=retain, allow_unused=allow_unused
+            trained, inputs, grads, retain_graph=retain, allow_unused=allow_unused
         )
 
     def _run_hooks(self, kind: str) -> None:
@@ -249,12 +249,12 @@ class Pass:
                 f"{type(self.module).__name__} in a graph: arguments {spec}; the sample had "
                 f"{self._inputs_spec}."
             )
-        for given, static in zip(leaves, self._inputs, strict=True):
-            like = (given.shape, given.dtype, given.device, given.requires_grad)
+        for leaf, static in zip(leaves, self._inputs, strict=True):
+            like = (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
             if like != (static.shape, static.dtype, static.device, static.requires_grad):
                 raise OperandError(
-                    f"{type(self.module).__name__} in a graph: an input is {given.dtype} "
-                    f"{list(given.shape)} on {given.device}, requires_grad={given.requires_grad}; "
+                    f"{type(self.module).__name__} in a graph: an input is {leaf.dtype} "
+                    f"{list(leaf.shape)} on {leaf.device}, requires_grad={leaf.requires_grad}; "
                     f"the sample was {static.dtype} {list(static.shape)} on {static.device}, "
                     f"requires_grad={static.requires_grad}."
                 )
@@ -263,19 +263,19 @@ class Pass:
 
     def replay_forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Copy ``inputs`` in, compute, and return the outputs' memory."""
-        for static, given in zip(self._inputs, inputs, strict=False):
-            if static.data_ptr() != given.data_ptr():
-                static.detach().copy_(given)
+        for static, tensor in zip(self._inputs, inputs, strict=False):
+            if static.data_ptr() != tensor.data_ptr():
+                static.detach().copy_(tensor)
         self._graphs[0].replay()
-        return tuple(one.detach() for one in self._outputs)
+        return tuple(output.detach() for output in self._outputs)
 
     def replay_backward(
         self, grads: Sequence[torch.Tensor], *, clones: bool
     ) -> tuple[torch.Tensor | None, ...]:
         """Copy ``grads`` in, compute, and return the gradients of inputs and parameters."""
-        for static, given in zip(self._grad_outputs, grads, strict=True):
-            if static is not None and static.data_ptr() != given.data_ptr():
-                static.copy_(given)
+        for static, incoming in zip(self._grad_outputs, grads, strict=True):
+            if static is not None and static.data_ptr() != incoming.data_ptr():
+                static.copy_(incoming)
         if any(static is not None for static in self._grad_outputs):
             self._graphs[1].replay()
         first_param = len(self._inputs)
@@ -291,11 +291,11 @@ class Pass:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, one: Pass, clones: bool, *tensors: torch.Tensor) -> Any:
-        ctx.one, ctx.clones = one, clones
-        return one.replay_forward(tensors)
+    def forward(ctx: Any, captured: Pass, clones: bool, *tensors: torch.Tensor) -> Any:
+        ctx.captured, ctx.clones = captured, clones
+        return captured.replay_forward(tensors)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, None, *ctx.one.replay_backward(grads, clones=ctx.clones)
+        return None, None, *ctx.captured.replay_backward(grads, clones=ctx.clones)

@@ -46,7 +46,7 @@ def checkpoint(
     ):
         if value:
             raise UnsupportedError(f"checkpoint({name}={value!r}) is not offered.")
-    asked, chosen = active_name(), policy.current()
+    active, chosen = active_name(), policy.current()
     tape = Tape(torch.is_grad_enabled(), outer=current())
     is_first = True
     # Of a forward that raises, torch 2.11 leaves the hooks open for as long as the error lives.
@@ -58,7 +58,7 @@ def checkpoint(
         if not is_forward:
             tape.replay()
         try:
-            with activated(asked), policy.activated(chosen), playing(tape):
+            with activated(active), policy.activated(chosen), playing(tape):
                 outputs = function(*inputs, **named)
         except BaseException as raised:
             if use_reentrant or not is_forward:

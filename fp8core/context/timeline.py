@@ -147,11 +147,11 @@ _histories = _Histories()
 def _list(history: _History) -> None:
     with _histories.lock:
         history.is_listed = True
-        ended = [one for one in _histories.listed if one.has_ended]
+        ended = [past for past in _histories.listed if past.has_ended]
         gone = ended[: max(0, len(ended) - _MOST_ENDED_THREADS)]
-        _histories.forgotten = max([_histories.forgotten, *(one.last_number for one in gone)])
-        kept = [one for one in _histories.listed if one not in gone]
-        _histories.listed = [*kept, history]
+        _histories.forgotten = max([_histories.forgotten, *(past.last_number for past in gone)])
+        remaining = [past for past in _histories.listed if past not in gone]
+        _histories.listed = [*remaining, history]
 
 
 class _Life:
@@ -244,18 +244,18 @@ class Recompute(NamedTuple):
             if number <= _histories.forgotten:  # _list raises it before it drops a history
                 return set()
         try:
-            opened = [one.at(number, in_forward=not self.is_nested) for one in histories]
+            opened = [past.at(number, in_forward=not self.is_nested) for past in histories]
         except LookupError:
             return set()
         around = map(self._around, opened)
-        return {outside if one is None else one.name for one in around} or {outside}
+        return {outside if entered is None else entered.name for entered in around} or {outside}
 
     def _around(self, innermost: _Entered | None) -> _Entered | None:
         """Return the innermost autocast around the checkpointed function, not inside it."""
         around, entered = innermost, innermost
         while entered is not None:
             region = None if entered.region is None else entered.region()
-            if region is not None and any(region is one for one in self.regions):
+            if region is not None and any(region is repeated for repeated in self.regions):
                 around = entered.outer
             entered = entered.outer
         return around

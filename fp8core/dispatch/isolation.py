@@ -63,8 +63,8 @@ def plain(text: str) -> str:
     """
     text = str.__str__(text)
     left = len(text) - MOST_CHARACTERS
-    kept = "".join(map(_printable, text[:MOST_CHARACTERS]))
-    return kept if left <= 0 else f"{kept}... and {left} more characters"
+    beginning = "".join(map(_printable, text[:MOST_CHARACTERS]))
+    return beginning if left <= 0 else f"{beginning}... and {left} more characters"
 
 
 def _printable(character: str) -> str:

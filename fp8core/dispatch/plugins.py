@@ -91,7 +91,7 @@ _left_over: list[FormatSpec] = []
 def _load() -> Registry:
     if _loaded:
         return _loaded[0]
-    wanted = settings.read()  # first, as it may raise, and nothing may count as loaded then
+    chosen = settings.read()  # first, as it may raise, and nothing may count as loaded then
     manager = pluggy.PluginManager("fp8core")
     manager.add_hookspecs(hooks)
     registry = Registry(manager)
@@ -99,17 +99,17 @@ def _load() -> Registry:
     _left_over.clear()
     try:
         _loaded.append(registry)  # a plug-in that asks while it loads sees those loaded so far
-        _fill(registry, wanted)
+        _fill(registry, chosen)
     except BaseException:
         _forget(registry)
         raise
     return registry
 
 
-def _fill(registry: Registry, wanted: settings.Settings) -> None:
+def _fill(registry: Registry, chosen: settings.Settings) -> None:
     absent: list[str] = []
-    for name, source, find in _sources(wanted, absent):
-        if name in wanted.disabled_plugins:
+    for name, source, find in _sources(chosen, absent):
+        if name in chosen.disabled_plugins:
             reason: str | None = "disabled by FP8CORE_DISABLE_PLUGINS"
         elif name in _set_aside:
             reason = _set_aside[name]
@@ -180,7 +180,7 @@ def reserve_recipes(names: Iterable[str]) -> None:
 
 
 def _sources(
-    wanted: settings.Settings, absent: list[str]
+    chosen: settings.Settings, absent: list[str]
 ) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """Yield name, source and loader of each plug-in; modules that do not exist go to ``absent``."""
     points: list[EntryPoint] = sorted(
@@ -191,7 +191,7 @@ def _sources(
     )
     for point in points:
         yield point.name, f"entry point {point.value}", point.load
-    for module in wanted.plugins:
+    for module in chosen.plugins:
         yield module, f"FP8CORE_PLUGINS={module}", functools.partial(_import, module, absent)
 
 
@@ -266,23 +266,23 @@ def _check_new(manager: pluggy.PluginManager, name: str, plugin: object) -> None
 
 
 def _check_hook_names(manager: pluggy.PluginManager, plugin: object) -> None:
-    known = [name for name in vars(hooks) if name.startswith("fp8core_")]
+    names = [name for name in vars(hooks) if name.startswith("fp8core_")]
     callers = manager.get_hookcallers(plugin)
     if not callers:
         raise PluginError(
-            f"implements no hook; hooks are {', '.join(known)}, each function of them marked "
+            f"implements no hook; hooks are {', '.join(names)}, each function of them marked "
             f"with fp8core.backend_api.hookimpl"
         )
     for caller in callers:
         if not caller.has_spec():
-            raise PluginError(f"unknown hook {caller.name!r}.{did_you_mean(caller.name, known)}")
+            raise PluginError(f"unknown hook {caller.name!r}.{did_you_mean(caller.name, names)}")
 
 
 def _collect(manager: pluggy.PluginManager, staged: _Staged, plugin: object) -> None:
-    others = [other for other in manager.get_plugins() if other is not plugin]
+    rest = [installed for installed in manager.get_plugins() if installed is not plugin]
 
     def call(hook: str, register: Callable[..., None]) -> None:
-        for result in manager.subset_hook_caller(hook, others)(register=register):
+        for result in manager.subset_hook_caller(hook, rest)(register=register):
             if inspect.iscoroutine(result):
                 result.close()  # Python would warn that it was never awaited
             if inspect.isawaitable(result) or inspect.isgenerator(result):
@@ -353,10 +353,10 @@ def _check(registry: Registry, staged: _Staged) -> None:
         ("backend", registry.backends.keys(), staged.backends.keys()),
         ("recipe", registry.recipes.keys(), staged.recipes.keys()),
     ):
-        for taken in mine & theirs:
-            raise PluginError(f"{kind} {taken!r} is already registered by another plug-in")
-    for taken in _reserved_recipes & staged.recipes.keys():
-        raise PluginError(f"recipe {taken!r} is fp8core's own")
+        for clash in mine & theirs:
+            raise PluginError(f"{kind} {clash!r} is already registered by another plug-in")
+    for clash in _reserved_recipes & staged.recipes.keys():
+        raise PluginError(f"recipe {clash!r} is fp8core's own")
 
 
 def _check_version(spec: BackendSpec) -> None:

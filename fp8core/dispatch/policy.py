@@ -39,9 +39,9 @@ def current() -> Policy:
 
 
 @contextlib.contextmanager
-def activated(asked: Policy) -> Iterator[None]:
-    """Have the calling thread dispatch by ``asked``."""
-    outer, _active.policy = _active.policy, asked
+def activated(policy: Policy) -> Iterator[None]:
+    """Have the calling thread dispatch by ``policy``."""
+    outer, _active.policy = _active.policy, policy
     try:
         yield
     finally:

@@ -146,7 +146,7 @@ def _describe(status: int, errors: str) -> str:
     if status >= 0:
         text = f"exited with status {status}"
     else:
-        names = {one.value: one.name for one in signal.Signals}
+        names = {number.value: number.name for number in signal.Signals}
         text = f"killed by {names.get(-status, f'signal {-status}')}"
     said = errors.strip().splitlines()
     return f"{text}: {plain(said[-1])}" if said else text

@@ -78,11 +78,11 @@ class Registry:
         reason = self.refused.get(name) or failed.get(name)
         if reason is not None:
             raise PluginError(f"{asked_by} asks for backend {name!r}: {reason}")
-        known = ", ".join(sorted(self.backends)) or "none (is fp8core installed with pip?)"
+        installed = ", ".join(sorted(self.backends)) or "none (is fp8core installed with pip?)"
         unused = f" Plug-ins not used, see `fp8core doctor`: {', '.join(failed)}." if failed else ""
         raise RecipeError(
             f"{asked_by} asks for backend {name!r}, which is not installed; "
-            f"installed: {known}.{did_you_mean(name, self.backends)}{unused}"
+            f"installed: {installed}.{did_you_mean(name, self.backends)}{unused}"
         )
 
     def by_priority(self) -> list[BackendSpec]:

@@ -52,8 +52,8 @@ class Noting:
     @property
     def recorder(self) -> Recorder | None:
         """The recorder of all operations so far; None if one has none, or another."""
-        first, *others = self._recorders or [None]
-        return first if all(one is first for one in others) else None
+        first, *rest = self._recorders or [None]
+        return first if all(recorder is first for recorder in rest) else None
 
     def resolve(self, desc: OpDesc, device: torch.device, purpose: Purpose) -> Resolved:
         """Return the operation for ``desc``, or raise UnsupportedError."""

@@ -89,17 +89,17 @@ def choose(
             product or the mode is strict.
         RecipeError, PluginError: the backend that was asked for is unknown or broken.
     """
-    wanted = settings.read()
+    environment = settings.read()
     registry = plugins.load()
     verdicts = tuple(verdict(registry, spec, desc, device) for spec in registry.by_priority())
     by_name = {verdict.backend: verdict for verdict in verdicts}
-    asked, asked_by = _asked(desc.op, policy, wanted, explicit)
+    named, origin = _asked(desc.op, policy, environment, explicit)
     substitution: str | None = None
-    if asked is not None:
-        registry.spec(asked, asked_by)
-        if by_name[asked].reason is None:
-            return Choice(desc, device, asked, asked_by, None, verdicts)
-        substitution = f"{asked_by} asks for {asked}, but {by_name[asked].reason}"
+    if named is not None:
+        registry.spec(named, origin)
+        if by_name[named].reason is None:
+            return Choice(desc, device, named, origin, None, verdicts)
+        substitution = f"{origin} asks for {named}, but {by_name[named].reason}"
     native = [v.backend for v in verdicts if v.reason is None and not v.emulated]
     emulating = [v.backend for v in verdicts if v.reason is None and v.emulated]
     is_low_precision_product = is_product(desc)
@@ -111,7 +111,7 @@ def choose(
     else:
         failed = [(row.name, row.reason) for row in registry.rows if row.reason is not None]
         raise UnsupportedError(_refusal(desc, device, verdicts, substitution, failed))
-    if substitution and wanted.strict:
+    if substitution and environment.strict:
         raise UnsupportedError(
             f"FP8CORE_STRICT=1: {desc} on {device} would run on {backend}: {substitution}."
         )
@@ -146,9 +146,9 @@ def is_fallback(choice: Choice) -> bool:
 def selected_spec(policy: Policy) -> BackendSpec:
     """Return the backend for new modules: the one asked for, or the usable one that comes first."""
     registry = plugins.load()
-    asked = asked_spec(policy)
-    if asked is not None:
-        return asked
+    named = asked_spec(policy)
+    if named is not None:
+        return named
     for spec in registry.by_priority():
         if registry.unusable(spec) is None:
             return spec
@@ -164,8 +164,8 @@ def asked_spec(policy: Policy) -> BackendSpec | None:
     Raises:
         RecipeError, PluginError: there is none of that name, or its plug-in is broken.
     """
-    asked, asked_by = _asked(None, policy, settings.read(), None)
-    return None if asked is None else plugins.load().spec(asked, asked_by)
+    named, origin = _asked(None, policy, settings.read(), None)
+    return None if named is None else plugins.load().spec(named, origin)
 
 
 def default_device(policy: Policy) -> torch.device:
@@ -193,14 +193,14 @@ def verdict(
 
 
 def _asked(
-    op: str | None, policy: Policy, wanted: settings.Settings, explicit: str | None
+    op: str | None, policy: Policy, environment: settings.Settings, explicit: str | None
 ) -> tuple[str | None, str]:
     names = (
         (explicit, "the argument backend="),
         (dict(policy.op_backends).get(op or ""), "use_backend()"),
         (policy.backend, "use_backend()"),
-        (dict(wanted.op_backends).get(op or ""), "FP8CORE_OP_BACKEND"),
-        (wanted.backend, "FP8CORE_BACKEND"),
+        (dict(environment.op_backends).get(op or ""), "FP8CORE_OP_BACKEND"),
+        (environment.backend, "FP8CORE_BACKEND"),
     )
     return next(((name, by) for name, by in names if name is not None), (None, ""))
 
@@ -227,14 +227,16 @@ def site_pick(
         PluginError: a plug-in's hook failed; a policy that cannot answer is not skipped.
         UnsupportedError: it picks something that is not among the candidates.
     """
-    others = [other for other in registry.manager.get_plugins() if only not in (None, other)]
-    hook = registry.manager.subset_hook_caller("fp8core_select_backend", others)
-    asked = hook.get_hookimpls()
+    installed = [plugin for plugin in registry.manager.get_plugins() if only not in (None, plugin)]
+    hook = registry.manager.subset_hook_caller("fp8core_select_backend", installed)
+    implementations = hook.get_hookimpls()
     picked = attempt(lambda: hook(op=desc.op, desc=desc, device=device, candidates=candidates))
     if isinstance(picked, Failure):
         ran = [frame.f_code for frame, _ in traceback.walk_tb(picked.error.__traceback__)]
-        guilty = [hook for hook in asked if getattr(hook.function, "__code__", None) in ran]
-        names = ",".join(hook.plugin_name for hook in guilty or asked)
+        guilty = [
+            hook for hook in implementations if getattr(hook.function, "__code__", None) in ran
+        ]
+        names = ",".join(hook.plugin_name for hook in guilty or implementations)
         raise PluginError(
             f"plug-in {names}: its fp8core_select_backend failed for {desc} on {device}: {picked}. "
             f"FP8CORE_DISABLE_PLUGINS={names} leaves it out, and it is not asked where the "
@@ -244,7 +246,7 @@ def site_pick(
         return None
     if is_a(picked, str) and str.__str__(picked) in candidates:
         return str.__str__(picked)
-    names = ", ".join(hook.plugin_name for hook in asked)
+    names = ", ".join(hook.plugin_name for hook in implementations)
     raise UnsupportedError(
         f"the site policy picks {shown(picked)} for {desc} on {device} (plug-in {names}); "
         f"able are {list(candidates)}."

@@ -57,27 +57,27 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
 
 def in_force(declared: Iterable[str] = ()) -> dict[str, str]:
     """Return the ``FP8CORE_*`` variables that are set, known ones (and ``declared``) only."""
-    known = {*VARIABLES, *declared}
-    return {name: value for name, value in sorted(os.environ.items()) if name in known}
+    names = {*VARIABLES, *declared}
+    return {name: value for name, value in sorted(os.environ.items()) if name in names}
 
 
 def unknown_names(declared: Iterable[str]) -> list[str]:
     """Return one complaint for each ``FP8CORE_*`` variable that nobody reads."""
-    known = [*VARIABLES, *declared]
+    names = [*VARIABLES, *declared]
     return [
-        f"{name} is set, but nothing reads it.{did_you_mean(name, known)}"
+        f"{name} is set, but nothing reads it.{did_you_mean(name, names)}"
         for name in sorted(os.environ)
-        if name.startswith("FP8CORE_") and name not in known
+        if name.startswith("FP8CORE_") and name not in names
     ]
 
 
 def check_op(op: str, asked_by: str) -> None:
     """Raise RecipeError unless ``op`` is the name of an operation."""
-    known = (*OPS, *OPTIONAL_OPS)
-    if op not in known:
+    operations = (*OPS, *OPTIONAL_OPS)
+    if op not in operations:
         raise RecipeError(
             f"{asked_by} names the operation {op!r}; "
-            f"operations are {', '.join(known)}.{did_you_mean(op, known)}"
+            f"operations are {', '.join(operations)}.{did_you_mean(op, operations)}"
         )
 
 

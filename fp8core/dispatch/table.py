@@ -121,8 +121,8 @@ def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -
     """
     registry = plugins.load()
     key = (policy.current(), settings.read(), registry, len(registry.rows))
-    asked = _thread.is_capturing
-    is_captured = torch.compiler.is_compiling() if asked is None else asked
+    set_by_capture = _thread.is_capturing
+    is_captured = torch.compiler.is_compiling() if set_by_capture is None else set_by_capture
     return _resolve(desc, device, backend, is_captured, key)
 
 
@@ -137,8 +137,8 @@ def resolve_optional(desc: OpDesc, device: torch.device, backend: str) -> Resolv
 def transfers(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
     """Return what moves rows between ``ranks`` beside products: by the backend that multiplies
     tensors of ``dtype``. None if it has nothing, and in a graph, whose collectives are torch's."""
-    asked = _thread.is_capturing
-    if torch.compiler.is_compiling() if asked is None else asked:
+    set_by_capture = _thread.is_capturing
+    if torch.compiler.is_compiling() if set_by_capture is None else set_by_capture:
         return None
     backend = resolve(GemmDesc(None, None, dtype), device).choice.backend
     registry = plugins.load()
@@ -163,8 +163,8 @@ def _resolved(
     is_captured: bool,
     key: _Key,
 ) -> Resolved:
-    asked, _, registry, _ = key
-    choice = select.choose(desc, device, asked, backend)
+    active, _, registry, _ = key
+    choice = select.choose(desc, device, active, backend)
     if choice.substitution:
         log_once(f"{desc.op} on {device} runs on {choice.backend}: {choice.substitution} [{desc}]")
     if select.is_product(desc) or isinstance(desc, _ATTENTION):

@@ -133,10 +133,10 @@ class FormatSpec:
             raise UnsupportedError(
                 f"format {self.name!r} has no rounding {rounding!r}; it has {self.roundings}"
             )
-        found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        if found not in _INPUT_DTYPES:
+        dtype = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        if dtype not in _INPUT_DTYPES:
             raise OperandError(
-                f"encode to {self.name!r}: x is {found}, expected float32, bfloat16 or float16; "
+                f"encode to {self.name!r}: x is {dtype}, expected float32, bfloat16 or float16; "
                 "x.float() rounds a float64 once more"
             )
         x = x.detach().to(torch.float32)
@@ -234,14 +234,14 @@ def register(*specs: FormatSpec) -> None:
             values.
     """
     with discovery_lock:
-        known = dict(_formats)
+        registered = dict(_formats)
         for spec in specs:
             if not isinstance(spec.name, str):
                 raise RecipeError(f"{spec} cannot be registered: its name is no text")
             _check_torch_dtype(spec)
-            if _definition(taken := known.setdefault(spec.name, spec)) != _definition(spec):
-                raise RecipeError(f"{spec} cannot be registered: the name is taken by {taken}")
-        _formats.update(known)
+            if _definition(holder := registered.setdefault(spec.name, spec)) != _definition(spec):
+                raise RecipeError(f"{spec} cannot be registered: the name is taken by {holder}")
+        _formats.update(registered)
 
 
 def unknown(*specs: FormatSpec) -> list[FormatSpec]:
@@ -303,8 +303,10 @@ def by_name(name: str, *, besides: Iterable[str] = ()) -> FormatSpec:
         _discover()
     if name in _formats:
         return _formats[name]
-    known = sorted({*_formats, *besides})
-    raise RecipeError(f"no format {name!r}; known: {', '.join(known)}.{did_you_mean(name, known)}")
+    available = sorted({*_formats, *besides})
+    raise RecipeError(
+        f"no format {name!r}; known: {', '.join(available)}.{did_you_mean(name, available)}"
+    )
 
 
 def names() -> tuple[str, ...]:

@@ -181,12 +181,12 @@ class Recipe:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse unknown arguments by name, before the ``__init__`` of the dataclass."""
-        known = list(inspect.signature(cls.__init__).parameters)[1:] if kwargs else []
+        parameters = list(inspect.signature(cls.__init__).parameters)[1:] if kwargs else []
         for name in kwargs:
-            if name not in known:
+            if name not in parameters:
                 raise RecipeError(
                     f"{cls.__name__} has no argument {name!r}; "
-                    f"valid ones: {', '.join(known)}.{did_you_mean(name, known)}"
+                    f"valid ones: {', '.join(parameters)}.{did_you_mean(name, parameters)}"
                 )
         return super().__new__(cls)
 
@@ -203,11 +203,11 @@ def explains_writes(kind: type[_Recipe]) -> type[_Recipe]:
     """Have the frozen dataclass ``kind`` say how to change a field, where one is written."""
 
     def refuse_write(recipe: Any, name: str, value: object) -> None:
-        known = [field.name for field in dataclasses.fields(recipe)]
-        if name not in known:
+        fields = [field.name for field in dataclasses.fields(recipe)]
+        if name not in fields:
             raise FrozenFieldError(
-                f"{kind.__name__} has no field {name!r}; fields: {', '.join(known)}."
-                f"{did_you_mean(name, known)}"
+                f"{kind.__name__} has no field {name!r}; fields: {', '.join(fields)}."
+                f"{did_you_mean(name, fields)}"
             )
         raise FrozenFieldError(
             f"a recipe is a value, whose fields cannot be written. Make another one: "
@@ -323,11 +323,11 @@ def check_attention(recipe: Any) -> None:
     """
     owner = type(recipe).__name__
     options = {"fp8_dpa_backward": ATTENTION_BACKWARDS, "fp8_dpa_output": ATTENTION_OUTPUTS}
-    for name, known in options.items():
+    for name, choices in options.items():
         value = getattr(recipe, name)
-        if value not in known:
-            raise RecipeError(f"{owner}({name}={value!r}): expected one of {known}.")
-        if value != known[0] and not (recipe.fp8_dpa or recipe.fp8_mha):
+        if value not in choices:
+            raise RecipeError(f"{owner}({name}={value!r}): expected one of {choices}.")
+        if value != choices[0] and not (recipe.fp8_dpa or recipe.fp8_mha):
             raise RecipeError(f"{owner}({name}={value!r}) needs fp8_dpa=True.")
 
 

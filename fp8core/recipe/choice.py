@@ -73,26 +73,26 @@ def names_of(recipe: Recipe) -> tuple[str, ...]:
     return kind.__name__, *(name for name, factory in _factories().items() if factory is kind)
 
 
-def recipe_from(given: object, asked_by: str) -> Recipe | None:
+def recipe_from(argument: object, asked_by: str) -> Recipe | None:
     """Return the recipe that an argument names or is; None stays None.
 
     ``asked_by`` is what messages call the argument.
 
     Raises:
-        RecipeError: no recipe has that name, or ``given`` is something else.
+        RecipeError: no recipe has that name, or ``argument`` is something else.
     """
-    if given is None or isinstance(given, Recipe):
-        return given
-    if isinstance(given, str):
+    if argument is None or isinstance(argument, Recipe):
+        return argument
+    if isinstance(argument, str):
         try:
-            return by_name(given)
+            return by_name(argument)
         except RecipeError as error:
             raise RecipeError(f"{asked_by}: {error}") from None
     remedy = ""
-    if isinstance(given, type) and issubclass(given, Recipe):
-        remedy = f" That is the class; call it: {given.__name__}()."
+    if isinstance(argument, type) and issubclass(argument, Recipe):
+        remedy = f" That is the class; call it: {argument.__name__}()."
     raise RecipeError(
-        f"{asked_by}: expected a Recipe, a recipe's name or None, found {given!r}.{remedy}"
+        f"{asked_by}: expected a Recipe, a recipe's name or None, found {argument!r}.{remedy}"
     )
 
 

@@ -99,17 +99,17 @@ class PerLayer(Recipe):
     def choose(self, role: LayerRole) -> Recipe | None:
         """Return the recipe of the first rule that matches ``role``, else the default."""
         for key, value in self.rules:
-            wanted = LayerRole(role.kind, key) if isinstance(key, str) else key
-            if wanted.kind != role.kind:
+            target = LayerRole(role.kind, key) if isinstance(key, str) else key
+            if target.kind != role.kind:
                 continue
-            if wanted.name is None:
+            if target.name is None:
                 return value
             if role.name is None:
                 raise RecipeError(
-                    f"PerLayer matches layers by name ({wanted.name!r}), but this "
+                    f"PerLayer matches layers by name ({target.name!r}), but this "
                     f"{role.kind} has none. Call fp8core.prepare(model) first, or pass name=."
                 )
-            if fnmatch.fnmatchcase(role.name, wanted.name):
+            if fnmatch.fnmatchcase(role.name, target.name):
                 return value
         return self.default
 
@@ -256,10 +256,10 @@ class CustomRecipe(Recipe):
             object.__setattr__(self, "fp8_format", None)
         fields = self._scaling_fields()
         if (self.qfactory is None) == (not fields):
-            given = "neither" if not fields else f"qfactory and {', '.join(fields)}"
+            named = "neither" if not fields else f"qfactory and {', '.join(fields)}"
             raise RecipeError(
                 f"CustomRecipe takes either qfactory or scaling fields (fp8_format, margin, "
-                f"amax_history_len, amax_compute_algo, scaling_factor_compute_algo), found {given}."
+                f"amax_history_len, amax_compute_algo, scaling_factor_compute_algo), found {named}."
             )
         alignment = self.quantization_alignment
         if not isinstance(alignment, int) or alignment < 1:
@@ -276,8 +276,8 @@ class CustomRecipe(Recipe):
 
     def _scaling_fields(self) -> list[str]:
         names = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
-        given = [name for name in names if getattr(self, name) is not None]
-        return given + ["scaling_factor_compute_algo"] * bool(self.scaling_factor_compute_algo)
+        present = [name for name in names if getattr(self, name) is not None]
+        return present + ["scaling_factor_compute_algo"] * bool(self.scaling_factor_compute_algo)
 
     def _request(self) -> DelayedScalingRequest:
         return DelayedScalingRequest(
@@ -294,8 +294,8 @@ class CustomRecipe(Recipe):
             request = self._request()
             return delayed_linear_plan(self, request.fp8_format, request.delayed())
         names = _names_of(role)
-        plan, *others = [self._asked_plan(role, name, self.qfactory) for name in names]
-        if any(_without_objects(other) != _without_objects(plan) for other in others):
+        plan, *rest = [self._asked_plan(role, name, self.qfactory) for name in names]
+        if any(_without_objects(second) != _without_objects(plan) for second in rest):
             raise RecipeError(
                 f"CustomRecipe: qfactory returned different answers for {' and '.join(names)}, "
                 f"which compute by one plan. Answer alike for both, or build the layer of "
@@ -317,7 +317,7 @@ class CustomRecipe(Recipe):
                 f"CustomRecipe: the delayed slots of one layer share their history, "
                 f"but qfactory asked for {sorted(map(str, requests))}."
             )
-        makers = {tensor: one for tensor, one in answers.items() if _is_maker(one)}
+        makers = {tensor: maker for tensor, maker in answers.items() if _is_maker(maker)}
         plan = linear_plan(
             self,
             lambda tensor: _tensor_plan(tensor, answers[tensor]),
@@ -332,12 +332,12 @@ class CustomRecipe(Recipe):
         Raises:
             RecipeError: one does.
         """
-        asked = {
+        options = {
             "nonfinite": self.nonfinite != "saturate",
             "requantize_weights": self.requantize_weights,
             "backward_override": self.backward_override is not None,
         }
-        for name in (name for name, is_asked in asked.items() if is_asked):
+        for name in (name for name, is_set in options.items() if is_set):
             raise RecipeError(
                 f"CustomRecipe({name}={getattr(self, name)!r}): qfactory returned objects for "
                 f"{', '.join(makers)} that quantize by themselves, and know nothing of {name}. Let "
@@ -360,17 +360,19 @@ def _names_of(role: LayerRole) -> tuple[str, ...]:
 
 def _without_objects(plan: LinearPlan) -> tuple[LinearPlan, list[tuple[str, type]]]:
     """Return ``plan`` with the classes of the user's objects, which a factory makes anew."""
-    return dataclasses.replace(plan, makers=()), [(name, type(one)) for name, one in plan.makers]
+    return dataclasses.replace(plan, makers=()), [
+        (name, type(maker)) for name, maker in plan.makers
+    ]
 
 
 _VERBS = ("__call__", "set_usage", "make_empty")
 
 
-def _is_maker(asked: object) -> bool:
-    """Say whether ``asked`` is an object that a layer has to call to quantize."""
-    if isinstance(asked, type) or isinstance(getattr(asked, "cell", None), TensorPlan):
+def _is_maker(answer: object) -> bool:
+    """Say whether ``answer`` is an object that a layer has to call to quantize."""
+    if isinstance(answer, type) or isinstance(getattr(answer, "cell", None), TensorPlan):
         return False
-    return all(callable(getattr(asked, verb, None)) for verb in _VERBS)
+    return all(callable(getattr(answer, verb, None)) for verb in _VERBS)
 
 
 def _plan_of_maker(maker: Any) -> Any:
@@ -382,27 +384,27 @@ def _plan_of_maker(maker: Any) -> Any:
     return getattr(maker.make_empty((128, 128)), "plan", None)
 
 
-def _tensor_plan(tensor: str, asked: _Answer) -> TensorPlan:
+def _tensor_plan(tensor: str, answer: _Answer) -> TensorPlan:
     """Return the plan of ``tensor`` from a factory's answer.
 
     Raises:
         RecipeError: the answer is none of the three classes, or an OperandSpec with a delayed
             scale, which does not say how the scale is computed.
     """
-    if isinstance(asked, DelayedScalingRequest):
-        first = element(asked.fp8_format, tensor, (0, 0))
+    if isinstance(answer, DelayedScalingRequest):
+        first = element(answer.fp8_format, tensor, (0, 0))
         spec = OperandSpec(*first, delayed=True, cast_first=False)
         return TensorPlan(spec, spec)
-    plan: Any = asked
-    if isinstance(asked, OperandSpec):
-        plan = TensorPlan(asked, asked)
-    elif isinstance(getattr(asked, "cell", None), TensorPlan):
-        plan = asked.cell  # type: ignore[union-attr]  # which the line above looked at
-    elif _is_maker(asked):
-        plan = _plan_of_maker(asked)
+    plan: Any = answer
+    if isinstance(answer, OperandSpec):
+        plan = TensorPlan(answer, answer)
+    elif isinstance(getattr(answer, "cell", None), TensorPlan):
+        plan = answer.cell  # type: ignore[union-attr]  # which the line above looked at
+    elif _is_maker(answer):
+        plan = _plan_of_maker(answer)
     if not isinstance(plan, TensorPlan) or not all(isinstance(s, OperandSpec | None) for s in plan):
         raise RecipeError(
-            f"CustomRecipe: qfactory returned {asked!r} for {tensor}; expected an OperandSpec, "
+            f"CustomRecipe: qfactory returned {answer!r} for {tensor}; expected an OperandSpec, "
             f"a TensorPlan, a DelayedScalingRequest, or a quantizer, which has {', '.join(_VERBS)}."
         )
     if plan.is_delayed:
@@ -418,7 +420,9 @@ def may_reduce_amaxes(recipe: Recipe | None) -> bool:
     if recipe is None:
         return False
     if isinstance(recipe, PerLayer):
-        return any(map(may_reduce_amaxes, [recipe.default, *(one for _, one in recipe.rules)]))
+        return any(
+            map(may_reduce_amaxes, [recipe.default, *(choice for _, choice in recipe.rules)])
+        )
     if recipe.reads_names:
         return True
     delayed = recipe.plan(LayerRole(), torch.bfloat16).delayed

@@ -57,8 +57,8 @@ def as_data(recipe: Recipe) -> RecipeData:
     return data
 
 
-def from_data(given: object, asked_by: str) -> Recipe | None:
-    """Return the recipe of ``given``: data of :func:`as_data`, a Recipe, or None, which stays None.
+def from_data(data: object, asked_by: str) -> Recipe | None:
+    """Return the recipe of ``data``: data of :func:`as_data`, a Recipe, or None, which stays None.
 
     >>> from_data({"recipe": "DelayedScaling", "amax_history_len": 16}, "recipe").amax_history_len
     16
@@ -67,19 +67,19 @@ def from_data(given: object, asked_by: str) -> Recipe | None:
         RecipeError: another value, an unknown recipe, or a field that it does not have;
             ``asked_by`` is what the message calls the argument.
     """
-    if not isinstance(given, Mapping):
-        return recipe_from(given, asked_by)
-    if given.get(_KIND) == PerLayer.__name__ and given.keys() == {_KIND, "rules", "default"}:
-        rules = [(pattern, from_data(value, asked_by)) for pattern, value in given["rules"]]
-        return PerLayer(rules, from_data(given["default"], asked_by))
-    kind = _CLASSES.get(str(given.get(_KIND)))
+    if not isinstance(data, Mapping):
+        return recipe_from(data, asked_by)
+    if data.get(_KIND) == PerLayer.__name__ and data.keys() == {_KIND, "rules", "default"}:
+        rules = [(pattern, from_data(value, asked_by)) for pattern, value in data["rules"]]
+        return PerLayer(rules, from_data(data["default"], asked_by))
+    kind = _CLASSES.get(str(data.get(_KIND)))
     if kind is None:
         raise RecipeError(
-            f"{asked_by}: {dict(given)!r} names no recipe; expected {_KIND!r} to be one of "
-            f"{', '.join(_CLASSES)}.{did_you_mean(str(given.get(_KIND)), _CLASSES)}"
+            f"{asked_by}: {dict(data)!r} names no recipe; expected {_KIND!r} to be one of "
+            f"{', '.join(_CLASSES)}.{did_you_mean(str(data.get(_KIND)), _CLASSES)}"
         )
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    values = {name: value for name, value in given.items() if name != _KIND}
+    values = {name: value for name, value in data.items() if name != _KIND}
     for name, value in values.items():
         if name not in fields:
             raise RecipeError(

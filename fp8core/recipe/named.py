@@ -370,10 +370,12 @@ class NVFP4BlockScaling(Recipe):
     def __post_init__(self) -> None:
         """Check the fields."""
         check_common(self)
-        for name, known in _FOUR_OVER_SIX.items():
+        for name, choices in _FOUR_OVER_SIX.items():
             value = getattr(self, name)
-            if value not in known:
-                raise RecipeError(f"NVFP4BlockScaling({name}={value!r}): expected one of {known}.")
+            if value not in choices:
+                raise RecipeError(
+                    f"NVFP4BlockScaling({name}={value!r}): expected one of {choices}."
+                )
         if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
             raise RecipeError(
                 f"NVFP4BlockScaling(nvfp4_4over6={self.nvfp4_4over6!r}) needs disable_rht=True: "
