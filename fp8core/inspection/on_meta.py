@@ -218,7 +218,7 @@ class MetaChain:
     def can_run(layer: LowPrecisionModule) -> bool:
         """Say whether the sizes of the layer's input are known, and it runs no other modules
         between its chains."""
-        return input_columns_of(layer.link_shapes()) is not None and layer.is_one_chain
+        return input_columns_of(layer.link_shapes()) is not None and layer.is_whole_chain
 
     @contextmanager
     def forward(self, rows: int) -> Iterator[tuple[Forward, list[torch.Tensor]]]:

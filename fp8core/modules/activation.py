@@ -202,8 +202,8 @@ class SiTUGLU(_Shaped):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        given = ("cache_quantized_input",)
-        refuse_arguments(SiTUGLU.__init__, locals(), given, owner="ops.SiTUGLU")
+        names = ("cache_quantized_input",)
+        refuse_arguments(SiTUGLU.__init__, locals(), names, owner="ops.SiTUGLU")
         params = (_positive("SiTUGLU", "beta1", beta1), _positive("SiTUGLU", "beta2", beta2))
         super().__init__(
             "situglu", params, has_scales=False, glu_interleave_size=glu_interleave_size

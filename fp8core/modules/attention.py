@@ -31,7 +31,7 @@ from fp8core.modules.attention_arguments import (
     checked_softcap,
     mask_of,
     mask_type_of,
-    refuse_given,
+    refuse_not_offered,
 )
 from fp8core.modules.attention_cache import mask_type_with_cache, repeated_step, with_cache
 from fp8core.modules.attention_inputs import (
@@ -305,7 +305,7 @@ class DotProductAttention(ParallelModule):
                 if again is not None:
                     return again
         owner = _Owner(self)
-        refuse_given(
+        refuse_not_offered(
             owner,
             fp8_output=fp8_output or None,
             num_splits=None if num_splits == 1 else num_splits,

@@ -23,17 +23,17 @@ def bias_kind(
 ) -> str | None:
     """Return the descriptor's word for a type of bias, and check that its tensors are given."""
     if name not in _BIAS_TYPES:
-        known = ", ".join(map(repr, _BIAS_TYPES))
-        raise OperandError(f"{owner}: core_attention_bias_type={name!r}; expected one of {known}.")
+        types = ", ".join(map(repr, _BIAS_TYPES))
+        raise OperandError(f"{owner}: core_attention_bias_type={name!r}; expected one of {types}.")
     if slopes is not None and name != "alibi":
         raise OperandError(
             f"{owner}: alibi_slopes with core_attention_bias_type={name!r}; expected 'alibi'."
         )
     kind = _BIASES.get(name)
     if (bias is None) != (kind is None):
-        given = "None" if bias is None else "given"
+        state = "None" if bias is None else "given"
         raise OperandError(
-            f"{owner}: core_attention_bias is {given} with core_attention_bias_type={name!r}; "
+            f"{owner}: core_attention_bias is {state} with core_attention_bias_type={name!r}; "
             f"'pre_scale_bias' and 'post_scale_bias' take one, the other types none."
         )
     return "alibi" if name == "alibi" else kind
@@ -44,28 +44,28 @@ def alibi_slopes_of(
     heads: int,
     batch: int,
     q: torch.Tensor,
-    given: torch.Tensor | None,
+    slopes: torch.Tensor | None,
     spread: Parallel,
 ) -> torch.Tensor:
     """Return the slopes of ALiBi, float32 ``[heads]`` or ``[b, heads]``."""
-    if given is None:
+    if slopes is None:
         return torch.tensor(
             _slopes_of_rank(owner, heads, spread), dtype=torch.float32, device=q.device
         )
-    check_kind(owner, "alibi_slopes", given)
-    check_is_whole(owner, "alibi_slopes", given)
-    is_one_row = given.dim() == 1 or (given.dim() == 2 and given.shape[0] in (1, batch))
-    if not is_one_row or given.shape[-1] != heads or given.device != q.device:
+    check_kind(owner, "alibi_slopes", slopes)
+    check_is_whole(owner, "alibi_slopes", slopes)
+    is_single_row = slopes.dim() == 1 or (slopes.dim() == 2 and slopes.shape[0] in (1, batch))
+    if not is_single_row or slopes.shape[-1] != heads or slopes.device != q.device:
         raise OperandError(
-            f"{owner}: alibi_slopes {list(given.shape)} on {given.device}; expected [{heads}] or "
+            f"{owner}: alibi_slopes {list(slopes.shape)} on {slopes.device}; expected [{heads}] or "
             f"[{batch}, {heads}], batch and heads, on {q.device}."
         )
-    if given.requires_grad:
+    if slopes.requires_grad:
         raise UnsupportedError(
             f"{owner}: alibi_slopes requires a gradient, which is not offered; pass "
             f"alibi_slopes.detach(), or the bias itself as core_attention_bias."
         )
-    return given.to(torch.float32)
+    return slopes.to(torch.float32)
 
 
 def _slopes_of_rank(owner: object, heads: int, spread: Parallel) -> list[float]:
@@ -101,7 +101,7 @@ UNLIMITED: Window = (-1, -1)
 
 
 class MaskType(NamedTuple):
-    """What the name of a mask type stands for; ``bottom_right`` None leaves it to the argument
+    """The masks that a mask type names; ``bottom_right`` None leaves the diagonal to the argument
     ``bottom_right_diagonal``."""
 
     causal: bool = False
@@ -121,7 +121,7 @@ MASK_TYPES: Mapping[str, MaskType] = {
 }
 """Transformer Engine's names; ``"padding,causal"`` and ``"causal,padding"`` are also read."""
 
-_OTHER_NAMES = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}
+_ALIASES = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}
 
 
 class Mask(NamedTuple):
@@ -139,13 +139,13 @@ def mask_type_of(owner: object, name: str) -> str:
     Raises:
         OperandError: there is no such mask type.
     """
-    known = _OTHER_NAMES.get(name, name) if isinstance(name, str) else None
-    if known is None or known not in MASK_TYPES:
+    mask_type = _ALIASES.get(name, name) if isinstance(name, str) else None
+    if mask_type is None or mask_type not in MASK_TYPES:
         raise OperandError(
             f"{owner}: attn_mask_type={name!r}; expected one of {', '.join(MASK_TYPES)}."
             f"{did_you_mean(str(name), MASK_TYPES)}"
         )
-    return known
+    return mask_type
 
 
 def mask_of(
@@ -190,7 +190,7 @@ def _checked_window(owner: object, window: Window | None) -> Window:
     return sides[0], sides[1]
 
 
-def refuse_given(owner: object, **arguments: object) -> None:
+def refuse_not_offered(owner: object, **arguments: object) -> None:
     """Raise for the first argument that is not None: these are not offered."""
     for name, value in arguments.items():
         if value is not None:
@@ -236,10 +236,10 @@ def checked_softcap(owner: object, softcap: float) -> float:
     return float(softcap)
 
 
-def checked_choice(owner: object, name: str, value: str, known: Sequence[str]) -> str:
-    """Return ``value``, one of ``known``."""
-    if value not in known:
+def checked_choice(owner: object, name: str, value: str, choices: Sequence[str]) -> str:
+    """Return ``value``, one of ``choices``."""
+    if value not in choices:
         raise OperandError(
-            f"{owner}({name}={value!r}): expected one of {', '.join(map(repr, known))}."
+            f"{owner}({name}={value!r}): expected one of {', '.join(map(repr, choices))}."
         )
     return value

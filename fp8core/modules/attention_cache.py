@@ -62,12 +62,12 @@ def with_cache(
     assert isinstance(number, int)
     if not torch.compiler.is_compiling():
         cache.check_claim(number, layer)
-    held = cache.step(number, new.k, new.v, layout)
+    cached = cache.step(number, new.k, new.v, layout)
     if not torch.compiler.is_compiling():
         cache.claim(number, layer)
-    keys, values, longest = held.k_cache, held.v_cache, held.max_seqlen_kv
+    keys, values, longest = cached.k_cache, cached.v_cache, cached.max_seqlen_kv
     is_cached = at_capacity and cache.clears_rows
-    lengths = Lengths(held.cu_seqlens_q, held.cu_seqlens_kv, max_seqlen_kv=longest)
+    lengths = Lengths(cached.cu_seqlens_q, cached.cu_seqlens_kv, max_seqlen_kv=longest)
     if layout == "thd":
         lengths = lengths._replace(
             cu_seqlens_kv_padded=cache.starts(keys.shape[1]), max_seqlen_q=cache.max_seqlen_q
@@ -100,11 +100,11 @@ def repeated_step(
 
     The cache is not kept alive.
     """
-    number, form, held = layer.layer_number, cache.form, weakref.ref(cache)
+    number, form, cache_ref = layer.layer_number, cache.form, weakref.ref(cache)
     assert isinstance(number, int)
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-        cache = held()
+        cache = cache_ref()
         if cache is None or cache.form != form:
             return None
         cache.check_claim(number, layer)

@@ -1,4 +1,4 @@
-"""What a call of attention is given: layouts, packed tensors, lengths and masks, checked."""
+"""The inputs of a call of attention: layouts, packed tensors, lengths and masks, checked."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def check_layout(owner: object, layout: str) -> str:
         OperandError: there is no such layout.
     """
     if layout not in ATTENTION_LAYOUTS:
-        known = ", ".join(map(repr, ATTENTION_LAYOUTS))
-        raise OperandError(f"{owner}: qkv_format={layout!r}; expected one of {known}.")
+        layouts = ", ".join(map(repr, ATTENTION_LAYOUTS))
+        raise OperandError(f"{owner}: qkv_format={layout!r}; expected one of {layouts}.")
     return layout
 
 
@@ -99,11 +99,11 @@ def unpacked(
     Raises:
         OperandError: tensors are missing, given twice or not packed so.
     """
-    if qkv is not None and (kv is not None or any(one is not None for one in tensors)):
+    if qkv is not None and (kv is not None or any(tensor is not None for tensor in tensors)):
         raise OperandError(
             f"{owner}: qkv_layer holds queries, keys and values; give no other tensor with it."
         )
-    if kv is not None and any(one is not None for one in tensors[1:]):
+    if kv is not None and any(tensor is not None for tensor in tensors[1:]):
         raise OperandError(
             f"{owner}: kv_layer holds keys and values; give key_layer and value_layer, or kv_layer."
         )
@@ -121,7 +121,7 @@ def unpacked(
         parts = packed.unbind(dim)
         tensors = (*tensors[: 3 - count], *parts)
     names = ("query_layer", "key_layer", "value_layer")
-    missing = [name for name, one in zip(names, tensors, strict=True) if one is None]
+    missing = [name for name, tensor in zip(names, tensors, strict=True) if tensor is None]
     if missing:
         raise OperandError(f"{owner}: {missing[0]} is None; give it, or qkv_layer or kv_layer.")
     q, k, v = tensors
@@ -131,31 +131,31 @@ def unpacked(
     return Qkv(q, k, v)
 
 
-def checked_qkv(owner: object, heads: Heads, layout: str, given: Qkv) -> Qkv:
+def checked_qkv(owner: object, heads: Heads, layout: str, qkv: Qkv) -> Qkv:
     """Return the tensors in the dtype of the activations, their sizes checked.
 
     Raises:
         OperandError: one is no dense floating-point tensor, or has another device, dtype, or size.
     """
-    q, k, v = given
+    q, k, v = qkv
     num_dims = 3 if layout == "thd" else 4
     sizes = {
         "query_layer": (heads.heads, heads.head_dim),
         "key_layer": (heads.groups, heads.head_dim),
         "value_layer": (heads.groups, heads.head_dim_v),
     }
-    for (name, size), one in zip(sizes.items(), given, strict=True):
-        check_kind(owner, name, one)
-        check_is_whole(owner, name, one)
-        if one.dim() != num_dims or tuple(one.shape[-2:]) != size:
+    for (name, size), tensor in zip(sizes.items(), qkv, strict=True):
+        check_kind(owner, name, tensor)
+        check_is_whole(owner, name, tensor)
+        if tensor.dim() != num_dims or tuple(tensor.shape[-2:]) != size:
             dims = "t" if layout == "thd" else ", ".join(layout[:2])
             raise OperandError(
-                f"{owner}: {name} {list(one.shape)}; expected [{dims}, {size[0]}, {size[1]}] for "
-                f"qkv_format={layout!r}."
+                f"{owner}: {name} {list(tensor.shape)}; expected [{dims}, {size[0]}, {size[1]}] "
+                f"for qkv_format={layout!r}."
             )
-        if one.device != q.device or one.dtype != q.dtype:
+        if tensor.device != q.device or tensor.dtype != q.dtype:
             raise OperandError(
-                f"{owner}: {name} is {one.dtype} on {one.device}, query_layer {q.dtype} on "
+                f"{owner}: {name} is {tensor.dtype} on {tensor.device}, query_layer {q.dtype} on "
                 f"{q.device}; expected one dtype on one device."
             )
     if k.shape[:-2] != v.shape[:-2]:
@@ -173,7 +173,7 @@ def checked_qkv(owner: object, heads: Heads, layout: str, given: Qkv) -> Qkv:
     if is_under_torch_autocast(q):
         dtype = torch.get_autocast_dtype(q.device.type)
         return Qkv(q.to(dtype), k.to(dtype), v.to(dtype))
-    return given
+    return qkv
 
 
 def lengths_of(
@@ -181,7 +181,7 @@ def lengths_of(
     layout: str,
     qkv: Qkv,
     mask: PaddingMask,
-    given: Lengths,
+    lengths_of_call: Lengths,
     *,
     num_ranks: int = 1,
 ) -> Lengths:
@@ -196,8 +196,12 @@ def lengths_of(
         OperandError: there are none, or they do not fit.
     """
     q, k, _ = qkv
-    if layout == "thd" or given.cu_seqlens_q is not None or given.cu_seqlens_kv is not None:
-        lengths = given
+    if (
+        layout == "thd"
+        or lengths_of_call.cu_seqlens_q is not None
+        or lengths_of_call.cu_seqlens_kv is not None
+    ):
+        lengths = lengths_of_call
     else:
         lengths = _from_mask(owner, layout, qkv, mask, num_ranks)
     offsets = lengths.offsets
@@ -210,7 +214,7 @@ def lengths_of(
     cu_q, cu_kv = lengths.cu_seqlens_q, lengths.cu_seqlens_kv
     assert cu_q is not None
     assert cu_kv is not None
-    sizes = [one.shape[0] for one in lengths.offsets.values() if one is not None]
+    sizes = [bounds.shape[0] for bounds in lengths.offsets.values() if bounds is not None]
     if any(size != sizes[0] for size in sizes):
         raise OperandError(
             f"{owner}: cu_seqlens of {sizes} entries; expected one number of sequences, batch + 1 "
@@ -241,13 +245,13 @@ def lengths_of(
     )
 
 
-def check_unread_lengths(owner: object, layout: str, qkv: Qkv, given: Lengths) -> None:
+def check_unread_lengths(owner: object, layout: str, qkv: Qkv, lengths: Lengths) -> None:
     """Check shapes and dtypes of cu_seqlens that a mask without padding leaves unused.
 
     Raises:
         OperandError: one is not int32 ``[batch + 1]`` on the device of the queries.
     """
-    for name, cu_seqlens in given.offsets.items():
+    for name, cu_seqlens in lengths.offsets.items():
         if cu_seqlens is not None:
             checked = _checked_cu_seqlens(owner, name, cu_seqlens, qkv.q.device)
             _check_batch(owner, name, checked, qkv.q.shape[layout.index("b")])
@@ -285,20 +289,20 @@ def _checked_cu_seqlens(
 
 
 def _longest(
-    owner: object, name: str, given: int | None, cu_seqlens: torch.Tensor, num_tokens: int
+    owner: object, name: str, bound: int | None, cu_seqlens: torch.Tensor, num_tokens: int
 ) -> int:
-    """Return the length of the longest sequence, or the length ``given``, which is no shorter."""
-    if given is not None and (not isinstance(given, int | torch.SymInt) or given < 0):
+    """Return the length of the longest sequence, or the length ``bound``, which is no shorter."""
+    if bound is not None and (not isinstance(bound, int | torch.SymInt) or bound < 0):
         raise OperandError(
-            f"{owner}: {name}={given!r}; expected an integer that no sequence exceeds."
+            f"{owner}: {name}={bound!r}; expected an integer that no sequence exceeds."
         )
     is_unread = not _has_values(cu_seqlens) or cu_seqlens.shape[0] == 1
-    if is_unread or (given is not None and not _is_readable(cu_seqlens)):
-        return num_tokens if given is None else given
+    if is_unread or (bound is not None and not _is_readable(cu_seqlens)):
+        return num_tokens if bound is None else bound
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    if given is not None and given < longest:
-        raise OperandError(f"{owner}: {name}={given}, but a sequence has {longest} tokens.")
-    return longest if given is None else given
+    if bound is not None and bound < longest:
+        raise OperandError(f"{owner}: {name}={bound}, but a sequence has {longest} tokens.")
+    return longest if bound is None else bound
 
 
 def _is_readable(x: torch.Tensor) -> bool:
@@ -363,25 +367,25 @@ def _from_mask(owner: object, layout: str, qkv: Qkv, mask: PaddingMask, num_rank
             f"that of the keys."
         )
     cu_seqlens = []
-    for x, one in zip(qkv, pair, strict=False):
+    for x, padding in zip(qkv, pair, strict=False):
         batch, length = x.shape[layout.index("b")], num_ranks * x.shape[layout.index("s")]
-        if one.dtype != torch.bool or tuple(one.shape) != (batch, 1, 1, length):
+        if padding.dtype != torch.bool or tuple(padding.shape) != (batch, 1, 1, length):
             raise OperandError(
-                f"{owner}: attention_mask {one.dtype} {list(one.shape)}; expected bool "
+                f"{owner}: attention_mask {padding.dtype} {list(padding.shape)}; expected bool "
                 f"[{batch}, 1, 1, {length}], True behind the end of a sequence."
             )
-        _check_is_at_the_end(owner, one)
-        lengths = one.logical_not().flatten(1).sum(1, dtype=torch.int32)
+        _check_is_at_the_end(owner, padding)
+        lengths = padding.logical_not().flatten(1).sum(1, dtype=torch.int32)
         cu_seqlens.append(torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)))
     return Lengths(cu_seqlens[0], cu_seqlens[1])
 
 
-def _kinds(given: object) -> str:
-    """Return the class of ``given``, of a tuple or list with those of its items."""
-    name = type(given).__name__
-    if not isinstance(given, tuple | list):
+def _kinds(value: object) -> str:
+    """Return the class of ``value``, of a tuple or list with those of its items."""
+    name = type(value).__name__
+    if not isinstance(value, tuple | list):
         return name
-    return f"{name} of {', '.join(type(one).__name__ for one in given)}"
+    return f"{name} of {', '.join(type(item).__name__ for item in value)}"
 
 
 def _check_is_at_the_end(owner: object, mask: torch.Tensor) -> None:
@@ -393,13 +397,13 @@ def _check_is_at_the_end(owner: object, mask: torch.Tensor) -> None:
         )
 
 
-def check_pad_between(owner: object, asked: bool | None, lengths: Lengths) -> None:
+def check_pad_between(owner: object, pads_between: bool | None, lengths: Lengths) -> None:
     """Refuse padding between sequences of which nothing says where they begin.
 
     Where offsets with padding are given, they say it, also if no padding is announced.
     """
     has_padded = lengths.cu_seqlens_q_padded is not None or lengths.cu_seqlens_kv_padded is not None
-    if asked is True and not has_padded:
+    if pads_between is True and not has_padded:
         raise OperandError(
             f"{owner}: pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded, "
             f"where sequences begin, in qkv_format='thd'."
@@ -414,9 +418,9 @@ def check_mask(owner: object, qkv: Qkv, layout: str, heads: int, mask: object) -
     """
     full = _full_size(qkv, layout, heads)
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-        given = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        kind = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise OperandError(
-            f"{owner}: attention_mask is {given}; attn_mask_type='arbitrary' needs a bool tensor "
+            f"{owner}: attention_mask is {kind}; attn_mask_type='arbitrary' needs a bool tensor "
             f"that broadcasts to {full}, True where a key is excluded."
         )
     check_is_whole(owner, "attention_mask", mask)
@@ -461,7 +465,7 @@ def _broadcasting(
     if x.device != device:
         raise OperandError(f"{owner}: {name} is on {x.device}, the queries on {device}.")
     sizes = [1] * (4 - x.dim()) + list(x.shape)
-    if x.dim() > 4 or any(one not in (1, of) for one, of in zip(sizes, full, strict=True)):
+    if x.dim() > 4 or any(size not in (1, of) for size, of in zip(sizes, full, strict=True)):
         raise OperandError(
             f"{owner}: {name} {list(x.shape)}; expected a shape that broadcasts to {list(full)}, "
             f"[batch, heads, queries, keys]."

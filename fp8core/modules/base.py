@@ -82,7 +82,7 @@ class LowPrecisionModule(DelayedModule):
         return True
 
     @property
-    def is_one_chain(self) -> bool:
+    def is_whole_chain(self) -> bool:
         """Whether :meth:`link_shapes` are the links of one chain, from its input to its output."""
         return True
 
@@ -98,7 +98,11 @@ class LowPrecisionModule(DelayedModule):
         if not any(shape.num_weights for shape in self.link_shapes()):
             return []
         parameters = self._parameters.items()
-        return [(name,) for name, one in parameters if one is not None and one.dim() > 1]
+        return [
+            (name,)
+            for name, parameter in parameters
+            if parameter is not None and parameter.dim() > 1
+        ]
 
     def linear_shapes(self) -> list[LinkShape]:
         """Return the shapes of the chain's linears: the links that have weights."""
@@ -135,9 +139,9 @@ class LowPrecisionModule(DelayedModule):
                     f"in an ops.Sequential, on that."
                 )
             return
-        held = {id(parameter) for parameter in self.parameters()}
+        parameters = {id(parameter) for parameter in self.parameters()}
         for pending in queue.first():
-            if any(weight.is_leaf and id(weight) not in held for weight in pending.weights):
+            if any(weight.is_leaf and id(weight) not in parameters for weight in pending.weights):
                 raise UnsupportedError(
                     f"{self.label}: backward_dw() after the parameters of forward were replaced, "
                     f"as FSDP does after backward: their gradients would reach nobody. Leave out "
@@ -175,8 +179,8 @@ class LowPrecisionModule(DelayedModule):
         """Return the parameter ``name``, or the tensor in its stead: one that a parametrization
         computes, a view of a flat parameter, or this rank's part of one that is spread."""
         try:
-            held = self._parameters[name]
-            return held if self.local_part is None else self.local_part(name, held)
+            value = self._parameters[name]
+            return value if self.local_part is None else self.local_part(name, value)
         except KeyError:
             computed: torch.Tensor | None = getattr(self, name)
             return computed
@@ -207,7 +211,9 @@ class LowPrecisionModule(DelayedModule):
         """
         if defer_init:
             return
-        if any(one is not None and one.is_meta for one in self._parameters.values()):
+        if any(
+            parameter is not None and parameter.is_meta for parameter in self._parameters.values()
+        ):
             materialize(self, resolve_device(None))
         self.reset_delayed_state()
         self._fill_parameters()
@@ -217,7 +223,7 @@ class LowPrecisionModule(DelayedModule):
 
     @property
     def label(self) -> str:
-        """What messages call the layer: its name in the model, else its class and sizes."""
+        """The layer's name in messages: its name in the model, else its class and sizes."""
         return label_of(type(self).__name__, self.name, self.link_shapes())
 
     def extra_repr(self) -> str:

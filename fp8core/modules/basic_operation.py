@@ -52,8 +52,8 @@ def fused(operations: list[torch.nn.Module], recipe: Any) -> list[torch.nn.Modul
     """
     for fusion in _fusions:
         changed = list(fusion(list(operations), recipe=recipe))
-        flat = [one for group in changed for one in _parts(group)]
-        if [*map(id, flat)] != [id(one) for group in operations for one in _parts(group)]:
+        flat = [part for group in changed for part in _parts(group)]
+        if [*map(id, flat)] != [id(part) for group in operations for part in _parts(group)]:
             raise OperandError(
                 f"fusion {getattr(fusion, '__name__', fusion)}: it returned other operations than "
                 f"it was given, or another order. Return each, or a FusedOperation of several."
@@ -67,7 +67,7 @@ def _parts(operation: torch.nn.Module) -> Sequence[torch.nn.Module]:
 
 
 class OperationContext:
-    """What one forward of an operation keeps for its backward.
+    """The tensors and values that a forward of an operation saves for its backward.
 
     Tensors go through :meth:`save_for_backward`, so that checkpointing and offloading see them;
     other values may be set as attributes. ``requires_grad`` says whether there will be a backward.
@@ -84,7 +84,7 @@ class OperationContext:
 
 
 class FusibleOperation(torch.nn.Module, ExtraTensors):
-    """What a fusion may put in the place of others: the base of operations that users write."""
+    """The base of operations that users write, with which a fusion may replace others."""
 
     @property
     def basic_operations(self) -> Sequence[torch.nn.Module]:
@@ -133,7 +133,7 @@ class FusibleOperation(torch.nn.Module, ExtraTensors):
                 f"{self.num_extra_inputs}."
             )
         tensors = (input, *extra_inputs, *self.parameters())
-        needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         outputs = _Node.apply(self, needs_grad, kwargs, *tensors)  # type: ignore[no-untyped-call]  # torch's
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -243,14 +243,14 @@ class FusedOperation(FusibleOperation):
     @property
     def input_channels(self) -> list[str | None]:
         """The channels of their extra inputs."""
-        fusible = [one for one in self.basic_ops if isinstance(one, ExtraTensors)]
-        return [channel for one in fusible for channel in one.input_channels]
+        fusible = [operation for operation in self.basic_ops if isinstance(operation, ExtraTensors)]
+        return [channel for operation in fusible for channel in operation.input_channels]
 
     @property
     def output_channels(self) -> list[tuple[str | None, bool]]:
         """The channels of their extra outputs."""
-        fusible = [one for one in self.basic_ops if isinstance(one, ExtraTensors)]
-        return [channel for one in fusible for channel in one.output_channels]
+        fusible = [operation for operation in self.basic_ops if isinstance(operation, ExtraTensors)]
+        return [channel for operation in fusible for channel in operation.output_channels]
 
 
 class _Node(torch.autograd.Function):
@@ -273,25 +273,25 @@ class _Node(torch.autograd.Function):
             next_op_input_quantizer=None,
             basic_op_kwargs=[kwargs, *({} for _ in basic[1:])],
         )
-        flat = [one for extra in extra_outputs for one in extra]
+        flat = [tensor for extra in extra_outputs for tensor in extra]
         if len(flat) != operation.num_extra_outputs:
             raise OperandError(
                 f"{type(operation).__name__}.fuser_forward returned {len(flat)} extra outputs; "
                 f"num_extra_outputs is {operation.num_extra_outputs}."
             )
-        for one in (output, *flat):
-            if not isinstance(one, torch.Tensor):
+        for result in (output, *flat):
+            if not isinstance(result, torch.Tensor):
                 raise OperandError(
-                    f"{type(operation).__name__}: forward returned {type(one).__name__}; expected "
-                    f"a torch.Tensor."
+                    f"{type(operation).__name__}: forward returned {type(result).__name__}; "
+                    f"expected a torch.Tensor."
                 )
         ctx.operation, ctx.contexts = operation, contexts
-        ctx.counts = [len(own.to_save) for own in contexts]
-        ctx.save_for_backward(*[one for own in contexts for one in own.to_save])
-        for own in contexts:
-            own.to_save = ()
+        ctx.counts = [len(context.to_save) for context in contexts]
+        ctx.save_for_backward(*[tensor for context in contexts for tensor in context.to_save])
+        for context in contexts:
+            context.to_save = ()
         # An output that is an input would be taken for a view of it, written in place.
-        return tuple(_apart(one, tensors) for one in (output, *flat))
+        return tuple(_apart(result, tensors) for result in (output, *flat))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -301,8 +301,8 @@ class _Node(torch.autograd.Function):
     def gradients(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         operation, contexts = ctx.operation, ctx.contexts
         basic, saved, left = operation.basic_operations, iter(ctx.saved_tensors), iter(grads[1:])
-        for own, count in zip(contexts, ctx.counts, strict=True):
-            own.saved_tensors = tuple(itertools.islice(saved, count))
+        for context, count in zip(contexts, ctx.counts, strict=True):
+            context.saved_tensors = tuple(itertools.islice(saved, count))
         grad_input, grad_params, grad_extras = operation.fuser_backward(
             contexts,
             grads[0],
@@ -310,12 +310,12 @@ class _Node(torch.autograd.Function):
                 tuple(itertools.islice(left, _num_outputs(b))) for b in basic
             ],
         )
-        for own in contexts:
-            own.saved_tensors = ()
-        params = [len(list(one.parameters())) for one in basic]
-        given = _counted(operation, "parameters", grad_params, params)
+        for context in contexts:
+            context.saved_tensors = ()
+        params = [len(list(operation.parameters())) for operation in basic]
+        param_grads = _counted(operation, "parameters", grad_params, params)
         extras = _counted(operation, "extra inputs", grad_extras, [*map(_num_inputs, basic)])
-        return None, None, None, grad_input, *extras, *given
+        return None, None, None, grad_input, *extras, *param_grads
 
 
 def _counted(
@@ -325,14 +325,14 @@ def _counted(
     due: Sequence[int],
 ) -> list[torch.Tensor | None]:
     """Return the gradients that backward ``returned``, of each operation as many as are ``due``."""
-    each = [list(one) for one in returned]
-    if [len(one) for one in each] != list(due):
-        found = ", ".join(str(len(one)) for one in each) or "0"
+    each = [list(grads) for grads in returned]
+    if [len(grads) for grads in each] != list(due):
+        counts = ", ".join(str(len(grads)) for grads in each) or "0"
         raise OperandError(
-            f"{type(operation).__name__}: backward returned {found} gradients of {name}; it has "
+            f"{type(operation).__name__}: backward returned {counts} gradients of {name}; it has "
             f"{', '.join(map(str, due))}. Return one for each, None where none is needed."
         )
-    return [grad for one in each for grad in one]
+    return [grad for grads in each for grad in grads]
 
 
 def _num_inputs(operation: torch.nn.Module) -> int:
@@ -344,4 +344,4 @@ def _num_outputs(operation: torch.nn.Module) -> int:
 
 
 def _apart(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    return output.view_as(output) if any(output is one for one in inputs) else output
+    return output.view_as(output) if any(output is input for input in inputs) else output

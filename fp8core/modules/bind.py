@@ -44,10 +44,10 @@ from fp8core.torch_ops.private import (
 )
 
 
-def is_recompute(layer: LowPrecisionModule, asked: Active) -> bool:
+def is_recompute(layer: LowPrecisionModule, settings: Active) -> bool:
     """Say whether the call of ``layer`` that runs inside backward repeats a forward.
 
-    ``asked`` is what is active now. The call is not one of :func:`fp8core.checkpoint`.
+    ``settings`` is what is active now. The call is not one of :func:`fp8core.checkpoint`.
 
     Raises:
         UnsupportedError: it repeats a forward that ran, or may have run, under another recipe.
@@ -57,7 +57,7 @@ def is_recompute(layer: LowPrecisionModule, asked: Active) -> bool:
         return False  # a hook evaluates something
     if timeline.is_entered_in_backward():
         return True
-    now = (asked.quantize, asked.observe)
+    now = (settings.quantize, settings.observe)
     if active_before(repeated, layer.outside_autocast) == {now}:
         return True
     if now == (None, None):
@@ -113,15 +113,15 @@ def bind(
     """
     if torch.compiler.is_compiling() or is_traced():
         return _bind_captured(layer, device, dtype, shapes)
-    asked, tape = active(layer.outside_autocast), recompute.current()
-    recipe = asked.quantize if asked.quantize is not None else asked.observe
-    is_observing = asked.observe is not None
+    settings, tape = active(layer.outside_autocast), recompute.current()
+    recipe = settings.quantize if settings.quantize is not None else settings.observe
+    is_observing = settings.observe is not None
     is_grad_enabled = torch.is_grad_enabled()
     repeats = False
     if tape is None:
         records = is_observing or is_grad_enabled
         if current_backward_pass() != NO_BACKWARD_PASS:
-            repeats = is_recompute(layer, asked)
+            repeats = is_recompute(layer, settings)
             records = records and not is_grad_enabled
     else:
         records = not tape.is_repeating and (is_observing or tape.is_grad_enabled)
@@ -148,12 +148,12 @@ def bind(
         elif last is not None and agreement.is_known(key) and agreement.is_known(last[0]):
             agreement.change(layer.label, last[0], key)
         with bind_lock:
-            known: Bound | None = layer._bindings.table.get(key)
+            entry: Bound | None = layer._bindings.table.get(key)
             binding = Binding(device, dtype, is_observing)
-            if known is None:
+            if entry is None:
                 arguments = (layer, recipe, mode, binding, chosen, first_gemm)
-                known = lasting(partial(_bind, *arguments))
-            bound = known
+                entry = lasting(partial(_bind, *arguments))
+            bound = entry
             layer._bindings.table[key] = bound
             layer._bindings.last = (key, bound)
             _note_change(layer, recipe, bound)
@@ -162,7 +162,7 @@ def bind(
     if bound.states is not None and records:
         if is_transform_active():
             chain.refuse_transform(bound.links)  # before autocast has something to forget
-        touch(bound.states.forward, bound.states.backward, asked.group)
+        touch(bound.states.forward, bound.states.backward, settings.group)
     return bound
 
 
@@ -200,14 +200,14 @@ def _bind_captured(
 ) -> Bound:
     # torch.compile reads this code. A layer's name is asked for only where it matters: graphs are
     # guarded by what they read.
-    asked, backends = active_name(layer.outside_autocast), policy.current()
-    name, peers = (layer.name, layer.peers) if reads_names(asked) else (None, "")
+    active_text, backends = active_name(layer.outside_autocast), policy.current()
+    name, peers = (layer.name, layer.peers) if reads_names(active_text) else (None, "")
     is_compiled = torch.compiler.is_dynamo_compiling()
     is_watched = layer._bindings.watch is not None
     return bind_captured(
         (layer.kind, type(layer).__name__, name, peers, is_compiled, is_watched),
         tuple([shape.values() for shape in shapes or layer.link_shapes()]),
-        asked,
+        active_text,
         (backends.backend, backends.op_backends),
         (device, dtype),
     )
@@ -230,7 +230,7 @@ def _bind(
 ) -> Bound:
     """Bind ``shapes``; a layer that cannot be bound has the state of before."""
     check_rules(recipe, layer.peers)
-    before = layer.kept_state()
+    before = layer.delayed_snapshot()
     try:
         role = LayerRole(layer.kind, layer.name)
         plan = plan_of(layer.plan_type, recipe, role, binding.activation_dtype)
@@ -261,7 +261,7 @@ def _bind(
                 if name is not None:
                     states.spread_over(named(name))
     except BaseException as error:
-        layer.put_back_state(before)
+        layer.restore_delayed(before)
         if not isinstance(error, Fp8CoreError):
             raise
         raise type(error)(f"{layer.label}: {error}") from None

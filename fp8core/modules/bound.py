@@ -194,9 +194,9 @@ def parts_of(shapes: Sequence[LinkShape], items: tuple[_Item, ...]) -> list[tupl
     return [part for part in parts if part]
 
 
-def reads_names(asked: str) -> bool:
-    """Return whether the recipe that ``asked`` names depends on the layers' names."""
-    request = named(asked)
+def reads_names(name: str) -> bool:
+    """Return whether the recipe that ``name`` names depends on the layers' names."""
+    request = named(name)
     return any(
         recipe is not None and recipe.reads_names for recipe in (request.quantize, request.observe)
     )
@@ -208,7 +208,7 @@ constant_in_graph(reads_names)
 def bind_captured(
     layer: tuple[str, str, str | None, str, bool, bool],
     shape_values: tuple[tuple[Any, ...], ...],
-    asked: str,
+    active_text: str,
     backends: tuple[str | None, tuple[tuple[str, str], ...]],
     place: tuple[torch.device, torch.dtype],
 ) -> Bound:
@@ -220,7 +220,7 @@ def bind_captured(
     """
     kind, type_name, name, peers, is_compiled, is_watched = layer
     shapes: tuple[LinkShape, ...] = tuple(shape(*values) for shape, *values in shape_values)
-    request = named(asked)
+    request = named(active_text)
     recipe = request.quantize if request.quantize is not None else request.observe
     binding = Binding(*place, request.observe is not None)
     label = label_of(type_name, name, shapes)

@@ -50,14 +50,16 @@ class ContextGroup(NamedTuple):
             return cls(way)
         count = 2 if way == "a2a+p2p" else 1
         groups = list(group) if isinstance(group, list | tuple) else [group]
-        is_known = dist.is_available() and all(isinstance(one, dist.ProcessGroup) for one in groups)
-        if len(groups) != count or not is_known:
+        are_groups = dist.is_available() and all(
+            isinstance(member, dist.ProcessGroup) for member in groups
+        )
+        if len(groups) != count or not are_groups:
             expected = "a list of two process groups" if count == 2 else "a process group"
             raise OperandError(
                 f"{owner}(cp_group={group!r}, cp_comm_type={way!r}): expected {expected} of "
                 f"torch.distributed."
             )
-        members = [of_group(one) for one in groups]  # type: ignore[arg-type]  # checked above
+        members = [of_group(member) for member in groups]  # type: ignore[arg-type]  # checked above
         ranks = dist.get_process_group_ranks(groups[-1])  # type: ignore[arg-type]  # checked above
         if count == 1 and global_ranks is not None and list(global_ranks) != ranks:
             raise OperandError(
@@ -68,7 +70,7 @@ class ContextGroup(NamedTuple):
         head_ranks = size if way.startswith("a2a") else 1
         if count == 2:
             size, rank = size * members[1].size, rank + size * members[1].rank
-        names = tuple(one.group_name for one in members) if size > 1 else ()
+        names = tuple(member.group_name for member in members) if size > 1 else ()
         return cls(way, names, size, rank, head_ranks)
 
     @property
@@ -115,14 +117,14 @@ def check_context(
 def _check_options(owner: object, group: ContextGroup, shape: AttentionShape) -> None:
     way, is_causal = group.way, shape.window[1] == 0
     has_window = shape.window[0] >= 0 or shape.window[1] > 0
-    for is_asked, option, ways in (
+    for is_used, option, ways in (
         (shape.arbitrary, "attn_mask_type='arbitrary'", ()),
         (shape.has_bias, "core_attention_bias", ()),
         (shape.bias == "alibi", "core_attention_bias_type='alibi'", ("a2a",)),
         (has_window and is_causal, f"window_size={shape.window}", ("a2a", "all_gather")),
         (has_window and not is_causal, f"window_size={shape.window}", ("a2a",)),
     ):
-        if is_asked and way not in ways:
+        if is_used and way not in ways:
             remedy = f"; choose {' or '.join(map(repr, ways))}" if ways else ""
             raise UnsupportedError(
                 f"{owner}: {option} with cp_comm_type={way!r} is not offered{remedy}."
@@ -175,11 +177,11 @@ def _check_same(
         (lengths.cu_seqlens_q, lengths.cu_seqlens_kv),
     )
     is_same = qkv.q.shape[:-2] == qkv.k.shape[:-2]
-    for one, other in pairs if shape.padding else ():
-        if (one is None) != (other is None):
+    for first, second in pairs if shape.padding else ():
+        if (first is None) != (second is None):
             is_same = False
-        elif one is not None and other is not None and one is not other:
-            is_same = is_same and _values(one) == _values(other)
+        elif first is not None and second is not None and first is not second:
+            is_same = is_same and _values(first) == _values(second)
     if not is_same:
         raise UnsupportedError(
             f"{owner}: a causal mask of queries and keys with different lengths and "

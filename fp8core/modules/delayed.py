@@ -37,7 +37,7 @@ from fp8core.torch_ops.private import (
 __all__ = ["DelayedModule", "check_load"]
 
 
-_KEPT = ("_bindings", "_state_is_from_checkpoint", "_prepared", "_is_fresh")
+_RESTORED = ("_bindings", "_state_is_from_checkpoint", "_prepared", "_is_fresh")
 
 
 class DelayedModule(torch.nn.Module):
@@ -75,7 +75,7 @@ class DelayedModule(torch.nn.Module):
 
     @property
     def label(self) -> str:
-        """What messages call the layer."""
+        """The layer's name in messages."""
         return type(self).__name__
 
     def unbind(self) -> None:
@@ -102,18 +102,18 @@ class DelayedModule(torch.nn.Module):
         self._state_is_from_checkpoint = False
         self._prepared = None
 
-    def kept_state(self) -> dict[str, Any]:
-        """Return the delayed state and the bound links, for :meth:`put_back_state`."""
+    def delayed_snapshot(self) -> dict[str, Any]:
+        """Return the delayed state and the bound links, for :meth:`restore_delayed`."""
         attributes = vars(self)
-        return {name: attributes[name] for name in _KEPT} | {"_buffers": self._buffers.copy()}
+        return {name: attributes[name] for name in _RESTORED} | {"_buffers": self._buffers.copy()}
 
-    def put_back_state(self, kept: dict[str, Any]) -> None:
+    def restore_delayed(self, saved: dict[str, Any]) -> None:
         """Restore the layer's state of before a call that failed."""
-        if self._bindings is not kept["_bindings"]:
+        if self._bindings is not saved["_bindings"]:
             logger.warning("%s: that failed; the delayed state stays as it was", self.label)
         self._buffers.clear()
-        self._buffers.update(kept["_buffers"])
-        vars(self).update({name: kept[name] for name in _KEPT})
+        self._buffers.update(saved["_buffers"])
+        vars(self).update({name: saved[name] for name in _RESTORED})
 
     def check_delayed_state(self, plan: Plan, *, records: bool) -> None:
         """Refuse ``plan`` where the layer's state is for another recipe and must not be forgotten.
@@ -122,18 +122,18 @@ class DelayedModule(torch.nn.Module):
             RecipeError: it came from a checkpoint, or the call only evaluates (``records`` False),
                 which changes no state.
         """
-        stored, wanted = self._stored_meta(), describe(plan)
-        if stored is None or covers(stored, wanted):
+        stored, described = self._stored_meta(), describe(plan)
+        if stored is None or covers(stored, described):
             return
         if self._state_is_from_checkpoint:
             raise RecipeError(
                 f"the delayed-scaling state in the checkpoint is for {stored}, the recipe "
-                f"needs {wanted}. Use the checkpoint's recipe, or reset_delayed_state()."
+                f"needs {described}. Use the checkpoint's recipe, or reset_delayed_state()."
             )
         if not records:
             raise RecipeError(
                 f"the layer's delayed-scaling state is for {stored}, the recipe of this "
-                f"evaluation needs {wanted}. Evaluate with the recipe of training, or call "
+                f"evaluation needs {described}. Evaluate with the recipe of training, or call "
                 f"reset_delayed_state() first, which forgets the scales."
             )
 
@@ -150,16 +150,16 @@ class DelayedModule(torch.nn.Module):
         Returns the description of the plan and the length of its history.
         """
         assert plan.delayed is not None
-        stored, wanted = self._stored_meta(), (describe(plan), plan.delayed.history_len)
-        if stored is not None and stored != wanted[0] and covers(stored, wanted[0]):
-            self._register_meta(wanted[0], self._buffers[META].device)  # type: ignore[union-attr]  # stored
-        elif stored is not None and stored != wanted[0]:
-            logger.warning("%s: delayed state starts fresh for %s", self.label, wanted[0])
+        stored, described = self._stored_meta(), (describe(plan), plan.delayed.history_len)
+        if stored is not None and stored != described[0] and covers(stored, described[0]):
+            self._register_meta(described[0], self._buffers[META].device)  # type: ignore[union-attr]  # stored
+        elif stored is not None and stored != described[0]:
+            logger.warning("%s: delayed state starts fresh for %s", self.label, described[0])
             self.forget_delayed_state()
             stored = None
         if stored is None:
-            self._create(*wanted, device)
-        return wanted
+            self._create(*described, device)
+        return described
 
     def delayed_states(
         self, recipe: Any, plan: Plan, *, records: bool, device: torch.device | None = None
@@ -180,7 +180,7 @@ class DelayedModule(torch.nn.Module):
             self._warn_if_fresh()
         key = (recipe, plan.delayed, policy.current())
         if key not in self._bindings.states:
-            forward, backward = (one * self.count_slot_sets() for one in maxima(plan))
+            forward, backward = (count * self.count_slot_sets() for count in maxima(plan))
             with torch.inference_mode(False):  # see _create
                 self._bindings.states[key] = LayerStates(
                     self._state("fwd", recipe, plan.delayed, forward),
@@ -296,8 +296,8 @@ class DelayedModule(torch.nn.Module):
             # Hooks repair or bring what does not fit. What fits is taken before they see it, as
             # those for Transformer Engine's layers, Megatron's of experts, would unpickle it.
             if errors or not is_saved:
-                given = (state_dict, prefix, local_metadata, strict, *messages)
-                stack.enter_context(load_pre_hooks_called(self, *given))
+                arguments = (state_dict, prefix, local_metadata, strict, *messages)
+                stack.enter_context(load_pre_hooks_called(self, *arguments))
                 errors = self.load_errors(state_dict, prefix, assigns=assigns)
             if errors:  # a layer is loaded whole or not at all
                 error_msgs.extend(errors)
@@ -305,21 +305,21 @@ class DelayedModule(torch.nn.Module):
             state = self._saved_state(state_dict, prefix).state
             for key in self._state_keys(prefix):
                 state_dict.pop(key, None)
-            kept = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
+            saved = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
             try:
                 super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
             except BaseException:
-                self._buffers.update(kept)
+                self._buffers.update(saved)
                 raise
         if state:
             self.unbind()
             self._take_state(state)
         elif has_weights(self._parameters, state_dict, prefix):
-            if kept:
+            if saved:
                 log_once(f"{self.label}: no delayed state in the checkpoint; it starts fresh")
             self.reset_delayed_state()
         else:
-            self._buffers.update(kept)
+            self._buffers.update(saved)
 
     def load_errors(
         self,
@@ -348,8 +348,8 @@ class DelayedModule(torch.nn.Module):
             kind = self.plan_type if any(slots) else None
             imported = import_extra_state(state_dict[key], self.label, kind)
         names = [name for name in BUFFERS if any(slots) and prefix + name in state_dict]
-        own = {name: state_dict[prefix + name] for name in names}
-        return imported._replace(state=own or imported.state)
+        state = {name: state_dict[prefix + name] for name in names}
+        return imported._replace(state=state or imported.state)
 
     def _state_keys(self, prefix: str) -> list[str]:
         """Return the keys of what :meth:`_saved_state` reads."""
@@ -419,7 +419,7 @@ def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch
     return weight
 
 
-class _Asked(NamedTuple):
+class _LoadingLayer(NamedTuple):
     """A layer, where its entries are in a state_dict, and whether it gets its parameters as they
     are there; its delayed state it does."""
 
@@ -430,19 +430,19 @@ class _Asked(NamedTuple):
 
 def _layers_below(
     module: torch.nn.Module, prefix: str, gets_parameters: bool = True
-) -> Iterator[_Asked]:
+) -> Iterator[_LoadingLayer]:
     """Yield the layers in and below ``module`` that load what a state_dict has for them.
 
     Not those behind a hook, or a method that loads, of the user's, who may repair the entries there
     first. Those of torch shard, gather or wrap parameters, or rename the keys of a wrapped module.
     """
-    hooks = [one.hook for one in load_pre_hooks(module).values()]
+    hooks = [hook.hook for hook in load_pre_hooks(module).values()]
     if not all(map(_is_of_a_library, [*hooks, module._load_from_state_dict])):
         return
     if hooks and CHECKPOINTED_MODULE not in module._modules:
         gets_parameters = False
     if isinstance(module, DelayedModule):
-        yield _Asked(module, prefix, gets_parameters)
+        yield _LoadingLayer(module, prefix, gets_parameters)
     for name, child in module._modules.items():
         if child is not None:
             below = prefix if name in RENAMED_MODULES else f"{prefix}{name}."

@@ -173,7 +173,7 @@ def clear_found_inf(model: torch.nn.Module) -> None:
     _remembered[model] = read_counts(layers_of(model, "clear_found_inf"))
 
 
-def layers_of(model: torch.nn.Module, asked: str) -> list[LowPrecisionModule]:
+def layers_of(model: torch.nn.Module, caller: str) -> list[LowPrecisionModule]:
     """Return the layers of fp8core in ``model``.
 
     Raises:
@@ -182,7 +182,7 @@ def layers_of(model: torch.nn.Module, asked: str) -> list[LowPrecisionModule]:
     layers = [module for module in model.modules() if isinstance(module, LowPrecisionModule)]
     if not layers:
         raise OperandError(
-            f"{asked}: {type(model).__name__} has no layer of fp8core, so no cast counts NaN and "
+            f"{caller}: {type(model).__name__} has no layer of fp8core, so no cast counts NaN and "
             f"inf. Pass a model with layers of fp8core, built with them or converted."
         )
     return layers

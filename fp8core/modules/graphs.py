@@ -84,8 +84,8 @@ def make_graphed_callables(
         OperandError: samples, order or hooks do not fit the modules.
         UnsupportedError: there is no CUDA device, or a module is not on one.
     """
-    is_one = isinstance(modules, torch.nn.Module)
-    each: tuple[torch.nn.Module, ...] = (modules,) if is_one else tuple(modules)  # type: ignore[arg-type, assignment]  # as is_one says
+    is_module = isinstance(modules, torch.nn.Module)
+    each: tuple[torch.nn.Module, ...] = (modules,) if is_module else tuple(modules)  # type: ignore[arg-type, assignment]  # as is_module says
     _check_modules(each)
     context = autocast(
         enabled=enabled,
@@ -93,8 +93,8 @@ def make_graphed_callables(
         recipe=recipe,
         amax_reduction_group=amax_reduction_group,
     )
-    args: tuple[Any, ...] = (sample_args,) if is_one and _order is None else tuple(sample_args)
-    keywords = _keywords(sample_kwargs, len(args), is_one=is_one and _order is None)
+    args: tuple[Any, ...] = (sample_args,) if is_module and _order is None else tuple(sample_args)
+    keywords = _keywords(sample_kwargs, len(args), is_single=is_module and _order is None)
     hooks = _hooks(capture_time_hooks, len(each))
     schedule = None
     if _order is not None:
@@ -114,8 +114,8 @@ def make_graphed_callables(
     ]
     plain = [vars(module).get("forward") for module in each]
     stores = [_stores(module) if cache_quantized_params else [] for module in each]
-    with _states_kept(each), _inside(context, each):
-        with _held_for_graphs([store for own in stores for store in own]):
+    with _restored_states(each), _inside(context, each):
+        with _used_by_graphs([store for of_module in stores for store in of_module]):
             _warm_up(
                 passes,
                 num_warmup_iters,
@@ -132,8 +132,10 @@ def make_graphed_callables(
                 retain=retain_graph_in_backward,
             )
         forwards = [
-            _forward(one, stores[owners[at]], cache_quantized_params, clone_param_grads_on_return)
-            for at, one in enumerate(passes)
+            _forward(
+                sample_pass, stores[owners[at]], cache_quantized_params, clone_param_grads_on_return
+            )
+            for at, sample_pass in enumerate(passes)
         ]
     if _order is not None:
         for module, before in zip(each, plain, strict=True):
@@ -141,7 +143,7 @@ def make_graphed_callables(
         return tuple(forwards)
     for module, forward in zip(each, forwards, strict=True):
         module.forward = forward
-    return each[0] if is_one else each
+    return each[0] if is_module else each
 
 
 def _check_modules(modules: Sequence[torch.nn.Module]) -> None:
@@ -164,7 +166,7 @@ def _check_modules(modules: Sequence[torch.nn.Module]) -> None:
                 f"make_graphed_callables: {type(module).__name__} has hooks, which a replay would "
                 f"not call. Register them afterwards, or give capture_time_hooks."
             )
-        layers = [one for one in module.modules() if isinstance(one, LowPrecisionModule)]
+        layers = [layer for layer in module.modules() if isinstance(layer, LowPrecisionModule)]
         if any(layer.need_backward_dw() for layer in layers):
             raise UnsupportedError(
                 f"make_graphed_callables: {type(module).__name__} has a layer with "
@@ -178,12 +180,12 @@ def _check_modules(modules: Sequence[torch.nn.Module]) -> None:
         )
 
 
-def _keywords(given: Any, count: int, *, is_one: bool) -> list[Mapping[str, Any]]:
+def _keywords(samples: Any, count: int, *, is_single: bool) -> list[Mapping[str, Any]]:
     """Return the keyword tensors of each sample."""
-    if given is None:
+    if samples is None:
         return [{}] * count
-    each = [given] if is_one else list(given)
-    if len(each) != count or not all(isinstance(one, Mapping) for one in each):
+    each = [samples] if is_single else list(samples)
+    if len(each) != count or not all(isinstance(sample, Mapping) for sample in each):
         raise OperandError(
             f"make_graphed_callables: sample_kwargs for {len(each)} samples, of {count}; expected "
             f"a mapping for each."
@@ -191,10 +193,10 @@ def _keywords(given: Any, count: int, *, is_one: bool) -> list[Mapping[str, Any]
     return each
 
 
-def _hooks(given: Sequence[Hooks | None] | None, count: int) -> list[Hooks]:
+def _hooks(hooks: Sequence[Hooks | None] | None, count: int) -> list[Hooks]:
     """Return the capture-time hooks of each module."""
-    each = [one or {} for one in given] if given is not None else [{}] * count
-    unknown = {name for one in each for name in one} - set(_HOOKS)
+    each = [entry or {} for entry in hooks] if hooks is not None else [{}] * count
+    unknown = {name for entry in each for name in entry} - set(_HOOKS)
     if len(each) != count or unknown:
         problem = f"keys {sorted(unknown)}" if unknown else f"{len(each)} entries"
         raise OperandError(
@@ -221,9 +223,9 @@ def _warm_up(
         before()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]  # torch's
-        for one in passes:
+        for sample_pass in passes:
             extra = [_FIRST, _LATER] if caches else [{}]
-            one.warm_up(max(times, 2) if caches else times, allow_unused, extra)
+            sample_pass.warm_up(max(times, 2) if caches else times, allow_unused, extra)
     torch.cuda.synchronize()
     if after is not None:
         after()
@@ -247,10 +249,10 @@ def _capture(
 
 
 def _forward(
-    one: Pass, stores: Sequence[WeightStore], caches: bool, clones: bool
+    sample_pass: Pass, stores: Sequence[WeightStore], caches: bool, clones: bool
 ) -> Callable[..., Any]:
     """Return the forward that replays, and in the other mode, train or eval, runs the module's."""
-    module = one.module
+    module = sample_pass.module
     was_training, plain = module.training, module.forward
 
     @functools.wraps(plain)
@@ -267,7 +269,7 @@ def _forward(
             if first:
                 for store in stores:
                     store.refresh()
-        return one.run(args, kwargs, clones=clones)
+        return sample_pass.run(args, kwargs, clones=clones)
 
     return forward
 
@@ -278,7 +280,7 @@ def _stores(module: torch.nn.Module) -> list[WeightStore]:
 
 
 @contextmanager
-def _held_for_graphs(stores: Sequence[WeightStore]) -> Iterator[None]:
+def _used_by_graphs(stores: Sequence[WeightStore]) -> Iterator[None]:
     """Have captured graphs read the kept weights of ``stores``, which are refreshed in place."""
     for store in stores:
         store.is_for_graphs = True
@@ -323,7 +325,7 @@ def _entering(context: autocast, forward: Callable[..., Any]) -> Callable[..., A
 
 
 @contextmanager
-def _states_kept(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+def _restored_states(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Restore delayed scales and histories at the end; those created meanwhile start fresh."""
     layers = [layer for module in modules for layer in module.modules()]
     before = [{name: buffer.clone() for name, buffer in _delayed_state(layer)} for layer in layers]
@@ -331,10 +333,10 @@ def _states_kept(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for layer, kept in zip(layers, before, strict=True):
+            for layer, saved in zip(layers, before, strict=True):
                 for name, buffer in _delayed_state(layer):
-                    if name in kept:
-                        buffer.copy_(kept[name])
+                    if name in saved:
+                        buffer.copy_(saved[name])
                     elif name.startswith("scale"):
                         buffer.fill_(1.0)
                     elif name.startswith("amax_history"):

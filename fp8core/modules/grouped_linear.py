@@ -160,9 +160,9 @@ class GroupedLinear(ParallelModule, ExtraTensors):
             )
         self.first_group = first
         renamed = dict(zip(names, self._names_of("weight") + self._names_of("bias"), strict=True))
-        held = {renamed[name]: parameter for name, parameter in self._parameters.items()}
+        parameters = {renamed[name]: parameter for name, parameter in self._parameters.items()}
         self._parameters.clear()
-        self._parameters.update(held)
+        self._parameters.update(parameters)
         for number in {*range(total)} - {*self.numbers}:
             for kind in KINDS:
                 self.register_parameter(f"{kind}{number}", None)
@@ -271,28 +271,28 @@ class GroupedLinear(ParallelModule, ExtraTensors):
     def _buffer(
         self,
         name: str,
-        given: torch.Tensor | None,
+        buffer: torch.Tensor | None,
         shape: Sequence[int],
         input: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor | None:
-        """Return the rows of ``given``, memory for a result of ``shape``, without its history."""
-        if given is None:
+        """Return the rows of ``buffer``, memory for a result of ``shape``, without its history."""
+        if buffer is None:
             return None
-        wanted = (tuple(shape), dtype, input.device)
+        expected = (tuple(shape), dtype, input.device)
         if (
-            (tuple(given.shape), given.dtype, given.device) != wanted
-            or not given.is_contiguous()
-            or given.requires_grad
+            (tuple(buffer.shape), buffer.dtype, buffer.device) != expected
+            or not buffer.is_contiguous()
+            or buffer.requires_grad
         ):
-            state = ", which requires a gradient" if given.requires_grad else ""
-            order = "contiguous" if given.is_contiguous() else f"strides {given.stride()}"
+            state = ", which requires a gradient" if buffer.requires_grad else ""
+            order = "contiguous" if buffer.is_contiguous() else f"strides {buffer.stride()}"
             raise OperandError(
-                f"{self.label}: {name} is {given.dtype} {list(given.shape)} on {given.device}, "
+                f"{self.label}: {name} is {buffer.dtype} {list(buffer.shape)} on {buffer.device}, "
                 f"{order}{state}; expected {dtype} {list(shape)} on {input.device}, contiguous, "
                 f"without a gradient."
             )
-        return given.detach().view(-1, shape[-1])
+        return buffer.detach().view(-1, shape[-1])
 
     def _device_offsets(self, sizes: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
         """Return the groups' bounds, int64 ``[num_gemms + 1]``, from 0 to at most ``rows``."""
@@ -325,14 +325,14 @@ class GroupedLinear(ParallelModule, ExtraTensors):
     def _check_splits(self, m_splits: Sequence[int] | torch.Tensor, rows: int) -> tuple[int, ...]:
         if isinstance(m_splits, torch.Tensor):
             self._check_tensor(m_splits)
-        given = _integers(m_splits)
-        is_valid = given is not None and len(given) == self.num_gemms and min(given) >= 0
-        if given is None or not is_valid or sum(given) != rows:
+        splits = _integers(m_splits)
+        is_valid = splits is not None and len(splits) == self.num_gemms and min(splits) >= 0
+        if splits is None or not is_valid or sum(splits) != rows:
             raise OperandError(
-                f"{self.label}: m_splits={m_splits if given is None else given!r} for {rows} rows; "
-                f"expected {self.num_gemms} integers >= 0 that add up to {rows}."
+                f"{self.label}: m_splits={m_splits if splits is None else splits!r} for {rows} "
+                f"rows; expected {self.num_gemms} integers >= 0 that add up to {rows}."
             )
-        return tuple(given)
+        return tuple(splits)
 
     @property
     def numbers(self) -> range:
@@ -350,8 +350,8 @@ class GroupedLinear(ParallelModule, ExtraTensors):
 def _integers(sizes: Any) -> list[int] | None:
     """Return ``sizes`` as integers, also from numpy or one-element tensors; None if one is none."""
     try:
-        given = list(sizes)
-        return None if any(isinstance(size, bool) for size in given) else [*map(index, given)]
+        items = list(sizes)
+        return None if any(isinstance(size, bool) for size in items) else [*map(index, items)]
     except TypeError:
         return None
 

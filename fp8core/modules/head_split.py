@@ -38,10 +38,10 @@ def make_qk_norms(
     if kind == "L2Normalization":
         return L2Normalization(eps=eps), L2Normalization(eps=eps)
     if kind not in _WITH_WEIGHT:
-        known = ("L2Normalization", *_WITH_WEIGHT)
+        kinds = ("L2Normalization", *_WITH_WEIGHT)
         raise RecipeError(
-            f"MultiheadAttention(qk_norm_type={kind!r}): kinds are None, {', '.join(known)}."
-            f"{did_you_mean(str(kind), known)}"
+            f"MultiheadAttention(qk_norm_type={kind!r}): kinds are None, {', '.join(kinds)}."
+            f"{did_you_mean(str(kind), kinds)}"
         )
     norms = (
         _WITH_WEIGHT[kind](

@@ -31,7 +31,7 @@ _Maker: TypeAlias = Callable[..., KVCacheManager]
 
 
 class CachedKeys(NamedTuple):
-    """What :meth:`InferenceParams.step` returns, in the order of Transformer Engine.
+    """The result of :meth:`InferenceParams.step`, in the order of Transformer Engine.
 
     Attributes:
         k_cache, v_cache: ``[b, tokens, heads, head size]``: of each sequence the earlier and the
@@ -319,7 +319,7 @@ class InferenceParams:
 
     @property
     def form(self) -> tuple[int, ...]:
-        """What the sizes of a step's tensors follow from, besides the sizes of the cache."""
+        """The values that decide, with the sizes of the cache, the sizes of a step's tensors."""
         return (
             *(self.batch_size, self.max_seqlen_q, self._num_tokens),
             self.cache_manager.read_length,
@@ -436,15 +436,16 @@ class InferenceParams:
         needed["t"] = self._num_tokens
         sizes = dict(zip(layout, new.shape, strict=False))
         fits = new.dim() == len(layout) and all(
-            given >= needed[dim] if dim in "st" else given == needed[dim]
-            for dim, given in sizes.items()
+            length >= needed[dim] if dim in "st" else length == needed[dim]
+            for dim, length in sizes.items()
         )
         if not fits:
-            wanted = ", ".join(
+            expected = ", ".join(
                 f"{dim} {'>=' if dim in 'st' else '='} {needed[dim]}" for dim in layout
             )
             raise OperandError(
-                f"KV cache: {name} is {list(new.shape)}; the step expects {layout!r} with {wanted}."
+                f"KV cache: {name} is {list(new.shape)}; the step expects {layout!r} with "
+                f"{expected}."
             )
         if new.dtype != self.dtype or new.device != self.device:
             raise OperandError(

@@ -32,10 +32,10 @@ def check_input(
     if layout is not torch.strided or input.dtype not in DTYPES or input.is_nested:
         check_kind(layer.label, "input", input)
     if input.dim() == 0 or (size is not None and input.shape[-1] != size):
-        given = f"has k={input.shape[-1]}" if input.dim() else "has no dimension"
-        held = "" if weight is None else f", but the weight is {list(weight.shape)}"
+        state = f"has k={input.shape[-1]}" if input.dim() else "has no dimension"
+        of_weight = "" if weight is None else f", but the weight is {list(weight.shape)}"
         raise OperandError(
-            f"fprop of {layer.label}: input {list(input.shape)} {given}{held}; "
+            f"fprop of {layer.label}: input {list(input.shape)} {state}{of_weight}; "
             f"the layer takes [..., {size}]."
         )
     if weight is None:

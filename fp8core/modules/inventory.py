@@ -28,10 +28,10 @@ def claim(layers: Mapping[str, torch.nn.Module]) -> None:
         OperandError: another monitor has reserved one of them; then none is reserved.
     """
     with _lock:
-        taken = [repr(path) for path, layer in layers.items() if layer in _watched]
-        if taken:
+        watched = [repr(path) for path, layer in layers.items() if layer in _watched]
+        if watched:
             raise OperandError(
-                f"monitor: {some(taken)} of this model is monitored already. "
+                f"monitor: {some(watched)} of this model is monitored already. "
                 f"Close the other monitor first."
             )
         _watched.update(layers.values())
@@ -43,15 +43,17 @@ def release(layers: Iterable[torch.nn.Module]) -> None:
         _watched.difference_update(layers)
 
 
-def refuse_watched(asked: str, layers: Mapping[torch.nn.Module, str]) -> None:
-    """Refuse the call ``asked`` if a monitor watches one of ``layers``, a mapping to their names.
+def refuse_watched(call_name: str, layers: Mapping[torch.nn.Module, str]) -> None:
+    """Refuse the call ``call_name`` if a monitor watches one of ``layers``, mapped to their names.
 
     Raises:
         OperandError: a monitor watches one.
     """
-    taken = [repr(name) for layer, name in layers.items() if layer in _watched]
-    if taken:
-        raise OperandError(f"{asked}: a monitor watches {some(taken)}. Close the monitor first.")
+    watched = [repr(name) for layer, name in layers.items() if layer in _watched]
+    if watched:
+        raise OperandError(
+            f"{call_name}: a monitor watches {some(watched)}. Close the monitor first."
+        )
 
 
 # The wrappers that call the module inside them `module`: an ordinary name elsewhere.
@@ -59,7 +61,7 @@ _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
 class ModuleNode(NamedTuple):
-    """One module of a model; ``path`` leaves out the names that wrappers add."""
+    """A module of a model; ``path`` leaves out the names that wrappers add."""
 
     path: str
     module: torch.nn.Module
@@ -106,8 +108,8 @@ def flops_of(module: torch.nn.Module) -> int:
     GEMM; 0 for another module. A grouped layer counts the groups that a token goes through.
     """
     if isinstance(module, LowPrecisionModule):
-        one = sum(2 * math.prod(s.features) for s in module.link_shapes() if s.features)
-        return module.groups_per_token * one
+        flops = sum(2 * math.prod(s.features) for s in module.link_shapes() if s.features)
+        return module.groups_per_token * flops
     if isinstance(module, torch.nn.Linear):
         return 2 * module.in_features * module.out_features
     if (sizes := conv1d_sizes(module)) is not None:

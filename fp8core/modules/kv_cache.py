@@ -99,8 +99,8 @@ class _Tokens(NamedTuple):
         return new[self.batch, self.offset]
 
 
-class _OwnManager(KVCacheManager):
-    """What the managers of this module have in common."""
+class _ManagerBase(KVCacheManager):
+    """The base of the managers of this module."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class _OwnManager(KVCacheManager):
         # An id that ended and begins again: a layer that took no part since holds other tokens.
         for layer, stored in self._stored.items():
             if stored is not self.sequences:
-                held = ((name, n if name in self.sequences else 0) for name, n in stored.items())
-                self._stored[layer] = OrderedDict(held)
+                lengths = ((name, n if name in self.sequences else 0) for name, n in stored.items())
+                self._stored[layer] = OrderedDict(lengths)
         self._settled = self.sequences if self._keeps_slots(before, after) else None
         self.sequences, self._before, self._tokens = after, before, tokens
         return after
@@ -178,7 +178,7 @@ class _OwnManager(KVCacheManager):
             for cache, new in zip(self.cache[layer_number], (new_k, new_v), strict=True):
                 cache.flatten(0, 1).index_copy_(0, tokens.slot, tokens.of(new, qkv_format))
         self._stored[layer_number] = self.sequences
-        return self._held(layer_number)
+        return self._of_layer(layer_number)
 
     def _check_earlier(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
         """Refuse a layer that lacks tokens of earlier steps."""
@@ -249,7 +249,7 @@ class _OwnManager(KVCacheManager):
         self._numbers = self._refreshed(self._numbers, numbers)
         return _Tokens(*self._numbers.unbind(0))
 
-    def _held(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_layer(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a layer."""
         return self.cache[layer_number]
 
@@ -265,8 +265,8 @@ def _places(steps: Sequences, before: Sequences) -> tuple[torch.Tensor, ...]:
 
 
 class _Changes(NamedTuple):
-    """What becomes of rows since a step after which layers held ``stored``: those that sequences
-    take over, int64 on the device of the cache, and of each that moves where it was and is."""
+    """The changes of rows since a step after which layers held ``stored``: the rows that sequences
+    take over, int64 on the device of the cache, and for each row that moves both places."""
 
     stored: Mapping[Hashable, int]
     cleared: torch.Tensor
@@ -274,7 +274,7 @@ class _Changes(NamedTuple):
     target: torch.Tensor
 
 
-class NonPagedKVCacheManager(_OwnManager):
+class NonPagedKVCacheManager(_ManagerBase):
     """Keeps each sequence in a row of ``[max_batch_size, max_seqlen]`` tokens.
 
     Rows are in the order of the batch; where that order changes, as after a sequence has ended, a
@@ -322,23 +322,23 @@ class NonPagedKVCacheManager(_OwnManager):
     def _changes_since(self, stored: Mapping[Hashable, int]) -> _Changes:
         """Return what becomes of the rows of layers that have ``stored``."""
         rows = {name: row for row, name in enumerate(stored)}
-        moves, taken = [], []
+        moves, rows_to_clear = [], []
         for at, (name, length) in enumerate(self._before.items()):
             if length and rows[name] == at:
                 continue
-            taken.append(at)
+            rows_to_clear.append(at)
             if length:
                 moves.append((rows[name], at))
         pairs = torch.tensor(moves, dtype=torch.int64, device="cpu").view(-1, 2)
-        cleared = self._uploaded(torch.tensor(taken, dtype=torch.int64, device="cpu"))
+        cleared = self._uploaded(torch.tensor(rows_to_clear, dtype=torch.int64, device="cpu"))
         return _Changes(stored, cleared, *self._uploaded(pairs).unbind(1))
 
-    def _held(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_layer(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.cache[layer_number]
         return keys[: len(self.sequences)], values[: len(self.sequences)]
 
 
-class PagedKVCacheManager(_OwnManager):
+class PagedKVCacheManager(_ManagerBase):
     """Keeps each sequence in pages of ``page_size`` tokens, out of ``total_num_pages`` for all.
 
     Attributes:
@@ -396,7 +396,9 @@ class PagedKVCacheManager(_OwnManager):
 
     def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
         pages = self._with_new_pages(after)
-        rows = [[*own, *[0] * (self.max_pages_per_seq - len(own))] for own in pages.values()]
+        rows = [
+            [*numbers, *[0] * (self.max_pages_per_seq - len(numbers))] for numbers in pages.values()
+        ]
         table = torch.tensor(rows, dtype=torch.int64, device="cpu")
         table = table.reshape(len(rows), self.max_pages_per_seq)
         batch, offset, position = _places(steps, before)
@@ -407,9 +409,9 @@ class PagedKVCacheManager(_OwnManager):
         read = self._read_pages(pages.values())
         self._read = self._refreshed(self._read, read)
         self.read_length = read.shape[1] * self.page_size
-        new = (own[len(self._pages.get(name, ())) :] for name, own in pages.items())
-        taken = [*itertools.chain.from_iterable(new)]
-        self._taken = self._uploaded(torch.tensor(taken, device="cpu")) if taken else None
+        new = (numbers[len(self._pages.get(name, ())) :] for name, numbers in pages.items())
+        new_pages = [*itertools.chain.from_iterable(new)]
+        self._taken = self._uploaded(torch.tensor(new_pages, device="cpu")) if new_pages else None
         self._pages = pages
         return tokens
 
@@ -421,8 +423,11 @@ class PagedKVCacheManager(_OwnManager):
         """
         longest = max(map(len, pages), default=0)
         count = min(1 << max(0, longest - 1).bit_length(), self.max_pages_per_seq)
-        last = [own[-1] if own else 0 for own in pages]
-        rows = [[*own, *[at] * (count - len(own))] for own, at in zip(pages, last, strict=True)]
+        last = [numbers[-1] if numbers else 0 for numbers in pages]
+        rows = [
+            [*numbers, *[at] * (count - len(numbers))]
+            for numbers, at in zip(pages, last, strict=True)
+        ]
         return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), count)
 
     def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
@@ -439,11 +444,11 @@ class PagedKVCacheManager(_OwnManager):
 
     def _with_new_pages(self, after: Sequences) -> dict[Hashable, list[int]]:
         """Return the pages of each sequence, once it has its tokens of this step."""
-        kept = {name: self._pages.get(name, []) for name in after}
-        used = {*itertools.chain(*kept.values())}
+        pages = {name: self._pages.get(name, []) for name in after}
+        used = {*itertools.chain(*pages.values())}
         free = [page for page in range(self.total_num_pages) if page not in used]
         missing = {
-            name: -(-length // self.page_size) - len(kept[name]) for name, length in after.items()
+            name: -(-length // self.page_size) - len(pages[name]) for name, length in after.items()
         }
         if sum(missing.values()) > len(free):
             raise OperandError(
@@ -451,8 +456,8 @@ class PagedKVCacheManager(_OwnManager):
                 f"{self.page_size} tokens, and {len(free)} of {self.total_num_pages} are free. End "
                 f"a sequence, by a step without it, or give InferenceParams more total_num_pages."
             )
-        taken = iter(free)
-        return {name: [*kept[name], *itertools.islice(taken, missing[name])] for name in after}
+        numbers = iter(free)
+        return {name: [*pages[name], *itertools.islice(numbers, missing[name])] for name in after}
 
 
 def gathered(

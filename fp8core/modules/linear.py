@@ -311,9 +311,9 @@ def split_sizes(
     """
     if split is None:
         return [("", out_features)]
-    asked = f"Linear(parameters_split={split!r})"
+    argument = f"Linear(parameters_split={split!r})"
     if not isinstance(split, Sequence | Mapping) or not all(isinstance(n, str) for n in split):
-        raise RecipeError(f"{asked}: expected names, or names with their sizes.")
+        raise RecipeError(f"{argument}: expected names, or names with their sizes.")
     names = [name.rstrip("_") for name in split]
     if isinstance(split, Mapping):
         sizes = list(split.values())
@@ -322,9 +322,9 @@ def split_sizes(
     is_whole = all(isinstance(size, int) for size in sizes)
     if not is_whole or sum(sizes) != out_features or min(sizes, default=0) < 1:
         raise RecipeError(
-            f"{asked}: sizes {sizes} do not add up to out_features={out_features}, as integers "
+            f"{argument}: sizes {sizes} do not add up to out_features={out_features}, as integers "
             f"from 1 on."
         )
     if len(set(names)) != len(names) or "" in names or any("." in name for name in names):
-        raise RecipeError(f"{asked}: names must be unique, not empty, and without a dot.")
+        raise RecipeError(f"{argument}: names must be unique, not empty, and without a dot.")
     return [(f"{name}_", size) for name, size in zip(names, sizes, strict=True)]

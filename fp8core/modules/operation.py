@@ -83,10 +83,10 @@ def _check(owner: object, way: str, index: int, count: int, channel: str | None)
 
 
 class Operation(LowPrecisionModule, ExtraTensors):
-    """One operation; called by itself it is a chain of its own.
+    """A single operation; called by itself, a chain of its own.
 
-    It computes in the dtype of its parameters, to which the input is cast, and without parameters
-    in that of the input.
+    The operation computes in the dtype of its parameters, to which the input is cast, and without
+    parameters in that of the input.
     """
 
     kind = "operation"

@@ -151,13 +151,13 @@ class ParallelModule(LowPrecisionModule):
         owner = f"{self.label}.set_tensor_parallel_group"
         if tp_group is None and self.parallel.size == 1:
             return
-        given = Parallel.of(owner, tp_group, 1, self.parallel.sequence)
-        if given.size != self.parallel.size:
+        parallel = Parallel.of(owner, tp_group, 1, self.parallel.sequence)
+        if parallel.size != self.parallel.size:
             raise OperandError(
-                f"{owner}: the group has {given.size} ranks, but the layer was made for "
+                f"{owner}: the group has {parallel.size} ranks, but the layer was made for "
                 f"tp_size={self.parallel.size}, and has its share of the weights."
             )
-        self.parallel = given
+        self.parallel = parallel
         self.unbind()
 
     def set_sequence(self, sequence: bool) -> None:

@@ -64,7 +64,9 @@ def prepare(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch
 def _create_states(model: torch.nn.Module, recipe: Recipe) -> None:
     plans: dict[LowPrecisionModule, Plan] = {}
     for layer in _stateful(model):
-        dtype = next((one.dtype for one in layer.parameters()), torch.get_default_dtype())
+        dtype = next(
+            (parameter.dtype for parameter in layer.parameters()), torch.get_default_dtype()
+        )
         try:
             plan = plan_of(layer.plan_type, recipe, LayerRole(layer.kind, layer.name), dtype)
             if plan.delayed is not None:

@@ -47,8 +47,8 @@ class Experts(NamedTuple):
     @property
     def flops(self) -> int:
         """Forward matmul FLOPs of one token."""
-        one = sum(2 * weight.in_features * weight.out_features for weight in self.weights)
-        return self.experts_per_token * one
+        flops = sum(2 * weight.in_features * weight.out_features for weight in self.weights)
+        return self.experts_per_token * flops
 
 
 def conv1d_sizes(module: torch.nn.Module) -> tuple[int, int] | None:
@@ -67,35 +67,38 @@ def conv1d_sizes(module: torch.nn.Module) -> tuple[int, int] | None:
 
 def experts_of(module: torch.nn.Module) -> Experts | None:
     """Return the experts that ``module`` is, as transformers 5 writes them; None for others."""
-    given = vars(module)
-    if not all(name in given for name in _EXPERTS) or not hasattr(module, "_apply_gate"):
+    attributes = vars(module)
+    if not all(name in attributes for name in _EXPERTS) or not hasattr(module, "_apply_gate"):
         return None
     weights = []
-    for name in ("gate_up_proj" if given["has_gate"] else "up_proj", "down_proj"):
+    for name in ("gate_up_proj" if attributes["has_gate"] else "up_proj", "down_proj"):
         weight = module._parameters.get(name)
-        if weight is None or weight.dim() != 3 or weight.shape[0] != given["num_experts"]:
+        if weight is None or weight.dim() != 3 or weight.shape[0] != attributes["num_experts"]:
             return None
-        bias = f"{name}_bias" if given["has_bias"] else None
+        bias = f"{name}_bias" if attributes["has_bias"] else None
         if bias is not None and module._parameters.get(bias) is None:
             return None
         first, second = weight.shape[1], weight.shape[2]
-        sizes = (first, second) if given["is_transposed"] else (second, first)
+        sizes = (first, second) if attributes["is_transposed"] else (second, first)
         weights.append(ExpertWeight(name, bias, *sizes))
-    config = given.get("config")
+    config = attributes.get("config")
     per_token = getattr(config, "num_experts_per_tok", None) or 1
     return Experts(
-        given["num_experts"], int(per_token), given["is_transposed"], (weights[0], weights[1])
+        attributes["num_experts"],
+        int(per_token),
+        attributes["is_transposed"],
+        (weights[0], weights[1]),
     )
 
 
 def refuse_arguments(
     function: Callable[..., object],
-    given: Mapping[str, object],
+    arguments: Mapping[str, object],
     names: Iterable[str],
     *,
     owner: str | None = None,
 ) -> None:
-    """Raise UnsupportedError for the first of ``names`` whose value ``given`` asks for a feature.
+    """Raise UnsupportedError for the first of ``names`` whose value in ``arguments`` is a feature.
 
     These values ask for none: the default that ``function`` declares; None or False where the
     default is None or False; a process group of one rank; options of tensor parallelism without
@@ -107,7 +110,7 @@ def refuse_arguments(
     parameters = inspect.signature(function).parameters
     owner = owner or function.__qualname__.removesuffix(".__init__")
     for name in names:
-        value, default = given[name], parameters[name].default
+        value, default = arguments[name], parameters[name].default
         if _asks_for_nothing(value, default) or _is_idle(name, value):
             continue
         shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
@@ -124,7 +127,7 @@ def _is_idle(name: str, value: object) -> bool:
     """Return whether ``value``, which is not the default, changes nothing on a single rank."""
     match name:
         case "tp_group" | "tensor_parallel_group" | "dist_process_group":
-            return _is_of_one_rank(value)
+            return _is_single_rank(value)
         case "parallel_mode" | "tensor_parallel_mode":
             return value in ("column", "row")
         case "set_parallel_mode" | "return_layernorm_output_gathered":
@@ -134,7 +137,7 @@ def _is_idle(name: str, value: object) -> bool:
     return False
 
 
-def _is_of_one_rank(group: object) -> bool:
+def _is_single_rank(group: object) -> bool:
     if not torch.distributed.is_available():
         return False
     return isinstance(group, torch.distributed.ProcessGroup) and group.size() == 1

@@ -64,10 +64,10 @@ class DropPath(torch.nn.Module):
         """
         if not self.rate or not self.training:
             return branch
-        kept_rate = 1 - self.rate or 1  # 0 would give a gradient of NaN where nothing is kept
-        return torch.where(self._is_kept(branch, cu_seqlens, split), branch / kept_rate, 0)
+        keep_rate = 1 - self.rate or 1  # 0 would give a gradient of NaN where nothing is kept
+        return torch.where(self._keep_mask(branch, cu_seqlens, split), branch / keep_rate, 0)
 
-    def _is_kept(
+    def _keep_mask(
         self, branch: torch.Tensor, cu_seqlens: torch.Tensor | None, split: SampleSplit
     ) -> torch.Tensor:
         if self.layout in _BATCH_DIM:
@@ -81,11 +81,11 @@ class DropPath(torch.nn.Module):
                 f"they begin, and it is None."
             )
         num_samples, rows = cu_seqlens.numel() - 1, branch.shape[0]
-        is_kept = self._draw(num_samples, branch.device, split)
+        mask = self._draw(num_samples, branch.device, split)
         tokens = torch.arange(split.at * rows, (split.at + 1) * rows, device=branch.device)
         ends = cu_seqlens.to(branch.device)[1:] // split.parts
         sample = torch.bucketize(tokens, ends, right=True)
-        return is_kept[sample.clamp(max=num_samples - 1)].unsqueeze(-1)
+        return mask[sample.clamp(max=num_samples - 1)].unsqueeze(-1)
 
     def _draw(self, num_samples: int, device: torch.device, split: SampleSplit) -> torch.Tensor:
         """Return which samples are kept, the same on all ranks that share them."""

@@ -55,9 +55,9 @@ class Spans(NamedTuple):
             last = bounds[-1] if is_thd else max(lengths, default=0)
             limit = t.shape[0 if is_thd else layout.index("s")]
             if bounds[0] < 0 or last > limit or min(lengths, default=0) < 0:
-                what = "bounds that rise from 0 to at most that" if is_thd else "no longer sequence"
+                rule = "bounds that rise from 0 to at most that" if is_thd else "no longer sequence"
                 raise OperandError(
-                    f"{label}: cu_seqlens {bounds} of {limit} tokens; expected {what}."
+                    f"{label}: cu_seqlens {bounds} of {limit} tokens; expected {rule}."
                 )
         starts = [0] * len(lengths) if self.starts is None else self.starts.tolist()
         if min(starts, default=0) < 0:
@@ -112,20 +112,20 @@ def spans_of(
     return Spans(starts, cu_seqlens)
 
 
-def _integers(label: str, name: str, given: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+def _integers(label: str, name: str, value: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     """Return a vector of integers as int32."""
-    if not isinstance(given, torch.Tensor):
-        raise OperandError(f"{label}: {name} is {type(given).__name__}; expected a torch.Tensor.")
+    if not isinstance(value, torch.Tensor):
+        raise OperandError(f"{label}: {name} is {type(value).__name__}; expected a torch.Tensor.")
     if not torch.compiler.is_compiling():
-        given = made_readable(unwrap(given, name), t.device, f"{label}: {name}")
-    if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
+        value = made_readable(unwrap(value, name), t.device, f"{label}: {name}")
+    if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
         raise OperandError(
-            f"{label}: {name} is {given.dtype} {list(given.shape)}; expected a vector of int32."
+            f"{label}: {name} is {value.dtype} {list(value.shape)}; expected a vector of int32."
         )
-    if given.dtype == torch.int64:  # beyond int32 is beyond all angles, and must not wrap around
+    if value.dtype == torch.int64:  # beyond int32 is beyond all angles, and must not wrap around
         limits = torch.iinfo(torch.int32)
-        given = given.clamp(limits.min, limits.max)
-    return given.to(torch.int32)
+        value = value.clamp(limits.min, limits.max)
+    return value.to(torch.int32)
 
 
 class Rotary(LowPrecisionModule):
@@ -144,7 +144,7 @@ class Rotary(LowPrecisionModule):
         self, tensor_format: str = "sbhd", interleaved: bool = False, name: str | None = None
     ) -> None:
         super().__init__(name)
-        self.tensor_format = _known_format("Rotary", tensor_format)
+        self.tensor_format = _checked_format("Rotary", tensor_format)
         self.interleaved = interleaved
 
     def link_shapes(self) -> tuple[RotaryShape]:
@@ -162,10 +162,13 @@ class Rotary(LowPrecisionModule):
         cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return ``t``, rotated; the arguments are those of :func:`apply_rotary_pos_emb`."""
-        given = [freqs, *(one for one in (start_positions, cu_seqlens) if one is not None)]
+        sources = [
+            freqs,
+            *(tensor for tensor in (start_positions, cu_seqlens) if tensor is not None),
+        ]
         options = (start_positions is None, cu_seqlens is None)
         if not torch.compiler.is_compiling():
-            again = run_again(self, t, given, options)
+            again = run_again(self, t, sources, options)
             if again is not None:
                 return again
         dtype = check_input(self, t, None, None)
@@ -183,26 +186,26 @@ class Rotary(LowPrecisionModule):
         tensors = (spans.starts, spans.cu_seqlens if layout == "thd" else None)
         call = Call(tensors=tensors, sizes=t.shape)
         y = run_links(self, bound, bound.parts[0], t.flatten(-2), [freqs], call)
-        is_given = spans.starts is start_positions and spans.cu_seqlens is cu_seqlens
-        if is_given and given[0] is freqs and not _reads_values(t):
-            self._remember(bound, t, given, options)
+        is_unchanged = spans.starts is start_positions and spans.cu_seqlens is cu_seqlens
+        if is_unchanged and sources[0] is freqs and not _reads_values(t):
+            self._remember(bound, t, sources, options)
         return y.view(t.shape)
 
     def _remember(
         self,
         bound: Bound,
         t: torch.Tensor,
-        given: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
         options: tuple[bool, bool],
     ) -> None:
         """Keep what the call has done without gradients, for calls of tensors alike."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return
-        is_same = sameness_to((t, *given))
-        is_plain = PLAIN.issuperset(map(type, (t, *given)))
+        is_same = sameness_to((t, *sources))
+        is_plain = PLAIN.issuperset(map(type, (t, *sources)))
         if is_same is None or not is_plain or not isinstance(bound.parts[0], Arranged):
             return
-        if chain.prepared_run(bound.parts[0], t, given[:1], Call()) is None:
+        if chain.prepared_run(bound.parts[0], t, sources[:1], Call()) is None:
             return
         (link,) = bound.links
         assert isinstance(link, RotaryLink)
@@ -214,7 +217,7 @@ class Rotary(LowPrecisionModule):
             return y
 
         prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, rotate)
-        remember(self, bound, prepared, len(given), options)
+        remember(self, bound, prepared, len(sources), options)
 
 
 def _reads_values(t: torch.Tensor) -> bool:
@@ -269,7 +272,7 @@ def apply_rotary_pos_emb(
             "apply_rotary_pos_emb", t, freqs, tensor_format, spans, cp_size, cp_rank
         )
         freqs, start_positions, cu_seqlens = chunks
-    layer = _rotary(_known_format("apply_rotary_pos_emb", tensor_format), bool(interleaved), t)
+    layer = _rotary(_checked_format("apply_rotary_pos_emb", tensor_format), bool(interleaved), t)
     y: torch.Tensor = layer(t, freqs, start_positions, cu_seqlens)
     return y
 
@@ -309,7 +312,7 @@ def apply_fused_qkv_rotary_pos_emb(
     owner = "apply_fused_qkv_rotary_pos_emb"
     if cu_seqlens is not None:
         refuse_arguments(apply_fused_qkv_rotary_pos_emb, locals(), ("cu_seqlens",))
-    if _known_format(owner, tensor_format) == "thd":
+    if _checked_format(owner, tensor_format) == "thd":
         raise UnsupportedError(
             f"{owner}(tensor_format='thd') is not offered; split the tensor and call "
             f"apply_rotary_pos_emb for query and key."
@@ -367,9 +370,9 @@ def _of_chunks(
     that a rank of a context-parallel group holds."""
     (starts, cu_seqlens), (size, rank) = spans, ranks
     if not 0 <= rank < size or starts is not None:
-        given = "a tensor" if starts is not None else "None"
+        start = "a tensor" if starts is not None else "None"
         raise UnsupportedError(
-            f"{owner}(cp_size={size}, cp_rank={rank}, start_positions={given}): expected a rank of "
+            f"{owner}(cp_size={size}, cp_rank={rank}, start_positions={start}): expected a rank of "
             f"the group, and sequences that start at position 0."
         )
     check_kind(owner, "freqs", freqs)
@@ -399,7 +402,7 @@ def _rotary(tensor_format: str, interleaved: bool, t: torch.Tensor) -> Rotary:
     return _LAYERS[tensor_format, interleaved, slot]
 
 
-def _known_format(owner: str, tensor_format: str) -> str:
+def _checked_format(owner: str, tensor_format: str) -> str:
     if tensor_format in ATTENTION_LAYOUTS:
         return tensor_format
     raise OperandError(

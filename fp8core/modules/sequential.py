@@ -39,12 +39,12 @@ class _Chain(NamedTuple):
 
     @property
     def shapes(self) -> tuple[LinkShape, ...]:
-        return tuple(shape for one in self.operations for shape in one.link_shapes())
+        return tuple(shape for operation in self.operations for shape in operation.link_shapes())
 
     @property
     def like(self) -> torch.Tensor | None:
         """The first parameter."""
-        params = (param for one in self.operations for param in one.parameters())
+        params = (param for operation in self.operations for param in operation.parameters())
         return next(params, None)
 
 
@@ -103,19 +103,19 @@ class Sequential(OperationList):
         return len(groups) == 1 and isinstance(groups[0], _Chain)
 
     @property
-    def is_one_chain(self) -> bool:
+    def is_whole_chain(self) -> bool:
         """Whether no module runs between its operations."""
         return self.is_link
 
     @property
     def num_extra_inputs(self) -> int:
         """How many extra inputs its call takes."""
-        return sum(_open_inputs(one) for one in self._flat())
+        return sum(_open_inputs(module) for module in self._flat())
 
     @property
     def num_extra_outputs(self) -> int:
         """How many extra outputs its call returns."""
-        return sum(_open_outputs(one) for one in self._flat())
+        return sum(_open_outputs(module) for module in self._flat())
 
     def runs_alone(self) -> set[str]:
         """Return the names of the modules that run by themselves."""
@@ -151,7 +151,9 @@ class Sequential(OperationList):
         for module in self._flat() if modules is None else modules:
             if not isinstance(module, LowPrecisionModule) or not module.is_link:
                 if isinstance(module, FusedOperation):  # the slots of its operations stay unused
-                    num_gemms += sum([_num_slot_sets(one) for one in module.basic_operations])
+                    num_gemms += sum(
+                        [_num_slot_sets(operation) for operation in module.basic_operations]
+                    )
                 close()
                 groups.append(module)
                 continue
@@ -188,7 +190,9 @@ class Sequential(OperationList):
     def link_params(self) -> list[torch.Tensor]:
         """Return the parameters of all chains; extra inputs come with the call."""
         chains = [group for group in self._groups() if isinstance(group, _Chain)]
-        return [p for chain in chains for one in chain.operations for p in one.link_params()]
+        return [
+            p for chain in chains for operation in chain.operations for p in operation.link_params()
+        ]
 
     def forward(
         self,
@@ -205,11 +209,11 @@ class Sequential(OperationList):
         groups = self._groups()
         if has_fusions():
             groups = self._groups(fused(self._flat(), active(self.outside_autocast).quantize))
-        wanted = self.num_extra_inputs
-        if len(extra_inputs) != wanted:
-            adds = "AddExtraInput" if wanted == 1 else "operations that take one"
+        num_inputs = self.num_extra_inputs
+        if len(extra_inputs) != num_inputs:
+            adds = "AddExtraInput" if num_inputs == 1 else "operations that take one"
             raise OperandError(
-                f"{self.label}: got {len(extra_inputs)} extra inputs for {wanted} {adds}."
+                f"{self.label}: got {len(extra_inputs)} extra inputs for {num_inputs} {adds}."
             )
         kwargs = self._kwargs_of(op_kwargs, groups)
         if self.wgrad_queue is None and _delays(groups):
@@ -219,7 +223,7 @@ class Sequential(OperationList):
         value = input
         for group in groups:
             if isinstance(group, _Chain):
-                extra = [tensors.take(one) for one in group.operations]
+                extra = [tensors.take(operation) for operation in group.operations]
                 is_whole = len(groups) == 1
                 result = self._run_chain(group, value, extra, delayed, is_whole=is_whole)
                 value = tensors.keep(group.operations[0], result)
@@ -239,36 +243,36 @@ class Sequential(OperationList):
     ) -> Any:
         """Return the output of ``chain``, followed by its input if that is an extra output."""
         params: list[torch.Tensor] = []
-        for operation, given in zip(chain.operations, extra, strict=True):
-            self._check_extra(given, input)
-            params += given or operation.link_params()
+        for operation, inputs in zip(chain.operations, extra, strict=True):
+            self._check_extra(inputs, input)
+            params += inputs or operation.link_params()
         like, shapes = chain.like, chain.shapes
         if all(shape.leaves_chain for shape in shapes):  # ops.Identity, ops.MakeExtraOutput
             return (input, input) if chain.returns_input else input
-        given_input, input = input, cast_to_weight(input, like)
+        source, input = input, cast_to_weight(input, like)
         columns = input_columns_of(shapes)
         # A layer is bound for its own mode: one of an operation, as of a dropout, may be another.
-        is_of_one_mode = all(one.training is self.training for one in chain.operations)
-        if is_whole and is_of_one_mode and not chain.returns_input:
+        is_uniform_mode = all(operation.training is self.training for operation in chain.operations)
+        if is_whole and is_uniform_mode and not chain.returns_input:
             return run_layer(self, input, params, like=like, columns=columns)[0]
         dtype = check_input(self, input, like, columns)
         bound = bind(self, input.device, dtype, shapes=shapes, first_gemm=chain.first_gemm)
         call = bound.call(None)
-        given_params: Sequence[torch.Tensor] = params
+        chain_params: Sequence[torch.Tensor] = params
         if delayed is not None:
-            call, given_params = delaying(shapes, delayed, call, params)
+            call, chain_params = delaying(shapes, delayed, call, params)
         value = input if input.dtype == dtype else input.to(dtype)
-        arguments = self, bound, bound.parts[0], value, given_params, call
+        arguments = self, bound, bound.parts[0], value, chain_params, call
         if not chain.returns_input:
             return run_links(*arguments)
-        if torch.promote_types(given_input.dtype, dtype) != dtype:  # the extra output has all bits
-            return run_links(*arguments), given_input
+        if torch.promote_types(source.dtype, dtype) != dtype:  # the extra output has all bits
+            return run_links(*arguments), source
         # In the dtype of the chain gradients are added before they are rounded to the input's.
         output, extra_output = run_links_by(*arguments, run=run_returning_input)
-        return output, extra_output.to(given_input.dtype)
+        return output, extra_output.to(source.dtype)
 
-    def _check_extra(self, given: Sequence[torch.Tensor], input: torch.Tensor) -> None:
-        for index, tensor in enumerate(given):
+    def _check_extra(self, tensors: Sequence[torch.Tensor], input: torch.Tensor) -> None:
+        for index, tensor in enumerate(tensors):
             check_kind(self.label, f"extra input {index}", tensor)
             if tensor.device != input.device:
                 raise OperandError(
@@ -278,13 +282,13 @@ class Sequential(OperationList):
 
     def _kwargs_of(
         self,
-        given: Mapping[Key, Mapping[str, Any]] | None,
+        kwargs_by_key: Mapping[Key, Mapping[str, Any]] | None,
         groups: Sequence[_Chain | torch.nn.Module],
     ) -> dict[int, Mapping[str, Any]]:
         """Return the keyword arguments by the identity of the module that they are for."""
         named = {
             id(self[key] if isinstance(key, int) else key): (key, kwargs)
-            for key, kwargs in (given or {}).items()
+            for key, kwargs in (kwargs_by_key or {}).items()
         }
         alone = {id(group) for group in groups}
         for module, (key, _) in named.items():
@@ -403,4 +407,4 @@ def _check_single_output(module: torch.nn.Module) -> None:
 def _delays(groups: Sequence[_Chain | torch.nn.Module]) -> bool:
     """Return whether an operation of a chain leaves its weight gradients for later."""
     chains = [group for group in groups if isinstance(group, _Chain)]
-    return any(one.need_backward_dw() for chain in chains for one in chain.operations)
+    return any(operation.need_backward_dw() for chain in chains for operation in chain.operations)

@@ -224,9 +224,9 @@ class Reshape(torch.nn.Module):
         Raises:
             OperandError: it has another number of elements.
         """
-        known = math.prod([size for size in self.shape if size != -1])
+        product = math.prod([size for size in self.shape if size != -1])
         count = input.numel()
-        fits = count == known if -1 not in self.shape else known and not count % known
+        fits = count == product if -1 not in self.shape else product and not count % product
         if not fits:
             raise OperandError(
                 f"ops.Reshape: input {list(input.shape)} has no shape {list(self.shape)}."

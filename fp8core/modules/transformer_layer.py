@@ -449,12 +449,12 @@ def _check_layer_type(layer_type: str) -> None:
 
 def _check_parallel(is_decoder: bool, normalizes_residual: bool, has_output_norm: bool) -> None:
     """Refuse what has no meaning where attention and feed-forward block read the same input."""
-    for is_asked, argument in (
+    for is_enabled, argument in (
         (is_decoder, "layer_type='decoder'"),
         (normalizes_residual, "apply_residual_connection_post_layernorm=True"),
         (has_output_norm, "output_layernorm=True"),
     ):
-        if is_asked:
+        if is_enabled:
             raise OperandError(
                 f"TransformerLayer(parallel_attention_mlp=True, {argument}): the two exclude each "
                 f"other; leave one out."

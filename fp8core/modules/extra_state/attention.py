@@ -44,14 +44,14 @@ def from_three_gemms(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     buffers = {}
     for way, (places, names, count) in _WAYS.items():
         for name, fill in ((f"scale_{way}", 1.0), (f"amax_history_{way}", 0.0)):
-            given = tensors[name]
-            if given.shape[-1] != count:
+            tensor = tensors[name]
+            if tensor.shape[-1] != count:
                 raise OperandError(
-                    f"its {name} is {list(given.shape)}, expected {count} slots of attention"
+                    f"its {name} is {list(tensor.shape)}, expected {count} slots of attention"
                 )
-            buffer = given.new_full((*given.shape[:-1], len(names)), fill)
+            buffer = tensor.new_full((*tensor.shape[:-1], len(names)), fill)
             for slot, at in places.items():
-                buffer[..., names.index(slot)] = given[..., at]
+                buffer[..., names.index(slot)] = tensor[..., at]
             buffers[name] = buffer
     return buffers
 
@@ -65,14 +65,14 @@ def to_three_gemms(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     tensors = {}
     for way, (places, names, count) in _WAYS.items():
         for name, fill in ((f"scale_{way}", 1.0), (f"amax_history_{way}", 0.0)):
-            given = buffers[name]
-            whole = given.new_full((*given.shape[:-1], count), fill)
+            source = buffers[name]
+            whole = source.new_full((*source.shape[:-1], count), fill)
             for slot, at in places.items():
-                whole[..., at] = given[..., names.index(slot)]
+                whole[..., at] = source[..., names.index(slot)]
             if way == "fwd":
-                three = given[..., [names.index(slot) for slot in "qkv"]]
+                three = source[..., [names.index(slot) for slot in "qkv"]]
                 is_scale = name.startswith("scale")
                 whole[..., _QKV] = three.amin(-1) if is_scale else three.amax(-1)
-                whole[..., _RESULT] = given[..., names.index("v")]
+                whole[..., _RESULT] = source[..., names.index("v")]
             tensors[name] = whole
     return tensors

@@ -175,12 +175,12 @@ class _Machine:
     def name_class(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise OperandError("it is damaged: a class without a name")
-        found = ClassName(module, name)
-        if found not in self._classes:
+        class_name = ClassName(module, name)
+        if class_name not in self._classes:
             raise OperandError(
-                f"it names {str(found)[:100]!r}, which no state of Transformer Engine needs"
+                f"it names {str(class_name)[:100]!r}, which no state of Transformer Engine needs"
             )
-        self.push(found)
+        self.push(class_name)
 
     def call(self) -> None:
         arguments, function = self.pop(), self.pop()
@@ -216,7 +216,7 @@ class _Machine:
             raise OperandError("it refers to a storage that is not in it")
         self.push(self._persistent(identity))
 
-    def store_one(self) -> None:
+    def store_item(self) -> None:
         value, key = self.pop(), self.pop()
         self.store([key, value])
 
@@ -241,7 +241,7 @@ def _push(machine: _Machine, argument: Any) -> None:
     machine.push(argument)
 
 
-def _append_one(machine: _Machine, _: Any) -> None:
+def _append_item(machine: _Machine, _: Any) -> None:
     value = machine.pop()
     machine.append([value])
 
@@ -275,9 +275,9 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "STACK_GLOBAL": _stack_class,
     **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda machine, _: machine.call()),
     "BUILD": lambda machine, _: machine.build(),
-    "SETITEM": lambda machine, _: machine.store_one(),
+    "SETITEM": lambda machine, _: machine.store_item(),
     "SETITEMS": lambda machine, _: machine.store(machine.pop_mark()),
-    "APPEND": _append_one,
+    "APPEND": _append_item,
     "APPENDS": lambda machine, _: machine.append(machine.pop_mark()),
     "BINPERSID": lambda machine, _: machine.resolve(),
 }

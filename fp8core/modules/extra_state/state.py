@@ -147,9 +147,9 @@ def _buffers(content: Any) -> dict[str, torch.Tensor]:
         return _operation_buffers(content)
     if not _is_delayed(content):
         return {}
-    own = content.get(EXPERT)
-    given = {**content, **own} if type(own) is dict else content
-    tensors = {name: _tensor(given, name) for name in BUFFERS if name != META}
+    of_experts = content.get(EXPERT)
+    entries = {**content, **of_experts} if type(of_experts) is dict else content
+    tensors = {name: _tensor(entries, name) for name in BUFFERS if name != META}
     return {**tensors, META: _meta(content, tensors)}
 
 
@@ -171,7 +171,9 @@ def _attention_buffers(content: Any) -> dict[str, torch.Tensor]:
     recipes = extra.get("local_recipes", []) if type(extra) is dict else []
     if type(recipes) not in (list, tuple):
         raise OperandError(f"its local_recipes are a {type(recipes).__name__}")
-    if any(type(one) is not Record or one.kind.name != "DelayedScaling" for one in recipes):
+    if any(
+        type(record) is not Record or record.kind.name != "DelayedScaling" for record in recipes
+    ):
         return {}
     tensors = {name: _tensor(content, name) for name in BUFFERS if name != META}
     pair = _format_of(recipe)
@@ -201,11 +203,13 @@ def _operation_buffers(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         first = first or part
         count, used = _SLOTS[way]
         for name, fill in ((f"scale_{way}", 1.0), (f"amax_history_{way}", 0.0)):
-            given = _tensor(part, name)
-            if given.shape[-1:] != (len(used),):
-                raise OperandError(f"its {name} is {list(given.shape)}, expected {len(used)} slots")
-            whole = given.new_full((*given.shape[:-1], count), fill)
-            whole[..., list(used)] = given
+            values = _tensor(part, name)
+            if values.shape[-1:] != (len(used),):
+                raise OperandError(
+                    f"its {name} is {list(values.shape)}, expected {len(used)} slots"
+                )
+            whole = values.new_full((*values.shape[:-1], count), fill)
+            whole[..., list(used)] = values
             tensors[name] = whole
     if first is None:
         return {}
@@ -267,9 +271,9 @@ def _format_of(recipe: Record) -> Format:
     if type(value) is Record and value.kind.name == "_FormatHelper":
         maxima = (*value.args, value.fields.get("max_fwd"), value.fields.get("max_bwd"))
         return format_named(maxima[0], maxima[1])
-    for known in _FORMATS:
-        if value == known.name:
-            return known
+    for candidate in _FORMATS:
+        if value == candidate.name:
+            return candidate
     raise OperandError("its recipe's fp8_format is no Format of 8 bits")
 
 
@@ -301,7 +305,7 @@ def format_named(max_fwd: Any, max_bwd: Any) -> Format:
         OperandError: there is none.
     """
     if type(max_fwd) in (int, float) and type(max_bwd) in (int, float):
-        for known in _FORMATS:
-            if (max_fwd, max_bwd) == (known.forward.max, known.backward.max):
-                return known
+        for member in _FORMATS:
+            if (max_fwd, max_bwd) == (member.forward.max, member.backward.max):
+                return member
     raise OperandError("its recipe's fp8_format is none of E4M3, E5M2 and HYBRID")

@@ -140,14 +140,14 @@ def _tensor(arguments: tuple[Any, ...]) -> torch.Tensor:
         raise OperandError(f"it is damaged: a tensor of the shape {reprlib.repr(shape)}")
     count = math.prod(shape)
     width = storage.dtype.itemsize
-    held = len(storage.data) // width
+    num_stored = len(storage.data) // width
     is_strided = _are_sizes(strides) and len(strides) == len(shape)
     if not is_strided or any(
         size > 1 and not stride for size, stride in zip(shape, strides, strict=True)
     ):
         raise OperandError(f"it holds a tensor {list(shape)} with strides {reprlib.repr(strides)}")
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if count and (last >= held or count > held):
+    if count and (last >= num_stored or count > num_stored):
         raise OperandError(
             f"it is damaged: a tensor {list(shape)} in a storage of {len(storage.data)} bytes"
         )
@@ -155,7 +155,7 @@ def _tensor(arguments: tuple[Any, ...]) -> torch.Tensor:
         raise OperandError(f"it is damaged: a tensor of the shape {reprlib.repr(shape)}")
     if not count:
         return torch.empty(shape, dtype=storage.dtype, device="cpu")
-    whole = torch.frombuffer(bytearray(storage.data[: held * width]), dtype=storage.dtype)
+    whole = torch.frombuffer(bytearray(storage.data[: num_stored * width]), dtype=storage.dtype)
     return whole.as_strided(shape, strides, offset).clone(memory_format=torch.contiguous_format)
 
 
