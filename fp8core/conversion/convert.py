@@ -124,13 +124,19 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
         raise OperandError(f"unconvert({model!r}): expected a torch.nn.Module.")
     modules = list(model.modules())
-    layers = [one for one in modules if RECORD in vars(one) and isinstance(one, LowPrecisionModule)]
-    roots = [one for one in modules if ROOT in vars(one)]
+    layers = [
+        module
+        for module in modules
+        if RECORD in vars(module) and isinstance(module, LowPrecisionModule)
+    ]
+    roots = [module for module in modules if ROOT in vars(module)]
     if not layers and not roots:
         raise OperandError(f"unconvert({type(model).__name__}): nothing in it is converted.")
-    names: dict[torch.nn.Module, str] = {one: one.name or type(one).__name__ for one in layers}
+    names: dict[torch.nn.Module, str] = {
+        layer: layer.name or type(layer).__name__ for layer in layers
+    }
     refuse_watched(f"unconvert({type(model).__name__})", names)
-    experts = [one for one in modules if isinstance(one, ConvertedExperts)]
+    experts = [module for module in modules if isinstance(module, ConvertedExperts)]
     for layer in (*layers, *experts):
         _refuse_changed(layer)
     for root in roots:
@@ -161,10 +167,10 @@ def _refuse_changed(layer: torch.nn.Module) -> None:
         raise OperandError(f"unconvert: {label} {change} since it was converted; undo that first.")
 
 
-def _swap(wanted: Sequence[ModuleNode], conversion: Conversion) -> None:
+def _swap(nodes: Sequence[ModuleNode], conversion: Conversion) -> None:
     done: list[torch.nn.Module] = []
     try:
-        for node in wanted:
+        for node in nodes:
             take = adopt if experts_of(node.module) is None else adopt_experts
             take(node.module, node.path, conversion)
             done.append(node.module)

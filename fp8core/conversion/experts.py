@@ -35,7 +35,7 @@ def layer_names(experts: Experts, path: str) -> list[str]:
 
 
 class ExpertsLinear(GroupedLinear):
-    """One linear of all experts, whose weights are slices of a parameter of its owner."""
+    """A linear of all experts, whose weights are slices of a parameter of its owner."""
 
     def __init__(self, owner: torch.nn.Module, experts: Experts, weight: ExpertWeight) -> None:
         parameter = owner._parameters[weight.weight]
@@ -119,8 +119,8 @@ class ConvertedExperts(torch.nn.Module):
         Raises:
             UnsupportedError: the experts are spread over ranks by transformers' expert parallelism.
         """
-        own: Any = self
-        if getattr(own, "_is_expert_parallel", False):
+        module: Any = self
+        if getattr(module, "_is_expert_parallel", False):
             raise UnsupportedError(
                 f"{type(self).__name__}: experts that transformers spreads over ranks are not "
                 f"offered converted. Leave them out with skip, or load without a parallel plan."
@@ -128,13 +128,13 @@ class ConvertedExperts(torch.nn.Module):
         per_token = top_k_index.shape[-1]
         chosen = top_k_index.reshape(-1)
         order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, minlength=own.num_experts)
+        counts = torch.bincount(chosen, minlength=module.num_experts)
         first, second = self._linears()
         rows = self._product(first, hidden_states[order // per_token], counts)
-        rows = own._apply_gate(rows) if own.has_gate else own.act_fn(rows)
+        rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
         rows = self._product(second, rows, counts)
-        if getattr(own, "has_post_expert_norm", False):
-            rows = own.post_expert_norm(rows)
+        if getattr(module, "has_post_expert_norm", False):
+            rows = module.post_expert_norm(rows)
         rows = rows * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         by_token = rows[order.argsort()].view(-1, per_token, rows.shape[-1])
         return by_token.sum(1).to(hidden_states.dtype)

@@ -170,7 +170,7 @@ RECORD = "_fp8core_record"
 
 
 class Conversion:
-    """One call of convert(): the recipe of its layers outside any autocast. Compared by identity.
+    """A call of convert(): the recipe of its layers outside any autocast. Compared by identity.
 
     All layers of the call share it; a deep copy of the model has its own.
     """
@@ -312,16 +312,18 @@ def adopt(module: torch.nn.Module, name: str, conversion: Conversion) -> None:
     class."""
     original = None if isinstance(module, LowPrecisionModule) else type(module)
     if isinstance(module, LowPrecisionModule):
-        given = {"name": name or module.name, "outside_autocast": conversion.outside_autocast}
+        added = {"name": name or module.name, "outside_autocast": conversion.outside_autocast}
     else:
-        kept = {*vars(torch.nn.Module()), *getattr(original, "__constants__", ())}
-        given = {key: value for key, value in vars(_like(module, name)).items() if key not in kept}
-        given["outside_autocast"] = conversion.outside_autocast
+        excluded = {*vars(torch.nn.Module()), *getattr(original, "__constants__", ())}
+        added = {
+            key: value for key, value in vars(_like(module, name)).items() if key not in excluded
+        }
+        added["outside_autocast"] = conversion.outside_autocast
     converted = None if original is None else _converted_class(module)
     attributes = vars(module)
-    hidden = {key: attributes[key] for key in given if key in attributes}
-    attributes.update(given)
-    attributes[RECORD] = Record(conversion, original, tuple(given), hidden)
+    hidden = {key: attributes[key] for key in added if key in attributes}
+    attributes.update(added)
+    attributes[RECORD] = Record(conversion, original, tuple(added), hidden)
     if isinstance(module, LowPrecisionModule):
         module.unbind()
     elif converted is not None:
@@ -345,7 +347,7 @@ def release(module: LowPrecisionModule) -> None:
 
 def _like(module: torch.nn.Module, name: str) -> LowPrecisionModule:
     """Return fp8core's layer of the same sizes, on meta, whose attributes the swap copies."""
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "params_dtype": next(module.parameters()).dtype,
         "device": torch.device("meta"),
         "name": name or None,
@@ -353,15 +355,15 @@ def _like(module: torch.nn.Module, name: str) -> LowPrecisionModule:
     with quantized_model_init(enabled=False):
         sizes = conv1d_sizes(module)
         if sizes is not None:
-            return Linear(*sizes, bias=module._parameters["bias"] is not None, **given)
+            return Linear(*sizes, bias=module._parameters["bias"] is not None, **options)
         if isinstance(module, torch.nn.Linear):
             bias = module.bias is not None
-            return Linear(module.in_features, module.out_features, bias=bias, **given)
+            return Linear(module.in_features, module.out_features, bias=bias, **options)
         if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
             cls = LayerNorm if isinstance(module, torch.nn.LayerNorm) else RMSNorm
             assert module.eps is not None
             (size,) = module.normalized_shape
-            return cls(size, module.eps, **given)
+            return cls(size, module.eps, **options)
         norm = similar_norm(module)
         assert norm is not None
-        return RMSNorm(norm.size, norm.eps, zero_centered_gamma=norm.zero_centered, **given)
+        return RMSNorm(norm.size, norm.eps, zero_centered_gamma=norm.zero_centered, **options)

@@ -56,12 +56,14 @@ def notes(
 def _on_recipe(
     surveyed: Survey, recipe: Recipe | None, plans: Mapping[ModuleNode, Sequence[LinearPlan]]
 ) -> Iterator[str]:
-    high = [node.path for node, own in plans.items() if not all(map(is_forward_low, own))]
+    high = [node.path for node, linears in plans.items() if not all(map(is_forward_low, linears))]
     if high:
         yield f"by the recipe these compute in high precision: {some(high)}"
     if isinstance(recipe, PerLayer):
-        known = [role for node in (*surveyed.chosen, *surveyed.native) for role in roles(node)]
-        for pattern in recipe.unmatched(known):
+        layer_roles = [
+            role for node in (*surveyed.chosen, *surveyed.native) for role in roles(node)
+        ]
+        for pattern in recipe.unmatched(layer_roles):
             yield f"the recipe's rule {pattern!r} matches no converted layer"
     if any(
         plan.delayed is not None and plan.delayed.amax_algorithm == "most_recent"

@@ -15,7 +15,7 @@ __all__ = ["ConversionReport", "LayerEntry", "grouped", "text_of"]
 
 @dataclass(frozen=True, slots=True)
 class LayerEntry:
-    """One layer of the model.
+    """A layer of the model.
 
     Attributes:
         name: its path; empty for the model itself.
@@ -97,12 +97,12 @@ class ConversionReport:
 
     def _lines(self) -> Iterator[str]:
         taking = (*self.converted, *self.native)
-        linears, others = _num_linears(taking), _num_linears(self.skipped)
+        linears, rest = _num_linears(taking), _num_linears(self.skipped)
         experts = sum(entry.num_experts for entry in taking)
         all_experts = experts + sum(entry.num_experts for entry in self.skipped)
         and_experts = f" and {experts} of {all_experts} experts" if all_experts else ""
         yield (
-            f"{linears} of {linears + others} linear layers{and_experts} converted: "
+            f"{linears} of {linears + rest} linear layers{and_experts} converted: "
             f"{self.flop_share:.1%} of their FLOPs a token, "
             f"{self.parameter_share:.1%} of the parameters"
         )
@@ -113,7 +113,7 @@ class ConversionReport:
                 num_low = sum(entry.num_experts for entry in low)
                 and_experts = f" and {num_low} of {all_experts} experts"
             yield (
-                f"in low precision by the recipe: {_num_linears(low)} of {linears + others} linear "
+                f"in low precision by the recipe: {_num_linears(low)} of {linears + rest} linear "
                 f"layers{and_experts}, {self.low_precision_flop_share:.1%} of their FLOPs a token"
             )
         for title, entries in (
@@ -134,12 +134,12 @@ def _num_linears(entries: Iterable[LayerEntry]) -> int:
 def text_of(recipe: Recipe) -> str:
     """Return ``recipe`` as the call that constructs it, without arguments of default value."""
     fields: Mapping[str, dataclasses.Field[Any]] = getattr(recipe, "__dataclass_fields__", {})
-    given = [
+    arguments = [
         f"{name}={getattr(recipe, name)!r}"
         for name, field in fields.items()
         if field.init and getattr(recipe, name) != field.default
     ]
-    return f"{type(recipe).__name__}({', '.join(given)})"
+    return f"{type(recipe).__name__}({', '.join(arguments)})"
 
 
 def grouped(entries: Iterable[tuple[str, str, str]]) -> list[str]:

@@ -83,7 +83,9 @@ def survey(
     _refuse_converted(model, nodes)
     obstacles = _obstacles(nodes, rms_norms)
     possible = [node.path for node in nodes if node not in obstacles]
-    check_patterns(filter, skip, possible, {n.path: one.reason for n, one in obstacles.items()})
+    check_patterns(
+        filter, skip, possible, {n.path: obstacle.reason for n, obstacle in obstacles.items()}
+    )
     reason_of = unwanted(model, filter, skip)
     result = Survey([], [], [])
     for node in nodes:
@@ -96,9 +98,9 @@ def survey(
             result.native.append(node)
         else:
             result.chosen.append(node)
-    is_asked_for = filter is not None and bool(result.chosen)
-    taken = (*result.chosen, *result.native)
-    if not is_asked_for and not any(flops_of(node.module) for node in taken):
+    is_filtered = filter is not None and bool(result.chosen)
+    accepted = (*result.chosen, *result.native)
+    if not is_filtered and not any(flops_of(node.module) for node in accepted):
         raise OperandError(_nothing(model, filter, result.refused))
     return result
 
@@ -158,7 +160,7 @@ def _obstacle(module: torch.nn.Module, rms_norms: bool) -> str:
         return "TorchScript, which torch compiled already"
     source = type(module)
     experts = experts_of(module)
-    weights = ["weight"] if experts is None else [one.weight for one in experts.weights]
+    weights = ["weight"] if experts is None else [expert.weight for expert in experts.weights]
     is_foreign = experts is not None or conv1d_sizes(module) is not None
     if source not in _SOURCES and not is_foreign:
         reason = _class_obstacle(module)
@@ -181,8 +183,8 @@ def _weight_obstacle(module: torch.nn.Module, name: str) -> str:
     if weight is None:
         return "it has no weight (elementwise_affine=False)"
     if weight.dtype not in _DTYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        return f"its weight is {weight.dtype}; low precision computes from {known}"
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        return f"its weight is {weight.dtype}; low precision computes from {dtypes}"
     return _size_obstacle(module, weight)
 
 
@@ -304,8 +306,8 @@ def unwanted(
 def _heads(model: torch.nn.Module) -> set[object]:
     """Return the output heads that ``get_output_embeddings()`` of the model, or of a model inside
     it, names."""
-    asked = (getattr(module, "get_output_embeddings", None) for module in model.modules())
-    heads = {ask() for ask in asked if callable(ask)}
+    getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    heads = {ask() for ask in getters if callable(ask)}
     return heads | {getattr(head, _ADAPTED, None) for head in heads}
 
 
@@ -343,16 +345,16 @@ def _is_router(node: ModuleNode) -> bool:
 
 def _nothing(model: torch.nn.Module, filter: Filter, refused: Iterable[Refused]) -> str:
     # torch's layers first: these were left out by choice, and an argument may convert them.
-    torch_first = sorted(refused, key=lambda one: type(one.node.module) not in _SOURCES)
+    torch_first = sorted(refused, key=lambda refusal: type(refusal.node.module) not in _SOURCES)
     reasons = [
         f"  {line}"
         for line in grouped(
             (p.path, type(p.module).__name__, reason) for p, reason, _ in torch_first
         )
     ]
-    asked = "" if filter is None else ", filter=..."
+    argument = "" if filter is None else ", filter=..."
     if len(reasons) > _SHOWN:
         reasons[_SHOWN:] = [f"  and {len(reasons) - _SHOWN} more"]
-    first = f"convert({type(model).__name__}{asked}): no torch.nn.Linear is left to convert."
+    first = f"convert({type(model).__name__}{argument}): no torch.nn.Linear is left to convert."
     first += " Left out:" if reasons else ""
     return "\n".join([first, *reasons])

@@ -1,4 +1,4 @@
-"""What a training over several ranks needs besides its layers.
+"""Training over several ranks: FSDP2, tensor-parallel styles, experts, sharded checkpoints.
 
 Imported by name, ``import fp8core.distributed``, as it loads torch's DTensor.
 """

@@ -25,7 +25,7 @@ from fp8core.chain.exchange import CombineShape, DispatchShape
 from fp8core.chain.routes import Routes
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.collectives import Communicator, named, of_group
-from fp8core.distributed.expert_state import SavedScales, others
+from fp8core.distributed.expert_state import SavedScales, remote_experts
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
@@ -101,7 +101,7 @@ class Experts(LowPrecisionModule):
         first = 0 if communicator is None else communicator.rank * self.num_local_experts
         for linear in self._linears():
             linear.number_groups(first, self.num_experts)
-        hook = _add_other_experts
+        hook = _add_remote_experts
         self.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]  # torch's
 
     @property
@@ -218,7 +218,7 @@ class Experts(LowPrecisionModule):
     def _saved_state(self, state_dict: Mapping[str, Any], prefix: str) -> Imported:
         imported, saved = super()._saved_state(state_dict, prefix), self._saved_scales()
         state = {
-            name: value if name == META else saved.held(value)
+            name: value if name == META else saved.restored(value)
             for name, value in imported.state.items()
         }
         return imported._replace(state=state)
@@ -293,7 +293,7 @@ class TokenExchange:
         return out.view(out.shape[0], *rows.shape[1:])
 
 
-def _add_other_experts(
+def _add_remote_experts(
     experts: Experts, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
     """Add to ``state`` a tensor in the stead of each parameter of another rank's expert."""
@@ -303,7 +303,7 @@ def _add_other_experts(
     experts._refuse_shards(group)
     for path, linear in experts._named_linears():
         computed = [f"{kind}{at}" for kind in KINDS for at in linear.numbers]
-        computed = [one for one in computed if parametrize.is_parametrized(linear, one)]
+        computed = [name for name in computed if parametrize.is_parametrized(linear, name)]
         if computed:
             raise UnsupportedError(
                 f"{experts.label}: {path}.{computed[0]} is computed by a parametrization, so that "
@@ -312,8 +312,8 @@ def _add_other_experts(
             )
         for kind in KINDS:
             name = f"{prefix}{path}.{kind}"
-            own = [state[f"{name}{at}"] for at in linear.numbers if f"{name}{at}" in state]
-            for number, tensor in others(own, group):
+            local = [state[f"{name}{at}"] for at in linear.numbers if f"{name}{at}" in state]
+            for number, tensor in remote_experts(local, group):
                 state[f"{name}{number}"] = tensor
 
 
@@ -340,7 +340,9 @@ def _check_layers(layers: Sequence[object]) -> int:
                 "Experts: a GroupedLinear with delay_wgrad_compute or return_bias is not offered; "
                 "make it without."
             )
-    check_chained("Experts: layer", [one for one in layers if isinstance(one, LowPrecisionModule)])
+    check_chained(
+        "Experts: layer", [layer for layer in layers if isinstance(layer, LowPrecisionModule)]
+    )
     return linears[0].num_gemms
 
 
@@ -353,25 +355,26 @@ def _check_divides(owner: str, num_experts: int, size: int) -> None:
 
 
 def _counts(
-    owner: str, rows: torch.Tensor | None, given: Counts, num_experts: int | None = None
+    owner: str, rows: torch.Tensor | None, tokens: Counts, num_experts: int | None = None
 ) -> tuple[int, ...]:
     """Return the counts as integers, checked; waits for a device that has them.
 
     ``num_experts``: how many there have to be; None: any number.
     """
-    asked = "integers" if num_experts is None else f"{num_experts} integers"
-    if isinstance(given, torch.Tensor):
-        is_integer = not (given.is_floating_point() or given.dtype == torch.bool)
-        if not is_integer or given.dim() != 1 or given.is_meta:
+    expected = "integers" if num_experts is None else f"{num_experts} integers"
+    if isinstance(tokens, torch.Tensor):
+        is_integer = not (tokens.is_floating_point() or tokens.dtype == torch.bool)
+        if not is_integer or tokens.dim() != 1 or tokens.is_meta:
             raise OperandError(
-                f"{owner}: tokens_per_expert is {given.dtype} {list(given.shape)} on "
-                f"{given.device}; expected {asked} in one dimension, on a device that has values."
+                f"{owner}: tokens_per_expert is {tokens.dtype} {list(tokens.shape)} on "
+                f"{tokens.device}; expected {expected} in one dimension, on a device that has "
+                f"values."
             )
-        given = given.tolist()
+        tokens = tokens.tolist()
     try:
-        counts = tuple(index(count) for count in given)
+        counts = tuple(index(count) for count in tokens)
     except TypeError:
-        raise OperandError(f"{owner}: tokens_per_expert={given!r}; expected {asked}.") from None
+        raise OperandError(f"{owner}: tokens_per_expert={tokens!r}; expected {expected}.") from None
     is_right = num_experts is None or len(counts) == num_experts
     if rows is not None:
         is_right = is_right and rows.dim() == 2 and sum(counts) == rows.shape[0]

@@ -20,7 +20,7 @@ from fp8core.collectives import Communicator
 from fp8core.tensors.sharded_weight import local_part
 
 
-class _OtherExpert(DTensor):
+class _RemoteExpert(DTensor):
     """A parameter of an expert that another rank holds; without memory here."""
 
     _source: _OfAllRanks
@@ -30,25 +30,25 @@ class _OtherExpert(DTensor):
         """Return the whole parameter, as all ranks have it once they have gathered theirs."""
         return self._source.take(self._number)
 
-    def __deepcopy__(self, memo: Any) -> _OtherExpert:
+    def __deepcopy__(self, memo: Any) -> _RemoteExpert:
         return _stand_in(self, copy.deepcopy(self._source, memo), self._number)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.to_local().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped
-        return f"_OtherExpert({self._number}, {list(self.shape)})"
+        return f"_RemoteExpert({self._number}, {list(self.shape)})"
 
 
 class _OfAllRanks:
-    """One parameter of the experts of all ranks: ``own`` are those of this one."""
+    """A parameter of the experts of all ranks; ``local`` are the tensors of this rank."""
 
-    def __init__(self, own: Sequence[torch.Tensor], group: Communicator) -> None:
-        self._own, self._group = own, group
+    def __init__(self, local: Sequence[torch.Tensor], group: Communicator) -> None:
+        self._local, self._group = local, group
         self._gathered: dict[int, torch.Tensor] = {}
 
     def __deepcopy__(self, memo: Any) -> _OfAllRanks:
-        return _OfAllRanks(copy.deepcopy(self._own, memo), self._group)
+        return _OfAllRanks(copy.deepcopy(self._local, memo), self._group)
 
     def take(self, number: int) -> DTensor:
         """Return the parameter of expert ``number``.
@@ -56,39 +56,44 @@ class _OfAllRanks:
         All ranks gather those of all when the first of them is taken, or one for the second time.
         """
         if number not in self._gathered:
-            first = self._group.rank * len(self._own)
-            own = range(first, first + len(self._own))
-            self._gathered = {at: one for at, one in enumerate(self._gather()) if at not in own}
+            first = self._group.rank * len(self._local)
+            numbers = range(first, first + len(self._local))
+            self._gathered = {
+                at: parameter for at, parameter in enumerate(self._gather()) if at not in numbers
+            }
         process_group: Any = self._group
         value = self._gathered.pop(number)
         mesh = DeviceMesh.from_group(process_group.group, value.device.type)
         return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
 
     def _gather(self) -> Iterator[torch.Tensor]:
-        own: list[Any] = [
-            one.full_tensor() if isinstance(one, DTensor) else one for one in self._own
+        local: list[Any] = [
+            tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for tensor in self._local
         ]
-        if not hasattr(own[0], "__tensor_flatten__"):
-            yield from self._of_all(own)
+        if not hasattr(local[0], "__tensor_flatten__"):
+            yield from self._of_all(local)
             return
-        names, context = own[0].__tensor_flatten__()
-        parts = [self._of_all([getattr(one, name) for one in own]) for name in names]
+        names, context = local[0].__tensor_flatten__()
+        parts = [self._of_all([getattr(tensor, name) for tensor in local]) for name in names]
         for part in zip(*parts, strict=True):
-            held = dict(zip(names, part, strict=True))
-            yield own[0].__tensor_unflatten__(held, context, own[0].shape, own[0].stride())
+            tensors = dict(zip(names, part, strict=True))
+            yield local[0].__tensor_unflatten__(tensors, context, local[0].shape, local[0].stride())
 
-    def _of_all(self, own: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        yield from self._group.gather(torch.stack(list(own)), "experts").wait()
+    def _of_all(self, local: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        yield from self._group.gather(torch.stack(list(local)), "experts").wait()
 
 
-def others(own: Sequence[torch.Tensor], group: Communicator) -> Iterator[tuple[int, DTensor]]:
-    """Yield the number of each expert of another rank, and a tensor in its stead; ``own`` are those
-    of this rank's experts."""
-    if not own:
+def remote_experts(
+    local: Sequence[torch.Tensor], group: Communicator
+) -> Iterator[tuple[int, DTensor]]:
+    """Yield the number of each expert of another rank, and a tensor in its stead; ``local`` are the
+    tensors of this rank's experts."""
+    if not local:
         return
     process_group: Any = group
     ranks = dist.get_process_group_ranks(process_group.group)
-    source, like = _OfAllRanks(own, group), own[0]
+    source, like = _OfAllRanks(local, group), local[0]
     empty = torch.empty(0, dtype=like.dtype, device=like.device)
     for rank, of_rank in enumerate(ranks):
         if rank == group.rank:
@@ -97,15 +102,15 @@ def others(own: Sequence[torch.Tensor], group: Communicator) -> Iterator[tuple[i
         part: Any = DTensor.from_local(
             empty, mesh, [Replicate()], run_check=False, shape=like.shape, stride=like.stride()
         )
-        for number in range(rank * len(own), (rank + 1) * len(own)):
+        for number in range(rank * len(local), (rank + 1) * len(local)):
             yield number, _stand_in(part, source, number)
 
 
-def _stand_in(like: Any, source: _OfAllRanks, number: int) -> _OtherExpert:
-    kind: Any = _OtherExpert  # whose constructor torch has not typed
-    other: _OtherExpert = kind(like.to_local(), like._spec, requires_grad=False)
-    other._source, other._number = source, number
-    return other
+def _stand_in(like: Any, source: _OfAllRanks, number: int) -> _RemoteExpert:
+    kind: Any = _RemoteExpert  # whose constructor torch has not typed
+    tensor: _RemoteExpert = kind(like.to_local(), like._spec, requires_grad=False)
+    tensor._source, tensor._number = source, number
+    return tensor
 
 
 class SavedScales:
@@ -119,9 +124,9 @@ class SavedScales:
         self.sizes = num_linears, num_local
         self.group = group
 
-    def saved(self, held: torch.Tensor) -> torch.Tensor:
-        """Return ``held [..., linears * experts * slots]`` as it is saved, in the same memory."""
-        local = held.detach().view(*held.shape[:-1], *self.sizes, -1)
+    def saved(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return ``scales [..., linears * experts * slots]`` as it is saved, in the same memory."""
+        local = scales.detach().view(*scales.shape[:-1], *self.sizes, -1)
         if self.group is None:
             return local
         process_group: Any = self.group
@@ -131,7 +136,7 @@ class SavedScales:
         )
         return whole
 
-    def held(self, saved: Any) -> Any:
+    def restored(self, saved: Any) -> Any:
         """Return this rank's part of ``saved``, a value of a checkpoint, as the layer holds it;
         another value than :meth:`saved` returns, as it is."""
         if not isinstance(saved, torch.Tensor) or saved.dim() < 3:

@@ -40,7 +40,7 @@ def wrap_assigned(
         state_dict: dict[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
-        *others: object,
+        *rest: object,
     ) -> None:
         if not local_metadata.get("assign_to_params_buffers", False):
             return
@@ -61,21 +61,25 @@ def _wrapped(key: str, value: torch.Tensor, weight: GatheredWeight) -> torch.Ten
     Raises:
         OperandError: it is no shard of the size, dtype and mesh of the weight's.
     """
-    held = weight.held
-    local, expected = local_part(value.detach()), local_part(held.detach())
-    if isinstance(value, DTensor) != isinstance(held, DTensor):
-        problem = f"a {type(value).__name__}; the parameter is a {type(held).__name__}"
+    parameter = weight.parameter
+    local, expected = local_part(value.detach()), local_part(parameter.detach())
+    if isinstance(value, DTensor) != isinstance(parameter, DTensor):
+        problem = f"a {type(value).__name__}; the parameter is a {type(parameter).__name__}"
     elif local.dtype != expected.dtype or local.shape != expected.shape:
         problem = (
             f"a shard {local.dtype} {list(local.shape)}; the parameter's is {expected.dtype} "
             f"{list(expected.shape)}"
         )
-    elif isinstance(value, DTensor) and isinstance(held, DTensor) and not _lies_as(value, held):
+    elif (
+        isinstance(value, DTensor)
+        and isinstance(parameter, DTensor)
+        and not _lies_as(value, parameter)
+    ):
         problem = f"on {value.device_mesh} as {value.placements}; the parameter lies on "
-        problem += f"{held.device_mesh} as {held.placements}"
+        problem += f"{parameter.device_mesh} as {parameter.placements}"
     else:
         plain = local.value if isinstance(local, ShardedWeight) else local
-        return torch.nn.Parameter(weight.placed(plain, value), held.requires_grad)
+        return torch.nn.Parameter(weight.placed(plain, value), parameter.requires_grad)
     raise OperandError(
         f"load_state_dict(assign=True): {key} is {problem}. Only a tensor with the size, dtype and "
         f"placement of the parameter can take the place of a weight that gather_quantized has "
@@ -84,8 +88,8 @@ def _wrapped(key: str, value: torch.Tensor, weight: GatheredWeight) -> torch.Ten
     )
 
 
-def _lies_as(value: DTensor, held: DTensor) -> bool:
-    return value.device_mesh == held.device_mesh and value.placements == held.placements
+def _lies_as(value: DTensor, parameter: DTensor) -> bool:
+    return value.device_mesh == parameter.device_mesh and value.placements == parameter.placements
 
 
 def gather_quantized(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch.nn.Module:
@@ -138,20 +142,20 @@ def gather_quantized(model: torch.nn.Module, recipe: Recipe | str | None = None)
     prepare(model, chosen)
     group, sites = _Weights(model), list(_sites(model))
     plans = [_plan_of(site, chosen) for site in sites]
-    others = _users(model)
-    others.subtract(site.parameter for site in sites)
+    uses = _users(model)
+    uses.subtract(site.parameter for site in sites)
     by_site: dict[tuple[torch.nn.Module, str], GatheredWeight] = {}
-    made: dict[torch.nn.Parameter, tuple[GatheredWeight, torch.nn.Parameter]] = {}
+    gathered: dict[torch.nn.Parameter, tuple[GatheredWeight, torch.nn.Parameter]] = {}
     skipped: list[str] = []
     for site, plan in zip(sites, plans, strict=True):
         parameter = site.parameter
-        if plan is None or others[parameter]:
+        if plan is None or uses[parameter]:
             skipped.append(site.label)
             continue
-        if parameter not in made:
-            made[parameter] = group.add(site, plan)
-        by_site[site.module, site.name], site.module._parameters[site.name] = made[parameter]
-    if not made:
+        if parameter not in gathered:
+            gathered[parameter] = group.add(site, plan)
+        by_site[site.module, site.name], site.module._parameters[site.name] = gathered[parameter]
+    if not gathered:
         raise OperandError(
             f"gather_quantized: no weight of {type(model).__name__} would be gathered quantized "
             f"under {chosen}. It takes layers of fp8core; fp8core.convert(model) makes them."
@@ -163,7 +167,7 @@ def gather_quantized(model: torch.nn.Module, recipe: Recipe | str | None = None)
     return model
 
 
-_OTHER_RECIPE = (
+_RECIPE_REMEDY = (
     "Choose sizes that each rank's part keeps to, or give this layer another recipe by "
     "recipe.PerLayer."
 )
@@ -191,8 +195,10 @@ def _sites(model: torch.nn.Module) -> Iterator[_Site]:
 
 def _users(model: torch.nn.Module) -> Counter[Any]:
     """Return in how many places of ``model`` each parameter is."""
-    held = (module._parameters.values() for module in model.modules())
-    return Counter(one for parameters in held for one in parameters if one is not None)
+    by_module = (module._parameters.values() for module in model.modules())
+    return Counter(
+        parameter for parameters in by_module for parameter in parameters if parameter is not None
+    )
 
 
 def _plan_of(site: _Site, recipe: Recipe) -> TensorPlan | None:
@@ -205,7 +211,7 @@ def _plan_of(site: _Site, recipe: Recipe) -> TensorPlan | None:
         if stored.rowwise is None:
             return None
         for shape in (tuple(parameter.shape), _largest_part(parameter)):
-            check_parameter(stored, shape, _OTHER_RECIPE)
+            check_parameter(stored, shape, _RECIPE_REMEDY)
         for spec in filter(None, stored):
             if per_byte(spec) != 1:
                 raise UnsupportedError(
@@ -258,8 +264,8 @@ def _value_of(local: torch.Tensor) -> torch.Tensor:
 def _described(weights: Iterable[GatheredWeight]) -> str:
     """Return the weights in words, those of one plan together."""
     by_plan: dict[TensorPlan, list[str]] = {}
-    for one in weights:
-        by_plan.setdefault(one.plan, []).append(f"{one.label} {list(one.size)}")
+    for weight in weights:
+        by_plan.setdefault(weight.plan, []).append(f"{weight.label} {list(weight.size)}")
     parts = []
     for plan, labels in by_plan.items():
         ways = dict.fromkeys(str(spec) for spec in plan if spec is not None)
@@ -345,11 +351,11 @@ class _Weights:
         sharded = {} if model is None else _innermost(model)
         root = _root_of(weight, sharded)
         weights = [
-            one
-            for one in self._weights
-            if one.shard() is not None
-            and one.mesh == weight.mesh
-            and _root_of(one, sharded) is root
+            member
+            for member in self._weights
+            if member.shard() is not None
+            and member.mesh == weight.mesh
+            and _root_of(member, sharded) is root
         ]
         communicator_of(mesh).agree(_described(weights), "the weights that they gather quantized")
         state = _Reduced(weights, None if root is None else WeakModule(root))
@@ -359,7 +365,7 @@ class _Weights:
 
 def _innermost(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Module]:
     """Return the module of FSDP2 around each module of ``model`` that has one, the innermost."""
-    found: dict[torch.nn.Module, torch.nn.Module] = {}
+    inner: dict[torch.nn.Module, torch.nn.Module] = {}
     for path, module in model.named_modules():  # outer ones come first
         if not issubclass(type(module), FSDPModule):
             continue
@@ -369,8 +375,8 @@ def _innermost(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Module]
                 f"for weights that are gathered quantized: torch would keep N-th parts of the "
                 f"codes, and cannot gather them again. Pass True or False."
             )
-        found.update(dict.fromkeys(module.modules(), module))
-    return found
+        inner.update(dict.fromkeys(module.modules(), module))
+    return inner
 
 
 def _root_of(
@@ -386,8 +392,8 @@ def _root_of(
 
 
 def _reduce(weights: list[GatheredWeight], communicator: Communicator, device: str) -> None:
-    own = [weight.own_amaxes(communicator).to(device) for weight in weights]
-    reduced = communicator.max(torch.cat(own), "weight amaxes").wait()
-    parts = torch.split(reduced, [len(one) for one in own])
+    local = [weight.local_amaxes(communicator).to(device) for weight in weights]
+    reduced = communicator.max(torch.cat(local), "weight amaxes").wait()
+    parts = torch.split(reduced, [len(part) for part in local])
     for weight, amaxes in zip(weights, parts, strict=True):
         weight.amaxes = amaxes

@@ -1,4 +1,4 @@
-"""One weight whose quantized rows FSDP2 gathers, in one orientation or in both."""
+"""A weight whose quantized rows FSDP2 gathers, in one orientation or in both."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class GatheredWeight:
         self.amaxes: torch.Tensor | None = None
         self._reduce = reduce
         self._shard: ShardedWeight | None = None
-        self._held: torch.Tensor | None = None
+        self._fsdp_parameter: torch.Tensor | None = None
         self.mesh: Any = None
         self._casts: list[RowCast] | None = None
 
@@ -101,7 +101,7 @@ class GatheredWeight:
                 local = parameter.to_local()
             if isinstance(local, ShardedWeight):
                 self._shard, self.mesh = local, parameter.device_mesh
-                self._held = parameter
+                self._fsdp_parameter = parameter
         return self._shard
 
     def placed(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -110,10 +110,10 @@ class GatheredWeight:
         return as_part_of(ShardedWeight(value, self), like)
 
     @property
-    def held(self) -> torch.Tensor:
+    def parameter(self) -> torch.Tensor:
         """The parameter: this rank's rows as a DTensor, or the weight before ``fully_shard``."""
         self.shard()
-        parameter = self._parameter() if self._held is None else self._held
+        parameter = self._parameter() if self._fsdp_parameter is None else self._fsdp_parameter
         assert parameter is not None
         return parameter
 
@@ -131,7 +131,7 @@ class GatheredWeight:
                 self._casts.append(RowCast(column, dtype, columns, shard, turns=True))
         return self._casts
 
-    def own_amaxes(self, communicator: Communicator) -> torch.Tensor:
+    def local_amaxes(self, communicator: Communicator) -> torch.Tensor:
         """Return the amaxes of this rank's rows, computed since the latest write to them."""
         shard = self.shard()
         assert shard is not None
@@ -228,4 +228,4 @@ def _parts(outputs: Sequence[torch.Tensor], metadata: Sequence[_Sent]) -> list[R
 
 
 def _operand(part: RowPart, *, turns: bool) -> Operand:
-    return Operand(*([one.t() for one in part] if turns else part))
+    return Operand(*([tensor.t() for tensor in part] if turns else part))

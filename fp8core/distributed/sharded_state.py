@@ -85,13 +85,13 @@ def sharded_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     """
     layouts = _layouts(model)
     state: dict[str, Any] = {}
-    for name, kept in model.state_dict(keep_vars=True).items():
+    for name, value in model.state_dict(keep_vars=True).items():
         group, parts = layouts.get(name, (None, []))
         is_whole = len(parts) <= 1 and all(part.axis is None for part in parts)
-        if is_whole or isinstance(kept, DTensor):
-            state[name] = kept.detach() if isinstance(kept, torch.Tensor) else kept
+        if is_whole or isinstance(value, DTensor):
+            state[name] = value.detach() if isinstance(value, torch.Tensor) else value
             continue
-        tensor = kept.detach()
+        tensor = value.detach()
         _refuse(name, tensor)
         for part in parts:
             rows = tensor if len(parts) == 1 else tensor[part.start : part.start + part.length]
@@ -111,14 +111,14 @@ def _refuse(name: str, tensor: torch.Tensor) -> None:
 def _refuse_sharded(name: str, parameter: DTensor, layer: ParallelModule) -> None:
     """Refuse a DTensor, by what it says of the ranks of the layer."""
     mesh, (_, size, group) = parameter.device_mesh, _ranks_of(layer)
-    known = [mesh.get_group(at).group_name for at in range(mesh.ndim)]
-    if group.group_name in known:
+    names = [mesh.get_group(at).group_name for at in range(mesh.ndim)]
+    if group.group_name in names:
         raise UnsupportedError(
             f"sharded_state_dict: {name} is a DTensor, which says itself how it is split. Use "
             f"torch.distributed.checkpoint.state_dict.get_model_state_dict(model)."
         )
     raise UnsupportedError(
-        f"sharded_state_dict: {name} is a DTensor over {known}, as fully_shard makes it, and says "
+        f"sharded_state_dict: {name} is a DTensor over {names}, as fully_shard makes it, and says "
         f"nothing of the {size} ranks of the layer's tp_group, {group.group_name!r}: one "
         f"checkpoint of get_model_state_dict(model) would keep the parts of one of them alone. "
         f"Save one for each: dcp.save(state, checkpoint_id=f'{{path}}/{{tp_rank}}', "
@@ -141,7 +141,7 @@ def _layouts(model: torch.nn.Module) -> dict[str, tuple[Any, list[ShardLayout]]]
         if isinstance(module, LayerNormMLP | MultiheadAttention):
             blocks |= {_joined(path, name): rows for name, rows in module.row_blocks().items()}
     saved = model.state_dict(keep_vars=True)
-    found: dict[str, tuple[Any, list[ShardLayout]]] = {}
+    layouts: dict[str, tuple[Any, list[ShardLayout]]] = {}
     for path, module in modules:
         split = _split_parameters(module)
         tensors = itertools.chain(
@@ -151,15 +151,15 @@ def _layouts(model: torch.nn.Module) -> dict[str, tuple[Any, list[ShardLayout]]]
             key = _joined(path, name)
             as_saved: Any = saved.get(key, tensor)
             if isinstance(as_saved, DTensor) and not isinstance(tensor, DTensor):
-                found[key] = None, [_part_of(key, as_saved)]
+                layouts[key] = None, [_part_of(key, as_saved)]
                 continue
             axis, layer = split.get(name, (None, None))
             rank, size, group = (0, 1, None) if layer is None else _ranks_of(layer)
             shape = tuple(as_saved.shape)
             rows = blocks.get(key, shape[:1] or (1,))
             parts = _parts(key, shape, axis, (rank, size), rows)
-            found[key] = group, list(parts)
-    return found
+            layouts[key] = group, list(parts)
+    return layouts
 
 
 def _part_of(key: str, scales: DTensor) -> ShardLayout:

@@ -42,9 +42,9 @@ class Spread(NamedTuple):
     style: str
     mesh: DeviceMesh
 
-    def refuse(self, layer: LowPrecisionModule, asked: str, remedy: str) -> OperandError:
+    def refuse(self, layer: LowPrecisionModule, problem: str, remedy: str) -> OperandError:
         """Return the error for a layout that does not fit."""
-        return OperandError(f"{self.style} of {layer.label}: {asked}. {remedy}")
+        return OperandError(f"{self.style} of {layer.label}: {problem}. {remedy}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def spreadable_linear(spread: Spread, module: LowPrecisionModule) -> tuple[Linea
             f"{name}: return_bias, fuse_wgrad_accumulation and delay_wgrad_compute are not offered "
             f"with DTensors. Leave them out, or give the layer tp_group= instead."
         )
-    if any(isinstance(one, QuantizedTensor) for one in module.parameters()):
+    if any(isinstance(parameter, QuantizedTensor) for parameter in module.parameters()):
         raise UnsupportedError(
             f"{name}: parameters of quantized_model_init are not spread. Make the layer outside "
             f"it; fp8core.distributed.gather_quantized gathers weights quantized."
@@ -109,8 +109,8 @@ def _check_spreadable(spread: Spread, module: LowPrecisionModule, weights: list[
             f"{spread.style} of {module.label}: a style has spread the layer already. Name it once "
             f"in the plans."
         )
-    is_held = all(name in module._parameters for name in weights)
-    if not is_held or parametrize.is_parametrized(module):
+    are_parameters = all(name in module._parameters for name in weights)
+    if not are_parameters or parametrize.is_parametrized(module):
         raise UnsupportedError(
             f"{spread.style} of {module.label} is not offered for parameters that are computed "
             f"from other parameters. Remove the parametrization, or register it on the spread "
@@ -153,10 +153,10 @@ def distribute(
     spread: Spread,
     module: LowPrecisionModule,
     layouts: Mapping[str, Placement],
-    other: Placement,
+    default: Placement,
     src_data_rank: int | None,
 ) -> None:
-    """Make the parameters of ``module`` DTensors, each in its layout or in ``other``.
+    """Make the parameters of ``module`` DTensors, each in its layout or in ``default``.
 
     Those that are DTensors already, as weights that another layer shares, stay. ``src_data_rank``:
     the rank whose values all take; None: each has its own.
@@ -164,21 +164,21 @@ def distribute(
     Raises:
         OperandError: a DTensor that lies in another way; nothing is changed then.
     """
-    mesh, held = spread.mesh, [(n, p) for n, p in module._parameters.items() if p is not None]
-    for name, parameter in held:
-        wanted = (layouts.get(name, other),)
+    mesh, parameters = spread.mesh, [(n, p) for n, p in module._parameters.items() if p is not None]
+    for name, parameter in parameters:
+        placements = (layouts.get(name, default),)
         if isinstance(parameter, DTensor) and (
-            parameter.placements != wanted or parameter.device_mesh != mesh
+            parameter.placements != placements or parameter.device_mesh != mesh
         ):
             raise spread.refuse(
                 module,
                 f"its {name} lies as {parameter.placements} on {parameter.device_mesh}; expected "
-                f"{wanted} on {mesh}",
+                f"{placements} on {mesh}",
                 "Share weights between layers of one style, or give plain ones.",
             )
-    for name, parameter in held:
+    for name, parameter in parameters:
         if not isinstance(parameter, DTensor):
-            layout = [layouts.get(name, other)]
+            layout = [layouts.get(name, default)]
             whole = distribute_tensor(parameter.data, mesh, layout, src_data_rank=src_data_rank)
             placed = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
             module.register_parameter(name, placed)

@@ -78,13 +78,13 @@ class _Boundary:
     def _output(self, module: Any, y: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def _finished(self, y: torch.Tensor, made: Placement, wanted: Placement) -> torch.Tensor:
-        """Return ``y``, which lies as ``made`` says, as the style returns it."""
+    def _finished(self, y: torch.Tensor, layout: Placement, target: Placement) -> torch.Tensor:
+        """Return ``y``, which lies as ``layout`` says, as the style returns it."""
         is_local = self.style.use_local_output
-        if is_local and made == wanted:
+        if is_local and layout == target:
             return y
-        result = DTensor.from_local(y, self.spread.mesh, (made,), run_check=False)
-        result = result.redistribute(placements=(wanted,))
+        result = DTensor.from_local(y, self.spread.mesh, (layout,), run_check=False)
+        result = result.redistribute(placements=(target,))
         return result.to_local() if is_local else result
 
 
@@ -102,11 +102,11 @@ class Columns(_Boundary):
         placed = self._placed(module, x, self.style.input_layouts[0])
         layout = placed.placements[0]
         self.dim = sequence_dim(self.spread, module, layout, placed.ndim)
-        wanted = self.style.output_layouts[0]
-        if isinstance(wanted, Shard) and wanted.dim not in range(-max(placed.ndim, 1), placed.ndim):
+        target = self.style.output_layouts[0]
+        if isinstance(target, Shard) and target.dim not in range(-max(placed.ndim, 1), placed.ndim):
             raise self.spread.refuse(
                 module,
-                f"output_layouts={wanted} does not fit an input of {placed.ndim} dimensions",
+                f"output_layouts={target} does not fit an input of {placed.ndim} dimensions",
                 "Choose Replicate(), or a dimension that the output has.",
             )
         is_sequence = self.dim is not None
@@ -118,11 +118,11 @@ class Columns(_Boundary):
 
     def _output(self, module: Any, y: torch.Tensor) -> torch.Tensor:
         y = y.transpose(0, 1) if self.dim == 1 else y
-        wanted = self.style.output_layouts[0]
+        target = self.style.output_layouts[0]
         last = y.dim() - 1
-        if isinstance(wanted, Shard) and wanted.dim in (-1, last):
-            wanted = Shard(last)
-        return self._finished(y, Shard(last), wanted)
+        if isinstance(target, Shard) and target.dim in (-1, last):
+            target = Shard(last)
+        return self._finished(y, Shard(last), target)
 
 
 class Rows(_Boundary):
@@ -148,8 +148,8 @@ class Rows(_Boundary):
 
     def _output(self, module: Any, y: torch.Tensor) -> torch.Tensor:
         y = y.transpose(0, 1) if self.dim == 1 else y
-        (made,) = self.style.output_layouts
-        return self._finished(y, made, made)
+        (layout,) = self.style.output_layouts
+        return self._finished(y, layout, layout)
 
 
 class Sequence(_Boundary):
@@ -309,8 +309,8 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
         desired_layout: Placement | None,
     ) -> Any:
         is_gather = isinstance(input_layout, Shard) and isinstance(desired_layout, Replicate)
-        wanted = input_layout if is_gather and not self.use_local_output else desired_layout
-        return super()._prepare_input_arg(input, mesh, input_layout, wanted)
+        target = input_layout if is_gather and not self.use_local_output else desired_layout
+        return super()._prepare_input_arg(input, mesh, input_layout, target)
 
 
 def _check_output(spread: Spread, linear: Linear, style: ColwiseParallel) -> None:

@@ -37,12 +37,12 @@ def device_argument(text: str) -> torch.device:
         return torch.device(text)
     except RuntimeError:
         backends = plugins.load().backends.values()
-        known = sorted(
+        kinds = sorted(
             {*_TORCH_DEVICES, *(kind for spec in backends for kind in spec.device_types)}
         )
-        near = did_you_mean(text.partition(":")[0], known)
+        near = did_you_mean(text.partition(":")[0], kinds)
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no torch device; devices are {', '.join(known)}, with an index where "
+            f"{text!r} is no torch device; devices are {', '.join(kinds)}, with an index where "
             f"there are several, as in cuda:0.{near}"
         ) from None
 

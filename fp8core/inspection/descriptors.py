@@ -209,8 +209,8 @@ def layer_needs(layer: LowPrecisionModule, recipe: Recipe, dtype: torch.dtype) -
     kinds = [type(shape) for shape in shapes]
     needs: list[Need] = []
     for (position, step), desc in record(shapes, plan, dtype):
-        is_one_of_many = kinds.count(kinds[position]) > 1
-        needs.append(Need(f"{step}[{position}]" if is_one_of_many else step, desc))
+        is_repeated = kinds.count(kinds[position]) > 1
+        needs.append(Need(f"{step}[{position}]" if is_repeated else step, desc))
     if plan.delayed is not None and layer.count_slot_sets():
         needs += _update(plan)
     return needs

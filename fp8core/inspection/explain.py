@@ -18,7 +18,7 @@ from fp8core.dispatch.settings import check_op
 from fp8core.errors import OperandError, PluginError, UnsupportedError
 from fp8core.inspection.arguments import device_argument, op_argument, recipe_argument
 from fp8core.inspection.descriptors import Need, layer_needs, recipe_needs
-from fp8core.inspection.on_meta import Held, Sent, held_by, sent_by
+from fp8core.inspection.on_meta import SavedBytes, Sent, saved_bytes, sent_by
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.choice import recipe_from
@@ -36,7 +36,7 @@ _MATRICES = ("input", "weight", "grad_output")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One operation of one layer: the backend that runs it, or why none does.
+    """An operation of a layer: the backend that runs it, or why none does.
 
     Attributes:
         layer: the layer's name, or its class and sizes; empty for an operation asked by name.
@@ -87,7 +87,7 @@ class Explanation:
     """
 
     lines: tuple[Line, ...]
-    held: tuple[tuple[str, Held], ...] = ()
+    held: tuple[tuple[str, SavedBytes], ...] = ()
     sent: tuple[tuple[str, Sent], ...] = ()
 
     @property
@@ -96,7 +96,7 @@ class Explanation:
         return any(line.choice is None and not line.is_optional for line in self.lines)
 
     def __str__(self) -> str:
-        totals = [f"{name}: {one}" for name, one in (*self.held, *self.sent)]
+        totals = [f"{name}: {entry}" for name, entry in (*self.held, *self.sent)]
         return "\n".join([*map(str, self.lines), *totals])
 
 
@@ -120,39 +120,39 @@ def explain(
             name of one.
         OperandError: the model has no fp8core layer, or ``target`` is neither.
     """
-    asked = recipe_from(recipe, "explain(recipe=...)")
+    requested = recipe_from(recipe, "explain(recipe=...)")
     if isinstance(target, str):
-        chosen = asked or get_default_recipe()
+        chosen = requested or get_default_recipe()
         check_op(target, "explain()")
         where = torch.device(device) if device else select.default_device(policy.current())
-        needs = [one for one in recipe_needs(chosen, dtype or _DTYPE) if one.desc.op == target]
+        needs = [need for need in recipe_needs(chosen, dtype or _DTYPE) if need.desc.op == target]
         return Explanation(tuple(_lines("", needs, where)))
     if not isinstance(target, torch.nn.Module):
         raise OperandError(f"explain({target!r}): expected an operation's name or a model.")
     lines: list[Line] = []
-    held: list[tuple[str, Held]] = []
+    saved: list[tuple[str, SavedBytes]] = []
     sent: list[tuple[str, Sent]] = []
     for path, layer in target.named_modules():
         if isinstance(layer, LowPrecisionModule):
             parameter = next(layer.parameters(), torch.empty(0, dtype=_DTYPE, device="cpu"))
             where = torch.device(device) if device else parameter.device
-            chosen, values = _recipe_for(layer, asked), dtype or parameter.dtype
+            chosen, values = _recipe_for(layer, requested), dtype or parameter.dtype
             needs = layer_needs(layer, chosen, values)
-            own = list(_lines(path or layer.label, _bound(needs, where), where))
-            if not Explanation(tuple(own)).refused:
-                holds = held_by(layer, chosen, where, values)
-                held += [] if holds is None else [(path or layer.label, holds)]
+            of_layer = list(_lines(path or layer.label, _bound(needs, where), where))
+            if not Explanation(tuple(of_layer)).refused:
+                holds = saved_bytes(layer, chosen, where, values)
+                saved += [] if holds is None else [(path or layer.label, holds)]
                 sends = sent_by(layer, chosen, where, values)
-                sent += [(path or layer.label, one) for one in sends]
-            lines += own
+                sent += [(path or layer.label, send) for send in sends]
+            lines += of_layer
     if not lines:
         raise OperandError(f"explain: {type(target).__name__} holds no fp8core layer.")
-    return Explanation(tuple(lines), tuple(held), tuple(sent))
+    return Explanation(tuple(lines), tuple(saved), tuple(sent))
 
 
-def _recipe_for(layer: LowPrecisionModule, asked: Recipe | None) -> Recipe:
+def _recipe_for(layer: LowPrecisionModule, requested: Recipe | None) -> Recipe:
     by_default = None if layer.outside_autocast is None else layer.outside_autocast.quantize
-    return asked or by_default or get_default_recipe()
+    return requested or by_default or get_default_recipe()
 
 
 def _lines(layer: str, needs: Iterable[Need], device: torch.device) -> Iterator[Line]:
@@ -179,9 +179,9 @@ def _bound(needs: Iterable[Need], device: torch.device) -> Iterator[Need]:
                 chosen = select.choose(need.desc.quantize, device, policy.current()).backend
             except UnsupportedError:
                 continue  # the cast has a line that says so
-            asked = variants(need.desc).values()
+            descs = variants(need.desc).values()
             spec = registry.backends[chosen]
-            if any(registry.unsupported(spec, desc, device) is not None for desc in asked):
+            if any(registry.unsupported(spec, desc, device) is not None for desc in descs):
                 continue
         yield need
 

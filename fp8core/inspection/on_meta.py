@@ -40,7 +40,7 @@ from fp8core.tensors.requantized import is_of_parameter
 
 
 class Sent(NamedTuple):
-    """One kind of collective of a layer, forward and backward.
+    """A kind of collective of a layer, forward and backward.
 
     Attributes:
         collective: gather, scatter, sum, max or exchange.
@@ -111,7 +111,7 @@ def sent_by(
 
 def _counted(meta: MetaChain, communicators: list[Communicator], rows: int) -> list[Traffic]:
     with contextlib.ExitStack() as stack:
-        counts = [stack.enter_context(one.counting()) for one in communicators]
+        counts = [stack.enter_context(communicator.counting()) for communicator in communicators]
         forward, _ = stack.enter_context(meta.forward(rows))
         y = forward()
         torch.autograd.backward((y,), (torch.empty_like(y),))
@@ -128,7 +128,7 @@ def _format(meta: MetaChain, tensor: str) -> str:
     return str(meta.dtype).removeprefix("torch.") if spec is None else str(spec)
 
 
-class Held(NamedTuple):
+class SavedBytes(NamedTuple):
     """Bytes that a layer holds from its forward to its backward, which computes the gradients of
     its input and of the parameters that require one.
 
@@ -153,9 +153,9 @@ class Held(NamedTuple):
         )
 
 
-def held_by(
+def saved_bytes(
     layer: LowPrecisionModule, recipe: Recipe, device: torch.device, dtype: torch.dtype
-) -> Held | None:
+) -> SavedBytes | None:
     """Return what ``layer`` holds on ``device`` under ``recipe``, on activations of ``dtype``; None
     if it takes any number of columns, on which that depends, or runs other modules between its
     chains.
@@ -167,15 +167,15 @@ def held_by(
         return None
     meta = MetaChain(layer, recipe, device, dtype)
     few, many = (_bytes(meta, rows) for rows in (ROWS, 2 * ROWS))
-    return Held((many - few) / ROWS, 2 * few - many)
+    return SavedBytes((many - few) / ROWS, 2 * few - many)
 
 
 def _bytes(meta: MetaChain, rows: int) -> int:
     """Return the bytes of the storages that autograd saves in one forward of ``rows`` rows."""
-    with meta.forward(rows) as (forward, own):
+    with meta.forward(rows) as (forward, parameters):
         # By identity: torch has one object for each storage as long as somebody holds it.
-        counted = {id(param.untyped_storage()): param.untyped_storage() for param in own}
-        num_own = len(counted)
+        counted = {id(param.untyped_storage()): param.untyped_storage() for param in parameters}
+        num_parameters = len(counted)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -184,7 +184,7 @@ def _bytes(meta: MetaChain, rows: int) -> int:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             forward()
-        return sum(storage.nbytes() for storage in list(counted.values())[num_own:])
+        return sum(storage.nbytes() for storage in list(counted.values())[num_parameters:])
 
 
 _META = torch.device("meta")
@@ -228,12 +228,12 @@ class MetaChain:
         assert columns is not None
         with torch.inference_mode(False), torch.enable_grad():
             x = torch.empty(rows, columns, dtype=self.dtype, device=_META)
-            params, own = _params(self.layer, self.shapes, x.requires_grad_())
-            yield Forward(self.shapes, self.links, x, params), own
+            params, plain = _params(self.layer, self.shapes, x.requires_grad_())
+            yield Forward(self.shapes, self.links, x, params), plain
 
 
 class Forward:
-    """One forward of a chain, to be called."""
+    """A forward of a chain, to be called."""
 
     def __init__(
         self,
@@ -308,21 +308,21 @@ def _params(
     inputs of residual adds."""
     rows, columns = x.shape
     params: list[torch.Tensor] = []
-    own: list[torch.Tensor] = []
-    given = iter(layer.link_params())
+    plain: list[torch.Tensor] = []
+    sources = iter(layer.link_params())
     for shape in shapes:
         brought = shape.example(x.new_empty(rows, columns)).params
         params += brought
         for _ in range(shape.num_params - len(brought)):
-            real = next(given)
+            real = next(sources)
             param = _on_meta(real)
             params.append(param)
             if isinstance(param, QuantizedTensor):
-                own += param.tensors()
+                plain += param.tensors()
             elif is_of_parameter(real):
-                own.append(param)
+                plain.append(param)
         columns = shape.columns(columns)
-    return params, own
+    return params, plain
 
 
 def _on_meta(param: torch.Tensor) -> torch.Tensor:
@@ -346,10 +346,10 @@ def _call(shapes: tuple[LinkShape, ...], x: torch.Tensor) -> Call:
         brought = [shape.example(x) for shape in shapes]
         return Call(
             rng=rng,
-            tensors=[tensor for one in brought for tensor in one.tensors],
-            sizes=[size for one in brought for size in one.sizes],
+            tensors=[tensor for example in brought for tensor in example.tensors],
+            sizes=[size for example in brought for size in example.sizes],
         )
-    exchanging = next((one.moved_over for one in shapes if one.splits_experts), None)
+    exchanging = next((shape.moved_over for shape in shapes if shape.splits_experts), None)
     if exchanging is not None:  # each rank has as many rows for each expert
         size = named(exchanging).size
         routes = Routes.of([_evenly(x.shape[0], groups * size)] * size, named(exchanging).rank)

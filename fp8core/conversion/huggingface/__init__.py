@@ -30,8 +30,8 @@ from fp8core.conversion.huggingface.weights import (
     full_name,
     fuse,
     parted,
+    popped,
     split,
-    taken,
     their_shapes,
 )
 from fp8core.errors import UnsupportedError
@@ -106,7 +106,7 @@ def from_hugging_face(
     ours: dict[str, torch.Tensor] = {}
     shapes = shapes_of(family, get)
     for rule in rules_of(family, get):
-        values = taken(short, rule.theirs, "from_hugging_face", family.prefix)
+        values = popped(short, rule.theirs, "from_hugging_face", family.prefix)
         for name, value, shape in zip(rule.theirs, values, their_shapes(rule, shapes), strict=True):
             check_shape("from_hugging_face", full_name(name, family.prefix), value, shape)
         if rule.transposed:
@@ -140,7 +140,7 @@ def to_hugging_face(
     split(ours, _with_order(family.head_sizes, qkv_weight_interleaved), shapes)
     theirs: dict[str, torch.Tensor] = {}
     for rule in rules_of(family, get):
-        values = taken(ours, rule.ours, "to_hugging_face", "")
+        values = popped(ours, rule.ours, "to_hugging_face", "")
         for name, value in zip(rule.ours, values, strict=True):
             check_shape("to_hugging_face", name, value, shapes[in_layer(name)])
         values = parted(values, rule)

@@ -33,24 +33,24 @@ def reader(config: Any) -> Any:
     return get
 
 
-def refuse(name: str, given: object, wanted: object) -> None:
-    """Refuse a config whose entry ``name`` is not ``wanted``."""
-    if given != wanted:
+def refuse(name: str, value: object, expected: object) -> None:
+    """Refuse a config whose entry ``name`` is not ``expected``."""
+    if value != expected:
         raise UnsupportedError(
-            f"a model with {name}={given!r} is not offered as TransformerLayers, which compute as "
-            f"with {name}={wanted!r}."
+            f"a model with {name}={value!r} is not offered as TransformerLayers, which compute as "
+            f"with {name}={expected!r}."
         )
 
 
-def activation(get: Any, entry: str, default: str, known: Mapping[str, str]) -> str:
-    """Return ours of the ``known`` activations for the one that ``entry`` names, or refuse it."""
+def activation(get: Any, entry: str, default: str, ours: Mapping[str, str]) -> str:
+    """Return our name, by ``ours``, of the activation that ``entry`` names, or refuse it."""
     name = get(entry, default)
-    if name not in known:
+    if name not in ours:
         raise UnsupportedError(
             f"a model with {entry}={name!r} is not offered as TransformerLayers; activations are "
-            f"{', '.join(known)}."
+            f"{', '.join(ours)}."
         )
-    return known[name]
+    return ours[name]
 
 
 QKV = "self_attention.layernorm_qkv"

@@ -65,12 +65,12 @@ def family(get: Any) -> Family:
 
 
 def _arguments(get: Any) -> dict[str, Any]:
-    for name, wanted in (
+    for name, expected in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
         ("add_cross_attention", False),
     ):
-        refuse(name, get(name, wanted), wanted)
+        refuse(name, get(name, expected), expected)
     hidden = get("n_embd")
     return {
         "hidden_size": hidden,

@@ -17,8 +17,8 @@ __all__ = [
     "full_name",
     "fuse",
     "parted",
+    "popped",
     "split",
-    "taken",
     "their_shapes",
 ]
 
@@ -27,12 +27,12 @@ def their_shapes(rule: Rule, shapes: Mapping[str, Shape]) -> list[Shape]:
     """Return the shape of each of ``rule.theirs``."""
     ours = [shapes[in_layer(name)] for name in rule.ours]
     if len(rule.theirs) > 1:
-        found: list[Shape] = [(rows, *ours[0][1:]) for rows in rule.sizes]
+        result: list[Shape] = [(rows, *ours[0][1:]) for rows in rule.sizes]
     elif len(rule.ours) > 1:
-        found = [(sum(rule.sizes), *ours[0][1:])]
+        result = [(sum(rule.sizes), *ours[0][1:])]
     else:
-        found = ours
-    return [shape[::-1] for shape in found] if rule.transposed else found
+        result = ours
+    return [shape[::-1] for shape in result] if rule.transposed else result
 
 
 def check_shape(owner: str, name: str, value: object, shape: Shape) -> None:
@@ -40,11 +40,11 @@ def check_shape(owner: str, name: str, value: object, shape: Shape) -> None:
     if not isinstance(value, torch.Tensor):
         raise OperandError(f"{owner}: {name} is {type(value).__name__}; expected a torch.Tensor.")
     fits = len(shape) == value.dim() and all(
-        wanted in (None, given) for wanted, given in zip(shape, value.shape, strict=True)
+        expected in (None, size) for expected, size in zip(shape, value.shape, strict=True)
     )
     if not fits:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise OperandError(f"{owner}: {name} is {list(value.shape)}; the config says [{wanted}].")
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise OperandError(f"{owner}: {name} is {list(value.shape)}; the config says [{sizes}].")
 
 
 def full_name(name: str, prefix: str) -> str:
@@ -52,7 +52,7 @@ def full_name(name: str, prefix: str) -> str:
     return name if name == "lm_head.weight" else prefix + name
 
 
-def taken(
+def popped(
     state: dict[str, torch.Tensor], names: Sequence[str], owner: str, prefix: str
 ) -> list[torch.Tensor]:
     """Remove ``names`` from ``state`` and return their tensors."""
@@ -84,7 +84,7 @@ def fuse(state: dict[str, torch.Tensor], sizes: HeadSizes) -> None:
     """Put one weight in the place of each query, key and value; biases likewise."""
     for name in [name for name in state if f"{QKV}.query_" in name]:
         parts = [
-            state.pop(name.replace(".query_", f".{one}_")) for one in ("query", "key", "value")
+            state.pop(name.replace(".query_", f".{role}_")) for role in ("query", "key", "value")
         ]
         state[name.replace(".query_", ".")] = join_query_key_value(parts, sizes)
 
@@ -104,5 +104,5 @@ def split(state: dict[str, torch.Tensor], sizes: HeadSizes, shapes: Mapping[str,
         rows = sizes.query_size + 2 * sizes.key_size
         check_shape("to_hugging_face", name, state[name], (rows, *columns))
         parts = separate_query_key_value(state.pop(name), sizes)
-        for one, part in zip(("query", "key", "value"), parts, strict=True):
-            state[f"{prefix}.{one}_{kind}"] = part
+        for role, part in zip(("query", "key", "value"), parts, strict=True):
+            state[f"{prefix}.{role}_{kind}"] = part

@@ -30,7 +30,7 @@ from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.context import recompute
 from fp8core.dispatch import table
 from fp8core.errors import UnsupportedError
-from fp8core.inspection.monitoring.record import CastKey, GemmKey, KeptTensors, Recorder
+from fp8core.inspection.monitoring.record import CastKey, GemmKey, Recorder, SavedTensors
 from fp8core.inspection.monitoring.statistics import ObservedCast, Tally, measure
 from fp8core.recipe.plan import LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
@@ -175,7 +175,7 @@ class _SeenWeight(WeightWrapper):
             weights, rowwise, turned = weight, *orientations
             if isinstance(weight, torch.Tensor):
                 weights, rowwise, turned = [weight], [rowwise], [turned]
-            turned = [None if isinstance(one, Unquantized) else one for one in turned]
+            turned = [None if isinstance(operand, Unquantized) else operand for operand in turned]
             operands = zip(rowwise, turned, strict=True)
             self._probe.weights(weights, list(itertools.starmap(Orientations, operands)))
         return orientations
@@ -192,7 +192,7 @@ class _SeenWeight(WeightWrapper):
 
 
 class _SeenGemm:
-    """One of the three GEMMs, which the probe counts and whose result it checks."""
+    """A GEMM of the three, which the probe counts and whose result it checks."""
 
     __slots__ = ("_name", "_probe", "_run")
 
@@ -261,7 +261,7 @@ class _Probe:
     def keep(self, role: str, values: Sequence[torch.Tensor], splits: Sequence[int]) -> None:
         """Keep the values of a tensor for :func:`replay`, if the monitor keeps tensors."""
         self.recorder.keep(
-            (self._path, self._index), role, KeptTensors(values, splits), self._binding
+            (self._path, self._index), role, SavedTensors(values, splits), self._binding
         )
 
     def weights(
@@ -359,7 +359,7 @@ class _Probe:
             if x is not None and transform is not None:
                 x = TRANSFORMS[transform](x, 0 if is_turned else 1)
             if is_turned:
-                x, mask = (None if one is None else one.t() for one in (x, mask))
+                x, mask = (None if matrix is None else matrix.t() for matrix in (x, mask))
             before = decoded if x is None else x
             cast = ObservedCast(before, decoded, spec, factors, mask, is_compared=x is not None)
             tally.add(measure(cast))

@@ -20,17 +20,17 @@ __all__ = [
     "CastKey",
     "GemmCount",
     "GemmKey",
-    "KeptLinear",
-    "KeptTensors",
     "NonFinite",
     "Recorder",
     "Saturation",
+    "SavedLinear",
+    "SavedTensors",
     "StepRecord",
 ]
 
 
 class CastKey(NamedTuple):
-    """One operand of one linear: ``role`` input, weight or grad_output, and its orientation."""
+    """An operand of a linear: ``role`` input, weight or grad_output, and its orientation."""
 
     layer: str
     role: str
@@ -38,7 +38,7 @@ class CastKey(NamedTuple):
 
 
 class GemmKey(NamedTuple):
-    """One of the three GEMMs of one linear."""
+    """A GEMM of the three of a linear."""
 
     layer: str
     gemm: str
@@ -88,7 +88,7 @@ class GemmCount:
     high_precision: int = 0
 
 
-class KeptTensors(NamedTuple):
+class SavedTensors(NamedTuple):
     """A tensor before its casts, or one for each group; ``splits`` are the rows of the groups."""
 
     values: Sequence[torch.Tensor]
@@ -96,11 +96,11 @@ class KeptTensors(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptLinear:
+class SavedLinear:
     """The kept tensors of one linear by role, on the CPU, and the ``binding`` that it ran with."""
 
     binding: Binding
-    tensors: dict[str, KeptTensors] = field(default_factory=dict)
+    tensors: dict[str, SavedTensors] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Recorder:
         self.step = 0
         self.first_nonfinite: NonFinite | None = None
         self.first_saturation: Saturation | None = None
-        self.kept: dict[tuple[str, int], KeptLinear] = {}
+        self.kept: dict[tuple[str, int], SavedLinear] = {}
         self.current = StepRecord()
         self._raises = raises
         self._keeps = keeps
@@ -145,7 +145,7 @@ class Recorder:
 
     def notice(self, layer: str, weights: Sequence[torch.Tensor]) -> None:
         """Warn, once, if a weight changed between two uses in this step: step() was forgotten."""
-        versions = [0 if one.is_inference() else one._version for one in weights]
+        versions = [0 if weight.is_inference() else weight._version for weight in weights]
         with self._lock:
             is_changed = self._versions.setdefault(layer, versions) != versions
             is_first = is_changed and not self._has_warned
@@ -167,11 +167,13 @@ class Recorder:
             if tally.saturated and self.first_saturation is None:
                 self.first_saturation = Saturation(self.step, *key, tally.saturated)
 
-    def lacks(self, key: CastKey, other: CastKey) -> bool:
-        """Return whether fewer casts were recorded for ``key`` than for ``other``."""
+    def lacks(self, key: CastKey, reference: CastKey) -> bool:
+        """Return whether fewer casts were recorded for ``key`` than for ``reference``."""
         with self._lock:
-            of_key, of_other = (self.current.tallies.get(one, Tally()) for one in (key, other))
-        return of_key.casts < of_other.casts
+            of_key, of_reference = (
+                self.current.tallies.get(cast_key, Tally()) for cast_key in (key, reference)
+            )
+        return of_key.casts < of_reference.casts
 
     def count(self, key: GemmKey, backend: str, is_quantized: bool) -> None:
         """Count one run of a GEMM."""
@@ -195,10 +197,12 @@ class Recorder:
         Raises:
             NonFiniteError: there are some, and the monitor has on_nonfinite="raise".
         """
-        bad = [one for one in values if not bool(torch.isfinite(one).all())]
+        bad = [value for value in values if not bool(torch.isfinite(value).all())]
         if not bad:
             return
-        nan, inf = (sum(int(test(one).sum()) for one in bad) for test in (torch.isnan, torch.isinf))
+        nan, inf = (
+            sum(int(test(value).sum()) for value in bad) for test in (torch.isnan, torch.isinf)
+        )
         nonfinite = NonFinite(self.step, layer, tensor, nan, inf)
         with self._lock:
             if self.first_nonfinite is None:
@@ -210,7 +214,7 @@ class Recorder:
             )
 
     def keep(
-        self, linear: tuple[str, int], role: str, tensors: KeptTensors, binding: Binding
+        self, linear: tuple[str, int], role: str, tensors: SavedTensors, binding: Binding
     ) -> None:
         """Keep a copy of a role's first tensors of a step on the CPU; drop those of older steps."""
         if not self._keeps:
@@ -218,11 +222,11 @@ class Recorder:
         with self._lock:
             if self._kept_step != self.step:
                 self._kept_step, self.kept = self.step, {}
-            kept = self.kept.setdefault(linear, KeptLinear(binding))
-            if role in kept.tensors:
+            saved = self.kept.setdefault(linear, SavedLinear(binding))
+            if role in saved.tensors:
                 return
             copies = [_copy(value) for value in tensors.values]
-            kept.tensors[role] = KeptTensors(copies, tuple(tensors.splits))
+            saved.tensors[role] = SavedTensors(copies, tuple(tensors.splits))
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

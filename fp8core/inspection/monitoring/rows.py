@@ -54,7 +54,7 @@ def over_ranks(
     exponents = [
         torch.zeros(len(EXPONENTS)) if t.exponents is None else t.exponents for t in tallies
     ]
-    counts = [one.tolist() for one in exponents]
+    counts = [tensor.tolist() for tensor in exponents]
     histograms = reduce(counts, dist.ReduceOp.SUM, len(EXPONENTS))
     scales = _all_scales(tallies, group, device)
     total = StepRecord(formats=dict(record.formats))
@@ -75,10 +75,10 @@ def _check_equal(
 ) -> None:
     hashed = hashlib.sha256(repr(keys).encode()).digest()[:7]
     digest = torch.tensor([int.from_bytes(hashed, "big"), len(keys[0])], device=device)
-    others = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(others, digest, group=group)
-    if any(not torch.equal(digest, other) for other in others):
-        counts = [int(other[1]) for other in others]
+    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, digest, group=group)
+    if any(not torch.equal(digest, of_rank) for of_rank in digests):
+        counts = [int(of_rank[1]) for of_rank in digests]
         raise OperandError(
             f"the ranks observed different operands, {counts} of them by rank. Reduce over the "
             f"ranks that run the same layers, and pass their group."
@@ -94,7 +94,7 @@ def _all_scales(
     ranks = range(dist.get_world_size(group))
     all_sizes = [torch.empty_like(sizes) for _ in ranks]
     dist.all_gather(all_sizes, sizes, group=group)
-    longest = max(int(one.sum()) for one in all_sizes)
+    longest = max(int(part_sizes.sum()) for part_sizes in all_sizes)
     flat = torch.cat([*by_operand, torch.empty(0)]).to(device, torch.float64)
     flat = torch.nn.functional.pad(flat, (0, longest - flat.numel()))
     gathered = [torch.empty_like(flat) for _ in ranks]

@@ -41,7 +41,7 @@ EXPONENTS = range(-150, 129)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObservedCast:
-    """One tensor before and after its cast: ``value`` and ``decoded`` ``[rows, k]``.
+    """A tensor before and after its cast: ``value`` and ``decoded`` ``[rows, k]``.
 
     ``spec`` is None for high precision. ``factors`` are float32, one a block. ``real`` bool
     ``[rows, k]`` is False at padding; None if there is none. ``is_compared`` is False if no value
@@ -85,20 +85,20 @@ class Tally:
     exponents: torch.Tensor | None = None
     grid: torch.Tensor | None = None
 
-    def add(self, other: Tally) -> None:
-        """Add the casts of ``other``."""
+    def add(self, tally: Tally) -> None:
+        """Add the casts of ``tally``."""
         for name in SUMS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.amax = max(self.amax, other.amax)
-        if not other.worst_row >= self.worst_row:  # NaN: no row yet
-            self.worst_row = self.worst_row if math.isnan(other.worst_row) else other.worst_row
-        self.is_compared = self.is_compared and other.is_compared
-        self.scales += other.scales
-        if self.exponents is None or other.exponents is None:
-            self.exponents = other.exponents if self.exponents is None else self.exponents
+            setattr(self, name, getattr(self, name) + getattr(tally, name))
+        self.amax = max(self.amax, tally.amax)
+        if not tally.worst_row >= self.worst_row:  # NaN: no row yet
+            self.worst_row = self.worst_row if math.isnan(tally.worst_row) else tally.worst_row
+        self.is_compared = self.is_compared and tally.is_compared
+        self.scales += tally.scales
+        if self.exponents is None or tally.exponents is None:
+            self.exponents = tally.exponents if self.exponents is None else self.exponents
         else:
-            self.exponents = self.exponents + other.exponents
-        self.grid = other.grid if self.grid is None else self.grid
+            self.exponents = self.exponents + tally.exponents
+        self.grid = tally.grid if self.grid is None else self.grid
 
     def share(self, count: int) -> float:
         """Return ``count`` as a share of the nonzero values; NaN if the casts are not compared."""
@@ -214,9 +214,9 @@ def _measure_blocks(
     tally.blocks = int(present.sum())
     tally.zero_blocks = int((present & is_zero).sum())
     scale = 1 / factors.to(torch.float64)
-    kept = ~is_zero & torch.isfinite(scale)
-    tally.scales = [scale[kept].cpu()]
-    tally.grid = torch.where(kept, scale, math.nan).log2().cpu()
+    is_scaled = ~is_zero & torch.isfinite(scale)
+    tally.scales = [scale[is_scaled].cpu()]
+    tally.grid = torch.where(is_scaled, scale, math.nan).log2().cpu()
 
 
 def _any_in_block(flags: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -215,11 +215,11 @@ class Monitor:
         Raises:
             OperandError: there is none; the message names the observed ones.
         """
-        wanted = CastKey(layer, role, orientation)
+        key = CastKey(layer, role, orientation)
         for row in reversed(self.rows):
-            if row.key == wanted and step in (None, row.step):
+            if row.key == key and step in (None, row.step):
                 return row
-        raise self._absent(wanted, [row.key for row in self.rows if step in (None, row.step)])
+        raise self._absent(key, [row.key for row in self.rows if step in (None, row.step)])
 
     def rows_over_ranks(self, group: torch.distributed.ProcessGroup | None = None) -> list[Row]:
         """Return the rows of the latest step over all ranks of ``group``; None is the default one.
@@ -237,7 +237,7 @@ class Monitor:
                 "process alone are in rows."
             )
         layer = next(iter(self._layers.values()))
-        device = next((one.device for one in layer.parameters()), torch.device("cpu"))
+        device = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
         return rows_of(self._latest_step, over_ranks(self._latest, group, device))
 
     def gemm_counts(self) -> dict[str, int]:
@@ -339,21 +339,21 @@ class Monitor:
             raise self._absent(key, list(self._latest.tallies))
         return self._latest.tallies[key]
 
-    def _absent(self, wanted: CastKey, keys: Sequence[CastKey]) -> OperandError:
-        for part, name in zip(CastKey._fields, wanted, strict=True):
-            known = list(dict.fromkeys(getattr(key, part) for key in keys))
-            if keys and name not in known:
+    def _absent(self, absent: CastKey, keys: Sequence[CastKey]) -> OperandError:
+        for part, name in zip(CastKey._fields, absent, strict=True):
+            observed = list(dict.fromkeys(getattr(key, part) for key in keys))
+            if keys and name not in observed:
                 return OperandError(
-                    f"no {part} {name!r} was observed; observed: {', '.join(known)}."
-                    f"{did_you_mean(name, known)}"
+                    f"no {part} {name!r} was observed; observed: {', '.join(observed)}."
+                    f"{did_you_mean(name, observed)}"
                 )
         if not keys:
             return OperandError(
-                f"nothing was observed yet; {wanted.role} ({wanted.orientation}) of "
-                f"{wanted.layer!r} is there once step() or close() has ended a step that ran it."
+                f"nothing was observed yet; {absent.role} ({absent.orientation}) of "
+                f"{absent.layer!r} is there once step() or close() has ended a step that ran it."
             )
         return OperandError(
-            f"{wanted.role} ({wanted.orientation}) of {wanted.layer!r} was not cast in an observed "
+            f"{absent.role} ({absent.orientation}) of {absent.layer!r} was not cast in an observed "
             f"step, as no GEMM that reads it ran."
         )
 

@@ -17,7 +17,7 @@ from fp8core.chain.linear.link import LinearLink
 from fp8core.chain.shape import BindContext
 from fp8core.errors import Fp8CoreError, OperandError, RecipeError, did_you_mean
 from fp8core.inspection.monitoring.observe import LayerWatch
-from fp8core.inspection.monitoring.record import KeptLinear, KeptTensors, Recorder
+from fp8core.inspection.monitoring.record import Recorder, SavedLinear, SavedTensors
 from fp8core.inspection.monitoring.rows import Row, render, rows_of, table_of
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import PerLayer, Recipe, by_name
@@ -66,7 +66,7 @@ class WhatIf:
     def summary(self) -> list[Summary]:
         """Return one line for each recipe, the one with the highest SQNR first."""
         summaries = [_summary(label, rows) for label, rows in self.rows.items()]
-        return sorted(summaries, key=lambda one: (math.isnan(one.sqnr_db), -one.sqnr_db))
+        return sorted(summaries, key=lambda entry: (math.isnan(entry.sqnr_db), -entry.sqnr_db))
 
     def worst(self, recipe: str) -> list[tuple[str, float]]:
         """Return the layers and the least SQNR of their operands, dB, the lowest first.
@@ -103,31 +103,31 @@ class WhatIf:
         """Return the summaries as a table, then every operand under every recipe."""
         heading = [field.name for field in dataclasses.fields(Summary)]
         lines = [
-            [one.recipe, *(f"{value:.4g}" for value in dataclasses.astuple(one)[1:])]
-            for one in self.summary()
+            [entry.recipe, *(f"{value:.4g}" for value in dataclasses.astuple(entry)[1:])]
+            for entry in self.summary()
         ]
         parts = [render("all operands", heading, lines)]
         for label, rows in self.rows.items():
             parts.append(render(label, *table_of(rows, leave_out=("GEMMs", "NaN/inf"))))
         return "\n".join(parts)
 
-    def _label_of(self, asked: str) -> str:
-        """Return the label that ``asked`` is, or the only label whose recipe has this name."""
-        if asked in self.rows:
-            return asked
+    def _label_of(self, text: str) -> str:
+        """Return the label that ``text`` is, or the only label whose recipe has this name."""
+        if text in self.rows:
+            return text
         called = {label: names_of(recipe) for label, recipe in self._recipes.items()}
-        labels = [label for label, names in called.items() if asked in names]
+        labels = [label for label, names in called.items() if text in names]
         if len(labels) == 1:
             return labels[0]
         if labels:
             raise RecipeError(
-                f"several of the recipes that were tried are {asked!r}: {', '.join(labels)}; "
+                f"several of the recipes that were tried are {text!r}: {', '.join(labels)}; "
                 f"give one of these labels."
             )
-        known = (*self.rows, *(name for names in called.values() for name in names))
+        candidates = (*self.rows, *(name for names in called.values() for name in names))
         raise RecipeError(
-            f"no recipe {asked!r} was tried; tried: {', '.join(self.rows)}."
-            f"{did_you_mean(asked, known)}"
+            f"no recipe {text!r} was tried; tried: {', '.join(self.rows)}."
+            f"{did_you_mean(text, candidates)}"
         )
 
 
@@ -148,11 +148,11 @@ def _summary(label: str, rows: Sequence[Row]) -> Summary:
 
 
 def replay(
-    kept: Mapping[tuple[str, int], KeptLinear],
+    linears: Mapping[tuple[str, int], SavedLinear],
     layers: Mapping[str, LowPrecisionModule],
     recipes: str | Recipe | Sequence[str | Recipe],
 ) -> WhatIf:
-    """Cast the ``kept`` tensors as each recipe would; ``layers`` are the monitored ones by path.
+    """Cast the saved tensors of ``linears`` as each recipe would; ``layers`` are those by path.
 
     A delayed scale is the one that the tensor's amax gives, to which a history of equal batches
     leads. Stochastic rounding draws from a fixed seed.
@@ -160,10 +160,10 @@ def replay(
     Raises:
         RecipeError: ``recipes`` is empty, or an entry is neither a Recipe nor the name of one.
         UnsupportedError: no backend supports a recipe's casts on the layer's device.
-        OperandError: ``kept`` is empty.
+        OperandError: ``linears`` is empty.
     """
     chosen = _label(recipes)
-    if not kept:
+    if not linears:
         raise OperandError(
             "what_if() has no tensors to cast: no layer has run in an observed step, or the "
             "monitor was opened with keep_tensors=False."
@@ -177,7 +177,7 @@ def replay(
     rows = {}
     for label, recipe in chosen.items():
         recorder = Recorder()
-        for (path, index), linear in kept.items():
+        for (path, index), linear in linears.items():
             try:
                 _cast(recorder, path, layers[path], index, linear, recipe)
             except Fp8CoreError as error:
@@ -219,7 +219,7 @@ def _cast(
     path: str,
     layer: LowPrecisionModule,
     index: int,
-    linear: KeptLinear,
+    linear: SavedLinear,
     recipe: Recipe,
 ) -> None:
     """Cast the kept tensors of one linear as ``recipe`` would, and record the casts."""
@@ -229,7 +229,7 @@ def _cast(
     watch = LayerWatch(recorder, path, len(layer.linear_shapes()))
     context = BindContext(plan, binding, layer.label, None, watch)
     links = bind_chain(layer.link_shapes(), context)
-    link = next(one for one in links if isinstance(one, LinearLink) and one.index == index)
+    link = next(link for link in links if isinstance(link, LinearLink) and link.index == index)
     # Gradients of input and weights need both orientations; that of a bias needs no operand.
     needs = [True] * (1 + link.num_weights) + [False] * (link.num_params - link.num_weights)
     for name in ("input", "weight", "grad_output"):
@@ -248,7 +248,7 @@ def _cast(
         request(values[0].to(request.dtype))
 
 
-def _call(tensors: KeptTensors, device: torch.device) -> Call:
+def _call(tensors: SavedTensors, device: torch.device) -> Call:
     rng = torch.zeros(2, dtype=torch.int64, device="cpu")
     if not tensors.splits:
         return Call(rng=rng)
