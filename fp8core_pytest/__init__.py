@@ -45,12 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the kit if the option is used."""
     options = config.option
     if options.fp8core_backend is None:
-        given = [f"--fp8core-{name}" for name in _NAMES if getattr(options, f"fp8core_{name}")]
-        if given:
+        flags = [f"--fp8core-{name}" for name in _NAMES if getattr(options, f"fp8core_{name}")]
+        if flags:
             import pytest
 
             raise pytest.UsageError(
-                f"{', '.join(given)}: which backend? Give --fp8core-backend=NAME."
+                f"{', '.join(flags)}: which backend? Give --fp8core-backend=NAME."
             )
         return
     from fp8core.conformance.collection import Kit

@@ -141,9 +141,9 @@ def _of_torchao(x: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
     data, scale = getattr(x, "qdata", None), getattr(x, "scale", None)
     if isinstance(data, torch.Tensor) and isinstance(scale, torch.Tensor):
         return data, scale, x.dtype
-    held = [getattr(x, name, None) for name in ("_data", "_scale", "_orig_dtype")]
-    if isinstance(held[0], torch.Tensor) and isinstance(held[1], torch.Tensor):
-        return held[0], torch.ones_like(held[1]) / held[1], held[2] or torch.bfloat16
+    parts = [getattr(x, name, None) for name in ("_data", "_scale", "_orig_dtype")]
+    if isinstance(parts[0], torch.Tensor) and isinstance(parts[1], torch.Tensor):
+        return parts[0], torch.ones_like(parts[1]) / parts[1], parts[2] or torch.bfloat16
     raise OperandError(
         f"from_torch({type(x).__name__}) without scales: expected a Float8Tensor, "
         f"Float8TrainingTensor or MXTensor of torchao. Give torch's data its scale_inv."

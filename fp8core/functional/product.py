@@ -61,16 +61,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         OperandError: a tensor does not fit.
         UnsupportedError: the recipe has delayed scales, for whose state there is no layer.
     """
-    for role, one in (("x", x), ("weight", weight), ("bias", bias)):
-        if not isinstance(one, torch.Tensor) and (role != "bias" or one is not None):
-            raise OperandError(f"linear: {role} is {type(one).__name__}; expected a tensor.")
+    for role, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if not isinstance(tensor, torch.Tensor) and (role != "bias" or tensor is not None):
+            raise OperandError(f"linear: {role} is {type(tensor).__name__}; expected a tensor.")
     if weight.dim() != 2 or (bias is not None and tuple(bias.shape) != tuple(weight.shape[:1])):
-        given = "none" if bias is None else list(bias.shape)
+        bias_shape = "none" if bias is None else list(bias.shape)
         raise OperandError(
-            f"linear: weight is {list(weight.shape)}, bias {given}; expected [n, k] and [n]."
+            f"linear: weight is {list(weight.shape)}, bias {bias_shape}; expected [n, k] and [n]."
         )
-    asked = active(None)
-    recipe = asked.quantize
+    settings = active(None)
+    recipe = settings.quantize
     if recipe is None:
         if isinstance(x, QuantizedTensor) or isinstance(weight, QuantizedTensor):
             return gemm(x, weight, bias=bias)
@@ -137,8 +137,8 @@ def check_pair(owner: str, a: torch.Tensor, b: torch.Tensor) -> None:
     both_plain = not isinstance(a, QuantizedTensor) and not isinstance(b, QuantizedTensor)
     if both_plain and a.dtype != b.dtype:
         raise OperandError(f"{owner}: a is {a.dtype}, b {b.dtype}. Convert one of them.")
-    for role, one in (("a", a), ("b", b)):
-        if isinstance(one, QuantizedTensor) and one.plan.rowwise is None:
+    for role, operand in (("a", a), ("b", b)):
+        if isinstance(operand, QuantizedTensor) and operand.plan.rowwise is None:
             raise OperandError(
                 f"{owner}: {role} holds no rowwise operand, which is the one along k. Quantize it "
                 f"with rowwise usage."
@@ -181,8 +181,8 @@ def check_out(
             f"{owner}(out={type(out).__name__}): expected a plain tensor. Quantize the result by "
             f"a quantizer's update_quantized()."
         )
-    found, wanted = (tuple(out.shape), out.dtype, out.device), (size, dtype, a.device)
-    if found != wanted:
+    actual, expected = (tuple(out.shape), out.dtype, out.device), (size, dtype, a.device)
+    if actual != expected:
         raise OperandError(
             f"{owner}: out is {list(out.shape)} {out.dtype} on {out.device}, expected {list(size)} "
             f"{dtype} on {a.device}."
@@ -196,7 +196,7 @@ def refuse_out_with_grad(
     """Raise if ``out`` is given where a gradient would be needed."""
     if out is None or not torch.is_grad_enabled():
         return
-    if out.requires_grad or any(one is not None and one.requires_grad for one in tensors):
+    if out.requires_grad or any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise UnsupportedError(
             f"{owner}(out=...) is not differentiable: leave out away, or use torch.no_grad()."
         )
@@ -317,23 +317,28 @@ def grouped_gemm(
         UnsupportedError: as in :func:`gemm`; or the sizes of groups do not fit a backend's kernels.
     """
     a = checked("grouped_gemm", "a", a)
-    matrices = [checked("grouped_gemm", f"b[{at}]", one) for at, one in enumerate(unbound(b))]
+    matrices = [checked("grouped_gemm", f"b[{at}]", matrix) for at, matrix in enumerate(unbound(b))]
     splits = checked_splits(m_splits, a, len(matrices))
     first = matrices[0]
-    for at, one in enumerate(matrices):
-        check_pair("grouped_gemm", a, one)
-        is_alike = one.shape == first.shape and spec_of(one) == spec_of(first)
-        if one.dim() != 2 or one.shape[1] != a.shape[1] or not is_alike or one.dtype != first.dtype:
+    for at, matrix in enumerate(matrices):
+        check_pair("grouped_gemm", a, matrix)
+        is_uniform = matrix.shape == first.shape and spec_of(matrix) == spec_of(first)
+        if (
+            matrix.dim() != 2
+            or matrix.shape[1] != a.shape[1]
+            or not is_uniform
+            or matrix.dtype != first.dtype
+        ):
             raise OperandError(
-                f"grouped_gemm: b[{at}] is {list(one.shape)} {one.dtype} {spec_of(one)}; expected "
-                f"[n, {a.shape[1]}], all stored as b[0], {list(first.shape)} {first.dtype} "
-                f"{spec_of(first)}."
+                f"grouped_gemm: b[{at}] is {list(matrix.shape)} {matrix.dtype} {spec_of(matrix)}; "
+                f"expected [n, {a.shape[1]}], all stored as b[0], {list(first.shape)} "
+                f"{first.dtype} {spec_of(first)}."
             )
     dtype = out_dtype_of("grouped_gemm", a, first, out_dtype, out)
     biases = (
         []
         if bias is None
-        else [checked("grouped_gemm", "bias", dequantize(one)) for one in unbound(bias)]
+        else [checked("grouped_gemm", "bias", dequantize(tensor)) for tensor in unbound(bias)]
     )
     if biases and (
         len(biases) != len(matrices) or any(tuple(v.shape) != (first.shape[0],) for v in biases)

@@ -19,7 +19,7 @@ from fp8core.tensors.storage import pad_operand, per_byte, resolve_for
 
 
 class Side(NamedTuple):
-    """One side of a product ``[rows, k]``: its operand, and its spec, None in high precision."""
+    """A side of a product ``[rows, k]``: its operand, and its spec, None in high precision."""
 
     operand: Operand
     spec: OperandSpec | None
@@ -37,9 +37,11 @@ def spec_of(x: torch.Tensor) -> OperandSpec | None:
 
 def sides_of(a: torch.Tensor, bs: Sequence[torch.Tensor]) -> tuple[Side, list[Side]]:
     """Return both sides: quantized if all tensors are, else in high precision."""
-    if all(isinstance(one, QuantizedTensor) for one in (a, *bs)):
+    if all(isinstance(tensor, QuantizedTensor) for tensor in (a, *bs)):
         return _rowwise(a), [_rowwise(b) for b in bs]
-    plain = next((one.dtype for one in (a, *bs) if not isinstance(one, QuantizedTensor)), a.dtype)
+    plain = next(
+        (tensor.dtype for tensor in (a, *bs) if not isinstance(tensor, QuantizedTensor)), a.dtype
+    )
     return plain_side(a, plain), [plain_side(b, plain) for b in bs]
 
 
@@ -80,26 +82,26 @@ def padded(side: Side, rows: int, columns: int) -> Side:
 
 
 def gradient_sides(
-    grad: torch.Tensor, way: str, other: torch.Tensor, dtype: torch.dtype
+    grad: torch.Tensor, way: str, factor: torch.Tensor, dtype: torch.dtype
 ) -> tuple[Side, Side]:
     """Return the sides of a gradient in ``dtype``: of ``a`` by the rowwise ``grad [m, n]`` and
     ``b [k, n]``, of ``b`` by the columnwise ``grad [n, m]`` and ``a [k, m]``."""
-    if isinstance(grad, QuantizedTensor) and isinstance(other, QuantizedTensor):
+    if isinstance(grad, QuantizedTensor) and isinstance(factor, QuantizedTensor):
         left = _rowwise(grad) if way == "rowwise" else _columnwise(grad)
-        right = _columnwise(other)
+        right = _columnwise(factor)
         # An operand that was transformed meets one that was transformed alike.
         is_pair = left.spec is not None and right.spec is not None
         if is_pair and left.spec.transform == right.spec.transform:  # type: ignore[union-attr]  # both are there
             return left, right
-    left, right = wide_sides(grad, other, dtype)
+    left, right = wide_sides(grad, factor, dtype)
     return (left if way == "rowwise" else transposed(left)), right
 
 
-def wide_sides(grad: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> tuple[Side, Side]:
-    """Return ``grad`` and ``other``, transposed, in the widest of their dtypes and ``dtype``, that
+def wide_sides(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> tuple[Side, Side]:
+    """Return ``grad`` and ``factor``, transposed, in the widest of their dtypes and ``dtype``, that
     of their product, so that none of them is rounded first."""
-    widest = functools.reduce(torch.promote_types, (grad.dtype, other.dtype, dtype))
-    return plain_side(grad, widest), transposed(plain_side(other, widest))
+    widest = functools.reduce(torch.promote_types, (grad.dtype, factor.dtype, dtype))
+    return plain_side(grad, widest), transposed(plain_side(factor, widest))
 
 
 def in_groups(side: Side, groups: int) -> Operand:
@@ -121,7 +123,7 @@ def in_groups(side: Side, groups: int) -> Operand:
 
 
 class Settings(NamedTuple):
-    """What a product has besides its tensors."""
+    """The options of a product, besides its tensors."""
 
     out_dtype: torch.dtype
     out: torch.Tensor | None = None
@@ -131,12 +133,14 @@ class Settings(NamedTuple):
 
 def apply(function: Any, settings: Settings, *tensors: torch.Tensor | None) -> torch.Tensor:
     """Return the result of ``function``, with a node of autograd only where one is needed."""
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
-        made: torch.Tensor = function.apply(settings, *tensors)
-        return made
+    if torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    ):
+        result: torch.Tensor = function.apply(settings, *tensors)
+        return result
     with torch.no_grad():
-        made = function.compute(settings, *tensors)
-    return made
+        result = function.compute(settings, *tensors)
+    return result
 
 
 class Gemm(torch.autograd.Function):
@@ -203,8 +207,8 @@ def _multiply(
     k = length_of(a)
     more = [-size % step for size, step in zip((m, n, k), resolved.alignment, strict=True)]
     if not any(more):
-        made: torch.Tensor = resolved.run(a.operand, b.operand, bias=bias, out=out)
-        return made
+        exact: torch.Tensor = resolved.run(a.operand, b.operand, bias=bias, out=out)
+        return exact
     left, right = padded(a, more[0], more[2]), padded(b, more[1], more[2])
     pad = torch.nn.functional.pad
     wide_bias = None if bias is None else pad(bias, (0, more[1]))
@@ -214,19 +218,19 @@ def _multiply(
 
 
 class GroupedGemm(torch.autograd.Function):
-    """One product a group; gradients in high precision."""
+    """A product for each group; gradients in high precision."""
 
     @staticmethod
-    def compute(settings: Settings, a: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    def compute(settings: Settings, a: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the products, in ``settings.out`` if that is given."""
         groups = len(settings.splits)
-        left, rights = sides_of(a, others[:groups])
+        left, rights = sides_of(a, tensors[:groups])
         operand = in_groups(left, groups)
         desc = GroupedGemmDesc(left.spec, rights[0].spec, settings.out_dtype, settings.accumulate)
         resolved = _grouped(
             desc, settings.splits, (rights[0].rows, length_of(left)), left.operand.data
         )
-        bias = [one.detach() for one in others[groups:]] or None
+        bias = [tensor.detach() for tensor in tensors[groups:]] or None
         product: torch.Tensor = resolved.run(
             operand,
             [right.operand for right in rights],
@@ -238,17 +242,17 @@ class GroupedGemm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, settings: Settings, a: torch.Tensor, *others: torch.Tensor
+        ctx: Any, settings: Settings, a: torch.Tensor, *tensors: torch.Tensor
     ) -> torch.Tensor:
         """Compute, and save what the gradients need."""
         groups = len(settings.splits)
         needs = ctx.needs_input_grad[1:]
         ctx.save_for_backward(
-            a if any(needs[1 : 1 + groups]) else None, *(others[:groups] if needs[0] else ())
+            a if any(needs[1 : 1 + groups]) else None, *(tensors[:groups] if needs[0] else ())
         )
         ctx.splits = settings.splits
-        ctx.dtypes = [a.dtype, *(one.dtype for one in others)]
-        return GroupedGemm.compute(settings, a, *others)
+        ctx.dtypes = [a.dtype, *(tensor.dtype for tensor in tensors)]
+        return GroupedGemm.compute(settings, a, *tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -275,9 +279,9 @@ class GroupedGemm(torch.autograd.Function):
             dy, x = wide_sides(grad, a, dtypes[0])
             desc = GroupedGemmDesc(None, None, dtypes[0], contract_groups=True)
             resolved = resolve_for(desc, dy.operand.data)
-            made = resolved.run(transposed(dy).operand, x.operand, _offsets(splits))
-            for group, one in enumerate(made):
-                grads[1 + group] = one if needs[1 + group] else None
+            products = resolved.run(transposed(dy).operand, x.operand, _offsets(splits))
+            for group, product in enumerate(products):
+                grads[1 + group] = product if needs[1 + group] else None
         parts = torch.split(plain_side(grad).operand.data, list(splits))
         for at, part in enumerate(parts if len(dtypes) > groups else ()):
             if needs[1 + groups + at]:

@@ -55,15 +55,15 @@ def quantize(
         OperandError, UnsupportedError: as ``Quantizer.quantize``.
     """
     if isinstance(by, Quantizer) or (callable(by) and not isinstance(by, type)):
-        made: QuantizedTensor = by(x)
-        return made
+        quantized: QuantizedTensor = by(x)
+        return quantized
     dtype = x.dtype if isinstance(x, torch.Tensor) else torch.float32
-    asked = (by, tensor, dtype, rowwise, columnwise)
+    options = (by, tensor, dtype, rowwise, columnwise)
     if torch.compiler.is_compiling():
         number_of = _number_of if isinstance(by, str) else _number_of_object
-        number, is_row, is_column = number_of(*asked).split()
+        number, is_row, is_column = number_of(*options).split()
         return quantize_in_graph(number, x, bool(int(is_row)), bool(int(is_column)))
-    return _planned(*asked)(x)
+    return _planned(*options)(x)
 
 
 def _planned(
@@ -77,9 +77,9 @@ def _planned(
 _of_graphs = functools.lru_cache(_planned)  # graphs name their quantizers, and do not hold them
 
 
-def _number_of(*asked: Any) -> str:
+def _number_of(*options: Any) -> str:
     """Return the number of a quantizer and both its usages."""
-    quantizer = _of_graphs(*asked)
+    quantizer = _of_graphs(*options)
     return f"{quantizer.number} {quantizer.rowwise_usage:d} {quantizer.columnwise_usage:d}"
 
 

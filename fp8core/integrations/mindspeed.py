@@ -108,14 +108,14 @@ def install(version: str = transformer_engine.VERSION) -> None:
 
 
 def _filtered(register: Callable[..., None]) -> Callable[..., None]:
-    taken: list[str] = []  # the patch of fp8core's own that is registered once
+    registered: list[str] = []  # the patch of fp8core's own that is registered once
 
     @functools.wraps(register)
     def register_patch(orig_func_name: str, *args: Any, **kwargs: Any) -> None:
         if is_left_out(orig_func_name):
             log_once(f"MindSpeed's patch of {orig_func_name} gives way to fp8core", logging.INFO)
-            if orig_func_name in _CONTEXT and not taken:
-                taken.append(orig_func_name)
+            if orig_func_name in _CONTEXT and not registered:
+                registered.append(orig_func_name)
                 register(*_recipes_patch())
             return
         register(orig_func_name, *args, **kwargs)
@@ -172,9 +172,9 @@ def get_fp8_context_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         if recipe is None:
             return original(config, layer_no, is_init)
         # Megatron decides whether the layer computes in low precision, by a recipe that it knows.
-        known = copy.copy(config)
-        known.fp8, known.fp8_recipe = "e4m3", "tensorwise"
-        context = original(known, layer_no, is_init)
+        tensorwise = copy.copy(config)
+        tensorwise.fp8, tensorwise.fp8_recipe = "e4m3", "tensorwise"
+        context = original(tensorwise, layer_no, is_init)
         if isinstance(context, contextlib.nullcontext):
             return context
         if is_init:

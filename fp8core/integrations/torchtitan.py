@@ -124,18 +124,20 @@ class Fp8CoreLinear(Linear, Module):
         """Return how the output, and the gradients of ``input`` and of the weight, lie."""
         weight: Any = self.weight
         last = input.dim() - 1
-        alike = isinstance(weight, DTensor) and weight.device_mesh == input.device_mesh
-        found: list[tuple[Placement, ...]] = []
-        for x, w in zip(input.placements, weight.placements if alike else (), strict=alike):
+        is_on_same_mesh = isinstance(weight, DTensor) and weight.device_mesh == input.device_mesh
+        layouts: list[tuple[Placement, ...]] = []
+        for x, w in zip(
+            input.placements, weight.placements if is_on_same_mesh else (), strict=is_on_same_mesh
+        ):
             if isinstance(x, Replicate) and w == Shard(0):
-                found.append((Shard(last), Partial(), w))
+                layouts.append((Shard(last), Partial(), w))
             elif x in (Shard(last), Shard(-1)) and w == Shard(1):
-                found.append((Partial(), x, w))
+                layouts.append((Partial(), x, w))
             elif isinstance(x, Shard) and x.dim < last and isinstance(w, Replicate):
-                found.append((x, x, Partial()))
+                layouts.append((x, x, Partial()))
             elif isinstance(x, Replicate) and isinstance(w, Replicate):
-                found.append((x, x, w))
-        if len(found) != input.device_mesh.ndim:
+                layouts.append((x, x, w))
+        if len(layouts) != input.device_mesh.ndim:
             is_spread = isinstance(weight, DTensor)
             lies = f"{weight.placements} of {weight.device_mesh}" if is_spread else "whole"
             raise OperandError(
@@ -143,7 +145,7 @@ class Fp8CoreLinear(Linear, Module):
                 f"weight {lies}. A rank takes a whole input with rows of the weight, columns of "
                 f"both, or rows of the input with a whole weight."
             )
-        output, of_input, of_weight = zip(*found, strict=True)
+        output, of_input, of_weight = zip(*layouts, strict=True)
         return output, of_input, of_weight
 
 
@@ -176,14 +178,14 @@ class Fp8CoreConverter(QuantizationConverter):
             UnsupportedError: a pattern of ``fqns`` names derived layers alone.
         """
         nodes = list(model_config.traverse(TitanLinear.Config))
-        others = {
+        derived = {
             fqn: f"a config of {type(config).__qualname__}, whose behaviour would be lost"
             for fqn, config, _, _ in nodes
             if type(config) is not TitanLinear.Config
         }
-        possible = [fqn for fqn, *_ in nodes if fqn not in others]
-        check_patterns(self.config.fqns or None, self.config.filter_fqns, possible, others)
-        left = dict(others)
+        possible = [fqn for fqn, *_ in nodes if fqn not in derived]
+        check_patterns(self.config.fqns or None, self.config.filter_fqns, possible, derived)
+        left = dict(derived)
         for fqn, config, parent, attribute in nodes:
             if fqn in left or (reason := self._reason(fqn)):
                 left.setdefault(fqn, reason)

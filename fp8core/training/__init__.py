@@ -1,1 +1,1 @@
-"""What a training loop runs around the layers: optimizers, loss, routing, permutation, offload."""
+"""The parts of a training loop around the layers: optimizers, loss, routing, offloading."""

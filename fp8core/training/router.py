@@ -37,7 +37,8 @@ class RoutingMapFormat(enum.IntEnum):
     BITMAP_U8 = 1
 
 
-_FORMATS = {one.name.lower(): one for one in RoutingMapFormat}  # the compiler iterates no Enum
+# The compiler iterates no Enum.
+_FORMATS = {format.name.lower(): format for format in RoutingMapFormat}
 
 
 def fused_topk_with_score_function(
@@ -193,14 +194,14 @@ def fused_moe_aux_loss(
 # Checks
 
 
-def _format_of(owner: str, given: str | RoutingMapFormat | int) -> RoutingMapFormat:
-    if isinstance(given, str) and given in _FORMATS:
-        return _FORMATS[given]
-    if isinstance(given, int) and given in _FORMATS.values():
-        return RoutingMapFormat(given)
+def _format_of(owner: str, value: str | RoutingMapFormat | int) -> RoutingMapFormat:
+    if isinstance(value, str) and value in _FORMATS:
+        return _FORMATS[value]
+    if isinstance(value, int) and value in _FORMATS.values():
+        return RoutingMapFormat(value)
     raise OperandError(
-        f"{owner}(routing_map_format={given!r}): expected a RoutingMapFormat, its number, or one "
-        f"of {', '.join(_FORMATS)}.{did_you_mean(str(given), _FORMATS)}"
+        f"{owner}(routing_map_format={value!r}): expected a RoutingMapFormat, its number, or one "
+        f"of {', '.join(_FORMATS)}.{did_you_mean(str(value), _FORMATS)}"
     )
 
 
@@ -237,7 +238,7 @@ def _check_groups(
             f"{owner}(group_topk={group_topk}, num_groups={num_groups}): groups are chosen of how "
             f"many? Give num_groups too, or neither."
         )
-    if not all(type(one) is int and one > 0 for one in (num_groups, group_topk)):
+    if not all(type(number) is int and number > 0 for number in (num_groups, group_topk)):
         raise OperandError(
             f"{owner}(num_groups={num_groups!r}, group_topk={group_topk!r}): expected integers "
             f"above 0, or None for all experts."

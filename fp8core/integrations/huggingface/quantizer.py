@@ -89,16 +89,16 @@ class Fp8CoreConfig(QuantizationConfigMixin):
         if self.recipe is not None:
             as_data(self.recipe)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Fp8CoreConfig) and vars(self) == vars(other)
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, Fp8CoreConfig) and vars(self) == vars(value)
 
     __hash__ = None  # type: ignore[assignment]  # a config can be changed
 
 
-def _patterns(argument: str, given: Sequence[str] | str) -> list[str]:
-    patterns = [given] if isinstance(given, str) else list(given)
+def _patterns(argument: str, value: Sequence[str] | str) -> list[str]:
+    patterns = [value] if isinstance(value, str) else list(value)
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise RecipeError(f"Fp8CoreConfig({argument}={given!r}): expected patterns of names.")
+        raise RecipeError(f"Fp8CoreConfig({argument}={value!r}): expected patterns of names.")
     return patterns
 
 

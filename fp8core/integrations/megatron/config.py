@@ -1,4 +1,4 @@
-"""What a ``TransformerConfig`` of Megatron asks of a layer: its recipe and device, and refusals."""
+"""A layer's part of Megatron's ``TransformerConfig``: its recipe and device, and refusals."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def adopt(layer: LowPrecisionModule, config: Any) -> None:
     if recipe is None:
         return
     layer.outside_autocast = request(quantize=recipe)
-    dtype = next((one.dtype for one in layer.parameters()), config.params_dtype)
+    dtype = next((parameter.dtype for parameter in layer.parameters()), config.params_dtype)
     plan = plan_of(layer.plan_type, recipe, LayerRole(layer.kind, layer.name), dtype)
     if plan.delayed is not None:
         with torch.device(device_of(config)):  # attention has no parameters, whose device it takes

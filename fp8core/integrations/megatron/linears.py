@@ -26,9 +26,9 @@ class Fp8CoreDotProductAttention(DotProductAttention):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        **others: Any,
+        **options: Any,
     ) -> None:
-        groups = getattr(others.get("pg_collection"), "tp", None)
+        groups = getattr(options.get("pg_collection"), "tp", None)
         refuse(type(self).__name__, groups)
         super().__init__(
             config.num_attention_heads,
@@ -126,7 +126,7 @@ def _leave(weight: torch.Tensor) -> None:
 
 
 class _MegatronLinear:
-    """What Megatron's linears have beside Transformer Engine's: arguments, returns, and shards."""
+    """Megatron's additions to Transformer Engine's linears: arguments, returns, and shards."""
 
     # Which dimension of the weight tensor parallelism would split, and that of the bias, if any.
     split: dict[str, int]
@@ -153,10 +153,10 @@ class _MegatronLinear:
             gather_output=(gather_output, False),
             skip_weight_param_allocation=(skip_weight_param_allocation, False),
         )
-        given = _arguments(config, init_method, bias, skip_bias_add)
-        given |= self.more_arguments(config, is_expert=is_expert)
+        arguments = _arguments(config, init_method, bias, skip_bias_add)
+        arguments |= self.more_arguments(config, is_expert=is_expert)
         layer: Any = super()
-        layer.__init__(input_size, output_size, **given)
+        layer.__init__(input_size, output_size, **arguments)
         self._finish(config, is_expert=is_expert)
 
     def more_arguments(self, config: Any, *, is_expert: bool) -> dict[str, Any]:

@@ -199,8 +199,8 @@ class CudaRNGStatesTracker:
             OperandError: there is no such state.
         """
         if name not in self.states_:
-            known = ", ".join(self.states_) or "none"
-            raise OperandError(f"CudaRNGStatesTracker.fork({name!r}): the states are: {known}.")
+            names = ", ".join(self.states_) or "none"
+            raise OperandError(f"CudaRNGStatesTracker.fork({name!r}): the states are: {names}.")
         before = _current_state()
         _set_state(self.states_[name])
         try:

@@ -56,7 +56,7 @@ _OVERLAP = (
     *("ub_tp_comm_overlap", "ub_name", "symmetric_ar_type"),
 )
 # The options of tensor parallelism, and what they are on one rank.
-_ON_ONE_RANK: Mapping[str, Any] = {
+_SINGLE_RANK: Mapping[str, Any] = {
     "sequence_parallel": False,
     "tp_group": None,
     "tp_size": 1,
@@ -80,7 +80,7 @@ def _named(module: str) -> Callable[[type], type]:
     return name
 
 
-def _given(
+def _named_arguments(
     native: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of a constructor by name, with ``dtype`` as ``params_dtype``."""
@@ -97,17 +97,17 @@ def _given(
     return {name: value for name, value in list(bound.items())[1:]}
 
 
-def _ranks(given: Mapping[str, Any]) -> int:
+def _ranks(arguments: Mapping[str, Any]) -> int:
     """Return over how many ranks a layer with these arguments is spread."""
-    group = given.get("tp_group")
+    group = arguments.get("tp_group")
     if isinstance(group, torch.distributed.ProcessGroup):
         return group.size()
-    size: int = given.get("tp_size") or 1
+    size: int = arguments.get("tp_size") or 1
     return size
 
 
 class _Layer(torch.nn.Module):
-    """What all layers here share; ``_native`` is the class of fp8core that does the work."""
+    """The base of all layers here; ``_native`` is the class of fp8core that does the work."""
 
     _native: ClassVar[Any]
 
@@ -125,21 +125,21 @@ class _Layer(torch.nn.Module):
 
     def _construct(self, *args: Any, **kwargs: Any) -> None:
         native = self._native
-        given = _given(native.__init__, args, kwargs)
+        arguments = _named_arguments(native.__init__, args, kwargs)
         carried: dict[str, Any] = {}
-        if _ranks(given) == 1:
+        if _ranks(arguments) == 1:
             # A layer that can be spread over ranks takes the group and its options itself.
-            idle = _OVERLAP if issubclass(native, ParallelModule) else (*_OVERLAP, *_ON_ONE_RANK)
-            carried = {name: given.pop(name) for name in idle if name in given}
-        native.__init__(self, **given)
+            idle = _OVERLAP if issubclass(native, ParallelModule) else (*_OVERLAP, *_SINGLE_RANK)
+            carried = {name: arguments.pop(name) for name in idle if name in arguments}
+        native.__init__(self, **arguments)
         for name, parameter in inspect.signature(native.__init__).parameters.items():
-            value = given.get(name, parameter.default)
+            value = arguments.get(name, parameter.default)
             if isinstance(value, str | int | float | tuple) and not hasattr(self, name):
                 carried.setdefault(
                     name, value
                 )  # as `eps` and `normalization`, which Megatron reads
         if not issubclass(native, ParallelModule):
-            carried = {**_ON_ONE_RANK, **carried, "sequence_parallel": False}
+            carried = {**_SINGLE_RANK, **carried, "sequence_parallel": False}
         for name, value in carried.items():
             setattr(self, name, value)
 
@@ -194,7 +194,7 @@ class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
     def _parallel_option(self, name: str, field: str) -> Any:
         if isinstance(self, ParallelModule):
             return getattr(self.parallel, field)
-        return vars(self).get(name, _ON_ONE_RANK[name])
+        return vars(self).get(name, _SINGLE_RANK[name])
 
     @property
     def fp8(self) -> bool:
@@ -309,13 +309,13 @@ class GroupedLinear(TransformerEngineBaseModule, grouped_linear.GroupedLinear):
         if not any(key in state_dict for key in keys[1:]):
             return super()._saved_state(state_dict, prefix)
         buffers = [key for key in super()._state_keys(prefix) if key not in keys]
-        given = {key: state_dict[key] for key in buffers if key in state_dict}
-        own = super()._saved_state(given, prefix)
+        state = {key: state_dict[key] for key in buffers if key in state_dict}
+        imported = super()._saved_state(state, prefix)
         try:
             merged = merge_states([state_dict.get(key) for key in keys])
         except OperandError as error:
             return Imported({}, [str(error)])
-        return own._replace(state=own.state or merged)
+        return imported._replace(state=imported.state or merged)
 
     def _state_keys(self, prefix: str) -> list[str]:
         return [*super()._state_keys(prefix), *self._expert_keys(prefix)]
@@ -328,9 +328,9 @@ class _Norm(_Layer):
     """A norm: the option that its gradients are summed over ranks is one of its parameters."""
 
     def _construct(self, *args: Any, **kwargs: Any) -> None:
-        given = _given(self._native.__init__, args, kwargs)
-        is_split = bool(given.pop("sequence_parallel", None))
-        super()._construct(**given)
+        arguments = _named_arguments(self._native.__init__, args, kwargs)
+        is_split = bool(arguments.pop("sequence_parallel", None))
+        super()._construct(**arguments)
         self.sequence_parallel = is_split
         for parameter in self.parameters():
             parameter.sequence_parallel = is_split  # type: ignore[attr-defined]  # Megatron reads it

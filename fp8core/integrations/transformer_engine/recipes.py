@@ -34,7 +34,7 @@ class _Refusing(type):
 
 
 class FP8GlobalStateManager(metaclass=_Refusing):
-    """What the innermost ``autocast`` of the calling thread asks for."""
+    """The settings of the innermost ``autocast`` of the calling thread."""
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -105,7 +105,7 @@ _NO_OVERRIDE = (False, False, False)
 _WITHOUT_EFFECT = ("config", "params_dtype", "device")
 
 
-def _taken(owner: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _effective(owner: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return ``kwargs`` without those that change nothing, which is logged once."""
     dropped = [name for name in kwargs if name in _WITHOUT_EFFECT]
     if kwargs.get("interval") == 1:  # scales are updated in every step
@@ -143,7 +143,7 @@ class _Tolerant(recipe.Recipe):
 
 def _init(self: Any, native: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     owner = type(self).__name__
-    kwargs = _taken(owner, kwargs)
+    kwargs = _effective(owner, kwargs)
     if any(_override(owner, kwargs.pop("override_linear_precision", _NO_OVERRIDE))):
         raise RecipeError(
             f"{owner}(override_linear_precision=...): only DelayedScaling takes a product out of "
@@ -154,11 +154,11 @@ def _init(self: Any, native: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _check_names(native: type[recipe.Recipe], owner: str, kwargs: dict[str, Any]) -> None:
-    known = list(inspect.signature(native.__init__).parameters)[1:]
+    names = list(inspect.signature(native.__init__).parameters)[1:]
     for name in kwargs:
-        if name not in known:
+        if name not in names:
             raise RecipeError(
-                f"{owner} has no argument {name!r}; valid ones: {', '.join(known)}. Transformer "
+                f"{owner} has no argument {name!r}; valid ones: {', '.join(names)}. Transformer "
                 f"Engine ignores arguments that it does not know."
             )
 
@@ -174,7 +174,7 @@ class DelayedScaling(_Tolerant, recipe.DelayedScaling):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         owner = type(self).__name__
-        kwargs = _taken(owner, kwargs)
+        kwargs = _effective(owner, kwargs)
         override = _override(owner, kwargs.pop("override_linear_precision", _NO_OVERRIDE))
         object.__setattr__(self, "override_linear_precision", override)
         _check_names(recipe.DelayedScaling, owner, kwargs)

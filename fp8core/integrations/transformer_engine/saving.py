@@ -67,9 +67,11 @@ def split_state(buffers: Mapping[str, torch.Tensor | None], num_experts: int) ->
     whole = _on_cpu(buffers)
     states = []
     for number in range(num_experts):
-        own = {name: one.chunk(num_experts, dim=-1)[number] for name, one in whole.items()}
-        theirs = {name: one[..., number::num_experts] for name, one in whole.items()}
-        states.append(_as_tensor(write_extra_state(theirs, fields_of(recipe), own)))
+        of_expert = {
+            name: tensor.chunk(num_experts, dim=-1)[number] for name, tensor in whole.items()
+        }
+        theirs = {name: tensor[..., number::num_experts] for name, tensor in whole.items()}
+        states.append(_as_tensor(write_extra_state(theirs, fields_of(recipe), of_expert)))
     return states
 
 
@@ -81,7 +83,7 @@ def merge_states(states: Sequence[Any]) -> dict[str, torch.Tensor]:
             first.
     """
     read = [({}, True) if state is None else _read(state) for state in states]
-    absent = [number for number, (one, _) in enumerate(read) if not one]
+    absent = [number for number, (buffers, _) in enumerate(read) if not buffers]
     if len(absent) == len(read) and not any(state is None for state in states):
         return {}
     if absent:
@@ -89,16 +91,16 @@ def merge_states(states: Sequence[Any]) -> dict[str, torch.Tensor]:
             f"the checkpoint has no delayed state of the experts {absent} of {len(read)}, but has "
             f"that of the others. Leave out every _extra_state to start the scales fresh"
         )
-    experts, are_own = [one for one, _ in read], {is_own for _, is_own in read}
-    if any(not torch.equal(one[META], experts[0][META]) for one in experts):
+    experts, origins = [buffers for buffers, _ in read], {is_native for _, is_native in read}
+    if any(not torch.equal(buffers[META], experts[0][META]) for buffers in experts):
         raise OperandError("the experts' delayed states in the checkpoint are of several recipes")
-    if len(are_own) > 1:
+    if len(origins) > 1:
         raise OperandError("the experts' delayed states in the checkpoint are of two libraries")
     merged = {}
     for name in _TENSORS:
-        parts = [one[name] for one in experts]
+        parts = [buffers[name] for buffers in experts]
         merged[name] = (
-            torch.cat(parts, -1) if are_own == {True} else torch.stack(parts, -1).flatten(-2)
+            torch.cat(parts, -1) if origins == {True} else torch.stack(parts, -1).flatten(-2)
         )
     return {**merged, META: experts[0][META]}
 
@@ -142,8 +144,8 @@ def _recipes(history_len: int) -> Iterator[DelayedScaling]:
 
 
 def _on_cpu(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    given = {name: buffers[name] for name in _TENSORS}
-    return {name: one.cpu() for name, one in given.items() if one is not None}
+    tensors = {name: buffers[name] for name in _TENSORS}
+    return {name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None}
 
 
 def _empty() -> torch.Tensor:

@@ -141,7 +141,7 @@ def has_module(name: str) -> bool:
 
 def children(name: str) -> list[str]:
     """Return the modules one level below the module ``name``."""
-    return [other for other in _MODULES if other.rpartition(".")[0] == name]
+    return [module for module in _MODULES if module.rpartition(".")[0] == name]
 
 
 def fill(module: ModuleType, version: str) -> None:

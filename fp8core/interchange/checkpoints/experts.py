@@ -36,7 +36,7 @@ _MIXTRALS = ("mixtral", "minimax", "minimax_m2")
 
 
 class Piece(NamedTuple):
-    """What a file holds under one name: a tensor of the model, or rows of one expert's matrix.
+    """An entry of a file: a tensor of the model, or rows of an expert's matrix.
 
     ``name`` is that of the weight in the file, ``target`` the model's; ``place`` is the expert, the
     first row and the number of rows, None for the whole tensor.
@@ -57,7 +57,7 @@ def pieces_of(name: str, shape: Sequence[int], headers: Mapping[str, Header]) ->
         if _is_in(name.replace(ours, theirs), headers):
             return [Piece(name.replace(ours, theirs), name, tuple(shape))]
     for names in _by_expert(name, shape):
-        if any(_is_in(one.name, headers) for one in names):
+        if any(_is_in(piece.name, headers) for piece in names):
             return names
     return []
 

@@ -34,7 +34,7 @@ _MAX_JSON = 256 * 2**20
 
 
 class Header(NamedTuple):
-    """What a file says of a tensor before its values: safetensors' name of the dtype, and shape."""
+    """The header of a tensor in a file: safetensors' name of the dtype, and the shape."""
 
     file: str
     dtype: str
@@ -146,8 +146,8 @@ class Checkpoint:
                 f"together."
             )
         pickles = [path for end in ("bin", "pt", "pth") for path in self.directory.glob(f"*.{end}")]
-        found = f"; {pickles[0].name} is a pickle, which is not read" if pickles else ""
-        raise OperandError(f"{self.directory}: no safetensors file{found}.")
+        pickle_note = f"; {pickles[0].name} is a pickle, which is not read" if pickles else ""
+        raise OperandError(f"{self.directory}: no safetensors file{pickle_note}.")
 
     def _headers(self, file: str) -> Iterator[tuple[str, Header]]:
         with self.open(file) as opened:
@@ -171,9 +171,9 @@ class Checkpoint:
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self.headers[name].file, []).append(name)
-        for file, wanted in by_file.items():
+        for file, names_in_file in by_file.items():
             with self.open(file) as opened:
-                for name in wanted:
+                for name in names_in_file:
                     yield name, self._tensor(opened, file, name)
 
     def _tensor(self, opened: Any, file: str, name: str) -> torch.Tensor:

@@ -35,7 +35,7 @@ Block: TypeAlias = "tuple[int, int]"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to store a weight.
+    """A way to store a weight.
 
     Attributes:
         name: in messages and reports.
@@ -180,8 +180,8 @@ def layout_of(spec: OperandSpec, method: str | None = None) -> Layout:
     for layout in LAYOUTS:
         if method in (None, layout.method) and layout.accepts(spec):
             return layout
-    others = [layout.method for layout in LAYOUTS if layout.accepts(spec)]
-    near = f" method={others[0]!r} stores them." if others else ""
+    methods = [layout.method for layout in LAYOUTS if layout.accepts(spec)]
+    near = f" method={methods[0]!r} stores them." if methods else ""
     raise UnsupportedError(
         f"weights quantized as {spec} in a file of {method or 'any method'}: none of its layouts "
         f"holds them.{near} Layouts: {', '.join(layout.name for layout in LAYOUTS)}; elements are "
@@ -204,9 +204,9 @@ def grid(shape: tuple[int, int], block: Block) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def expanded(scale: torch.Tensor, block: Block, rows: int, wanted: Block) -> torch.Tensor:
-    """Return the grid of scales of ``block`` as that of ``wanted``, whose blocks are lower."""
-    if block == wanted or wanted[0] != 1:
+def expanded(scale: torch.Tensor, block: Block, rows: int, target: Block) -> torch.Tensor:
+    """Return the grid of scales of ``block`` as that of ``target``, whose blocks are lower."""
+    if block == target or target[0] != 1:
         return scale
     return scale.repeat_interleave(block[0], 0)[:rows]
 
@@ -241,10 +241,10 @@ def file_tensors(
 
 def _divisor(scale_inv: torch.Tensor) -> torch.Tensor:
     """Return the float32 whose reciprocal is ``scale_inv``, or the nearest one to it."""
-    one = torch.ones_like(scale_inv)
-    guess = one / scale_inv
+    ones = torch.ones_like(scale_inv)
+    guess = ones / scale_inv
     for direction in (math.inf, -math.inf):
-        other = torch.nextafter(guess, torch.full_like(guess, direction))
-        is_better = ((one / guess) != scale_inv) & ((one / other) == scale_inv)
-        guess = torch.where(is_better, other, guess)
+        neighbour = torch.nextafter(guess, torch.full_like(guess, direction))
+        is_better = ((ones / guess) != scale_inv) & ((ones / neighbour) == scale_inv)
+        guess = torch.where(is_better, neighbour, guess)
     return guess

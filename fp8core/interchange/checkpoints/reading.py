@@ -37,7 +37,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What :func:`load_pretrained` did.
+    """The report of :func:`load_pretrained`.
 
     Attributes:
         native: names of the parameters that hold the file's codes.
@@ -131,7 +131,7 @@ def _targets(model: torch.nn.Module) -> dict[str, _Target]:
 
 
 class _Plan:
-    """What is loaded into what, checked; reads headers and scales."""
+    """The tensors of the file for each tensor of the model, checked; reads headers and scales."""
 
     def __init__(
         self, checkpoint: Checkpoint, targets: dict[str, _Target], *, native: bool
@@ -143,21 +143,23 @@ class _Plan:
         }
         self._targets = _once(targets, {name for name in targets if pieces[name]})
         every = [piece.name for some_pieces in pieces.values() for piece in some_pieces]
-        found = {name: stored_names(name, headers) for name in every}
-        used = {*every, *(one for stored in found.values() for one in stored or ())}
-        others = [name for name in headers if name not in used]
-        self._unread = tuple(name for name in others if name.endswith(_UNREAD))
+        stored_by_name = {name: stored_names(name, headers) for name in every}
+        used = {*every, *(name for stored in stored_by_name.values() for name in stored or ())}
+        unused = [name for name in headers if name not in used]
+        self._unread = tuple(name for name in unused if name.endswith(_UNREAD))
         missing = _missing(targets, {name for name in targets if pieces[name]})
-        missing += [name for name in every if found[name] is None and name not in headers]
-        _check_names(missing, [n for n in others if n not in self._unread], targets)
+        missing += [name for name in every if stored_by_name[name] is None and name not in headers]
+        _check_names(missing, [n for n in unused if n not in self._unread], targets)
         self._pieces = {piece.name: piece for name in self._targets for piece in pieces[name]}
-        self._stored = {name: one for name in self._pieces if (one := found[name]) is not None}
+        self._stored = {
+            name: names for name in self._pieces if (names := stored_by_name[name]) is not None
+        }
         self._weights = self._read_scales()
         for name, piece in self._pieces.items():
             if name not in self._stored:
                 _check_plain(headers[name], piece, self._targets[piece.target].value)
         self._joined = self._join()
-        self._differing = self._differing_ties(targets, found)
+        self._differing = self._differing_ties(targets, stored_by_name)
         self._recipe = _common_recipe(self._weights.values())
         self._native = self._keeping() if native else set()
         # Tensors whose pieces are being read, and how many are left.
@@ -208,28 +210,28 @@ class _Plan:
         return joined
 
     def _differing_ties(
-        self, targets: dict[str, _Target], found: dict[str, Stored | None]
+        self, targets: dict[str, _Target], stored_by_name: dict[str, Stored | None]
     ) -> list[tuple[str, str]]:
         """Return pairs of names of one tensor of the model, the first of which is loaded, whose
         values differ in the file."""
         chosen = {id(target.value): name for name, target in self._targets.items()}
         differing = []
-        for name in [n for n in targets if n in found and n not in self._targets]:
+        for name in [n for n in targets if n in stored_by_name and n not in self._targets]:
             first = chosen[id(targets[name].value)]
-            ours, theirs = (found.get(n) or (n,) for n in (first, name))
+            ours, theirs = (stored_by_name.get(n) or (n,) for n in (first, name))
             same = len(ours) == len(theirs) and all(map(self._is_same, ours, theirs))
             if not same:
                 differing.append((first, name))
         return differing
 
-    def _is_same(self, one: str | None, other: str | None) -> bool:
+    def _is_same(self, left: str | None, right: str | None) -> bool:
         """Return whether two tensors of the file have the same bytes."""
-        if one is None or other is None:
-            return one is other
+        if left is None or right is None:
+            return left is right
         headers = self._checkpoint.headers
-        if headers[one][1:] != headers[other][1:]:
+        if headers[left][1:] != headers[right][1:]:
             return False
-        values = [value for _, value in self._checkpoint.read([one, other])]
+        values = [value for _, value in self._checkpoint.read([left, right])]
         first, second = (value.reshape(-1).view(torch.uint8) for value in values)
         return torch.equal(first, second)
 
@@ -244,7 +246,7 @@ class _Plan:
             if fault is not None:
                 faults[name] = fault
         values = {name: self._targets[name].value for name in faults}
-        flat = [name for name, one in values.items() if one.dim() == 2 or is_sharded(one)]
+        flat = [name for name, value in values.items() if value.dim() == 2 or is_sharded(value)]
         if flat:
             raise UnsupportedError(
                 f"native=True cannot keep the codes of {some(flat)}: {faults[flat[0]]}. "
@@ -277,8 +279,8 @@ class _Plan:
                 *(first, name, first),
             )
         native = [name for name in self._joined if name in self._native]
-        others = [name for name in self._joined if name not in self._native]
-        return Loaded(tuple(native), tuple(others), self._recipe, self._unread)
+        dequantized = [name for name in self._joined if name not in self._native]
+        return Loaded(tuple(native), tuple(dequantized), self._recipe, self._unread)
 
     def apply(self) -> None:
         """Read the values tensor by tensor into the model."""
@@ -307,7 +309,7 @@ class _Plan:
         name = piece.target
         expert, start, rows = piece.place
         if name not in self._gathered:
-            count = sum(one.target == name for one in self._pieces.values())
+            count = sum(piece.target == name for piece in self._pieces.values())
             shape = self._targets[name].value.shape
             self._gathered[name] = torch.empty(shape, dtype=value.dtype, device="cpu"), count
         whole, left = self._gathered.pop(name)
@@ -339,13 +341,13 @@ def _missing(targets: dict[str, _Target], present: set[str]) -> list[str]:
     return [name for name, target in targets.items() if id(target.value) not in loaded]
 
 
-def _check_names(missing: list[str], others: list[str], targets: dict[str, _Target]) -> None:
+def _check_names(missing: list[str], unused: list[str], targets: dict[str, _Target]) -> None:
     problems = []
     if missing:
         problems.append(f"the checkpoint lacks {some(missing)}, which the model has")
-    if others:
-        near = did_you_mean(others[0], [*targets]) if not missing else ""
-        problems.append(f"it holds {some(others)}, which the model has not{near.rstrip('?')}")
+    if unused:
+        near = did_you_mean(unused[0], [*targets]) if not missing else ""
+        problems.append(f"it holds {some(unused)}, which the model has not{near.rstrip('?')}")
     if problems:
         raise OperandError(f"{'; '.join(problems)}.")
 
@@ -365,22 +367,24 @@ def _check_plain(header: Header, piece: Piece, value: torch.Tensor) -> None:
 def _common_recipe(weights: Iterable[StoredWeight]) -> Recipe | None:
     """Return the recipe that multiplies the codes of all ``weights``."""
     recipes = list(dict.fromkeys(weight.recipe() for weight in weights))
-    blocks = [one for one in recipes if isinstance(one, Float8BlockScaling)]
+    blocks = [recipe for recipe in recipes if isinstance(recipe, Float8BlockScaling)]
     if len(recipes) == 2 and len(blocks) == 2:
         # Scales that happen to be powers of two are float32 scales as well.
-        dims = {one.w_block_scaling_dim for one in blocks}
-        return next(one for one in blocks if one.use_f32_scales) if len(dims) == 1 else None
+        dims = {recipe.w_block_scaling_dim for recipe in blocks}
+        return (
+            next(recipe for recipe in blocks if recipe.use_f32_scales) if len(dims) == 1 else None
+        )
     return recipes[0] if len(recipes) == 1 else None
 
 
 def _fill(target: _Target, value: torch.Tensor) -> None:
     """Write ``value`` into the target; one on meta is replaced."""
-    held = target.value
-    if held.is_meta:
-        _replace(target, value.to(held.dtype))
+    current = target.value
+    if current.is_meta:
+        _replace(target, value.to(current.dtype))
         return
     with torch.no_grad():
-        held.copy_(_share(value, held) if is_sharded(held) else value)
+        current.copy_(_share(value, current) if is_sharded(current) else value)
 
 
 def _share(value: torch.Tensor, like: Any) -> torch.Tensor:
@@ -398,7 +402,7 @@ def _replace(target: _Target, value: torch.Tensor) -> None:
     if isinstance(old, torch.nn.Parameter):
         new = torch.nn.Parameter(new, old.requires_grad)
         attributes = vars(new)
-        attributes.update({n: one for n, one in vars(old).items() if n not in attributes})
+        attributes.update({n: value for n, value in vars(old).items() if n not in attributes})
     for module, name in target.holders:
-        held = module._parameters if name in module._parameters else module._buffers
-        held[name] = new  # type: ignore[assignment]  # a Parameter where it was one
+        registry = module._parameters if name in module._parameters else module._buffers
+        registry[name] = new  # type: ignore[assignment]  # a Parameter where it was one

@@ -89,15 +89,19 @@ def _layers(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> list
     if not any(isinstance(module, LowPrecisionModule) for module in model.modules()):
         chosen = {node.module for node in survey(model, filter, skip).chosen}
         return _each_once(
-            [one for one in nodes if one.module in chosen and _is_foreign(one.module)]
+            [node for node in nodes if node.module in chosen and _is_foreign(node.module)]
         )
     native = [node for node in nodes if _is_native(node.module)]
     check_patterns(filter, skip, [node.path for node in native], {})
     reason = unwanted(model, filter, skip, kinds=(torch.nn.Linear, LowPrecisionModule))
     # What convert() converted was chosen there, unless the caller chooses here.
-    is_asked = filter is not None or bool(skip)
+    is_filtered = filter is not None or bool(skip)
     return _each_once(
-        [one for one in native if (RECORD in vars(one.module) and not is_asked) or not reason(one)]
+        [
+            node
+            for node in native
+            if (RECORD in vars(node.module) and not is_filtered) or not reason(node)
+        ]
     )
 
 
@@ -169,7 +173,7 @@ def _expert_gemms(owner: torch.nn.Module, path: str, name: str, naming: Naming) 
     for expert, parts in pieces.items():
         rows = [piece.place[1:] for piece in parts if piece.place is not None]
         values = tuple(value[expert].narrow(0, start, size) for start, size in rows)
-        yield _Gemm(owner, prefix + name, tuple(one.name for one in parts), values, expert)
+        yield _Gemm(owner, prefix + name, tuple(part.name for part in parts), values, expert)
 
 
 def _weights(node: ModuleNode, recipe: Recipe, naming: Naming) -> Iterator[Weight]:

@@ -53,19 +53,19 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
         UnsupportedError: a quantization method that is not read.
         OperandError: the config contradicts itself.
     """
-    asked = config.get("quantization_config", config.get("compression_config"))
-    if asked is None:
+    section = config.get("quantization_config", config.get("compression_config"))
+    if section is None:
         return None
-    if not isinstance(asked, dict):
-        raise OperandError(f"the quantization_config is a {type(asked).__name__}.")
-    name = asked.get("quant_method")
+    if not isinstance(section, dict):
+        raise OperandError(f"the quantization_config is a {type(section).__name__}.")
+    name = section.get("quant_method")
     if name == "fp8":
-        element = asked.get("fmt")
+        element = section.get("fmt")
         if element not in (None, "e4m3", "e5m2"):
             raise UnsupportedError(f"the quantization_config has fmt={element!r}.")
-        return Method("fp8", _block(asked.get("weight_block_size")), element=element)
+        return Method("fp8", _block(section.get("weight_block_size")), element=element)
     if name == "compressed-tensors":
-        return _compressed_method(asked)
+        return _compressed_method(section)
     raise UnsupportedError(
         f"the quantization_config has quant_method={name!r}, which is not read; "
         f"{' and '.join(METHODS)} are."
@@ -88,16 +88,16 @@ def _compressed_method(config: Mapping[str, Any]) -> Method:
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise OperandError("the quantization_config has no config_groups.")
-    given = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-    schemes = [weights for weights in given if isinstance(weights, dict)]
+    entries = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+    schemes = [weights for weights in entries if isinstance(weights, dict)]
     if len(schemes) != len(groups):
         raise UnsupportedError("the quantization_config has a group without weights.")
-    found = {_scheme(weights) for weights in schemes}
-    if len(found) != 1:
+    methods = {_scheme(weights) for weights in schemes}
+    if len(methods) != 1:
         raise UnsupportedError(
             "the quantization_config has groups with different schemes; files of one are read."
         )
-    return found.pop()
+    return methods.pop()
 
 
 def _scheme(weights: Mapping[str, Any]) -> Method:
@@ -144,14 +144,14 @@ def stored_names(name: str, headers: Mapping[str, Header]) -> Stored | None:
     packed = f"{stem}weight_packed" if name.endswith("weight") else f"{name}_packed"
     first = f"{stem}weight_" if name.endswith("weight") else stem
     scales = [f"{first}scale_inv", f"{first}scale", f"{bare}scale", f"{bare}qscale_weight"]
-    found = [scale for scale in dict.fromkeys(scales) if scale in headers]
+    present = [scale for scale in dict.fromkeys(scales) if scale in headers]
     codes = packed if packed in headers else name
     is_coded = codes in headers and (codes == packed or headers[codes].dtype in _CODES)
     if not is_coded:
         return None
-    if len(found) != 1:
+    if len(present) != 1:
         raise OperandError(
-            f"{codes!r} holds codes of {headers[codes].dtype}, and has {len(found)} scales: "
+            f"{codes!r} holds codes of {headers[codes].dtype}, and has {len(present)} scales: "
             f"expected one of {', '.join(scales)}."
         )
     outer = f"{first}global_scale"
@@ -159,7 +159,7 @@ def stored_names(name: str, headers: Mapping[str, Header]) -> Stored | None:
         raise OperandError(
             f"{codes!r} is stored {'without' if codes == packed else 'with'} {outer}."
         )
-    return Stored(codes, found[0], outer if codes == packed else None)
+    return Stored(codes, present[0], outer if codes == packed else None)
 
 
 class StoredWeight:
@@ -193,9 +193,9 @@ class StoredWeight:
         if len(self.shape) < 2:
             raise OperandError(f"{name!r} is {list(shape)} here, and codes in the checkpoint.")
         if method.is_fp4 != (outer is not None):
-            wanted = "two codes a byte" if method.is_fp4 else "one code a byte"
+            packing = "two codes a byte" if method.is_fp4 else "one code a byte"
             raise OperandError(
-                f"{name!r}: the quantization_config says {wanted}, the file differs."
+                f"{name!r}: the quantization_config says {packing}, the file differs."
             )
         self.element = "e2m1" if method.is_fp4 else _CODES[header.dtype]
         if method.element not in (None, self.element):
@@ -220,18 +220,21 @@ class StoredWeight:
     ) -> StoredWeight | str:
         """Return the weight ``[experts, n, k]`` of ``pieces``, rows of its matrices in order, or a
         text that says why they cannot be one weight."""
-        given = [piece for piece in pieces if piece is not None]
-        kinds = {(one.method, one.element, one.block, one.outer is None) for one in given}
-        if len(given) != len(pieces) or len(kinds) != 1:
+        weights = [piece for piece in pieces if piece is not None]
+        kinds = {
+            (weight.method, weight.element, weight.block, weight.outer is None)
+            for weight in weights
+        }
+        if len(weights) != len(pieces) or len(kinds) != 1:
             return "its experts are stored in different ways"
-        block, per_expert = given[0].block, len(pieces) // shape[0]
-        is_cut = not block[0] or given[0].shape[0] % block[0]
-        if given[0].outer is not None or (per_expert > 1 and is_cut):
+        block, per_expert = weights[0].block, len(pieces) // shape[0]
+        is_cut = not block[0] or weights[0].shape[0] % block[0]
+        if weights[0].outer is not None or (per_expert > 1 and is_cut):
             return "parts of its matrices have scales of their own"
         whole = cls.__new__(cls)
-        whole.name, whole.shape, whole.method = name, shape, given[0].method
-        whole.element, whole.block, whole.outer = given[0].element, block, None
-        rows = torch.cat([one.scale[0] for one in given])
+        whole.name, whole.shape, whole.method = name, shape, weights[0].method
+        whole.element, whole.block, whole.outer = weights[0].element, block, None
+        rows = torch.cat([weight.scale[0] for weight in weights])
         whole.scale = rows.reshape(shape[0], -1, rows.shape[-1])
         return whole
 
@@ -260,24 +263,24 @@ class StoredWeight:
         """Return the scales as float32 ``[matrices, rows of blocks, columns of blocks]``."""
         counts = grid(self.shape[-2:], self.block)  # type: ignore[arg-type]  # two sizes
         leading = self.shape[:-2]
-        wanted = (*leading, *counts)
+        expected = (*leading, *counts)
         # One scale of a matrix, or one a row, may be stored with fewer dimensions.
-        allowed = [wanted]
+        allowed = [expected]
         if self.block[1] == 0:
             allowed += [(*leading, counts[0])]
         if self.block == (0, 0):
             allowed += [leading, (*leading, 1)]
         if tuple(scale.shape) not in allowed:
-            raise OperandError(self._misfit(scale, wanted))
+            raise OperandError(self._misfit(scale, expected))
         values = _as_float32(self.name, scale, is_fp4=self.method.is_fp4)
         if not bool((values.isfinite() & (values >= 0)).all()):
             raise OperandError(f"{self.name!r} has scales that are NaN, infinite or negative.")
         return values.reshape(-1, *counts)
 
-    def _misfit(self, scale: torch.Tensor, wanted: tuple[int, ...]) -> str:
+    def _misfit(self, scale: torch.Tensor, expected: tuple[int, ...]) -> str:
         text = (
             f"{self.name!r} {list(self.shape)} has scales {list(scale.shape)}; the "
-            f"quantization_config's blocks of {list(self.block)} need {list(wanted)}."
+            f"quantization_config's blocks of {list(self.block)} need {list(expected)}."
         )
         if scale.dim() >= 2 and min(scale.shape[-2:]) > 0:
             sizes = [-(-n // c) for n, c in zip(self.shape[-2:], scale.shape[-2:], strict=True)]
@@ -289,7 +292,8 @@ class StoredWeight:
         width = dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
         data = codes.view(torch.uint8).reshape(-1, self.shape[-2], codes.shape[-1])
         matrices = [
-            self._matrix(one, scale, width) for one, scale in zip(data, self.scale, strict=True)
+            self._matrix(matrix, scale, width)
+            for matrix, scale in zip(data, self.scale, strict=True)
         ]
         whole = matrices[0] if len(self.shape) == 2 else torch.stack(matrices)
         return whole.reshape(self.shape).to(dtype)

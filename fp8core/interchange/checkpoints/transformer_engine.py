@@ -22,7 +22,7 @@ from fp8core.tensors.slots import BUFFERS, META, describe, read_meta
 
 __all__ = ["transformer_engine_state_dict"]
 
-_ASKED = "transformer_engine_state_dict"
+_FUNCTION = "transformer_engine_state_dict"
 
 
 def transformer_engine_state_dict(
@@ -49,8 +49,8 @@ def transformer_engine_state_dict(
             plan of its own; or a model on meta.
     """
     if not isinstance(model, torch.nn.Module):
-        raise OperandError(f"{_ASKED}({model!r}): expected a torch.nn.Module.")
-    chosen = recipe_from(recipe, f"{_ASKED}(recipe=...)")
+        raise OperandError(f"{_FUNCTION}({model!r}): expected a torch.nn.Module.")
+    chosen = recipe_from(recipe, f"{_FUNCTION}(recipe=...)")
     state: dict[str, Any] = dict(model.state_dict())
     for path, layer in keyed_modules(model):
         if not isinstance(layer, DelayedModule):
@@ -75,11 +75,13 @@ def _content(
     kind = layer.plan_type
     if kind not in READABLE or not isinstance(layer, LowPrecisionModule):
         raise UnsupportedError(
-            f"{_ASKED}: {path!r} has delayed scales of {type(layer).__name__}, for which "
+            f"{_FUNCTION}: {path!r} has delayed scales of {type(layer).__name__}, for which "
             f"Transformer Engine has no state. Call reset_delayed_state() of this layer first."
         )
-    if any(one.is_meta for one in buffers.values()):
-        raise UnsupportedError(f"{_ASKED}: {path!r} is on the meta device, where it has no values.")
+    if any(buffer.is_meta for buffer in buffers.values()):
+        raise UnsupportedError(
+            f"{_FUNCTION}: {path!r} is on the meta device, where it has no values."
+        )
     role = LayerRole(layer.kind, layer.name)
     outside = layer.outside_autocast
     used = recipe_in(recipe if recipe is not None or outside is None else outside.quantize, role)
@@ -87,18 +89,18 @@ def _content(
     stored = "metadata that is not fp8core's" if meta is None else meta[0]
     if not isinstance(used, DelayedScaling):
         raise RecipeError(
-            f"{_ASKED}: {path!r} has delayed state for {stored}, and the recipe for it is "
+            f"{_FUNCTION}: {path!r} has delayed state for {stored}, and the recipe for it is "
             f"{used!r}. Pass the DelayedScaling that it was trained by as recipe."
         )
     plan = plan_of(kind, used, role, torch.bfloat16)
     if plan.delayed is None or describe(plan) != stored:
         raise RecipeError(
-            f"{_ASKED}: {path!r} has delayed state for {stored}, the recipe needs "
+            f"{_FUNCTION}: {path!r} has delayed state for {stored}, the recipe needs "
             f"{describe(plan) if plan.delayed else 'none'}. Pass the recipe that it was trained by."
         )
     if callable(used.amax_compute_algo) or used.scaling_factor_compute_algo is not None:
         raise UnsupportedError(
-            f"{_ASKED}: the recipe computes scales by a function, which a state without code "
+            f"{_FUNCTION}: the recipe computes scales by a function, which a state without code "
             f"cannot hold. Use amax_compute_algo 'max' or 'most_recent'."
         )
     tensors = {name: value for name, value in buffers.items() if name != META}

@@ -35,7 +35,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What :func:`save_pretrained` wrote.
+    """The report of :func:`save_pretrained`.
 
     Attributes:
         layout: how the quantized weights are stored.
@@ -131,10 +131,10 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def _bytes_of(size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    if found is None:
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if match is None:
         raise RecipeError(f"max_shard_size={size!r}: expected bytes, as 5000000000 or '5GB'.")
-    return max(1, int(float(found[1]) * _UNITS[found[2].upper()]))
+    return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
 
 
 def _common_layout(weights: Sequence[Weight], method: str | None) -> tuple[Layout, OperandSpec]:
@@ -142,8 +142,8 @@ def _common_layout(weights: Sequence[Weight], method: str | None) -> tuple[Layou
     first = weights[0]
     layout = layout_of(first.spec, method)
     for weight in weights:
-        other = layout_of(weight.spec, method)
-        if other is not layout or weight.spec.block != first.spec.block:
+        layout_of_weight = layout_of(weight.spec, method)
+        if layout_of_weight is not layout or weight.spec.block != first.spec.block:
             raise UnsupportedError(
                 f"save_pretrained: {first.names[0]!r} is quantized as {first.spec}, "
                 f"{weight.names[0]!r} as {weight.spec}. A file has one layout; leave the others "
@@ -232,7 +232,10 @@ def _plain(
     if not pieces:
         return {naming.of(name): value}
     places = {piece.name: piece.place for piece in pieces if piece.place is not None}
-    return {one: value[at].narrow(0, start, rows) for one, (at, start, rows) in places.items()}
+    return {
+        piece_name: value[at].narrow(0, start, rows)
+        for piece_name, (at, start, rows) in places.items()
+    }
 
 
 def _identity(value: torch.Tensor) -> Any:

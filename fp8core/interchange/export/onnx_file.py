@@ -34,7 +34,7 @@ def capture(
         UnsupportedError: forward assigns to ``data`` of a tensor, or changes a number, a string or
             None that a module holds.
     """
-    with _DataInGraph(), _attributes_kept(model):
+    with _DataInGraph(), _restored_attributes(model):
         program: ExportedProgram = torch.export.export(
             model, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes
         )
@@ -59,7 +59,7 @@ class _DataInGraph(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+def _restored_attributes(model: torch.nn.Module) -> Iterator[None]:
     """Refuse changes of constants by forward, and remove what it adds; torch puts back the rest."""
     names = {module: set(vars(module)) for module in model.modules()}
     before: dict[str, Any] = {}
@@ -80,21 +80,21 @@ def _attributes_kept(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for module, held in names.items():
-            for name in set(vars(module)) - held:
+        for module, before_forward in names.items():
+            for name in set(vars(module)) - before_forward:
                 del vars(module)[name]
 
 
 def _constants(model: torch.nn.Module) -> dict[str, Any]:
     """Return what a graph takes for constants of the attributes of modules, by its path."""
-    found = {}
+    constants = {}
     path: Any
     for name, module in model.named_modules():
         for path, value in pytree.tree_flatten_with_path(vars(module))[0]:
             if type(value) in _CONSTANTS:
                 attribute = f"{path[0].key}{pytree.keystr(path[1:])}"
-                found[f"{name}.{attribute}" if name else attribute] = value
-    return found
+                constants[f"{name}.{attribute}" if name else attribute] = value
+    return constants
 
 
 def _changed(name: str, old: object, new: object) -> UnsupportedError:

@@ -58,7 +58,7 @@ def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-_HELD_AS = {
+_VALUE_DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
     "e2m1": torch.float8_e4m3fn,
@@ -69,7 +69,7 @@ _PER_ROW = 0
 
 def refusal_of(spec: OperandSpec) -> str | None:
     """Say why ONNX cannot hold an operand of ``spec``; None if it can."""
-    if spec.format not in _HELD_AS:
+    if spec.format not in _VALUE_DTYPES:
         return f"ONNX has no type that holds {spec.format}; of the formats it has e4m3 and e5m2"
     if spec.delayed:
         return "delayed scaling changes its scales in every call, and a file holds none that change"
@@ -82,9 +82,9 @@ def refusal_of(spec: OperandSpec) -> str | None:
     return None
 
 
-def held_as(spec: OperandSpec) -> torch.dtype:
+def value_dtype(spec: OperandSpec) -> torch.dtype:
     """Return the dtype of the values of an operand."""
-    return _HELD_AS[spec.format]
+    return _VALUE_DTYPES[spec.format]
 
 
 def stored(spec: OperandSpec, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -92,9 +92,9 @@ def stored(spec: OperandSpec, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
     data, scale_inv, *outer = tensors
     if formats.by_name(spec.format).bits == 4:  # hhhhllll, the even element is the low half
         codes = torch.stack((data & 0x0F, data >> 4), dim=-1).flatten(-2)
-        values = formats.by_name(spec.format).decode(codes).to(held_as(spec))
+        values = formats.by_name(spec.format).decode(codes).to(value_dtype(spec))
     else:
-        values = data.contiguous().view(held_as(spec))
+        values = data.contiguous().view(value_dtype(spec))
     if spec.scale_format != "float32":
         scale_inv = formats.by_name(spec.scale_format).decode(scale_inv)
     return [values, scale_inv.contiguous(), *outer]
@@ -106,13 +106,13 @@ def cast(spec: OperandSpec, x: torch.Tensor) -> list[torch.Tensor]:
     x = x.to(torch.float32)
     if spec.format == "e2m1":
         rounded = round_to_e2m1(_in_blocks(spec, x, multiplier))
-        return [_quantize_linear(rounded, _one(x), held_as(spec)), scale_inv, *outer]
+        return [_quantize_linear(rounded, _unit_scale(x), value_dtype(spec)), scale_inv, *outer]
     if spec.power_of_two or spec.scale_format == "e8m0":
         # Dividing by a power of two is exact, as multiplying by its reciprocal is.
         scale, attributes = _linear_scale(spec, x.shape, scale_inv)
-        return [_quantize_linear(x, scale, held_as(spec), **attributes), scale_inv, *outer]
+        return [_quantize_linear(x, scale, value_dtype(spec), **attributes), scale_inv, *outer]
     scaled = _in_blocks(spec, x, multiplier)
-    return [_quantize_linear(scaled, _one(x), held_as(spec)), scale_inv, *outer]
+    return [_quantize_linear(scaled, _unit_scale(x), value_dtype(spec)), scale_inv, *outer]
 
 
 def dequantized(spec: OperandSpec, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -134,14 +134,14 @@ def dequantized(spec: OperandSpec, tensors: Sequence[torch.Tensor]) -> torch.Ten
 def _quantize_linear(
     x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, **attributes: int
 ) -> torch.Tensor:
-    given: dict[str, Any] = {**attributes, "output_dtype": _ONNX_TYPES[dtype], "saturate": 1}
+    options: dict[str, Any] = {**attributes, "output_dtype": _ONNX_TYPES[dtype], "saturate": 1}
     result: torch.Tensor = ops.symbolic(
-        "QuantizeLinear", (x, scale), given, dtype=dtype, shape=x.shape
+        "QuantizeLinear", (x, scale), options, dtype=dtype, shape=x.shape
     )
     return result
 
 
-def _one(x: torch.Tensor) -> torch.Tensor:
+def _unit_scale(x: torch.Tensor) -> torch.Tensor:
     return torch.ones((), dtype=torch.float32, device=x.device)
 
 
@@ -237,11 +237,11 @@ def _two_level_scales(
     encode = encode.clamp(max=_FLOAT32_MAX)
     encode = torch.where((outer_amax == 0) | outer_amax.isinf(), 1.0, encode)
     decode = reciprocal(encode)
-    wanted = amax * (encode * (1 / spec.target))
+    scale = amax * (encode * (1 / spec.target))
     e4m3 = torch.float8_e4m3fn
-    one = _one(x)
-    codes = _quantize_linear(wanted, one, e4m3)
+    unit = _unit_scale(x)
+    codes = _quantize_linear(scale, unit, e4m3)
     scale_inv = ops.symbolic(
-        "DequantizeLinear", (codes, one), dtype=torch.float32, shape=wanted.shape
+        "DequantizeLinear", (codes, unit), dtype=torch.float32, shape=scale.shape
     )
     return scale_inv, reciprocal(scale_inv * decode).clamp(max=_FLOAT32_MAX), [decode]

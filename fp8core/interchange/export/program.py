@@ -84,8 +84,8 @@ def _quantize(
     # ONNX concatenates and splits no FP8, so groups are handed over in float32, dequantized.
     groups = [x[start:end] for start, end in itertools.pairwise(offsets) if end > start]
     values = [operands.dequantized(spec, operands.cast(spec, group)) for group in groups]
-    one = x.new_ones((), dtype=torch.float32)
-    return [torch.cat(values) if values else x.to(torch.float32), one, one]
+    unit = x.new_ones((), dtype=torch.float32)
+    return [torch.cat(values) if values else x.to(torch.float32), unit, unit]
 
 
 def _dequantize(text: str, operand: Tensors) -> torch.Tensor:
@@ -94,7 +94,7 @@ def _dequantize(text: str, operand: Tensors) -> torch.Tensor:
 
 
 def _values(spec: OperandSpec | None, operand: Tensors) -> torch.Tensor:
-    if spec is not None and operand[0].dtype == operands.held_as(spec):
+    if spec is not None and operand[0].dtype == operands.value_dtype(spec):
         return operands.dequantized(spec, operand)
     wide = torch.float64 if operand[0].dtype == torch.float64 else torch.float32
     return operand[0].to(wide)
@@ -111,7 +111,7 @@ def _gemm(text: str, a: Tensors, b: Tensors, bias: _Optional) -> torch.Tensor:
 def _grouped_gemm(
     text: str, a: Tensors, b: Tensors, offsets: Sequence[int], biases: Tensors
 ) -> list[torch.Tensor]:
-    """One GEMM a group; the sizes of groups are part of the graph."""
+    """Compute a GEMM for each group; the sizes of groups are part of the graph."""
     desc: Any = decode(text).desc
     step = len(b) // (len(offsets) - 1)
     products = []
@@ -132,10 +132,10 @@ class _SumsInFloat32(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        given = kwargs or {}
-        if func is torch.Tensor.to and torch.float64 in (*args[1:2], given.get("dtype")):
+        keywords = kwargs or {}
+        if func is torch.Tensor.to and torch.float64 in (*args[1:2], keywords.get("dtype")):
             return args[0]
-        return func(*args, **given)
+        return func(*args, **keywords)
 
 
 def _attention(*arguments: Any) -> Any:
@@ -159,8 +159,8 @@ def _sort(
 ) -> Sequence[torch.Tensor]:
     """Sort by TopK, which leaves equal values in their order."""
     # Runtimes have TopK of few types; conversions to these keep order and values.
-    held = torch.float32 if x.is_floating_point() else torch.int64
-    wide = x.dtype if x.dtype == torch.float64 else held
+    narrow = torch.float32 if x.is_floating_point() else torch.int64
+    wide = x.dtype if x.dtype == torch.float64 else narrow
     values, indices = ops.symbolic_multi_out(
         "TopK",
         (x.to(wide), torch.full((1,), x.shape[dim], dtype=torch.int64)),
@@ -272,7 +272,7 @@ def _refusal_of_draw(node: Node) -> str | None:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return None
     arguments = schema_of(node.target).arguments
-    values = {one.name: one.default_value for one in arguments}
+    values = {argument.name: argument.default_value for argument in arguments}
     values |= dict(zip(values, node.args, strict=False)) | node.kwargs
     if any(values.get(name) == 0 for name in _SWITCHES):
         return None
@@ -309,17 +309,17 @@ def _drop_unused(program: ExportedProgram) -> None:
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    kept = []
+    specs = []
     for node, spec in zip(placeholders, signature.input_specs, strict=True):
         if spec.kind in _CONSTANTS and not node.users:
             graph.erase_node(node)
         else:
-            kept.append(spec)
-    signature.input_specs[:] = kept
-    used = {spec.target for spec in kept}
-    for held in (program.state_dict, program.constants):
-        for name in [name for name in held if name not in used]:
-            del held[name]
+            specs.append(spec)
+    signature.input_specs[:] = specs
+    used = {spec.target for spec in specs}
+    for tensors in (program.state_dict, program.constants):
+        for name in [name for name in tensors if name not in used]:
+            del tensors[name]
 
 
 class _Folding:
@@ -334,7 +334,7 @@ class _Folding:
         self.held: dict[tuple[Node, ...], list[Node]] = {}
         self.first = next(iter(self.graph.nodes))
         values = (node.meta.get("val") for node in self.graph.nodes)
-        self.mode = next(one for one in values if isinstance(one, FakeTensor)).fake_mode
+        self.mode = next(value for value in values if isinstance(value, FakeTensor)).fake_mode
 
     def run(self) -> None:
         """Replace every constant that others than constants use."""
@@ -418,7 +418,7 @@ class _Folding:
             tensors = operands.stored(spec, [self.values[node] for node in nodes])
             name = self.names[nodes[0]]
             parts = zip(("values", "scale_inv", "global_scale_inv"), tensors, strict=False)
-            self.held[nodes] = [self._add(f"{name}_{part}", one) for part, one in parts]
+            self.held[nodes] = [self._add(f"{name}_{part}", tensor) for part, tensor in parts]
         return self.held[nodes]
 
     def _hold_value(self, node: Node) -> None:
@@ -432,7 +432,9 @@ class _Folding:
 
     def _add(self, name: str, value: torch.Tensor) -> Node:
         """Add a buffer to the program, and return the node of it."""
-        name = next(one for one in _numbered(name) if one not in self.program.constants)
+        name = next(
+            candidate for candidate in _numbered(name) if candidate not in self.program.constants
+        )
         value = value.detach().contiguous()
         self.program.constants[name] = value
         with self.graph.inserting_before(self.first):

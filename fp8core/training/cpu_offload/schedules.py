@@ -150,7 +150,7 @@ def check_version(tensor: torch.Tensor, version: int) -> None:
 MIN_ELEMENTS = 256 * 1024
 """Smaller tensors stay: their copies take longer to enqueue than they save."""
 
-_kept: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+_resident: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 def mark_not_offload(*tensors: torch.Tensor | None) -> None:
@@ -158,7 +158,7 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None:
             for part in tensor.tensors() if hasattr(tensor, "tensors") else (tensor,):
-                _kept[part.untyped_storage().data_ptr()] = part
+                _resident[part.untyped_storage().data_ptr()] = part
 
 
 def is_offloaded(tensor: torch.Tensor) -> bool:
@@ -167,11 +167,11 @@ def is_offloaded(tensor: torch.Tensor) -> bool:
         return False
     if isinstance(tensor._base, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
-    return not tensor.is_meta and tensor.untyped_storage().data_ptr() not in _kept
+    return not tensor.is_meta and tensor.untyped_storage().data_ptr() not in _resident
 
 
 class Layer:
-    """What one layer saved in one forward pass."""
+    """The tensors that a layer saved in one forward pass."""
 
     def __init__(self, buffers: list[torch.Tensor] | None) -> None:
         self.saved: list[SavedTensor] = []
@@ -181,11 +181,11 @@ class Layer:
     def push(self, tensor: torch.Tensor, streams: Streams) -> SavedTensor:
         """Return the entry of ``tensor``; a tensor that several nodes save has one."""
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = SavedTensor(tensor, streams, self._buffer_for(tensor))
-            self.saved.append(known)
-        return known
+        entry = self._known.get(key)
+        if entry is None:
+            entry = self._known[key] = SavedTensor(tensor, streams, self._buffer_for(tensor))
+            self.saved.append(entry)
+        return entry
 
     def _buffer_for(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return memory of the host that is kept from pass to pass, None for new memory."""
@@ -205,19 +205,19 @@ class Layer:
 
     def copy_out(self) -> None:
         """Enqueue the copies to the host."""
-        for one in self.saved:
-            one.copy_out()
+        for tensor in self.saved:
+            tensor.copy_out()
 
     def release(self) -> None:
         """Free the memory on the device."""
         self._known.clear()
-        for one in self.saved:
-            one.release()
+        for tensor in self.saved:
+            tensor.release()
 
     def copy_back(self) -> None:
         """Enqueue the copies to the device; backward needs first what was saved last."""
-        for one in reversed(self.saved):
-            one.copy_back()
+        for tensor in reversed(self.saved):
+            tensor.copy_back()
 
 
 class Synchronizer:
@@ -260,17 +260,17 @@ class Synchronizer:
             self._streams[device] = Streams(device, self._stream)
         return self.layers[self.current].push(tensor, self._streams[device])
 
-    def unpack(self, held: Any) -> torch.Tensor:
+    def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor that autograd saved."""
-        if isinstance(held, SavedTensor):
-            return held.take()
-        tensor: torch.Tensor = held[0]
-        check_version(tensor, held[1])
+        if isinstance(packed, SavedTensor):
+            return packed.take()
+        tensor: torch.Tensor = packed[0]
+        check_version(tensor, packed[1])
         return tensor
 
     def get_offloaded_total_size_mb(self) -> float:
         """Return how much of the last forward pass lies on the host, MiB."""
-        return sum(one.nbytes for layer in self.layers for one in layer.saved) / 2**20
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.saved) / 2**20
 
 
 class DefaultSynchronizer(Synchronizer):
@@ -297,16 +297,16 @@ class DefaultSynchronizer(Synchronizer):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd holds for a tensor that it saves; its copy begins at once."""
-        held = super().pack(tensor)
-        if isinstance(held, SavedTensor):
-            held.copy_out()
-        return held
+        packed = super().pack(tensor)
+        if isinstance(packed, SavedTensor):
+            packed.copy_out()
+        return packed
 
     def leave_backward(self, layers: list[Layer], layer: int) -> None:
         """Bring a layer back while backward of ``layer`` runs."""
         if layer == self.num_layers - 1:
-            for one in layers[: self._num_offloaded]:
-                one.release()
+            for resident in layers[: self._num_offloaded]:
+                resident.release()
         due = layer - self._on_device + 1
         if 0 <= due < self._num_offloaded:
             layers[due].copy_back()

@@ -266,8 +266,8 @@ class _Combine(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weights: Optional, values: Optional, index: torch.Tensor
     ) -> tuple[torch.Tensor, Optional]:
-        kept = None if weights is None else x
-        ctx.save_for_backward(kept, weights, index, _inverse_of(index, x.shape[0]))
+        saved_x = None if weights is None else x
+        ctx.save_for_backward(saved_x, weights, index, _inverse_of(index, x.shape[0]))
         ctx.rows = x.shape[0]
         run = bound(CombineDesc, (x.dtype,), x.device)
         return _run_combine(run, x, weights, values, index)
