@@ -16,8 +16,6 @@ from fp8core.cli.demo import cli as demo
 from fp8core.errors import Fp8CoreError, RecipeError, did_you_mean
 from fp8core.inspection import explain
 
-__all__ = ["main"]
-
 
 class Command(NamedTuple):
     """How a command declares its arguments, runs, and is described in one line."""

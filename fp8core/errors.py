@@ -19,19 +19,6 @@ import dataclasses
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "CollectiveError",
-    "FormatNameError",
-    "Fp8CoreError",
-    "FrozenFieldError",
-    "NonFiniteError",
-    "OperandError",
-    "PluginError",
-    "RecipeError",
-    "UnsupportedError",
-    "did_you_mean",
-]
-
 
 class Fp8CoreError(Exception):
     """Base of every error that fp8core raises on purpose."""
@@ -93,8 +80,3 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     spelt = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), spelt, n=1)
     return f" Did you mean {spelt[near[0]]!r}?" if near else ""
-
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return sorted(__all__)

@@ -31,6 +31,13 @@ SHORT = {
 }
 """Modules that users import by a short name, ``fp8core.optimizers``, and where each is."""
 
+PICKLED = {
+    "modules.activation": "ops.activation",
+    "modules.sequential": "ops.sequential",
+    "parameter": "tensors.parameter",
+}
+"""Modules that models pickled by an earlier version name, and where each is."""
+
 MOVED = {
     "commands": "cli",
     "communicator": "collectives",
@@ -40,10 +47,12 @@ MOVED = {
     "extra_state": "modules.extra_state",
     "inspect": "inspection",
     "not_offered": "names",
-    "parameter": "tensors.parameter",
     "testing": "conformance",
 }
 """Modules that an earlier version had under another name, and where each is."""
+
+
+_LOADED = {**SHORT, **PICKLED}
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -63,11 +72,11 @@ class _Finder(MetaPathFinder, Loader):
         """
         if (place := _place(fullname, MOVED)) is not None:
             raise ModuleNotFoundError(f"{fullname} has moved: import {place}.")
-        return None if _place(fullname, SHORT) is None else ModuleSpec(fullname, self)
+        return None if _place(fullname, _LOADED) is None else ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module that the short name stands for."""
-        place = _place(spec.name, SHORT)
+        """Return the module that the name stands for."""
+        place = _place(spec.name, _LOADED)
         assert place is not None
         module = importlib.import_module(place)
         spec.loader_state = module.__spec__

@@ -6,8 +6,6 @@ import logging
 import threading
 from collections.abc import Sequence
 
-__all__ = ["log_once", "logger", "some"]
-
 logger = logging.getLogger("fp8core")
 
 _logged: set[str] = set()

@@ -14,13 +14,11 @@ from fp8core.names import MOVED, SHORT
 
 MODULES = (
     "fp8core.backend_api",
-    "fp8core.errors",
     "fp8core.formats",
     "fp8core.functional",
     "fp8core.monitoring",
     "fp8core.ops",
     "fp8core.tensors.parameter",
-    "fp8core.plan",
     "fp8core.quantizers",
     "fp8core.recipe",
 )

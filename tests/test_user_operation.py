@@ -9,7 +9,7 @@ import torch
 
 import fp8core
 from fp8core import OperandError, UnsupportedError, autocast, ops
-from fp8core.modules import basic_operation
+from fp8core.ops import basic_operation
 
 
 class Shift(ops.BasicOperation):

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["dtype_text", "spec_text", "text"]
-
 _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
 """The targets that are not printed. A table, so that printing does not load plug-ins."""
 

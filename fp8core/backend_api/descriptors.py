@@ -10,8 +10,6 @@ import torch
 from fp8core.backend_api.descriptor_text import dtype_text, text
 from fp8core.backend_api.operand_spec import OperandSpec
 
-__all__ = ["DequantizeDesc", "GemmDesc", "QuantizeDesc"]
-
 
 @dataclass(frozen=True, slots=True)
 class QuantizeDesc:

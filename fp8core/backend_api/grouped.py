@@ -32,8 +32,6 @@ from fp8core import formats
 from fp8core.backend_api.descriptors import GemmDesc
 from fp8core.backend_api.operand_spec import Operand, OperandSpec
 
-__all__ = ["GROUP_STEP", "GroupedGemmDesc", "split_groups"]
-
 GROUP_STEP = 32
 """With ``offsets_on_device``, groups of a columnwise operand begin at multiples of this, elements:
 the cast pads them, because the host does not know their sizes. Kernels that copy 16 bytes at a time

@@ -28,8 +28,6 @@ from fp8core.backend_api.permutation import (
     RouterDesc,
 )
 
-__all__ = ["OPS", "OPTIONAL_OPS", "OpDesc"]
-
 OpDesc: TypeAlias = (
     QuantizeDesc
     | QuantizeByAmaxDesc

@@ -9,8 +9,6 @@ import torch
 
 from fp8core.backend_api.descriptor_text import dtype_text, text
 
-__all__ = ["MASTER_KINDS", "AdamDesc", "SgdDesc"]
-
 MASTER_KINDS: tuple[str, ...] = ("none", "float32", "remainder")
 """Where the values that are stepped lie: in the parameter; in a float32 tensor beside it; in the
 parameter, bfloat16, and the 16 bits that it lacks."""

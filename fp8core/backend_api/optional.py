@@ -17,33 +17,6 @@ import torch
 from fp8core.backend_api.operand_spec import Operand, Quantized
 from fp8core.backend_api.operations import OpDesc
 
-__all__ = [
-    "AddsGradients",
-    "Chunks",
-    "ComputedRows",
-    "ComputesParts",
-    "FusesChunked",
-    "MovesBeside",
-    "NamesKernel",
-    "NamesOtherKernels",
-    "PairCast",
-    "PreparesUpdates",
-    "QuantizedChunks",
-    "QuantizesAndSums",
-    "QuantizesChunked",
-    "QuantizesChunkedAndSums",
-    "QuantizesPairs",
-    "Ranks",
-    "Recorder",
-    "Recording",
-    "RecordsCalls",
-    "RecordsFunctions",
-    "Repeat",
-    "Sending",
-    "TakesMaxima",
-    "Transfers",
-]
-
 Slots: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
 """A keyword of a pair: the value for the first tensor, and the value for the second."""
 

@@ -10,6 +10,7 @@ import torch
 
 from fp8core.chain.unwrap import PLAIN, are_readable, made_readable, unwrap
 from fp8core.dispatch import plugins, policy, table
+from fp8core.dispatch.registry import Registry
 from fp8core.torch_ops.encoding import Operation, encode
 from fp8core.torch_ops.operators import constant_in_graph
 from fp8core.torch_ops.private import forward_mode_level, is_transform_active
@@ -45,7 +46,7 @@ def _bound(
     described: tuple[Any, tuple[Any, ...]],
     device: torch.device,
     backends: policy.Policy,
-    registry: plugins.Registry,
+    registry: Registry,
     num_plugins: int,
 ) -> Run:
     kind, values = described

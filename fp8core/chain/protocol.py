@@ -15,8 +15,8 @@ from fp8core.chain.call import Call
 from fp8core.chain.once import OnlyOnce
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.dispatch.select import Choice
+from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer import Quantizer
-from fp8core.tensors.scaling import DelayedState
 from fp8core.torch_ops.recorded import called_in_repeats
 
 __all__ = [

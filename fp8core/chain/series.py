@@ -24,7 +24,7 @@ from fp8core.chain.protocol import (
 )
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.errors import OperandError
-from fp8core.tensors.scaling import DelayedState
+from fp8core.tensors.delayed_state import DelayedState
 
 __all__ = ["Series", "row_error"]
 

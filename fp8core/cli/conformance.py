@@ -12,8 +12,6 @@ from types import ModuleType
 from fp8core.conformance.subject import find
 from fp8core.errors import Fp8CoreError, UnsupportedError
 
-__all__ = ["add_arguments", "run"]
-
 USAGE_ERROR = 2
 DEADLINE_S = 120.0
 

@@ -15,8 +15,6 @@ from fp8core.doctor.render import render
 from fp8core.doctor.report import examine, with_collectives
 from fp8core.inspection.arguments import device_argument
 
-__all__ = ["add_arguments", "number_of_processes", "run"]
-
 MAX_PROCESSES = 64
 DEADLINE_S = 120.0  # a backend may compile its kernels on first use
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.integrations.transformer_engine import finder, startup
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""

@@ -14,8 +14,6 @@ from fp8core.dispatch import plugins
 from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.errors import OperandError, UnsupportedError
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""

@@ -25,8 +25,6 @@ from typing import NamedTuple, Protocol
 
 from fp8core.errors import CollectiveError
 
-__all__ = ["Claim", "Comparisons", "Store"]
-
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
 _SAME = "same"
 

@@ -27,8 +27,6 @@ from fp8core.torch_ops.private import (
     wait_for_result,
 )
 
-__all__ = ["named", "of_group", "register", "wait_patiently"]
-
 _PATIENCE = timedelta(seconds=0.5)
 """How long a rank waits for a collective before it looks whether another rank compares."""
 

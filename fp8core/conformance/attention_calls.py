@@ -9,8 +9,6 @@ import torch
 from fp8core.backend_api import AttentionDesc
 from fp8core.conformance import inputs
 
-__all__ = ["attention_call", "grad_of", "others_of"]
-
 _SIZE = (21, 37)
 _BATCH = 3
 

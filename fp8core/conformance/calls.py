@@ -47,8 +47,6 @@ from fp8core.conformance.subject import Subject, on_cpu, storage_step
 from fp8core.conformance.training_calls import TRAINING_DESCS, training_call
 from fp8core.torch_ops.private import pytree
 
-__all__ = ["ORDINARY", "Case", "OpCall", "amax_of", "arguments", "rotary_angles", "rotary_input"]
-
 
 class OpCall(NamedTuple):
     """The arguments of one call of an operation, which ``call.run(subject)`` runs.

@@ -48,9 +48,7 @@ from fp8core.inspection.descriptors import NORMS, record, training_descs
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import AttentionPlan, LayerRole, LinearPlan
-from fp8core.tensors.scaling import update_desc
-
-__all__ = ["DTYPES", "CatalogueEntry", "catalogue"]
+from fp8core.tensors.delayed_state import update_desc
 
 # One activation that is gated and one that is not stand for the others in fusions.
 _FUSED_ACTIVATIONS = ("gelu", "swiglu")

@@ -10,8 +10,6 @@ from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc, QuantizeByAmaxDesc
 from fp8core.conformance.catalogue import CatalogueEntry, catalogue
 from fp8core.conformance.subject import Subject
 
-__all__ = ["BY_AMAX", "EVERY_OP", "LAWS", "Check", "Law", "Support", "checks", "law", "supported"]
-
 BY_AMAX = "quantize by amax"
 """The name under which laws are about ``quantize`` of a QuantizeByAmaxDesc: it takes an argument
 more, so that laws about ``quantize`` cannot call it."""

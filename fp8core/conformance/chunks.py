@@ -7,8 +7,6 @@ import torch
 from fp8core.backend_api import Chunks, Operand, OperandSpec
 from fp8core.conformance.compare import require
 
-__all__ = ["ReadOnce", "joined"]
-
 
 def joined(spec: OperandSpec, chunks: Chunks, rows: int) -> Operand:
     """Return the operand of all chunks, each copied before the next one overwrites it."""

@@ -21,8 +21,6 @@ from fp8core.conformance.subject import Subject, find
 from fp8core.dispatch import settings
 from fp8core.errors import Fp8CoreError
 
-__all__ = ["Kit"]
-
 PROPERTY = "fp8core"
 NO_CONTEXT = "ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning"
 """What torch warns of where a product is the first that a thread asks of CUDA, as in law 7."""

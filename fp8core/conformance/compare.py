@@ -8,8 +8,6 @@ import torch
 
 from fp8core.torch_ops.private import pytree
 
-__all__ = ["Broken", "Unjudged", "require", "same_bits", "signature", "ulp", "within"]
-
 
 class Broken(AssertionError):
     """A law does not hold; ``worst`` is the error as a share of the allowed error, if any."""

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from fp8core.errors import OperandError
 
-__all__ = ["Expected", "complaints", "find", "read"]
-
 
 @dataclass(frozen=True, slots=True)
 class Expected:

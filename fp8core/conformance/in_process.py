@@ -15,8 +15,6 @@ from fp8core.collectives.collective import Finish
 from fp8core.collectives.comparison import Claim
 from fp8core.errors import CollectiveError
 
-__all__ = ["communicators", "run_in_threads"]
-
 _Result = TypeVar("_Result")
 _numbers = itertools.count()
 

@@ -11,20 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = [
-    "KINDS",
-    "expanded",
-    "far_from_zero",
-    "late",
-    "matrix",
-    "moderate",
-    "normal",
-    "shifted",
-    "spaced",
-    "strided",
-    "transposed",
-]
-
 
 def _normal(rows: int, cols: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)

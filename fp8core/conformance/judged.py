@@ -15,20 +15,6 @@ from fp8core.conformance.compare import require, same_bits, same_form, within
 from fp8core.conformance.operands import group_offsets, quantize_keywords, quantize_size, up
 from fp8core.conformance.subject import Subject, on_cpu, storage_step
 
-__all__ = [
-    "LARGE",
-    "Judged",
-    "both",
-    "every",
-    "every_input",
-    "group_sizes",
-    "is_nearest",
-    "operands",
-    "same_codes",
-    "same_operands",
-    "same_scales",
-]
-
 SHAPES = ((5, 7), (33, 70), (130, 200), (0, 5), (5, 0))
 LARGE = (260, 1030)  # more than one kernel's tile in both directions
 LONG = ((4100, 40), (40, 4100))

@@ -20,20 +20,6 @@ from fp8core.backend_api import (
 from fp8core.conformance import inputs
 from fp8core.conformance.subject import Subject, storage_step
 
-__all__ = [
-    "SEED",
-    "Groups",
-    "gemm_operands",
-    "group_offsets",
-    "grouped_operands",
-    "offsets_for",
-    "operand",
-    "quantize_keywords",
-    "quantize_size",
-    "step_of",
-    "up",
-]
-
 SEED = 11  # the default seed of quantize_keywords
 
 

@@ -23,8 +23,6 @@ from fp8core.conformance.subject import Subject
 from fp8core.dispatch import plugins
 from fp8core.errors import OperandError
 
-__all__ = ["LAWS", "RankSubject", "subject_of"]
-
 _COLUMNS = 256
 _MOST_BYTES = 1 << 26
 _ROUNDS = 3

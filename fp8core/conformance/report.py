@@ -15,8 +15,6 @@ import fp8core
 from fp8core.backend_api import API_VERSION
 from fp8core.conformance.checks import Support
 
-__all__ = ["OUTCOMES", "Outcome", "Report"]
-
 OUTCOMES = ("passed", "failed", "xfailed", "skipped")
 MAX_NAMED = 5
 """Failed checks of a law that the text names; the JSON has them all."""

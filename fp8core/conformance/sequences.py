@@ -13,8 +13,6 @@ from fp8core.backend_api import AttentionDesc, Numerics
 from fp8core.conformance.calls import OpCall
 from fp8core.conformance.subject import on_cpu
 
-__all__ = ["DEFAULT", "F64", "FUNCTION", "ROUND", "Sequence", "Side", "sequence", "sides_of"]
-
 ROUND = 2.0**-24  # largest relative error of one float32 rounding
 FUNCTION = 2.0**-20  # error of a float32 exponential
 F64 = torch.float64

@@ -30,8 +30,6 @@ from fp8core.dispatch.registry import unknown_fields
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.torch_ops.private import pytree
 
-__all__ = ["JUDGE", "Size", "Subject", "find", "on_cpu"]
-
 Size: TypeAlias = tuple[int, ...]
 JUDGE = "reference"
 CPU = torch.device("cpu")

@@ -22,16 +22,6 @@ from fp8core.backend_api import (
 )
 from fp8core.conformance import inputs
 
-__all__ = [
-    "TRAINING_DESCS",
-    "Given",
-    "Route",
-    "route_of",
-    "routing_of",
-    "step_lists",
-    "training_call",
-]
-
 TRAINING_DESCS = (
     *(RouteDesc, DispatchDesc, CombineDesc, CombineBackwardDesc, RouterDesc, RouterBackwardDesc),
     *(CrossEntropyDesc, CrossEntropyBackwardDesc, AdamDesc, SgdDesc),

@@ -24,19 +24,6 @@ from fp8core.recipe.custom import may_reduce_amaxes
 from fp8core.tensors.reduced_amaxes import note_autocast
 from fp8core.torch_ops.operators import constant_in_graph, taking_dataclasses
 
-__all__ = [
-    "Active",
-    "activated",
-    "active",
-    "active_name",
-    "autocast",
-    "fp8_autocast",
-    "is_switched_off",
-    "named",
-    "request",
-]
-
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -18,8 +18,6 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.torch_ops.private import pytree
 
-__all__ = ["Graph", "Hooks", "Pass", "Schedule", "passes_of"]
-
 Hooks = Mapping[str, Mapping[Any, Callable[[torch.nn.Module], None]]]
 """Functions of the module for ``forward_pre_hooks``, ``forward_hooks``, ``backward_pre_hooks`` and
 ``backward_hooks``, which run at capture and outside of it, and are not replayed."""

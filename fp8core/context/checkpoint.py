@@ -15,8 +15,6 @@ from fp8core.dispatch import policy
 from fp8core.errors import UnsupportedError
 from fp8core.torch_ops.private import pytree
 
-__all__ = ["checkpoint"]
-
 
 def checkpoint(
     function: Callable[..., Any],

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.tensors.scaling import DelayedState, join_backward, offer_scales
+from fp8core.tensors.delayed_state import DelayedState
+from fp8core.tensors.scaling import join_backward, offer_scales
 from fp8core.tensors.weights import Kept
 from fp8core.torch_ops.private import NO_BACKWARD_PASS, current_backward_pass, pytree
-
-__all__ = ["Tape", "TapeEntry", "current", "is_in_backward", "keep_scales", "playing", "scale_of"]
 
 
 class TapeEntry(NamedTuple):

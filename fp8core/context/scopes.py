@@ -12,18 +12,8 @@ from typing import NamedTuple
 
 from fp8core.collectives.base import GroupReference
 from fp8core.tensors import scaling
-from fp8core.tensors.scaling import DelayedState, Recorded
-
-__all__ = [
-    "begin_step",
-    "close_scope",
-    "end_step",
-    "forget_interrupted",
-    "is_in_step",
-    "open_scope",
-    "touch",
-    "touched_in",
-]
+from fp8core.tensors.delayed_state import DelayedState
+from fp8core.tensors.scaling import Recorded
 
 
 class _Scope(NamedTuple):

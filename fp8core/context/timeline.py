@@ -36,8 +36,6 @@ from fp8core.torch_ops.private import (
     saved_tensor_hooks,
 )
 
-__all__ = ["Recompute", "enter", "is_entered_in_backward", "is_traced", "leave", "recompute"]
-
 
 class _Entered(NamedTuple):
     """An open autocast; ``outer`` is the one around it.

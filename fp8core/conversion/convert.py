@@ -37,8 +37,6 @@ from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import LinearPlan
 from fp8core.torch_ops.private import COMPILED_MODULE
 
-__all__ = ["convert", "unconvert"]
-
 
 def convert(
     model: torch.nn.Module,

@@ -18,14 +18,6 @@ from fp8core.modules.refusals import Experts, ExpertWeight, experts_of
 from fp8core.reporting import log_once
 from fp8core.tensors.parameter.init import quantized_model_init
 
-__all__ = [
-    "ConvertedExperts",
-    "ExpertsLinear",
-    "adopt_experts",
-    "layer_names",
-    "release_experts",
-]
-
 _SUFFIX = "_linear"
 
 

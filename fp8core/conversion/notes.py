@@ -15,8 +15,6 @@ from fp8core.recipe import PerLayer, Recipe
 from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.reporting import some
 
-__all__ = ["is_forward_low", "notes", "roles"]
-
 _WITHOUT_GEMM = (
     torch.nn.Embedding,
     torch.nn.EmbeddingBag,

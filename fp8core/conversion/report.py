@@ -10,8 +10,6 @@ from typing import Any
 from fp8core.recipe import Recipe
 from fp8core.reporting import some
 
-__all__ = ["ConversionReport", "LayerEntry", "grouped", "text_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerEntry:

@@ -19,18 +19,6 @@ from fp8core.modules.inventory import ModuleNode, flops_of, module_nodes
 from fp8core.modules.refusals import conv1d_sizes, experts_of
 from fp8core.reporting import some
 
-__all__ = [
-    "Filter",
-    "Refused",
-    "Survey",
-    "check_patterns",
-    "is_match",
-    "is_named_head",
-    "is_named_router",
-    "survey",
-    "unwanted",
-]
-
 Filter: TypeAlias = "Callable[[torch.nn.Module, str], bool] | Sequence[str] | str | None"
 """``(module, path) -> bool``, or patterns of paths; see :func:`fp8core.convert`."""
 

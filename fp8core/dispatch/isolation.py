@@ -24,8 +24,6 @@ from fp8core.errors import (
     UnsupportedError,
 )
 
-__all__ = ["Failure", "answered", "attempt", "describe", "is_a", "name_of_class", "plain", "shown"]
-
 Result = TypeVar("Result")
 
 MOST_CHARACTERS = 4000

@@ -28,17 +28,6 @@ from fp8core.dispatch.registry import PluginRow, Registry
 from fp8core.errors import PluginError, RecipeError, did_you_mean
 from fp8core.reporting import logger
 
-__all__ = [
-    "LOADING",
-    "PluginRow",
-    "Registry",
-    "load",
-    "register",
-    "reload",
-    "reserve_recipes",
-    "set_aside",
-]
-
 ENTRY_POINT_GROUP = "fp8core.backends"
 LOADING = "loading plug-in %s"
 """Logged, at level DEBUG, before each plug-in is loaded."""

@@ -10,8 +10,6 @@ from types import TracebackType
 
 from fp8core.dispatch import plugins, settings
 
-__all__ = ["NO_POLICY", "Policy", "activated", "current", "use_backend"]
-
 
 @dataclass(frozen=True, slots=True)
 class Policy:

@@ -21,8 +21,6 @@ from typing import Any, TypeAlias
 
 from fp8core.dispatch.isolation import plain
 
-__all__ = ["Ending", "Record", "last_step", "run", "run_together", "writing"]
-
 Record: TypeAlias = dict[str, Any]
 """A finding, or a step that begins: ``{"begin": "the self-test of gemm", ...}``."""
 

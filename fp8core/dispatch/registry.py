@@ -29,8 +29,6 @@ from fp8core.dispatch.optional import Offers, offers_of, recorder_of, transfers_
 from fp8core.errors import PluginError, RecipeError, did_you_mean
 from fp8core.reporting import some
 
-__all__ = ["Bound", "PluginRow", "Registry", "known_devices", "unknown_fields"]
-
 _METHODS = ("unsupported", "alignment", "bind")
 
 

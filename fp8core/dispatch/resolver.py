@@ -10,8 +10,6 @@ from fp8core.backend_api import OpDesc, Ranks, Recorder, Transfers
 from fp8core.dispatch import table
 from fp8core.dispatch.table import Resolved
 
-__all__ = ["DISPATCH", "UNNAMED", "Noting", "Purpose", "Resolver"]
-
 
 class Purpose(NamedTuple):
     """What an operation is for: the position of its link in the chain, and the step of that link,

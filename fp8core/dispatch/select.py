@@ -14,22 +14,8 @@ from fp8core.backend_api import BackendSpec, OpDesc
 from fp8core.dispatch import plugins, settings
 from fp8core.dispatch.isolation import Failure, attempt, is_a, shown
 from fp8core.dispatch.policy import Policy
-from fp8core.dispatch.registry import known_devices
+from fp8core.dispatch.registry import Registry, known_devices
 from fp8core.errors import PluginError, UnsupportedError
-
-__all__ = [
-    "Choice",
-    "Verdict",
-    "asked_spec",
-    "choose",
-    "declined",
-    "default_device",
-    "is_fallback",
-    "is_product",
-    "selected_spec",
-    "site_pick",
-    "verdict",
-]
 
 _BY_PRIORITY = "device and priority"
 _EMULATES = "nothing native; emulates it"
@@ -181,9 +167,7 @@ def default_device(policy: Policy) -> torch.device:
     return known_devices(spec.device_types)[0]
 
 
-def verdict(
-    registry: plugins.Registry, spec: BackendSpec, desc: OpDesc, device: torch.device
-) -> Verdict:
+def verdict(registry: Registry, spec: BackendSpec, desc: OpDesc, device: torch.device) -> Verdict:
     """Ask the backend of ``spec`` whether it runs ``desc`` on ``device``, and how."""
     native = device.type in spec.device_types
     if not native and not spec.portable:
@@ -206,14 +190,14 @@ def _asked(
 
 
 def _site_or_first(
-    registry: plugins.Registry, desc: OpDesc, device: torch.device, candidates: list[str]
+    registry: Registry, desc: OpDesc, device: torch.device, candidates: list[str]
 ) -> tuple[str, str]:
     picked = site_pick(registry, desc, device, tuple(candidates))
     return (candidates[0], _BY_PRIORITY) if picked is None else (picked, "site policy")
 
 
 def site_pick(
-    registry: plugins.Registry,
+    registry: Registry,
     desc: OpDesc,
     device: torch.device,
     candidates: Sequence[str],

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from fp8core.backend_api import OPS, OPTIONAL_OPS
 from fp8core.errors import RecipeError, did_you_mean
 
-__all__ = ["VARIABLES", "Settings", "in_force", "read", "unknown_names"]
-
 VARIABLES: Mapping[str, str] = {
     "FP8CORE_BACKEND": "name of the backend to use for every operation it supports",
     "FP8CORE_OP_BACKEND": 'a backend for single operations, as in "gemm=cuda,quantize=reference"',

@@ -22,27 +22,14 @@ from fp8core.backend_api import (
 from fp8core.backend_api.optional import PairCast, Ranks, Transfers
 from fp8core.dispatch import plugins, policy, select, settings
 from fp8core.dispatch.optional import Offers, pair_of
-from fp8core.dispatch.registry import Bound
+from fp8core.dispatch.registry import Bound, Registry
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.torch_ops import calls, definition
 from fp8core.torch_ops.encoding import Operation
 from fp8core.torch_ops.lasting import lasting
 
-__all__ = [
-    "Kernels",
-    "Resolved",
-    "capturing",
-    "forget",
-    "in_eager",
-    "kernels_of",
-    "resolve",
-    "resolve_optional",
-    "transfers",
-]
-
-
-_Key: TypeAlias = "tuple[policy.Policy, settings.Settings, plugins.Registry, int]"
+_Key: TypeAlias = "tuple[policy.Policy, settings.Settings, Registry, int]"
 """What a choice depends on besides the descriptor: the last are the plug-ins and their number."""
 
 # Another backend may need memory that is quadratic in the sequence length for them.
@@ -242,7 +229,7 @@ def _bind_named(backend: str, desc: OpDesc, device: torch.device) -> Callable[..
 
 @functools.lru_cache(maxsize=4096)
 def _bind_for(
-    registry: plugins.Registry, backend: str, desc: OpDesc, device: torch.device
+    registry: Registry, backend: str, desc: OpDesc, device: torch.device
 ) -> Callable[..., Any]:
     spec = registry.spec(backend, "a compiled graph")
     reason = registry.unsupported(spec, desc, device)

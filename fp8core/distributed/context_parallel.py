@@ -21,13 +21,6 @@ from fp8core.chain.sequence_chunks import Chunks, partition
 from fp8core.collectives import of_group
 from fp8core.errors import OperandError
 
-__all__ = [
-    "gather_from_cp_ranks",
-    "get_batch_on_this_cp_rank",
-    "pad_thd_sequences_for_cp",
-    "thd_get_partitioned_indices",
-]
-
 Tensor = torch.Tensor
 
 

@@ -40,8 +40,6 @@ from fp8core.tensors.quantizer_binding import Binding
 from fp8core.tensors.slots import BUFFERS, META
 from fp8core.torch_ops.private import sharded_parameters
 
-__all__ = ["Experts", "TokenExchange"]
-
 Counts = Sequence[int] | torch.Tensor
 
 

@@ -22,8 +22,6 @@ from fp8core.modules.multihead_attention import MultiheadAttention
 from fp8core.modules.parallel import ParallelModule
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
-__all__ = ["ShardLayout", "shard_layout", "sharded_state_dict"]
-
 
 class ShardLayout(NamedTuple):
     """The part of a tensor that rank ``rank`` of ``num_ranks`` has, from row or column

@@ -25,16 +25,6 @@ from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.parallel import Parallel
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
-__all__ = [
-    "LocalPart",
-    "Spread",
-    "distribute",
-    "refuse_rows",
-    "sequence_dim",
-    "spreadable_linear",
-    "spreadable_norm",
-]
-
 
 class Spread(NamedTuple):
     """A layer that a style spread: the style's name, and the mesh."""

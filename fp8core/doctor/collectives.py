@@ -24,17 +24,6 @@ from fp8core.dispatch.process import Ending, Record
 from fp8core.doctor.findings import absent
 from fp8core.errors import Fp8CoreError
 
-__all__ = [
-    "NAMES",
-    "Collective",
-    "apart",
-    "device_for",
-    "failure",
-    "joined",
-    "records",
-    "tested",
-]
-
 ROWS, COLUMNS = 6, 40
 _NUMBERS = 31  # sums of so few integers up to this are exact in every dtype
 _CODES = 120  # byte patterns from 0 on, none of which is a NaN of float8_e4m3fn

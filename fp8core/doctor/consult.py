@@ -17,11 +17,10 @@ from fp8core.backend_api import GemmDesc
 from fp8core.dispatch import plugins, process, select
 from fp8core.dispatch.isolation import Failure, attempt, plain
 from fp8core.dispatch.process import Record
+from fp8core.dispatch.registry import Registry
 from fp8core.doctor.matrix import DTYPE
 from fp8core.errors import RecipeError
 from fp8core.reporting import logger
-
-__all__ = ["apart", "here", "records", "watch_loading"]
 
 
 def here() -> list[str]:
@@ -50,7 +49,7 @@ def records(muted: Collection[str] = ()) -> Iterator[Record]:
         yield {"notes": _notes(name, hook)}
 
 
-def _faults_of_policy(registry: plugins.Registry, plugin: object) -> list[str]:
+def _faults_of_policy(registry: Registry, plugin: object) -> list[str]:
     """Ask a site policy about a GEMM on each type of device; return its first fault, if any."""
     kinds = {kind for spec in registry.by_priority() for kind in spec.device_types}
     desc = GemmDesc(None, None, DTYPE)

@@ -17,11 +17,10 @@ from fp8core import recipe
 from fp8core.backend_api import OPS, OPTIONAL_OPS, BackendSpec
 from fp8core.dispatch import plugins, select
 from fp8core.dispatch.isolation import Failure, attempt
+from fp8core.dispatch.registry import Registry
 from fp8core.inspection.arguments import NO_RECIPE
 from fp8core.inspection.descriptors import Need, recipe_needs
 from fp8core.recipe import PerLayer, Recipe
-
-__all__ = ["DTYPE", "Cell", "cell_from", "cells", "needs_by_recipe", "rows", "unanswered"]
 
 DTYPE = torch.bfloat16
 """The dtype of activations and parameters in the matrix and in the self-test."""
@@ -81,7 +80,7 @@ def _cell(
     name: str,
     op: str,
     needs: Iterable[Need],
-    registry: plugins.Registry,
+    registry: Registry,
     spec: BackendSpec,
     device: torch.device,
 ) -> Cell:

@@ -15,8 +15,6 @@ from fp8core.dispatch import process
 from fp8core.dispatch.process import Record
 from fp8core.doctor import collectives
 
-__all__ = ["Outcome", "apart", "as_json", "records", "text"]
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

@@ -9,8 +9,6 @@ from typing import Any
 from fp8core.doctor.matrix import cell_from, rows, unanswered
 from fp8core.doctor.report import Report
 
-__all__ = ["render"]
-
 WIDTH = 120
 """Columns of the longest line outside tables: a backend's reasons may be long."""
 

@@ -15,13 +15,12 @@ import torch
 from fp8core import formats, recipe
 from fp8core.backend_api import BackendSpec
 from fp8core.dispatch import plugins, policy, select, settings
+from fp8core.dispatch.registry import Registry
 from fp8core.doctor import consult
 from fp8core.doctor.collectives import Collective
 from fp8core.doctor.findings import Check, Findings, absent
 from fp8core.doctor.matrix import Cell
 from fp8core.errors import Fp8CoreError, RecipeError
-
-__all__ = ["Examiner", "Report", "examine", "with_collectives"]
 
 Examiner: TypeAlias = Callable[[str, torch.device | None], Findings]
 """A function that examines the named backend on a device; None stands for the backend's default."""
@@ -141,7 +140,7 @@ class _Requests(NamedTuple):
     bad_names: bool = False
 
 
-def _requests(registry: plugins.Registry, findings: dict[str, Findings]) -> _Requests:
+def _requests(registry: Registry, findings: dict[str, Findings]) -> _Requests:
     """Examine the requested backends: the selected one, and those for single operations."""
     usable = [spec for spec in registry.by_priority() if findings[spec.name].unusable is None]
     selected: BackendSpec | None = None

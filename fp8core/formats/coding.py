@@ -10,15 +10,6 @@ from fractions import Fraction
 
 import torch
 
-__all__ = [
-    "decode_e4m3",
-    "decode_e5m2",
-    "encode_by_table",
-    "encode_e8m0",
-    "to_float32",
-    "value_table",
-]
-
 # --- decode fast paths ---
 
 

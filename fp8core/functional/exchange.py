@@ -14,8 +14,6 @@ from fp8core.errors import OperandError
 from fp8core.tensors.coded import bytes_of, format_of_dtype
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
-__all__ = ["TorchTensor", "from_codes", "from_torch", "to_torch"]
-
 
 class TorchTensor(NamedTuple):
     """A quantized tensor as torch holds one: ``value = data * scale_inv * global_scale_inv``.

@@ -14,8 +14,6 @@ from fp8core.tensors.coded import tensor_plan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.operators import constant_in_graph, taking_dataclasses
 
-__all__ = ["dequantize", "quantize"]
-
 
 class _PlannedQuantizer(Quantizer):
     """A quantizer of any plan."""

@@ -17,8 +17,6 @@ from fp8core.dispatch.settings import check_op
 from fp8core.errors import RecipeError, did_you_mean
 from fp8core.recipe import PerLayer, Recipe, by_name
 
-__all__ = ["NO_RECIPE", "device_argument", "op_argument", "recipe_argument"]
-
 NO_RECIPE = "none"
 """The name that commands use for high precision, in the argument for a recipe."""
 

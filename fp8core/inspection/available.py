@@ -15,16 +15,6 @@ from fp8core.recipe import (
     Recipe,
 )
 
-__all__ = [
-    "get_cudnn_version",
-    "get_device_compute_capability",
-    "is_bf16_available",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
-]
-
 
 @overload
 def is_fp8_available(return_reason: Literal[False] = False) -> bool: ...

@@ -53,8 +53,8 @@ from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LayerRole, LinearPlan, Plan
+from fp8core.tensors.delayed_state import update_desc
 from fp8core.tensors.quantizer_binding import Binding
-from fp8core.tensors.scaling import update_desc
 
 
 class Labelled(NamedTuple):

@@ -23,8 +23,6 @@ from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.choice import recipe_from
 
-__all__ = ["Explanation", "Line", "add_arguments", "explain", "run"]
-
 _DTYPE = torch.bfloat16
 _STORED = (
     "a QuantizedTensor of this format is used directly; one of another format is dequantized "

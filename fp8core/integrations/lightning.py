@@ -21,8 +21,6 @@ from fp8core.recipe import Recipe
 from fp8core.recipe.data import from_data
 from fp8core.reporting import logger
 
-__all__ = ["Fp8CorePrecision"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

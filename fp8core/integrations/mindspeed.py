@@ -31,15 +31,6 @@ from fp8core.recipe.base import Recipe
 from fp8core.reporting import log_once
 from fp8core.tensors.parameter.init import quantized_model_init
 
-__all__ = [
-    "CLASSES",
-    "classes",
-    "get_fp8_context_wrapper",
-    "get_fp8_recipe_wrapper",
-    "install",
-    "is_left_out",
-]
-
 _EXTENSION = "megatron.core.extensions.transformer_engine"
 CLASSES: Mapping[str, str] = {
     "MindSpeedTELayernorm": "TENorm",

@@ -28,8 +28,6 @@ from fp8core.recipe.data import from_data
 from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.reporting import logger, some
 
-__all__ = ["Fp8CoreConverter", "Fp8CoreLinear", "fp8core_linear"]
-
 # The linear layers of a block; not the head, and not the routers of experts.
 _BLOCKS = [
     f"layers.*.{part}.*" for part in ("attention", "feed_forward", "shared_experts", "attn", "mlp")

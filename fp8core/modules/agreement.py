@@ -23,8 +23,6 @@ from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, Plan
 from fp8core.tensors.quantizer_binding import Binding
 
-__all__ = ["Agreement", "agree", "communicators_of"]
-
 
 def communicators_of(shapes: Sequence[LinkShape]) -> list[Communicator]:
     """Return the communicators of the groups whose ranks compute ``shapes`` together, each once."""

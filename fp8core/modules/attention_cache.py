@@ -12,8 +12,6 @@ from fp8core.modules.attention_arguments import MASK_TYPES
 from fp8core.modules.attention_inputs import Lengths, Qkv
 from fp8core.modules.inference import InferenceParams
 
-__all__ = ["mask_type_with_cache", "repeated_step", "with_cache"]
-
 
 def mask_type_with_cache(owner: object, name: str) -> str:
     """Return the mask type that new tokens behind those of a cache have.

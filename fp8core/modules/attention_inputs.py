@@ -15,22 +15,6 @@ from fp8core.modules.inputs import check_is_whole, check_kind
 from fp8core.torch_ops.private import is_transform_wrapped
 from fp8core.torch_ops.shapes import is_captured
 
-__all__ = [
-    "Heads",
-    "Lengths",
-    "PaddingMask",
-    "Qkv",
-    "batch_of",
-    "check_bias",
-    "check_layout",
-    "check_mask",
-    "check_pad_between",
-    "check_unread_lengths",
-    "checked_qkv",
-    "lengths_of",
-    "unpacked",
-]
-
 PaddingMask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 

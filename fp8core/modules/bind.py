@@ -33,8 +33,9 @@ from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole
 from fp8core.reporting import log_once
+from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer_binding import Binding
-from fp8core.tensors.scaling import DelayedState, is_of_two_forwards, offered_scale
+from fp8core.tensors.scaling import is_of_two_forwards, offered_scale
 from fp8core.torch_ops.lasting import lasting
 from fp8core.torch_ops.private import (
     NO_BACKWARD_PASS,

@@ -35,19 +35,6 @@ from fp8core.torch_ops.counted import counter_of
 from fp8core.torch_ops.operators import constant_in_graph
 from fp8core.torch_ops.private import is_capturing, is_transform_active, without_modes
 
-__all__ = [
-    "Bound",
-    "bind_captured",
-    "check_rules",
-    "engines_of",
-    "label_of",
-    "new_seed",
-    "parts_of",
-    "reads_names",
-    "recipe_in",
-    "recipe_of",
-]
-
 _NO_CAPTURE = (
     "delayed scaling is not offered under torch.compile, torch.export and make_fx: its scales "
     "change outside the graph. Use a recipe without state, such as Float8CurrentScaling, or keep "

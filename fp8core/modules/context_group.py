@@ -14,8 +14,6 @@ from fp8core.collectives import of_group
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.attention_inputs import Lengths, Qkv
 
-__all__ = ["ALONE", "ContextGroup", "check_context"]
-
 
 class ContextGroup(NamedTuple):
     """The ranks that share the tokens of attention.

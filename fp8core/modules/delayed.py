@@ -22,8 +22,8 @@ from fp8core.modules.loading import (
 )
 from fp8core.recipe.plan import DelayedPlan, LinearPlan, Plan, SlotNames
 from fp8core.reporting import log_once, logger
+from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.scaling import DelayedState
 from fp8core.tensors.slots import BUFFERS, META, LayerStates, covers, describe, maxima, read_meta
 from fp8core.torch_ops.private import (
     CHECKPOINTED_MODULE,
@@ -33,9 +33,6 @@ from fp8core.torch_ops.private import (
     load_pre_hooks,
     load_pre_hooks_called,
 )
-
-__all__ = ["DelayedModule", "check_load"]
-
 
 _RESTORED = ("_bindings", "_state_is_from_checkpoint", "_prepared", "_is_fresh")
 

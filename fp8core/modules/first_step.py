@@ -16,8 +16,6 @@ from fp8core.recipe.plan import LayerRole
 from fp8core.reporting import logger, some
 from fp8core.torch_ops.private import forward_hooks
 
-__all__ = ["announce", "silence"]
-
 
 def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
     """Have the model's next forward in eager log how its layers ran, by a hook that removes itself.

@@ -15,8 +15,6 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.weights import WeightStore
 from fp8core.torch_ops.private import FSDP_FLATTENED
 
-__all__ = ["frozen_weights"]
-
 
 class _Fingerprint(NamedTuple):
     """A parameter at one time.

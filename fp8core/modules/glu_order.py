@@ -6,8 +6,6 @@ import torch
 
 from fp8core.errors import OperandError
 
-__all__ = ["deinterleave_glu_tensor", "interleave_glu_tensor"]
-
 
 def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
     """Return ``tensor [2 n, ...]``, a weight or bias, with its halves in alternating blocks.

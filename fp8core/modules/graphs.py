@@ -19,8 +19,6 @@ from fp8core.tensors.slots import BUFFERS
 from fp8core.tensors.weights import WeightStore
 from fp8core.torch_ops.private import has_hooks
 
-__all__ = ["make_graphed_callables"]
-
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
 

@@ -30,8 +30,6 @@ from fp8core.modules.run import delaying, remember_call, run_again, run_links
 from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.parameter.init import make_weight
 
-__all__ = ["KINDS", "GroupedLinear"]
-
 KINDS = ("weight", "bias")
 """What the names of parameters begin with; the number of a group follows."""
 

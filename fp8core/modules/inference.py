@@ -24,8 +24,6 @@ from fp8core.modules.parameters import check_size, resolve_device
 from fp8core.tensors.parameter.init import DTYPES
 from fp8core.torch_ops.untraced import untraced
 
-__all__ = ["CachedKeys", "InferenceParams"]
-
 _FORMATS = ("bshd", "sbhd", "thd")
 _Maker: TypeAlias = Callable[..., KVCacheManager]
 

@@ -13,8 +13,6 @@ from fp8core.errors import OperandError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.tensors.parameter.init import DTYPES
 
-__all__ = ["cast_to_weight", "check_chained", "check_input", "check_is_whole", "check_kind"]
-
 
 def check_input(
     layer: LowPrecisionModule, input: torch.Tensor, weight: torch.Tensor | None, size: int | None

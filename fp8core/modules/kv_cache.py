@@ -21,8 +21,6 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.modules.parameters import resolve_device
 
-__all__ = ["KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager", "Sequences"]
-
 Sequences: TypeAlias = "OrderedDict[Hashable, int]"
 """A number of tokens for each sequence of the batch, by the sequence's id, in the batch's order."""
 

@@ -18,8 +18,6 @@ from fp8core.modules.parameters import InitMethod, check_normalization, fill, ma
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.run import run_layer
 
-__all__ = ["LayerNormLinear", "norm_params", "register_norm", "reset_norm", "with_output"]
-
 
 class LayerNormLinear(Linear):
     """``Linear(norm(x))``; the norm's result is quantized for the linear in one step.

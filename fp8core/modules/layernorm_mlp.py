@@ -30,8 +30,6 @@ from fp8core.modules.run import run_layer
 from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.parameter.init import make_weight
 
-__all__ = ["LayerNormMLP"]
-
 _NOT_OFFERED = (
     "ub_overlap_ag",
     "ub_overlap_rs",

@@ -26,8 +26,6 @@ from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.parameter.init import make_weight
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
-__all__ = ["NOT_OFFERED", "Linear"]
-
 NOT_OFFERED = (
     "ub_overlap_ag",
     "ub_overlap_rs",

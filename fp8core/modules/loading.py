@@ -20,15 +20,6 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.slots import BUFFERS, META, read_meta
 from fp8core.tensors.storage import PARTS
 
-__all__ = [
-    "EXTRA_STATE",
-    "Imported",
-    "has_weights",
-    "import_extra_state",
-    "parameter_errors",
-    "state_errors",
-]
-
 EXTRA_STATE: Final = "_extra_state"
 """The key, behind a layer's prefix, of what torch saves besides tensors."""
 

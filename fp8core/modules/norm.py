@@ -18,8 +18,6 @@ from fp8core.modules.parallel import mark_norm
 from fp8core.modules.parameters import check_size, fill, make_parameter, resolve_device
 from fp8core.modules.run import run_layer, run_links
 
-__all__ = ["LayerNorm", "RMSNorm"]
-
 
 class _Norm(LowPrecisionModule):
     kind = "norm"

@@ -11,8 +11,6 @@ from fp8core.context.autocast import active
 from fp8core.errors import OperandError
 from fp8core.recipe import CustomRecipe, Recipe, get_default_recipe
 
-__all__ = ["Fp8Padding", "Fp8Unpadding"]
-
 
 class _Padding(torch.nn.Module):
     """The numbers of groups, and the multiple that the rows of each are padded to."""

@@ -23,16 +23,6 @@ from fp8core.collectives import Communicator, named, of_group
 from fp8core.errors import OperandError
 from fp8core.modules.base import LowPrecisionModule
 
-__all__ = [
-    "ALONE",
-    "Parallel",
-    "ParallelModule",
-    "is_group",
-    "mark_norm",
-    "mark_weight",
-    "set_group",
-]
-
 _MODES = ("column", "row", None)
 
 

@@ -15,20 +15,6 @@ from fp8core.tensors.parameter.init import parameter_dtype
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.private import DeviceContext, function_modes
 
-__all__ = [
-    "NORMALIZATIONS",
-    "InitMethod",
-    "check_normalization",
-    "check_probability",
-    "check_size",
-    "default_init_method",
-    "fill",
-    "is_number",
-    "make_parameter",
-    "materialize",
-    "resolve_device",
-]
-
 InitMethod = Callable[[torch.Tensor], Any]
 
 default_init_method: InitMethod = partial(torch.nn.init.normal_, mean=0.0, std=0.023)

@@ -17,8 +17,6 @@ from fp8core.recipe.plan import LayerRole, Plan
 from fp8core.tensors.slots import BUFFERS
 from fp8core.torch_ops.private import DDP_IGNORED
 
-__all__ = ["prepare"]
-
 
 def prepare(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch.nn.Module:
     """Give every fp8core layer of ``model`` its path as its name, and return the model.

@@ -11,8 +11,6 @@ from fp8core.errors import OperandError
 from fp8core.modules.parameters import check_probability
 from fp8core.torch_ops.shapes import is_captured
 
-__all__ = ["DropPath", "SampleSplit"]
-
 _BATCH_DIM = {"sbhd": 1, "bshd": 0}
 
 

@@ -11,8 +11,6 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.modules.parameters import check_size, resolve_device
 
-__all__ = ["RotaryPositionEmbedding"]
-
 
 class RotaryPositionEmbedding(torch.nn.Module):
     """Makes the angles by which :func:`~fp8core.apply_rotary_pos_emb` rotates queries and keys.

@@ -39,7 +39,7 @@ from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.linear import Linear
 from fp8core.modules.run import is_ordinary_call, is_remembered, run_joined
-from fp8core.tensors.scaling import DelayedState
+from fp8core.tensors.delayed_state import DelayedState
 from fp8core.torch_ops.likeness import Likeness
 from fp8core.torch_ops.private import is_traced
 

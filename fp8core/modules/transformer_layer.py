@@ -20,8 +20,6 @@ from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.residual import DropPath, SampleSplit
 from fp8core.modules.transformer_chain import TransformerChain, TransformerParts
 
-__all__ = ["LAYER_TYPES", "TransformerLayer"]
-
 LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 # The other ub_ arguments refine ub_tp_comm_overlap, and have no effect without it.

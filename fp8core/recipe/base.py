@@ -32,8 +32,6 @@ from fp8core.recipe.plan import (
     TensorPlan,
 )
 
-__all__ = ["FAST", "SPLIT", "Format", "FormatRange", "MMParams", "QParams", "Recipe"]
-
 
 class FormatRange(NamedTuple):
     """The largest finite values of a format's forward and backward operands."""

@@ -17,8 +17,6 @@ from fp8core.recipe.named import (
     NVFP4BlockScaling,
 )
 
-__all__ = ["by_name", "names", "names_of", "recipe_from"]
-
 _NAMED: dict[str, type[Recipe]] = {
     "delayed": DelayedScaling,
     "current": Float8CurrentScaling,

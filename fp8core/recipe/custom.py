@@ -37,14 +37,6 @@ from fp8core.recipe.plan import (
     TensorPlan,
 )
 
-__all__ = [
-    "CustomRecipe",
-    "DelayedScalingRequest",
-    "PerLayer",
-    "QuantizerRequest",
-    "QuantizerRole",
-]
-
 Key: TypeAlias = "str | LayerRole"
 Rule: TypeAlias = "tuple[Key, Recipe | None]"
 

@@ -12,8 +12,6 @@ from fp8core.recipe.base import MMParams, Recipe
 from fp8core.recipe.choice import by_name, names_of, recipe_from
 from fp8core.recipe.custom import PerLayer
 
-__all__ = ["RecipeData", "as_data", "from_data"]
-
 RecipeData: TypeAlias = "str | dict[str, Any]"
 """A recipe's name, or ``{"recipe": class name, field: value, ...}``."""
 

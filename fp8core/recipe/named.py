@@ -47,15 +47,6 @@ from fp8core.recipe.plan import (
     TensorPlan,
 )
 
-__all__ = [
-    "DelayedScaling",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Float8RowwiseScaling",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-]
-
 
 @explains_writes
 @dataclass(frozen=True, slots=True)

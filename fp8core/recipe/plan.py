@@ -23,23 +23,6 @@ import torch
 
 from fp8core.backend_api import OperandSpec
 
-__all__ = [
-    "ATTENTION_BACKWARDS",
-    "ATTENTION_OUTPUTS",
-    "HIGH_PRECISION",
-    "NONFINITE",
-    "AmaxAlgorithm",
-    "AttentionPlan",
-    "DelayedPlan",
-    "GemmPlan",
-    "LayerRole",
-    "LinearPlan",
-    "Plan",
-    "ScalingAlgorithm",
-    "SlotNames",
-    "TensorPlan",
-]
-
 AmaxAlgorithm: TypeAlias = str | Callable[[torch.Tensor], torch.Tensor]
 """``"max"``, ``"most_recent"``, or ``f(amax_history [length, slots]) -> amax [slots]``, where row 0
 of the history holds the newest amaxes, the others older ones, the oldest first."""
@@ -234,8 +217,3 @@ NONFINITE = ("saturate", "propagate")
 
 HIGH_PRECISION = LinearPlan()
 """No quantization in a linear layer."""
-
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return sorted(__all__)

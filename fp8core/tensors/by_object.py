@@ -14,8 +14,6 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import BaseQuantizer, Groups, Orientations
 from fp8core.tensors.storage import storage_plan
 
-__all__ = ["ObjectQuantizer"]
-
 _turns = threading.Lock()
 """One cast at a time: its usages are set on the object, which layers may share."""
 

@@ -19,17 +19,6 @@ from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.storage import FLOATS, PARTS, per_byte, split, storage_plan, turn
 from fp8core.torch_ops.private import FakeTensor
 
-__all__ = [
-    "check_stored",
-    "fault_of",
-    "is_sharded",
-    "kind_fault",
-    "lacks_memory",
-    "matrix_size",
-    "misfit",
-    "plan_from",
-]
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

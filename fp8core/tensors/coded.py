@@ -18,8 +18,6 @@ from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.tensors.checks import check_stored
 from fp8core.tensors.storage import PARTS, per_byte, storage_plan
 
-__all__ = ["bytes_of", "fit_codes", "format_of_dtype", "tensor_plan"]
-
 _TENSORS = ("input", "weight", "grad_output")
 
 

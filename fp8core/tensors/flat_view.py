@@ -15,8 +15,6 @@ from fp8core.tensors.pieces import broadcast
 from fp8core.tensors.values import Values
 from fp8core.torch_ops.private import make_wrapper, refuse_address
 
-__all__ = ["FlatView"]
-
 _aten = torch.ops.aten
 
 

@@ -23,9 +23,6 @@ from fp8core.tensors.quantizer import (
     Slot,
 )
 
-__all__ = ["BoundQuantizer", "LowPrecision", "Resolve"]
-
-
 Resolve: TypeAlias = Callable[[OpDesc], Resolved]
 
 

@@ -46,8 +46,6 @@ from fp8core.torch_ops.private import (
     IS_PARAMETER,
 )
 
-__all__ = ["QuantizedTensor"]
-
 
 class QuantizedTensor(TorchMethods):
     """A tensor ``[..., k]`` stored as the operands of a GEMM; its dtype is nominal.

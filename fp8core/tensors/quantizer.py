@@ -11,19 +11,6 @@ import torch
 from fp8core.dispatch.select import Choice
 from fp8core.recipe.plan import TensorPlan
 
-__all__ = [
-    "BaseQuantizer",
-    "Cast",
-    "CastAndSum",
-    "ColumnSums",
-    "Groups",
-    "Orientations",
-    "Pair",
-    "Quantizer",
-    "Slot",
-]
-
-
 Groups: TypeAlias = "tuple[torch.Tensor, ...]"
 """``()`` for a dense operand, ``(group_offsets,)`` for a grouped one."""
 

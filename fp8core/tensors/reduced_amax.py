@@ -22,9 +22,6 @@ from fp8core.tensors.low_precision import BoundQuantizer, Resolve
 from fp8core.tensors.quantizer import Cast
 from fp8core.torch_ops.recorded import called_in_repeats
 
-__all__ = ["MaximumOverShards", "ReduceAmax", "ReducedLowPrecision"]
-
-
 ReduceAmax: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Takes the amaxes of a part of a tensor, float32 ``[n]`` as :class:`AmaxDesc` lays them out, and
 returns those of the whole tensor: the maximum over all parts. A scale a row depends on one row

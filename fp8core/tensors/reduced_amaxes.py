@@ -33,8 +33,6 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.delayed_state import DelayedState, Family, Order, family_of, num_created, shown
 from fp8core.torch_ops.private import copy_all, is_capturing
 
-__all__ = ["note_autocast", "reduced_after_backward", "reduced_after_forward"]
-
 _USE: Final = "autocast(amax_reduction_group=...)"
 _NUM_FLAGS: Final = 4
 

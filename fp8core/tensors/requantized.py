@@ -20,8 +20,6 @@ from fp8core.tensors.quantizer import Orientations, Quantizer
 from fp8core.tensors.weights import How, Keeping, KeptWeight, Pad
 from fp8core.torch_ops.shapes import is_captured
 
-__all__ = ["RequantizedWeight", "Unquantized", "is_of_parameter", "is_unquantized"]
-
 
 class Unquantized(NamedTuple):
     """A weight in the place of its columnwise operand, which has three tensors too.

@@ -19,7 +19,7 @@ import torch
 from fp8core.collectives import Communicator
 from fp8core.collectives.base import GroupReference
 from fp8core.reporting import log_once
-from fp8core.tensors.delayed_state import DelayedState, update_desc
+from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.reduced_amaxes import reduced_after_backward, reduced_after_forward
 from fp8core.torch_ops.private import (
     copy_all,
@@ -27,20 +27,6 @@ from fp8core.torch_ops.private import (
     current_backward_pass,
     queue_callback,
 )
-
-__all__ = [
-    "DelayedState",
-    "Recorded",
-    "discard",
-    "is_of_two_forwards",
-    "join_backward",
-    "offer_scales",
-    "offered_scale",
-    "update",
-    "update_after_backward",
-    "update_desc",
-]
-
 
 _Reduce: TypeAlias = Callable[[GroupReference, Sequence[DelayedState]], list[DelayedState]]
 

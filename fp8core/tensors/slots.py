@@ -11,8 +11,8 @@ import torch
 from fp8core import formats
 from fp8core.collectives import Communicator
 from fp8core.recipe.plan import Plan, SlotNames, TensorPlan
+from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer import Slot
-from fp8core.tensors.scaling import DelayedState
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,25 +23,6 @@ from fp8core.torch_ops.counted import counter_of
 from fp8core.torch_ops.recorded import called_in_repeats
 from fp8core.torch_ops.shapes import is_captured
 
-__all__ = [
-    "FLOATS",
-    "PARTS",
-    "Held",
-    "check",
-    "check_parameter",
-    "decode_operand",
-    "kept",
-    "make_operands",
-    "matrix_shape",
-    "pad_operand",
-    "per_byte",
-    "resolve_for",
-    "split",
-    "storage_plan",
-    "takes_partial_blocks",
-    "turn",
-]
-
 PARTS = tuple(f"_{way}_{part}" for way in ("rowwise", "columnwise") for part in Operand._fields)
 """The names of the plain tensors of a QuantizedTensor."""
 

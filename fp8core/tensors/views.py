@@ -29,8 +29,6 @@ from fp8core.tensors.pieces import (
 from fp8core.tensors.storage import Held, matrix_shape
 from fp8core.torch_ops.private import pytree
 
-__all__ = ["COPIES", "VIEWS", "say_dequantized"]
-
 Arguments = tuple[Any, ...]
 _aten = torch.ops.aten
 

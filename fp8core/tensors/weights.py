@@ -22,11 +22,6 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, Orientations, Pair, Quantizer, Slot
 from fp8core.torch_ops.private import is_capturing
 
-__all__ = [
-    *("How", "Keeping", "Kept", "KeptWeight", "Pad", "PerGroup", "WeightQuantizer", "WeightStore"),
-    "WeightWrapper",
-]
-
 Pad: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Adds zeros to a weight ``[n, k]``, plain or quantized."""
 

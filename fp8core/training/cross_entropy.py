@@ -16,8 +16,6 @@ from fp8core.errors import OperandError
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.torch_ops.shapes import is_captured
 
-__all__ = ["parallel_cross_entropy"]
-
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

@@ -16,13 +16,6 @@ from fp8core.backend_api import SCORE_FUNCTIONS, RouterBackwardDesc, RouterDesc
 from fp8core.chain.alone import bound, derivatives, in_torch, is_transformed, needs_node, plain
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 
-__all__ = [
-    "RoutingMapFormat",
-    "fused_compute_score_for_moe_aux_loss",
-    "fused_moe_aux_loss",
-    "fused_topk_with_score_function",
-]
-
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 Optional = torch.Tensor | None

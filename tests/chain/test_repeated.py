@@ -12,7 +12,7 @@ from fp8core.backend_api import Recording
 from fp8core.chain.call import DENSE
 from fp8core.chain.protocol import Backward, Forward, Held, Program, SavedList, TensorProgram
 from fp8core.chain.repeated import Repeated, records, unrecorded
-from fp8core.tensors.scaling import DelayedState
+from fp8core.tensors.delayed_state import DelayedState
 from fp8core.torch_ops.private import current_backward_pass
 from fp8core.torch_ops.recorded import called_in_repeats
 

@@ -13,6 +13,7 @@ import torch
 import fp8core
 from fp8core import formats, recipe
 from fp8core.dispatch import plugins, table
+from fp8core.dispatch.registry import PluginRow, Registry
 from fp8core.errors import PluginError, RecipeError
 from tests.dispatch import toys
 
@@ -41,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_reference_is_found_as_an_entry_point() -> None:
     (row,) = plugins.load().rows
-    assert row == plugins.PluginRow("reference", "entry point fp8core_backends.reference", None)
+    assert row == PluginRow("reference", "entry point fp8core_backends.reference", None)
 
 
 def test_loading_twice_gives_the_same_registry() -> None:
@@ -49,7 +50,7 @@ def test_loading_twice_gives_the_same_registry() -> None:
 
 
 def test_loading_in_many_threads_discovers_once() -> None:
-    found: list[plugins.Registry] = []
+    found: list[Registry] = []
     threads = [threading.Thread(target=lambda: found.append(plugins.load())) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -65,7 +66,7 @@ def test_module_named_by_the_environment_is_loaded(
     (folder / "toy_module.py").write_text(MODULE)
     monkeypatch.setenv("FP8CORE_PLUGINS", "toy_module")
     registry = plugins.load()
-    assert plugins.PluginRow("toy_module", "FP8CORE_PLUGINS=toy_module", None) in registry.rows
+    assert PluginRow("toy_module", "FP8CORE_PLUGINS=toy_module", None) in registry.rows
     assert "toy" in registry.backends
 
 

@@ -25,9 +25,9 @@ from fp8core.backend_api import (
 from fp8core.dispatch import table
 from fp8core.recipe.plan import LayerRole, TensorPlan
 from fp8core.tensors import scaling
+from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer import Quantizer, Slot
 from fp8core.tensors.quantizer_binding import Binding, bind_quantizer
-from fp8core.tensors.scaling import DelayedState
 from tests.device import DEVICE
 from tests.ranks import run_ranks
 

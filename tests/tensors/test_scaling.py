@@ -14,7 +14,7 @@ from fp8core import Linear, autocast, recipe
 from fp8core.modules.bind import bind
 from fp8core.recipe.plan import DelayedPlan
 from fp8core.tensors import scaling
-from fp8core.tensors.scaling import DelayedState
+from fp8core.tensors.delayed_state import DelayedState
 from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work

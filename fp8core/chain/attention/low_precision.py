@@ -15,8 +15,9 @@ from fp8core.chain.attention.tensors import NUM_KEPT, hand_out, kept, of_forward
 from fp8core.chain.call import Call
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved
 from fp8core.chain.request import Handover, QuantizeRequest
+from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer import Quantizer, Slot
-from fp8core.tensors.scaling import DelayedState, update_after_backward
+from fp8core.tensors.scaling import update_after_backward
 
 __all__ = ["LowPrecisionAttentionLink"]
 

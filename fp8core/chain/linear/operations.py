@@ -13,8 +13,8 @@ from fp8core.chain.dequantized import Decode
 from fp8core.chain.linear.spec import LinearSpec
 from fp8core.chain.shards import GemmPart, Shards
 from fp8core.dispatch.select import Choice
+from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer import Quantizer
-from fp8core.tensors.scaling import DelayedState
 from fp8core.tensors.weights import WeightQuantizer
 
 __all__ = ["LinearOperations"]

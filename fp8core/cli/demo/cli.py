@@ -31,8 +31,6 @@ from fp8core.recipe import Recipe, by_name, names
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Request", "add_arguments", "demo", "run"]
-
 FOLDER = Path("fp8core-demo")
 PICTURE_NAME = "loss_curves.png"
 RESULTS_NAME = "results.json"

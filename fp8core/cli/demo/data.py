@@ -12,8 +12,6 @@ from torch import Tensor
 
 from fp8core.errors import OperandError
 
-__all__ = ["Corpus", "heldout_windows", "load_stdlib", "load_text", "training_batches"]
-
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 MAX_STDLIB_BYTES = 4_000_000
 HELDOUT_EVERY = 10

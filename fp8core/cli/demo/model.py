@@ -15,8 +15,6 @@ from torch.nn import functional
 
 import fp8core as te
 
-__all__ = ["ByteGPT", "ModelConfig"]
-
 NUM_BYTE_VALUES = 256
 ROTARY_BASE = 1000.0
 """Longest wavelength of the position code, in units of 2 pi bytes; far beyond the context."""

@@ -22,19 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Console
 
-__all__ = [
-    "Facts",
-    "draw_curves",
-    "heading",
-    "print_samples",
-    "print_table",
-    "progress",
-    "require_packages",
-    "results",
-    "summary",
-    "write_json",
-]
-
 # Okabe and Ito's palette, which most colour-blind readers can tell apart; bf16 is black.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6d31", "#7f7f7f")
 SPEED_SECONDS = 60.0

@@ -10,8 +10,6 @@ from torch import Tensor
 import fp8core as te
 from fp8core.cli.demo.model import ByteGPT, ModelConfig
 
-__all__ = ["continue_text"]
-
 TEMPERATURE = 0.7
 """Logits are divided by it: below 1, likely bytes become likelier."""
 

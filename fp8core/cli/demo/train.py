@@ -20,8 +20,6 @@ from fp8core.cli.demo.model import ByteGPT, ModelConfig
 from fp8core.cli.demo.sample import continue_text
 from fp8core.recipe import Recipe
 
-__all__ = ["BASELINE", "RunResult", "TrainSettings", "prompt_of", "train_run", "try_one_step"]
-
 BASELINE = "bf16"
 """Name of the run without a recipe, with which the others are compared."""
 

@@ -28,8 +28,6 @@ from fp8core.conformance.sequences import (
 )
 from fp8core.conformance.subject import Subject, on_cpu
 
-__all__ = ["cases"]
-
 SIZES = ((21, 37), (37, 21), (64, 64), (1, 70), (130, 5))
 EMPTY = ((0, 7), (7, 0), (0, 0), (7, 9, 0))
 

@@ -7,8 +7,6 @@ from typing import Any
 from fp8core.conversion.huggingface.family import MLP, QKV, Family, Rule, activation, refuse
 from fp8core.modules.head_split import HeadSizes
 
-__all__ = ["family"]
-
 _ACTIVATIONS = {
     "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",

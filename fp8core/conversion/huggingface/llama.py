@@ -8,8 +8,6 @@ from fp8core.conversion.huggingface.family import MLP, QKV, Family, Rule, activa
 from fp8core.errors import UnsupportedError
 from fp8core.modules.head_split import HeadSizes
 
-__all__ = ["family", "rotary_arguments"]
-
 _ACTIVATIONS = {
     "silu": "swiglu",
     "swish": "swiglu",

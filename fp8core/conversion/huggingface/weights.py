@@ -11,17 +11,6 @@ from fp8core.errors import OperandError
 from fp8core.modules.head_split import HeadSizes, join_query_key_value, separate_query_key_value
 from fp8core.reporting import some
 
-__all__ = [
-    "check_empty",
-    "check_shape",
-    "full_name",
-    "fuse",
-    "parted",
-    "popped",
-    "split",
-    "their_shapes",
-]
-
 
 def their_shapes(rule: Rule, shapes: Mapping[str, Shape]) -> list[Shape]:
     """Return the shape of each of ``rule.theirs``."""

@@ -23,8 +23,6 @@ from fp8core.tensors.storage import storage_plan
 from fp8core.torch_ops.operators import constant_in_graph
 from fp8core.torch_ops.shapes import is_captured
 
-__all__ = ["Quantizer", "quantize_in_graph"]
-
 
 class Quantizer:
     """Makes a :class:`fp8core.QuantizedTensor` of a tensor ``[..., k]``.

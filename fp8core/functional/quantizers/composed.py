@@ -8,8 +8,6 @@ from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.functional.quantizers.base import Quantizer
 from fp8core.recipe.plan import TensorPlan
 
-__all__ = ["HybridQuantizer", "IdentityQuantizer"]
-
 
 class IdentityQuantizer(Quantizer):
     """Leaves a tensor in high precision: for a factory's answer, or one half of a HybridQuantizer.

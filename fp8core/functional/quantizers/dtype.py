@@ -9,8 +9,6 @@ import torch
 from fp8core import formats
 from fp8core.errors import RecipeError, did_you_mean
 
-__all__ = ["DType", "format_of"]
-
 
 class DType(enum.IntEnum):
     """Data types by the numbers that Transformer Engine gives them."""

@@ -20,14 +20,6 @@ from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.reduced_amax import ReduceAmax
 from fp8core.tensors.storage import matrix_shape
 
-__all__ = [
-    "Float8BlockQuantizer",
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "MXFP8Quantizer",
-    "ReducingQuantizer",
-]
-
 
 def _spec(name: str, block: tuple[int, int], **fields: object) -> OperandSpec:
     return OperandSpec(name, block, formats.by_name(name).max, **fields)  # type: ignore[arg-type]  # fields by name

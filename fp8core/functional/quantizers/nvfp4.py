@@ -13,8 +13,6 @@ from fp8core.functional.quantizers.dtype import DType, format_of
 from fp8core.functional.quantizers.float8 import ReducingQuantizer
 from fp8core.recipe.plan import TensorPlan
 
-__all__ = ["NVFP4Quantizer"]
-
 
 class NVFP4Quantizer(ReducingQuantizer):
     """e2m1 elements, an e4m3 scale for every 16 along the contraction, one float32 scale above.

@@ -39,8 +39,6 @@ from fp8core.tensors.quantizer_binding import Binding
 from fp8core.tensors.requantized import Unquantized, is_unquantized
 from fp8core.tensors.weights import Keeping, WeightQuantizer, WeightWrapper
 
-__all__ = ["LayerWatch", "WatchedLink"]
-
 _RESULTS = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}
 
 

@@ -16,18 +16,6 @@ from fp8core.reporting import logger
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer_binding import Binding
 
-__all__ = [
-    "CastKey",
-    "GemmCount",
-    "GemmKey",
-    "NonFinite",
-    "Recorder",
-    "Saturation",
-    "SavedLinear",
-    "SavedTensors",
-    "StepRecord",
-]
-
 
 class CastKey(NamedTuple):
     """An operand of a linear: ``role`` input, weight or grad_output, and its orientation."""

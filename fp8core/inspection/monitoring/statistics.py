@@ -33,8 +33,6 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
 
-__all__ = ["EXPONENTS", "SUMS", "ObservedCast", "Tally", "decibels", "measure"]
-
 EXPONENTS = range(-150, 129)
 """The binary exponents that are counted apart; a smaller or larger one counts as the nearest."""
 

@@ -25,8 +25,6 @@ from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import names_of
 from fp8core.recipe.plan import GemmPlan, LayerRole, LinearPlan
 
-__all__ = ["Summary", "WhatIf", "replay"]
-
 
 @dataclass(frozen=True, slots=True)
 class Summary:

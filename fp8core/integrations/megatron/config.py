@@ -23,8 +23,6 @@ from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole
 from fp8core.reporting import log_once
 
-__all__ = ["ALIAS", "adopt", "device_of", "recipe_of", "refuse"]
-
 ALIAS = "fp8core.integrations.transformer_engine runs Megatron's own spec, which has it"
 # Options of Megatron that other layers than these would have to know, with their neutral value.
 _REFUSED = {

@@ -25,8 +25,6 @@ from fp8core.integrations.megatron.linears import (
     Fp8CoreRowParallelLinear,
 )
 
-__all__ = ["Fp8CoreSpecProvider", "get_gpt_layer_spec"]
-
 
 class Fp8CoreSpecProvider(BackendSpecProvider):
     """Which modules of fp8core the layers of a Megatron model are built of."""

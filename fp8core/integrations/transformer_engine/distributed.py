@@ -13,7 +13,7 @@ import torch
 from fp8core.context import checkpoint as native
 from fp8core.context.recompute import Tape, TapeEntry, current, playing
 from fp8core.errors import OperandError
-from fp8core.tensors.scaling import DelayedState
+from fp8core.tensors.delayed_state import DelayedState
 
 
 class _Recorded(NamedTuple):

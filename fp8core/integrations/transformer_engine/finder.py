@@ -18,17 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = [
-    "ENVIRONMENT",
-    "VERSION",
-    "Finder",
-    "installed",
-    "is_within",
-    "obstacle",
-    "put",
-    "version_problem",
-]
-
 ROOT = "transformer_engine"
 VERSION = "2.14.0"
 ENVIRONMENT = "FP8CORE_AS_TRANSFORMER_ENGINE"

@@ -37,19 +37,6 @@ from fp8core.modules.parallel import ParallelModule
 from fp8core.recipe import get_default_recipe
 from fp8core.tensors.slots import BUFFERS
 
-__all__ = [
-    "DotProductAttention",
-    "GroupedLinear",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "MultiheadAttention",
-    "RMSNorm",
-    "TransformerEngineBaseModule",
-    "TransformerLayer",
-]
-
 # Options of how several ranks exchange tensors: without effect on one rank, whatever their value.
 _OVERLAP = (
     *("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"),

@@ -29,8 +29,6 @@ from fp8core.recipe.plan import AttentionPlan, LayerRole, LinearPlan, Plan
 from fp8core.reporting import log_once
 from fp8core.tensors.slots import BUFFERS, META, describe, read_meta
 
-__all__ = ["merge_states", "split_state", "written_state"]
-
 _TENSORS = tuple(name for name in BUFFERS if name != META)
 _ROLES = {LinearPlan: LayerRole("linear"), AttentionPlan: LayerRole("attention")}
 

@@ -13,8 +13,6 @@ from fp8core.modules.rotary import apply_fused_qkv_rotary_pos_emb, apply_rotary_
 from fp8core.modules.rotary_angles import RotaryPositionEmbedding
 from fp8core.training import optimizers, permutation, router
 
-__all__ = ["children", "fill", "has_module", "refusal"]
-
 _ROOT = "transformer_engine"
 _TORCH = f"{_ROOT}.pytorch"
 

@@ -23,8 +23,6 @@ from fp8core.interchange.checkpoints.files import Header
 from fp8core.interchange.checkpoints.stored import stored_names
 from fp8core.modules.refusals import experts_of
 
-__all__ = ["Naming", "Piece", "holds_experts", "pieces_of"]
-
 _PARTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),

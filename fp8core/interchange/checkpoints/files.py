@@ -25,8 +25,6 @@ from fp8core.reporting import some
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["CONFIG", "INDEX", "Checkpoint", "Header", "ShardWriter", "read_json"]
-
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")

@@ -19,17 +19,6 @@ from fp8core import formats
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.errors import RecipeError, UnsupportedError
 
-__all__ = [
-    "LAYOUTS",
-    "METHODS",
-    "Layout",
-    "expanded",
-    "file_tensors",
-    "grid",
-    "layout_of",
-    "stem_of",
-]
-
 Block: TypeAlias = "tuple[int, int]"
 
 

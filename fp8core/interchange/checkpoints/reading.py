@@ -27,8 +27,6 @@ from fp8core.reporting import log_once, logger, some
 from fp8core.tensors.checks import is_sharded
 from fp8core.tensors.slots import BUFFERS
 
-__all__ = ["Loaded", "load_pretrained"]
-
 # Tensors of quantized layers that a checkpoint may hold and a forward here does not read: scales of
 # activations, which are quantized by their own amax.
 _UNREAD = ("input_scale", "activation_scale", "input_global_scale", "k_scale", "v_scale", "q_scale")

@@ -28,8 +28,6 @@ from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.storage import make_operands, storage_plan
 from fp8core.torch_ops.private import FSDP_FLATTENED
 
-__all__ = ["Weight", "operand_of", "weights_of"]
-
 
 class Weight(NamedTuple):
     """The weight of one GEMM.

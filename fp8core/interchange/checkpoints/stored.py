@@ -25,8 +25,6 @@ from fp8core.recipe import (
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import decode_operand
 
-__all__ = ["Method", "Stored", "StoredWeight", "method_of", "stored_names"]
-
 _CODES = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 

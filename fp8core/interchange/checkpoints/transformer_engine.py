@@ -20,8 +20,6 @@ from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import AttentionPlan, LayerRole
 from fp8core.tensors.slots import BUFFERS, META, describe, read_meta
 
-__all__ = ["transformer_engine_state_dict"]
-
 _FUNCTION = "transformer_engine_state_dict"
 
 

@@ -27,8 +27,6 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.slots import BUFFERS
 from fp8core.torch_ops.private import COMPILED_MODULE
 
-__all__ = ["Saved", "save_pretrained", "unwrapped"]
-
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMG]?)B", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 

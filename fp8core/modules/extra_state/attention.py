@@ -24,8 +24,6 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.recipe.plan import AttentionPlan
 
-__all__ = ["from_three_gemms", "to_three_gemms"]
-
 _FORWARD = {"q": 2, "k": 2, "v": 2, "s": 8}
 _BACKWARD = {"grad_output": 3, "dp": 5}
 _QKV, _RESULT = 2, 3

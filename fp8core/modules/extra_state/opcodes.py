@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from fp8core.errors import OperandError
 
-__all__ = ["MAX_OPCODES", "Budget", "ClassName", "Rebuild", "Record", "read_pickle"]
-
 MAX_OPCODES = 1 << 17
 """Opcodes that one state may have; a layer's has a few hundred."""
 

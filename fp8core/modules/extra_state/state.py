@@ -35,14 +35,6 @@ from fp8core.reporting import log_once
 from fp8core.tensors.checks import kind_fault, lacks_memory
 from fp8core.tensors.slots import BUFFERS, META, meta_text
 
-__all__ = [
-    "READABLE",
-    "format_named",
-    "may_be_transformer_engine_s",
-    "read_expert_state",
-    "read_extra_state",
-]
-
 _T = TypeVar("_T")
 _ZIP, _PICKLE = b"PK", b"\x80"
 _WAYS = {"forward": "fwd", "backward": "bwd"}

@@ -24,8 +24,6 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.modules.extra_state.opcodes import Budget, ClassName, Rebuild, Record, read_pickle
 
-__all__ = ["MAGIC", "PROTOCOL", "RECIPES", "read_values"]
-
 MAGIC = 0x1950A86A20F9469CFC6C
 """The number at the start of an old ``torch.save`` file. Source: torch/serialization.py."""
 

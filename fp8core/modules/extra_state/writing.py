@@ -16,8 +16,6 @@ from fp8core.modules.extra_state.tensors import MAGIC, PROTOCOL, RECIPES
 from fp8core.recipe import DelayedScaling
 from fp8core.recipe.base import Format
 
-__all__ = ["EXPERT", "fields_of", "write_extra_state"]
-
 _FIELDS = (
     *("margin", "fp8_format", "amax_history_len", "amax_compute_algo"),
     *("scaling_factor_compute_algo", "reduce_amax", "fp8_dpa", "fp8_mha", "backward_override"),

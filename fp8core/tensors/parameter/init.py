@@ -16,15 +16,6 @@ from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
-__all__ = [
-    "DTYPES",
-    "fp8_model_init",
-    "is_initializing_quantized",
-    "make_weight",
-    "parameter_dtype",
-    "quantized_model_init",
-]
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes of parameters and activations; float64 computes in high precision alone."""
 

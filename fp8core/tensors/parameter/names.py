@@ -14,20 +14,6 @@ from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.private import TensorMeta
 
-__all__ = [
-    "Float8BlockwiseQTensor",
-    "Float8BlockwiseQTensorStorage",
-    "Float8Tensor",
-    "Float8TensorStorage",
-    "HybridQuantizedTensor",
-    "HybridQuantizedTensorStorage",
-    "MXFP8Tensor",
-    "MXFP8TensorStorage",
-    "NVFP4Tensor",
-    "NVFP4TensorStorage",
-    "QuantizedTensorStorage",
-]
-
 
 class _Name(TensorMeta):
     def __instancecheck__(cls, instance: object) -> bool:

@@ -20,16 +20,6 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.torch_ops.private import foreach_types, no_torch_function
 from fp8core.torch_ops.untraced import untraced
 
-__all__ = [
-    "MAKE",
-    "SharedGrad",
-    "Stepping",
-    "hold_grad",
-    "share_grad",
-    "summed_grad",
-    "watch_optimizers",
-]
-
 MAKE = "Make it of masters.parameters(), not of model.parameters(), and attach it."
 
 

@@ -12,8 +12,6 @@ from fp8core.tensors.sharded_weight import as_part_of, local_part
 from fp8core.training.optimizers.fused import FusedOptimizer
 from fp8core.training.optimizers.scaled_state import LARGEST, ScaledState
 
-__all__ = ["AVERAGES", "MASTER", "AdamState"]
-
 AVERAGES = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 

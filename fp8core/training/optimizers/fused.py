@@ -14,8 +14,6 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.checks import is_sharded, misfit
 from fp8core.tensors.sharded_weight import local_part
 
-__all__ = ["FLOATS", "FusedOptimizer", "check_positive"]
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of parameters and gradients that operations step."""
 

@@ -16,8 +16,6 @@ from fp8core.training.optimizers.adam_state import AVERAGES, MASTER, AdamState
 from fp8core.training.optimizers.fused import FLOATS, check_positive
 from fp8core.training.optimizers.scaled_state import ScaledState
 
-__all__ = ["FusedAdam"]
-
 _STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 
 

@@ -13,8 +13,6 @@ from fp8core.errors import OperandError
 from fp8core.tensors.sharded_weight import ShardedWeight, local_part, plain_for_writing
 from fp8core.training.optimizers.fused import FLOATS, FusedOptimizer, check_positive
 
-__all__ = ["FusedSGD"]
-
 _REQUIRED: Any = object()
 _MOMENTUM: Final = "momentum_buffer"
 _STEPPED = (torch.Tensor, torch.nn.Parameter, ShardedWeight)

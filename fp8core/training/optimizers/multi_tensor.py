@@ -19,13 +19,6 @@ from fp8core.errors import OperandError
 from fp8core.tensors.sharded_weight import local_part, plain_for_writing
 from fp8core.torch_ops.private import copy_all, foreach_norm
 
-__all__ = [
-    *("MultiTensorApply", "multi_tensor_adam", "multi_tensor_adam_capturable"),
-    *("multi_tensor_adam_capturable_master", "multi_tensor_adam_fp8", "multi_tensor_applier"),
-    *("multi_tensor_l2norm", "multi_tensor_scale", "multi_tensor_scale_tensor"),
-    *("multi_tensor_sgd", "multi_tensor_unscale_l2norm"),
-]
-
 Lists: TypeAlias = "Sequence[Sequence[torch.Tensor]]"
 Number: TypeAlias = "float | torch.Tensor"
 

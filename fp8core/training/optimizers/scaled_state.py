@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["LARGEST", "ScaledState"]
-
 LARGEST: dict[torch.dtype, float] = {
     torch.float16: torch.finfo(torch.float16).max / 2,
     torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max,

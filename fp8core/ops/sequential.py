@@ -13,15 +13,13 @@ from fp8core.chain.shape import LinkShape, input_columns_of
 from fp8core.context.autocast import active
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.basic_operation import FusedOperation, fused, has_fusions
 from fp8core.modules.bind import bind
 from fp8core.modules.inputs import cast_to_weight, check_chained, check_input, check_kind
 from fp8core.modules.operation import ExtraTensors
-from fp8core.modules.operation_list import OperationList
 from fp8core.modules.run import delaying, run_layer, run_links, run_links_by
 from fp8core.modules.tensor_operations import MakeExtraOutput
-
-__all__ = ["Sequential"]
+from fp8core.ops.basic_operation import FusedOperation, fused, has_fusions
+from fp8core.ops.operation_list import OperationList
 
 Key: TypeAlias = "torch.nn.Module | int"
 

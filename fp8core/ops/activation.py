@@ -17,27 +17,6 @@ from fp8core.modules.operation import Operation
 from fp8core.modules.parameters import check_size
 from fp8core.modules.refusals import refuse_arguments
 
-__all__ = [
-    "GEGLU",
-    "GELU",
-    "GLU",
-    "QGEGLU",
-    "QGELU",
-    "ClampedSwiGLU",
-    "ReGLU",
-    "ReLU",
-    "SReGLU",
-    "SReLU",
-    "ScaledClampedQGeGLU",
-    "ScaledSReLU",
-    "ScaledSiTUGLU",
-    "ScaledSwiGLU",
-    "ScaledTanhSReLU",
-    "SiLU",
-    "SiTUGLU",
-    "SwiGLU",
-]
-
 
 class _Activation(Operation):
     activation: str

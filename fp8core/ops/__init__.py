@@ -20,7 +20,34 @@ import torch
 
 from fp8core.chain.pointwise import BiasShape, DropoutShape, QuantizeShape
 from fp8core.chain.shape import LinkShape
-from fp8core.modules.activation import (
+from fp8core.modules.grouped_linear import GroupedLinear as GroupedLinearLayer
+from fp8core.modules.inputs import cast_to_weight
+from fp8core.modules.linear import Linear as LinearLayer
+from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.modules.operation import Operation
+from fp8core.modules.parallel import Parallel
+from fp8core.modules.parameters import (
+    InitMethod,
+    check_probability,
+    check_size,
+    fill,
+    make_parameter,
+    resolve_device,
+)
+from fp8core.modules.refusals import refuse_arguments
+from fp8core.modules.tensor_operations import (
+    AddExtraInput,
+    AllGather,
+    AllReduce,
+    ConstantScale,
+    Identity,
+    L2Normalization,
+    MakeExtraOutput,
+    ReduceScatter,
+    Reshape,
+)
+from fp8core.names import refusal
+from fp8core.ops.activation import (
     GEGLU,
     GELU,
     GLU,
@@ -40,41 +67,14 @@ from fp8core.modules.activation import (
     SReLU,
     SwiGLU,
 )
-from fp8core.modules.basic_operation import (
+from fp8core.ops.basic_operation import (
     BasicOperation,
     FusedOperation,
     FusibleOperation,
     OperationContext,
     register_forward_backward_fusion,
 )
-from fp8core.modules.grouped_linear import GroupedLinear as GroupedLinearLayer
-from fp8core.modules.inputs import cast_to_weight
-from fp8core.modules.linear import Linear as LinearLayer
-from fp8core.modules.norm import LayerNorm, RMSNorm
-from fp8core.modules.operation import Operation
-from fp8core.modules.parallel import Parallel
-from fp8core.modules.parameters import (
-    InitMethod,
-    check_probability,
-    check_size,
-    fill,
-    make_parameter,
-    resolve_device,
-)
-from fp8core.modules.refusals import refuse_arguments
-from fp8core.modules.sequential import Sequential
-from fp8core.modules.tensor_operations import (
-    AddExtraInput,
-    AllGather,
-    AllReduce,
-    ConstantScale,
-    Identity,
-    L2Normalization,
-    MakeExtraOutput,
-    ReduceScatter,
-    Reshape,
-)
-from fp8core.names import refusal
+from fp8core.ops.sequential import Sequential
 
 __all__ = [
     "GEGLU",

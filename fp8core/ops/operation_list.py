@@ -10,8 +10,6 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.modules.base import LowPrecisionModule
 
-__all__ = ["OperationList"]
-
 _Self = TypeVar("_Self", bound="OperationList")
 
 

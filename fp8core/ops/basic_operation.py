@@ -12,16 +12,6 @@ from fp8core.chain.differentiable import gradients_once
 from fp8core.errors import OperandError
 from fp8core.modules.operation import ExtraTensors
 
-__all__ = [
-    "BasicOperation",
-    "FusedOperation",
-    "FusibleOperation",
-    "OperationContext",
-    "fused",
-    "has_fusions",
-    "register_forward_backward_fusion",
-]
-
 Fusion: TypeAlias = Callable[..., Iterable[torch.nn.Module]]
 """``f(operations, *, recipe)`` -> operations, some of them replaced by fused ones."""
 
