@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,16 +66,14 @@ def test_a_residual_is_added_in_bfloat16_first() -> None:
     assert torch.equal(exact, wanted)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_descriptors_are_those_that_layers_ask_for(name: str) -> None:
-    operation = OPERATIONS[name]
-    assert (operation.desc("bf16") is None) == operation.has_recipe
-    for recipe in RECIPES:
+def test_descriptors_are_those_that_layers_ask_for() -> None:
+    for (name, operation), recipe in itertools.product(OPERATIONS.items(), RECIPES):
+        assert (operation.desc("bf16") is None) == operation.has_recipe, name
         desc = operation.desc(recipe)
         if not operation.quantizes and operation.step != "dequantize":
-            assert desc is None
+            assert desc is None, name
             continue
-        assert desc is not None
+        assert desc is not None, name
         if isinstance(desc, FusedDesc):
             plan = operation.plan(recipe)
             assert (desc.quantize.rowwise, desc.quantize.columnwise) == plan

@@ -31,6 +31,7 @@ from tests.backends.cuda.generation import (
     STEPS,
     Generation,
 )
+from tests.pairs import pairs
 
 _backends: list[StandIn] = []
 _numbers = itertools.count()
@@ -77,9 +78,7 @@ def test_pages_build_a_plan_for_each_power_of_two(layout: str) -> None:
     assert Graphs.built - before == (0 if layout == "thd" else 4)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", PAGES)
+@pytest.mark.parametrize(("kind", "layout", "options"), pairs(PAGES, LAYOUTS, OPTIONS))
 def test_what_a_sequence_leaves_reaches_no_other(kind: str, layout: str, options: str) -> None:
     """NaN of a token, of one that has ended and of padding, are where the reference has them."""
     native, judge = (Generation(layout, kind, **OPTIONS[options]) for _ in range(2))

@@ -150,27 +150,15 @@ def test_support_does_not_depend_on_the_device_nor_touch_it() -> None:
         assert unsupported(GemmDesc(MXFP8, MXFP8, BF16), torch.device(device)) is None, device
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "k"),
-    [
-        (None, None, 1),
-        (TENSORWISE, ROWWISE, 1),
-        (BLOCK_1D, BLOCK_2D, 1),
-        (TENSORWISE, FP4, 2),
-        (NVFP4, None, 16),
-        (NVFP4, NVFP4_2D, 16),
-        (None, MXFP8, 32),
-        (MXFP8, NVFP4, 32),
+def test_k_is_a_multiple_of_whole_blocks_and_bytes() -> None:
+    for a, b, k in (
+        *((None, None, 1), (TENSORWISE, ROWWISE, 1), (BLOCK_1D, BLOCK_2D, 1), (TENSORWISE, FP4, 2)),
+        *((NVFP4, None, 16), (NVFP4, NVFP4_2D, 16), (None, MXFP8, 32), (MXFP8, NVFP4, 32)),
         (MXFP8, replace(MXFP8, block=(1, 48)), 96),
         (replace(NVFP4, block=(1, 5)), None, 10),
-    ],
-    ids=str,
-)
-def test_k_is_a_multiple_of_whole_blocks_and_bytes(
-    a: OperandSpec | None, b: OperandSpec | None, k: int
-) -> None:
-    assert ReferenceBackend().alignment(GemmDesc(a, b, F32)) == Alignment(1, 1, k)
-    assert ReferenceBackend().alignment(GroupedGemmDesc(b, a, F32)) == Alignment(1, 1, k)
+    ):
+        assert ReferenceBackend().alignment(GemmDesc(a, b, F32)) == Alignment(1, 1, k)
+        assert ReferenceBackend().alignment(GroupedGemmDesc(b, a, F32)) == Alignment(1, 1, k)
 
 
 # --- meta: shapes and dtypes without values ---
