@@ -131,8 +131,8 @@ def looks_like_rms_norm(module: torch.nn.Module) -> bool:
 def similar_norm(module: torch.nn.Module) -> SimilarNorm | None:
     """Return the RMSNorm that ``module`` computes, or None if it computes something else.
 
-    Its forward runs on four rows on the CPU, with a weight of other values than the module's, and
-    is compared with torch's.
+    The module's forward runs on four rows on the CPU, with a weight of other values than the
+    module's, and is compared with torch's.
     """
     eps = _eps(module)
     assert eps is not None
@@ -277,7 +277,8 @@ _derived: dict[tuple[object, object], type[torch.nn.Module]] = {}
 def derived(base: type[torch.nn.Module], original: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return the class of converted layers of a framework's class ``original``.
 
-    It is created here, as fp8core imports no framework. A pickle names its two bases instead.
+    The class is created here, as fp8core imports no framework. A pickle names its two bases
+    instead.
     """
     if (base, original) in _derived:
         return _derived[base, original]

@@ -273,7 +273,7 @@ class TokenExchange:
         return self._run(DispatchShape(self._communicator.group_name), rows, self._routes.sent)
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return what ``dispatch`` was given, from what it returned. Differentiable."""
+        """Return the rows that ``dispatch`` took, from those that it returned. Differentiable."""
         return self._run(CombineShape(self._communicator.group_name), rows, self._routes.received)
 
     def _run(self, shape: LinkShape, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The delayed scales of experts in a ``state_dict``: those of all ranks, by number of the expert.
 
 A layer of experts holds the slots of its first linear's experts, then those of the next one's.
-They are saved as ``[..., linears, experts, slots]``, a DTensor that ranks split along the experts,
-so that a checkpoint loads on another number of ranks.
+The scales are saved as ``[..., linears, experts, slots]``, a DTensor that ranks split along the
+experts, so that a checkpoint loads on another number of ranks.
 """
 
 from __future__ import annotations

@@ -290,8 +290,8 @@ class _Reduced:
         """Say whether the gather that asks reduces them: the first one in each forward of the root,
         and each one outside of forward and backward.
 
-        All ranks know that alike. Which shards were written since the last reduction each of them
-        knows of its own alone, so that cannot decide about a collective.
+        All ranks come to the same answer. A rank knows the writes since the last reduction of its
+        own shards alone, so they cannot decide about a collective.
         """
         if is_in_backward():
             return self.weights[0].amaxes is None

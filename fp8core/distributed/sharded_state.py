@@ -45,10 +45,10 @@ class ShardLayout(NamedTuple):
 def shard_layout(model: torch.nn.Module) -> dict[str, tuple[ShardLayout, ...]]:
     """Return the parts that each parameter and buffer of ``model`` holds, by name.
 
-    It follows from the ``tp_group`` and ``parallel_mode`` of fp8core's layers; parameters of other
-    modules, norms and delayed scales are whole on each rank. A rank's experts are whole too, under
-    names that no other rank has; their delayed scales are a part of those of all ranks' experts,
-    as the ``state_dict`` gives them: ``[..., linears, experts, slots]``. Of Megatron's
+    The layout follows from the ``tp_group`` and ``parallel_mode`` of fp8core's layers; parameters
+    of other modules, norms and delayed scales are whole on each rank. A rank's experts are whole
+    too, under names that no other rank has; their delayed scales are a part of those of all ranks'
+    experts, as the ``state_dict`` gives them: ``[..., linears, experts, slots]``. Of Megatron's
     ``ShardedTensor.from_rank_offsets`` the arguments are ``key``, the tensor's rows from ``start``
     on, and ``(axis, rank, num_ranks)``.
 
@@ -74,8 +74,8 @@ def sharded_state_dict(model: torch.nn.Module) -> dict[str, Any]:
 
     Parts are DTensors over their layer's group, and share memory with the model: ``dcp.save``
     writes the whole tensors, and ``dcp.load`` writes to the model, also to one with another
-    ``tp_size``. Delayed scales need their buffers before a load, see :func:`fp8core.prepare`. What
-    no rank splits is as in the model's ``state_dict``, extra states among it.
+    ``tp_size``. Delayed scales need their buffers before a load, see :func:`fp8core.prepare`.
+    Tensors that no rank splits are as in the model's ``state_dict``, extra states among them.
 
     Raises:
         UnsupportedError: a quantized parameter that is split, as its scales are those of a rank; or

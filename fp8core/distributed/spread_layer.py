@@ -148,8 +148,8 @@ def distribute(
 ) -> None:
     """Make the parameters of ``module`` DTensors, each in its layout or in ``default``.
 
-    Those that are DTensors already, as weights that another layer shares, stay. ``src_data_rank``:
-    the rank whose values all take; None: each has its own.
+    Parameters that are DTensors already, as weights that another layer shares, stay.
+    ``src_data_rank``: the rank whose values all take; None: each has its own.
 
     Raises:
         OperandError: a DTensor that lies in another way; nothing is changed then.

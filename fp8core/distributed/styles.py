@@ -1,6 +1,6 @@
 """Styles for torch's ``parallelize_module`` that spread fp8core's layers over the ranks of a mesh.
 
-They are torch's styles of the same names, and treat every other module as those do::
+The styles are torch's of the same names, and treat every other module as torch's do::
 
     parallelize_module(block, mesh["tp"], {
         "norm": SequenceParallel(),

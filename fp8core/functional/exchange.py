@@ -131,7 +131,7 @@ def _spec_by_scales(
 def _of_torchao(x: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
     """Return codes, the factors of elements, and the nominal dtype of a tensor of torchao.
 
-    Its Float8Tensor and MXTensor hold factors, its Float8TrainingTensor their reciprocals.
+    torchao's Float8Tensor and MXTensor hold factors, Float8TrainingTensor their reciprocals.
 
     Raises:
         OperandError: it is something else.

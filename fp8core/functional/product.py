@@ -222,7 +222,7 @@ def gemm(
         out_dtype: of the result; None takes that of ``out``, or that of ``a``.
         bias: ``[n]``, added in float32 before the one rounding.
         accumulate: add the product to ``out`` instead of writing it there.
-        out: a plain tensor ``[..., n]`` for the result. It takes no part in differentiation.
+        out: a plain tensor ``[..., n]`` for the result. ``out`` takes no part in differentiation.
 
     Raises:
         OperandError: sizes, dtypes or devices do not fit, or a quantized tensor holds no rowwise
@@ -302,7 +302,7 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """Return ``d[m, n]``: rows of ``a [m, k]``, group by group, times ``b[g] [n, k].T + bias[g]``.
 
-    Tensors are quantized or plain, as in :func:`gemm`; all of ``b`` are stored alike.
+    Tensors are quantized or plain, as in :func:`gemm`; all of ``b`` have one plan.
 
     Args:
         a: the rows of all groups, one after the other; the rows of one quantized tensor share what

@@ -89,7 +89,7 @@ def gradient_sides(
     if isinstance(grad, QuantizedTensor) and isinstance(factor, QuantizedTensor):
         left = _rowwise(grad) if way == "rowwise" else _columnwise(grad)
         right = _columnwise(factor)
-        # An operand that was transformed meets one that was transformed alike.
+        # An operand that was transformed needs one with the same transform.
         is_pair = left.spec is not None and right.spec is not None
         if is_pair and left.spec.transform == right.spec.transform:  # type: ignore[union-attr]  # both are there
             return left, right

@@ -45,8 +45,8 @@ def quantize(
         by: a quantizer, whose own usages count; a recipe or its name, which is asked how a linear
             layer quantizes ``tensor``; an OperandSpec, or a TensorPlan.
         tensor: ``"input"``, ``"weight"`` or ``"grad_output"``.
-        rowwise, columnwise: which orientations are made. One that the plan leaves in high precision
-            is left out.
+        rowwise, columnwise: which orientations are made. An orientation that the plan leaves in
+            high precision is left out.
 
     Raises:
         RecipeError: ``by`` is something else, or a recipe that leaves the tensor in high precision.

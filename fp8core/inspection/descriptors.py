@@ -136,9 +136,9 @@ class Request(NamedTuple):
 def record(shapes: Sequence[LinkShape], plan: Plan, dtype: torch.dtype) -> list[Request]:
     """Return the requests of the links of ``shapes`` under ``plan`` on activations of ``dtype``.
 
-    They are in the order of the chain, each once for each of its purposes. Optional operations are
-    among them, and the operations that run if no backend offers these. The halves of a cast are
-    not, as every backend that casts in both orientations also casts in either one.
+    The descriptors are in the order of the chain, each once for each of its purposes. Optional
+    operations are among them, and the operations that run if no backend offers these. The halves of
+    a cast are not, as every backend that casts in both orientations also casts in either one.
     """
     return list(_recorded(tuple(shapes), plan, dtype))
 
@@ -202,7 +202,7 @@ class Need(NamedTuple):
 def layer_needs(layer: LowPrecisionModule, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
     """Return the operations of ``layer`` under ``recipe`` on activations of ``dtype``, in order.
 
-    They include fused operations, and the pairs that run if no backend offers the fused one.
+    The list includes fused operations, and the pairs that run if no backend offers the fused one.
     """
     plan = plan_of(layer.plan_type, recipe, LayerRole(layer.kind, layer.name), dtype)
     shapes = layer.link_shapes()
@@ -219,9 +219,9 @@ def layer_needs(layer: LowPrecisionModule, recipe: Recipe, dtype: torch.dtype) -
 def recipe_needs(recipe: Recipe, dtype: torch.dtype) -> list[Need]:
     """Return every use of every operation under ``recipe`` on activations of ``dtype``.
 
-    They are those of dense and grouped linears, norms, activations, causal attention, rotary
-    embedding, and of what training needs around the layers. An optional operation has a need for
-    each pair that it can replace.
+    The operations are those of dense and grouped linears, norms, activations, causal attention,
+    rotary embedding, and of what training needs around the layers. An optional operation has a need
+    for each pair that it can replace.
     """
     dense = plan_of(LinearPlan, recipe, LayerRole("linear"), dtype)
     grouped = plan_of(LinearPlan, recipe, LayerRole("grouped_linear"), dtype)

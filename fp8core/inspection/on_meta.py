@@ -1,7 +1,7 @@
 """A layer's own chain on meta tensors, which have shapes and no values.
 
-It runs without the layer's memory and without other ranks, so that what it saves and what it would
-send can be counted.
+The chain runs without the layer's memory and without other ranks, so that the bytes that it saves
+and would send can be counted.
 """
 
 from __future__ import annotations

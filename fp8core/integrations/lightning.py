@@ -31,7 +31,7 @@ class Fp8CorePrecision(Precision):
     parameters stay the same objects, so that optimizers made before or after train them. A model
     that is converted already stays as it is, in its recipe.
 
-    One call of a Fabric module, or one ``training_step``, is one step of delayed scaling.
+    A call of a Fabric module, or a ``training_step``, is one step of delayed scaling.
 
     Args:
         recipe: a Recipe, its name, or the data of one as in a configuration file.

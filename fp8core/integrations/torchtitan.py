@@ -37,7 +37,7 @@ _BLOCKS = [
 class Fp8CoreLinear(Linear, Module):
     """:class:`fp8core.Linear` as a module of torchtitan, in the recipe of its config.
 
-    Its parameters have the names of torchtitan's linear, so that checkpoints fit. Under delayed
+    The parameters have the names of torchtitan's linear, so that checkpoints fit. Under delayed
     scaling each call is a step, unless it is inside of :func:`fp8core.autocast`.
 
     With tensor parallelism each rank quantizes its own part of the weight and of the input, and

@@ -171,7 +171,7 @@ def lengths_of(
 ) -> Lengths:
     """Return the lengths of the sequences of a call with padding, from cu_seqlens or the mask.
 
-    They are those of whole sequences, whose tokens ``num_ranks`` share.
+    The lengths are those of whole sequences, whose tokens ``num_ranks`` share.
 
     Where torch captures a graph, the longest sequence of thd is as long as all of them together
     unless it is given: a graph does not read lengths.

@@ -93,7 +93,7 @@ class LowPrecisionModule(DelayedModule):
     def weight_names(self) -> list[tuple[str, ...]]:
         """Return the names of the parameters that are the weight of each GEMM, in its order.
 
-        They are several where the GEMM's weight is quantized as one tensor of several parameters.
+        A GEMM has several names where its weight is quantized as one tensor of several parameters.
         """
         if not any(shape.num_weights for shape in self.link_shapes()):
             return []
@@ -119,9 +119,9 @@ class LowPrecisionModule(DelayedModule):
     def backward_dw(self) -> None:
         """Compute the weight gradients that a backward pass left, those of the first pass first.
 
-        They are added to ``grad``, or to ``main_grad`` with ``fuse_wgrad_accumulation``, and hooks
-        of the parameters run as in backward. Call it once for each backward pass through the layer.
-        Does nothing without ``delay_wgrad_compute``, or if no weight is trained.
+        The gradients are added to ``grad``, or to ``main_grad`` with ``fuse_wgrad_accumulation``,
+        and hooks of the parameters run as in backward. Call it once for each backward pass through
+        the layer. Does nothing without ``delay_wgrad_compute``, or if no weight is trained.
 
         Raises:
             OperandError: no backward pass has left any; or ``main_grad`` does not fit, and the call

@@ -201,9 +201,9 @@ def bind_captured(
 ) -> Bound:
     """Bind while torch compiles or exports: a graph is guarded by the values of the arguments.
 
-    They are classes and plain values alone, what torch.compile can hand over, and what layers of
-    one shape have in common, so that they share a graph. A compiled graph raises what
-    binding raises when it runs: torch.compile would dress it as an error of its own.
+    The arguments are classes and plain values alone, which torch.compile can hand over and which
+    layers of one shape have in common, so that these layers share a graph. A compiled graph raises
+    what binding raises when it runs: torch.compile would dress it as an error of its own.
     """
     kind, type_name, name, peers, is_compiled, is_watched = layer
     shapes: tuple[LinkShape, ...] = tuple(shape(*values) for shape, *values in shape_values)

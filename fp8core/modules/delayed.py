@@ -40,16 +40,17 @@ _RESTORED = ("_bindings", "_state_is_from_checkpoint", "_prepared", "_is_fresh")
 class DelayedModule(torch.nn.Module):
     """Keeps ``scale_*``, ``amax_history_*`` (float32) and ``delayed_meta`` (uint8) buffers.
 
-    They exist from the first use of a delayed-scaling recipe, or from ``fp8core.prepare(model,
-    recipe)`` on. ``delayed_meta`` is JSON: each slot's format and the history's length, so that a
-    checkpoint is not taken for another recipe's. All are plain tensors: a ``state_dict`` loads with
-    ``weights_only=True``.
+    The buffers exist from the first use of a delayed-scaling recipe, or from
+    ``fp8core.prepare(model, recipe)`` on. ``delayed_meta`` is JSON: each slot's format and the
+    history's length, so that a checkpoint is not taken for another recipe's. All are plain tensors:
+    a ``state_dict`` loads with ``weights_only=True``.
 
     A layer that computes by a plan of its own kind, as attention does, names that kind as
-    ``plan_type`` and says how often it computes it (:meth:`count_slot_sets`). Its forward gets the
-    plan from :func:`fp8core.recipe.base.plan_of` and the states from :meth:`delayed_states`, hands
-    them to :func:`fp8core.context.scopes.touch`, which has them updated when ``autocast`` ends, and
-    binds a quantizer to the slot of each tensor: see ``tests/modules/test_own_plan.py``.
+    ``plan_type`` and says how often it computes it (:meth:`count_slot_sets`). The layer's forward
+    gets the plan from :func:`fp8core.recipe.base.plan_of` and the states from
+    :meth:`delayed_states`, hands them to :func:`fp8core.context.scopes.touch`, which has them
+    updated when ``autocast`` ends, and binds a quantizer to the slot of each tensor: see
+    ``tests/modules/test_own_plan.py``.
     """
 
     # The kind of plan by which the layer computes; it says which slots the state has.
@@ -163,7 +164,7 @@ class DelayedModule(torch.nn.Module):
     ) -> LayerStates:
         """Return the layer's states under ``plan``; fresh ones if it has none that fit.
 
-        They are on ``device``, or, if that is None, on the device of the layer's parameters.
+        The states are on ``device``, or, if that is None, on the device of the layer's parameters.
 
         Raises:
             RecipeError: see :meth:`check_delayed_state`.
@@ -430,8 +431,9 @@ def _layers_below(
 ) -> Iterator[_LoadingLayer]:
     """Yield the layers in and below ``module`` that load what a state_dict has for them.
 
-    Not those behind a hook, or a method that loads, of the user's, who may repair the entries there
-    first. Those of torch shard, gather or wrap parameters, or rename the keys of a wrapped module.
+    Layers behind a user's hook, or a user's method that loads, are left out, as the user may repair
+    the entries there first. Hooks of torch shard, gather or wrap parameters, or rename the keys of
+    a wrapped module.
     """
     hooks = [hook.hook for hook in load_pre_hooks(module).values()]
     if not all(map(_is_of_a_library, [*hooks, module._load_from_state_dict])):
@@ -454,7 +456,7 @@ def _is_of_a_library(function: Any) -> bool:
 def check_load(model: torch.nn.Module, state_dict: Any, *, assigns: bool) -> None:
     """Refuse ``state_dict`` before ``model`` loads anything of it, if one of its layers would.
 
-    What is not known before torch loads a layer (:func:`_layers_below`) is left to the layer.
+    Errors that show only when torch loads a layer (:func:`_layers_below`) are left to the layer.
 
     Raises:
         RuntimeError: as torch's load_state_dict does.

@@ -92,8 +92,9 @@ class GradScalerWatch:
     def _merge(self, found_inf: dict[torch.device, torch.Tensor]) -> None:
         """Raise one of the scaler's found-inf tensors to 1.0 if casts have met NaN or inf.
 
-        One is enough, as the scaler adds them up. A rank without gradients has none, and the scaler
-        refuses its step, but it takes part in the reduction, for which the other ranks wait.
+        A single tensor is enough, as the scaler adds them up. A rank without gradients has none,
+        and the scaler refuses its step, but it takes part in the reduction, for which the other
+        ranks wait.
         """
         if self._model is None:
             return

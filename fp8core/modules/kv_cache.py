@@ -71,9 +71,9 @@ class KVCacheManager:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the step's keys and values of a layer; return the layer's keys and values.
 
-        Those of a cache without pages are ``[b, tokens, heads, head size]`` in the batch's order,
-        each sequence from the first token on; a paged cache returns its pages, and says in
-        ``page_table [b, pages]`` which of them belong to each sequence.
+        The keys and values of a cache without pages are ``[b, tokens, heads, head size]`` in the
+        batch's order, each sequence from the first token on; a paged cache returns its pages, and
+        says in ``page_table [b, pages]`` which of them belong to each sequence.
         """
         raise NotImplementedError
 

@@ -54,8 +54,8 @@ class Experts(NamedTuple):
 def conv1d_sizes(module: torch.nn.Module) -> tuple[int, int] | None:
     """Return ``(in_features, out_features)`` of a ``Conv1D`` of transformers, as in GPT-2.
 
-    None for another module, and for one of a derived class. Its weight is ``[in_features,
-    out_features]``.
+    None for another module, and for one of a derived class. The weight of a Conv1D is
+    ``[in_features, out_features]``.
     """
     if (type(module).__module__, type(module).__name__) != _CONV1D:
         return None
@@ -98,9 +98,9 @@ def refuse_arguments(
     *,
     owner: str | None = None,
 ) -> None:
-    """Raise UnsupportedError for the first of ``names`` whose value in ``arguments`` is a feature.
+    """Raise UnsupportedError for the first of ``names`` whose value asks for a feature.
 
-    These values ask for none: the default that ``function`` declares; None or False where the
+    Values that ask for no feature: the default that ``function`` declares; None or False where the
     default is None or False; a process group of one rank; options of tensor parallelism without
     effect on one rank, as more ranks are refused (``parallel_mode``, ``set_parallel_mode``,
     ``return_layernorm_output_gathered``); and the names ``rng_tracker_name`` and ``ub_name``, as

@@ -198,7 +198,8 @@ class Rotary(LowPrecisionModule):
         sources: Sequence[torch.Tensor],
         options: tuple[bool, bool],
     ) -> None:
-        """Keep what the call has done without gradients, for calls of tensors alike."""
+        """Remember the links of a call without gradients, for calls with tensors of the same sizes
+        and strides."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return
         is_same = sameness_to((t, *sources))

@@ -65,8 +65,8 @@ class ReduceScatter(_Collective):
 class AllReduce(_Collective):
     """Sums over the ranks.
 
-    All of them have to use the result alike: the gradient, equal on all ranks, is handed on as it
-    is. ``reduce_in_backward`` is accepted for compatibility, and changes nothing.
+    All ranks have to use the result in the same way: the gradient, equal on all ranks, is handed on
+    as it is. ``reduce_in_backward`` is accepted for compatibility, and changes nothing.
     """
 
     _shape = AllReduceShape

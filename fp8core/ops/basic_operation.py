@@ -21,7 +21,7 @@ _fusions: list[Fusion] = []
 def register_forward_backward_fusion(func: Fusion, prepend: bool = False) -> None:
     """Have ``func(operations, *, recipe)`` replace operations of every ``ops.Sequential``.
 
-    It is called in each forward with the operations in order, and the recipe of the active
+    The fusion is called in each forward with the operations in order, and the recipe of the active
     autocast or None, and returns the operations to run: those that it was given, and each
     :class:`FusedOperation` in the place of its ``basic_ops``. ``prepend`` calls it before the
     functions that were registered earlier, instead of after them.

@@ -53,8 +53,8 @@ def fused_topk_with_score_function(
 
     Args:
         logits: ``[..., experts]``, float32, bfloat16 or float16.
-        topk: how many experts each token goes to. Of experts that rank alike, the one with the
-            lower number comes first.
+        topk: how many experts each token goes to. Of experts of equal rank, the one with the lower
+            number comes first.
         use_pre_softmax: the softmax is over all experts, not over the chosen ones.
         num_groups, group_topk: experts are this many groups of neighbours, and only those of
             ``group_topk`` groups are chosen: those whose ``topk / group_topk`` best scores have the
@@ -147,8 +147,8 @@ def fused_moe_aux_loss(
 ) -> torch.Tensor:
     """Return the loss that balances the load of experts, a scalar in the dtype of ``probs``.
 
-    It is ``coeff * num_experts / (topk * total_num_tokens ** 2)`` times the sum over the experts of
-    ``tokens_per_expert * probs.sum(0)``, in float32.
+    The loss is ``coeff * num_experts / (topk * total_num_tokens ** 2)`` times the sum over the
+    experts of ``tokens_per_expert * probs.sum(0)``, in float32.
 
     Args:
         probs: ``[tokens, experts]``, floating-point.

@@ -1,8 +1,8 @@
 """Watched linear links: copies of a link that show their tensors to a probe.
 
 A watched link has the values of the original; its weight quantizer and its three GEMMs are wrapped.
-It asks its neighbours for a :class:`_SeenRequest`, which no fused operation fulfils, so that the
-neighbour hands over the value before the cast.
+The link asks its neighbours for a :class:`_SeenRequest`, which no fused operation fulfils, so that
+the neighbour hands over the value before the cast.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Tally:
     """Counts and sums of one or more casts; :meth:`add` adds those of further ones.
 
     Counts and energies add up, ``amax`` is the largest, ``worst_row`` (dB) the least, and the
-    blocks of all casts count alike. ``scales`` are float64, of the nonzero blocks;
+    blocks of all casts have the same weight. ``scales`` are float64, of the nonzero blocks;
     ``exponents`` counts values by ``floor(log2 |x|)``, one entry for each of :data:`EXPONENTS`;
     ``grid`` is ``log2 scale`` of the first cast's blocks, NaN in a zero block.
     """

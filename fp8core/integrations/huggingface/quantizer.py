@@ -69,8 +69,8 @@ class Fp8CoreConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """Return the config as data of JSON, from which ``from_dict`` constructs an equal one.
 
-        A recipe that holds functions or other recipes cannot be written as data. It is there as
-        text for transformers to print; :meth:`check_serializable` refuses it.
+        A recipe that holds functions or other recipes cannot be written as data. The recipe is
+        there as text for transformers to print; :meth:`check_serializable` refuses it.
         """
         try:
             data = None if self.recipe is None else as_data(self.recipe)

@@ -99,7 +99,8 @@ def device_of(config: Any) -> torch.device:
 def adopt(layer: LowPrecisionModule, config: Any) -> None:
     """Give ``layer`` the recipe of ``config``; under delayed scaling each call is then a step.
 
-    Its scales are there from the beginning, as a distributed checkpoint loads what the model has.
+    The layer's scales are there from the beginning, as a distributed checkpoint loads what the
+    model has.
     """
     recipe = recipe_of(config)
     if recipe is None:

@@ -1,7 +1,7 @@
 """The finder that answers for ``transformer_engine``: its modules, and its package metadata.
 
-It imports the standard library alone, so that a child process of ``fp8core run`` can install it
-while Python starts, without importing torch.
+The module imports the standard library alone, so that a child process of ``fp8core run`` can
+install it while Python starts, without importing torch.
 """
 
 from __future__ import annotations

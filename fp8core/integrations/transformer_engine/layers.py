@@ -1,12 +1,12 @@
 """Layers with the constructors, attributes and results that callers of Transformer Engine rely on.
 
-Each is fp8core's layer, which does all the work. What differs:
+Each is fp8core's layer, which does all the work. The differences:
 
 - ``bias=False`` leaves an empty tensor under the bias's name, not None.
 - ``dtype`` is another name of ``params_dtype``.
 - On one rank, options of communication change nothing; they stay readable as attributes.
 - ``_extra_state`` is in ``state_dict``, empty: delayed scales are buffers, as in fp8core's layers.
-  In Megatron's layers, which derive from these, it has them in the stead of the buffers.
+  In Megatron's layers, which derive from these, it holds the scales in the stead of the buffers.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def weights_of(
 ) -> list[Weight]:
     """Return the weights that ``model`` multiplies in low precision, in the order of its modules.
 
-    Those of fp8core's layers, or, in a model without any, those that :func:`fp8core.convert` would
-    convert. ``recipe`` None takes that of a converted model.
+    The weights are those of fp8core's layers, or, in a model without any, of the layers that
+    :func:`fp8core.convert` would convert. ``recipe`` None takes that of a converted model.
 
     Raises:
         RecipeError: there is no recipe, a pattern matches nothing, or no weight is left.
@@ -230,7 +230,7 @@ def _parameter(layer: torch.nn.Module, prefix: str, name: str) -> torch.Tensor:
 def operand_of(weight: Weight) -> Operand:
     """Return the rowwise operand of ``weight`` as its forward multiplies it.
 
-    It is padded with zeros to whole blocks where the format's scales are bytes.
+    The operand is padded with zeros to whole blocks where the format's scales are bytes.
 
     Raises:
         OperandError: the weight holds NaN or inf.

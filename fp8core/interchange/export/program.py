@@ -191,7 +191,8 @@ _SWITCHES = ("p", "dropout", "dropout_p", "train", "training")
 def lower(program: ExportedProgram) -> ExportedProgram:
     """Return ``program`` in operators that torch translates to ONNX; ``program`` is used up.
 
-    What depends on parameters alone is computed: weights are stored as their codes and scales.
+    Nodes that depend on parameters alone are computed: weights are stored as their codes and
+    scales.
 
     Raises:
         UnsupportedError: the program holds an operation without a translation, or writes a buffer.

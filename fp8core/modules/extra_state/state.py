@@ -1,6 +1,6 @@
 """A layer's delayed scaling from Transformer Engine's ``_extra_state``.
 
-It is a pickle as uint8 ``[bytes]``, in version 1 an ``io.BytesIO`` by torch.save, and holds
+The state is a pickle as uint8 ``[bytes]``, in version 1 an ``io.BytesIO`` by torch.save, and holds
 
 =============  ==============================================================================
 module         ``recipe`` (from 2.0 on), ``scale_fwd [3 g]``, ``amax_history_fwd [len, 3 g]``,

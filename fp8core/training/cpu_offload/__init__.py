@@ -1,9 +1,10 @@
 """Tensors that layers save for backward, moved to the memory of the host and back.
 
-The names and arguments are those of ``transformer_engine.pytorch``. What autograd saves inside of
-the context is offloaded, of any layer: activations, and the quantized inputs that fp8core's layers
-save. The codes of their weights stay, as parameters do. Copies run on a stream of their own beside
-the computation. On a device without streams, such as the CPU, the same steps copy at once.
+The names and arguments are those of ``transformer_engine.pytorch``. Tensors of any layer that
+autograd saves inside of the context are offloaded: activations, and the quantized inputs that
+fp8core's layers save. The codes of their weights stay, as parameters do. Copies run on a stream of
+their own beside the computation. On a device without streams, such as the CPU, the same steps copy
+at once.
 
 In the default schedule the first ``num_layers`` of ``model_layers`` are offloaded, each tensor as
 soon as it is saved. With ``n = model_layers - num_layers`` the memory of layer i is free when layer

@@ -90,7 +90,7 @@ def check_weights(
 ) -> torch.Tensor:
     """Return ``weights``, dequantized if stored quantized, or refuse them.
 
-    They have the shape of ``beside``, or ``shape``, and its device.
+    The weights have the shape of ``beside``, or ``shape``, and its device.
     """
     expected = tuple(beside.shape) if shape is None else shape
     if not isinstance(weights, torch.Tensor) or weights.dtype not in _FLOATS:
