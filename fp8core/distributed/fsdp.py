@@ -202,7 +202,7 @@ def _users(model: torch.nn.Module) -> Counter[Any]:
 
 
 def _plan_of(site: _Site, recipe: Recipe) -> TensorPlan | None:
-    """Return how the weight is stored when it is gathered; None: in high precision."""
+    """Return the plan of the gathered weight; None: in high precision."""
     module, parameter = site.module, site.parameter
     role = LayerRole(module.kind, module.name)
     try:
@@ -346,7 +346,8 @@ class _Weights:
         return weight.amaxes
 
     def _begin(self, weight: GatheredWeight, mesh: Any) -> _Reduced:
-        """Return what is reduced with ``weight``, the same weights on all ranks of ``mesh``."""
+        """Return the weights that are reduced with ``weight``, the same on all ranks of
+        ``mesh``."""
         model = self._model()
         sharded = {} if model is None else _innermost(model)
         root = _root_of(weight, sharded)

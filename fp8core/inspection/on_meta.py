@@ -80,9 +80,9 @@ class Sent(NamedTuple):
 def sent_by(
     layer: LowPrecisionModule, recipe: Recipe, device: torch.device, dtype: torch.dtype
 ) -> list[Sent]:
-    """Return what a rank sends in a step of ``layer`` under ``recipe``, with all gradients.
+    """Return the collectives of a rank in a step of ``layer`` under ``recipe``, with all gradients.
 
-    Empty for a layer of one rank, and for one whose input has no known size.
+    Empty for a layer of one rank, and for a layer whose input has no fixed size.
 
     Raises:
         UnsupportedError: no backend runs one of the layer's operations on the device.
@@ -156,9 +156,9 @@ class SavedBytes(NamedTuple):
 def saved_bytes(
     layer: LowPrecisionModule, recipe: Recipe, device: torch.device, dtype: torch.dtype
 ) -> SavedBytes | None:
-    """Return what ``layer`` holds on ``device`` under ``recipe``, on activations of ``dtype``; None
-    if it takes any number of columns, on which that depends, or runs other modules between its
-    chains.
+    """Return the bytes that ``layer`` saves on ``device`` under ``recipe``, on activations of
+    ``dtype``; None if the layer takes any number of columns, on which the bytes depend, or runs
+    other modules between its chains.
 
     Raises:
         UnsupportedError: no backend runs one of the layer's operations on the device.

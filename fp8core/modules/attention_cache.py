@@ -92,9 +92,9 @@ def repeated_step(
     layout: str,
     attend: Callable[..., torch.Tensor],
 ) -> Callable[..., torch.Tensor | None]:
-    """Return what a step like this one of ``cache`` does, of tensors that are like its own:
-    ``run(q, k, v)``, None where the step is another. ``attend(q, keys, values)`` is attention to
-    what the cache holds.
+    """Return ``run(q, k, v)``, which repeats the present step of ``cache`` on later tensors of the
+    same sizes, and returns None in a step of another form. ``attend(q, keys, values)`` is attention
+    to the cached keys and values.
 
     The cache is not kept alive.
     """

@@ -82,7 +82,7 @@ class Bound(NamedTuple):
         return [link for link in self.links if link.choices]
 
     def call(self, first_microbatch: bool | None) -> Call:
-        """Return what a dense call of the layer brings: a new seed if a link takes one."""
+        """Return the :class:`Call` of dense tensors, with a new seed if a link takes one."""
         if not self.needs_rng and first_microbatch is None:
             return DENSE
         if first_microbatch is not None and not isinstance(first_microbatch, bool):
@@ -93,7 +93,7 @@ class Bound(NamedTuple):
         return Call(rng=rng, first_microbatch=first_microbatch)
 
     def call_on(self, device: torch.device) -> Call:
-        """Return what a call brings whose links also take a seed on ``device``."""
+        """Return the :class:`Call` whose links also take a seed on ``device``."""
         return Call(rng=new_seed(device)) if self.needs_rng else DENSE
 
 
@@ -120,7 +120,7 @@ def _is_graph() -> bool:
 
 
 def label_of(type_name: str, name: str | None, shapes: Sequence[LinkShape]) -> str:
-    """Return what messages call a layer: its name in the model, else its class and sizes."""
+    """Return the layer's name in messages: its name in the model, else its class and sizes."""
     features = [shape.features for shape in shapes if shape.features is not None]
     sizes = type_name
     if features:

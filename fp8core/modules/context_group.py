@@ -33,8 +33,9 @@ class ContextGroup(NamedTuple):
     def of(
         cls, owner: str, group: object, global_ranks: Sequence[int] | None, way: str
     ) -> ContextGroup:
-        """Return it for ``group``, a process group, or for ``"a2a+p2p"`` a list of two: that whose
-        ranks exchange heads, and that whose ranks hand keys and values on.
+        """Return the context group of ``group``, a process group, or for ``"a2a+p2p"`` a list of
+        two: the group whose ranks exchange heads, and the group whose ranks hand keys and values
+        on.
 
         Raises:
             OperandError: no such way, no such group, or other ranks than ``global_ranks``.

@@ -318,7 +318,7 @@ class NonPagedKVCacheManager(_ManagerBase):
                 cache[target, :length] = moved
 
     def _changes_since(self, stored: Mapping[Hashable, int]) -> _Changes:
-        """Return what becomes of the rows of layers that have ``stored``."""
+        """Return the changes of the rows of layers that have ``stored``."""
         rows = {name: row for row, name in enumerate(stored)}
         moves, rows_to_clear = [], []
         for at, (name, length) in enumerate(self._before.items()):

@@ -32,9 +32,10 @@ class Imported(NamedTuple):
 
 
 def import_extra_state(value: Any, label: str, plan_type: type[Plan] | None) -> Imported:
-    """Return what ``value``, Transformer Engine's ``_extra_state`` of the layer ``label``, holds.
+    """Return the delayed state in ``value``, Transformer Engine's ``_extra_state`` of the layer
+    ``label``.
 
-    ``plan_type``: that of the layer; None if it has no slots.
+    ``plan_type`` is the layer's; None for a layer without slots.
     """
     if value is None or (kind_fault(value) is None and not value.numel()):
         return Imported({}, [])

@@ -41,7 +41,7 @@ class Parallel(NamedTuple):
 
     @classmethod
     def of(cls, owner: str, tp_group: object, tp_size: int, sequence: bool) -> Parallel:
-        """Return it for the arguments of the layer ``owner``.
+        """Return the ranks and options for the arguments of the layer ``owner``.
 
         A group decides about the size, as in Transformer Engine; without one, ``tp_size`` ranks
         get theirs by ``set_tensor_parallel_group``.

@@ -1,4 +1,4 @@
-"""The statistics that other recipes would give for the tensors that a monitor has kept."""
+"""The statistics that other recipes would give for the tensors that a monitor has saved."""
 
 from __future__ import annotations
 

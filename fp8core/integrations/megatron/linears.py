@@ -160,7 +160,7 @@ class _MegatronLinear:
         self._finish(config, is_expert=is_expert)
 
     def more_arguments(self, config: Any, *, is_expert: bool) -> dict[str, Any]:
-        """Return what the layer takes beside a linear's arguments."""
+        """Return the layer's arguments beside a linear's."""
         return {}
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

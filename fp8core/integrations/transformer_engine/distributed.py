@@ -119,7 +119,7 @@ def is_fp8_activation_recompute_enabled() -> bool:
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Return whether it is in the recompute."""
+    """Return whether the thread is in the recompute."""
     return _phase.is_recompute
 
 

@@ -80,17 +80,17 @@ def check_fp8_support() -> tuple[bool, str]:
 
 
 def check_mxfp8_support() -> tuple[bool, str]:
-    """Return whether it runs MXFP8, and why not."""
+    """Return whether the selected backend runs MXFP8, and why not."""
     return _pair(available.is_mxfp8_available(True))
 
 
 def check_fp8_block_scaling_support() -> tuple[bool, str]:
-    """Return whether it runs FP8 with a scale for 128 elements, and why not."""
+    """Return whether the selected backend runs FP8 with a scale for 128 elements, and why not."""
     return _pair(available.is_fp8_block_scaling_available(True))
 
 
 def check_nvfp4_support() -> tuple[bool, str]:
-    """Return whether it runs NVFP4, and why not."""
+    """Return whether the selected backend runs NVFP4, and why not."""
     return _pair(available.is_nvfp4_available(True))
 
 

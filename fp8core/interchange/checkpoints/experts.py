@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(name: str, shape: Sequence[int], headers: Mapping[str, Header]) -> list[Piece]:
-    """Return what the file has of the model's tensor ``name``; nothing if it has none of it.
+    """Return the pieces of the model's tensor ``name`` in the file; empty if the file has none.
 
     Pieces of experts are complete, whether the file has each of them or not.
     """

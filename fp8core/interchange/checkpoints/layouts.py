@@ -179,7 +179,7 @@ def layout_of(spec: OperandSpec, method: str | None = None) -> Layout:
 
 
 def stem_of(name: str) -> str:
-    """Return what suffixes follow: the weight's name without its last word ``weight``.
+    """Return the stem before suffixes: the weight's name without its last word ``weight``.
 
     >>> stem_of("layers.0.fc1.weight"), stem_of("experts.gate_up_proj"), stem_of("mlp.fc1_weight")
     ('layers.0.fc1.', 'experts.gate_up_proj_', 'mlp.fc1_')

@@ -106,7 +106,7 @@ def load_pretrained(
 
 
 def _targets(model: torch.nn.Module) -> dict[str, _Target]:
-    """Return what the model's state_dict holds, but for the state of delayed scaling."""
+    """Return the tensors of the model's state_dict, but for the state of delayed scaling."""
     targets: dict[str, _Target] = {}
     holders: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     names = set(model.state_dict(keep_vars=True))
@@ -264,7 +264,7 @@ class _Plan:
         return set(self._joined) - set(faults)
 
     def loaded(self) -> Loaded:
-        """Return what is loaded, and log what is not read."""
+        """Return the report of what is loaded, and log the entries that are not read."""
         if self._unread:
             log_once(
                 f"load_pretrained: {some(self._unread)} are not read: activations are quantized by "

@@ -45,7 +45,7 @@ class Method:
 
 
 def method_of(config: Mapping[str, Any]) -> Method | None:
-    """Return what the content of a ``config.json`` says; None: nothing is quantized.
+    """Return the quantization method of a ``config.json``; None: nothing is quantized.
 
     Raises:
         UnsupportedError: a quantization method that is not read.

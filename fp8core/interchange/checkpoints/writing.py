@@ -237,7 +237,7 @@ def _plain(
 
 
 def _identity(value: torch.Tensor) -> Any:
-    """Return what is equal for tensors that share all of their memory."""
+    """Return a key that is equal for tensors that share all of their memory."""
     if isinstance(value, QuantizedTensor) or not value.numel():
         return id(value)
     place = value.untyped_storage().data_ptr(), value.storage_offset()

@@ -86,7 +86,7 @@ def _restored_attributes(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _constants(model: torch.nn.Module) -> dict[str, Any]:
-    """Return what a graph takes for constants of the attributes of modules, by its path."""
+    """Return the attributes of modules that a graph takes for constants, by path."""
     constants = {}
     path: Any
     for name, module in model.named_modules():

@@ -205,7 +205,7 @@ def _amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 def _scales(
     spec: OperandSpec, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return what undoes the scale of each block, the scale, and the outer level of two."""
+    """Return the inverse scale of each block, the scale, and the outer level of two."""
     amax = _amax(x, spec.block)
     if spec.scale_format == "e4m3":
         return _two_level_scales(spec, x, amax)

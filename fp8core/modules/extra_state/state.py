@@ -83,7 +83,7 @@ def read_expert_state(value: Any) -> tuple[dict[str, torch.Tensor], bool]:
 
 
 def _refusing(read: Callable[[], _T]) -> _T:
-    """Return what ``read`` returns; its error says what to do."""
+    """Return the result of ``read``; the remedy is added to its error."""
     try:
         return read()
     except OperandError as error:

@@ -86,7 +86,8 @@ def read_values(data: bytes) -> Any:
 
 
 def _classes(budget: Budget) -> Mapping[ClassName, Rebuild | None]:
-    """Return what a state may name: torch's rebuilders, and the recipes' classes as records."""
+    """Return the classes that a state may name: torch's rebuilders, and the recipes' classes as
+    records."""
 
     def load_from_bytes(arguments: tuple[Any, ...]) -> _Storage:
         if len(arguments) != 1 or type(arguments[0]) is not bytes:

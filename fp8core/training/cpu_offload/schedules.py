@@ -252,7 +252,7 @@ class Synchronizer:
         """Begin backward of ``layer`` of a forward pass."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what autograd holds for a tensor that it saves."""
+        """Return the object that autograd saves for ``tensor``."""
         if not (self.offloads(self.current) and is_offloaded(tensor)):
             return tensor.detach(), tensor._version
         device = tensor.device
@@ -296,7 +296,7 @@ class DefaultSynchronizer(Synchronizer):
         return layer
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what autograd holds for a tensor that it saves; its copy begins at once."""
+        """Return the object that autograd saves for ``tensor``; its copy begins at once."""
         packed = super().pack(tensor)
         if isinstance(packed, SavedTensor):
             packed.copy_out()

@@ -110,8 +110,8 @@ def moe_permute_and_pad_with_probs(
     tokens_per_expert: torch.Tensor,
     align_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return what :func:`moe_permute_with_probs` does, with zeros behind the rows of each expert up
-    to a multiple of ``align_size``.
+    """Return the results of :func:`moe_permute_with_probs`, with zeros behind the rows of each
+    expert up to a multiple of ``align_size``.
 
     Waits for the device, as the number of rows follows from ``tokens_per_expert``.
 
