@@ -167,33 +167,6 @@ def test_empty_tensors_equal_the_pair(kind: str, name: str) -> None:
             check(desc, drawn(desc, rows, n))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_byte_of_the_result_is_written(name: str) -> None:
-    desc = fused("layernorm", spec(name), torch.bfloat16)
-    for rows, n in ((257, 1040), (130, 8192)):
-        tensors, outcomes = drawn(desc, rows, n), []
-        for poison in (0x00, 0xFF):
-            torch.cuda.empty_cache()
-            torch.full((64 << 20,), poison, dtype=torch.uint8, device=DEVICE)  # freed, then reused
-            given = keywords(desc.quantize.rowwise)
-            outcomes.append(backend("cuda").bind(desc, DEVICE)(*tensors, **given))
-        (one, *statistics), (other, *others) = outcomes
-        assert differs(one.rowwise, other.rowwise) is None
-        assert differs(one.columnwise, other.columnwise) is None
-        assert same_statistics(statistics, others)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_side_stream_gives_the_same(name: str) -> None:
-    desc = fused("rmsnorm", spec(name), torch.bfloat16)
-    tensors = drawn(desc, 2048, 2048)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        check(desc, tensors)
-    torch.cuda.current_stream().wait_stream(stream)
-
-
 def test_what_does_not_fit_is_refused() -> None:
     desc = fused("rmsnorm", spec("delayed"), torch.bfloat16)
     x, weight = drawn(desc, 4, 64)
