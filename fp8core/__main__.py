@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fp8core import __version__
-from fp8core.cli import build, conformance, doctor, selftest
+from fp8core.cli import build, conformance, demo, doctor, selftest
 from fp8core.cli import run as compat
-from fp8core.cli.demo import cli as demo
 from fp8core.errors import Fp8CoreError, RecipeError, did_you_mean
 from fp8core.inspection import explain
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -173,18 +173,26 @@ def saved_bytes(
 def _bytes(meta: MetaChain, rows: int) -> int:
     """Return the bytes of the storages that autograd saves in one forward of ``rows`` rows."""
     with meta.forward(rows) as (forward, parameters):
-        # By identity: torch has one object for each storage as long as somebody holds it.
-        counted = {id(param.untyped_storage()): param.untyped_storage() for param in parameters}
-        num_parameters = len(counted)
+        return autograd_bytes(forward, parameters)
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            counted[id(storage)] = storage
-            return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            forward()
-        return sum(storage.nbytes() for storage in list(counted.values())[num_parameters:])
+def autograd_bytes(forward: Callable[[], object], parameters: Iterable[torch.Tensor]) -> int:
+    """Return the bytes that autograd saves in one call of ``forward``, each storage counted once.
+
+    Storages of ``parameters`` are not counted.
+    """
+    # By identity: torch has one object for each storage as long as somebody holds it.
+    counted = {id(param.untyped_storage()): param.untyped_storage() for param in parameters}
+    num_parameters = len(counted)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        counted[id(storage)] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(storage.nbytes() for storage in list(counted.values())[num_parameters:])
 
 
 _META = torch.device("meta")

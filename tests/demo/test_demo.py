@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from fp8core import InferenceParams, OperandError, UnsupportedError, recipe
+from fp8core import InferenceParams, OperandError, recipe
 from fp8core.__main__ import main
-from fp8core.cli.demo import data, report
-from fp8core.cli.demo.model import ByteGPT, ModelConfig
-from fp8core.cli.demo.sample import continue_text
-from fp8core.cli.demo.train import RunResult, TrainSettings, train_run
+from fp8core.cli import byte_gpt
+from fp8core.cli.byte_gpt import ByteGPT, RunResult, Settings, Training, continue_text
+from fp8core.cli.demo import progress
 
-TINY = ModelConfig(d_model=32, num_layers=1, num_heads=2, context=16)
-SETTINGS = TrainSettings(steps=3, batch_size=2, num_heldout_windows=8, model=TINY)
+TINY = Settings(steps=3, batch_size=2, num_heldout_windows=8, d_model=32, num_heads=2, context=16)
 CPU = torch.device("cpu")
 
 
@@ -34,9 +32,9 @@ def text(tmp_path: Path) -> Path:
 
 
 def train(name: str, text: Path) -> RunResult:
-    corpus = data.load_text(text, TINY.context)
+    corpus = byte_gpt.load_text(text, TINY.context)
     chosen = None if name == "bf16" else recipe.by_name(name)
-    return train_run(name, chosen, corpus, SETTINGS, CPU, on_step=lambda loss: None)
+    return Training(corpus, TINY, CPU).run(name, chosen)
 
 
 def demo(text: Path, folder: Path, *more: str) -> int:
@@ -45,15 +43,15 @@ def demo(text: Path, folder: Path, *more: str) -> int:
 
 
 def test_standard_library_is_split_by_file_and_alike_each_time() -> None:
-    first, again = (data.load_stdlib(64) for _ in range(2))
+    first, again = (byte_gpt.load_stdlib(64) for _ in range(2))
     assert torch.equal(first.train, again.train)
     assert torch.equal(first.heldout, again.heldout)
-    kept, heldout = data.split_files([Path(f"{index}.py") for index in range(40)])
+    kept, heldout = byte_gpt.split_files([Path(f"{index}.py") for index in range(40)])
     assert not set(kept) & set(heldout)
 
 
 def test_heldout_part_of_a_text_is_its_end(text: Path) -> None:
-    corpus = data.load_text(text, TINY.context)
+    corpus = byte_gpt.load_text(text, TINY.context)
     assert bytes(corpus.train.tolist()) + bytes(corpus.heldout.tolist()) == text.read_bytes()
 
 
@@ -77,7 +75,7 @@ def test_held_bytes_of_fp8_are_fewer_than_of_bf16(text: Path) -> None:
 
 
 def test_weights_follow_from_the_seed() -> None:
-    first, again = (ByteGPT(TINY, seed=3, device=CPU).state_dict() for _ in range(2))
+    first, again = (ByteGPT(replace(TINY, seed=3), CPU).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
@@ -114,7 +112,7 @@ class Terminal(io.StringIO):
 
 def test_progress_shows_the_time_that_is_left_of_all_runs() -> None:
     console = Console(file=Terminal(), force_terminal=True, width=100)
-    with report.progress(console, num_runs=2, num_steps=3) as start:
+    with progress(console, num_runs=2, num_steps=3) as start:
         for name in ("bf16", "current"):
             on_step = start(name)
             for _ in range(3):
@@ -126,7 +124,7 @@ def test_progress_shows_the_time_that_is_left_of_all_runs() -> None:
 
 def test_a_diverged_run_counts_as_done() -> None:
     console = Console(file=Terminal(), force_terminal=True, width=100)
-    with report.progress(console, num_runs=2, num_steps=3) as start:
+    with progress(console, num_runs=2, num_steps=3) as start:
         start("bf16")(float("nan"))
         start("current")(5.5)
     *_, total = (line for line in console.file.getvalue().splitlines() if "all runs" in line)
@@ -164,20 +162,17 @@ def test_wrong_name_is_one_message_and_a_status(
 
 @pytest.mark.parametrize("name", ["bf16", "current", "delayed"])
 def test_a_trained_model_draws_text(name: str, text: Path) -> None:
-    settings = replace(SETTINGS, sample_bytes=3 * TINY.context)
-    corpus = data.load_text(text, TINY.context)
+    settings = replace(TINY, sample_bytes=3 * TINY.context)
+    corpus = byte_gpt.load_text(text, TINY.context)
     chosen = None if name == "bf16" else recipe.by_name(name)
-    drawn = [
-        train_run(name, chosen, corpus, settings, CPU, on_step=lambda loss: None).sample
-        for _ in range(2)
-    ]
+    drawn = [Training(corpus, settings, CPU).run(name, chosen).sample for _ in range(2)]
     assert len(drawn[0]) == 3 * TINY.context
     assert drawn[0] == drawn[1]
 
 
 def test_a_cached_step_scores_as_the_whole_text_does() -> None:
     torch.manual_seed(0)
-    model = ByteGPT(TINY, seed=0, device=CPU).double()
+    model = ByteGPT(TINY, CPU).double()
     torch.nn.init.normal_(model.head.weight)
     tokens = torch.randint(256, (1, TINY.context))
     cache = InferenceParams(1, TINY.context, TINY.num_heads, 16, torch.float64)
@@ -191,7 +186,7 @@ def test_a_cached_step_scores_as_the_whole_text_does() -> None:
 
 def test_a_memorized_text_is_continued() -> None:
     torch.manual_seed(0)
-    model = ByteGPT(TINY, seed=0, device=CPU)
+    model = ByteGPT(TINY, CPU)
     line = torch.tensor(list(b"abcdefgh" * 20), dtype=torch.uint8)
     windows = line.long().unfold(0, TINY.context + 1, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -201,7 +196,7 @@ def test_a_memorized_text_is_continued() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    drawn = continue_text(model, TINY, line[:8], 40, seed=0)
+    drawn = continue_text(model, TINY, line[:8], 40)
     assert drawn == b"abcdefgh" * 5
 
 
@@ -225,21 +220,22 @@ def test_no_steps_is_bad_usage(text: Path, tmp_path: Path) -> None:
 def test_text_too_small_says_how_much_is_needed(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_bytes(b"short")
-    with pytest.raises(OperandError, match=str(data.minimum_part(64))):
-        data.load_text(path, 64)
+    with pytest.raises(OperandError, match=str(byte_gpt.minimum_part(64))):
+        byte_gpt.load_text(path, 64)
 
 
-def test_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = report.import_module
-
-    def refuse(name: str) -> Any:
-        if name == "rich":
-            raise ImportError(name)
-        return real(name)
-
-    monkeypatch.setattr(report, "import_module", refuse)
-    with pytest.raises(UnsupportedError, match=r"rich.*\n.*fp8core\[demo\]"):
-        report.require_packages()
+def test_missing_package_is_named_with_the_remedy(
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert demo(text, tmp_path / "out") == 1
+    errors = capsys.readouterr().err
+    assert "rich" in errors
+    assert "fp8core[demo]" in errors
+    assert not (tmp_path / "out").exists()
 
 
 def test_diverged_run_is_told_and_status_1(
@@ -248,7 +244,7 @@ def test_diverged_run_is_told_and_status_1(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("fp8core.cli.demo.train.learning_rate_at", lambda *_: float("nan"))
+    monkeypatch.setattr("fp8core.cli.byte_gpt.learning_rate_at", lambda *_: float("nan"))
     assert demo(text, tmp_path, "--recipe", "current", "--steps", "2") == 1
     assert "diverged" in capsys.readouterr().out
     runs = json.loads((tmp_path / "results.json").read_text())["runs"]
