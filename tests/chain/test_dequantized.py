@@ -68,15 +68,14 @@ def test_gradients_are_those_of_the_dequantized_operands(
     assert_same_sums([layer.bias.grad], [dy.sum(0)])
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_forward_is_that_of_the_recipe(name: str) -> None:
-
-    layer, x, _ = layer_and_tensors(SIZES[0])
-    outputs = []
-    for chosen in (RECIPES[name], dataclasses.replace(RECIPES[name], backward_override=None)):
-        with fp8core.autocast(recipe=chosen):
-            outputs.append(layer(x))
-    assert torch.equal(*outputs)
+def test_forward_is_that_of_the_recipe() -> None:
+    for name in RECIPES:
+        layer, x, _ = layer_and_tensors(SIZES[0])
+        outputs = []
+        for chosen in (RECIPES[name], dataclasses.replace(RECIPES[name], backward_override=None)):
+            with fp8core.autocast(recipe=chosen):
+                outputs.append(layer(x))
+        assert torch.equal(*outputs), name
 
 
 @pytest.mark.parametrize(

@@ -156,13 +156,13 @@ def test_scales_of_rows_leave_the_product_whole() -> None:
     assert events == [f"product {ROWS} x {FFN}", wgrads[0], *parts, wgrads[1]]
 
 
-@pytest.mark.parametrize("name", ["current", "rowwise"])
-def test_scales_that_follow_from_all_rows_leave_the_cast_whole(name: str) -> None:
-    step(mlp(), name, "Made")
-    # The gradient from outside comes in chunks, where its product is not computed later.
-    parts = [f"part {rows} of {ROWS} x {FFN}" for rows in (128, 128, 16)]
-    wgrads = [f"product {HIDDEN} x {FFN}", f"product {FFN} x {HIDDEN}"]
-    assert events == [*parts, wgrads[0], f"product {ROWS} x {HIDDEN}", wgrads[1]]
+def test_scales_that_follow_from_all_rows_leave_the_cast_whole() -> None:
+    for name in ["current", "rowwise"]:
+        step(mlp(), name, "Made")
+        # The gradient from outside comes in chunks, where its product is not computed later.
+        parts = [f"part {rows} of {ROWS} x {FFN}" for rows in (128, 128, 16)]
+        wgrads = [f"product {HIDDEN} x {FFN}", f"product {FFN} x {HIDDEN}"]
+        assert events == [*parts, wgrads[0], f"product {ROWS} x {HIDDEN}", wgrads[1]], name
 
 
 def test_few_rows_are_computed_at_once() -> None:
@@ -189,21 +189,21 @@ def test_a_step_in_chunks_is_recorded(name: str, monkeypatch: pytest.MonkeyPatch
     assert [one.repeat is not None for one in recorded] == [True, True]
 
 
-@pytest.mark.parametrize("name", CHUNKED)
-def test_weights_that_are_quantized_again(name: str) -> None:
-    got = step(mlp(), name, "Made", requantize_weights=True)
-    assert f"part 128 of {ROWS} x {HIDDEN}" in events
-    assert same(got, step(mlp(), name, "reference", requantize_weights=True))
+def test_weights_that_are_quantized_again() -> None:
+    for name in CHUNKED:
+        got = step(mlp(), name, "Made", requantize_weights=True)
+        assert f"part 128 of {ROWS} x {HIDDEN}" in events, name
+        assert same(got, step(mlp(), name, "reference", requantize_weights=True)), name
 
 
-@pytest.mark.parametrize("frozen", ["fc1_weight", "fc2_weight", "layer_norm_weight"])
-def test_frozen_weights(frozen: str) -> None:
-    found = []
-    for backend in ("Made", "reference"):
-        layer = mlp()
-        getattr(layer, frozen).requires_grad_(False)
-        found.append(step(layer, "delayed", backend))
-    assert same(*found)
+def test_frozen_weights() -> None:
+    for frozen in ["fc1_weight", "fc2_weight", "layer_norm_weight"]:
+        found = []
+        for backend in ("Made", "reference"):
+            layer = mlp()
+            getattr(layer, frozen).requires_grad_(False)
+            found.append(step(layer, "delayed", backend))
+        assert same(*found), frozen
 
 
 def test_a_graph_that_is_retained_is_read_twice() -> None:

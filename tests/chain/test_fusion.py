@@ -82,20 +82,20 @@ def test_fused_equals_unfused_bit_for_bit(name: str, model: str) -> None:
         assert same(train(MODELS[model], name), want)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_fused_delayed_equals_unfused_with_its_amaxes(model: str) -> None:
-    want = unfused(train, MODELS[model], "delayed", steps=3)
-    with fused_toy.installed(*QUANTIZING):
-        assert same(train(MODELS[model], "delayed", steps=3), want)
+def test_fused_delayed_equals_unfused_with_its_amaxes() -> None:
+    for model in MODELS:
+        want = unfused(train, MODELS[model], "delayed", steps=3)
+        with fused_toy.installed(*QUANTIZING):
+            assert same(train(MODELS[model], "delayed", steps=3), want), model
 
 
-@pytest.mark.parametrize("name", recipe.names())
-def test_a_layer_uses_each_fusion_once(name: str) -> None:
-    with fused_toy.installed(*QUANTIZING) as calls:
-        train(gelu, name)
-    wanted = {"norm_quantize": 1, "activation_quantize": 1, "activation_backward_quantize": 1}
-    assert {op: calls[op] for op in wanted} == wanted
-    assert not calls["norm"] + calls["activation"] + calls["activation_backward"]
+def test_a_layer_uses_each_fusion_once() -> None:
+    for name in recipe.names():
+        with fused_toy.installed(*QUANTIZING) as calls:
+            train(gelu, name)
+        wanted = {"norm_quantize": 1, "activation_quantize": 1, "activation_backward_quantize": 1}
+        assert {op: calls[op] for op in wanted} == wanted, name
+        assert not calls["norm"] + calls["activation"] + calls["activation_backward"], name
 
 
 def test_a_norm_behind_a_linear_uses_its_fused_backward() -> None:
@@ -104,12 +104,12 @@ def test_a_norm_behind_a_linear_uses_its_fused_backward() -> None:
     assert (calls["norm_backward_quantize"], calls["norm_backward"]) == (1, 0)
 
 
-@pytest.mark.parametrize("left_out", QUANTIZING)
-def test_one_that_is_not_offered_runs_as_the_pair(left_out: str) -> None:
-    model = linear_norm if left_out == "norm_backward_quantize" else gelu
-    with fused_toy.installed(*(op for op in QUANTIZING if op != left_out)) as calls:
-        train(model, "current")
-    assert calls[left_out.removesuffix("_quantize")] == 1
+def test_one_that_is_not_offered_runs_as_the_pair() -> None:
+    for left_out in QUANTIZING:
+        model = linear_norm if left_out == "norm_backward_quantize" else gelu
+        with fused_toy.installed(*(op for op in QUANTIZING if op != left_out)) as calls:
+            train(model, "current")
+        assert calls[left_out.removesuffix("_quantize")] == 1, left_out
 
 
 def test_a_layernorm_linear_uses_the_fused_norm() -> None:
@@ -118,13 +118,13 @@ def test_a_layernorm_linear_uses_the_fused_norm() -> None:
     assert (calls["norm_quantize"], calls["norm"]) == (1, 0)
 
 
-@pytest.mark.parametrize("name", recipe.names())
-def test_a_forward_fusion_is_used_without_column_sums(name: str) -> None:
-    want = unfused(train, gelu, name)
-    forward = {"norm_quantize", "activation_quantize"}
-    with fused_toy.installed(*forward, refuse=lambda desc: desc.sums) as calls:
-        assert same(train(gelu, name), want)
-    assert {op: calls[op] for op in forward} == dict.fromkeys(forward, 1)
+def test_a_forward_fusion_is_used_without_column_sums() -> None:
+    for name in recipe.names():
+        want = unfused(train, gelu, name)
+        forward = {"norm_quantize", "activation_quantize"}
+        with fused_toy.installed(*forward, refuse=lambda desc: desc.sums) as calls:
+            assert same(train(gelu, name), want), name
+        assert {op: calls[op] for op in forward} == dict.fromkeys(forward, 1), name
 
 
 @pytest.mark.parametrize("op", ["norm_quantize", "activation_quantize"])
@@ -173,12 +173,12 @@ def test_calibration_is_not_fused() -> None:
     assert not any(calls[op] for op in QUANTIZING)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_rows_that_need_padding_are_not_fused(name: str) -> None:
-    want = unfused(train, gelu, name, rows=17)
-    with fused_toy.installed(*QUANTIZING) as calls:
-        assert same(train(gelu, name, rows=17), want)
-    assert not any(calls[op] for op in QUANTIZING)
+def test_rows_that_need_padding_are_not_fused() -> None:
+    for name in ["mxfp8", "nvfp4"]:
+        want = unfused(train, gelu, name, rows=17)
+        with fused_toy.installed(*QUANTIZING) as calls:
+            assert same(train(gelu, name, rows=17), want), name
+        assert not any(calls[op] for op in QUANTIZING), name
 
 
 def test_a_linear_with_frozen_weight_gets_the_rowwise_gradient_alone() -> None:
@@ -256,12 +256,12 @@ def add(name: str | None, dtype: torch.dtype = torch.float32) -> list[torch.Tens
     return [y.detach(), *grads]
 
 
-@pytest.mark.parametrize("name", [None, *recipe.names()])
-def test_add_norm_is_used_and_changes_no_bit(name: str | None) -> None:
-    want = unfused(add, name)
-    with fused_toy.installed("add_norm") as calls:
-        assert same(add(name), want)
-    assert (calls["add_norm"], calls["norm"]) == (1, 0)
+def test_add_norm_is_used_and_changes_no_bit() -> None:
+    for name in [None, *recipe.names()]:
+        want = unfused(add, name)
+        with fused_toy.installed("add_norm") as calls:
+            assert same(add(name), want), name
+        assert (calls["add_norm"], calls["norm"]) == (1, 0), name
 
 
 def test_the_fused_norm_goes_before_add_norm() -> None:

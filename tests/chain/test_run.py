@@ -91,33 +91,31 @@ def test_without_a_recipe_the_result_is_torch_s_own() -> None:
     assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_leading_dimensions_are_rows(name: str) -> None:
-    layer = Linear(32, 16)
-    x, dy = torch.randn(12, 32), torch.randn(12, 16)
-    y, dx, dw, db = gradients(layer, x, dy, name)
-    got = gradients(layer, x.reshape(2, 3, 2, 32), dy.reshape(2, 3, 2, 16), name)
-    assert_same_bits(got, (y.reshape(2, 3, 2, 16), dx.reshape(2, 3, 2, 32), dw, db))
+def test_leading_dimensions_are_rows() -> None:
+    for name in FEW:
+        layer = Linear(32, 16)
+        x, dy = torch.randn(12, 32), torch.randn(12, 16)
+        y, dx, dw, db = gradients(layer, x, dy, name)
+        got = gradients(layer, x.reshape(2, 3, 2, 32), dy.reshape(2, 3, 2, 16), name)
+        assert_same_bits(got, (y.reshape(2, 3, 2, 16), dx.reshape(2, 3, 2, 32), dw, db))
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_a_single_row_needs_no_leading_dimension(name: str) -> None:
-    layer = Linear(32, 16)
-    x, dy = torch.randn(1, 32), torch.randn(1, 16)
-    y, dx, dw, db = gradients(layer, x, dy, name)
-    assert_same_bits(gradients(layer, x[0], dy[0], name), (y[0], dx[0], dw, db))
+def test_a_single_row_needs_no_leading_dimension() -> None:
+    for name in FEW:
+        layer = Linear(32, 16)
+        x, dy = torch.randn(1, 32), torch.randn(1, 16)
+        y, dx, dw, db = gradients(layer, x, dy, name)
+        assert_same_bits(gradients(layer, x[0], dy[0], name), (y[0], dx[0], dw, db))
 
 
-@pytest.mark.parametrize(("name", "shape"), turns(RECIPES, [(0, 32), (2, 0, 32)]))
-def test_an_empty_batch_gives_empty_results_and_zero_gradients(
-    name: str, shape: tuple[int, ...]
-) -> None:
-    layer = Linear(32, 16)
-    y, dx, dw, db = gradients(layer, torch.randn(shape), torch.randn(*shape[:-1], 16), name)
-    assert y.shape == (*shape[:-1], 16)
-    assert dx.shape == shape
-    assert not dw.any()
-    assert not db.any()
+def test_an_empty_batch_gives_empty_results_and_zero_gradients() -> None:
+    for name, shape in turns(RECIPES, [(0, 32), (2, 0, 32)]):
+        layer = Linear(32, 16)
+        y, dx, dw, db = gradients(layer, torch.randn(shape), torch.randn(*shape[:-1], 16), name)
+        assert y.shape == (*shape[:-1], 16), (name, shape)
+        assert dx.shape == shape, (name, shape)
+        assert not dw.any(), (name, shape)
+        assert not db.any(), (name, shape)
 
 
 def strided(kind: str, x: torch.Tensor) -> torch.Tensor:
@@ -129,13 +127,13 @@ def strided(kind: str, x: torch.Tensor) -> torch.Tensor:
     return x[:1].expand_as(x)
 
 
-@pytest.mark.parametrize(("name", "kind"), turns(RECIPES, ["transposed", "sliced", "expanded"]))
-def test_strides_of_the_input_change_no_bit(name: str, kind: str) -> None:
-    layer = Linear(32, 16)
-    x, dy = strided(kind, torch.randn(12, 32)), torch.randn(12, 16)
-    assert not x.is_contiguous()
-    same = assert_same_sums if name == "none" else assert_same_bits  # none: torch's product
-    same(gradients(layer, x, dy, name), gradients(layer, x.contiguous(), dy, name))
+def test_strides_of_the_input_change_no_bit() -> None:
+    for name, kind in turns(RECIPES, ["transposed", "sliced", "expanded"]):
+        layer = Linear(32, 16)
+        x, dy = strided(kind, torch.randn(12, 32)), torch.randn(12, 16)
+        assert not x.is_contiguous(), (name, kind)
+        same = assert_same_sums if name == "none" else assert_same_bits  # none: torch's product
+        same(gradients(layer, x, dy, name), gradients(layer, x.contiguous(), dy, name))
 
 
 @pytest.mark.parametrize(("name", "kind"), turns(RECIPES, ["transposed", "sliced", "expanded"]))
@@ -185,13 +183,13 @@ def test_torch_autocast_without_a_recipe_gives_torch_s_bits() -> None:
         assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_torch_autocast_has_the_bits_of_a_bfloat16_input(name: str) -> None:
-    layer, x = Linear(32, 16), torch.randn(12, 32)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        y = forward(layer, x, name)
-        layer.reset_delayed_state()
-        assert torch.equal(y, forward(layer, x.bfloat16(), name))
+def test_torch_autocast_has_the_bits_of_a_bfloat16_input() -> None:
+    for name in FEW:
+        layer, x = Linear(32, 16), torch.randn(12, 32)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            y = forward(layer, x, name)
+            layer.reset_delayed_state()
+            assert torch.equal(y, forward(layer, x.bfloat16(), name)), name
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -208,14 +206,15 @@ def test_backward_in_another_thread_gives_the_same_bits(name: str) -> None:
     assert_same_bits([y.detach(), leaf.grad, layer.weight.grad, layer.bias.grad], want)
 
 
-@pytest.mark.parametrize("name", ["none", "current", "mxfp8", "nvfp4"])
-def test_backward_twice_over_a_retained_graph_gives_the_same_bits(name: str) -> None:
-    layer = Linear(32, 16)
-    y = forward(layer, torch.randn(12, 32), name)
-    first, second = (
-        torch.autograd.grad(y.sum(), tuple(layer.parameters()), retain_graph=True) for _ in range(2)
-    )
-    assert_same_bits(first, second)
+def test_backward_twice_over_a_retained_graph_gives_the_same_bits() -> None:
+    for name in ["none", "current", "mxfp8", "nvfp4"]:
+        layer = Linear(32, 16)
+        y = forward(layer, torch.randn(12, 32), name)
+        first, second = (
+            torch.autograd.grad(y.sum(), tuple(layer.parameters()), retain_graph=True)
+            for _ in range(2)
+        )
+        assert_same_bits(first, second)
 
 
 @pytest.mark.parametrize(
@@ -303,12 +302,12 @@ def written_between(layer: Linear, name: str, *, is_written: bool) -> list[torch
     return [x.grad, *(own.grad for own in layer.parameters())]
 
 
-@pytest.mark.parametrize("name", LOW)
-def test_backward_in_low_precision_is_of_the_weight_that_forward_quantized(name: str) -> None:
-    layer = Linear(32, 16)
-    other = copy.deepcopy(layer)
-    want = written_between(layer, name, is_written=False)
-    assert_same_bits(written_between(other, name, is_written=True), want)
+def test_backward_in_low_precision_is_of_the_weight_that_forward_quantized() -> None:
+    for name in LOW:
+        layer = Linear(32, 16)
+        other = copy.deepcopy(layer)
+        want = written_between(layer, name, is_written=False)
+        assert_same_bits(written_between(other, name, is_written=True), want)
 
 
 def test_a_quantized_weight_written_before_backward_is_refused() -> None:
@@ -361,14 +360,14 @@ def test_two_ops_in_one_chain_equal_two_layers(name: str) -> None:
     assert_same_bits(got, torch.autograd.grad(two, (x, *params), dy))
 
 
-@pytest.mark.parametrize("frozen", [(), (0, 1), (0, 1, 2)], ids=["none", "first", "first, weight"])
-def test_a_chain_stops_where_nobody_needs_a_gradient(frozen: tuple[int, ...]) -> None:
-    layers = (Linear(32, 16), Linear(16, 24))
-    params = [param for layer in layers for param in layer.parameters()]
-    for index in frozen:
-        params[index].requires_grad_(False)
-    chain.run(bound_ops(layers, "current"), torch.randn(5, 32), params).sum().backward()
-    assert [param.grad is None for param in params] == [i in frozen for i in range(4)]
+def test_a_chain_stops_where_nobody_needs_a_gradient() -> None:
+    for frozen in [(), (0, 1), (0, 1, 2)]:
+        layers = (Linear(32, 16), Linear(16, 24))
+        params = [param for layer in layers for param in layer.parameters()]
+        for index in frozen:
+            params[index].requires_grad_(False)
+        chain.run(bound_ops(layers, "current"), torch.randn(5, 32), params).sum().backward()
+        assert [param.grad is None for param in params] == [i in frozen for i in range(4)], frozen
 
 
 def test_an_op_behind_frozen_ones_computes_no_gradient_of_its_input() -> None:
@@ -380,33 +379,36 @@ def test_an_op_behind_frozen_ones_computes_no_gradient_of_its_input() -> None:
     assert params[2].grad is not None
 
 
-@pytest.mark.parametrize("name", ["none", "current"])
-def test_nothing_is_recorded_for_backward_when_nothing_needs_it(name: str) -> None:
-    layer = Linear(32, 16).requires_grad_(False)
-    assert not forward(layer, torch.randn(3, 32), name).requires_grad
+def test_nothing_is_recorded_for_backward_when_nothing_needs_it() -> None:
+    for name in ["none", "current"]:
+        layer = Linear(32, 16).requires_grad_(False)
+        assert not forward(layer, torch.randn(3, 32), name).requires_grad, name
 
 
-@pytest.mark.parametrize(("name", "mode"), turns(RECIPES, [torch.no_grad, torch.inference_mode]))
-def test_without_gradients_the_bits_are_the_same(name: str, mode: type) -> None:
-    layer, x = Linear(32, 16), torch.randn(12, 32)
-    want = forward(layer, x, name).detach()
-    layer.reset_delayed_state()
-    with mode():
-        assert torch.equal(forward(layer, x, name), want)
+def test_without_gradients_the_bits_are_the_same() -> None:
+    for name, mode in turns(RECIPES, [torch.no_grad, torch.inference_mode]):
+        layer, x = Linear(32, 16), torch.randn(12, 32)
+        want = forward(layer, x, name).detach()
+        layer.reset_delayed_state()
+        with mode():
+            assert torch.equal(forward(layer, x, name), want), (name, mode)
 
 
-@pytest.mark.parametrize(("name", "device"), turns(RECIPES, ["meta", "cpu"]))
-def test_shape_and_dtype_are_known_on_meta(name: str, device: str) -> None:
-    layer = Linear(40, 24, params_dtype=torch.bfloat16, device=device)
-    y = forward(layer, torch.empty(2, 3, 40, dtype=torch.bfloat16, device=device), name)
-    assert (y.shape, y.dtype, y.device.type) == ((2, 3, 24), torch.bfloat16, device)
+def test_shape_and_dtype_are_known_on_meta() -> None:
+    for name, device in turns(RECIPES, ["meta", "cpu"]):
+        layer = Linear(40, 24, params_dtype=torch.bfloat16, device=device)
+        y = forward(layer, torch.empty(2, 3, 40, dtype=torch.bfloat16, device=device), name)
+        assert (y.shape, y.dtype, y.device.type) == ((2, 3, 24), torch.bfloat16, device), (
+            name,
+            device,
+        )
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_backward_runs_on_meta(name: str) -> None:
-    layer = Linear(40, 24, device="meta")
-    forward(layer, torch.empty(3, 40, device="meta"), name).sum().backward()
-    assert layer.weight.grad.shape == (24, 40)
+def test_backward_runs_on_meta() -> None:
+    for name in FEW:
+        layer = Linear(40, 24, device="meta")
+        forward(layer, torch.empty(3, 40, device="meta"), name).sum().backward()
+        assert layer.weight.grad.shape == (24, 40), name
 
 
 def test_a_chain_drops_the_oldest_program_alone_of_sizes_without_end() -> None:

@@ -205,13 +205,13 @@ def test_a_parameter_on_another_device_is_refused_by_name() -> None:
             own(values())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_empty_tensors_need_no_memory(name: str | None) -> None:
-    own, x = made("Linear"), torch.empty(0, 32, requires_grad=True)
-    with autocast(name):
-        y = own(x)
-    y.backward(torch.empty(0, 32))
-    assert x.grad is not None
+def test_empty_tensors_need_no_memory() -> None:
+    for name in NAMES:
+        own, x = made("Linear"), torch.empty(0, 32, requires_grad=True)
+        with autocast(name):
+            y = own(x)
+        y.backward(torch.empty(0, 32))
+        assert x.grad is not None, name
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -129,20 +129,20 @@ def test_the_gradient_of_a_learned_sink_is_shared_by_the_ranks(
     torch.testing.assert_close(shares[0] + shares[1], wanted["learnable"]["offset"])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_backward_drops_what_forward_dropped(ranks: list[dict[str, Any]], way: str) -> None:
-    found = [rank[f"dropped {way}"] for rank in ranks[:2]]
-    assert all(one["differs"] > 0.01 for one in found)
-    out, v = (sum(one[name] for one in found) for name in ("out", "v"))
-    assert out == pytest.approx(v, rel=1e-10)
+def test_backward_drops_what_forward_dropped(ranks: list[dict[str, Any]]) -> None:
+    for way in WAYS:
+        found = [rank[f"dropped {way}"] for rank in ranks[:2]]
+        assert all(one["differs"] > 0.01 for one in found), way
+        out, v = (sum(one[name] for one in found) for name in ("out", "v"))
+        assert out == pytest.approx(v, rel=1e-10), way
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_largest_logits_are_those_of_all_ranks(ranks: list[dict[str, Any]], way: str) -> None:
-    case = Case(layer={"return_max_logit": True})
-    _, want = context_work.layer_of(case)(*context_work.tensors_of(case)[:3])
-    for rank in ranks:
-        torch.testing.assert_close(rank[f"largest {way}"], want)
+def test_the_largest_logits_are_those_of_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    for way in WAYS:
+        case = Case(layer={"return_max_logit": True})
+        _, want = context_work.layer_of(case)(*context_work.tensors_of(case)[:3])
+        for rank in ranks:
+            torch.testing.assert_close(rank[f"largest {way}"], want)
 
 
 @pytest.mark.parametrize("way", ["p2p", "a2a"])
@@ -154,26 +154,23 @@ ELEMENTS = LENGTH // 2 * context_work.BATCH * DIM * 4
 """The bytes of one head on one of two ranks, in float32."""
 
 
-@pytest.mark.parametrize(
-    ("way", "sent"),
-    {
+def test_what_travels(ranks: list[dict[str, Any]]) -> None:
+    for way, sent in {
         # Keys and values of 4 groups each, forward and backward; their gradients.
         "p2p": {"keys and values": 2 * 2 * 4 * ELEMENTS, "gradients": 2 * 4 * ELEMENTS},
         "all_gather": {"keys and values": 2 * 2 * 4 * ELEMENTS, "gradients": 2 * 4 * ELEMENTS},
         # Half of q, k, v, and again with the result and its gradient; half of the result and of
         # the gradients.
         "a2a": {"heads": (16 + 16 + 16) * ELEMENTS // 2, "tokens": (8 + 16) * ELEMENTS // 2},
-    }.items(),
-)
-def test_what_travels(ranks: list[dict[str, Any]], way: str, sent: dict[str, int]) -> None:
-    found = ranks[0][f"bytes {way}"]
-    assert found == sent
+    }.items():
+        found = ranks[0][f"bytes {way}"]
+        assert found == sent, (way, sent)
 
 
-@pytest.mark.parametrize("way", ["p2p", "all_gather", "a2a"])
-def test_no_tokens_give_no_gradients(ranks: list[dict[str, Any]], way: str) -> None:
-    for rank in ranks:
-        assert rank[f"no tokens {way}"][0] == 0
+def test_no_tokens_give_no_gradients(ranks: list[dict[str, Any]]) -> None:
+    for way in ["p2p", "all_gather", "a2a"]:
+        for rank in ranks:
+            assert rank[f"no tokens {way}"][0] == 0, way
 
 
 def test_a_transformer_layer_hands_the_group_on(ranks: list[dict[str, Any]]) -> None:

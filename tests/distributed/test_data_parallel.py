@@ -259,21 +259,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(work, folder, str(folder / "checkpoints"))
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp1"])
-def test_other_wrappers_train_as_the_module_by_itself(
-    ranks: list[dict[str, Any]], name: str
-) -> None:
-    assert [rank[name] for rank in ranks] == [True, True]
+def test_other_wrappers_train_as_the_module_by_itself(ranks: list[dict[str, Any]]) -> None:
+    for name in ["ddp", "fsdp1"]:
+        assert [rank[name] for rank in ranks] == [True, True], name
 
 
-@pytest.mark.parametrize(
-    "name", ["gathered quantized", "gathered in bfloat16", "quantized", "quantized, ddp"]
-)
-def test_masters_train_as_those_of_the_unsharded_model(
-    ranks: list[dict[str, Any]], name: str
-) -> None:
-    for rank in ranks:
-        assert all(rank["masters"][name]), rank["masters"][name]
+def test_masters_train_as_those_of_the_unsharded_model(ranks: list[dict[str, Any]]) -> None:
+    for name in ["gathered quantized", "gathered in bfloat16", "quantized", "quantized, ddp"]:
+        for rank in ranks:
+            assert all(rank["masters"][name]), rank["masters"][name]
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -287,11 +281,9 @@ def test_fsdp1_refuses_quantized_parameters(ranks: list[dict[str, Any]]) -> None
     assert all("Quantized" in rank["quantized, fsdp1"] for rank in ranks)
 
 
-@pytest.mark.parametrize("name", [f"{name}, {label}" for name, label, _ in RESUMED])
-def test_a_run_continues_from_a_distributed_checkpoint(
-    ranks: list[dict[str, Any]], name: str
-) -> None:
-    assert [rank["resumed"][name] for rank in ranks] == [True, True]
+def test_a_run_continues_from_a_distributed_checkpoint(ranks: list[dict[str, Any]]) -> None:
+    for name in [f"{name}, {label}" for name, label, _ in RESUMED]:
+        assert [rank["resumed"][name] for rank in ranks] == [True, True], name
 
 
 @pytest.mark.parametrize("way", ["to one", "to two"])

@@ -73,20 +73,20 @@ def same_weights(found: dict[str, Any], want: dict[str, Any], rank: int) -> bool
 EXACT = [(recipe, kind) for recipe, kind in CASES if recipe != "nvfp4"]
 
 
-@pytest.mark.parametrize(("recipe", "kind"), EXACT)
-def test_experts_over_ranks_are_those_of_one_process(ranks: Ranks, recipe: str, kind: str) -> None:
-    want = expected(recipe, kind)
-    for rank, found in enumerate(one[f"{recipe} {kind}"] for one in ranks):
-        assert torch.equal(found["out"], by_rank(kind, want["out"])[rank])
-        assert torch.equal(found["grad"], by_rank(kind, want["grad"])[rank])
-        assert same_weights(found, want, rank)
+def test_experts_over_ranks_are_those_of_one_process(ranks: Ranks) -> None:
+    for recipe, kind in EXACT:
+        want = expected(recipe, kind)
+        for rank, found in enumerate(one[f"{recipe} {kind}"] for one in ranks):
+            assert torch.equal(found["out"], by_rank(kind, want["out"])[rank]), (recipe, kind)
+            assert torch.equal(found["grad"], by_rank(kind, want["grad"])[rank]), (recipe, kind)
+            assert same_weights(found, want, rank), (recipe, kind)
 
 
-@pytest.mark.parametrize("kind", ["aligned", "ragged"])
-def test_results_under_nvfp4_are_those_of_one_process(ranks: Ranks, kind: str) -> None:
-    want = by_rank(kind, expected("nvfp4", kind)["out"])
-    for rank, found in enumerate(ranks):
-        assert torch.equal(found[f"nvfp4 {kind}"]["out"], want[rank])
+def test_results_under_nvfp4_are_those_of_one_process(ranks: Ranks) -> None:
+    for kind in ["aligned", "ragged"]:
+        want = by_rank(kind, expected("nvfp4", kind)["out"])
+        for rank, found in enumerate(ranks):
+            assert torch.equal(found[f"nvfp4 {kind}"]["out"], want[rank]), kind
 
 
 def test_biases_are_summed_over_the_rows_of_all_ranks(ranks: Ranks) -> None:
@@ -111,13 +111,13 @@ BYTES = {
 }
 
 
-@pytest.mark.parametrize("recipe", BYTES)
-def test_bytes_of_rows_that_leave(ranks: Ranks, recipe: str) -> None:
-    each, scales = BYTES[recipe]
-    sent = ranks[0][f"{recipe} aligned"]["bytes"]
-    for tensor in ("input", "grad_output"):
-        assert sent[tensor] == SENT * HIDDEN * each
-        assert sent.get(f"{tensor} scales", 0) == SENT * scales
+def test_bytes_of_rows_that_leave(ranks: Ranks) -> None:
+    for recipe in BYTES:
+        each, scales = BYTES[recipe]
+        sent = ranks[0][f"{recipe} aligned"]["bytes"]
+        for tensor in ("input", "grad_output"):
+            assert sent[tensor] == SENT * HIDDEN * each, recipe
+            assert sent.get(f"{tensor} scales", 0) == SENT * scales, recipe
 
 
 def test_blocks_that_end_within_the_rows_of_a_rank_travel_in_high_precision(ranks: Ranks) -> None:

@@ -23,16 +23,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(work, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_outputs_and_weights_are_those_of_the_unsharded_model(
-    ranks: list[dict[str, Any]], name: str
-) -> None:
-    for rank in ranks:
-        made = rank["trained"][name]
-        assert made["outputs"] == [True] * 3
-        assert all(made["weights"])
-        assert all(made["moved"])
-        assert made["quantized"].count(True) == 2
+def test_outputs_and_weights_are_those_of_the_unsharded_model(ranks: list[dict[str, Any]]) -> None:
+    for name in TRAINED:
+        for rank in ranks:
+            made = rank["trained"][name]
+            assert made["outputs"] == [True] * 3, name
+            assert all(made["weights"]), name
+            assert all(made["moved"]), name
+            assert made["quantized"].count(True) == 2, name
 
 
 def codes_and_scales(name: str, rows: int, columns: int) -> int:
@@ -46,24 +44,25 @@ def codes_and_scales(name: str, rows: int, columns: int) -> int:
     }[name]
 
 
-@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "rowwise"])
-def test_gathers_move_codes_and_scales(ranks: list[dict[str, Any]], name: str) -> None:
-    middle, last = TRAINED[name][1]
-    sizes = (middle // 2, COLUMNS), (last // 2, middle)
-    forward = [codes_and_scales(name, *size) + 2 * size[0] for size in sizes]  # and biases
-    for rank in ranks:
-        # Each layer in forward and in backward, in three steps.
-        assert rank["trained"][name]["gathered"] == [*forward, *forward[::-1]] * 3
+def test_gathers_move_codes_and_scales(ranks: list[dict[str, Any]]) -> None:
+    for name in ["current", "block", "mxfp8", "rowwise"]:
+        middle, last = TRAINED[name][1]
+        sizes = (middle // 2, COLUMNS), (last // 2, middle)
+        forward = [codes_and_scales(name, *size) + 2 * size[0] for size in sizes]  # and biases
+        for rank in ranks:
+            # Each layer in forward and in backward, in three steps.
+            assert rank["trained"][name]["gathered"] == [*forward, *forward[::-1]] * 3, name
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [("current", 3), ("block", 0), ("block, blocks span ranks", 3), ("mxfp8", 0), ("rowwise", 3)],
-)
-def test_all_weights_share_one_reduction_a_forward(
-    ranks: list[dict[str, Any]], name: str, count: int
-) -> None:
-    assert [rank["trained"][name]["reductions"] for rank in ranks] == [count] * 2
+def test_all_weights_share_one_reduction_a_forward(ranks: list[dict[str, Any]]) -> None:
+    for name, count in [
+        ("current", 3),
+        ("block", 0),
+        ("block, blocks span ranks", 3),
+        ("mxfp8", 0),
+        ("rowwise", 3),
+    ]:
+        assert [rank["trained"][name]["reductions"] for rank in ranks] == [count] * 2, (name, count)
 
 
 def test_two_microbatches_and_an_evaluation_reduce_once_each(ranks: list[dict[str, Any]]) -> None:
@@ -120,11 +119,11 @@ def test_a_frozen_weight_stays_among_others(ranks: list[dict[str, Any]]) -> None
     assert [rank["frozen"] for rank in ranks] == [[True, True, True, False, True]] * 2
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_and_clipping_do_as_with_a_gather_in_high_precision(
-    ranks: list[dict[str, Any]], name: str
+    ranks: list[dict[str, Any]],
 ) -> None:
-    assert [rank["clipped"][name] for rank in ranks] == [True, True]
+    for name in OPTIMIZERS:
+        assert [rank["clipped"][name] for rank in ranks] == [True, True], name
 
 
 def test_float32_weights_are_rounded_once_under_mixed_precision(
@@ -133,15 +132,15 @@ def test_float32_weights_are_rounded_once_under_mixed_precision(
     assert [rank["mixed precision"] for rank in ranks] == [[True, "torch.float32"]] * 2
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_layers_of_each_kind_train_as_unsharded(ranks: list[dict[str, Any]], name: str) -> None:
-    for rank in ranks:
-        made = rank["kinds"][name]
-        assert all(made["outputs"])
-        assert all(made["weights"])
-        assert made["quantized"].count(True) == {"TransformerLayer": 4, "GroupedLinear": 2}.get(
-            name, 3
-        )
+def test_layers_of_each_kind_train_as_unsharded(ranks: list[dict[str, Any]]) -> None:
+    for name in KINDS:
+        for rank in ranks:
+            made = rank["kinds"][name]
+            assert all(made["outputs"]), name
+            assert all(made["weights"]), name
+            assert made["quantized"].count(True) == {"TransformerLayer": 4, "GroupedLinear": 2}.get(
+                name, 3
+            ), name
 
 
 def test_replicas_of_shards_train_as_one_model(ranks: list[dict[str, Any]]) -> None:

@@ -144,19 +144,21 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(work, folder)
 
 
-@pytest.mark.parametrize(
-    ("way", "qk_norm"),
-    [("tensor", "RMSNorm"), ("sequence", "LayerNorm"), ("context", "LayerNorm"), ("expert", "")],
-)
 def test_replicated_parameters_have_the_gradients_of_one_process(
-    ranks: list[dict[str, Any]], way: str, qk_norm: str
+    ranks: list[dict[str, Any]],
 ) -> None:
-    judge = {"norm": norm_of_experts(None)} if way == "expert" else in_one_process(qk_norm)
-    for rank in ranks:
-        assert rank[way]
-        for name, found in rank[way].items():
-            # Sums of at most 2^9 float64 numbers of this size in another order.
-            limit = 2.0**-40 * judge[name].abs().max()
-            # The learned offset of the softmax is float32.
-            limit = max(float(limit), 2.0**-20 * (found.dtype == torch.float32))
-            assert (found - judge[name]).abs().max() <= limit, name
+    for way, qk_norm in [
+        ("tensor", "RMSNorm"),
+        ("sequence", "LayerNorm"),
+        ("context", "LayerNorm"),
+        ("expert", ""),
+    ]:
+        judge = {"norm": norm_of_experts(None)} if way == "expert" else in_one_process(qk_norm)
+        for rank in ranks:
+            assert rank[way], (way, qk_norm)
+            for name, found in rank[way].items():
+                # Sums of at most 2^9 float64 numbers of this size in another order.
+                limit = 2.0**-40 * judge[name].abs().max()
+                # The learned offset of the softmax is float32.
+                limit = max(float(limit), 2.0**-20 * (found.dtype == torch.float32))
+                assert (found - judge[name]).abs().max() <= limit, name

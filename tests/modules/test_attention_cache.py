@@ -139,22 +139,24 @@ def test_steps_give_what_the_whole_gives(schedule: str, kind: str, layout: str) 
         assert_close(got, whole(layer, qkv))
 
 
-@pytest.mark.parametrize(("layout", "options"), turns(LAYOUTS, OPTIONS))
-def test_every_option_of_attention_holds_with_a_cache(layout: str, options: str) -> None:
-    schedule = SCHEDULES["chunks"]
-    sequences, layer = random_sequences(schedule), layer_of(layout, **OPTIONS[options])
-    for got, qkv in zip(in_steps(layer, cache_for(), sequences, schedule), sequences, strict=True):
-        assert_close(got, whole(layer, qkv))
+def test_every_option_of_attention_holds_with_a_cache() -> None:
+    for layout, options in turns(LAYOUTS, OPTIONS):
+        schedule = SCHEDULES["chunks"]
+        sequences, layer = random_sequences(schedule), layer_of(layout, **OPTIONS[options])
+        for got, qkv in zip(
+            in_steps(layer, cache_for(), sequences, schedule), sequences, strict=True
+        ):
+            assert_close(got, whole(layer, qkv))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_alibi_counts_from_the_earlier_tokens(layout: str) -> None:
-    schedule = SCHEDULES["chunks"]
-    sequences, layer = random_sequences(schedule), layer_of(layout)
-    given = {"core_attention_bias_type": "alibi"}
-    outputs = in_steps(layer, cache_for(), sequences, schedule, **given)
-    for got, qkv in zip(outputs, sequences, strict=True):
-        assert_close(got, whole(layer, qkv, **given))
+def test_alibi_counts_from_the_earlier_tokens() -> None:
+    for layout in LAYOUTS:
+        schedule = SCHEDULES["chunks"]
+        sequences, layer = random_sequences(schedule), layer_of(layout)
+        given = {"core_attention_bias_type": "alibi"}
+        outputs = in_steps(layer, cache_for(), sequences, schedule, **given)
+        for got, qkv in zip(outputs, sequences, strict=True):
+            assert_close(got, whole(layer, qkv, **given))
 
 
 @pytest.mark.parametrize("mask_type", ["no_mask", "padding"])
@@ -390,12 +392,12 @@ def random_words(schedule: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     return [torch.randint(50, (sum(counts),)) for counts in zip(*schedule, strict=True)]
 
 
-@pytest.mark.parametrize(("schedule", "kind", "layout"), pairs(SCHEDULES, PAGES, LAYOUTS))
-def test_logits_of_steps_are_those_of_the_whole(schedule: str, kind: str, layout: str) -> None:
-    model, words = Model(layout, F64).eval(), random_words(SCHEDULES[schedule])
-    logits = logits_in_steps(model, words, SCHEDULES[schedule], kind)
-    for got, sequence in zip(logits, words, strict=True):
-        assert_close(got, logits_of_whole(model, sequence))
+def test_logits_of_steps_are_those_of_the_whole() -> None:
+    for schedule, kind, layout in pairs(SCHEDULES, PAGES, LAYOUTS):
+        model, words = Model(layout, F64).eval(), random_words(SCHEDULES[schedule])
+        logits = logits_in_steps(model, words, SCHEDULES[schedule], kind)
+        for got, sequence in zip(logits, words, strict=True):
+            assert_close(got, logits_of_whole(model, sequence))
 
 
 @pytest.mark.parametrize(("schedule", "layout"), turns(SCHEDULES, LAYOUTS))
@@ -432,19 +434,19 @@ def logits_under(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.cat(steps), torch.cat(whole), torch.cat(plain)
 
 
-@pytest.mark.parametrize("name", ["delayed", "rowwise", "block", "mxfp8"])
-def test_scales_that_no_other_token_enters_leave_the_logits(name: str) -> None:
-    steps, whole, _ = logits_under(name)
-    assert float(decibels(steps, whole).min()) > 100
+def test_scales_that_no_other_token_enters_leave_the_logits() -> None:
+    for name in ["delayed", "rowwise", "block", "mxfp8"]:
+        steps, whole, _ = logits_under(name)
+        assert float(decibels(steps, whole).min()) > 100, name
 
 
-@pytest.mark.parametrize("name", ["current", "nvfp4"])
-def test_scales_of_a_tensor_change_logits_by_no_more_than_the_recipe(name: str) -> None:
-    steps, whole, plain = logits_under(name)
-    # both are rounded, each by its own scales: half the signal to noise ratio of either
-    floor = float(decibels(whole, plain).median()) - 3
-    assert float(decibels(steps, whole).median()) > floor
-    assert float(decibels(steps, plain).median()) > floor
+def test_scales_of_a_tensor_change_logits_by_no_more_than_the_recipe() -> None:
+    for name in ["current", "nvfp4"]:
+        steps, whole, plain = logits_under(name)
+        # both are rounded, each by its own scales: half the signal to noise ratio of either
+        floor = float(decibels(whole, plain).median()) - 3
+        assert float(decibels(steps, whole).median()) > floor, name
+        assert float(decibels(steps, plain).median()) > floor, name
 
 
 def test_generated_words_are_those_without_a_cache() -> None:

@@ -47,13 +47,15 @@ def test_result_is_that_of_torch(is_causal: bool, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, expected, rtol=4 * rtol, atol=4 * rtol)
 
 
-@pytest.mark.parametrize("dim", [-3, -2])
-def test_packed_projection_equals_its_parts(dim: int) -> None:
-    packed = torch.randn(5, 2, *((3, HEADS) if dim == -3 else (HEADS, 3)), SIZE, requires_grad=True)
-    attend = layer(num_gqa_groups=HEADS)
-    out = attend(qkv_layer=packed, qkv_interleave_dim=dim)
-    want = attend(*[x.contiguous() for x in packed.unbind(dim)])
-    equal([out, *grads(out, packed)], [want, *grads(want, packed)])
+def test_packed_projection_equals_its_parts() -> None:
+    for dim in [-3, -2]:
+        packed = torch.randn(
+            5, 2, *((3, HEADS) if dim == -3 else (HEADS, 3)), SIZE, requires_grad=True
+        )
+        attend = layer(num_gqa_groups=HEADS)
+        out = attend(qkv_layer=packed, qkv_interleave_dim=dim)
+        want = attend(*[x.contiguous() for x in packed.unbind(dim)])
+        equal([out, *grads(out, packed)], [want, *grads(want, packed)])
 
 
 @pytest.mark.parametrize("dim", [-3, -2])
@@ -124,12 +126,12 @@ def test_values_behind_the_end_have_no_effect() -> None:
     equal(*results)
 
 
-@pytest.mark.parametrize("tokens", [(0, 2), (3, 0)])
-def test_nothing_to_attend_gives_nothing(tokens: tuple[int, int]) -> None:
-    q, k, v = qkv(*tokens)
-    out = layer()(q, k, v)
-    assert out.shape == (*tokens, HEADS * SIZE)
-    assert [g.shape for g in grads(out, q, k, v)] == [q.shape, k.shape, v.shape]
+def test_nothing_to_attend_gives_nothing() -> None:
+    for tokens in [(0, 2), (3, 0)]:
+        q, k, v = qkv(*tokens)
+        out = layer()(q, k, v)
+        assert out.shape == (*tokens, HEADS * SIZE), tokens
+        assert [g.shape for g in grads(out, q, k, v)] == [q.shape, k.shape, v.shape], tokens
 
 
 @pytest.mark.parametrize("recipe", [None, fp8core.recipe.Float8CurrentScaling(fp8_dpa=True)])
@@ -159,9 +161,9 @@ def test_call_overrides_the_constructor() -> None:
     equal([layer(**asked)(q, k, v)], [out.transpose(0, 1)])
 
 
-@pytest.mark.parametrize("name", ["padding,causal", "causal,padding"])
-def test_other_spellings_of_a_mask_type(name: str) -> None:
-    assert layer(attn_mask_type=name).attn_mask_type == "padding_causal"
+def test_other_spellings_of_a_mask_type() -> None:
+    for name in ["padding,causal", "causal,padding"]:
+        assert layer(attn_mask_type=name).attn_mask_type == "padding_causal", name
 
 
 def test_diagonal_of_a_window_is_at_the_bottom_right_unless_asked() -> None:
@@ -176,19 +178,19 @@ def test_diagonal_of_a_window_is_at_the_bottom_right_unless_asked() -> None:
     torch.testing.assert_close(top, values[:3])
 
 
-@pytest.mark.parametrize(
-    ("heads", "slopes"),
-    [
+def test_alibi_takes_the_slopes_of_the_paper() -> None:
+    for heads, slopes in [
         (8, [0.5**n for n in range(1, 9)]),
         (4, [0.25, 0.0625, 0.015625, 0.00390625]),
         (6, [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]),
-    ],
-)
-def test_alibi_takes_the_slopes_of_the_paper(heads: int, slopes: list[float]) -> None:
-    attend = DotProductAttention(heads, SIZE, attn_mask_type="causal")
-    q, k, v = torch.randn(3, 5, 2, heads, SIZE)
-    asked = {"core_attention_bias_type": "alibi"}
-    equal([attend(q, k, v, **asked)], [attend(q, k, v, alibi_slopes=torch.tensor(slopes), **asked)])
+    ]:
+        attend = DotProductAttention(heads, SIZE, attn_mask_type="causal")
+        q, k, v = torch.randn(3, 5, 2, heads, SIZE)
+        asked = {"core_attention_bias_type": "alibi"}
+        equal(
+            [attend(q, k, v, **asked)],
+            [attend(q, k, v, alibi_slopes=torch.tensor(slopes), **asked)],
+        )
 
 
 def test_learned_offset_is_a_parameter() -> None:
@@ -268,14 +270,14 @@ def test_the_seed_of_a_cuda_graph_is_drawn_on_its_device(monkeypatch: pytest.Mon
     assert drawn == ["cpu", "cpu", "cpu", "cuda", "cpu", "cpu"]
 
 
-@pytest.mark.parametrize("mask", ["no_mask", "causal"])
-def test_lengths_are_left_unread_by_a_mask_without_padding(mask: str) -> None:
-    q, k, v = qkv(5, 2)
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    unread = torch.full((3,), -7, dtype=torch.int32)
-    attend = layer(attn_mask_type=mask)
-    given = dict.fromkeys(names, unread)
-    equal([attend(q, k, v, **given, pad_between_seqs=False)], [attend(q, k, v)])
+def test_lengths_are_left_unread_by_a_mask_without_padding() -> None:
+    for mask in ["no_mask", "causal"]:
+        q, k, v = qkv(5, 2)
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        unread = torch.full((3,), -7, dtype=torch.int32)
+        attend = layer(attn_mask_type=mask)
+        given = dict.fromkeys(names, unread)
+        equal([attend(q, k, v, **given, pad_between_seqs=False)], [attend(q, k, v)])
 
 
 def test_equal_offsets_with_padding_announce_none() -> None:

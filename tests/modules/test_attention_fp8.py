@@ -271,23 +271,19 @@ def test_prepare_creates_the_state() -> None:
 # Recipes and graphs
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_recipe_without_attention_leaves_high_precision() -> None:
+    for other in [
         recipe.DelayedScaling(),
         recipe.Float8CurrentScaling(),
         recipe.Float8BlockScaling(),
         recipe.MXFP8BlockScaling(),
         recipe.NVFP4BlockScaling(),
         recipe.PerLayer({LayerRole("attention"): None}, default="current"),
-    ],
-    ids=lambda one: type(one).__name__,
-)
-def test_recipe_without_attention_leaves_high_precision(other: recipe.Recipe) -> None:
-    q, k, v = qkv()
-    with autocast(recipe=other):
-        out = layer()(q, k, v)
-    assert torch.equal(out, layer()(q, k, v))
+    ]:
+        q, k, v = qkv()
+        with autocast(recipe=other):
+            out = layer()(q, k, v)
+        assert torch.equal(out, layer()(q, k, v)), other
 
 
 def test_attention_can_have_a_recipe_of_its_own() -> None:
@@ -361,19 +357,15 @@ def test_explanation_names_the_low_precision_operations() -> None:
     assert "QuantizedTensor" not in said  # which is a matrix, and no tensor of heads
 
 
-@pytest.mark.parametrize(
-    ("chosen", "said"),
-    [
+def test_repr_says_how_it_ran() -> None:
+    for chosen, said in [
         (recipe.Float8CurrentScaling(), "last run: high precision"),
         (current(), "last run: Float8CurrentScaling"),
-    ],
-    ids=["without", "with"],
-)
-def test_repr_says_how_it_ran(chosen: recipe.Recipe, said: str) -> None:
-    attend = layer()
-    with autocast(recipe=chosen):
-        attend(*qkv())
-    assert said in repr(attend)
+    ]:
+        attend = layer()
+        with autocast(recipe=chosen):
+            attend(*qkv())
+        assert said in repr(attend), (chosen, said)
 
 
 def test_recipe_refuses() -> None:

@@ -32,13 +32,13 @@ def test_an_argument_that_is_not_offered_is_refused_by_name() -> None:
             GroupedLinear(2, 8, 8, **{name: 2})
 
 
-@pytest.mark.parametrize(("mode", "shape"), [("column", (4, 8)), ("row", (8, 4))])
-def test_a_rank_has_its_share_of_the_features(mode: str, shape: tuple[int, int]) -> None:
-    layer = GroupedLinear(2, 8, 8, tp_size=2, parallel_mode=mode, bias=False)
-    assert tuple(layer.weight0.shape) == tuple(layer.weight1.shape) == shape
-    assert layer.weight0.partition_dim == (mode == "row")
-    k = shape[1]
-    assert layer(torch.ones(3, k), [1, 2]).shape == (3, shape[0])
+def test_a_rank_has_its_share_of_the_features() -> None:
+    for mode, shape in [("column", (4, 8)), ("row", (8, 4))]:
+        layer = GroupedLinear(2, 8, 8, tp_size=2, parallel_mode=mode, bias=False)
+        assert tuple(layer.weight0.shape) == tuple(layer.weight1.shape) == shape, (mode, shape)
+        assert layer.weight0.partition_dim == (mode == "row"), (mode, shape)
+        k = shape[1]
+        assert layer(torch.ones(3, k), [1, 2]).shape == (3, shape[0]), (mode, shape)
 
 
 def test_a_bias_that_each_rank_would_add_is_refused() -> None:
@@ -107,14 +107,14 @@ def test_each_group_has_the_bits_of_a_linear_of_its_own(name: str) -> None:
             torch.testing.assert_close(mine, its, rtol=0, atol=1e-6 if name == "none" else 0)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_m_splits_may_be_a_list_a_tuple_or_a_tensor(name: str) -> None:
-    layer, x = GroupedLinear(3, 32, 16), torch.randn(8, 32)
-    with torch.no_grad():
-        want = forward(layer, x, SPLITS, name)
-        for splits in (tuple(SPLITS), torch.tensor(SPLITS), torch.tensor(SPLITS).int()):
-            layer.reset_delayed_state()
-            assert_same_sums([forward(layer, x, splits, name)], [want])
+def test_m_splits_may_be_a_list_a_tuple_or_a_tensor() -> None:
+    for name in RECIPES:
+        layer, x = GroupedLinear(3, 32, 16), torch.randn(8, 32)
+        with torch.no_grad():
+            want = forward(layer, x, SPLITS, name)
+            for splits in (tuple(SPLITS), torch.tensor(SPLITS), torch.tensor(SPLITS).int()):
+                layer.reset_delayed_state()
+                assert_same_sums([forward(layer, x, splits, name)], [want])
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,14 @@ def test_m_splits_that_are_no_sizes_are_refused() -> None:
             GroupedLinear(3, 32, 16)(torch.randn(8, 32), splits)
 
 
-@pytest.mark.parametrize(
-    "splits", [np.array(SPLITS), [np.int64(size) for size in SPLITS], list(torch.tensor(SPLITS))]
-)
-def test_m_splits_may_be_whatever_counts_as_an_integer(splits: Any) -> None:
-    layer, x = GroupedLinear(3, 32, 16), torch.randn(8, 32)
-    assert torch.equal(layer(x, splits), layer(x, SPLITS))
+def test_m_splits_may_be_whatever_counts_as_an_integer() -> None:
+    for splits in [
+        np.array(SPLITS),
+        [np.int64(size) for size in SPLITS],
+        list(torch.tensor(SPLITS)),
+    ]:
+        layer, x = GroupedLinear(3, 32, 16), torch.randn(8, 32)
+        assert torch.equal(layer(x, splits), layer(x, SPLITS)), splits
 
 
 def test_m_splits_on_meta_are_refused_by_name() -> None:
@@ -150,37 +152,42 @@ def test_m_splits_on_meta_are_refused_by_name() -> None:
         layer(torch.randn(8, 32, device="meta"), torch.tensor(SPLITS, device="meta"))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_an_empty_group_gets_zero_gradients(name: str) -> None:
-    layer = GroupedLinear(3, 32, 16)
-    forward(layer, torch.randn(8, 32), SPLITS, name).sum().backward()
-    assert not layer.weight1.grad.any()
-    assert not layer.bias1.grad.any()
+def test_an_empty_group_gets_zero_gradients() -> None:
+    for name in RECIPES:
+        layer = GroupedLinear(3, 32, 16)
+        forward(layer, torch.randn(8, 32), SPLITS, name).sum().backward()
+        assert not layer.weight1.grad.any(), name
+        assert not layer.bias1.grad.any(), name
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_all_groups_may_be_empty(name: str) -> None:
-    layer, x = GroupedLinear(3, 32, 16), torch.randn(0, 32, requires_grad=True)
-    y = forward(layer, x, [0, 0, 0], name)
-    y.sum().backward()
-    assert (y.shape, x.grad.shape) == ((0, 16), (0, 32))
-    assert not layer.weight0.grad.any()
+def test_all_groups_may_be_empty() -> None:
+    for name in RECIPES:
+        layer, x = GroupedLinear(3, 32, 16), torch.randn(0, 32, requires_grad=True)
+        y = forward(layer, x, [0, 0, 0], name)
+        y.sum().backward()
+        assert (y.shape, x.grad.shape) == ((0, 16), (0, 32)), name
+        assert not layer.weight0.grad.any(), name
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_groups_may_change_from_call_to_call(name: str) -> None:
-    layer = GroupedLinear(3, 32, 16)
-    for splits in ([1, 2, 3], [0, 0, 7], [4, 0, 0]):
-        assert forward(layer, torch.randn(sum(splits), 32), splits, name).shape == (sum(splits), 16)
+def test_groups_may_change_from_call_to_call() -> None:
+    for name in RECIPES:
+        layer = GroupedLinear(3, 32, 16)
+        for splits in ([1, 2, 3], [0, 0, 7], [4, 0, 0]):
+            assert forward(layer, torch.randn(sum(splits), 32), splits, name).shape == (
+                sum(splits),
+                16,
+            ), name
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_leading_dimensions_are_rows(name: str) -> None:
-    layer, x = GroupedLinear(3, 32, 16), torch.randn(8, 32)
-    with torch.no_grad():
-        want = forward(layer, x, SPLITS, name)
-        layer.reset_delayed_state()
-        assert torch.equal(forward(layer, x.reshape(2, 4, 32), SPLITS, name).reshape(8, 16), want)
+def test_leading_dimensions_are_rows() -> None:
+    for name in RECIPES:
+        layer, x = GroupedLinear(3, 32, 16), torch.randn(8, 32)
+        with torch.no_grad():
+            want = forward(layer, x, SPLITS, name)
+            layer.reset_delayed_state()
+            assert torch.equal(
+                forward(layer, x.reshape(2, 4, 32), SPLITS, name).reshape(8, 16), want
+            ), name
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -195,20 +202,20 @@ def test_return_bias_returns_the_biases_that_were_not_added(name: str) -> None:
     assert y.abs().max() < 100
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_torch_autocast_gives_its_dtype_and_gradients_in_the_parameters(name: str) -> None:
-    layer = GroupedLinear(3, 32, 16)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        y = forward(layer, torch.randn(8, 32), SPLITS, name)
-    y.sum().backward()
-    assert (y.dtype, layer.weight0.grad.dtype) == (torch.bfloat16, torch.float32)
+def test_torch_autocast_gives_its_dtype_and_gradients_in_the_parameters() -> None:
+    for name in RECIPES:
+        layer = GroupedLinear(3, 32, 16)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            y = forward(layer, torch.randn(8, 32), SPLITS, name)
+        y.sum().backward()
+        assert (y.dtype, layer.weight0.grad.dtype) == (torch.bfloat16, torch.float32), name
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_shape_is_known_on_meta(name: str) -> None:
-    layer = GroupedLinear(3, 40, 24, device="meta")
-    y = forward(layer, torch.empty(8, 40, device="meta"), SPLITS, name)
-    assert (y.shape, y.device.type) == ((8, 24), "meta")
+def test_shape_is_known_on_meta() -> None:
+    for name in RECIPES:
+        layer = GroupedLinear(3, 40, 24, device="meta")
+        y = forward(layer, torch.empty(8, 40, device="meta"), SPLITS, name)
+        assert (y.shape, y.device.type) == ((8, 24), "meta"), name
 
 
 def test_each_group_has_slots_of_its_own() -> None:

@@ -147,13 +147,13 @@ def test_reset_frees_everything_and_keeps_the_memory(kind: str) -> None:
     assert after == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_can_begin_again_under_the_same_id(kind: str) -> None:
-    cache, lists = make(kind), Lists()
-    lists.step(cache, {0: 6}, "bshd")
-    lists.step(cache, {1: 2}, "bshd")
-    lists.step(cache, {0: 3, 1: 1}, "bshd")
-    assert dict(cache.sequences) == {0: 3, 1: 3}
+def test_a_sequence_can_begin_again_under_the_same_id() -> None:
+    for kind in KINDS:
+        cache, lists = make(kind), Lists()
+        lists.step(cache, {0: 6}, "bshd")
+        lists.step(cache, {1: 2}, "bshd")
+        lists.step(cache, {0: 3, 1: 1}, "bshd")
+        assert dict(cache.sequences) == {0: 3, 1: 3}, kind
 
 
 def test_lengths_before_the_step_are_the_positions_of_its_tokens() -> None:
@@ -218,12 +218,12 @@ def test_a_step_can_be_made_again_after_it_failed() -> None:
         assert torch.equal(got.k_cache[1, :5], torch.cat((lists.held[1][0][0], keys[1])))
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_cache_is_used_inside_and_outside_of_inference_mode(first: bool) -> None:
-    cache, lists = make(), Lists()
-    for is_inside in (first, not first):
-        with torch.inference_mode(is_inside), torch.no_grad():
-            lists.step(cache, {0: 2, 1: 1}, "bshd")
+def test_a_cache_is_used_inside_and_outside_of_inference_mode() -> None:
+    for first in [True, False]:
+        cache, lists = make(), Lists()
+        for is_inside in (first, not first):
+            with torch.inference_mode(is_inside), torch.no_grad():
+                lists.step(cache, {0: 2, 1: 1}, "bshd")
 
 
 def test_no_step_needs_no_memory() -> None:
@@ -314,11 +314,11 @@ def test_tensors_that_do_not_fit_are_named() -> None:
         assert state(cache) == before
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_a_device_by_another_of_its_names_is_that_device(kind: str) -> None:
-    alias = {"cpu": "cpu:0", "cuda": "cuda"}[DEVICE.type]  # tensors on them say "cpu", "cuda:0"
-    cache = make(kind, device=alias)
-    Lists((1,)).step(cache, {0: 2, 1: 1}, "bshd")
+def test_a_device_by_another_of_its_names_is_that_device() -> None:
+    for kind in list(KINDS):
+        alias = {"cpu": "cpu:0", "cuda": "cuda"}[DEVICE.type]  # tensors on them say "cpu", "cuda:0"
+        cache = make(kind, device=alias)
+        Lists((1,)).step(cache, {0: 2, 1: 1}, "bshd")
 
 
 def test_a_step_without_pre_step_is_refused() -> None:
@@ -351,12 +351,12 @@ def test_tokens_of_an_id_that_began_again_are_not_those_of_the_one_before(kind: 
         cache.step(**keys_and_values(new_k=new_k, new_v=new_k[..., :V_SIZE]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_that_holds_tokens_is_not_allocated_again(kind: str) -> None:
-    cache, lists = make(kind), Lists((1,))
-    lists.step(cache, {0: 4, 1: 2}, "bshd")
-    cache.allocate_memory(1)
-    lists.step(cache, {0: 1, 1: 1}, "bshd")
+def test_memory_that_holds_tokens_is_not_allocated_again() -> None:
+    for kind in KINDS:
+        cache, lists = make(kind), Lists((1,))
+        lists.step(cache, {0: 4, 1: 2}, "bshd")
+        cache.allocate_memory(1)
+        lists.step(cache, {0: 1, 1: 1}, "bshd")
 
 
 def test_a_step_that_failed_leaves_the_format() -> None:

@@ -117,13 +117,15 @@ MADE: dict[str, Callable[[Any], LowPrecisionModule]] = {
 }
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_parameters_are_of_floating_point_dtypes(name: str) -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        assert {own.dtype for own in MADE[name](dtype).parameters()} == {dtype}
-    for other in DTYPES:
-        with pytest.raises(OperandError, match=rf"params_dtype={other!r}: expected torch.bfloat16"):
-            MADE[name](other)
+def test_parameters_are_of_floating_point_dtypes() -> None:
+    for name in MADE:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            assert {own.dtype for own in MADE[name](dtype).parameters()} == {dtype}, name
+        for other in DTYPES:
+            with pytest.raises(
+                OperandError, match=rf"params_dtype={other!r}: expected torch.bfloat16"
+            ):
+                MADE[name](other)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")

@@ -100,12 +100,12 @@ def run(layer: torch.nn.Module, name: str | None) -> list[torch.Tensor]:
 
 # Stateless recipes round the norm's result before the cast, so the two layers hand over the same;
 # nvfp4 draws a seed a layer that takes one: the linear's alone, in both.
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
-def test_equals_the_norm_and_the_linear_bit_for_bit(name: str | None) -> None:
-    layer = made()
-    apart = pair(layer, LayerNorm(32, params_dtype=BF16))
-    for got, want in zip(run(layer, name), run(apart, name), strict=True):
-        assert torch.equal(got, want)
+def test_equals_the_norm_and_the_linear_bit_for_bit() -> None:
+    for name in [name for name in RECIPES if name != "delayed"]:
+        layer = made()
+        apart = pair(layer, LayerNorm(32, params_dtype=BF16))
+        for got, want in zip(run(layer, name), run(apart, name), strict=True):
+            assert torch.equal(got, want), name
 
 
 def test_delayed_quantizes_the_unrounded_norm() -> None:
@@ -129,11 +129,11 @@ def test_returned_layernorm_output_is_the_norms(name: str | None) -> None:
     assert torch.equal(normalized, norm(x))
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
-def test_returning_the_norm_changes_no_result(name: str | None) -> None:
-    plain, returning = made(), made(return_layernorm_output=True)
-    for got, want in zip(run(returning, name), run(plain, name), strict=True):
-        assert torch.equal(got, want)
+def test_returning_the_norm_changes_no_result() -> None:
+    for name in [name for name in RECIPES if name != "delayed"]:
+        plain, returning = made(), made(return_layernorm_output=True)
+        for got, want in zip(run(returning, name), run(plain, name), strict=True):
+            assert torch.equal(got, want), name
 
 
 def test_the_returned_norm_has_its_own_gradient() -> None:
@@ -162,9 +162,8 @@ def test_return_order_is_output_bias_norm() -> None:
     assert (y.shape, bias.shape, normalized.shape) == ((4, 16), (16,), (4, 32))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
+def test_parameter_names() -> None:
+    for arguments, names in [
         ({}, ["layer_norm_weight", "layer_norm_bias", "weight", "bias"]),
         ({"normalization": "RMSNorm"}, ["layer_norm_weight", "weight", "bias"]),
         ({"bias": False}, ["layer_norm_weight", "layer_norm_bias", "weight"]),
@@ -172,11 +171,9 @@ def test_return_order_is_output_bias_norm() -> None:
             {"parameters_split": ["query", "key"], "normalization": "RMSNorm"},
             ["layer_norm_weight", "query_weight", "key_weight", "query_bias", "key_bias"],
         ),
-    ],
-)
-def test_parameter_names(arguments: dict[str, object], names: list[str]) -> None:
-    layer = LayerNormLinear(8, 16, **arguments)
-    assert [name for name, _ in layer.named_parameters()] == names
+    ]:
+        layer = LayerNormLinear(8, 16, **arguments)
+        assert [name for name, _ in layer.named_parameters()] == names, (arguments, names)
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
@@ -186,13 +183,13 @@ def test_gradcheck(normalization: str) -> None:
     assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *layer.parameters()))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_frozen_linear_still_trains_the_norm(name: str | None) -> None:
-    layer, other = made(), made()
-    layer.weight.requires_grad_(False)
-    got, want = run(layer, name), run(other, name)
-    assert got[4] is None
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True) if a is not None)
+def test_frozen_linear_still_trains_the_norm() -> None:
+    for name in RECIPES:
+        layer, other = made(), made()
+        layer.weight.requires_grad_(False)
+        got, want = run(layer, name), run(other, name)
+        assert got[4] is None, name
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True) if a is not None), name
 
 
 def test_zero_rows() -> None:
@@ -210,10 +207,10 @@ def test_an_unknown_normalization_lists_the_known() -> None:
         LayerNormLinear(8, 8, normalization="BatchNorm")
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_part_may_not_be_called_as_the_norm(bias: bool) -> None:
-    with pytest.raises(RecipeError, match="'layer_norm' is the norm's"):
-        LayerNormLinear(8, 8, bias=bias, parameters_split=["layer_norm_", "b"])
+def test_a_part_may_not_be_called_as_the_norm() -> None:
+    for bias in [True, False]:
+        with pytest.raises(RecipeError, match="'layer_norm' is the norm's"):
+            LayerNormLinear(8, 8, bias=bias, parameters_split=["layer_norm_", "b"])
 
 
 def test_a_wrong_hidden_size_names_both() -> None:

@@ -139,17 +139,14 @@ def test_every_activation_has_an_operation() -> None:
 
 
 # Not nvfp4: it draws one seed a layer, so two linears in two layers round by other numbers.
-@pytest.mark.parametrize(
-    ("activation", "name"),
-    [
+def test_equals_its_parts_bit_for_bit() -> None:
+    for activation, name in [
         *((activation, "current") for activation in ACTIVATIONS),
         *(("swiglu", name) for name in STATELESS if name not in ("current", "nvfp4")),
-    ],
-)
-def test_equals_its_parts_bit_for_bit(activation: str, name: str | None) -> None:
-    layer = made(activation)
-    for got, want in zip(run(layer, name), run(parts(layer), name), strict=True):
-        assert torch.equal(got, want)
+    ]:
+        layer = made(activation)
+        for got, want in zip(run(layer, name), run(parts(layer), name), strict=True):
+            assert torch.equal(got, want), (activation, name)
 
 
 def test_nvfp4_forward_equals_its_parts_bit_for_bit() -> None:
@@ -166,16 +163,15 @@ def test_gradcheck(activation: str) -> None:
     assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *layer.parameters()))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gated_activations_double_fc1(activation: str) -> None:
-    layer = LayerNormMLP(8, 24, activation=activation)
-    rows = 48 if activation in GATED else 24
-    assert (layer.fc1_weight.shape, layer.fc2_weight.shape) == ((rows, 8), (8, 24))
+def test_gated_activations_double_fc1() -> None:
+    for activation in ACTIVATIONS:
+        layer = LayerNormMLP(8, 24, activation=activation)
+        rows = 48 if activation in GATED else 24
+        assert (layer.fc1_weight.shape, layer.fc2_weight.shape) == ((rows, 8), (8, 24)), activation
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
+def test_parameter_names() -> None:
+    for arguments, names in [
         (
             {},
             "layer_norm_weight layer_norm_bias fc1_weight fc1_bias fc2_weight fc2_bias",
@@ -185,10 +181,10 @@ def test_gated_activations_double_fc1(activation: str) -> None:
             "layer_norm_weight fc1_weight fc1_bias fc2_weight fc2_bias",
         ),
         ({"bias": False}, "layer_norm_weight layer_norm_bias fc1_weight fc2_weight"),
-    ],
-)
-def test_parameter_names(arguments: dict[str, object], names: str) -> None:
-    assert [name for name, _ in LayerNormMLP(8, 8, **arguments).named_parameters()] == names.split()
+    ]:
+        assert [
+            name for name, _ in LayerNormMLP(8, 8, **arguments).named_parameters()
+        ] == names.split(), (arguments, names)
 
 
 def test_return_order_is_output_bias_norm() -> None:
@@ -206,20 +202,20 @@ def test_returned_bias_is_not_added() -> None:
     assert (y + bias - added(x)).abs().max() <= 64 * 2.0**6 * 2.0**-53
 
 
-@pytest.mark.parametrize("name", STATELESS)
-def test_returned_layernorm_output_is_the_norms(name: str | None) -> None:
-    layer = made(return_layernorm_output=True)
-    x = torch.randn(32, 32).to(BF16)
-    with autocast(enabled=name is not None, recipe=by_name(name)):
-        _, normalized = layer(x)
-    assert torch.equal(normalized, parts(layer)[0](x))
+def test_returned_layernorm_output_is_the_norms() -> None:
+    for name in STATELESS:
+        layer = made(return_layernorm_output=True)
+        x = torch.randn(32, 32).to(BF16)
+        with autocast(enabled=name is not None, recipe=by_name(name)):
+            _, normalized = layer(x)
+        assert torch.equal(normalized, parts(layer)[0](x)), name
 
 
-@pytest.mark.parametrize("name", STATELESS)
-def test_leading_dimensions_are_rows(name: str | None) -> None:
-    layer, x = made(), torch.randn(4, 8, 32).to(BF16)
-    with torch.no_grad(), autocast(enabled=name is not None, recipe=by_name(name)):
-        assert torch.equal(layer(x), layer(x.reshape(32, 32)).reshape(4, 8, 32))
+def test_leading_dimensions_are_rows() -> None:
+    for name in STATELESS:
+        layer, x = made(), torch.randn(4, 8, 32).to(BF16)
+        with torch.no_grad(), autocast(enabled=name is not None, recipe=by_name(name)):
+            assert torch.equal(layer(x), layer(x.reshape(32, 32)).reshape(4, 8, 32)), name
 
 
 def test_delayed_biases_get_the_sum_before_quantization() -> None:

@@ -60,17 +60,17 @@ def test_every_argument_that_is_not_offered_has_a_value_here() -> None:
     assert {name for own in (*REFUSED, *IDLE) for name in own} == set(NOT_OFFERED)
 
 
-@pytest.mark.parametrize("name", NOT_OFFERED)
-def test_the_default_of_an_argument_that_is_not_offered_is_taken(name: str) -> None:
-    Linear(8, 8, **{name: inspect.signature(Linear).parameters[name].default})
+def test_the_default_of_an_argument_that_is_not_offered_is_taken() -> None:
+    for name in NOT_OFFERED:
+        Linear(8, 8, **{name: inspect.signature(Linear).parameters[name].default})
 
 
-@pytest.mark.parametrize("argument", IDLE, ids=str)
-def test_a_value_that_asks_for_nothing_is_taken(argument: dict[str, Any]) -> None:
-    torch.manual_seed(3)
-    layer = Linear(8, 8, **argument)
-    torch.manual_seed(3)
-    assert torch.equal(layer.weight, Linear(8, 8).weight)
+def test_a_value_that_asks_for_nothing_is_taken() -> None:
+    for argument in IDLE:
+        torch.manual_seed(3)
+        layer = Linear(8, 8, **argument)
+        torch.manual_seed(3)
+        assert torch.equal(layer.weight, Linear(8, 8).weight), argument
 
 
 @pytest.mark.usefixtures("group_of_one")
@@ -214,15 +214,16 @@ def test_a_frozen_part_of_a_split_gets_no_gradient() -> None:
     assert layer.k_weight.grad is not None
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), turns(RECIPES, [torch.bfloat16, torch.float16, torch.float32])
-)
-def test_results_have_the_dtype_of_the_input(name: str, dtype: torch.dtype) -> None:
-    layer = Linear(32, 16, params_dtype=dtype)
-    x = torch.randn(4, 32).to(dtype).requires_grad_()
-    y = forward(layer, x, name)
-    y.sum().backward()
-    assert {y.dtype, x.grad.dtype, layer.weight.grad.dtype, layer.bias.grad.dtype} == {dtype}
+def test_results_have_the_dtype_of_the_input() -> None:
+    for name, dtype in turns(RECIPES, [torch.bfloat16, torch.float16, torch.float32]):
+        layer = Linear(32, 16, params_dtype=dtype)
+        x = torch.randn(4, 32).to(dtype).requires_grad_()
+        y = forward(layer, x, name)
+        y.sum().backward()
+        assert {y.dtype, x.grad.dtype, layer.weight.grad.dtype, layer.bias.grad.dtype} == {dtype}, (
+            name,
+            dtype,
+        )
 
 
 def test_print_says_sizes_dtype_and_how_it_last_ran() -> None:
@@ -238,29 +239,28 @@ def test_print_says_sizes_dtype_and_how_it_last_ran() -> None:
     assert repr(layer).endswith("last run: high precision on reference)")
 
 
-@pytest.mark.parametrize(
-    ("name", "want"),
-    [
+def test_print_names_the_recipe_that_was_chosen_for_the_layer() -> None:
+    for name, want in [
         ("a", f"MXFP8BlockScaling on {BACKEND}"),
         ("b", f"high precision on {BACKEND}"),
         ("c", f"NVFP4BlockScaling on {BACKEND}"),
-    ],
-)
-def test_print_names_the_recipe_that_was_chosen_for_the_layer(name: str, want: str) -> None:
-    inner = recipe.PerLayer({"c": recipe.NVFP4BlockScaling()}, default=recipe.MXFP8BlockScaling())
-    layer = Linear(32, 32, name=name)
-    with autocast(recipe=recipe.PerLayer({"b": None}, default=inner)):
-        layer(torch.randn(32, 32))
-    assert repr(layer).endswith(f"last run: {want})")
+    ]:
+        inner = recipe.PerLayer(
+            {"c": recipe.NVFP4BlockScaling()}, default=recipe.MXFP8BlockScaling()
+        )
+        layer = Linear(32, 32, name=name)
+        with autocast(recipe=recipe.PerLayer({"b": None}, default=inner)):
+            layer(torch.randn(32, 32))
+        assert repr(layer).endswith(f"last run: {want})"), (name, want)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_deep_copy_computes_the_same_with_its_own_parameters(name: str) -> None:
-    layer, x = Linear(32, 16), torch.randn(4, 32)
-    forward(layer, x, name)
-    twin = copy.deepcopy(layer)
-    assert torch.equal(forward(layer, x, name), forward(twin, x, name))
-    assert twin.weight is not layer.weight
+def test_a_deep_copy_computes_the_same_with_its_own_parameters() -> None:
+    for name in RECIPES:
+        layer, x = Linear(32, 16), torch.randn(4, 32)
+        forward(layer, x, name)
+        twin = copy.deepcopy(layer)
+        assert torch.equal(forward(layer, x, name), forward(twin, x, name)), name
+        assert twin.weight is not layer.weight, name
 
 
 def test_a_pickled_layer_computes_the_same() -> None:
@@ -272,12 +272,12 @@ def test_a_pickled_layer_computes_the_same() -> None:
     assert torch.equal(forward(loaded, x, "delayed"), forward(layer, x, "delayed"))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_moving_to_another_dtype_computes_in_it(name: str) -> None:
-    layer = Linear(32, 16)
-    forward(layer, torch.randn(4, 32), name)
-    layer.bfloat16()
-    assert forward(layer, torch.randn(4, 32).bfloat16(), name).dtype == torch.bfloat16
+def test_moving_to_another_dtype_computes_in_it() -> None:
+    for name in RECIPES:
+        layer = Linear(32, 16)
+        forward(layer, torch.randn(4, 32), name)
+        layer.bfloat16()
+        assert forward(layer, torch.randn(4, 32).bfloat16(), name).dtype == torch.bfloat16, name
 
 
 def test_a_parametrized_weight_is_used() -> None:

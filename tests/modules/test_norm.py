@@ -62,40 +62,38 @@ def test_gradcheck(kind: type) -> None:
     assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *layer.parameters()))
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_bfloat16_is_the_float32_result_rounded_once(kind: type) -> None:
-    layer = kind(9, params_dtype=BF16)
-    randomize(layer)
-    wide = kind(9, params_dtype=torch.float32)
-    wide.load_state_dict(layer.state_dict())
-    x = torch.randn(4, 9, dtype=BF16)
-    assert torch.equal(layer(x), wide(x.float()).to(BF16))
+def test_bfloat16_is_the_float32_result_rounded_once() -> None:
+    for kind in BOTH:
+        layer = kind(9, params_dtype=BF16)
+        randomize(layer)
+        wide = kind(9, params_dtype=torch.float32)
+        wide.load_state_dict(layer.state_dict())
+        x = torch.randn(4, 9, dtype=BF16)
+        assert torch.equal(layer(x), wide(x.float()).to(BF16)), kind
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_a_recipe_changes_nothing(kind: type) -> None:
-    layer = kind(8)
-    x = torch.randn(4, 8)
-    with autocast(recipe=recipe.DelayedScaling()):
-        inside = layer(x)
-    assert torch.equal(inside, layer(x))
+def test_a_recipe_changes_nothing() -> None:
+    for kind in BOTH:
+        layer = kind(8)
+        x = torch.randn(4, 8)
+        with autocast(recipe=recipe.DelayedScaling()):
+            inside = layer(x)
+        assert torch.equal(inside, layer(x)), kind
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_no_rows_give_no_rows_and_zero_gradients(kind: type) -> None:
-    layer = kind(8)
-    y = layer(torch.zeros(0, 8, requires_grad=True))
-    y.sum().backward()
-    assert y.shape == (0, 8)
-    assert layer.weight.grad is not None
-    assert not layer.weight.grad.any()
+def test_no_rows_give_no_rows_and_zero_gradients() -> None:
+    for kind in BOTH:
+        layer = kind(8)
+        y = layer(torch.zeros(0, 8, requires_grad=True))
+        y.sum().backward()
+        assert y.shape == (0, 8), kind
+        assert layer.weight.grad is not None, kind
+        assert not layer.weight.grad.any(), kind
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"), [(LayerNorm, ["weight", "bias"]), (RMSNorm, ["weight"])]
-)
-def test_parameter_names(kind: type, names: list[str]) -> None:
-    assert [name for name, _ in kind(8).named_parameters()] == names
+def test_parameter_names() -> None:
+    for kind, names in [(LayerNorm, ["weight", "bias"]), (RMSNorm, ["weight"])]:
+        assert [name for name, _ in kind(8).named_parameters()] == names, (kind, names)
 
 
 @pytest.mark.parametrize(("centered", "value"), [(False, 1.0), (True, 0.0)])
@@ -104,14 +102,14 @@ def test_gamma_starts_as_the_identity(kind: type, centered: bool, value: float) 
     assert torch.equal(kind(3, zero_centered_gamma=centered).weight, torch.full((3,), value))
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_hidden_size_is_the_older_name(kind: type) -> None:
-    assert kind(hidden_size=6).weight.shape == (6,)
+def test_hidden_size_is_the_older_name() -> None:
+    for kind in BOTH:
+        assert kind(hidden_size=6).weight.shape == (6,), kind
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_several_sizes_are_the_last_dimensions(kind: type) -> None:
-    assert kind([2, 3]).weight.shape == (2, 3)
+def test_several_sizes_are_the_last_dimensions() -> None:
+    for kind in BOTH:
+        assert kind([2, 3]).weight.shape == (2, 3), kind
 
 
 def test_a_size_is_needed() -> None:
@@ -126,17 +124,17 @@ def test_a_wrong_hidden_size_names_both() -> None:
             kind(8)(torch.zeros(2, 9))
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_an_input_of_another_dtype_is_cast_to_that_of_the_weight(kind: type) -> None:
-    layer, x = kind(8), torch.randn(2, 8).to(BF16)
-    assert torch.equal(layer(x), layer(x.float()))
+def test_an_input_of_another_dtype_is_cast_to_that_of_the_weight() -> None:
+    for kind in BOTH:
+        layer, x = kind(8), torch.randn(2, 8).to(BF16)
+        assert torch.equal(layer(x), layer(x.float())), kind
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_sequence_parallel_marks_the_parameters(kind: type) -> None:
-    layer = kind(8, sequence_parallel=True)
-    assert all(one.sequence_parallel is True for one in layer.parameters())
-    assert not hasattr(kind(8).weight, "sequence_parallel")
+def test_sequence_parallel_marks_the_parameters() -> None:
+    for kind in BOTH:
+        layer = kind(8, sequence_parallel=True)
+        assert all(one.sequence_parallel is True for one in layer.parameters()), kind
+        assert not hasattr(kind(8).weight, "sequence_parallel"), kind
 
 
 def run(layer: torch.nn.Module, dtype: torch.dtype, *, is_added_before: bool) -> list[torch.Tensor]:
@@ -150,35 +148,31 @@ def run(layer: torch.nn.Module, dtype: torch.dtype, *, is_added_before: bool) ->
     return [y.detach(), *(grad.clone() for grad in grads if grad is not None)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "name"), pairs(BOTH, [BF16, torch.float32], [None, *recipe.names()])
-)
-def test_the_norm_of_a_sum_equals_the_sum_and_its_norm(
-    kind: type, dtype: torch.dtype, name: str | None
-) -> None:
-    layer = kind(16, params_dtype=dtype)
-    randomize(layer)
-    with autocast(enabled=name is not None, recipe=recipe.by_name(name or "current")):
-        want, got = (run(layer, dtype, is_added_before=flag) for flag in (True, False))
-    assert len(want) == len(got)
-    assert all(map(torch.equal, got, want))
+def test_the_norm_of_a_sum_equals_the_sum_and_its_norm() -> None:
+    for kind, dtype, name in pairs(BOTH, [BF16, torch.float32], [None, *recipe.names()]):
+        layer = kind(16, params_dtype=dtype)
+        randomize(layer)
+        with autocast(enabled=name is not None, recipe=recipe.by_name(name or "current")):
+            want, got = (run(layer, dtype, is_added_before=flag) for flag in (True, False))
+        assert len(want) == len(got), (kind, dtype)
+        assert all(map(torch.equal, got, want)), (kind, dtype)
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_the_norm_of_a_sum_is_one_operation_where_a_backend_has_it(kind: type) -> None:
-    layer = kind(16)
-    with fused_toy.installed("add_norm") as calls:
-        run(layer, torch.float32, is_added_before=False)
-    assert (calls["add_norm"], calls["norm"]) == (1, 0)
+def test_the_norm_of_a_sum_is_one_operation_where_a_backend_has_it() -> None:
+    for kind in BOTH:
+        layer = kind(16)
+        with fused_toy.installed("add_norm") as calls:
+            run(layer, torch.float32, is_added_before=False)
+        assert (calls["add_norm"], calls["norm"]) == (1, 0), kind
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_calls_with_and_without_a_residual_take_turns(kind: type) -> None:
-    layer, x = kind(16), torch.randn(4, 16)
-    results = [layer(x), layer(x, residual=x), layer(x), layer(x, residual=x)]
-    assert torch.equal(results[0], results[2])
-    assert torch.equal(results[1], results[3])
-    assert torch.equal(results[1], layer(x + x))
+def test_calls_with_and_without_a_residual_take_turns() -> None:
+    for kind in BOTH:
+        layer, x = kind(16), torch.randn(4, 16)
+        results = [layer(x), layer(x, residual=x), layer(x), layer(x, residual=x)]
+        assert torch.equal(results[0], results[2]), kind
+        assert torch.equal(results[1], results[3]), kind
+        assert torch.equal(results[1], layer(x + x)), kind
 
 
 def test_a_residual_of_another_shape_is_refused() -> None:

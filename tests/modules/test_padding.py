@@ -57,12 +57,12 @@ ALIGNMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", ALIGNMENTS)
-def test_multiple_is_what_the_recipe_needs(name: str) -> None:
-    layer = Fp8Padding(1)
-    with fp8core.autocast(recipe=getattr(recipe, name)()):
-        layer(torch.randn(3, 5), [3])
-    assert layer.align_size == ALIGNMENTS[name]
+def test_multiple_is_what_the_recipe_needs() -> None:
+    for name in ALIGNMENTS:
+        layer = Fp8Padding(1)
+        with fp8core.autocast(recipe=getattr(recipe, name)()):
+            layer(torch.randn(3, 5), [3])
+        assert layer.align_size == ALIGNMENTS[name], name
 
 
 def test_no_rows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -293,14 +294,14 @@ def check(ranks: list[dict[str, Any]], case: str, judge: dict[str, Any], *, spli
             assert torch.equal(one[name], grad), name
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_sequence_parallel_equals_one_process(ranks: list[dict[str, Any]], name: str) -> None:
-    check(ranks, f"{name} sequence", one_process(name), split=True)
+def test_sequence_parallel_equals_one_process(ranks: list[dict[str, Any]]) -> None:
+    for name in EXACT:
+        check(ranks, f"{name} sequence", one_process(name), split=True)
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_tensor_parallel_equals_one_process(ranks: list[dict[str, Any]], name: str) -> None:
-    check(ranks, f"{name} replicated", one_process(name), split=False)
+def test_tensor_parallel_equals_one_process(ranks: list[dict[str, Any]]) -> None:
+    for name in EXACT:
+        check(ranks, f"{name} replicated", one_process(name), split=False)
 
 
 def test_a_bias_is_added_once_after_the_sum(ranks: list[dict[str, Any]]) -> None:
@@ -320,12 +321,12 @@ def test_blocks_that_ranks_would_share_travel_in_high_precision(
     assert sent["gather/input"] == [1, 36 * HIDDEN * 2]
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_gradients_of_the_input_equal_one_process(ranks: list[dict[str, Any]], name: str) -> None:
-    judge = pair_in_one_process(name)
-    found = [one[f"{name} pair"] for one in ranks]
-    for key in ("y", "dx"):
-        assert torch.equal(torch.cat([one[key] for one in found]), judge[key]), key
+def test_gradients_of_the_input_equal_one_process(ranks: list[dict[str, Any]]) -> None:
+    for name in EXACT:
+        judge = pair_in_one_process(name)
+        found = [one[f"{name} pair"] for one in ranks]
+        for key in ("y", "dx"):
+            assert torch.equal(torch.cat([one[key] for one in found]), judge[key]), key
 
 
 TABLE = {"none": 10, "current": 7, "rowwise": 8.06, "block": 8.13, "mxfp8": 8.13, "nvfp4": 6.25}
@@ -334,17 +335,17 @@ AMAXES = {"current": 8 + 8, "rowwise": 4 * 2 * HIDDEN, "nvfp4": 8 + 8}
 """Bytes of the amaxes that are reduced before the two casts."""
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_bytes_on_the_wire_are_those_of_the_table(ranks: list[dict[str, Any]], name: str) -> None:
-    counts = {
-        key: sent
-        for key, (_, sent) in ranks[0][f"{name} pair"]["counts"].items()
-        if key != "max/amax"
-    }
-    per_element = sum(counts.values()) / (ROWS // 2 * HIDDEN)
-    assert per_element == pytest.approx(TABLE[name], rel=0.01)
-    amaxes = ranks[0][f"{name} pair"]["counts"].get("max/amax", [0, 0])[1]
-    assert amaxes <= AMAXES.get(name, 0)
+def test_bytes_on_the_wire_are_those_of_the_table(ranks: list[dict[str, Any]]) -> None:
+    for name in TABLE:
+        counts = {
+            key: sent
+            for key, (_, sent) in ranks[0][f"{name} pair"]["counts"].items()
+            if key != "max/amax"
+        }
+        per_element = sum(counts.values()) / (ROWS // 2 * HIDDEN)
+        assert per_element == pytest.approx(TABLE[name], rel=0.01), name
+        amaxes = ranks[0][f"{name} pair"]["counts"].get("max/amax", [0, 0])[1]
+        assert amaxes <= AMAXES.get(name, 0), name
 
 
 def test_delayed_scales_are_equal_without_a_reduction_group(ranks: list[dict[str, Any]]) -> None:
@@ -439,16 +440,16 @@ def test_four_ranks_equal_one_process_where_sums_have_its_order() -> None:
         check(parts, "", judge, split=True)
 
 
-@pytest.mark.parametrize("key", ["dx", "y"])
 def test_stochastic_gradients_are_as_near_as_those_of_one_process(
-    ranks: list[dict[str, Any]], key: str
+    ranks: list[dict[str, Any]],
 ) -> None:
     """Each rank draws its noise for its rows: results differ, by rounding alone."""
-    exact, alone = pair_in_one_process("none")[key].float(), pair_in_one_process("nvfp4")[key]
-    found = torch.cat([one["nvfp4 pair"][key] for one in ranks])
-    errors = [(one.float() - exact).norm() for one in (found, alone)]
-    assert errors[0] <= 1.05 * errors[1]
-    assert (key == "y") == torch.equal(found, alone)
+    for key in ["dx", "y"]:
+        exact, alone = pair_in_one_process("none")[key].float(), pair_in_one_process("nvfp4")[key]
+        found = torch.cat([one["nvfp4 pair"][key] for one in ranks])
+        errors = [(one.float() - exact).norm() for one in (found, alone)]
+        assert errors[0] <= 1.05 * errors[1], key
+        assert (key == "y") == torch.equal(found, alone), key
 
 
 def test_four_processes_differ_by_the_order_of_bfloat16_sums_alone(tmp_path: Path) -> None:
@@ -458,7 +459,7 @@ def test_four_processes_differ_by_the_order_of_bfloat16_sums_alone(tmp_path: Pat
         assert max(errors.values()) < 0.004, errors
 
 
-def with_rows(communicator: Communicator, mode: str, *leading: int) -> torch.Tensor:
+def with_rows(communicator: Communicator, mode: str, leading: tuple[int, ...]) -> torch.Tensor:
     """What a layer with sequence parallelism returns for an input of ``leading`` dimensions."""
     given: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device()}
     layer = fp8core.Linear(
@@ -475,24 +476,19 @@ def with_rows(communicator: Communicator, mode: str, *leading: int) -> torch.Ten
 def test_a_first_dimension_that_the_ranks_do_not_divide_is_named() -> None:
     def said(communicator: Communicator) -> str:
         with pytest.raises(OperandError) as caught:
-            with_rows(communicator, "row", 9, 4)
+            with_rows(communicator, "row", (9, 4))
         return str(caught.value)
 
     messages = run_in_threads(said, 2)
     assert all("split the first dimension, here 9" in one for one in messages)
 
 
-@pytest.mark.parametrize(
-    ("mode", "leading", "expected"),
-    [
+def test_inputs_without_rows_are_gathered_and_scattered() -> None:
+    for mode, leading, expected in [
         ("column", (8, 0), [16, 0, 32]),
         ("column", (0, 8), [0, 8, 32]),
         ("row", (8, 0), [4, 0, 64]),
         ("row", (0,), [0, 64]),
-    ],
-)
-def test_inputs_without_rows_are_gathered_and_scattered(
-    mode: str, leading: tuple[int, ...], expected: list[int]
-) -> None:
-    results = run_in_threads(lambda one: with_rows(one, mode, *leading), 2)
-    assert [list(one.shape) for one in results] == [expected] * 2
+    ]:
+        results = run_in_threads(functools.partial(with_rows, mode=mode, leading=leading), 2)
+        assert [list(one.shape) for one in results] == [expected] * 2, (mode, leading)

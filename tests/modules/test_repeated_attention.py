@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,9 +83,8 @@ def packed() -> list[torch.Tensor]:
     return [part.detach().requires_grad_() for part in whole.split(HEADS, dim=2)]
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_other_tensors_are_looked_at() -> None:
+    for given in [
         lambda: inputs(1, length=4),
         lambda: inputs(1, batch=2),
         packed,
@@ -96,26 +94,19 @@ def packed() -> list[torch.Tensor]:
         lambda: [inputs(1)[0], *[one.detach() for one in inputs(1)[1:]]],
         lambda: [one.detach()[..., :8].requires_grad_() for one in inputs(1)],
         lambda: [inputs(1)[0]] * 3,
-    ],
-    ids=[
-        *("length", "batch", "strides", "no gradients", "float64", "float16", "query alone"),
-        *("another head", "one tensor"),
-    ],
-)
-def test_other_tensors_are_looked_at(given: Callable[[], list[torch.Tensor]]) -> None:
-    layer, tensors = make(), given()
-    remember(layer)
-    assert_same(results(layer, tensors), results(make(), tensors))
-    assert_same(results(layer, inputs()), results(make(), inputs()))
+    ]:
+        layer, tensors = make(), given()
+        remember(layer)
+        assert_same(results(layer, tensors), results(make(), tensors))
+        assert_same(results(layer, inputs()), results(make(), inputs()))
 
 
 BIAS = torch.randn(1, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(5)).bfloat16()
 MASK = torch.rand(1, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(6)) > 0.5
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_other_arguments_are_looked_at() -> None:
+    for arguments in [
         {"qkv_format": "sbhd"},
         {"qkv_format": "thd"},
         {"attn_mask_type": "no_mask"},
@@ -133,15 +124,14 @@ MASK = torch.rand(1, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(
         {"num_splits": 2},
         {"score_mod": print},
         {"qkv_layer": torch.ones(LENGTH, LENGTH, 3, HEADS, SIZE).bfloat16()},
-    ],
-    ids=lambda given: " ".join(f"{k}={v}" if isinstance(v, str) else k for k, v in given.items()),
-)
-def test_other_arguments_are_looked_at(arguments: dict[str, Any]) -> None:
-    layer = make()
-    remember(layer)
-    for _ in range(2):
-        assert_same(results(layer, inputs(1), **arguments), results(make(), inputs(1), **arguments))
-    assert_same(results(layer, inputs(1)), results(make(), inputs(1)))
+    ]:
+        layer = make()
+        remember(layer)
+        for _ in range(2):
+            assert_same(
+                results(layer, inputs(1), **arguments), results(make(), inputs(1), **arguments)
+            )
+        assert_same(results(layer, inputs(1)), results(make(), inputs(1)))
 
 
 @pytest.mark.parametrize(
@@ -166,13 +156,13 @@ def test_an_attribute_that_was_changed_counts(name: str, value: object) -> None:
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("option", ["softmax_type", "attention_dropout", "return_max_logit"])
-def test_calls_with_more_than_queries_keys_and_values_are_not_remembered(option: str) -> None:
-    value: Any = {"softmax_type": "learnable", "attention_dropout": 0.5}.get(option, True)
-    layer = make(**{option: value})
-    for _ in range(2):
-        layer(*inputs())
-    assert layer._bindings.repeat is None
+def test_calls_with_more_than_queries_keys_and_values_are_not_remembered() -> None:
+    for option in ["softmax_type", "attention_dropout", "return_max_logit"]:
+        value: Any = {"softmax_type": "learnable", "attention_dropout": 0.5}.get(option, True)
+        layer = make(**{option: value})
+        for _ in range(2):
+            layer(*inputs())
+        assert layer._bindings.repeat is None, option
 
 
 def test_modes_and_contexts_are_looked_at() -> None:

@@ -93,10 +93,10 @@ def is_one_chain(layer: Any, x: torch.Tensor, name: str = "current", **given: An
         return nodes_of(layer(x, **given)) == {"_ChainBackward", "AccumulateGrad"}
 
 
-@pytest.mark.parametrize(("option", "name"), turns(OPTIONS, RECIPES))
-def test_one_weight_makes_one_chain(option: str, name: str) -> None:
+def test_one_weight_makes_one_chain() -> None:
     """Else torch puts three weights together before it. tests/test_ways.py compares the bits."""
-    assert is_one_chain(make(**OPTIONS[option]), inputs(), name)
+    for option, name in turns(OPTIONS, RECIPES):
+        assert is_one_chain(make(**OPTIONS[option]), inputs(), name), (option, name)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
@@ -202,13 +202,13 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("argument", ARGUMENTS)
-def test_arguments_of_a_call_count(argument: str) -> None:
-    ours, theirs = make(attn_input_format="bshd"), make(attn_input_format="bshd")
-    for given in ({}, ARGUMENTS[argument], {}):
-        with one_by_one():
-            expected = step(theirs, inputs(1), **given)
-        assert_same(step(ours, inputs(1), **given), expected)
+def test_arguments_of_a_call_count() -> None:
+    for argument in ARGUMENTS:
+        ours, theirs = make(attn_input_format="bshd"), make(attn_input_format="bshd")
+        for given in ({}, ARGUMENTS[argument], {}):
+            with one_by_one():
+                expected = step(theirs, inputs(1), **given)
+            assert_same(step(ours, inputs(1), **given), expected)
 
 
 def test_the_last_call_is_repeated_without_binding(monkeypatch: pytest.MonkeyPatch) -> None:
