@@ -101,8 +101,10 @@ class AscendBackend:
         if type(desc) is not QuantizeDesc:
             return Numerics()
         specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
-        is_one = all(kind_of(spec) is Kind.TENSOR for spec in specs)
-        if all(spec.delayed for spec in specs) or (is_one and desc.dtype == torch.float32):
+        has_single_scale = all(kind_of(spec) is Kind.TENSOR for spec in specs)
+        if all(spec.delayed for spec in specs) or (
+            has_single_scale and desc.dtype == torch.float32
+        ):
             return Numerics()  # the cast is by a given scale
         if all(spec.delayed or spec.scale_format == "e8m0" for spec in specs):
             return Numerics(source=_SOURCE_MX, amax_range=(0.0, _LARGEST))
@@ -130,8 +132,8 @@ def _check_quantize(desc: QuantizeDesc) -> str | None:
         return "it would wait for the sizes of groups on the device; give them as a list"
     specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
     is_delayed = any(spec.delayed for spec in specs)
-    is_one = all(spec.block == (0, 0) for spec in specs)
-    dtypes = arguments.SCALABLE if is_delayed or is_one else arguments.QUANTIZABLE
+    has_single_scale = all(spec.block == (0, 0) for spec in specs)
+    dtypes = arguments.SCALABLE if is_delayed or has_single_scale else arguments.QUANTIZABLE
     if desc.dtype not in dtypes:
         return f"the cast takes {', '.join(map(str, dtypes))}, not {desc.dtype}"
     if len({spec.delayed for spec in specs}) > 1:

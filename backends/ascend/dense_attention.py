@@ -65,7 +65,7 @@ def dense_attention(
     if 0 in (sequences, queries - first, keys):
         return out, stats, None
     part = q.narrow(dim, first, queries - first)
-    given = _mask(desc, part, keys, mask)
+    masking = _mask(desc, part, keys, mask)
     result, largest, total = fused_attention.fusion_attention(
         _flat(desc, part),
         _flat(desc, k),
@@ -73,12 +73,12 @@ def dense_attention(
         heads=desc.heads,
         layout=LAYOUTS[desc.layout],
         scale=desc.scale,
-        mask=given,
+        mask=masking,
     )
     out.narrow(dim, first, queries - first).copy_(result.reshape(part.shape))
     stats[:, :, first:] = largest[..., 0] + torch.log(total[..., 0])
-    if given.mode == fused_attention.FULL_MASK and given.mask is not None:
-        is_blind = given.mask.all(-1)  # [b, heads, s]
+    if masking.mode == fused_attention.FULL_MASK and masking.mask is not None:
+        is_blind = masking.mask.all(-1)  # [b, heads, s]
         stats = stats.masked_fill(is_blind, -torch.inf)
         by_query = is_blind.permute(2, 0, 1) if desc.layout == "sbhd" else is_blind.permute(0, 2, 1)
         out = out.masked_fill(by_query[..., None], 0)
@@ -111,7 +111,7 @@ def dense_attention_backward(
     seen = seen.masked_fill(seen == -torch.inf, NEVER)
     largest = seen[..., None].expand(*seen.shape, 8).contiguous()
     grad_part, query, result = (_flat(forward, part) for part in parts)
-    found = fused_attention.fusion_attention_grad(
+    gradients = fused_attention.fusion_attention_grad(
         grad_part,
         (query, _flat(forward, k), _flat(forward, v)),
         result,
@@ -121,5 +121,5 @@ def dense_attention_backward(
         scale=forward.scale,
         mask=_mask(forward, parts[1], keys, mask),
     )
-    grad_q.narrow(dim, first, queries - first).copy_(found[0].reshape(parts[1].shape))
-    return grad_q, found[1].reshape(k.shape), found[2].reshape(v.shape), None, None
+    grad_q.narrow(dim, first, queries - first).copy_(gradients[0].reshape(parts[1].shape))
+    return grad_q, gradients[1].reshape(k.shape), gradients[2].reshape(v.shape), None, None

@@ -84,9 +84,11 @@ def gemm(
     wide = bias if bias is None else bias.to(torch.float32)
     adds_later = groups in (arguments.BLOCK_GROUPS, arguments.SQUARE_GROUPS) and bias is not None
     dtype = torch.float32 if out is not None or adds_later else desc.out_dtype
-    given = None if adds_later else wide
+    fused_bias = None if adds_later else wide
     # x1 [m, k] times x2 [k, n] -> [m, n]
-    product = products.quant_matmul(first.codes, x2, scales, pair, dtype, groups=groups, bias=given)
+    product = products.quant_matmul(
+        first.codes, x2, scales, pair, dtype, groups=groups, bias=fused_bias
+    )
     return store(desc, product + wide if adds_later and wide is not None else product, out)
 
 

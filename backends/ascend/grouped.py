@@ -73,8 +73,8 @@ def _has_grouped_rows(
         return False
     if kinds[0] is Kind.TENSOR and len(b) == a.data.shape[0]:
         return False  # one scale a group would be taken for one a row
-    is_known = all(kind in _VECTORS for kind in kinds)
-    return is_known or kinds in ((Kind.BLOCK, Kind.SQUARE), (Kind.MX, Kind.MX))
+    is_of_vectors = all(kind in _VECTORS for kind in kinds)
+    return is_of_vectors or kinds in ((Kind.BLOCK, Kind.SQUARE), (Kind.MX, Kind.MX))
 
 
 def _rows(
@@ -106,15 +106,15 @@ def _rows(
 
 def _weights(spec: OperandSpec, b: Sequence[Operand]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights as ``[g, k, n]`` and their scales, both transposed views or neither."""
-    turned = all(is_transposed(one.data) for one in b)  # [k, n] in memory
-    codes = _stacked([one.data.t() if turned else one.data.contiguous() for one in b])
+    turned = all(is_transposed(weight.data) for weight in b)  # [k, n] in memory
+    codes = _stacked([weight.data.t() if turned else weight.data.contiguous() for weight in b])
     scales = []
-    for one in b:
-        assert one.scale_inv is not None
+    for weight in b:
+        assert weight.scale_inv is not None
         if kind_of(spec) in _VECTORS:
-            scales.append(one.scale_inv.reshape(-1))
+            scales.append(weight.scale_inv.reshape(-1))
             continue
-        scale = _paired(one.scale_inv) if kind_of(spec) is Kind.MX else one.scale_inv
+        scale = _paired(weight.scale_inv) if kind_of(spec) is Kind.MX else weight.scale_inv
         scales.append(scale.transpose(0, 1) if turned else scale)
     scale = torch.stack(scales)
     if kind_of(spec) is Kind.TENSOR:
@@ -136,7 +136,7 @@ def _joined_view(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     piece of memory, else None."""
     first = parts[0]
     size = first.numel()
-    is_one = all(
+    is_joined = all(
         part.shape == first.shape
         and part.dtype == first.dtype
         and part.is_contiguous()
@@ -144,7 +144,7 @@ def _joined_view(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         and part.storage_offset() == first.storage_offset() + at * size
         for at, part in enumerate(parts)
     )
-    if not is_one:
+    if not is_joined:
         return None
     return first.as_strided((len(parts), *first.shape), (size, first.shape[1], 1))
 
@@ -172,9 +172,9 @@ def _rows_apart(
     biases: Sequence[torch.Tensor | None] = [None] * len(parts) if bias is None else bias
     steps = zip(parts, b, biases, strict=True)
     if out is None:
-        return torch.cat([gemm(desc, one, other, bias=add) for one, other, add in steps])
-    for (start, end), (one, other, add) in zip(itertools.pairwise(bounds), steps, strict=True):
-        gemm(desc, one, other, bias=add, out=out[start:end])
+        return torch.cat([gemm(desc, part, weight, bias=add) for part, weight, add in steps])
+    for (start, end), (part, weight, add) in zip(itertools.pairwise(bounds), steps, strict=True):
+        gemm(desc, part, weight, bias=add, out=out[start:end])
     return out
 
 
@@ -205,17 +205,17 @@ def _terms(
     """Return ``[m, k_g] x [n, k_g]`` of each group, ``[m, n]``."""
     assert desc.a is not None
     assert desc.b is not None
-    scales = tuple(_scales_of_terms(kind_of(desc.a), one, bounds) for one in (a, b))
-    given = (a.data, b.data.t(), (scales[0], scales[1]), _ends(bounds, a.data.device))
+    scales = tuple(_scales_of_terms(kind_of(desc.a), operand, bounds) for operand in (a, b))
+    operands = (a.data, b.data.t(), (scales[0], scales[1]), _ends(bounds, a.data.device))
     formats = (desc.a.format, desc.b.format)
     groups = groups_of(desc.a, desc.b)
     whole = None if outs is None else _target(desc, outs)
     if whole is not None and outs is not None:
-        grouped_products.add_quant_gmm_(whole, *given, formats, groups=groups)
+        grouped_products.add_quant_gmm_(whole, *operands, formats, groups=groups)
         return outs
     dtype = desc.out_dtype if outs is None else torch.float32
     products = grouped_products.grouped_quant_matmul(
-        *given, formats, dtype, groups=groups, has_terms=True
+        *operands, formats, dtype, groups=groups, has_terms=True
     )
     results = list(products.unbind(0))
     for result, (start, end) in zip(results, itertools.pairwise(bounds), strict=True):
@@ -230,10 +230,10 @@ def _target(desc: GroupedGemmDesc, outs: Sequence[torch.Tensor]) -> torch.Tensor
     """Return the float32 ``[g, m, n]`` that the operator can add to, None if it cannot."""
     assert desc.a is not None
     is_added = desc.accumulate and outs[0].dtype == torch.float32
-    is_known = kind_of(desc.a) is Kind.MX or (
+    takes_sum = kind_of(desc.a) is Kind.MX or (
         kind_of(desc.a) is Kind.TENSOR and desc.a.format == "hif8"
     )
-    return _joined_view(outs) if is_added and is_known else None
+    return _joined_view(outs) if is_added and takes_sum else None
 
 
 def _scales_of_terms(kind: Kind, operand: Operand, bounds: Sequence[int]) -> torch.Tensor:
@@ -266,6 +266,6 @@ def _terms_apart(
     parts = (split_groups(spec, x, bounds, 1) for spec, x in ((desc.a, a), (desc.b, b)))
     targets: Sequence[torch.Tensor | None] = [None] * (len(bounds) - 1) if outs is None else outs
     return [
-        gemm(desc, one, other, out=to)  # [m, k_g] x [n, k_g] -> [m, n]
-        for one, other, to in zip(*parts, targets, strict=True)
+        gemm(desc, first, second, out=to)  # [m, k_g] x [n, k_g] -> [m, n]
+        for first, second, to in zip(*parts, targets, strict=True)
     ]

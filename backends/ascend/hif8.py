@@ -139,8 +139,8 @@ def _round_hybrid(x: torch.Tensor) -> torch.Tensor:
     magnitude = bits & 0x7FFFFFFF
     exponent = (magnitude >> 23) - 127
     distance = exponent.abs()
-    kept = 2 - (distance > 7).int() - (distance > 15).int()
-    discarded = 23 - kept
+    bits_left = 2 - (distance > 7).int() - (distance > 15).int()
+    discarded = 23 - bits_left
     fraction = magnitude & ((1 << discarded) - 1)
     is_up = (fraction >> (discarded - 14)) > (magnitude & 0x3FFF)
     rounded = ((magnitude >> discarded) + is_up) << discarded
@@ -173,11 +173,11 @@ def encode_numpy(x: NDArray[Any], *, overflow: Overflow = "saturate") -> NDArray
     codes, midpoints = _magnitudes()
     with np.errstate(invalid="ignore"):  # numpy warns of signaling NaN
         values = np.asarray(x).astype(np.float64)
-    found = codes[np.searchsorted(midpoints, np.abs(values), side="right")]
+    magnitudes = codes[np.searchsorted(midpoints, np.abs(values), side="right")]
     if overflow == "saturate":
-        found = np.where(found == _INF, np.uint8(_INF - 1), found)
-    is_negative = (values < 0) & (found != 0)  # there is no -0
-    signed = found | np.where(is_negative, np.uint8(0x80), np.uint8(0))
+        magnitudes = np.where(magnitudes == _INF, np.uint8(_INF - 1), magnitudes)
+    is_negative = (values < 0) & (magnitudes != 0)  # there is no -0
+    signed = magnitudes | np.where(is_negative, np.uint8(0x80), np.uint8(0))
     encoded: NDArray[np.uint8] = np.where(np.isnan(values), np.uint8(_NAN), signed)
     return encoded
 

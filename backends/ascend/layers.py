@@ -93,16 +93,17 @@ def norm_backward(
         assert mean is not None
         is_same = x.dtype == grad_output.dtype
         grad, values = (
-            (one if is_same else one.to(torch.float32)).contiguous() for one in (grad_output, x)
+            (tensor if is_same else tensor.to(torch.float32)).contiguous()
+            for tensor in (grad_output, x)
         )
         statistics = (mean.reshape(-1, 1), rstd.reshape(-1, 1))
-        found = norms.layer_norm_backward(grad, values, _gamma(desc.norm, weight), *statistics)
-        return found[0].to(desc.norm.dtype), found[1], found[2]
+        gradients = norms.layer_norm_backward(grad, values, _gamma(desc.norm, weight), *statistics)
+        return gradients[0].to(desc.norm.dtype), gradients[1], gradients[2]
     is_plain = x.dtype == grad_output.dtype == weight.dtype and not desc.norm.zero_centered
     if is_plain:
         grad, values, gamma = grad_output.contiguous(), x.contiguous(), weight.contiguous()
     else:
-        grad, values = (one.to(torch.float32).contiguous() for one in (grad_output, x))
+        grad, values = (tensor.to(torch.float32).contiguous() for tensor in (grad_output, x))
         gamma = _gamma(desc.norm, weight)
     grad_x, grad_weight = norms.rms_norm_backward(grad, values, gamma, rstd.reshape(-1, 1))
     return grad_x.to(desc.norm.dtype), grad_weight, None
@@ -128,6 +129,7 @@ def activation_backward(
     # That of geglu takes gelu(a), which its other dtypes would round.
     is_plain = x.dtype == grad_output.dtype == desc.out_dtype and desc.name != "geglu"
     values, grad = (
-        (one if is_plain else one.to(torch.float32)).contiguous() for one in (x, grad_output)
+        (tensor if is_plain else tensor.to(torch.float32)).contiguous()
+        for tensor in (x, grad_output)
     )
     return ACTIVATIONS[desc.name].backward(grad, values).to(desc.out_dtype)

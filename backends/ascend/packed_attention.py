@@ -90,8 +90,8 @@ class _Packing(NamedTuple):
 
     def mask(self, desc: AttentionDesc, device: torch.device) -> Mask:
         """Return the arguments of the mask, with the ends of the sequences."""
-        given = mask_of(desc, device)
-        return given._replace(query_ends=self.queries.ends, key_ends=self.keys.ends)
+        unpacked = mask_of(desc, device)
+        return unpacked._replace(query_ends=self.queries.ends, key_ends=self.keys.ends)
 
 
 def _packing(
@@ -106,11 +106,13 @@ def _packing(
     Raises:
         OperandError: a sequence ends behind its tensor, or is of another number than its keys.
     """
-    present = [one for one in (*cu_seqlens, *cu_seqlens_padded) if one is not None]
-    read = torch.stack([one.to(torch.int64) for one in present]).tolist()  # waits once
+    present = [offsets for offsets in (*cu_seqlens, *cu_seqlens_padded) if offsets is not None]
+    read = torch.stack([offsets.to(torch.int64) for offsets in present]).tolist()  # waits once
     values = iter(read)
-    given = [None if one is None else next(values) for one in (*cu_seqlens, *cu_seqlens_padded)]
-    sides = [_side(desc, x, given[at], given[at + 2]) for at, x in enumerate((q, k))]
+    lists = [
+        None if offsets is None else next(values) for offsets in (*cu_seqlens, *cu_seqlens_padded)
+    ]
+    sides = [_side(desc, x, lists[at], lists[at + 2]) for at, x in enumerate((q, k))]
     right = desc.window[1]
     live = []
     for (query, queries), (key, keys) in zip(*(side.spans for side in sides), strict=True):
@@ -121,8 +123,14 @@ def _packing(
     if not live:
         return None
     return _Packing(
-        _Tokens([one.queries for one in live], [one.query for one in live], sides[0].step),
-        _Tokens([one.keys for one in live], [one.key for one in live], sides[1].step),
+        _Tokens(
+            [sequence.queries for sequence in live],
+            [sequence.query for sequence in live],
+            sides[0].step,
+        ),
+        _Tokens(
+            [sequence.keys for sequence in live], [sequence.key for sequence in live], sides[1].step
+        ),
     )
 
 
@@ -229,7 +237,7 @@ def packed_attention_backward(
     seen = seen.masked_fill(seen == -torch.inf, NEVER)
     flat = _heads_first(seen, queries.lengths)
     largest = flat[:, None].expand(-1, 8).reshape(seen.shape[0], forward.heads, 8)
-    found = fused_attention.fusion_attention_grad(
+    gradients = fused_attention.fusion_attention_grad(
         queries.taken(grad_out),
         (queries.taken(q), keys.taken(k), keys.taken(v)),
         queries.taken(out),
@@ -239,6 +247,6 @@ def packed_attention_backward(
         scale=forward.scale,
         mask=packing.mask(forward, q.device),
     )
-    for tokens, grad, to in zip((queries, keys, keys), found, grads, strict=True):
+    for tokens, grad, to in zip((queries, keys, keys), gradients, grads, strict=True):
         tokens.placed(grad, to)
     return grads[0], grads[1], grads[2], None, None

@@ -43,10 +43,10 @@ def quantize(
     bounds = group_offsets.tolist()  # on the CPU
     groups = []
     for group, (start, end) in enumerate(itertools.pairwise(bounds)):
-        one = slice(group, group + 1)
-        own_scale = None if scale is None else scale[one]
-        own_amax = None if amax_out is None else amax_out[one]
-        groups.append(_quantize(desc, x[start:end].contiguous(), own_scale, own_amax))
+        entry = slice(group, group + 1)
+        group_scale = None if scale is None else scale[entry]
+        group_amax = None if amax_out is None else amax_out[entry]
+        groups.append(_quantize(desc, x[start:end].contiguous(), group_scale, group_amax))
     return Quantized(
         _join([group.rowwise for group in groups], 0),
         _join([group.columnwise for group in groups], 1),

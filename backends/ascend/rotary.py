@@ -14,8 +14,8 @@ def refused_rotary(desc: RotaryDesc) -> str | None:
     """Return why ``desc`` is not computed, or None."""
     if desc.layout not in ("sbhd", "bshd"):
         return f"no rotary embedding in {desc.layout}, whose sequences' ends are on the device"
-    is_known = desc.dtype in (torch.float32, *arguments.QUANTIZABLE)
-    return None if is_known else f"no rotary embedding of {desc.dtype}"
+    is_supported = desc.dtype in (torch.float32, *arguments.QUANTIZABLE)
+    return None if is_supported else f"no rotary embedding of {desc.dtype}"
 
 
 def rotary(
@@ -56,9 +56,9 @@ def _from(freqs: torch.Tensor, start: torch.Tensor, length: int) -> torch.Tensor
     """Return the angles ``[length, r]`` from position ``start [1]``, NaN where there are none."""
     table = _first(freqs, freqs.shape[0] + 1)  # one row of NaN behind the last position
     positions = torch.arange(length, device=start.device, dtype=start.dtype) + start
-    is_known = (positions >= 0) & (positions < freqs.shape[0])
-    known = torch.where(is_known, positions, freqs.shape[0])
-    return table.index_select(0, known)
+    is_valid = (positions >= 0) & (positions < freqs.shape[0])
+    rows = torch.where(is_valid, positions, freqs.shape[0])
+    return table.index_select(0, rows)
 
 
 def _rotated(desc: RotaryDesc, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

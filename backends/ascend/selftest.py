@@ -32,13 +32,13 @@ def run() -> Iterator[Finding]:
     library.load()
     for question in itertools.chain(_questions(), selftest_recipes.questions()):
         try:
-            expected, found = question.ask(device)
+            expected, answer = question.ask(device)
         except _FAULTS as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             yield Finding(question.name, question.assumption, False, f"error: {first}")
             continue
-        text = f"as assumed: {found}" if expected == found else f"{found}, assumed {expected}"
-        yield Finding(question.name, question.assumption, expected == found, text)
+        text = f"as assumed: {answer}" if expected == answer else f"{answer}, assumed {expected}"
+        yield Finding(question.name, question.assumption, expected == answer, text)
 
 
 def _questions() -> Iterator[Question]:
@@ -84,8 +84,8 @@ def _questions() -> Iterator[Question]:
 
 def _given(device: torch.device, name: str, x: torch.Tensor) -> list[int]:
     """Return the codes of ``x [n]`` at scale 1."""
-    one = torch.ones(1, dtype=torch.float32, device="cpu").to(device)
-    codes, _ = casts.quant_max(x.reshape(1, -1).to(device), one, name)
+    unit = torch.ones(1, dtype=torch.float32, device="cpu").to(device)
+    codes, _ = casts.quant_max(x.reshape(1, -1).to(device), unit, name)
     return [int(code) for code in codes.cpu().flatten()]
 
 
@@ -96,14 +96,14 @@ def _casts(name: str, x: list[float], device: torch.device) -> tuple[object, obj
 
 
 def _midpoints(name: str, device: torch.device) -> tuple[object, object]:
-    known = formats.by_name(name)
-    ordered = sorted({value for value in known.values if math.isfinite(value)})
+    spec = formats.by_name(name)
+    ordered = sorted({value for value in spec.values if math.isfinite(value)})
     middle = torch.tensor(ordered, dtype=torch.float64, device="cpu").unfold(0, 2, 1).mean(-1)
     exact = middle.to(torch.float32)
     ends = (torch.full_like(exact, end) for end in (math.inf, -math.inf))
     x = torch.cat([exact, *(torch.nextafter(exact, end) for end in ends)])
-    pairs = zip(known.encode(x).tolist(), _given(device, name, x), strict=True)
-    return 0, sum(expected != found for expected, found in pairs)
+    pairs = zip(spec.encode(x).tolist(), _given(device, name, x), strict=True)
+    return 0, sum(expected != code for expected, code in pairs)
 
 
 def _zeros(name: str, device: torch.device) -> tuple[object, object]:
@@ -118,18 +118,18 @@ def _target(name: str) -> float:
 
 def _scale(name: str, device: torch.device) -> tuple[object, object]:
     largest = torch.tensor([1.1, 3.3, 417.0], dtype=torch.bfloat16, device="cpu")
-    found = []
-    for one in largest:
-        x = one.repeat(2, 64).to(device)
-        found.append(casts.dynamic_quant(x, name, _target(name), "pertensor")[1].cpu().item())
+    scales = []
+    for amax in largest:
+        x = amax.repeat(2, 64).to(device)
+        scales.append(casts.dynamic_quant(x, name, _target(name), "pertensor")[1].cpu().item())
     inverse = torch.ones(1, device="cpu") / torch.tensor([_target(name)], device="cpu")
-    return (largest.float() * inverse).tolist(), found
+    return (largest.float() * inverse).tolist(), scales
 
 
 def _amax_of_nan(device: torch.device) -> tuple[object, object]:
     x = torch.tensor([[math.nan, -3.0, 1.0, 0.0]], dtype=torch.float32, device="cpu").to(device)
-    one = torch.ones(1, dtype=torch.float32, device="cpu").to(device)
-    return 3.0, casts.quant_max(x, one, "e4m3")[1].cpu().item()
+    unit = torch.ones(1, dtype=torch.float32, device="cpu").to(device)
+    return 3.0, casts.quant_max(x, unit, "e4m3")[1].cpu().item()
 
 
 def _exponents(device: torch.device) -> tuple[object, object]:
@@ -137,20 +137,20 @@ def _exponents(device: torch.device) -> tuple[object, object]:
     amaxes = torch.tensor([448.0, 450.0, 446.0, 1.75, 1.7578125, 0.0], device="cpu")
     x = torch.zeros(amaxes.numel(), 64, device="cpu")
     x[:, 3] = amaxes
-    found = casts.mx_quant(x.to(torch.bfloat16).to(device), "e4m3", -1)[1].cpu()
+    codes = casts.mx_quant(x.to(torch.bfloat16).to(device), "e4m3", -1)[1].cpu()
     exact = amaxes.to(torch.bfloat16).float() / torch.full_like(amaxes, 448.0)
     expected = formats.by_name("e8m0").encode(exact, rounding="up")
-    return expected.tolist(), found[:, 0, 0].tolist()
+    return expected.tolist(), codes[:, 0, 0].tolist()
 
 
 def _hybrid(device: torch.device) -> tuple[object, object]:
     generator = torch.Generator(device="cpu").manual_seed(0)
     x = torch.exp2(torch.rand(4096, generator=generator, device="cpu") * 30 - 15)
     npu = library.load()
-    one = torch.ones(1, dtype=torch.float32, device="cpu").to(device)
+    unit = torch.ones(1, dtype=torch.float32, device="cpu").to(device)
     codes = npu.npu_quant_max(
         x.reshape(1, -1).to(device),
-        one,
+        unit,
         round_mode="hybrid",
         dst_dtype=npu.hifloat8,
         group_list=None,
@@ -161,22 +161,24 @@ def _hybrid(device: torch.device) -> tuple[object, object]:
 
 def _product(name: str, device: torch.device) -> tuple[object, object]:
     generator = torch.Generator(device="cpu").manual_seed(1)
-    known = formats.by_name(name)
+    spec = formats.by_name(name)
     codes = [
-        known.encode(torch.randn(size, 4096, generator=generator, device="cpu"))
+        spec.encode(torch.randn(size, 4096, generator=generator, device="cpu"))
         for size in (128, 96)
     ]
-    one = torch.ones(1, dtype=torch.float32, device="cpu").to(device)
+    unit = torch.ones(1, dtype=torch.float32, device="cpu").to(device)
     a, b = (part.to(device) for part in codes)
-    found = products.quant_matmul(a, b.t(), (one, one), (name, name), torch.float32).cpu().double()
-    exact, other = (known.decode(part).double() for part in codes)
-    error = (found - exact @ other.t()).abs() / (exact.abs() @ other.abs().t())
+    result = (
+        products.quant_matmul(a, b.t(), (unit, unit), (name, name), torch.float32).cpu().double()
+    )
+    exact_a, exact_b = (spec.decode(part).double() for part in codes)
+    error = (result - exact_a @ exact_b.t()).abs() / (exact_a.abs() @ exact_b.abs().t())
     return True, bool(error.max() <= 2.0**-12)
 
 
-def _near(found: torch.Tensor, exact: torch.Tensor) -> bool:
+def _near(result: torch.Tensor, exact: torch.Tensor) -> bool:
     bound = 2 * torch.finfo(torch.bfloat16).eps * exact.abs() + 1e-30
-    return bool(((found.cpu().double() - exact).abs() <= bound).all())
+    return bool(((result.cpu().double() - exact).abs() <= bound).all())
 
 
 def _values() -> torch.Tensor:

@@ -19,8 +19,8 @@ class Question(NamedTuple):
     """Return what is assumed and what the device gives; the assumption holds if they are equal."""
 
 
-def worst_row_snr(found: torch.Tensor, exact: torch.Tensor) -> float:
+def worst_row_snr(result: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the smallest ratio of signal to error of a row, dB; -inf for NaN."""
-    error = (found.cpu().double() - exact).square().sum(-1)
+    error = (result.cpu().double() - exact).square().sum(-1)
     ratios = 10 * torch.log10(exact.square().sum(-1) / error.clamp(min=1e-300))
     return float(ratios.nan_to_num(nan=-torch.inf).min())

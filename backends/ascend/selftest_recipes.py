@@ -49,8 +49,8 @@ class _Specs(NamedTuple):
 
 def _plain(format: str, block: tuple[int, int], target: float, scale: str = "float32") -> _Specs:
     gradient = OperandSpec("hif8", block, 224.0) if format == "hif8" else None
-    one = OperandSpec(format, block, target, scale)
-    return _Specs(one, gradient or one, one, one)
+    spec = OperandSpec(format, block, target, scale)
+    return _Specs(spec, gradient or spec, spec, spec)
 
 
 _ROWS = OperandSpec("e4m3", (1, 128), 448.0)
@@ -118,7 +118,7 @@ class _Tensors(NamedTuple):
 
     def to(self, device: torch.device) -> _Tensors:
         """Return copies on a device."""
-        return _Tensors(*(one.to(device) for one in self))
+        return _Tensors(*(tensor.to(device) for tensor in self))
 
 
 def _tensors() -> _Tensors:
@@ -126,11 +126,11 @@ def _tensors() -> _Tensors:
 
 
 def _products(specs: _Specs, device: torch.device) -> tuple[object, object]:
-    given = _tensors()
-    x, weight, grad = given.to(device)
+    tensors = _tensors()
+    x, weight, grad = tensors.to(device)
     forward = (_cast(specs.forward, x, columnwise=False), specs.forward)
     backward = (_cast(specs.backward, grad, columnwise=False), specs.backward)
-    found = [
+    results = [
         _gemm(*forward, _cast(specs.weight, weight, columnwise=False), specs.weight),
         _gemm(*backward, _cast(specs.weight, weight, columnwise=True), specs.weight),
         _gemm(
@@ -140,9 +140,11 @@ def _products(specs: _Specs, device: torch.device) -> tuple[object, object]:
             specs.wgrad_input,
         ),
     ]
-    x, weight, grad = (one.double() for one in given)
+    x, weight, grad = (tensor.double() for tensor in tensors)
     exact = (x @ weight.t(), grad @ weight, grad.t() @ x)
-    worst = min(worst_row_snr(one, other) for one, other in zip(found, exact, strict=True))
+    worst = min(
+        worst_row_snr(result, reference) for result, reference in zip(results, exact, strict=True)
+    )
     return True, worst >= FLOOR or f"{worst:.1f} dB"
 
 
@@ -151,19 +153,19 @@ def _gemm(a: Operand, a_spec: OperandSpec, b: Operand, b_spec: OperandSpec) -> t
 
 
 def _groups(specs: _Specs, device: torch.device) -> tuple[object, object]:
-    given = _tensors().to(device)
+    tensors = _tensors().to(device)
     offsets = torch.tensor(ENDS, device="cpu")
     parts = list(itertools.pairwise(ENDS))
-    weights = [_cast(specs.weight, given.weight * (at + 1), columnwise=False) for at in range(3)]
-    rows = quantize(QuantizeDesc(BF16, specs.forward, None, grouped=True), given.x, offsets)
+    weights = [_cast(specs.weight, tensors.weight * (at + 1), columnwise=False) for at in range(3)]
+    rows = quantize(QuantizeDesc(BF16, specs.forward, None, grouped=True), tensors.x, offsets)
     assert rows.rowwise is not None
     desc = GroupedGemmDesc(specs.forward, specs.weight, torch.float32)
     stacked = grouped_gemm(desc, rows.rowwise, weights, offsets)
     assert isinstance(stacked, torch.Tensor)
-    found = [stacked]
+    results = [stacked]
     alone = [
         _gemm(
-            _cast(specs.forward, given.x[start:end], columnwise=False),
+            _cast(specs.forward, tensors.x[start:end], columnwise=False),
             specs.forward,
             weight,
             specs.weight,
@@ -171,33 +173,33 @@ def _groups(specs: _Specs, device: torch.device) -> tuple[object, object]:
         for (start, end), weight in zip(parts, weights, strict=True)
     ]
     expected = [torch.cat(alone)]
-    grads = quantize(QuantizeDesc(BF16, None, specs.backward, grouped=True), given.grad, offsets)
-    inputs = quantize(QuantizeDesc(BF16, None, specs.wgrad_input, grouped=True), given.x, offsets)
+    grads = quantize(QuantizeDesc(BF16, None, specs.backward, grouped=True), tensors.grad, offsets)
+    inputs = quantize(QuantizeDesc(BF16, None, specs.wgrad_input, grouped=True), tensors.x, offsets)
     assert grads.columnwise is not None
     assert inputs.columnwise is not None
     terms = GroupedGemmDesc(specs.backward, specs.wgrad_input, torch.float32, contract_groups=True)
-    found += grouped_gemm(terms, grads.columnwise, inputs.columnwise, offsets)
+    results += grouped_gemm(terms, grads.columnwise, inputs.columnwise, offsets)
     expected += [
         _gemm(
-            _cast(specs.backward, given.grad[start:end], columnwise=True),
+            _cast(specs.backward, tensors.grad[start:end], columnwise=True),
             specs.backward,
-            _cast(specs.wgrad_input, given.x[start:end], columnwise=True),
+            _cast(specs.wgrad_input, tensors.x[start:end], columnwise=True),
             specs.wgrad_input,
         )
         for start, end in parts
     ]
-    pairs = zip(found, expected, strict=True)
-    return True, all(_close(one, other) for one, other in pairs)
+    pairs = zip(results, expected, strict=True)
+    return True, all(_close(result, reference) for result, reference in pairs)
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(found.cpu(), expected.cpu(), rtol=1e-4, atol=1e-3)
+def _close(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(result.cpu(), expected.cpu(), rtol=1e-4, atol=1e-3)
 
 
 def _addition(specs: _Specs, device: torch.device) -> tuple[object, object]:
-    given = _tensors().to(device)
-    a = _cast(specs.backward, given.grad, columnwise=True)
-    b = _cast(specs.wgrad_input, given.x, columnwise=True)
+    tensors = _tensors().to(device)
+    a = _cast(specs.backward, tensors.grad, columnwise=True)
+    b = _cast(specs.wgrad_input, tensors.x, columnwise=True)
     product = _gemm(a, specs.backward, b, specs.wgrad_input)
     total = torch.full_like(product, 3.0)
     desc = GemmDesc(specs.backward, specs.wgrad_input, torch.float32, accumulate=True)
@@ -235,28 +237,33 @@ def _attention(options: dict[str, Any], device: torch.device) -> tuple[object, o
     q, k, v = (_values(*sizes[at], seed=seed) for at, seed in ((0, 3), (1, 4), (1, 5)))
     grad = _values(*sizes[0], seed=6)
     ends = [torch.tensor([0, *itertools.accumulate(of_all)], device="cpu") for of_all in side]
-    given: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     if desc.padding:
         names = ("cu_seqlens_q", "cu_seqlens_kv")
-        given = {name: one.int().to(device) for name, one in zip(names, ends, strict=True)}
+        keywords = {
+            name: offsets.int().to(device) for name, offsets in zip(names, ends, strict=True)
+        }
     inputs = [x.to(device) for x in (q, k, v)]
-    out, stats, _ = attention(desc, *inputs, **given)
+    out, stats, _ = attention(desc, *inputs, **keywords)
     q_there, k_there, v_there = inputs
     backward = AttentionBackwardDesc(desc)
     grads = attention_backward(
-        backward, grad.to(device), q_there, k_there, v_there, out, stats, **given
+        backward, grad.to(device), q_there, k_there, v_there, out, stats, **keywords
     )
-    found = [x.cpu().double() for x in (out, *grads[:3])]
+    results = [x.cpu().double() for x in (out, *grads[:3])]
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     parts = [
-        _by_sequence(x, one) for x, one in zip(leaves, (ends[0], ends[1], ends[1]), strict=True)
+        _by_sequence(x, offsets)
+        for x, offsets in zip(leaves, (ends[0], ends[1], ends[1]), strict=True)
     ]
-    exact = torch.cat([_exact(desc, *one) for one in zip(*parts, strict=True)]).reshape(q.shape)
+    exact = torch.cat([_exact(desc, *sequence) for sequence in zip(*parts, strict=True)]).reshape(
+        q.shape
+    )
     expected = [exact.detach(), *torch.autograd.grad(exact, leaves, grad.double())]
     bound = 2.0**-6
     is_near = all(
-        torch.allclose(one, other, rtol=bound, atol=bound)
-        for one, other in zip(found, expected, strict=True)
+        torch.allclose(result, reference, rtol=bound, atol=bound)
+        for result, reference in zip(results, expected, strict=True)
     )
     return True, is_near
 

@@ -49,8 +49,10 @@ def activation_problem(desc: ActivationDesc | ActivationBackwardDesc) -> str | N
     count = 3 if desc.name in _CLAMPED else 0
     if len(desc.params) != count:
         return f"{desc.name} takes {count} parameters"
-    other = next((one for one in (desc.dtype, desc.out_dtype) if one not in DTYPES), None)
-    return None if other is None else f"no activations from or to {other}"
+    unsupported = next(
+        (dtype for dtype in (desc.dtype, desc.out_dtype) if dtype not in DTYPES), None
+    )
+    return None if unsupported is None else f"no activations from or to {unsupported}"
 
 
 def native_activation(

@@ -91,16 +91,16 @@ def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[...
     """Return the callable of ``desc``."""
     cast, index = desc.quantize, index_of(device)
     extents = [amax_extent(spec) for spec in (cast.rowwise, cast.columnwise)]
-    wanted = [extent for extent in extents if extent is not None]
-    calls = {extent: _Amax(extent, cast.dtype, index, native) for extent in wanted}
+    present = [extent for extent in extents if extent is not None]
+    calls = {extent: _Amax(extent, cast.dtype, index, native) for extent in present}
     dense = dataclasses.replace(cast, grouped=False, offsets_on_device=False)
 
     def run(x: torch.Tensor, *groups: torch.Tensor) -> torch.Tensor:
-        made = {extent: call(x, *groups) for extent, call in calls.items()}
-        if wanted == ["row", "row"]:
-            return made["row"][2]
+        results = {extent: call(x, *groups) for extent, call in calls.items()}
+        if present == ["row", "row"]:
+            return results["row"][2]
         parts = [
-            made[extent][turned] for turned, extent in enumerate(extents) if extent is not None
+            results[extent][turned] for turned, extent in enumerate(extents) if extent is not None
         ]
         if len(parts) == 1 or shares_amax(cast):
             return parts[0]
@@ -110,14 +110,18 @@ def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[...
         each: list[Amaxes] = []
         for start, end in itertools.pairwise(group_offsets.tolist()):
             each.append(split_amax(dense, run(x[start:end]), end - start, x.shape[1]))
-        parts = [own.rowwise for own in each if own.rowwise is not None]
+        parts = [group_amaxes.rowwise for group_amaxes in each if group_amaxes.rowwise is not None]
         if not shares_amax(cast):
-            parts += [own.columnwise for own in each if own.columnwise is not None]
+            parts += [
+                group_amaxes.columnwise
+                for group_amaxes in each
+                if group_amaxes.columnwise is not None
+            ]
         return torch.cat(parts)
 
-    made: Any = of_groups if cast.grouped and not cast.offsets_on_device else run
-    made.kernel = "fp8core::directed_amax" if "row" in wanted else "fp8core::amax_partials"
-    return made  # type: ignore[no-any-return]  # a function with an attribute
+    chosen: Any = of_groups if cast.grouped and not cast.offsets_on_device else run
+    chosen.kernel = "fp8core::directed_amax" if "row" in present else "fp8core::amax_partials"
+    return chosen  # type: ignore[no-any-return]  # a function with an attribute
 
 
 def bind_quantize_by_amax(
@@ -139,8 +143,8 @@ def bind_quantize_by_amax(
         bounds = group_offsets.tolist()
         amaxes = amax_of_groups(cast, amax, bounds, *x.shape)
         groups = [
-            dense(x[start:end], amax=own, nonfinite_out=nonfinite_out)
-            for (start, end), own in zip(itertools.pairwise(bounds), amaxes, strict=True)
+            dense(x[start:end], amax=entry, nonfinite_out=nonfinite_out)
+            for (start, end), entry in zip(itertools.pairwise(bounds), amaxes, strict=True)
         ]
         return Quantized(
             join([group.rowwise for group in groups], 0),
@@ -214,16 +218,16 @@ class _ByAmax:
             for part, size in zip(parts, sizes, strict=True)
             if part is not None and size
         ]
-        made = self(x.new_zeros(least), *groups, amax=torch.cat(entries))
+        quantized = self(x.new_zeros(least), *groups, amax=torch.cat(entries))
         row, column = self._desc.rowwise, self._desc.columnwise
         rowwise = columnwise = None
-        if made.rowwise is not None:
-            data, scale_inv, _ = made.rowwise
+        if quantized.rowwise is not None:
+            data, scale_inv, _ = quantized.rowwise
             assert scale_inv is not None
             is_of_rows = amax_extent(row) == "row"
             rowwise = Operand(data[:rows, :cols], scale_inv[:rows] if is_of_rows else scale_inv)
-        if made.columnwise is not None:
-            data, scale_inv, _ = made.columnwise
+        if quantized.columnwise is not None:
+            data, scale_inv, _ = quantized.columnwise
             assert scale_inv is not None
             # In groups codes along k are more than there are rows, and no row was added.
             data = data[:cols] if groups else data[:cols, :rows]

@@ -43,5 +43,5 @@ def _kernels(desc: AttentionDesc) -> tuple[bool, KernelNames]:
     """Return whether torch's operator computes ``desc``, and the names of the kernels."""
     reasons = kernels(desc)
     chosen = next(name for name, reason in reasons.items() if reason is None)
-    others = tuple((name, why) for name, why in reasons.items() if why is not None)
-    return chosen == TORCH, KernelNames(chosen, others)
+    rejected = tuple((name, why) for name, why in reasons.items() if why is not None)
+    return chosen == TORCH, KernelNames(chosen, rejected)

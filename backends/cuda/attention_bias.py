@@ -63,7 +63,7 @@ def _of_four(
         raise OperandError(f"{desc}: {name} is missing; expected {list(full)}, or 1s in it.")
     sizes = (1,) * (4 - x.dim()) + tuple(x.shape)
     is_right = len(sizes) == 4 and all(
-        one in (1, size) for one, size in zip(sizes, full, strict=False)
+        extent in (1, size) for extent, size in zip(sizes, full, strict=False)
     )
     is_right = is_right and (x.dtype == torch.bool) == (name == "mask") and x.device == device
     if not is_right:

@@ -136,11 +136,11 @@ class GraphAttention(GraphOperation):
         s_amax_out: torch.Tensor | None,
     ) -> _Scales:
         """Return the scales of a call in low precision, checked: cuDNN reads them by address."""
-        given = [x.scale_inv if isinstance(x, Operand) else None for x in operands]
+        scale_inv = [x.scale_inv if isinstance(x, Operand) else None for x in operands]
         names = ("scale_inv of q", "scale_inv of k", "scale_inv of v", "s_scale")
         q, k, v, s = (
-            check_number(self.desc, name, one, self.device)
-            for name, one in zip(names, (*given, s_scale), strict=True)
+            check_number(self.desc, name, scale, self.device)
+            for name, scale in zip(names, (*scale_inv, s_scale), strict=True)
         )
         if s_amax_out is not None:
             check_number(self.desc, "s_amax_out", s_amax_out, self.device)

@@ -345,7 +345,9 @@ class _Tensors:
             sizes, strides, dtype = problem.bias
             options["bias"] = self.plain(Uid.BIAS, sizes, strides, self._types[dtype])
         if desc.dropout:
-            one, int64 = (1, 1, 1, 1), cudnn.data_type.INT64
-            seed, offset = (self.plain(uid, one, one, int64) for uid in (Uid.SEED, Uid.OFFSET))
+            number, int64 = (1, 1, 1, 1), cudnn.data_type.INT64
+            seed, offset = (
+                self.plain(uid, number, number, int64) for uid in (Uid.SEED, Uid.OFFSET)
+            )
             options["dropout"] = (desc.dropout, seed, offset)
         return options

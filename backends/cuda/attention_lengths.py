@@ -57,20 +57,20 @@ class OfLengths(Generic[_T]):
         self._last: tuple[tuple[object, ...], Keywords, _T] | None = None
 
     def of(
-        self, given: Keywords, sizes: tuple[object, ...], index: int, compute: Callable[[], _T]
+        self, keywords: Keywords, sizes: tuple[object, ...], index: int, compute: Callable[[], _T]
     ) -> _T:
         """Return what ``compute`` returns for lengths on the CUDA device of ``index``, which
         depends on them and on ``sizes`` alone."""
-        tensors = [one for one in given[:4] if one is not None]
-        if any([one.is_inference() for one in tensors]):  # whose writes are not counted
+        tensors = [tensor for tensor in keywords[:4] if tensor is not None]
+        if any([tensor.is_inference() for tensor in tensors]):  # whose writes are not counted
             return compute()
         if torch.cuda.is_current_stream_capturing():
             return compute()
-        key = (raw_stream(index), *sizes, *[id(one) for one in given[:4]])
-        key = (*key, *given[4:], *[one._version for one in tensors])
+        key = (raw_stream(index), *sizes, *[id(tensor) for tensor in keywords[:4]])
+        key = (*key, *keywords[4:], *[tensor._version for tensor in tensors])
         last = self._last
         if last is None or last[0] != key:
-            self._last = last = key, given, compute()
+            self._last = last = key, keywords, compute()
         return last[2]
 
 
@@ -86,7 +86,9 @@ class Sequences(NamedTuple):
     def padded(self, batch: int) -> Sequences:
         """Return ``batch`` sequences, of which those that are added are empty."""
         added = batch - len(self.lengths_q)
-        grown = [None if one is None else torch.nn.functional.pad(one, (0, added)) for one in self]
+        grown = [
+            None if part is None else torch.nn.functional.pad(part, (0, added)) for part in self
+        ]
         lengths_q, lengths_kv, starts_q, starts_kv = grown
         assert lengths_q is not None
         assert lengths_kv is not None
@@ -94,7 +96,7 @@ class Sequences(NamedTuple):
 
 
 def sequences_of(
-    desc: AttentionDesc, q: torch.Tensor, k: torch.Tensor, given: Keywords
+    desc: AttentionDesc, q: torch.Tensor, k: torch.Tensor, keywords: Keywords
 ) -> Sequences:
     """Return the sequences of a call with padding.
 
@@ -102,16 +104,16 @@ def sequences_of(
         OperandError: offsets are missing, or of another form.
     """
     pairs = (
-        (q, given.cu_seqlens_q, given.cu_seqlens_q_padded, given.max_seqlen_q),
-        (k, given.cu_seqlens_kv, given.cu_seqlens_kv_padded, given.max_seqlen_kv),
+        (q, keywords.cu_seqlens_q, keywords.cu_seqlens_q_padded, keywords.max_seqlen_q),
+        (k, keywords.cu_seqlens_kv, keywords.cu_seqlens_kv_padded, keywords.max_seqlen_kv),
     )
-    batch = None if given.cu_seqlens_q is None else len(given.cu_seqlens_q)
+    batch = None if keywords.cu_seqlens_q is None else len(keywords.cu_seqlens_q)
     if desc.layout != "thd":
         batch = q.shape[1 if desc.layout == "sbhd" else 0] + 1
     lengths, starts = [], []
     for x, offsets, padded, longest in pairs:
-        for one in (offsets, padded):
-            _check_offsets(desc, x, offsets if one is None else one, batch)
+        for edges in (offsets, padded):
+            _check_offsets(desc, x, offsets if edges is None else edges, batch)
         assert offsets is not None
         if desc.layout != "thd":
             lengths.append(offsets.diff().clamp(0, x.shape[0 if desc.layout == "sbhd" else 1]))

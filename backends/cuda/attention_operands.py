@@ -111,8 +111,8 @@ def check_rows(
         and grad_out.device == out.device == stats.device == q.device
     )
     if not is_right:
-        given = zip(("grad_out", "out", "stats"), (grad_out, out, stats), strict=True)
-        shown = ", ".join(f"{name} {list(x.shape)} {x.dtype} on {x.device}" for name, x in given)
+        rows = zip(("grad_out", "out", "stats"), (grad_out, out, stats), strict=True)
+        shown = ", ".join(f"{name} {list(x.shape)} {x.dtype} on {x.device}" for name, x in rows)
         raise OperandError(
             f"{desc}: {shown}; expected grad_out and out {list(size)} of {desc.dtype} and stats "
             f"{list(statistics)} of torch.float32 on {q.device}."

@@ -131,7 +131,7 @@ def _torch_problem(desc: AttentionDesc) -> str | None:
         (desc.dropout > 0, "dropout"),
         (desc.max_logit, "largest logit"),
     )
-    missing = [name for is_asked, name in features if is_asked]
+    missing = [name for is_needed, name in features if is_needed]
     if missing:
         return f"no {', no '.join(missing)}"
     reason = _head_problem(desc, _HEAD_STEP)
@@ -199,7 +199,7 @@ def _is_seen_in_fp8(desc: AttentionDesc) -> bool:
 
 def _head_problem(desc: AttentionDesc, step: int) -> str | None:
     sizes = (desc.head_dim, desc.head_dim_v)
-    if all(0 < one <= _LARGEST_HEAD and one % step == 0 for one in sizes):
+    if all(0 < size <= _LARGEST_HEAD and size % step == 0 for size in sizes):
         return None
     return f"head sizes {sizes}: it takes multiples of {step} up to {_LARGEST_HEAD}"
 

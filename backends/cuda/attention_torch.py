@@ -55,9 +55,9 @@ class TorchAttention:
             if not (q.numel() and k.numel()):
                 stats = q.new_full(by_heads(q, layout).shape[:-1], -torch.inf, dtype=torch.float32)
                 return q.new_zeros(out_size(desc, q)), stats, None
-            given = q, k, v
-            q, k, v = (in_order(x) for x in given)
-            if all(one is other for one, other in zip(given, (q, k, v), strict=True)):
+            arguments = q, k, v
+            q, k, v = (in_order(x) for x in arguments)
+            if all(before is after for before, after in zip(arguments, (q, k, v), strict=True)):
                 self._checked = kind
         queries, keys, values = by_heads(q, layout), by_heads(k, layout), by_heads(v, layout)
         out, stats, *_ = cudnn_attention(
@@ -102,12 +102,12 @@ class TorchAttentionBackward:
                 return next(grads), next(grads), next(grads), None, None
             if by_heads(q, layout).shape[2] == by_heads(k, layout).shape[2] == 1:
                 return self._of_one_key(grad_out, q, k, v)
-            given = grad_out, q, k, v, out, stats
+            arguments = grad_out, q, k, v, out, stats
             q, k, v = (in_order(x) for x in (q, k, v))
             grad_out, out = (in_order(x.contiguous()) for x in (grad_out, out))
             stats = stats.contiguous()
             used = grad_out, q, k, v, out, stats
-            if all(one is other for one, other in zip(given, used, strict=True)):
+            if all(before is after for before, after in zip(arguments, used, strict=True)):
                 self._checked = kind
         queries, keys, values = by_heads(q, layout), by_heads(k, layout), by_heads(v, layout)
         length_q, length_kv = queries.shape[2], keys.shape[2]
@@ -118,7 +118,7 @@ class TorchAttentionBackward:
             *(0.0, self._causal),
             scale=desc.scale,
         )
-        grad_q, grad_k, grad_v = (in_layout(one, layout) for one in grads)
+        grad_q, grad_k, grad_v = (in_layout(grad, layout) for grad in grads)
         return grad_q, grad_k, grad_v, None, None
 
     def _of_one_key(

@@ -88,12 +88,12 @@ def choose(
     chosen = settings.read()
     file = _file(chosen.cache_dir, gemm, device)
     with _lock:
-        known = _known.get(file)
-        if known is None:
-            known = _known[file] = _read(file)
-    kept = known.get(problem)
-    if kept is not None:
-        index = _recall(gemm, kept, problem)
+        algorithms = _known.get(file)
+        if algorithms is None:
+            algorithms = _known[file] = _read(file)
+    remembered = algorithms.get(problem)
+    if remembered is not None:
+        index = _recall(gemm, remembered, problem)
         if index is not None:
             return index
     if torch.cuda.is_current_stream_capturing():
@@ -102,25 +102,25 @@ def choose(
     if best is None:
         return 0
     with _lock:
-        known[problem] = gemm.algorithm(best).hex()
-        _write(file, known)
+        algorithms[problem] = gemm.algorithm(best).hex()
+        _write(file, algorithms)
     return best
 
 
-def _recall(gemm: Any, kept: str, problem: str) -> int | None:
+def _recall(gemm: Any, remembered: str, problem: str) -> int | None:
     """Return the index of a remembered algorithm, None if this cuBLASLt does not take it."""
     try:
-        return _index_of(gemm, bytes.fromhex(kept))
+        return _index_of(gemm, bytes.fromhex(remembered))
     except (ValueError, RuntimeError) as error:
         logger.warning("the remembered algorithm of %s is timed anew: %s", problem, error)
         return None
 
 
-def same_algorithm(gemm: Any, other: Any, problem: str) -> int:
-    """Return the index by which ``gemm`` runs the first algorithm of ``other``, a problem with more
-    rows; its own first one, with a warning, if it does not take that."""
+def same_algorithm(gemm: Any, larger: Any, problem: str) -> int:
+    """Return the index by which ``gemm`` runs the first algorithm of ``larger``, a problem with
+    more rows; 0, its own first algorithm, with a warning if it does not take that."""
     try:
-        return _index_of(gemm, other.algorithm(0))
+        return _index_of(gemm, larger.algorithm(0))
     except (ValueError, RuntimeError) as error:
         _warn(f"parts of {problem} may have other bits than the whole: {error}")
         return 0
@@ -191,7 +191,7 @@ def _read(file: Path) -> dict[str, str]:
         pass
     except (OSError, ValueError, RecursionError) as error:
         why = str(error)
-    is_table = isinstance(table, dict) and all(isinstance(one, str) for one in table.values())
+    is_table = isinstance(table, dict) and all(isinstance(value, str) for value in table.values())
     if why is None and not is_table:
         why = "it is not a table of algorithms"
     if why is not None:
@@ -199,9 +199,10 @@ def _read(file: Path) -> dict[str, str]:
     return dict(table) if why is None and isinstance(table, dict) else {}
 
 
-def _write(file: Path, known: dict[str, str]) -> None:
-    """Add ``known`` to the file by one rename: a killed process leaves the old file or the new."""
-    merged = {**_read(file), **known}
+def _write(file: Path, algorithms: dict[str, str]) -> None:
+    """Add ``algorithms`` to the file by one rename: a killed process leaves the old file or the new
+    one."""
+    merged = {**_read(file), **algorithms}
     prefix = f".{file.name}."
     try:
         cache.make(file.parent)

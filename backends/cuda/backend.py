@@ -337,8 +337,8 @@ def _check_fused(desc: FusedDesc) -> str | None:
 
 
 def _check_update(desc: ScaleUpdateDesc) -> str | None:
-    known = ("max", "most_recent")
-    return None if desc.algorithm in known else f"no algorithm {desc.algorithm!r}"
+    algorithms = ("max", "most_recent")
+    return None if desc.algorithm in algorithms else f"no algorithm {desc.algorithm!r}"
 
 
 def _check_rows(desc: DispatchDesc | CombineDesc | CombineBackwardDesc) -> str | None:

@@ -163,14 +163,14 @@ def _libraries(nvcc: Path, major: int) -> Toolchain | str:
     toolkits = [at.resolve().parent.parent for at in (nvcc, _DEFAULT_NVCC)]
     package = torch_root.parent / "nvidia" / f"cu{major}"
     library = f"libcublasLt.so.{major}"
-    wanted = {
+    places = {
         "cublasLt.h": [package / "include", *(at / "include" for at in toolkits)],
         "pybind11/pybind11.h": [torch_root / "include"],
         "Python.h": [Path(sysconfig.get_paths()["include"])],
         library: [package / "lib", *(at / "lib64" for at in toolkits)],
     }
     folders = {}
-    for name, candidates in wanted.items():
+    for name, candidates in places.items():
         folder = next((folder for folder in candidates if (folder / name).is_file()), None)
         if folder is None:
             return f"no {name} in {', '.join(map(str, candidates))}"
@@ -204,9 +204,9 @@ def find(architectures: Sequence[str]) -> Path | None:
     Raises:
         UnsupportedError: another user could have written it.
     """
-    known = list(ARCHITECTURES.values())
-    sizes = range(1, len(known) + 1)
-    sets = [names for size in sizes for names in itertools.combinations(known, size)]
+    supported = list(ARCHITECTURES.values())
+    sizes = range(1, len(supported) + 1)
+    sets = [names for size in sizes for names in itertools.combinations(supported, size)]
     targets = [target(names) for names in sets if set(architectures) <= set(names)]
     path = next((path for path in targets if os.path.lexists(path)), None)
     if path is not None:
@@ -225,13 +225,13 @@ def build(architectures: Sequence[str] | None = None, *, output: Path | None = N
             compiler's own errors, or a folder that is full or not the user's alone.
     """
     architectures = present() if architectures is None else architectures
-    known = list(ARCHITECTURES.values())
-    wrong = [name for name in architectures if name not in known]
+    supported = list(ARCHITECTURES.values())
+    wrong = [name for name in architectures if name not in supported]
     if wrong or not architectures:
         problem = f"{wrong[0]!r} is not one of them" if wrong else "this machine has none of them"
         raise UnsupportedError(
-            f"cuda: the sources are written for architectures {', '.join(known)}; {problem}."
-            f"{did_you_mean(wrong[0], known) if wrong else ' Name one with --arch.'}"
+            f"cuda: the sources are written for architectures {', '.join(supported)}; {problem}."
+            f"{did_you_mean(wrong[0], supported) if wrong else ' Name one with --arch.'}"
         )
     toolchain = find_toolchain()
     if isinstance(toolchain, str):
@@ -259,7 +259,9 @@ def present() -> list[str]:
     """Return the architectures of this machine's devices that the sources are written for."""
     count = torch.cuda.device_count()
     capabilities = {torch.cuda.get_device_capability(index) for index in range(count)}
-    return sorted(ARCHITECTURES[one] for one in capabilities if one in ARCHITECTURES)
+    return sorted(
+        ARCHITECTURES[capability] for capability in capabilities if capability in ARCHITECTURES
+    )
 
 
 def _files(root: Path) -> list[Path]:

@@ -104,11 +104,15 @@ class CrossEntropyBackward(_CrossEntropy):
             OperandError: a tensor of another dtype, shape or device than the kernel reads.
         """
         self._check(x, target)
-        for one in (grad, largest, log_sum):
-            if one.dtype != torch.float32 or one.shape != x.shape[:1] or one.device != x.device:
+        for tensor in (grad, largest, log_sum):
+            if (
+                tensor.dtype != torch.float32
+                or tensor.shape != x.shape[:1]
+                or tensor.device != x.device
+            ):
                 raise OperandError(
-                    f"cross_entropy_backward: {one.dtype} {list(one.shape)} on {one.device}; "
-                    f"expected torch.float32 [{x.shape[0]}] on {x.device}."
+                    f"cross_entropy_backward: {tensor.dtype} {list(tensor.shape)} on "
+                    f"{tensor.device}; expected torch.float32 [{x.shape[0]}] on {x.device}."
                 )
         rows, cols = x.shape
         x, stride = adjacent_columns(x)

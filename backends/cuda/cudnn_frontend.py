@@ -29,17 +29,17 @@ CUDNN = 91900
 @functools.cache
 def missing() -> str | None:
     """Say why the frontend cannot be used, or None."""
-    wanted = f"{FIRST[0]}.{FIRST[1]} up to, not including, {AFTER_LAST[0]}.{AFTER_LAST[1]}"
+    versions = f"{FIRST[0]}.{FIRST[1]} up to, not including, {AFTER_LAST[0]}.{AFTER_LAST[1]}"
     install = f"pip install '{PACKAGE}>={FIRST[0]}.{FIRST[1]},<{AFTER_LAST[0]}.{AFTER_LAST[1]}'"
     if importlib.util.find_spec("cudnn") is None:
         return f"{PACKAGE} is not installed; {install}"
     try:
-        found = importlib.metadata.version(PACKAGE)
+        installed = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return f"a module named cudnn is installed that is not {PACKAGE}; {install}"
-    version = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    version = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
     if not FIRST <= version < AFTER_LAST:
-        return f"{PACKAGE} is {found}, expected {wanted}; {install}"
+        return f"{PACKAGE} is {installed}, expected {versions}; {install}"
     release = loaded_cudnn()
     if release is None:
         return f"torch {torch.__version__} is built without cuDNN"
@@ -88,11 +88,11 @@ _handles = _Handles()
 def execution(index: int) -> Execution:
     """Return this thread's handle for the current device, ``index``, set to its current stream."""
     stream = raw_stream(index)
-    known = _handles.of_device.get(index)
-    if known is not None and known[1] == stream:
-        return known[0]
+    previous = _handles.of_device.get(index)
+    if previous is not None and previous[1] == stream:
+        return previous[0]
     cudnn = load()
-    chosen = Execution(cudnn, cudnn.create_handle()) if known is None else known[0]
+    chosen = Execution(cudnn, cudnn.create_handle()) if previous is None else previous[0]
     cudnn.set_stream(chosen.handle, stream)
     _handles.of_device[index] = (chosen, stream)
     return chosen

@@ -96,8 +96,10 @@ class _Quantize:
         length = GROUP_STEP * (rows // GROUP_STEP + groups)
         scales = self._scales(rows, cols, groups)
         if not cols:
-            for one, _ in scales:
-                one.fill_(1.0) if scale is None else one.copy_((1.0 / scale).reshape(one.shape))
+            for scale_inv, _ in scales:
+                scale_inv.fill_(1.0) if scale is None else scale_inv.copy_(
+                    (1.0 / scale).reshape(scale_inv.shape)
+                )
         if self._rowwise:
             codes = self._empty((max(rows, 1), cols), (cols, 1), torch.uint8)
             outputs[0] = (codes.data_ptr(), scales[0][0].data_ptr(), scales[0][1])
@@ -138,8 +140,8 @@ class _Quantize:
         # Blocks of 128 rows are counted group by group, and there are at most so many.
         blocks = 128 * (rows // 128 + groups)
         if mode == "tensor":
-            one = empty((groups,), (1,), torch.float32)
-            return [(one[:, None], 1), (one[None], 1)]
+            scale_inv = empty((groups,), (1,), torch.float32)
+            return [(scale_inv[:, None], 1), (scale_inv[None], 1)]
         if mode == "row":
             by_group = empty((groups, cols), (cols, 1), torch.float32)
             return [empty_scales(mode, rows, cols, empty), (by_group.t(), cols)]
@@ -218,10 +220,10 @@ class DeviceGroupedGemm:
         offsets, groups = checked_offsets(group_offsets, self._device)
         seconds = [b] if isinstance(b, Operand) else list(b)
         (m, k), n = a.data.shape, seconds[0].data.shape[0]
-        given = None if out is None else [out] if isinstance(out, torch.Tensor) else list(out)
-        self._check((m, n, k), seconds, groups, bias, given)
+        outputs = None if out is None else [out] if isinstance(out, torch.Tensor) else list(out)
+        self._check((m, n, k), seconds, groups, bias, outputs)
         self._check_scales([a, *seconds] if desc.contract_groups else [a], groups)
-        d = self._outputs((m, n), groups if desc.contract_groups else 1, given)
+        d = self._outputs((m, n), groups if desc.contract_groups else 1, outputs)
         if m and n:
             copies: list[torch.Tensor] = []  # held until the launch
             biases, bias_type = self._biases(bias, copies)
@@ -233,19 +235,19 @@ class DeviceGroupedGemm:
                 *_fields(seconds, copies),
                 biases,
                 bias_type,
-                [one.data_ptr() for one in d],
+                [output.data_ptr() for output in d],
                 offsets.data_ptr(),
                 groups,
             )
             self._native_gemm(arguments, raw_stream(self._device.index))
-        if given is None:
-            d = [one.to(desc.out_dtype) for one in d] if self._adds_after else d
+        if outputs is None:
+            d = [product.to(desc.out_dtype) for product in d] if self._adds_after else d
             return d if desc.contract_groups else d[0]
-        for asked, written in zip(given, d, strict=True):
-            if asked is written:
-                increment_version(asked)  # torch does not see the kernel's write
+        for target, written in zip(outputs, d, strict=True):
+            if target is written:
+                increment_version(target)  # torch does not see the kernel's write
             else:
-                asked.copy_(written.add_(asked) if self._adds_after else written)
+                target.copy_(written.add_(target) if self._adds_after else written)
         return out  # type: ignore[return-value]  # it is given
 
     def _check(
@@ -260,15 +262,15 @@ class DeviceGroupedGemm:
         m, n, k = sizes
         count, outputs = (1, groups) if self._desc.contract_groups else (groups, 1)
         is_right = len(seconds) == count and n % ALIGNMENT == 0
-        is_right &= all(one.data.shape == (n, k) for one in seconds)
+        is_right &= all(second.data.shape == (n, k) for second in seconds)
         if bias is not None:
-            is_right &= len(bias) == groups and all(one.shape == (n,) for one in bias)
+            is_right &= len(bias) == groups and all(vector.shape == (n,) for vector in bias)
         if out is not None:
             dtype = self._desc.out_dtype
             is_right &= len(out) == outputs
-            is_right &= all(one.shape == (m, n) and one.dtype == dtype for one in out)
+            is_right &= all(output.shape == (m, n) and output.dtype == dtype for output in out)
         if not is_right:
-            shapes = ", ".join(str(list(one.data.shape)) for one in seconds[:4])
+            shapes = ", ".join(str(list(second.data.shape)) for second in seconds[:4])
             raise OperandError(
                 f"{self._desc}: a {[m, k]}, {len(seconds)} b {shapes}, {groups} groups, "
                 f"{None if bias is None else len(bias)} biases; expected {count} b [n, {k}] with n "
@@ -290,18 +292,18 @@ class DeviceGroupedGemm:
                 )
 
     def _outputs(
-        self, shape: tuple[int, int], count: int, given: list[torch.Tensor] | None
+        self, shape: tuple[int, int], count: int, outputs: list[torch.Tensor] | None
     ) -> list[torch.Tensor]:
-        """Return the tensors that the kernel writes: those given, or copies where it cannot."""
+        """Return the tensors that the kernel writes: ``outputs``, or copies where it cannot."""
         dtype, device = self._dtype, self._device
-        if given is None or self._adds_after:
+        if outputs is None or self._adds_after:
             new = torch.zeros if self._desc.accumulate else torch.empty
             return [new(shape, dtype=dtype, device=device) for _ in range(count)]
         return [
-            one
-            if one.is_contiguous() and one.data_ptr() % ALIGNMENT == 0
-            else one.clone(memory_format=torch.contiguous_format)
-            for one in given
+            output
+            if output.is_contiguous() and output.data_ptr() % ALIGNMENT == 0
+            else output.clone(memory_format=torch.contiguous_format)
+            for output in outputs
         ]
 
     def _biases(
@@ -311,13 +313,13 @@ class DeviceGroupedGemm:
         types = self._types
         if bias is None:
             return [], types["float32"]
-        dtypes = {one.dtype for one in bias}
+        dtypes = {vector.dtype for vector in bias}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         if dtype not in DTYPES:
             dtype = torch.float32
-        readable = [one.to(dtype).contiguous() for one in bias]
+        readable = [vector.to(dtype).contiguous() for vector in bias]
         copies.extend(readable)
-        return [one.data_ptr() for one in readable], types[DTYPES[dtype]]
+        return [vector.data_ptr() for vector in readable], types[DTYPES[dtype]]
 
 
 def checked_offsets(group_offsets: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
@@ -337,17 +339,17 @@ def _fields(operands: Sequence[Operand], copies: list[torch.Tensor]) -> _Grouped
     scales = [operand.scale_inv for operand in operands if operand.scale_inv is not None]
     rows, k = data[0].shape
     pitch = data[0].stride(0) if rows > 1 else round_up(k, ALIGNMENT)
-    if pitch % ALIGNMENT or not all(_is_readable(one, pitch) for one in data):
+    if pitch % ALIGNMENT or not all(_is_readable(part, pitch) for part in data):
         pitch = round_up(max(k, 1), ALIGNMENT)
-        data = [one.new_empty((rows, pitch))[:, :k].copy_(one) for one in data]
+        data = [part.new_empty((rows, pitch))[:, :k].copy_(part) for part in data]
         copies.extend(data)
     strides = scales[0].stride()
-    if any(one.stride() != strides for one in scales):
-        scales = [one.contiguous() for one in scales]
+    if any(part.stride() != strides for part in scales):
+        scales = [part.contiguous() for part in scales]
         copies.extend(scales)
         strides = scales[0].stride()
-    codes = [one.data_ptr() for one in data]
-    scale_inv = [one.data_ptr() for one in scales]
+    codes = [part.data_ptr() for part in data]
+    scale_inv = [part.data_ptr() for part in scales]
     return codes, pitch, scale_inv, strides[0], strides[1], scales[0].shape[1]
 
 

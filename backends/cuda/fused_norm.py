@@ -86,8 +86,8 @@ class FusedNorm:
             *(() if panel is None else (native.PanelChoice(*panel),)),
         )
         self._most_columns: int = native.MOST_TWICE_PASSED
-        is_one_pass = spec.format == "e4m3" and spec.delayed
-        self.kernel = "fp8core::norm_panel" if is_one_pass else "fp8core::norm_first_pass"
+        is_single_pass = spec.format == "e4m3" and spec.delayed
+        self.kernel = "fp8core::norm_panel" if is_single_pass else "fp8core::norm_first_pass"
 
     def __call__(
         self,
@@ -108,7 +108,7 @@ class FusedNorm:
         rows, cols = x.shape
         x, stride = adjacent_columns(x)
         address = x.data_ptr()
-        parameters, _held = self._operands.parameters(weight, bias, cols)
+        parameters, _parameter_copies = self._operands.parameters(weight, bias, cols)
         is_whole = rows and 0 < cols <= self._most_columns and x.dtype == self._dtype
         is_of_vectors = not ((cols | stride) % _VECTOR or (address | parameters[0]) % 16)
         if not (is_whole and is_of_vectors) or parameters[2] % 16:

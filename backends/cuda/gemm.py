@@ -238,10 +238,10 @@ class LowPrecisionGemm:
             if mode in TILED:  # checked where they were brought into tiles
                 continue
             rows, k = operand.data.shape
-            wanted = _SCALES[mode](rows, -(-k // 128))
-            found = None if operand.scale_inv is None else tuple(operand.scale_inv.shape)
-            shapes.append(f"scales {found}, expected {wanted}")
-            is_right &= found == wanted
+            expected = _SCALES[mode](rows, -(-k // 128))
+            sizes = None if operand.scale_inv is None else tuple(operand.scale_inv.shape)
+            shapes.append(f"scales {sizes}, expected {expected}")
+            is_right &= sizes == expected
         if bias is not None:
             shapes.append(f"bias {list(bias.shape)}")
             is_right &= bias.shape == shape[1:]
@@ -257,8 +257,8 @@ class LowPrecisionGemm:
     def _takes_bias(self, bias: torch.Tensor) -> bool:
         """Whether cuBLASLt adds it: of the result's dtype, or bfloat16 to a float32 result."""
         out = self._desc.out_dtype
-        wanted = torch.bfloat16 if out == torch.float32 else out
-        return bias.dtype == wanted and bias.is_contiguous() and bias.data_ptr() % ALIGNMENT == 0
+        dtype = torch.bfloat16 if out == torch.float32 else out
+        return bias.dtype == dtype and bias.is_contiguous() and bias.data_ptr() % ALIGNMENT == 0
 
     def _add_bias_after(
         self, a: Operand, b: Operand, bias: torch.Tensor, out: torch.Tensor | None

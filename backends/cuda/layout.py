@@ -56,10 +56,10 @@ _BYTE_MODES = {
 }
 
 
-def wrong_dtype(op: str, found: torch.dtype, bound: torch.dtype) -> OperandError:
+def wrong_dtype(op: str, dtype: torch.dtype, bound: torch.dtype) -> OperandError:
     """Return the error of a tensor of which a kernel, bound for another dtype, would read another
     number of bytes than it has."""
-    return OperandError(f"{op} of {found}; bound for {bound}.")
+    return OperandError(f"{op} of {dtype}; bound for {bound}.")
 
 
 def round_up(size: int, step: int) -> int:
@@ -100,8 +100,8 @@ def with_rows(x: torch.Tensor, rows: int, strides: tuple[int, int], empty: Empty
     in its memory. A copy where that ends before, or the strides are others."""
     (m, k), (row, column) = x.shape, strides
     fits = all(
-        size == 1 or stride == wanted
-        for size, stride, wanted in zip(x.shape, x.stride(), strides, strict=True)
+        size == 1 or stride == expected
+        for size, stride, expected in zip(x.shape, x.stride(), strides, strict=True)
     )
     end = x.storage_offset() + (rows - 1) * row + (k - 1) * column + 1
     if fits and end * x.itemsize <= x.untyped_storage().nbytes():
@@ -135,18 +135,20 @@ def scales(mode: str, scale_inv: torch.Tensor) -> torch.Tensor:
     if mode in TILED:  # already in tiles
         return scale_inv
     rows, blocks = scale_inv.shape
-    wanted = scale_strides(mode, rows, blocks * 128)
+    expected_strides = scale_strides(mode, rows, blocks * 128)
     fits = all(
         size == 1 or stride == expected
-        for size, stride, expected in zip(scale_inv.shape, scale_inv.stride(), wanted, strict=True)
+        for size, stride, expected in zip(
+            scale_inv.shape, scale_inv.stride(), expected_strides, strict=True
+        )
     )
     if fits and scale_inv.data_ptr() % ALIGNMENT == 0:
         return scale_inv
     if mode == "vec128" and rows % 4 == 0:
         return scale_inv.t().clone(memory_format=torch.contiguous_format).t()
-    length = (rows - 1) * wanted[0] + (blocks - 1) * wanted[1] + 1
+    length = (rows - 1) * expected_strides[0] + (blocks - 1) * expected_strides[1] + 1
     copy = torch.empty(round_up(length, 4), dtype=torch.float32, device=scale_inv.device)
-    return copy.as_strided((rows, blocks), wanted).copy_(scale_inv)
+    return copy.as_strided((rows, blocks), expected_strides).copy_(scale_inv)
 
 
 def row_stride(x: torch.Tensor) -> int | None:

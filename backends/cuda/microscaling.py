@@ -259,15 +259,15 @@ class TiledGemm:
         scales, global_scale_inv = operand.scale_inv, operand.global_scale_inv
         rows, width = operand.data.shape
         k = 2 * width if self._is_fp4 else width
-        wanted = (-(-rows // block_rows), -(-k // block_k))
-        if scales is None or scales.shape != wanted or (global_scale_inv is None) == self._is_fp4:
+        shape = (-(-rows // block_rows), -(-k // block_k))
+        if scales is None or scales.shape != shape or (global_scale_inv is None) == self._is_fp4:
             shapes = [
-                None if one is None else list(one.shape) for one in (scales, global_scale_inv)
+                None if part is None else list(part.shape) for part in (scales, global_scale_inv)
             ]
             expected = "one float32 global_scale_inv" if self._is_fp4 else "no global_scale_inv"
             raise OperandError(
                 f"{self._desc}: an operand of {rows} rows of {k} has scale_inv {shapes[0]} and "
-                f"global_scale_inv {shapes[1]}; expected {list(wanted)} and {expected}."
+                f"global_scale_inv {shapes[1]}; expected {list(shape)} and {expected}."
             )
         address = 0 if global_scale_inv is None else global_scale_inv.data_ptr()
         row_stride, block_stride = scales.stride()

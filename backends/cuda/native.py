@@ -40,9 +40,9 @@ def missing(device: torch.device) -> str | None:
     """Say why the device has no native library, and will not get one; None if it has or will."""
     capability = torch.cuda.get_device_capability(device)
     if capability not in build.ARCHITECTURES:
-        known = ", ".join(f"{major}.{minor}" for major, minor in build.ARCHITECTURES)
+        capabilities = ", ".join(f"{major}.{minor}" for major, minor in build.ARCHITECTURES)
         version = f"{capability[0]}.{capability[1]}"
-        return f"the kernels are written for compute capability {known}, this is {version}"
+        return f"the kernels are written for compute capability {capabilities}, this is {version}"
     return _source(tuple(build.present()), settings.read()).why_not
 
 
@@ -82,17 +82,17 @@ def status() -> str:
 
 
 @functools.cache
-def _source(architectures: Sequence[str], asked: settings.Settings) -> _Source:
+def _source(architectures: Sequence[str], chosen: settings.Settings) -> _Source:
     """Return where the library for these architectures is, or will be."""
     if (beside := _beside()).is_file():
         return _Source(beside, f"installed: {beside}", None)
     try:
-        kept = build.find(architectures)
+        built = build.find(architectures)
     except UnsupportedError as error:
         return _Source(None, f"refused: {error}", None, str(error))
-    if kept is not None:
-        return _Source(kept, f"built earlier: {kept}", None)
-    if not asked.builds:
+    if built is not None:
+        return _Source(built, f"built earlier: {built}", None)
+    if not chosen.builds:
         return _Source(None, "", "FP8CORE_BUILD=0 forbids building it")
     toolchain = build.find_toolchain()
     if isinstance(toolchain, str):

@@ -114,7 +114,7 @@ class Norm:
         if x.dtype != self._dtype:
             raise OperandError(f"norm: x is {x.dtype}, this one was bound for {self._dtype}.")
         rows, cols = x.shape
-        parameters, _held = self._operands.parameters(weight, bias, cols)
+        parameters, _parameter_copies = self._operands.parameters(weight, bias, cols)
         y = self._empty((rows, cols), (cols, 1), self._out_dtype)
         mean, rstd, statistics = self._operands.empty_statistics(rows)
         addresses = (

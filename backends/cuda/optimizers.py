@@ -87,7 +87,7 @@ class AdamStep:
         lists = (grads, params, exp_avgs, exp_avg_sqs, masters)
         if not params:
             return
-        shared, held = _shared(self._device, lr, inv_scale, found_inf)
+        shared, number_copies = _shared(self._device, lr, inv_scale, found_inf)
         count, count_address = _number(self._device, step, torch.int32)
         numbers = (
             *shared,
@@ -100,7 +100,7 @@ class AdamStep:
             count_address[0],
         )
         _run(self._native_step, self._index, lists, self._dtypes, numbers)
-        del held  # copies of numbers, until the kernels are enqueued
+        del number_copies  # copies of numbers, until the kernels are enqueued
 
 
 class SgdStep:
@@ -144,11 +144,11 @@ class SgdStep:
         lists = (grads, params, momenta, copies)
         if not params:
             return
-        shared, held = _shared(self._device, lr, scale, found_inf)
+        shared, number_copies = _shared(self._device, lr, scale, found_inf)
         options = (float(weight_decay), float(momentum), float(dampening))
         numbers = (*shared, *options, bool(nesterov), bool(is_first))
         _run(self._native_step, self._index, lists, self._dtypes, numbers)
-        del held  # copies of numbers, until the kernels are enqueued
+        del number_copies  # copies of numbers, until the kernels are enqueued
 
 
 def _number(
@@ -173,20 +173,20 @@ def _shared(
     device: torch.device, lr: Number, scale: Number, found_inf: torch.Tensor | None
 ) -> tuple[tuple[float, float, int, int, int], list[torch.Tensor | None]]:
     """Return the numbers that every step has, and the tensors that hold some of them."""
-    rate, (rate_address, rate_held) = _number(device, lr, torch.float32)
-    factor, (factor_address, factor_held) = _number(device, scale, torch.float32)
-    stop, stop_held = 0, None
+    rate, (rate_address, rate_tensor) = _number(device, lr, torch.float32)
+    factor, (factor_address, factor_tensor) = _number(device, scale, torch.float32)
+    stop, stop_tensor = 0, None
     if found_inf is not None:
         is_read = found_inf.dtype in (torch.float32, torch.int32)
-        stop_held = found_inf if is_read else found_inf.float()
-        if stop_held.numel() != 1 or stop_held.device != device:
+        stop_tensor = found_inf if is_read else found_inf.float()
+        if stop_tensor.numel() != 1 or stop_tensor.device != device:
             raise OperandError(
                 f"found_inf is {list(found_inf.shape)} on {found_inf.device}; expected one element "
                 f"on {device}."
             )
-        stop = stop_held.data_ptr()
-    held = [rate_held, factor_held, stop_held]
-    return (rate, factor, rate_address, factor_address, stop), held
+        stop = stop_tensor.data_ptr()
+    tensors = [rate_tensor, factor_tensor, stop_tensor]
+    return (rate, factor, rate_address, factor_address, stop), tensors
 
 
 def _run(
@@ -200,12 +200,12 @@ def _run(
     count = len(lists[1])
     for tensors, dtype in zip(lists, dtypes, strict=True):
         due = 0 if dtype is None else count
-        if len(tensors) != due or any(one.dtype != dtype for one in tensors):
+        if len(tensors) != due or any(tensor.dtype != dtype for tensor in tensors):
             raise OperandError(
                 f"a step of {count} parameters: {len(tensors)} tensors of "
-                f"{sorted({str(one.dtype) for one in tensors})}; expected {due} of {dtype}."
+                f"{sorted({str(tensor.dtype) for tensor in tensors})}; expected {due} of {dtype}."
             )
-    stored = [[one.contiguous() for one in tensors] for tensors in lists]
+    stored = [[tensor.contiguous() for tensor in tensors] for tensors in lists]
     _check_sizes(stored, index)
     rows = []
     for at in range(count):
@@ -214,11 +214,11 @@ def _run(
             addresses.insert(3, 0)
         rows.append((*addresses, stored[1][at].numel()))
     native_step(rows, numbers, raw_stream(index))
-    written = [one for tensors in lists[1:] for one in tensors]
+    written = [tensor for tensors in lists[1:] for tensor in tensors]
     for tensors, copies in zip(lists[1:], stored[1:], strict=True):
-        for one, copy in zip(tensors, copies, strict=True):
-            if one is not copy:
-                one.copy_(copy)
+        for target, copy in zip(tensors, copies, strict=True):
+            if target is not copy:
+                target.copy_(copy)
     count_writes(written)  # torch does not see the kernel's writes
 
 

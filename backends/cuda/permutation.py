@@ -64,10 +64,10 @@ class Route:
             routing = routing.contiguous()
             size = self._native.route_workspace_ints(tokens, slots)
             workspace = self._empty((size,), (1,), torch.int32)  # held until it is enqueued
-            given = (routing.data_ptr(), routing.element_size(), tokens, slots, rows)
+            inputs = (routing.data_ptr(), routing.element_size(), tokens, slots, rows)
             addresses = (index.data_ptr(), sources.data_ptr(), workspace.data_ptr())
             stream = raw_stream(self._index)
-            self._native.route_by_mask((*given, *addresses), self._index, stream)
+            self._native.route_by_mask((*inputs, *addresses), self._index, stream)
             return index, sources
         if self._desc.kind == "experts":
             routing = _places(routing)
@@ -164,8 +164,8 @@ class DispatchRows(_Rows):
         index, sources = index.contiguous(), sources.contiguous()
         rows = sources.shape[0]
         y = self._result(rows, cols, self._dtype)
-        given = (x.data_ptr(), tokens, cols, stride, index.data_ptr(), sources.data_ptr())
-        arguments = (*given, index.shape[1], rows, y.data_ptr())
+        inputs = (x.data_ptr(), tokens, cols, stride, index.data_ptr(), sources.data_ptr())
+        arguments = (*inputs, index.shape[1], rows, y.data_ptr())
         if probs is None:
             self._native_rows.dispatch(arguments, raw_stream(self._index))
             return y, None
@@ -263,10 +263,10 @@ class CombineRowsBackward(_Rows):
         index, sources = index.contiguous(), sources.contiguous()
         grad_x = self._result(rows, cols, self._dtype)
         grad_weights = self._result(tokens, slots, torch.float32)
-        given = (grad.data_ptr(), tokens, cols, grad_stride, x.data_ptr(), rows, cols, stride)
+        inputs = (grad.data_ptr(), tokens, cols, grad_stride, x.data_ptr(), rows, cols, stride)
         route = (index.data_ptr(), sources.data_ptr(), slots, weights.data_ptr(), kind)
         results = (grad_x.data_ptr(), grad_weights.data_ptr())
-        self._native_rows.combine_backward((*given, *route, *results), raw_stream(self._index))
+        self._native_rows.combine_backward((*inputs, *route, *results), raw_stream(self._index))
         return grad_x, grad_weights.to(dtype)
 
 

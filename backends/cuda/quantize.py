@@ -246,8 +246,8 @@ class Quantize:
         shared = empty_scales(mode, rows, cols, empty) if mode == "tensor" else None
         operands: list[Operand | None] = []
         outputs: list[tuple[int, int, int]] = []  # codes, scale_inv and its pitch
-        for is_wanted, shape in ((self._rowwise, (rows, cols)), (self._columnwise, (cols, rows))):
-            if not is_wanted:
+        for is_present, shape in ((self._rowwise, (rows, cols)), (self._columnwise, (cols, rows))):
+            if not is_present:
                 operands.append(None)
                 outputs.append((0, 0 if shared is None else shared[0].data_ptr(), 1))
                 continue

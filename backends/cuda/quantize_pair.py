@@ -54,9 +54,9 @@ class QuantizePair:
     __slots__ = ("_casts", "_index", "_run")
 
     def __init__(
-        self, one: PairableCast, other: PairableCast, run: Callable[..., None], index: int
+        self, first: PairableCast, second: PairableCast, run: Callable[..., None], index: int
     ) -> None:
-        self._casts = (one, other)
+        self._casts = (first, second)
         self._run = run
         self._index = index
 
@@ -70,14 +70,18 @@ class QuantizePair:
         nonfinite_out: Slots = (None, None),
     ) -> tuple[Quantized, Quantized]:
         """Quantize both: in one launch if both are contiguous and not empty."""
-        (one, two), (s, t), (a, b), (n, o) = self._casts, scale, amax_out, nonfinite_out
+        (first, second), (s, t), (a, b), (n, o) = self._casts, scale, amax_out, nonfinite_out
         if not (x.is_contiguous() and other.is_contiguous() and x.numel() and other.numel()):
-            quantized = one(x, scale=s, amax_out=a, nonfinite_out=n)
-            return quantized, two(other, scale=t, amax_out=b, nonfinite_out=o)
+            quantized = first(x, scale=s, amax_out=a, nonfinite_out=n)
+            return quantized, second(other, scale=t, amax_out=b, nonfinite_out=o)
         # Freed memory may be handed out again at once: both workspaces are held over the launch.
-        quantized, addresses, _workspace = one.addresses(x, s, a, n)
-        others, other_addresses, _other_workspace = two.addresses(other, t, b, o)
+        quantized, addresses, _workspace = first.addresses(x, s, a, n)
+        second_quantized, second_addresses, _second_workspace = second.addresses(other, t, b, o)
         self._run(
-            one.native_cast, addresses, two.native_cast, other_addresses, raw_stream(self._index)
+            first.native_cast,
+            addresses,
+            second.native_cast,
+            second_addresses,
+            raw_stream(self._index),
         )
-        return quantized, others
+        return quantized, second_quantized

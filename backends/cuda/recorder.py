@@ -103,8 +103,8 @@ class _Launched(NamedTuple):
     def add(self, native: Any, where: Where) -> None:
         places = []
         for number, offset in self.places:
-            found, start = (number, 0) if number < 0 else where(number)
-            places.append((found, start + offset))
+            holder, start = (number, 0) if number < 0 else where(number)
+            places.append((holder, start + offset))
         self.launch.set_places(places)
         native.add_launch(self.launch)
 
@@ -146,12 +146,12 @@ class _View(NamedTuple):
         Raises:
             _Refused: the holder has another dtype, or its memory is not one block.
         """
-        known = _Known.of(tensor)
-        if known == holder:
+        view = _Known.of(tensor)
+        if view == holder:
             return None
-        if holder is None or holder.dtype != known.dtype:
+        if holder is None or holder.dtype != view.dtype:
             raise _Refused("a view of another dtype, given to a function")
-        return cls(known.size, known.stride, known.dtype, offset // tensor.itemsize)
+        return cls(view.size, view.stride, view.dtype, offset // tensor.itemsize)
 
     def __call__(self, holder: torch.Tensor) -> torch.Tensor:
         return holder.as_strided(self.size, self.stride, holder.storage_offset() + self.offset)
@@ -165,8 +165,8 @@ class _OnViews(NamedTuple):
 
     def __call__(self, *holders: Any, **keywords: Any) -> torch.Tensor:
         pairs = zip(self.views, holders, strict=True)
-        given = (one if view is None else view(one) for view, one in pairs)
-        return self.function(*given, **keywords)
+        arguments = (holder if view is None else view(holder) for view, holder in pairs)
+        return self.function(*arguments, **keywords)
 
 
 class _Arguments(NamedTuple):
@@ -201,23 +201,23 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
     """
 
     def __init__(
-        self, source: memory.Source, library: Any, given: Sequence[torch.Tensor | None]
+        self, source: memory.Source, library: Any, operands: Sequence[torch.Tensor | None]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._source = source
         self._library = library
         self._is_in_function = False  # of which nothing is noted but its result
         self.num_unheard = 0  # native calls in functions that are not recorded
-        self.known = [None if one is None else _Known.of(one) for one in given]
+        self.known = [None if tensor is None else _Known.of(tensor) for tensor in operands]
         self.steps: list[_Step] = []
         self.problem: str | None = None
         tensors = sorted(
-            (one for one in self.known if one is not None), key=lambda one: one.address
+            (place for place in self.known if place is not None), key=lambda place: place.address
         )
-        if not all(one.num_bytes for one in tensors):
+        if not all(place.num_bytes for place in tensors):
             self.problem = "a tensor without elements, whose address is any"
-        for one, following in itertools.pairwise(tensors):
-            if one.offset_of(following.address) is not None:
+        for place, following in itertools.pairwise(tensors):
+            if place.offset_of(following.address) is not None:
                 self.problem = "two tensors in the same memory: which one is meant by an address?"
 
     def empty(self, size: Size, stride: Size, dtype: torch.dtype) -> torch.Tensor:
@@ -234,7 +234,9 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         if self._is_in_function:
             return
         try:
-            places = [self.place_of(one) if one else (-1, 0) for one in launch.addresses()]
+            places = [
+                self.place_of(address) if address else (-1, 0) for address in launch.addresses()
+            ]
         except _Refused as refused:
             self.problem = str(refused)
             return
@@ -290,7 +292,9 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         return view
 
     def _arguments_of(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> _Arguments:
-        if func not in _REPEATED or any(isinstance(one, torch.Tensor) for one in keywords.values()):
+        if func not in _REPEATED or any(
+            isinstance(value, torch.Tensor) for value in keywords.values()
+        ):
             raise _Refused(f"the operator {func}")
         return self._found(args)
 
@@ -298,16 +302,18 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         """Return which tensor each argument is, or lies in; the others as they are."""
         numbers: list[int] = []
         views: list[_View | None] = []
-        for one in args:
-            if not isinstance(one, torch.Tensor):
+        for argument in args:
+            if not isinstance(argument, torch.Tensor):
                 numbers.append(-1)
                 views.append(None)
                 continue
-            number, offset = self.place_of(one.data_ptr())
+            number, offset = self.place_of(argument.data_ptr())
             numbers.append(number)
-            views.append(_View.of(one, self.known[number], offset))
-        others = [one if number < 0 else None for number, one in zip(numbers, args, strict=True)]
-        return _Arguments(numbers, others, tuple(views))
+            views.append(_View.of(argument, self.known[number], offset))
+        plain = [
+            argument if number < 0 else None for number, argument in zip(numbers, args, strict=True)
+        ]
+        return _Arguments(numbers, plain, tuple(views))
 
     def _number(self, tensor: torch.Tensor) -> int:
         self.known.append(_Known.of(tensor))
@@ -316,8 +322,8 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
     def place_of(self, address: int) -> tuple[int, int]:
         """Return the number of the latest tensor that ``address`` lies in, and the offset there."""
         for number in range(len(self.known) - 1, -1, -1):
-            known = self.known[number]
-            offset = None if known is None else known.offset_of(address)
+            candidate = self.known[number]
+            offset = None if candidate is None else candidate.offset_of(address)
             if offset is not None:
                 return number, offset
         raise _Refused("an address that lies in no tensor of the call")
@@ -357,7 +363,7 @@ class Recorder:
         if torch.cuda.is_current_stream_capturing():  # an algorithm chosen now is not kept
             self.problem = "a CUDA graph is being captured"
             return Recording(run(), None)
-        distinct = [*{id(one): one for one in constants}.values()]
+        distinct = [*{id(tensor): tensor for tensor in constants}.values()]
         log = _Log(self._source, self._library, [*leading, *saved, *distinct])
         program = _Program(self._library.Program(self._memory, ALIGNMENT_OF_ALLOCATIONS), log)
         program.give(leading, len(saved), distinct)
@@ -390,18 +396,18 @@ class _Program:
         constants: Sequence[torch.Tensor],
     ) -> None:
         """Number the tensors that the caller gives."""
-        native, known = self.native, self._log.known
+        native, tensors = self.native, self._log.known
         self._leading = leading
         self._saved, first_constant = len(leading), len(leading) + num_saved
         self._created = first_constant + len(constants)
-        for one in leading:
-            native.add_leading(one.data_ptr())
+        for tensor in leading:
+            native.add_leading(tensor.data_ptr())
         for number in range(self._saved, first_constant):
-            saved = known[number]
+            saved = tensors[number]
             native.add_saved(0 if saved is None else saved.address)
-        for one in constants:
-            native.add_constant(one, one.data_ptr())
-        self._freed = [n for n in range(self._saved, first_constant) if known[n] is not None]
+        for tensor in constants:
+            native.add_constant(tensor, tensor.data_ptr())
+        self._freed = [n for n in range(self._saved, first_constant) if tensors[n] is not None]
 
     def finish(self, results: Sequence[torch.Tensor | None]) -> str | None:
         """Add steps and results; return why that cannot be done, None if it was.
@@ -413,11 +419,11 @@ class _Program:
             added = [self._result(result) for result in results]
         except _Refused as refused:
             return str(refused)
-        steps, kept = self._log.steps, {number for number, *_ in added}
+        steps, returned = self._log.steps, {number for number, *_ in added}
         last = dict.fromkeys(self._freed, -1)
         for at, step in enumerate(steps):
             last.update({n: at for n in (*step.reads, step.creates) if self._is_released(n)})
-        last = {number: at for number, at in last.items() if number not in kept}
+        last = {number: at for number, at in last.items() if number not in returned}
         scratch = _Scratch.of(self._log, last)
         if scratch is not None:
             last = {number: at for number, at in last.items() if number not in scratch.starts}
@@ -461,21 +467,27 @@ class _Program:
         views, its size and stride, and how many elements from the start it begins."""
         if result is None:
             return (-1,)
-        if type(result) is not torch.Tensor and all(result is not one for one in self._leading):
+        if type(result) is not torch.Tensor and all(
+            result is not tensor for tensor in self._leading
+        ):
             raise _Refused(f"a result that is a {type(result).__name__}")
         address = result.data_ptr()
         number, offset = self._log.place_of(address)
-        holder, known = self._log.known[number], _Known.of(result)
+        holder, memory_of_result = self._log.known[number], _Known.of(result)
         if number < self._created:
             if number < self._saved and result is self._leading[number]:
                 return (number,)
             raise _Refused("a result that shares the memory of a tensor that was given")
-        if holder == known:
+        if holder == memory_of_result:
             return (number,)
-        if holder is None or holder.dtype != known.dtype or not known.num_bytes:
+        if (
+            holder is None
+            or holder.dtype != memory_of_result.dtype
+            or not memory_of_result.num_bytes
+        ):
             raise _Refused("a result that is a view of another dtype, or empty")
         # The holder begins where its storage does.
-        return number, known.size, known.stride, offset // result.itemsize
+        return number, memory_of_result.size, memory_of_result.stride, offset // result.itemsize
 
 
 class _Scratch(NamedTuple):
@@ -494,13 +506,13 @@ class _Scratch(NamedTuple):
         """Return the memory for temporary tensors, the smallest first, as long as they do not take
         more than _MOST_SCRATCH together; ``last`` is the last step that reads each. None for fewer
         than two: torch's operators take tensors, which are never among them."""
-        taken = {n for step in log.steps if isinstance(step, _Called) for n in step.reads}
+        read = {n for step in log.steps if isinstance(step, _Called) for n in step.reads}
         sizes = {}
         for step in log.steps:
-            if isinstance(step, _Empty) and step.creates in last and step.creates not in taken:
-                known = log.known[step.creates]
-                assert known is not None
-                sizes[step.creates] = round_up(known.num_bytes, ALIGNMENT_OF_ALLOCATIONS)
+            if isinstance(step, _Empty) and step.creates in last and step.creates not in read:
+                tensor = log.known[step.creates]
+                assert tensor is not None
+                sizes[step.creates] = round_up(tensor.num_bytes, ALIGNMENT_OF_ALLOCATIONS)
         total, chosen = 0, set()
         for number in sorted(sizes, key=lambda number: sizes[number]):
             total += sizes[number]
@@ -512,18 +524,19 @@ class _Scratch(NamedTuple):
         starts: dict[int, int] = {}
         for at, step in enumerate(log.steps):
             if step.creates in chosen:
-                others = [n for n in starts if last[n] >= at]
+                overlapping = [n for n in starts if last[n] >= at]
                 starts[step.creates] = _first_gap(
-                    sorted((starts[n], starts[n] + sizes[n]) for n in others), sizes[step.creates]
+                    sorted((starts[n], starts[n] + sizes[n]) for n in overlapping),
+                    sizes[step.creates],
                 )
         num_bytes = max(starts[number] + sizes[number] for number in chosen)
         return cls(starts, num_bytes, max(last[number] for number in chosen))
 
 
-def _first_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
-    """Return the lowest start of ``size`` bytes beside ``taken``, intervals in order."""
+def _first_gap(occupied: Sequence[tuple[int, int]], size: int) -> int:
+    """Return the lowest start of ``size`` bytes beside ``occupied``, intervals in order."""
     start = 0
-    for begin, end in taken:
+    for begin, end in occupied:
         if begin - start >= size:
             break
         start = max(start, end)

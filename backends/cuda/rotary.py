@@ -111,13 +111,13 @@ class Rotary:
         return batch
 
 
-def _check_integers(name: str, given: torch.Tensor, count: int, device: torch.device) -> None:
-    if given.dtype == torch.int32 and given.shape == (count,) and given.device == device:
-        if count == 0 or given.data_ptr() != 0:  # which the kernel takes for None
+def _check_integers(name: str, x: torch.Tensor, count: int, device: torch.device) -> None:
+    if x.dtype == torch.int32 and x.shape == (count,) and x.device == device:
+        if count == 0 or x.data_ptr() != 0:  # which the kernel takes for None
             return
         raise OperandError(f"rotary: {name} has the address 0: a tensor without memory of its own.")
     raise OperandError(
-        f"rotary: {name} is {given.dtype} {list(given.shape)} on {given.device}; expected "
+        f"rotary: {name} is {x.dtype} {list(x.shape)} on {x.device}; expected "
         f"torch.int32 [{count}] on {device}."
     )
 

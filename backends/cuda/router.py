@@ -142,11 +142,15 @@ class RouterBackward(_Router):
         """
         due = torch.float32 if self._desc.of_all else self._desc.dtype
         expected = ((grad_probs, due), (routing_map, torch.bool), (scores, torch.float32))
-        for one, dtype in expected:
-            if one.dtype != dtype or one.shape != scores.shape or one.device != scores.device:
+        for tensor, dtype in expected:
+            if (
+                tensor.dtype != dtype
+                or tensor.shape != scores.shape
+                or tensor.device != scores.device
+            ):
                 raise OperandError(
-                    f"router_backward: {one.dtype} {list(one.shape)} on {one.device}; expected "
-                    f"{dtype} {list(scores.shape)} on {scores.device}."
+                    f"router_backward: {tensor.dtype} {list(tensor.shape)} on {tensor.device}; "
+                    f"expected {dtype} {list(scores.shape)} on {scores.device}."
                 )
         tokens, experts = scores.shape
         size = (tokens, experts)

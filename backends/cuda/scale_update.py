@@ -46,7 +46,7 @@ class ScaleUpdate:
     ) -> Callable[[], None]:
         """Return the update of these tensors, to be called in every step."""
         tensors = (*histories, *scales, *targets, *nonfinite)
-        if not all(one.is_contiguous() for one in tensors):
+        if not all(tensor.is_contiguous() for tensor in tensors):
             return lambda: self._update_copies(histories, scales, targets, nonfinite)
         index = self._index
         addresses, run = self._arrange(histories, scales, targets, nonfinite)
@@ -54,7 +54,7 @@ class ScaleUpdate:
         def update() -> None:
             nonlocal addresses, run
             if [*map(_address, tensors)] != addresses:  # one moved, by .data or set_()
-                if not all(one.is_contiguous() for one in tensors):
+                if not all(tensor.is_contiguous() for tensor in tensors):
                     self._update_copies(histories, scales, targets, nonfinite)
                     return
                 addresses, run = self._arrange(histories, scales, targets, nonfinite)
@@ -80,7 +80,7 @@ class ScaleUpdate:
                 histories, scales, targets, counts, strict=True
             )
         ]
-        addresses = [one.data_ptr() for one in (*histories, *scales, *targets, *nonfinite)]
+        addresses = [tensor.data_ptr() for tensor in (*histories, *scales, *targets, *nonfinite)]
         return addresses, self._native.ScaleUpdate(rows, self._is_max, self._index)
 
     def _update_copies(
@@ -92,9 +92,9 @@ class ScaleUpdate:
     ) -> None:
         """Update states that are not contiguous, by way of copies that are."""
         groups = (histories, scales, targets, nonfinite)
-        states = [[one.contiguous() for one in group] for group in groups]
+        states = [[tensor.contiguous() for tensor in group] for group in groups]
         self(*states)
         for group, updated in zip(groups, states, strict=True):
-            for one, new in zip(group, updated, strict=True):
-                if one is not new:
-                    one.copy_(new)
+            for tensor, new in zip(group, updated, strict=True):
+                if tensor is not new:
+                    tensor.copy_(new)

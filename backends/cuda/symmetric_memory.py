@@ -25,14 +25,14 @@ def meet(store: Any, number: int, rank: int, size: int, timeout: timedelta) -> N
         RuntimeError: one did not come in time; it is named. torch, which would wait for it in what
             follows, waits as long as the store of the group does, and names nobody.
     """
-    keys = [f"fp8core shares memory {number}, rank {one}" for one in range(size)]
+    keys = [f"fp8core shares memory {number}, rank {peer}" for peer in range(size)]
     store.set(keys[rank], "here")
-    for other, key in enumerate(keys):
+    for member, key in enumerate(keys):
         try:
             store.wait([key], timeout)
         except RuntimeError:
             raise RuntimeError(
-                f"rank {other} did not come to share memory with rank {rank} within "
+                f"rank {member} did not come to share memory with rank {rank} within "
                 f"{timeout.total_seconds():g} s"
             ) from None
 

@@ -75,7 +75,11 @@ class _Pool:
     def free(self, num_bytes: int) -> _Lease | None:
         """Return the smallest buffer of so many bytes that no rank reads any more: all of them have
         been at a barrier since."""
-        free = [one for one in self.leases if one.fits(num_bytes) and one.barriers < self.barriers]
+        free = [
+            lease
+            for lease in self.leases
+            if lease.fits(num_bytes) and lease.barriers < self.barriers
+        ]
         return min(free, key=_size, default=None)
 
 
@@ -120,10 +124,9 @@ class Transfers:
         # Views of another tensor of that memory: whoever keeps ``arrive`` on the result keeps no
         # more than it needs.
         parts = result.detach().chunk(self.size)
-        others = [self.after(step) for step in self.steps]
+        peers = [self.after(step) for step in self.steps]
         here = {
-            other: lane.copy(parts[other], lease.slot.of(other, x.shape, x.dtype))
-            for other in others
+            peer: lane.copy(parts[peer], lease.slot.of(peer, x.shape, x.dtype)) for peer in peers
         }
 
         def arrive(rank: int) -> None:
@@ -131,7 +134,7 @@ class Transfers:
                 parts[rank].copy_(x)
                 return
             lane.wait(here[rank])
-            if rank == others[-1]:
+            if rank == peers[-1]:
                 self.release(lease)
 
         return result, arrive
@@ -262,9 +265,9 @@ class Sending:
     def finish(self, mine: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
         """Start to add what was fetched to ``mine``."""
         lane = self._transfers.lane
-        total, *others = self._received
+        total, *rest = self._received
         lane.follow()
-        for addend in (mine, *others):
+        for addend in (mine, *rest):
             self._event = lane.add(total, addend)
 
         def finish() -> None:
@@ -319,13 +322,13 @@ def _group_of(ranks: Ranks) -> Any:
 def _is_one_host(group: Any) -> bool:
     """Say whether all ranks are on this host: by the setting, or, if torchrun has started them, as
     it numbers the ranks of one host one after the other."""
-    asked = settings.read().transfers
-    if asked is not None:
-        return asked
+    setting = settings.read().transfers
+    if setting is not None:
+        return setting
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not local.isdigit() or not int(local):
         return False
-    hosts = {one // int(local) for one in dist.get_process_group_ranks(group)}
+    hosts = {rank // int(local) for rank in dist.get_process_group_ranks(group)}
     return len(hosts) == 1
 
 
@@ -333,5 +336,5 @@ def _reach_each_other(index: int, size: int) -> bool:
     """Say whether this device reaches all others that the process sees, as many as there are ranks:
     one that sees its own alone cannot map the memory of others."""
     count = torch.cuda.device_count()
-    others = [one for one in range(count) if one != index]
-    return count >= size and all(torch.cuda.can_device_access_peer(index, one) for one in others)
+    peers = [peer for peer in range(count) if peer != index]
+    return count >= size and all(torch.cuda.can_device_access_peer(index, peer) for peer in peers)

@@ -53,20 +53,22 @@ class ObjectQuantizer(BaseQuantizer):
         """
         with _turns, torch.no_grad():
             self._maker.set_usage(rowwise=rowwise, columnwise=columnwise)
-            made = self._maker(x)
-        wanted = [(rowwise, "rowwise"), (columnwise, "columnwise")]
-        if not isinstance(made, QuantizedTensor):
-            raise OperandError(f"{self._role} returned {type(made).__name__}, no QuantizedTensor.")
-        for (asked, way), spec, planned in zip(wanted, made.plan, self._plan, strict=True):
-            if asked and spec != planned:
+            quantized = self._maker(x)
+        usages = [(rowwise, "rowwise"), (columnwise, "columnwise")]
+        if not isinstance(quantized, QuantizedTensor):
+            raise OperandError(
+                f"{self._role} returned {type(quantized).__name__}, no QuantizedTensor."
+            )
+        for (is_used, way), spec, planned in zip(usages, quantized.plan, self._plan, strict=True):
+            if is_used and spec != planned:
                 raise OperandError(
                     f"{self._role} is planned {way} as {planned}, and returned {spec}. What it "
                     f"makes has to be stored as its plan, or its make_empty(), says."
                 )
-        if (made.shape, made.device) != (x.shape, x.device):
+        if (quantized.shape, quantized.device) != (x.shape, x.device):
             raise OperandError(
-                f"{self._role} made {list(made.shape)} on {made.device} of {list(x.shape)} on "
-                f"{x.device}."
+                f"{self._role} made {list(quantized.shape)} on {quantized.device} of "
+                f"{list(x.shape)} on {x.device}."
             )
-        row, column = made.operands
+        row, column = quantized.operands
         return Orientations(row if rowwise else None, column if columnwise else None)

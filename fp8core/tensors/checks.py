@@ -169,12 +169,12 @@ def _operand_errors(
         -(-length // block) if block else 1 for length, block in zip(size, spec.block, strict=True)
     )
     is_float, has_two_levels = spec.scale_format == "float32", spec.scale_format == "e4m3"
-    wanted = (
+    forms = (
         ((rows, k // per_byte(spec)), torch.uint8),
         (counts, torch.float32 if is_float else torch.uint8),
         ((rows if spec.row_scaled else 1, 1), torch.float32) if has_two_levels else None,
     )
-    for name, part, want in zip(names, operand, wanted, strict=True):
+    for name, part, want in zip(names, operand, forms, strict=True):
         if want is None or part is None:
             if (want is None) != (part is None):
                 yield f"{name} is {'missing' if part is None else 'there, and is not planned'}"

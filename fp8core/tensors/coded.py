@@ -68,11 +68,11 @@ def fit_codes(
         OperandError: codes and scales do not fit it, or hold what no cast writes.
     """
     data = bytes_of(codes, "codes")
-    wanted = format_of_dtype(codes.dtype)
+    name = format_of_dtype(codes.dtype)
     scales, outer = bytes_of(scale_inv, "scale_inv"), global_scale_inv
     reasons = []
     for spec in _candidates(recipe, tensor, dtype):
-        if wanted is not None and spec.format != wanted:
+        if name is not None and spec.format != name:
             reasons.append(f"{spec} has no codes in {codes.dtype}")
             continue
         fitted = _fitted(data, scales, outer, spec)
@@ -126,8 +126,8 @@ def _fitted(
     counts = [
         -(-size // block) if block else 1 for size, block in zip((rows, k), spec.block, strict=True)
     ]
-    wanted = torch.float32 if spec.scale_format == "float32" else torch.uint8
-    if scales.dtype != wanted or scales.numel() != math.prod(counts) or not data.dim():
+    scale_dtype = torch.float32 if spec.scale_format == "float32" else torch.uint8
+    if scales.dtype != scale_dtype or scales.numel() != math.prod(counts) or not data.dim():
         return None
     if (spec.scale_format == "e4m3") != (outer is not None):
         return None

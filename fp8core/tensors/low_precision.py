@@ -99,16 +99,16 @@ class LowPrecision(BoundQuantizer):
     def constants(self) -> tuple[torch.Tensor, ...]:
         """The delayed scale, where its amax is recorded, and the count of NaN and inf."""
         tensors = (*(self.slot or ()), self.nonfinite)
-        return tuple(one for one in tensors if one is not None)
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
     def with_slot(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``run`` with this tensor's delayed scale, amax and count filled in."""
-        given: dict[str, torch.Tensor | None] = {}
+        state: dict[str, torch.Tensor | None] = {}
         if self.slot is not None:
-            given = {"scale": self.slot.scale, "amax_out": self.slot.amax}
+            state = {"scale": self.slot.scale, "amax_out": self.slot.amax}
         if self.nonfinite is not None:
-            given["nonfinite_out"] = self.nonfinite
-        return partial(run, **given) if given else run
+            state["nonfinite_out"] = self.nonfinite
+        return partial(run, **state) if state else run
 
     def cast_chunked(self) -> Callable[..., Orientations]:
         """Return the backend's own call, in chunks where it offers them."""
@@ -137,10 +137,10 @@ class LowPrecision(BoundQuantizer):
         run: Any = self._whole.pair_with(other._whole)
         if run is None:
             return None
-        given: dict[str, tuple[torch.Tensor | None, ...]] = {}
+        states: dict[str, tuple[torch.Tensor | None, ...]] = {}
         if self.slot is not None and other.slot is not None:
             scales, amaxes = zip(self.slot, other.slot, strict=True)
-            given = {"scale": scales, "amax_out": amaxes}
+            states = {"scale": scales, "amax_out": amaxes}
         if self.nonfinite is not None or other.nonfinite is not None:
-            given["nonfinite_out"] = (self.nonfinite, other.nonfinite)
-        return partial(run, **given) if given else run
+            states["nonfinite_out"] = (self.nonfinite, other.nonfinite)
+        return partial(run, **states) if states else run

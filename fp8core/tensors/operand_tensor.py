@@ -32,9 +32,9 @@ class Casts(torch.Tensor):
 
         A move to another device alone, or a copy, stays quantized.
         """
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, torch.dtype | torch.Tensor):
-                dtype = given.dtype if isinstance(given, torch.Tensor) else given
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.dtype | torch.Tensor):
+                dtype = value.dtype if isinstance(value, torch.Tensor) else value
                 return self.dequantize(dtype).to(*args, **kwargs)
         return super().to(*args, **kwargs)
 
@@ -197,12 +197,12 @@ class OperandTensor(Casts):
         ``shares_scales``: whether their scales cover more than they do; None as this tensor's.
         """
         with torch.inference_mode(False):  # as a view that torch creates outside of it
-            made = type(self)(
+            tensor = type(self)(
                 rowwise, columnwise, self.plan, self.dtype, shape=shape, strides=strides
             )
-        made._slot, made._lacks_slot = self._slot, self._lacks_slot
-        made._shares_scales = self._shares_scales if shares_scales is None else shares_scales
-        return made
+        tensor._slot, tensor._lacks_slot = self._slot, self._lacks_slot
+        tensor._shares_scales = self._shares_scales if shares_scales is None else shares_scales
+        return tensor
 
     def with_dtype(self: _Self, dtype: torch.dtype) -> _Self:
         """Return the same operands under another nominal dtype."""

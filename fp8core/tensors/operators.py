@@ -207,9 +207,9 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{func} of a QuantizedTensor: pass each of its .tensors(), or .dequantize()."
         )
     if func.namespace == COLLECTIVES:
-        made = collected(func, args)
-        if made is not None:
-            return made
+        gathered = collected(func, args)
+        if gathered is not None:
+            return gathered
     for target in targets:
         refuse_part(target)
         _refuse_arithmetic(func, target)
@@ -263,7 +263,7 @@ def _is_dequantize(func: Any, args: tuple[Any, ...]) -> bool:
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperandTensor:
     leaves = pytree.tree_leaves((args, kwargs))
-    return next(one for one in leaves if isinstance(one, OperandTensor))
+    return next(leaf for leaf in leaves if isinstance(leaf, OperandTensor))
 
 
 def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -271,10 +271,10 @@ def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if isinstance(args[0], OperandTensor) else None
     if first is None and isinstance(args[0], (list, tuple)):
         first = args[0][0]
-    made = None
+    copied = None
     if isinstance(first, OperandTensor):
-        made = COPIES[func.overloadpacket](func, args, kwargs)
-    return _on_values(func, args, kwargs) if made is None else made
+        copied = COPIES[func.overloadpacket](func, args, kwargs)
+    return _on_values(func, args, kwargs) if copied is None else copied
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -300,8 +300,8 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Return the tensor itself for its own strides, as FSDP asks for them; else its values."""
     tensor, size, stride = args[:3]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
-    asked = (tuple(size), tuple(stride), offset or 0)
-    if asked == (tuple(tensor.shape), tensor.stride(), 0):
+    geometry = (tuple(size), tuple(stride), offset or 0)
+    if geometry == (tuple(tensor.shape), tensor.stride(), 0):
         return _detach(func, args, kwargs)
     return _on_values(func, args, kwargs)
 
@@ -375,7 +375,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     ]
     parts = [part for operand in both for part in operand or [None] * len(Operand._fields)]
     shared = {id(part) for part in tensor.tensors()}
-    copies = [one if one is None or id(one) not in shared else one.clone() for one in parts]
+    copies = [part if part is None or id(part) not in shared else part.clone() for part in parts]
     padded: OperandTensor = type(tensor)(*split(copies), plan, tensor.dtype)
     return padded
 

@@ -30,13 +30,15 @@ def collected(func: Any, args: Sequence[Any]) -> Any:
     if name != "all_gather_into_tensor":
         return None
     group_size, group_name = args[1:3]
-    held: list[Operand | None] = []
+    operands: list[Operand | None] = []
     for operand, spec, along in zip(tensor.held, tensor.plan, (0, 1), strict=True):
         if spec is not None and not _is_whole(tensor, spec, along):
             return None
-        held.append(None if operand is None else _gathered(operand, along, group_size, group_name))
+        operands.append(
+            None if operand is None else _gathered(operand, along, group_size, group_name)
+        )
     shape = [group_size * tensor.shape[0], *tensor.shape[1:]]
-    return tensor.rebuilt(*held, shape, shares_scales=False)
+    return tensor.rebuilt(*operands, shape, shares_scales=False)
 
 
 def broadcast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -44,14 +46,14 @@ def broadcast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     Codes and scales arrive as they are on the rank that sends. What is returned waits for all.
     """
-    (tensor,), *others = args
+    (tensor,), *rest = args
     work: Any = None
     for part in getattr(tensor, "whole", tensor).tensors():
         if work is not None:
             work.wait()
         sent = part if part.is_contiguous() else part.contiguous()
         coded = sent.view(torch.uint8) if sent.itemsize == 1 else sent
-        _, work = func([coded], *others, **kwargs)
+        _, work = func([coded], *rest, **kwargs)
         if sent is not part:
             work.wait()
             part.copy_(sent)
@@ -125,7 +127,9 @@ def join(operands: Sequence[Operand], spec: OperandSpec, dim: int) -> Operand | 
     data = torch.cat([operand.data for operand in operands], dim)
     scales = [operand.scale_inv for operand in operands if operand.scale_inv is not None]
     scale_inv = _one_of(scales) if not spec.block[dim] else torch.cat(scales, dim)
-    outer = [one.global_scale_inv for one in operands if one.global_scale_inv is not None]
+    outer = [
+        operand.global_scale_inv for operand in operands if operand.global_scale_inv is not None
+    ]
     if not outer:
         return None if scale_inv is None else Operand(data, scale_inv)
     global_scale_inv = torch.cat(outer) if spec.row_scaled and dim == 0 else _one_of(outer)
@@ -137,11 +141,11 @@ def join(operands: Sequence[Operand], spec: OperandSpec, dim: int) -> Operand | 
 def _one_of(scales: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return a copy of the scale that all ``scales`` are; None if they are several."""
     first = scales[0]
-    if all(one is first for one in scales):
+    if all(scale is first for scale in scales):
         return first.clone()
     if first.is_meta or any(map(is_captured, scales)):  # no address
         return None
-    if any(one.data_ptr() != first.data_ptr() or one.shape != first.shape for one in scales):
+    if any(scale.data_ptr() != first.data_ptr() or scale.shape != first.shape for scale in scales):
         return None
     return first.clone()
 

@@ -127,9 +127,9 @@ class QuantizedTensor(TorchMethods):
         check(plan, rows, columns)
         matrix = value.detach().reshape(rows, columns)
         operands = make_operands(matrix, plan, slot=slot, reduce_amax=reduce_amax)
-        made = cls(*kept(operands, plan), plan, value.dtype, shape=value.shape)
-        made._slot = slot
-        return made
+        tensor = cls(*kept(operands, plan), plan, value.dtype, shape=value.shape)
+        tensor._slot = slot
+        return tensor
 
     @classmethod
     def from_codes(
@@ -162,8 +162,8 @@ class QuantizedTensor(TorchMethods):
             RecipeError: ``recipe`` is none of these, or leaves the tensor in high precision.
             OperandError: codes and scales do not fit it, or hold what no cast writes.
         """
-        given = (recipe, global_scale_inv, tensor, dtype)
-        operand, plan, shape = fit_codes(codes, scale_inv, *given)
+        arguments = (recipe, global_scale_inv, tensor, dtype)
+        operand, plan, shape = fit_codes(codes, scale_inv, *arguments)
         return cls(operand, None, plan, dtype, shape=shape)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -207,10 +207,10 @@ class QuantizedTensor(TorchMethods):
             yield
             return
         written = [*self.tensors(), *([] if slot is None or slot.amax is None else [slot.amax])]
-        before = [one.clone() for one in written]
+        before = [part.clone() for part in written]
         yield
-        for one, old in zip(written, before, strict=True):
-            one.copy_(torch.where(flag.reshape(-1)[:1] != 0, old, one))
+        for part, old in zip(written, before, strict=True):
+            part.copy_(torch.where(flag.reshape(-1)[:1] != 0, old, part))
 
     def quantize_(
         self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None
@@ -237,22 +237,22 @@ class QuantizedTensor(TorchMethods):
                 are rounded already.
         """
         row, column = self.plan
-        wanted = (
+        usages = (
             row is not None if rowwise_usage is None else rowwise_usage,
             column is not None if columnwise_usage is None else columnwise_usage,
         )
-        if wanted == (False, False):
+        if usages == (False, False):
             raise OperandError(f"update_usage of {self}: one orientation has to be held.")
         rowwise, columnwise = self.operands
-        if wanted[0] and rowwise is None:
+        if usages[0] and rowwise is None:
             rowwise, row = _turned(self, columnwise, column, "rowwise")
-        if wanted[1] and columnwise is None:
+        if usages[1] and columnwise is None:
             columnwise, column = _turned(self, rowwise, row, "columnwise")
-        plan = TensorPlan(row if wanted[0] else None, column if wanted[1] else None)
-        chosen = Orientations(rowwise if wanted[0] else None, columnwise if wanted[1] else None)
+        plan = TensorPlan(row if usages[0] else None, column if usages[1] else None)
+        chosen = Orientations(rowwise if usages[0] else None, columnwise if usages[1] else None)
         nothing = (None,) * len(Operand._fields)
-        one, other = kept(chosen, plan)
-        for name, part in zip(PARTS, (*(one or nothing), *(other or nothing)), strict=True):
+        first, second = kept(chosen, plan)
+        for name, part in zip(PARTS, (*(first or nothing), *(second or nothing)), strict=True):
             setattr(self, name, part)
         self.plan = plan
 
@@ -301,11 +301,11 @@ class QuantizedTensor(TorchMethods):
     ) -> QuantizedTensor:
         rowwise, columnwise = split([inner.get(name) for name in PARTS])
         plan, dtype, *refusals = context
-        made = QuantizedTensor(
+        tensor = QuantizedTensor(
             rowwise, columnwise, plan, dtype, shape=outer_size, strides=outer_stride
         )
-        made._shares_scales, made._lacks_slot = refusals or (False, False)
-        return made
+        tensor._shares_scales, tensor._lacks_slot = refusals or (False, False)
+        return tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         specs = [None if spec is None else dataclasses.asdict(spec) for spec in self.plan]
@@ -318,8 +318,8 @@ class QuantizedTensor(TorchMethods):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         nominal = str(self.dtype).removeprefix("torch.")
         row, column = self.plan
-        held = f"{row}" if row is not None else f"columnwise {column}"
-        return f"QuantizedTensor({list(self.shape)}, {held}, {nominal}, {self.device})"
+        stored = f"{row}" if row is not None else f"columnwise {column}"
+        return f"QuantizedTensor({list(self.shape)}, {stored}, {nominal}, {self.device})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares less

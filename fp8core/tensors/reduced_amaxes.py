@@ -146,30 +146,30 @@ class _Reduction:
         that backward amaxes of this rank wait.
         """
         group = existing(self._reference, _USE)
-        own = [state for state in recorded if state.reduced_over is self._reference]
+        members = [state for state in recorded if state.reduced_over is self._reference]
         if dist.get_world_size(group) == 1:
-            return own
-        for state in own:
+            return members
+        for state in members:
             self._used[state.order] = weakref.ref(state)
         if self.is_captured(recorded):
-            return self._reduce_captured(own, group)
+            return self._reduce_captured(members, group)
         self.read_flags()
         if self._agreed is None or self._is_announced:
             self._agreed = self._agree(group, is_waiting=is_waiting)
-        foreign = {one.order for one in recorded if one.reduced_over is not self._reference}
-        flags = bool(own), not own, is_waiting
+        foreign = {entry.order for entry in recorded if entry.reduced_over is not self._reference}
+        flags = bool(members), not members, is_waiting
         reduced = self._reduce_agreed(self._agreed, foreign, flags, group)
         if self._is_announced:  # known at once
             self._agreed = self._agree(group, is_waiting=is_waiting)
             reduced = self._reduce_agreed(self._agreed, foreign, flags, group)
         # The ranks over which a layer is spread reduce next. One that they skipped may exist on one
         # of them alone, as garbage: it keeps the amax for its next update.
-        used = set(own)
+        used = set(members)
         return [state for state in reduced if state.communicator is None or state in used]
 
     def is_captured(self, recorded: Sequence[DelayedState]) -> bool:
         """Say whether a CUDA graph captures the reduction of ``recorded``."""
-        is_cuda = self._device_type == "cuda" or any(one.scale.is_cuda for one in recorded)
+        is_cuda = self._device_type == "cuda" or any(state.scale.is_cuda for state in recorded)
         return is_cuda and is_capturing()
 
     def read_flags(self) -> None:
@@ -189,15 +189,15 @@ class _Reduction:
         self,
         agreed: list[_Entry],
         foreign: set[Order],
-        own_flags: tuple[bool, ...],
+        rank_flags: tuple[bool, ...],
         group: dist.ProcessGroup,
     ) -> list[DelayedState]:
         """Reduce the layers ``agreed``, of which those of the orders ``foreign`` add nothing;
-        ``own_flags`` are those of this rank, besides the first."""
+        ``rank_flags`` are those of this rank, besides the first."""
         states = self._states()
         is_new = not {entry.order for entry in agreed}.issuperset(states)
         members = [None if entry.order in foreign else states.get(entry.order) for entry in agreed]
-        flags = self._flags_tensor((is_new, *own_flags))
+        flags = self._flags_tensor((is_new, *rank_flags))
         newest = [
             state.amax_history[0] if state is not None and slots else flags.new_zeros(slots)
             for state, (_, slots) in zip(members, agreed, strict=True)
@@ -233,22 +233,22 @@ class _Reduction:
         self._flags = copied, arrived
 
     def _reduce_captured(
-        self, own: list[DelayedState], group: dist.ProcessGroup
+        self, members: list[DelayedState], group: dist.ProcessGroup
     ) -> list[DelayedState]:
         """Reduce in a graph, which runs the same layers in each replay."""
         slots = {entry.order: entry.slots for entry in self._agreed or ()}
-        for state in own:
+        for state in members:
             if state.order not in slots:
                 raise UnsupportedError(
                     f"{_USE}: a CUDA graph captures {state.owner} before the ranks have compared "
                     f"their layers. Run it once before the capture."
                 )
-        newest = [state.amax_history[0] for state in own if slots[state.order]]
+        newest = [state.amax_history[0] for state in members if slots[state.order]]
         if newest:
             flat = torch.cat(newest)
             dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
             copy_all(newest, list(torch.split(flat, [part.numel() for part in newest])))
-        return own
+        return members
 
     def _agree(self, group: dist.ProcessGroup, *, is_waiting: bool) -> list[_Entry]:
         """Exchange the layers that the ranks have used since they agreed last, and return all.
@@ -256,29 +256,37 @@ class _Reduction:
         Those that no rank has any more are left out. ``is_waiting`` is as in :meth:`reduce`.
         """
         states, agreed = self._states(), self._agreed or []
-        known = {entry.order for entry in agreed}
-        own = [self._describe(states[order]) for order in sorted(states) if order not in known]
+        agreed_orders = {entry.order for entry in agreed}
+        described = [
+            self._describe(states[order]) for order in sorted(states) if order not in agreed_orders
+        ]
         exist = [entry.order in states for entry in agreed]
         said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, _News(num_created(), exist, own, is_waiting), group=group)
+        dist.all_gather_object(
+            said, _News(num_created(), exist, described, is_waiting), group=group
+        )
         self.defers_backward |= any(news.is_waiting for news in said)
         self._is_announced = False
         try:
             matched = _matched(said, dist.get_rank(group))
         except OperandError:
-            for layer in own:  # which may never run again
+            for layer in described:  # which may never run again
                 del self._used[layer.order]
             raise
         if matched:
             self._device_type = matched[0].device_type
         elif self._agreed is None:
             self._device_type = _device_type_of(group)
-        kept = [entry for at, entry in enumerate(agreed) if any(news.exist[at] for news in said)]
-        return kept + [_Entry(layer.order, layer.slots) for layer in matched]
+        existing_entries = [
+            entry for at, entry in enumerate(agreed) if any(news.exist[at] for news in said)
+        ]
+        return existing_entries + [_Entry(layer.order, layer.slots) for layer in matched]
 
     def _states(self) -> dict[Order, DelayedState]:
         """Return the states that exist, by the order of their layers."""
-        self._used = {order: one for order, one in self._used.items() if one() is not None}
+        self._used = {
+            order: reference for order, reference in self._used.items() if reference() is not None
+        }
         return {state.order: state for state in _existing([*self._used.values()])}
 
     def _describe(self, state: DelayedState) -> _Layer:
@@ -309,15 +317,15 @@ def _matched(said: Sequence[_News], rank: int) -> list[_Layer]:
     """
     uncertain = _uncertain(said)
     if uncertain:
-        for other, news in enumerate(said):
-            _check_same(said[0].layers, news.layers, other, uncertain)
+        for peer, news in enumerate(said):
+            _check_same(said[0].layers, news.layers, peer, uncertain)
         return said[rank].layers
     union: dict[Order, tuple[int, _Layer]] = {}
-    for other, news in enumerate(said):
+    for peer, news in enumerate(said):
         for layer in news.layers:
-            first, known = union.setdefault(layer.order, (other, layer))
-            if layer[1:3] != known[1:3]:
-                raise _difference(first, known, other, layer)
+            first, seen = union.setdefault(layer.order, (peer, layer))
+            if layer[1:3] != seen[1:3]:
+                raise _difference(first, seen, peer, layer)
     return [layer for _, (_, layer) in sorted(union.items())]
 
 
@@ -331,16 +339,16 @@ def _uncertain(said: Sequence[_News]) -> set[Family]:
 
 
 def _check_same(
-    first: Sequence[_Layer], other: Sequence[_Layer], rank: int, uncertain: set[Family]
+    first: Sequence[_Layer], layers: Sequence[_Layer], rank: int, uncertain: set[Family]
 ) -> None:
     """Raise OperandError at the first layer in which rank 0 and ``rank`` differ."""
-    places = zip(_places(first, uncertain), _places(other, uncertain), strict=False)
-    for one, another in itertools.zip_longest(first, other):
-        if one is None or another is None:
-            raise _difference(0, one, rank, another)
-        place, other_place = next(places)
-        if one[1:3] != another[1:3] or place != other_place:
-            raise _difference(0, one, rank, another)
+    places = zip(_places(first, uncertain), _places(layers, uncertain), strict=False)
+    for mine, another in itertools.zip_longest(first, layers):
+        if mine is None or another is None:
+            raise _difference(0, mine, rank, another)
+        place, peer_place = next(places)
+        if mine[1:3] != another[1:3] or place != peer_place:
+            raise _difference(0, mine, rank, another)
 
 
 def _places(layers: Sequence[_Layer], uncertain: set[Family]) -> list[list[int]]:
@@ -361,13 +369,13 @@ def _places(layers: Sequence[_Layer], uncertain: set[Family]) -> list[list[int]]
 
 
 def _difference(first: int, one: _Layer | None, second: int, other: _Layer | None) -> OperandError:
-    found = [
+    texts = [
         f"rank {rank} of the group has {'no other layer' if layer is None else layer.shown}"
         for rank, layer in ((first, one), (second, other))
     ]
     return OperandError(
         f"{_USE} reduces the amaxes of each layer over the ranks, whose layers differ: "
-        f"{', '.join(found)}. Every rank has to create the same layers in the same order; it may "
+        f"{', '.join(texts)}. Every rank has to create the same layers in the same order; it may "
         f"skip some of them in a step. Where a rank has created layers of its own besides, all "
         f"ranks have to run the same layers in the first step: run each of them once, or create "
         f"the layers of that rank alone afterwards."
@@ -391,14 +399,16 @@ _groups: dict[GroupReference, _Ways] = {}
 
 
 def _of_group(reference: GroupReference) -> _Ways:
-    known = _groups.get(reference)
-    if known is None:
-        for gone in [one for one in _groups if one() is None]:
+    ways = _groups.get(reference)
+    if ways is None:
+        for gone in [
+            reference_of_group for reference_of_group in _groups if reference_of_group() is None
+        ]:
             del _groups[gone]
-        known = _groups[reference] = _Ways(reference)
-    return known
+        ways = _groups[reference] = _Ways(reference)
+    return ways
 
 
 def _existing(references: Sequence[weakref.ref[DelayedState]]) -> list[DelayedState]:
-    found = (reference() for reference in references)
-    return [state for state in found if state is not None]
+    states = (reference() for reference in references)
+    return [state for state in states if state is not None]

@@ -107,8 +107,8 @@ class RequantizedWeight(KeptWeight):
             return list(saved)
         if self._pad is not None:
             weight = self._pad(weight)
-        given = {} if scale is None else {"scale": scale}
-        return list(self._columnwise(weight, **given).columnwise)
+        keywords = {} if scale is None else {"scale": scale}
+        return list(self._columnwise(weight, **keywords).columnwise)
 
 
 def _is_held_anyway(weight: torch.Tensor) -> bool:

@@ -98,13 +98,15 @@ def update(states: Iterable[DelayedState], groups: Iterable[GroupReference] = ()
 def _update(
     members: tuple[DelayedState, ...], groups: Iterable[GroupReference], reduce: _Reduce
 ) -> None:
-    own = (state.reduced_over for state in members if state.group is not None)
-    reducing = dict.fromkeys([*groups, *(group for group in own if group is not None)])
+    groups_of_members = (state.reduced_over for state in members if state.group is not None)
+    reducing = dict.fromkeys(
+        [*groups, *(group for group in groups_of_members if group is not None)]
+    )
     if reducing:
-        found = [state for state in members if state.reduced_over is None]
+        updated = [state for state in members if state.reduced_over is None]
         for group in reducing:
-            found += reduce(group, members)
-        members = tuple(found)
+            updated += reduce(group, members)
+        members = tuple(updated)
     if not members:
         return
     batch = members[0].batch
@@ -284,8 +286,10 @@ def _is_recorded_elsewhere(state: DelayedState, states: object) -> bool:
     """Say whether a running pass other than the one with ``states`` records in ``state``."""
     passes = [reference() for reference in list(_in_backward.values())]
     return any(
-        other is not None and other.states is not states and state in other.states
-        for other in passes
+        backward_pass is not None
+        and backward_pass.states is not states
+        and state in backward_pass.states
+        for backward_pass in passes
     )
 
 
@@ -317,9 +321,9 @@ def offer_scales(scales: Mapping[DelayedState, torch.Tensor]) -> None:
     task = current_backward_pass()
     running = _find_pass(task) or _join(task)
     with _backward_lock:
-        known = running.scales
+        offered = running.scales
         for state, scale in scales.items():
-            known[state] = scale if known.get(state, scale) is scale else None
+            offered[state] = scale if offered.get(state, scale) is scale else None
 
 
 def offered_scale(state: DelayedState) -> torch.Tensor | None:

@@ -300,9 +300,9 @@ class ShardedWeight(torch.Tensor):
         first = args[0] if args and isinstance(args[0], ShardedWeight) else None
 
         def wrap(tensor: torch.Tensor) -> torch.Tensor:
-            known = wrappers.get(id(tensor))
-            if known is not None or first is None:
-                return tensor if known is None else known
+            wrapper = wrappers.get(id(tensor))
+            if wrapper is not None or first is None:
+                return tensor if wrapper is None else wrapper
             if is_view(func):
                 return ShardedWeight(tensor, first.gathering, first.writes)
             if func.overloadpacket in _COPIES:

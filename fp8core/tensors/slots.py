@@ -98,22 +98,22 @@ def meta_text(formats: Sequence[str | None], history_len: int) -> str:
     return json.dumps({"formats": list(formats), "history_len": history_len})
 
 
-def covers(stored: str, wanted: str) -> bool:
-    """Say whether a state described by ``stored`` serves a plan that ``wanted`` describes.
+def covers(stored: str, planned: str) -> bool:
+    """Say whether a state described by ``stored`` serves a plan that ``planned`` describes.
 
     It does where each slot that the plan uses has its format; the state may have more slots, as a
     run of Transformer Engine leaves, whose attention always quantizes its gradients.
     """
-    if stored == wanted:
+    if stored == planned:
         return True
-    given = read_meta(torch.tensor(list(stored.encode()), dtype=torch.uint8, device="cpu"))
-    if given is None:
+    description = read_meta(torch.tensor(list(stored.encode()), dtype=torch.uint8, device="cpu"))
+    if description is None:
         return False
-    one, other = json.loads(stored), json.loads(wanted)
-    pairs = list(zip(one["formats"], other["formats"], strict=False))
+    left, right = json.loads(stored), json.loads(planned)
+    pairs = list(zip(left["formats"], right["formats"], strict=False))
     return (
-        one["history_len"] == other["history_len"]
-        and len(one["formats"]) == len(other["formats"])
+        left["history_len"] == right["history_len"]
+        and len(left["formats"]) == len(right["formats"])
         and any(name is not None for _, name in pairs)
         and all(name in (None, has) for has, name in pairs)
     )

@@ -134,15 +134,17 @@ def check_parameter(
 ) -> None:
     """Raise UnsupportedError unless a parameter of ``shape`` can be stored by ``plan``; ``remedy``
     says what to do if its sizes do not fit."""
-    asked = f"a parameter {list(shape)} stored as {plan.rowwise}"
+    subject = f"a parameter {list(shape)} stored as {plan.rowwise}"
     if plan.rowwise is None:
-        raise UnsupportedError(f"{asked}: the recipe leaves its weight in high precision.")
+        raise UnsupportedError(f"{subject}: the recipe leaves its weight in high precision.")
     for spec in filter(None, plan):
         if spec.stochastic or spec.transform is not None:
-            raise UnsupportedError(f"{asked}: {spec} is not for parameters; they round to nearest.")
+            raise UnsupportedError(
+                f"{subject}: {spec} is not for parameters; they round to nearest."
+            )
         block = _whole_along_k(spec)
         if any(size % block for size in shape):
-            raise UnsupportedError(f"{asked}: both sizes must be multiples of {block}. {remedy}")
+            raise UnsupportedError(f"{subject}: both sizes must be multiples of {block}. {remedy}")
 
 
 def check(plan: TensorPlan, rows: int, columns: int) -> None:

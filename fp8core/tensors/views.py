@@ -42,15 +42,15 @@ def say_dequantized(func: Any, tensor: Any) -> None:
     )
 
 
-def _refuse(func: Any, tensor: Any, asked: str) -> UnsupportedError:
-    held = " and ".join(
+def _refuse(func: Any, tensor: Any, change: str) -> UnsupportedError:
+    blocks = " and ".join(
         f"{way} {spec.format} blocks of {spec.block[0] or 'all'} x {spec.block[1] or 'all'}"
         for way, spec in zip(("rowwise", "columnwise"), tensor.plan, strict=True)
         if spec is not None
     )
     return UnsupportedError(
-        f"{func.overloadpacket} of {tensor}: {asked} cuts a block, or its last dimension changes. "
-        f"It is stored in {held}.\n"
+        f"{func.overloadpacket} of {tensor}: {change} cuts a block, or its last dimension changes. "
+        f"It is stored in {blocks}.\n"
         f"  Take whole blocks, keep one orientation alone by update_usage(), or view "
         f".dequantize(), whose writes do not reach this tensor."
     )
@@ -68,12 +68,12 @@ def _strides(tensor: Any, shape: Sequence[int]) -> Sequence[int] | None:
     return plain.view(list(shape)).stride()
 
 
-def _size(given: Sequence[int], count: int) -> list[int]:
-    """Return the sizes ``given``, -1 replaced by what is left of ``count`` elements."""
-    sizes = list(given)
+def _size(shape: Sequence[int], count: int) -> list[int]:
+    """Return the sizes ``shape``, -1 replaced by what is left of ``count`` elements."""
+    sizes = list(shape)
     if -1 in sizes:
-        known = math.prod(size for size in sizes if size != -1)
-        sizes[sizes.index(-1)] = count // known if known else 0
+        product = math.prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = count // product if product else 0
     return sizes
 
 
@@ -120,20 +120,20 @@ def _cut_rows(tensor: Any, dim: int, start: int, stop: int, step: int) -> tuple[
         inner = math.prod(shape[dim + 1 : -1])
         if math.prod(shape[:dim]) != 1 or (step != 1 and inner != 1):
             return None
-    held: list[Operand | None] = []
+    operands: list[Operand | None] = []
     is_shared = False
     for way, (operand, spec) in enumerate(zip(tensor.held, tensor.plan, strict=True)):
         if spec is not None:
             is_shared |= shares_scales(spec, int(is_last != bool(way)))
         if operand is None:
-            held.append(None)
+            operands.append(None)
             continue
         along = int(is_last != bool(way))  # rowwise [rows, k], columnwise [k, rows]
         part = cut(operand, spec, along, start * inner, stop * inner, step)
         if part is None:
             return None
-        held.append(part)
-    return (held[0], held[1]), is_shared
+        operands.append(part)
+    return (operands[0], operands[1]), is_shared
 
 
 def _part(
@@ -150,11 +150,11 @@ def _part(
         del shape[dim], strides[dim]
     if is_whole:
         return tensor.rebuilt(*tensor.held, shape, strides=strides)
-    made = _cut_rows(tensor, dim, start, stop, step)
-    if made is None:
+    pieces = _cut_rows(tensor, dim, start, stop, step)
+    if pieces is None:
         raise _refuse(func, tensor, f"{start}:{stop}:{step} along dimension {dim}")
-    held, is_shared = made
-    return tensor.rebuilt(*held, shape, strides=strides, shares_scales=is_shared or None)
+    operands, is_shared = pieces
+    return tensor.rebuilt(*operands, shape, strides=strides, shares_scales=is_shared or None)
 
 
 def _argument(args: Arguments, kwargs: dict[str, Any], at: int, name: str, default: Any) -> Any:
@@ -241,33 +241,35 @@ VIEWS: dict[Any, Callable[[Any, Arguments, dict[str, Any]], Any]] = {
 def _cat(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     tensors = args[0]
     first = tensors[0]
-    alike = all(
-        type(one) is type(first) and one.plan == first.plan and one.dtype == first.dtype
-        for one in tensors
+    is_uniform = all(
+        type(tensor) is type(first) and tensor.plan == first.plan and tensor.dtype == first.dtype
+        for tensor in tensors
     )
-    if not alike:
+    if not is_uniform:
         return None
     dim = _dim(first, _argument(args, kwargs, 1, "dim", 0))
     shape = list(first.shape)
-    shape[dim] = sum(one.shape[dim] for one in tensors)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
     is_last = dim == first.dim() - 1
-    others = [[*one.shape[:dim], *one.shape[dim + 1 :]] for one in tensors]
-    has_others = any(one != others[0] for one in others) or len({one.dim() for one in tensors}) > 1
-    if has_others or (not is_last and math.prod(first.shape[:dim]) != 1):
+    rests = [[*tensor.shape[:dim], *tensor.shape[dim + 1 :]] for tensor in tensors]
+    is_ragged = (
+        any(tensor != rests[0] for tensor in rests) or len({tensor.dim() for tensor in tensors}) > 1
+    )
+    if is_ragged or (not is_last and math.prod(first.shape[:dim]) != 1):
         return None
-    held: list[Operand | None] = []
+    operands: list[Operand | None] = []
     for way, spec in enumerate(first.plan):
-        parts = [one.held[way] for one in tensors]
+        parts = [tensor.held[way] for tensor in tensors]
         if all(part is None for part in parts):
-            held.append(None)
+            operands.append(None)
             continue
         if any(part is None for part in parts):
             return None
         joined = join(parts, spec, int(is_last != bool(way)))
         if joined is None:
             return None
-        held.append(joined)
-    return first.rebuilt(*held, shape, shares_scales=False)
+        operands.append(joined)
+    return first.rebuilt(*operands, shape, shares_scales=False)
 
 
 def _gathered(tensor: Any, index: torch.Tensor) -> Held | None:
@@ -276,13 +278,13 @@ def _gathered(tensor: Any, index: torch.Tensor) -> Held | None:
         gather_rows,
         gather_columns,
     )
-    held: list[Operand | None] = []
+    operands: list[Operand | None] = []
     for gather, operand, spec in zip(gathers, tensor.held, tensor.plan, strict=True):
         part = None if operand is None else gather(operand, spec, index)
         if part is None and operand is not None:
             return None
-        held.append(part)
-    return held[0], held[1]
+        operands.append(part)
+    return operands[0], operands[1]
 
 
 def _index_rows(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -292,19 +294,22 @@ def _index_rows(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
         is_leading = _dim(tensor, args[1]) < tensor.dim() - 1
         rest: Arguments = (_dim(tensor, args[1]), *args[2:])
     else:
-        taken = [one.dim() if one is not None and one.dtype == torch.bool else 1 for one in args[1]]
-        is_leading = sum(taken) < tensor.dim()
+        dims = [
+            index.dim() if index is not None and index.dtype == torch.bool else 1
+            for index in args[1]
+        ]
+        is_leading = sum(dims) < tensor.dim()
         rest = args[1:]
-    others = pytree.tree_leaves((args[1:], kwargs))
-    if not is_leading or any(type(one) is type(tensor) for one in others):
+    leaves = pytree.tree_leaves((args[1:], kwargs))
+    if not is_leading or any(type(leaf) is type(tensor) for leaf in leaves):
         return None
     leading = tensor.shape[:-1]
     numbers = torch.arange(math.prod(leading), device=tensor.device).view(leading)
-    wanted = func(numbers, *rest, **kwargs)
-    held = _gathered(tensor, wanted.reshape(-1))
-    if held is None:
+    rows = func(numbers, *rest, **kwargs)
+    operands = _gathered(tensor, rows.reshape(-1))
+    if operands is None:
         return None
-    return tensor.rebuilt(*held, [*wanted.shape, tensor.shape[-1]], shares_scales=False)
+    return tensor.rebuilt(*operands, [*rows.shape, tensor.shape[-1]], shares_scales=False)
 
 
 COPIES: dict[Any, Callable[[Any, Arguments, dict[str, Any]], Any]] = {

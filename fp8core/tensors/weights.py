@@ -46,10 +46,15 @@ class Origins(NamedTuple):
         return self.states == other.states and self.are_tensors_of(other)
 
 
-def _origins_of(source: torch.Tensor, others: Sequence[torch.Tensor]) -> Origins:
-    """Return the origins of ``source``: itself if it is a parameter, else ``others``."""
-    tensors = [one if one._base is None else one._base for one in others or (source,)]
-    states = [(_version(one), one.storage_offset(), one.stride()) for one in (source, *others)]
+def _origins_of(source: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Origins:
+    """Return the origins of ``source``: itself if it is a parameter, else ``parameters``."""
+    tensors = [
+        tensor if tensor._base is None else tensor._base for tensor in parameters or (source,)
+    ]
+    states = [
+        (_version(tensor), tensor.storage_offset(), tensor.stride())
+        for tensor in (source, *parameters)
+    ]
     return Origins(tensors, states)
 
 
@@ -186,22 +191,22 @@ class WeightStore:
         Raises:
             UnsupportedError: one is computed from others.
         """
-        for index, kept in self.microbatches.items():
-            if kept.again is None:
+        for index, stored in self.microbatches.items():
+            if stored.again is None:
                 raise UnsupportedError(_NOT_AGAIN)
-            self.microbatches[index] = _rewritten(kept)
+            self.microbatches[index] = _rewritten(stored)
 
 
-def _rewritten(kept: Kept) -> Kept:
-    """Quantize the weight of ``kept`` again, into the memory that captured graphs read."""
-    assert kept.again is not None
+def _rewritten(stored: Kept) -> Kept:
+    """Quantize the weight of ``stored`` again, into the memory that captured graphs read."""
+    assert stored.again is not None
     with torch.inference_mode(False), torch.no_grad():
-        new = kept.again()
-        for target, source in zip(kept.operands, new, strict=True):
+        new = stored.again()
+        for target, source in zip(stored.operands, new, strict=True):
             for part, value in zip(target or (), source or (), strict=True):
                 if part is not None:
                     part.copy_(value)
-    return kept._replace(origins=_origins_of(kept.origins.tensors[0], ()))
+    return stored._replace(origins=_origins_of(stored.origins.tensors[0], ()))
 
 
 class KeptWeight:
@@ -282,22 +287,22 @@ class KeptWeight:
         is_parameter = isinstance(weight, torch.nn.Parameter)
         origins = _origins_of(weight, () if is_parameter else keeping.origins())
         scale_version = 0 if slot is None else slot.scale._version
-        kept = None if first is True else self._entry(entries, first, scale_version)
+        entry = None if first is True else self._entry(entries, first, scale_version)
         if first is True and keeping.is_for_graphs:
-            kept = self._rewritten(entries, origins, columnwise)
-        if kept is not None and not kept.origins.are(origins):
+            entry = self._rewritten(entries, origins, columnwise)
+        if entry is not None and not entry.origins.are(origins):
             # Other tensors are other weights; a parametrization may write to its buffers, and a
             # stored weight holds what it is.
-            is_other = first is not False and not (
-                is_parameter and kept.origins.are_tensors_of(origins)
+            is_replaced = first is not False and not (
+                is_parameter and entry.origins.are_tensors_of(origins)
             )
-            if not (is_other or is_stored):
+            if not (is_replaced or is_stored):
                 raise OperandError(f"{self._how.owner}: {_WRITTEN}")
-            kept = None
-        if kept is None or (columnwise and kept.operands.columnwise is None):
+            entry = None
+        if entry is None or (columnwise and entry.operands.columnwise is None):
             if is_capturing():  # microbatches of graphs, of which none was the first
                 raise UnsupportedError(f"{self._how.owner}: {_IN_GRAPH}")
-            kept = None
+            entry = None
             entries.pop(self._index, None)  # frees its memory for the new ones
             # Later calls may train, and tensors created in inference mode cannot be saved.
             with torch.inference_mode(False), torch.no_grad():
@@ -307,37 +312,37 @@ class KeptWeight:
                 if not is_parameter:
                     raise UnsupportedError(f"{self._how.owner}: {_NOT_AGAIN}")
                 again = partial(quantize, weight)
-            kept = Kept(self._how.key, origins, scale_version, operands, again)
-            entries[self._index] = kept
+            entry = Kept(self._how.key, origins, scale_version, operands, again)
+            entries[self._index] = entry
         if used is not None:
-            used[self._index] = kept
-        return kept.operands
+            used[self._index] = entry
+        return entry.operands
 
     def _rewritten(
         self, entries: dict[int, Kept], origins: Origins, columnwise: bool
     ) -> Kept | None:
         """Return what is kept, quantized again in its memory; None if nothing that fits is."""
-        kept = entries.get(self._index)
+        stored = entries.get(self._index)
         if (
-            kept is None
-            or kept.key != self._how.key
-            or kept.again is None
-            or not kept.origins.are_tensors_of(origins)
-            or (columnwise and kept.operands.columnwise is None)
+            stored is None
+            or stored.key != self._how.key
+            or stored.again is None
+            or not stored.origins.are_tensors_of(origins)
+            or (columnwise and stored.operands.columnwise is None)
         ):
             return None
-        entries[self._index] = kept = _rewritten(kept)
-        return kept
+        entries[self._index] = stored = _rewritten(stored)
+        return stored
 
     def _entry(
         self, entries: dict[int, Kept], first: bool | None, scale_version: int
     ) -> Kept | None:
         """Return what is kept of this GEMM's weight under this recipe, None for nothing."""
-        kept = entries.get(self._index)
-        if kept is None or kept.key != self._how.key:
+        entry = entries.get(self._index)
+        if entry is None or entry.key != self._how.key:
             return None
         # Within a step, microbatches use one delayed scale.
-        return None if first is None and kept.scale_version != scale_version else kept
+        return None if first is None and entry.scale_version != scale_version else entry
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...] | None:

@@ -81,15 +81,15 @@ def codes_of(codes: torch.Tensor) -> torch.Tensor:
 def check_scale(operator: str, name: str, scale: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Raise unless ``scale`` is float32 of ``shape``; a message calls it ``name``."""
     is_right = scale.dtype == torch.float32 and tuple(scale.shape) == shape
-    found = f"{name} is {scale.dtype} {list(scale.shape)}, expected float32 {list(shape)}"
-    require(is_right, operator, found)
+    message = f"{name} is {scale.dtype} {list(scale.shape)}, expected float32 {list(shape)}"
+    require(is_right, operator, message)
 
 
 def check_exponents(operator: str, scale: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Raise unless ``scale`` has exponents, uint8, of ``shape``."""
     is_right = scale.dtype == torch.uint8 and tuple(scale.shape) == shape
-    found = f"exponents {scale.dtype} {list(scale.shape)}, expected uint8 {list(shape)}"
-    require(is_right, operator, found)
+    message = f"exponents {scale.dtype} {list(scale.shape)}, expected uint8 {list(shape)}"
+    require(is_right, operator, message)
 
 
 def check_rows(operator: str, *tensors: torch.Tensor) -> None:

@@ -52,8 +52,8 @@ def _check_grouped(
 
 def _check_ends(operator: str, ends: torch.Tensor) -> None:
     is_right = ends.dtype == torch.int64 and ends.dim() == 1 and 0 < ends.numel() <= 1024
-    found = f"ends of groups {ends.dtype} {list(ends.shape)}, expected int64 [1] to [1024]"
-    require(is_right, operator, found)
+    message = f"ends of groups {ends.dtype} {list(ends.shape)}, expected int64 [1] to [1024]"
+    require(is_right, operator, message)
 
 
 def _check_rows_of_groups(
@@ -152,9 +152,9 @@ def add_quant_gmm_(
     operator = "npu_add_quant_gmm_"
     _check_grouped(operator, x1, x2, scales, ends, formats, groups=groups)
     check_sum(operator, out, (ends.numel(), x1.shape[0], x2.shape[1]))
-    is_one = scales[0].dim() == scales[1].dim() == 1
+    is_tensorwise = scales[0].dim() == scales[1].dim() == 1
     first, second, keywords = operands_to_add(
-        operator, x1, x2, scales, formats, is_mx=groups == MX_GROUPS, has_one_scale=is_one
+        operator, x1, x2, scales, formats, is_mx=groups == MX_GROUPS, is_tensorwise=is_tensorwise
     )
     load().npu_add_quant_gmm_(
         out, first, second, scales[1], ends, group_list_type=0, group_sizes=None, **keywords

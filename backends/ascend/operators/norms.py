@@ -68,8 +68,8 @@ def _check_layer_norm(
     check_rows(operator, x)
     parameters = [weight] if bias is None else [weight, bias]
     check_rows(operator, *parameters)
-    is_known = weight.dtype in (x.dtype, torch.float32)
-    require(is_known, operator, f"parameters in {weight.dtype} next to {x.dtype}")
-    sizes = [list(one.shape) for one in parameters]
+    is_supported = weight.dtype in (x.dtype, torch.float32)
+    require(is_supported, operator, f"parameters in {weight.dtype} next to {x.dtype}")
+    sizes = [list(parameter.shape) for parameter in parameters]
     is_row = all(size == [x.shape[-1]] for size in sizes)
     require(is_row, operator, f"parameters {sizes} for {list(x.shape)}")

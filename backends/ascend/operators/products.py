@@ -95,13 +95,13 @@ def operands_to_add(
     formats: tuple[str, str],
     *,
     is_mx: bool,
-    has_one_scale: bool,
+    is_tensorwise: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return both operands of an operator that adds a product, and its keywords of their scales;
-    ``has_one_scale``: each has one, or one a group."""
+    ``is_tensorwise``: each has one, or one a group."""
     first, second, hif8 = operands_of(x1, x2, formats)
-    is_known = is_mx or (hif8 is not None and has_one_scale)
-    require(is_known, operator, "takes MX or tensorwise hif8")
+    is_supported = is_mx or (hif8 is not None and is_tensorwise)
+    require(is_supported, operator, "takes MX or tensorwise hif8")
     exponents = load().float8_e8m0fnu if is_mx else None
     keywords = {
         "x1_scale": scales[0],
@@ -180,9 +180,9 @@ def add_quant_matmul_(
     check_sum(operator, out, (x1.shape[0], x2.shape[1]))
     check_scales(operator, (x1.shape[0], x2.shape[1], x1.shape[1]), scales, groups)
     is_mx = groups == MX_GROUPS
-    is_one = scales[0].numel() == scales[1].numel() == 1
+    is_tensorwise = scales[0].numel() == scales[1].numel() == 1
     first, second, keywords = operands_to_add(
-        operator, x1, x2, scales, formats, is_mx=is_mx, has_one_scale=is_one
+        operator, x1, x2, scales, formats, is_mx=is_mx, is_tensorwise=is_tensorwise
     )
     sizes = list(MX_GROUPS) if is_mx else [0, 0, 0]
     load().npu_add_quant_matmul_(out, first, second, scales[1], group_sizes=sizes, **keywords)

@@ -70,11 +70,11 @@ class quantized_model_init(contextlib.ContextDecorator):
         recipe: Recipe | str | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        asked = recipe_from(recipe, "quantized_model_init(recipe=...)")
+        chosen = recipe_from(recipe, "quantized_model_init(recipe=...)")
         if not enabled:
             self._init = _Init()
         else:
-            self._init = _Init(asked or get_default_recipe(), preserve_high_precision_init_val)
+            self._init = _Init(chosen or get_default_recipe(), preserve_high_precision_init_val)
 
     def __enter__(self) -> None:
         _thread.outer.append(_thread.active)

@@ -48,11 +48,11 @@ def make_master(parameter: torch.nn.Parameter, name: str, stepping: Stepping) ->
 @torch.no_grad()
 def _initial_value(parameter: QuantizedTensor) -> torch.Tensor:
     """Return the initial value that was kept, or, if the parameter was written since, its value."""
-    kept = parameter.get_high_precision_init_val()
-    if kept is not None:
-        kept = kept.to(parameter.device)
-        if is_rounded(kept, parameter):
-            return kept.to(torch.float32, copy=True)
+    initial = parameter.get_high_precision_init_val()
+    if initial is not None:
+        initial = initial.to(parameter.device)
+        if is_rounded(initial, parameter):
+            return initial.to(torch.float32, copy=True)
         log_once(
             "MasterWeights: a quantized parameter was written after its initial value was kept, as "
             "a checkpoint does it; such masters start as the parameters' values."
@@ -294,14 +294,18 @@ class MasterWeights:
         for name, parameter in self._model.named_parameters():
             if parameter.grad is None and summed_grad(parameter) is None:
                 continue
-            known = self._parameters.get(name)
-            if known is parameter:
-                if known is self._masters[name] and known.grad is None and known.requires_grad:
+            trained = self._parameters.get(name)
+            if trained is parameter:
+                if (
+                    trained is self._masters[name]
+                    and trained.grad is None
+                    and trained.requires_grad
+                ):
                     raise OperandError(
                         f"the gradient of {name!r} is in main_grad, where no optimizer looks: in "
                         f"float32 it has no master. Set .grad = .main_grad before the step."
                     )
-            elif known is not None:
+            elif trained is not None:
                 raise OperandError(
                     f"parameter {name!r} was replaced since its master was made, so that its "
                     f"gradient reaches nobody. Make MasterWeights and the optimizer again."
@@ -337,11 +341,11 @@ class MasterWeights:
         Raises:
             OperandError: it has other names or shapes than the model's low-precision parameters.
         """
-        wanted = {name for name, _, _ in self._pairs()}
-        if wanted != set(state_dict):
+        names = {name for name, _, _ in self._pairs()}
+        if names != set(state_dict):
             raise OperandError(
-                f"MasterWeights.load_state_dict: missing {sorted(wanted - set(state_dict))}, "
-                f"unexpected {sorted(set(state_dict) - wanted)}."
+                f"MasterWeights.load_state_dict: missing {sorted(names - set(state_dict))}, "
+                f"unexpected {sorted(set(state_dict) - names)}."
             )
         for name, _, master in self._pairs():
             value: Any = state_dict[name]

@@ -124,10 +124,10 @@ class SharedGrad:
         """Refuse: autograd accumulates into the parameter."""
         self._refuse_hook("register_post_accumulate_grad_hook")
 
-    def _refuse_hook(self, asked: str) -> NoReturn:
+    def _refuse_hook(self, registration: str) -> NoReturn:
         raise UnsupportedError(
-            f"{asked} on the master of {self._name!r} would never run: autograd accumulates into "
-            f"the model's parameter. Register it there."
+            f"{registration} on the master of {self._name!r} would never run: autograd "
+            f"accumulates into the model's parameter. Register it there."
         )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
