@@ -40,7 +40,7 @@ def attention_call(
             tokens = (length, batch) if desc.layout == "sbhd" else (batch, length)
         tensors.append(inputs.normal((*tokens, count, dim), desc.dtype, 10 * seed + at))
     if desc.layout == "thd":
-        sequence_q, sequence_kv = (max(one, default=0) for one in lengths)
+        sequence_q, sequence_kv = (max(sizes, default=0) for sizes in lengths)
     full = (batch, desc.heads, sequence_q, sequence_kv)
     return tuple(tensors), keywords | _options(desc, full, seed)
 
@@ -98,5 +98,7 @@ def others_of(
     merged = torch.logaddexp(stats, logits)
     shift = merged.masked_fill(merged == -torch.inf, 0)
     order = {"thd": (0, 1), "sbhd": (2, 0, 1), "bshd": (0, 2, 1)}[desc.layout]
-    mine, theirs = (torch.exp(one - shift).permute(order)[..., None] for one in (stats, logits))
+    mine, theirs = (
+        torch.exp(logarithms - shift).permute(order)[..., None] for logarithms in (stats, logits)
+    )
     return (mine * out.to(stats.dtype) + theirs * values).to(out.dtype), merged

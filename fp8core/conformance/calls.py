@@ -65,8 +65,8 @@ class OpCall(NamedTuple):
 
     def protected(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments that the call must not write."""
-        kept = [value for at, value in enumerate(self.arguments) if at not in self.written]
-        return kept, {k: value for k, value in self.keywords.items() if k not in self.written}
+        unwritten = [value for at, value in enumerate(self.arguments) if at not in self.written]
+        return unwritten, {k: value for k, value in self.keywords.items() if k not in self.written}
 
     def again(self) -> OpCall:
         """Return the same call with copies of the arguments."""
@@ -259,20 +259,20 @@ def _attention_backward(subject: Subject, desc: AttentionBackwardDesc, case: Cas
     if subject.refuses(desc.attention) is None:
         out, stats, _ = forward.run(subject)
     else:
-        given, named = forward.arguments, forward.keywords
-        out, stats, _ = subject.here(subject.judged(desc.attention, *given, **named))
+        positional, named = forward.arguments, forward.keywords
+        out, stats, _ = subject.here(subject.judged(desc.attention, *positional, **named))
     if desc.attention.out is not None:
         out = _dequantized(subject, desc.attention, out, forward.arguments[2])
     size = out.shape
     grad = grad_of(desc.attention, size, case.seed)
     gradient = _in_heads(subject, desc.grad_output, grad, SEED + case.seed)
     unread = {"s_amax_out"} if desc.grad_output is not None else {"s_amax_out", "s_scale"}
-    named = {name: one for name, one in forward.keywords.items() if name not in unread}
+    named = {name: value for name, value in forward.keywords.items() if name not in unread}
     if desc.dp is not None and desc.dp.delayed:
         named["dp_scale"] = torch.full((1,), 300.0 - 10 * case.seed, device=subject.device)
         named["dp_amax_out"] = torch.full((1,), 0.5, device=subject.device)
-    given = (gradient, *forward.arguments, out, stats)
-    return OpCall(desc, given, named, frozenset({"dp_amax_out"}))
+    positional = (gradient, *forward.arguments, out, stats)
+    return OpCall(desc, positional, named, frozenset({"dp_amax_out"}))
 
 
 def _attention_part_backward(
@@ -281,9 +281,9 @@ def _attention_part_backward(
     """Return a call whose result and statistics are those of the keys and of others, which no query
     behind the end of its sequence sees."""
     call = _attention_backward(subject, desc, case)
-    *given, out, stats = call.arguments
-    others, log_sums = others_of(desc.attention, on_cpu(out), on_cpu(stats), case.seed)
-    return call._replace(arguments=(*given, subject.here(others), subject.here(log_sums)))
+    *leading, out, stats = call.arguments
+    merged, log_sums = others_of(desc.attention, on_cpu(out), on_cpu(stats), case.seed)
+    return call._replace(arguments=(*leading, subject.here(merged), subject.here(log_sums)))
 
 
 def _dequantized(
@@ -309,7 +309,7 @@ def _in_heads(subject: Subject, spec: OperandSpec | None, x: torch.Tensor, seed:
 def _here_but_rng(subject: Subject, keywords: dict[str, Any]) -> dict[str, Any]:
     """Return copies on the device; a seed stays on the CPU."""
     moved: dict[str, Any] = subject.here(keywords)
-    return moved | {name: one for name, one in keywords.items() if name == "rng"}
+    return moved | {name: value for name, value in keywords.items() if name == "rng"}
 
 
 def _amax(subject: Subject, desc: AmaxDesc, case: Case) -> OpCall:
@@ -333,8 +333,8 @@ def _add_norm(subject: Subject, desc: AddNormDesc, case: Case) -> OpCall:
 
 
 def _training(subject: Subject, desc: OpDesc, case: Case) -> OpCall:
-    given, named, written = training_call(desc, case.seed, case.size)
-    return OpCall(desc, subject.here(given), subject.here(named), written)
+    positional, named, written = training_call(desc, case.seed, case.size)
+    return OpCall(desc, subject.here(positional), subject.here(named), written)
 
 
 _MAKERS: dict[type, Callable[[Subject, Any, Case], OpCall]] = {

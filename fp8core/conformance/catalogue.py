@@ -164,18 +164,18 @@ def _of_quantizers(dtype: torch.dtype) -> Iterator[CatalogueEntry]:
     rows = dataclasses.replace(plain, row_scaled=True)
     unsigned = dataclasses.replace(plain, transform="hadamard16_unsigned")
     four_over_six = dataclasses.replace(plain, four_over_six="MAE")
-    for name, row, column, other in (
+    for name, row, column, weight in (
         ("rows", rows, plain, plain),
         ("unsigned", plain, unsigned, unsigned),
         ("4over6", four_over_six, square, four_over_six),
     ):
-        cast, one = QuantizeDesc(dtype, row, column), column if name != "rows" else row
+        cast, spec = QuantizeDesc(dtype, row, column), column if name != "rows" else row
         steps = (
             ("input", cast),
             ("input.amax", AmaxDesc(cast)),
             ("input.by_amax", QuantizeByAmaxDesc.of(cast)),
-            ("operand", DequantizeDesc(one, dtype)),
-            ("product", GemmDesc(one, other, dtype)),
+            ("operand", DequantizeDesc(spec, dtype)),
+            ("product", GemmDesc(spec, weight, dtype)),
         )
         for step, desc in steps:
             yield CatalogueEntry(f"nvfp4-{name}.{step}.{_word(dtype)}", desc)
@@ -282,15 +282,15 @@ def _quantized_attentions(
     """Yield attention that quantizes, for recipes that do; in the first dtype."""
     if not hasattr(chosen, "fp8_dpa_backward") or dtype != DTYPES[0]:
         return
-    asked = dataclasses.replace(chosen, fp8_dpa=True, fp8_dpa_backward="fp8")  # type: ignore[type-var]  # each recipe is a dataclass
-    plan = plan_of(AttentionPlan, asked, LayerRole("attention", name="layer"), dtype)
+    quantizing = dataclasses.replace(chosen, fp8_dpa=True, fp8_dpa_backward="fp8")  # type: ignore[type-var]  # each recipe is a dataclass
+    plan = plan_of(AttentionPlan, quantizing, LayerRole("attention", name="layer"), dtype)
     wide = dataclasses.replace(plan, o=None)
     codes = dataclasses.replace(plan, grad_output=None, dp=None)
     variants = [(variant, "", plan) for variant in _QUANTIZED_ATTENTIONS]
     options = (("high_precision_out", wide), ("high_precision_backward", codes))
-    for variant, output, one in (*variants, *(("causal", *option) for option in options)):
+    for variant, output, variant_plan in (*variants, *(("causal", *option) for option in options)):
         shape = dataclasses.replace(_ATTENTION, **_ATTENTIONS[variant])
-        for _, desc in record([shape], one, dtype):
+        for _, desc in record([shape], variant_plan, dtype):
             if isinstance(desc, AttentionDesc | AttentionBackwardDesc) and desc.low_precision:
                 way = "backward" if isinstance(desc, AttentionBackwardDesc) else ""
                 words = (name, "attention", variant, output, _word(dtype), way)

@@ -31,19 +31,19 @@ MAX_LINES, MAX_COLUMNS = 20, 400
 
 def excerpt(lines: Sequence[str]) -> str:
     """Return the first lines, each cut to :data:`MAX_COLUMNS`, and the number of omitted lines."""
-    kept = [line if len(line) <= MAX_COLUMNS else f"{line[:MAX_COLUMNS]}..." for line in lines]
-    if len(kept) > MAX_LINES:
-        kept[MAX_LINES - 1 :] = [f"  ... and {len(kept) - MAX_LINES + 1} more lines"]
-    return "\n".join(kept)
+    shown = [line if len(line) <= MAX_COLUMNS else f"{line[:MAX_COLUMNS]}..." for line in lines]
+    if len(shown) > MAX_LINES:
+        shown[MAX_LINES - 1 :] = [f"  ... and {len(shown) - MAX_LINES + 1} more lines"]
+    return "\n".join(shown)
 
 
 class CheckItem(pytest.Item):
     """One check, named by its id; ``expected`` is the line that says it fails."""
 
     def __init__(
-        self, *, check: Check, expected: Expected | None, is_strict: bool, **given: Any
+        self, *, check: Check, expected: Expected | None, is_strict: bool, **node: Any
     ) -> None:
-        super().__init__(**given)
+        super().__init__(**node)
         self._check = check
         self._expected = expected
         self._is_strict = is_strict
@@ -105,8 +105,8 @@ class CheckItem(pytest.Item):
 class FileItem(pytest.Item):
     """The check of the file of expected failures."""
 
-    def __init__(self, *, complaints: list[str], **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, *, complaints: list[str], **node: Any) -> None:
+        super().__init__(**node)
         self._complaints = complaints
 
     def runtest(self) -> None:

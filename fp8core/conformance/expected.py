@@ -57,9 +57,9 @@ def complaints(expected: Iterable[Expected], checks: Iterable[str]) -> list[str]
     """Return the faults of the file: lines without a reason, and lines that match no check."""
     ids = list(checks)
     faults = []
-    for one in expected:
-        if not one.reason:
-            faults.append(f"line {one.line}: {one.pattern!r} gives no reason, after a '#'")
-        if not any(map(one.matches, ids)):
-            faults.append(f"line {one.line}: {one.pattern!r} matches no check")
+    for line in expected:
+        if not line.reason:
+            faults.append(f"line {line.line}: {line.pattern!r} gives no reason, after a '#'")
+        if not any(map(line.matches, ids)):
+            faults.append(f"line {line.line}: {line.pattern!r} matches no check")
     return faults

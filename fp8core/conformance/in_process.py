@@ -27,9 +27,9 @@ def communicators(size: int, timeout_s: float = 60.0) -> list[Communicator]:
     meeting = _Meeting(size, timeout_s)
     ranks: list[Communicator] = []
     for rank in range(size):
-        one = _ThreadCommunicator(meeting, rank)
-        register(one)
-        ranks.append(one)
+        communicator = _ThreadCommunicator(meeting, rank)
+        register(communicator)
+        ranks.append(communicator)
     return ranks
 
 
@@ -60,7 +60,7 @@ def run_in_threads(
     for thread in threads:
         thread.join()
     if errors:
-        raise next((one for one in errors if not isinstance(one, CollectiveError)), errors[0])
+        raise next((error for error in errors if not isinstance(error, CollectiveError)), errors[0])
     return results  # type: ignore[return-value]  # each rank has returned
 
 
@@ -134,9 +134,9 @@ class _ThreadCommunicator(Communicator):
     def _compare(self, claim: Claim) -> list[Claim] | None:
         text = json.dumps(claim).encode()
         number = self._posted(torch.tensor([*text], dtype=torch.uint8), "comparison")
-        posts = [bytes(one.tolist()) for one in self.meeting.collect(number)]
-        claims = [Claim(*json.loads(one)) for one in posts]
-        return None if len({one.text for one in claims}) == 1 else claims
+        posts = [bytes(post.tolist()) for post in self.meeting.collect(number)]
+        claims = [Claim(*json.loads(post)) for post in posts]
+        return None if len({said.text for said in claims}) == 1 else claims
 
     def _gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
@@ -172,8 +172,8 @@ class _ThreadCommunicator(Communicator):
         def finish() -> None:
             parts, all_sizes = self.meeting.collect(number), self.meeting.collect(lengths)
             mine = [
-                torch.split(part, one.tolist())[self.rank]
-                for part, one in zip(parts, all_sizes, strict=True)
+                torch.split(part, part_sizes.tolist())[self.rank]
+                for part, part_sizes in zip(parts, all_sizes, strict=True)
             ]
             arriving = [part.shape[0] for part in mine]
             if arriving != list(receive):

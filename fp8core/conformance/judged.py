@@ -72,11 +72,11 @@ def every_input(
         sizes = group_sizes(subject, desc)
         shapes = [(quantize_size(subject, desc, sum(sizes), 70), sizes)]
     else:
-        own = subject.sizes("quantize", *SHAPES, LARGE)
-        shapes = [(quantize_size(subject, desc, rows, cols), ()) for rows, cols in own]
+        sizes_of_backend = subject.sizes("quantize", *SHAPES, LARGE)
+        shapes = [(quantize_size(subject, desc, rows, cols), ()) for rows, cols in sizes_of_backend]
     for shape, sizes in shapes:
-        is_one_enough = not all(shape) or shape[0] * shape[1] >= LARGE[0] * LARGE[1]
-        for kind in ("decades",) if is_one_enough else inputs.KINDS:
+        is_large = not all(shape) or shape[0] * shape[1] >= LARGE[0] * LARGE[1]
+        for kind in ("decades",) if is_large else inputs.KINDS:
             yield f"{kind} {list(shape)}", inputs.matrix(kind, *shape, desc.dtype), sizes
     for shape, sizes in _long_shapes(subject, desc):
         yield f"late amax {list(shape)}", inputs.late(*shape, desc.dtype), sizes
@@ -102,10 +102,10 @@ def operands(
 ) -> Iterator[tuple[str, OperandSpec, Operand, Operand]]:
     """Yield orientation, spec and both operands for every orientation in ``desc``."""
     for name in Quantized._fields:
-        spec, one, other = (getattr(source, name) for source in (desc, ours, theirs))
-        _both_or_none(f"the {name} operand", one, spec)
+        spec, operand, reference = (getattr(source, name) for source in (desc, ours, theirs))
+        _both_or_none(f"the {name} operand", operand, spec)
         if spec is not None:
-            yield name, spec, one, other
+            yield name, spec, operand, reference
 
 
 def _both_or_none(name: str, ours: object, expected: object) -> None:
@@ -135,7 +135,9 @@ def _in_range(
     sizes = list(judged.sizes or (x.shape[dim],))
     parts = [_amaxes(part, spec.block) for part in torch.split(x, sizes, dim)]
     amaxes, spread = (torch.cat(of_all, dim) for of_all in zip(*parts, strict=True))
-    scales, elements = ((one >= low) & (one <= high) for one in (amaxes, spread))
+    scales, elements = (
+        (magnitudes >= low) & (magnitudes <= high) for magnitudes in (amaxes, spread)
+    )
     return _InRange(scales, elements, spread == 0)
 
 
@@ -171,14 +173,14 @@ def same_codes(subject: Subject, desc: QuantizeDesc, title: str, judged: Judged)
         if in_range is not None:
             zeros = elements[0][in_range.zeros]
             same_bits(f"{where}: blocks of zeros", zeros.abs(), torch.zeros_like(zeros))
-            elements = [one[in_range.elements] for one in elements]
+            elements = [element[in_range.elements] for element in elements]
         if allowed == 0:
             same_bits(where, *elements)
             continue
         values = sorted(set(filter(math.isfinite, formats.by_name(spec.format).values)))
-        same_bits(f"{where}: NaN", *(one.isnan() for one in elements))
+        same_bits(f"{where}: NaN", *(element.isnan() for element in elements))
         grid = torch.tensor(values)
-        ranks = [torch.bucketize(one.contiguous(), grid).double() for one in elements]
+        ranks = [torch.bucketize(element.contiguous(), grid).double() for element in elements]
         bound = torch.full_like(ranks[1], allowed)
         worst = max(worst, within(f"{where} in steps of the format", ranks[0], ranks[1], bound))
     return worst
@@ -195,20 +197,20 @@ def same_scales(subject: Subject, desc: QuantizeDesc, title: str, judged: Judged
     for name, spec, ours, theirs in operands(desc, judged.ours, judged.theirs):
         in_range = _in_range(numerics, spec, judged, name)
         for part in ("scale_inv", "global_scale_inv"):
-            one, other = getattr(ours, part), getattr(theirs, part)
+            result, reference = getattr(ours, part), getattr(theirs, part)
             where = f"{title}: {name} {part}"
-            _both_or_none(where, one, other)
-            if one is None:
+            _both_or_none(where, result, reference)
+            if result is None:
                 continue
-            same_form(where, one, other)
+            same_form(where, result, reference)
             if in_range is not None and part == "scale_inv":
-                one, other = one[in_range.scales], other[in_range.scales]
+                result, reference = result[in_range.scales], reference[in_range.scales]
             if allowed == 0:
-                same_bits(where, one, other)
+                same_bits(where, result, reference)
                 continue
             bits = [
                 on.contiguous().view(torch.int32 if on.dtype == torch.float32 else torch.uint8)
-                for on in (one, other)
+                for on in (result, reference)
             ]
             bound = torch.full_like(bits[1], allowed, dtype=torch.float64)
             worst = max(worst, within(f"{where} in ulps", bits[0], bits[1].double(), bound))
@@ -217,9 +219,9 @@ def same_scales(subject: Subject, desc: QuantizeDesc, title: str, judged: Judged
 
 def same_operands(desc: QuantizeDesc, title: str, ours: Quantized, theirs: Quantized) -> None:
     """Require equal bits in every tensor of every orientation of ``desc``."""
-    for name, _, one, other in operands(desc, ours, theirs):
+    for name, _, first, second in operands(desc, ours, theirs):
         for part in Operand._fields:
-            mine, yours = getattr(one, part), getattr(other, part)
+            mine, yours = getattr(first, part), getattr(second, part)
             _both_or_none(f"{title}: {name} {part}", mine, yours)
             if mine is not None:
                 same_bits(f"{title}: {name} {part}", mine, yours)

@@ -91,9 +91,9 @@ def operand(
     desc = QuantizeDesc(x.dtype, None if columnwise else spec, spec if columnwise else None)
     run = subject.quantizer(desc)
     quantized: Quantized = run(desc, x, **quantize_keywords(subject, desc, seed=seed))
-    one = quantized.columnwise if columnwise else quantized.rowwise
-    assert one is not None
-    return one
+    chosen = quantized.columnwise if columnwise else quantized.rowwise
+    assert chosen is not None
+    return chosen
 
 
 def gemm_operands(
@@ -186,6 +186,6 @@ def _grouped_operand(
     desc = QuantizeDesc(x.dtype, rowwise, columnwise, grouped=True, offsets_on_device=on_device)
     keywords = quantize_keywords(subject, desc, len(offsets) - 1)
     quantized: Quantized = subject.quantizer(desc)(desc, x, offsets, **keywords)
-    one = quantized[dim]
-    assert one is not None
-    return one
+    chosen = quantized[dim]
+    assert chosen is not None
+    return chosen

@@ -94,8 +94,8 @@ def rows_gathered_beside_products(ranks: RankSubject) -> None:
             x = _values(ranks, communicator.rank, rows, dtype)
             started = communicator.gather(x, "kit", ranks.moves)
             pairs.append((f"{dtype} [{rows}, {_COLUMNS}]", started.wait(), (rows, dtype)))
-    for name, found, given in pairs:
-        same_bits(name, found, _of_all(ranks, *given))
+    for name, gathered, arguments in pairs:
+        same_bits(name, gathered, _of_all(ranks, *arguments))
 
 
 def rows_that_arrive_one_rank_after_the_other(ranks: RankSubject) -> None:
@@ -106,17 +106,17 @@ def rows_that_arrive_one_rank_after_the_other(ranks: RankSubject) -> None:
     x = _values(ranks, rank, rows, torch.bfloat16)
     started = communicator.gather(x, "kit", ranks.moves, in_parts=True)
     order = [(rank + step) % size for step in range(1, size)]
-    arrived = {other: started.rows_of(other, size).clone() for other in order}
+    arrived = {sender: started.rows_of(sender, size).clone() for sender in order}
     whole = started.wait()
-    for other, found in arrived.items():
-        same_bits(f"rows of rank {other}", found, _values(ranks, other, rows, torch.bfloat16))
+    for sender, part in arrived.items():
+        same_bits(f"rows of rank {sender}", part, _values(ranks, sender, rows, torch.bfloat16))
     same_bits("all rows", whole, _of_all(ranks, rows, torch.bfloat16))
 
 
 def maxima_of_a_few_numbers(ranks: RankSubject) -> None:
     """Maxima over ranks are exact, for one number and for thousands, again and again without a
     wait, and leave what they are taken of as it was."""
-    communicator, found = ranks.communicator, []
+    communicator, results = ranks.communicator, []
     rank, size = communicator.rank, communicator.size
     maximum = getattr(ranks.moves, "maximum", None)
     if maximum is None:
@@ -129,10 +129,10 @@ def maxima_of_a_few_numbers(ranks: RankSubject) -> None:
     for round_ in range(_ROUNDS):
         for count in (1, 2, 4099):
             x = numbers(rank, count, round_)
-            found.append((count, round_, x, communicator.max(x, "kit", maximum).wait()))
-    for count, round_, x, largest in found:
+            results.append((count, round_, x, communicator.max(x, "kit", maximum).wait()))
+    for count, round_, x, largest in results:
         same_bits(f"{count} numbers given", x, numbers(rank, count, round_))
-        addends = torch.stack([numbers(other, count, round_) for other in range(size)])
+        addends = torch.stack([numbers(peer, count, round_) for peer in range(size)])
         same_bits(f"the maxima of {count}", largest, addends.amax(0))
 
 
@@ -142,32 +142,32 @@ def several_transfers_under_way(ranks: RankSubject) -> None:
     communicator, moves = ranks.communicator, ranks.moves
     size, rank = communicator.size, communicator.rank
     rows, dtype = ranks.rows(2 * _COLUMNS), torch.bfloat16
-    found = []
+    results = []
     for round_ in range(_ROUNDS):
         x = _values(ranks, rank, rows, dtype, round_)
         whole = _of_all(ranks, rows, dtype, round_ + rank)
         first = communicator.gather(x, "kit", moves)
         total = communicator.scatter(whole, "kit", moves)
         second = communicator.gather(x + 1, "kit", moves)
-        found.append((second.wait().clone(), total.wait().clone(), first.wait().clone()))
-    for round_, (second_rows, part, first_rows) in enumerate(found):
+        results.append((second.wait().clone(), total.wait().clone(), first.wait().clone()))
+    for round_, (second_rows, part, first_rows) in enumerate(results):
         expected = _of_all(ranks, rows, dtype, round_)
         same_bits(f"round {round_}, the first gather", first_rows, expected)
         same_bits(f"round {round_}, the second gather", second_rows, expected + 1)
-        addends = [_values(ranks, rank, rows, dtype, round_ + other) for other in range(size)]
+        addends = [_values(ranks, rank, rows, dtype, round_ + peer) for peer in range(size)]
         same_bits(f"round {round_}, the sum", part, torch.stack(addends).sum(0).to(dtype))
 
 
 def sums_scattered_beside_products(ranks: RankSubject) -> None:
     """Each rank gets its rows of the sum over ranks, of every dtype of activations."""
-    communicator, found = ranks.communicator, []
+    communicator, results = ranks.communicator, []
     rank, size = communicator.rank, communicator.size
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         rows = ranks.rows(_COLUMNS * dtype.itemsize) + 1
         x = _of_all(ranks, rows, dtype, round_=rank)
-        found.append((dtype, rows, communicator.scatter(x, "kit", ranks.moves).wait()))
-    for dtype, rows, part in found:
-        addends = [_values(ranks, rank, rows, dtype, round_=other) for other in range(size)]
+        results.append((dtype, rows, communicator.scatter(x, "kit", ranks.moves).wait()))
+    for dtype, rows, part in results:
+        addends = [_values(ranks, rank, rows, dtype, round_=peer) for peer in range(size)]
         same_bits(f"{dtype}", part, torch.stack(addends).float().sum(0).to(dtype))
 
 
@@ -188,11 +188,11 @@ def products_of_rows_that_arrive(ranks: RankSubject) -> None:
             started = communicator.gather(mine.data, "kit", ranks.moves, in_parts=True)
             out = torch.empty_like(whole)
             for step in range(size):
-                other = (rank + step) % size
-                part = rows_of(a, other * rows, rows, size * rows)
-                data = started.rows_of(other, size) if step else mine.data
+                sender = (rank + step) % size
+                part = rows_of(a, sender * rows, rows, size * rows)
+                data = started.rows_of(sender, size) if step else mine.data
                 part = part._replace(data=data)
-                gemm_part(size * rows, part, b, out=out[other * rows : (other + 1) * rows])
+                gemm_part(size * rows, part, b, out=out[sender * rows : (sender + 1) * rows])
             pairs.append((name, out, whole))
     for name, out, whole in pairs:
         same_bits(name, out, whole)
@@ -215,7 +215,7 @@ def products_that_are_summed_in_parts(ranks: RankSubject) -> None:
             started = communicator.scatter_in_parts(
                 b.data, (rows, _COLUMNS), desc.out_dtype, compute, "kit", moves
             )
-            addends = [one.chunk(size)[rank] for one in plain.chunk(size)]
+            addends = [product.chunk(size)[rank] for product in plain.chunk(size)]
             pairs.append((name, started.wait(), addends))
     for name, total, addends in pairs:
         expected = torch.stack(addends).double().sum(0)
@@ -262,7 +262,7 @@ def _products(ranks: RankSubject) -> Sequence[tuple[str, GemmDesc, int]]:
         Unjudged: there is none, or nothing moves rows.
     """
     subject, k = ranks.subject, 512
-    found: dict[object, tuple[str, GemmDesc, int]] = {}
+    products: dict[object, tuple[str, GemmDesc, int]] = {}
     assert ranks.moves is not None
     for label, desc in catalogue():
         if type(desc) is not GemmDesc or desc.accumulate or desc.out_dtype != torch.bfloat16:
@@ -273,10 +273,10 @@ def _products(ranks: RankSubject) -> Sequence[tuple[str, GemmDesc, int]]:
         if any(subject.refuses(cast) is not None for cast in casts):
             continue
         block = None if desc.a is None else dataclasses.astuple(desc.a)[:2]
-        found.setdefault(block, (label, desc, k))
-    if not found:
+        products.setdefault(block, (label, desc, k))
+    if not products:
         raise Unjudged("the backend computes no product in parts")
-    return list(found.values())
+    return list(products.values())
 
 
 LAWS: dict[str, Callable[[RankSubject], None]] = {

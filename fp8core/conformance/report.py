@@ -49,17 +49,17 @@ class Report:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each test and operation: the count of each outcome, the worst error."""
         rows: dict[tuple[str, str], dict[str, Any]] = {}
-        for one in self.outcomes:
-            start = {"law": one.law, "name": one.name, "op": one.op, "worst": None}
-            row = rows.setdefault((one.name, one.op), start | dict.fromkeys(OUTCOMES, 0))
-            row[one.outcome] += 1
-            if one.worst is not None:
-                row["worst"] = max(one.worst, row["worst"] or 0.0)
+        for outcome in self.outcomes:
+            start = {"law": outcome.law, "name": outcome.name, "op": outcome.op, "worst": None}
+            row = rows.setdefault((outcome.name, outcome.op), start | dict.fromkeys(OUTCOMES, 0))
+            row[outcome.outcome] += 1
+            if outcome.worst is not None:
+                row["worst"] = max(outcome.worst, row["worst"] or 0.0)
         return sorted(rows.values(), key=lambda row: (row["law"], row["name"], row["op"]))
 
     def counts(self) -> dict[str, int]:
         """Return the number of checks by outcome."""
-        ends = [one.outcome for one in self.outcomes]
+        ends = [outcome.outcome for outcome in self.outcomes]
         return {name: ends.count(name) for name in OUTCOMES}
 
     def json(self) -> str:
@@ -78,12 +78,12 @@ class Report:
                 "torch": str(torch.__version__),
             },
             "counts": self.counts(),
-            "support": [one._asdict() for one in self.support],
+            "support": [support._asdict() for support in self.support],
             "laws": [row | {"worst": plain(row["worst"])} for row in self.rows()],
             "not_passed": [
-                {"id": one.id, "outcome": one.outcome, "message": one.message}
-                for one in self.outcomes
-                if one.outcome != "passed"
+                {"id": outcome.id, "outcome": outcome.outcome, "message": outcome.message}
+                for outcome in self.outcomes
+                if outcome.outcome != "passed"
             ],
         }
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
@@ -98,9 +98,11 @@ class Report:
             lines.append(_total_line(f"law {law}", of_law))
             for name, of_test in itertools.groupby(of_law, key=lambda row: row["name"]):
                 lines.append(_total_line(f"  {name}", list(of_test)))
-        failed = sorted((one.law, one.id) for one in self.outcomes if one.outcome == "failed")
+        failed = sorted(
+            (outcome.law, outcome.id) for outcome in self.outcomes if outcome.outcome == "failed"
+        )
         lines += ["", "failed, by law"] if failed else []
-        for law, failures in itertools.groupby(failed, key=lambda one: one[0]):
+        for law, failures in itertools.groupby(failed, key=lambda failure: failure[0]):
             ids = [check for _, check in failures]
             lines += [f"  law {law}: {len(ids)}", *(f"    {check}" for check in ids[:MAX_NAMED])]
             lines += [f"    and {len(ids) - MAX_NAMED} more"] if len(ids) > MAX_NAMED else []
@@ -115,7 +117,7 @@ def _total_line(title: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _support_lines(support: Iterable[Support]) -> Iterable[str]:
-    for one in support:
-        why = max(one.reasons, key=lambda reason: one.reasons[reason], default="")
+    for row in support:
+        why = max(row.reasons, key=lambda reason: row.reasons[reason], default="")
         because = f"; most often: {textwrap.shorten(why, 60)}" if why else ""
-        yield f"{one.op}: supports {one.supported} of {one.known} descriptors{because}"
+        yield f"{row.op}: supports {row.supported} of {row.known} descriptors{because}"

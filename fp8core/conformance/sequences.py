@@ -44,9 +44,9 @@ class Side(NamedTuple):
 def sides_of(call: OpCall, desc: AttentionDesc, x: torch.Tensor, y: torch.Tensor) -> list[Side]:
     """Return the side of the queries ``x`` and that of the keys ``y``."""
     sides = []
-    for name, one in (("q", x), ("kv", y)):
+    for name, tensor in (("q", x), ("kv", y)):
         if not desc.padding:
-            length, batch = one.shape[:2] if desc.layout == "sbhd" else one.shape[:2][::-1]
+            length, batch = tensor.shape[:2] if desc.layout == "sbhd" else tensor.shape[:2][::-1]
             sides.append(Side(desc.layout, [], [length] * batch))
             continue
         offsets = on_cpu(call.keywords[f"cu_seqlens_{name}"])

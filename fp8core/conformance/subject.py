@@ -202,18 +202,18 @@ def find(name: str, device: str | None = None) -> Subject:
     spec = registry.spec(name, "the conformance kit")
     judge = registry.spec(JUDGE, "the conformance kit")
     try:
-        wanted = torch.device(device or spec.device_types[0])
+        torch_device = torch.device(device or spec.device_types[0])
     except RuntimeError:
         raise OperandError(f"{device!r} is no torch device, as cpu or cuda:0 are.") from None
-    if wanted.type not in spec.device_types and not spec.portable:
+    if torch_device.type not in spec.device_types and not spec.portable:
         raise UnsupportedError(
-            f"backend {name!r} runs on {'/'.join(spec.device_types)}, not on {wanted}."
+            f"backend {name!r} runs on {'/'.join(spec.device_types)}, not on {torch_device}."
         )
     reason = registry.unusable(spec)
     if reason is not None:
         raise UnsupportedError(f"backend {name!r} cannot be used here: {reason}")
     backends = registry.instance(spec), registry.instance(judge)
     try:
-        return Subject(name, backends[0], wanted, backends[1], spec)
+        return Subject(name, backends[0], torch_device, backends[1], spec)
     except (RuntimeError, AssertionError) as error:
-        raise UnsupportedError(f"device {wanted} cannot be used here: {error}") from None
+        raise UnsupportedError(f"device {torch_device} cannot be used here: {error}") from None

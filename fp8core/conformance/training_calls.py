@@ -182,20 +182,20 @@ def step_lists(
 
     grads, params = draw(1, desc.grad_dtype), draw(2, torch.float32)
     if isinstance(desc, SgdDesc):
-        params = [one.to(desc.dtype) for one in params]
-        copies = [one.to(desc.copy_dtype) for one in params] if desc.copy_dtype else []
+        params = [param.to(desc.dtype) for param in params]
+        copies = [param.to(desc.copy_dtype) for param in params] if desc.copy_dtype else []
         return [grads, params, draw(3, desc.dtype), copies]
     averages = draw(3, desc.state_dtype)
-    squares = [one.abs() * 0.1 for one in draw(4, desc.state_dtype)]
+    squares = [tensor.abs() * 0.1 for tensor in draw(4, desc.state_dtype)]
     if desc.master == "none":
-        return [grads, [one.to(desc.dtype) for one in params], averages, squares, []]
+        return [grads, [param.to(desc.dtype) for param in params], averages, squares, []]
     if desc.master == "float32":
-        return [grads, [one.to(desc.dtype) for one in params], averages, squares, params]
-    bits = [one.view(torch.int32) for one in params]
-    remainders = [one.to(torch.int16) for one in bits]
+        return [grads, [param.to(desc.dtype) for param in params], averages, squares, params]
+    bits = [param.view(torch.int32) for param in params]
+    remainders = [bit_pattern.to(torch.int16) for bit_pattern in bits]
     upper = [
-        ((one - rest.to(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
-        for one, rest in zip(bits, remainders, strict=True)
+        ((bit_pattern - rest.to(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
+        for bit_pattern, rest in zip(bits, remainders, strict=True)
     ]
     return [grads, upper, averages, squares, remainders]
 

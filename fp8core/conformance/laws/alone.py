@@ -33,16 +33,16 @@ def outcome(call: OpCall, result: Any) -> Any:
 
 def judged(subject: Subject, call: OpCall) -> Any:
     """Return the :func:`outcome` of a call that the judge runs."""
-    kept = call._replace(arguments=on_cpu(call.arguments), keywords=dict(on_cpu(call.keywords)))
+    on_host = call._replace(arguments=on_cpu(call.arguments), keywords=dict(on_cpu(call.keywords)))
 
-    def run(desc: OpDesc, *given: Any, **named: Any) -> Any:
-        return subject.judging(desc)(*given, **named)
+    def run(desc: OpDesc, *positional: Any, **named: Any) -> Any:
+        return subject.judging(desc)(*positional, **named)
 
     if isinstance(call.desc, FusedDesc):
-        return outcome(kept, pair(run, kept))
+        return outcome(on_host, pair(run, on_host))
     if isinstance(call.desc, AddNormDesc):
-        return outcome(kept, add_pair(run, kept))
-    return outcome(kept, run(kept.desc, *kept.arguments, **kept.keywords))
+        return outcome(on_host, add_pair(run, on_host))
+    return outcome(on_host, run(on_host.desc, *on_host.arguments, **on_host.keywords))
 
 
 def _leaves(tree: Any) -> list[torch.Tensor]:
@@ -51,32 +51,32 @@ def _leaves(tree: Any) -> list[torch.Tensor]:
 
 def _same(title: str, ours: Any, theirs: Any) -> None:
     require(signature(ours) == signature(theirs), f"{title}: another shape or dtype")
-    for at, (one, other) in enumerate(zip(_leaves(ours), _leaves(theirs), strict=True)):
-        same_bits(f"{title}: tensor {at}", one, other)
+    for at, (mine, yours) in enumerate(zip(_leaves(ours), _leaves(theirs), strict=True)):
+        same_bits(f"{title}: tensor {at}", mine, yours)
 
 
-def _overwrite(call: OpCall, other: OpCall) -> None:
-    """Copy the values of ``other``'s tensors into those of ``call``, unseen by version counters."""
-    ours, theirs = (_leaves((one.arguments, one.keywords)) for one in (call, other))
-    for one, value in zip(ours, theirs, strict=True):
-        one.data.copy_(value)
+def _overwrite(call: OpCall, source: OpCall) -> None:
+    """Copy the values of ``source``'s tensors to those of ``call``, unseen by version counters."""
+    ours, theirs = (_leaves((op_call.arguments, op_call.keywords)) for op_call in (call, source))
+    for target, value in zip(ours, theirs, strict=True):
+        target.data.copy_(value)
 
 
-def _num_different(one: torch.Tensor, other: torch.Tensor) -> int:
-    if one.shape != other.shape:
-        return one.numel()
-    same = (one == other) | (one != one) & (other != other)
+def _num_different(first: torch.Tensor, second: torch.Tensor) -> int:
+    if first.shape != second.shape:
+        return first.numel()
+    same = (first == second) | (first != first) & (second != second)
     return int((~same).sum())
 
 
 @law(7, *EVERY_OP)
 def no_result_is_kept_from_another_call(subject: Subject, desc: OpDesc) -> None:
     """Other values, in the same tensors or in others of their shapes, give other results."""
-    call, other = (arguments(subject, desc, case).again() for case in (ORDINARY, OTHER))
-    expected = [_leaves(judged(subject, one)) for one in (call, other)]
-    again = other.again()
+    call, second_call = (arguments(subject, desc, case).again() for case in (ORDINARY, OTHER))
+    expected = [_leaves(judged(subject, op_call)) for op_call in (call, second_call)]
+    again = second_call.again()
     first = outcome(call, call.run(subject))
-    _overwrite(call, other.again())
+    _overwrite(call, second_call.again())
     second = outcome(call, call.run(subject))
     third = outcome(again, again.run(subject))
     _same("the same values in other tensors", third, second)
@@ -95,10 +95,10 @@ def no_result_is_kept_from_another_call(subject: Subject, desc: OpDesc) -> None:
 @law(7, *EVERY_OP)
 def results_stay_when_it_runs_again(subject: Subject, desc: OpDesc) -> None:
     """The result of a call belongs to the caller: no later call writes into it."""
-    call, other = arguments(subject, desc), arguments(subject, desc, OTHER)
+    call, second = arguments(subject, desc), arguments(subject, desc, OTHER)
     result = call.run(subject)
     before = outcome(call, result)
-    other.run(subject)
+    second.run(subject)
     _same("after another call", outcome(call, result), before)
 
 

@@ -97,9 +97,9 @@ def quantize_by_amax_is_supported_besides_quantize(
 ) -> None:
     """A backend that quantizes by given amaxes also does so in either orientation, and without."""
     halves = [QuantizeByAmaxDesc.of(half) for half in desc.halves() if has_amax(half)]
-    for other in (desc.plain(), *halves):
-        reason = subject.refuses(other)
-        require(reason is None, f"supports {desc}, but not {other}: {reason}")
+    for part in (desc.plain(), *halves):
+        reason = subject.refuses(part)
+        require(reason is None, f"supports {desc}, but not {part}: {reason}")
 
 
 @law(6, BY_AMAX, is_core=True)
@@ -177,11 +177,11 @@ def _reduce(
     """
     views = [split_amax(desc, amax, *x.shape) for amax, x in zip(amaxes, parts, strict=True)]
     for turned, spec in enumerate((desc.rowwise, desc.columnwise)):
-        one, other = (view[turned] for view in views)
-        is_of_other_rows = amax_extent(spec) == "row" and dim == turned
-        if one is not None and other is not None and not is_of_other_rows:
-            one.copy_(torch.maximum(one, other))
-            other.copy_(one)
+        first, second = (view[turned] for view in views)
+        is_separate = amax_extent(spec) == "row" and dim == turned
+        if first is not None and second is not None and not is_separate:
+            first.copy_(torch.maximum(first, second))
+            second.copy_(first)
 
 
 def _part_of(desc: QuantizeDesc, whole: Quantized, dim: int, start: int, end: int) -> Quantized:
@@ -208,5 +208,8 @@ def _part_of(desc: QuantizeDesc, whole: Quantized, dim: int, start: int, end: in
 
 def _without_codes(quantized: Any) -> Quantized:
     return Quantized(
-        *(None if one is None else one._replace(data=one.data[:0]) for one in quantized)
+        *(
+            None if operand is None else operand._replace(data=operand.data[:0])
+            for operand in quantized
+        )
     )

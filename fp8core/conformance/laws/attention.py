@@ -97,19 +97,19 @@ def _attention_within(subject: Subject, call: OpCall) -> float:
     eps = torch.finfo(desc.dtype).eps + _rounding(desc.s)
     for at in range(len(queries.lengths)):
         parts = queries.part(q, at), keys.part(k, at), keys.part(v, at)
-        one = sequence(desc, at, parts, keywords, subject.numerics(desc))
-        weights, values = one.weights.detach(), parts[2].double().abs()
+        exact = sequence(desc, at, parts, keywords, subject.numerics(desc))
+        weights, values = exact.weights.detach(), parts[2].double().abs()
         values = values.repeat_interleave(desc.heads // desc.groups, 1)
-        off = one.error + (weights * one.error).sum(-1, keepdim=True) + 2 * eps
-        queries.part(expected, at).copy_(one.out.detach())
+        off = exact.error + (weights * exact.error).sum(-1, keepdim=True) + 2 * eps
+        queries.part(expected, at).copy_(exact.out.detach())
         queries.part(bound, at).copy_(torch.einsum("hij,jhd->ihd", 2 * off * weights, values))
-        queries.statistics(logs, at).copy_(one.log_sums.detach())
-        if one.error.numel():
+        queries.statistics(logs, at).copy_(exact.log_sums.detach())
+        if exact.error.numel():
             amax = max(amax, float(weights.max()))
-            worst = one.error.amax(-1) + 16 * ROUND * (1 + one.log_sums.detach().abs())
+            worst = exact.error.amax(-1) + 16 * ROUND * (1 + exact.log_sums.detach().abs())
             queries.statistics(allowed, at).copy_(worst.nan_to_num(0.0, 0.0))
-            largest = torch.maximum(largest, one.logits.detach().amax((1, 2)))
-            error = max(error, float(one.error.max()))
+            largest = torch.maximum(largest, exact.logits.detach().amax((1, 2)))
+            error = max(error, float(exact.error.max()))
     if desc.out is None:
         same_form("out", out, torch.empty(expected.shape, dtype=desc.dtype))
         shares = [within("out", out, expected, bound + ulp(expected, desc.dtype))]
@@ -147,8 +147,8 @@ def _wide(keywords: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords with the differentiable ones as float64 leaves."""
     trained = {"bias", "softmax_offset"}
     return {
-        name: one.double().requires_grad_() if name in trained else one
-        for name, one in keywords.items()
+        name: value.double().requires_grad_() if name in trained else value
+        for name, value in keywords.items()
     }
 
 
@@ -172,16 +172,18 @@ def _backward_within(subject: Subject, call: OpCall) -> float:
     bias_bound = offset_bound = amax = 0.0
     for at in range(len(queries.lengths)):
         parts = queries.part(q, at), keys.part(k, at), keys.part(v, at)
-        one = sequence(desc, at, parts, keywords)
+        exact = sequence(desc, at, parts, keywords)
         part = queries.part(grad, at).double()
-        one.logits.retain_grad()
-        torch.autograd.backward(one.out, part)
-        limits = _limits(backward, one, part)
-        for number, (side, leaf) in enumerate(zip((queries, keys, keys), one.leaves, strict=True)):
+        exact.logits.retain_grad()
+        torch.autograd.backward(exact.out, part)
+        limits = _limits(backward, exact, part)
+        for number, (side, leaf) in enumerate(
+            zip((queries, keys, keys), exact.leaves, strict=True)
+        ):
             side.part(expected[number], at).copy_(_grad(leaf))
             side.part(bound[number], at).copy_(limits[number])
-        if one.error.numel():
-            amax = max(amax, float(_grad(one.logits).abs().max()))
+        if exact.error.numel():
+            amax = max(amax, float(_grad(exact.logits).abs().max()))
         bias_bound += float(limits[3].sum(0).max()) if limits[3].numel() else 0.0
         offset_bound += float(limits[3].sum((1, 2)).max()) if limits[3].numel() else 0.0
     shares = []
@@ -211,7 +213,7 @@ def _grad(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _limits(
-    backward: AttentionBackwardDesc, one: Sequence, grad: torch.Tensor
+    backward: AttentionBackwardDesc, exact: Sequence, grad: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return the errors that the gradients of one sequence may have, and those of its logits.
 
@@ -219,10 +221,10 @@ def _limits(
     """
     desc = backward.attention
     repeats, eps = desc.heads // desc.groups, torch.finfo(desc.dtype).eps
-    q, k, v = (leaf.detach().abs() for leaf in one.leaves)
+    q, k, v = (leaf.detach().abs() for leaf in exact.leaves)
     keys, values = (x.repeat_interleave(repeats, 1) for x in (k, v))
-    weights = one.weights.detach()
-    off = 2 * (one.error + (weights * one.error).sum(-1, keepdim=True)) + 4 * eps
+    weights = exact.weights.detach()
+    off = 2 * (exact.error + (weights * exact.error).sum(-1, keepdim=True)) + 4 * eps
     flow = torch.einsum("ihd,jhd->hij", grad.abs(), values)
     mean = (weights * flow).sum(-1, keepdim=True)
     of_logits = 4 * weights * (off * (flow + mean) + (weights * off * flow).sum(-1, keepdim=True))
@@ -246,22 +248,23 @@ def attention_drops_as_often_as_asked(subject: Subject, desc: AttentionDesc) -> 
     call = _identity_call(subject, desc, size)
     dropped = on_cpu(call.run(subject)[0]).double()
     (q, k, _), keywords = on_cpu(call.arguments), _wide(on_cpu(call.keywords))
-    eps, kept, total = torch.finfo(desc.dtype).eps, 0, 0
+    eps, num_passed, total = torch.finfo(desc.dtype).eps, 0, 0
     queries, keys = sides_of(call, desc, q, k)
     for at in range(len(queries.lengths)):
         parts = queries.part(q, at), keys.part(k, at), keys.part(k, at)
         weights = sequence(desc, at, parts, keywords).weights.detach().transpose(0, 1)
         got = queries.part(dropped, at)[..., : weights.shape[-1]]
         scaled = weights / (1 - desc.dropout)
-        is_kept = (got - scaled).abs() <= (8 * eps + 2.0**-12) * scaled
-        require(bool((is_kept | (got == 0)).all()), "a weight is neither dropped nor scaled")
+        is_passed = (got - scaled).abs() <= (8 * eps + 2.0**-12) * scaled
+        require(bool((is_passed | (got == 0)).all()), "a weight is neither dropped nor scaled")
         is_large = weights > 2.0**-10
-        kept += int((is_kept & is_large).sum())
+        num_passed += int((is_passed & is_large).sum())
         total += int(is_large.sum())
     spread = 6 * (total * desc.dropout * (1 - desc.dropout)) ** 0.5
     rate = total * (1 - desc.dropout)
     require(
-        abs(kept - rate) <= spread, f"{kept} of {total} weights are kept, expected about {rate}"
+        abs(num_passed - rate) <= spread,
+        f"{num_passed} of {total} weights are kept, expected about {rate}",
     )
     again = call.again()
     same_bits("with the same seed", on_cpu(again.run(subject)[0]).double(), dropped)
@@ -269,11 +272,13 @@ def attention_drops_as_often_as_asked(subject: Subject, desc: AttentionDesc) -> 
     there = call._replace(keywords=call.keywords | {"rng": rng})
     same_bits("with the seed on the device", on_cpu(there.run(subject)[0]).double(), dropped)
     for change in ((1, 0), (0, 1)):
-        other = call._replace(
+        changed = call._replace(
             keywords=call.keywords | {"rng": call.keywords["rng"] + torch.tensor(change)}
         )
-        other_out = on_cpu(other.run(subject)[0]).double()
-        require(not torch.equal(other_out, dropped), f"rng {change} further drops the same weights")
+        changed_out = on_cpu(changed.run(subject)[0]).double()
+        require(
+            not torch.equal(changed_out, dropped), f"rng {change} further drops the same weights"
+        )
 
 
 def _identity_call(subject: Subject, desc: AttentionDesc, size: int) -> OpCall:
@@ -300,16 +305,16 @@ def attention_backward_drops_what_forward_dropped(
     call = _identity_call(subject, forward, size)
     out, stats, _ = call.run(subject)
     grad = inputs.normal(tuple(out.shape), forward.dtype, 7)
-    given = (subject.here(grad), *call.arguments, out, stats)
-    grad_v = on_cpu(subject.run(desc, *given, **call.keywords)[2])
+    positional = (subject.here(grad), *call.arguments, out, stats)
+    grad_v = on_cpu(subject.run(desc, *positional, **call.keywords)[2])
     (q, k, v), weights = on_cpu(call.arguments), on_cpu(out).double()
     queries, keys = sides_of(call, forward, q, k)
     expected, bound = (torch.zeros(v.shape, dtype=F64) for _ in range(2))
     repeats, eps = forward.heads // forward.groups, torch.finfo(forward.dtype).eps
     for at, length in enumerate(keys.lengths):
-        kept = queries.part(weights, at)[..., :length]
+        passed = queries.part(weights, at)[..., :length]
         part = queries.part(grad, at).double()
-        for target, one in ((expected, part), (bound, part.abs() * (4 * eps + 2.0**-10))):
-            sums = torch.einsum("ihj,ihd->jhd", kept, one)
+        for target, addend in ((expected, part), (bound, part.abs() * (4 * eps + 2.0**-10))):
+            sums = torch.einsum("ihj,ihd->jhd", passed, addend)
             keys.part(target, at).copy_(sums.reshape(length, forward.groups, repeats, -1).sum(2))
     return within("grad_v", grad_v, expected, bound + ulp(expected, forward.dtype))

@@ -33,13 +33,13 @@ def attention_backward_of_a_part_uses_the_given_result(
         offset, offset_bound = (torch.zeros(forward.heads, dtype=F64) for _ in range(2))
         for at in range(len(queries.lengths)):
             tensors = queries.part(q, at), keys.part(k, at), keys.part(v, at)
-            one = sequence(forward, at, tensors, keywords)
+            exact = sequence(forward, at, tensors, keywords)
             rows = _Rows(
                 queries.part(grad, at).double(),
                 queries.part(out, at).double(),
                 queries.statistics(stats, at).double(),
             )
-            results_of, limits = _gradients(desc, one, rows)
+            results_of, limits = _gradients(desc, exact, rows)
             for number, side in enumerate((queries, keys, keys)):
                 side.part(expected[number], at).copy_(results_of[number])
                 side.part(bound[number], at).copy_(limits[number])
@@ -69,20 +69,20 @@ class _Rows:
 
 
 def _gradients(
-    desc: AttentionPartBackwardDesc, one: Sequence, rows: _Rows
+    desc: AttentionPartBackwardDesc, exact: Sequence, rows: _Rows
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the gradients of a sequence's q, k and v, and how far a backend's may be from them."""
     forward, eps = desc.attention, torch.finfo(desc.attention.dtype).eps
     repeats = forward.heads // forward.groups
-    q, k, v = (leaf.detach() for leaf in one.leaves)
+    q, k, v = (leaf.detach() for leaf in exact.leaves)
     keys, values = (x.repeat_interleave(repeats, 1) for x in (k, v))
     shift = rows.stats.masked_fill(rows.stats == -torch.inf, 0)[..., None]
-    weights = torch.exp(one.logits.detach() - shift)
+    weights = torch.exp(exact.logits.detach() - shift)
     flow = torch.einsum("ihd,jhd->hij", rows.grad, values)
     size = torch.einsum("ihd,jhd->hij", rows.grad.abs(), values.abs())
     mean = (rows.grad.abs() * rows.out.abs()).sum(-1).t()[..., None]
     grads = forward.scale * weights * (flow - rows.products.t()[..., None])
-    off = 2 * one.error + 4 * eps  # of the weights, which may be rounded to the dtype
+    off = 2 * exact.error + 4 * eps  # of the weights, which may be rounded to the dtype
     errors = 4 * forward.scale * weights * off * (size + mean)
 
     def shared(x: torch.Tensor) -> torch.Tensor:

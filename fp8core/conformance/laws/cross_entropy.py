@@ -30,8 +30,8 @@ def cross_entropy_is_within_the_bound(subject: Subject, desc: CrossEntropyDesc) 
     far = torch.tensor([0, 69, 70, -1, -100, 2**62, -(2**62), 2**31, 5])
     worst = max(worst, _cross_entropy_within(subject, desc, x, far))
     large = (x * 1e3).clamp(-6e4, 6e4)
-    for one in (large, _far_from_zero(desc.dtype)):
-        worst = max(worst, _cross_entropy_within(subject, desc, one, torch.arange(9)))
+    for logits in (large, _far_from_zero(desc.dtype)):
+        worst = max(worst, _cross_entropy_within(subject, desc, logits, torch.arange(9)))
     return worst
 
 
@@ -90,9 +90,9 @@ def cross_entropy_takes_the_largest_floats(
         within("loss", loss, log_sum, log_sum * 2.0**-20)
         return
     sums = sums_of(x.to(torch.float64 if desc.dtype == torch.float64 else torch.float32))
-    one = torch.ones_like(sums[0])
-    result = subject.run(desc, *subject.here((one, x, target, *sums)))
-    expected = subject.judged(desc, one, x, target, *sums)
+    unit = torch.ones_like(sums[0])
+    result = subject.run(desc, *subject.here((unit, x, target, *sums)))
+    expected = subject.judged(desc, unit, x, target, *sums)
     within("grad_x", result, expected, 2.0**-18 + ulp(expected.double(), desc.dtype))
 
 
@@ -106,18 +106,18 @@ def cross_entropy_backward_is_within_the_bound(
         call = arguments(subject, desc, Case(size=size))
         worst = max(worst, _cross_entropy_backward_within(subject, desc, on_cpu(call.arguments)))
     far = torch.tensor([0, 69, 70, -1, -100, 2**62, -(2**62), 2**31, 5])
-    one = torch.tensor(0.125).expand(9)
+    grad = torch.tensor(0.125).expand(9)
     for x in (inputs.moderate(9, 70, desc.dtype), _far_from_zero(desc.dtype)):
         largest, log_sum = sums_of(x.float())
-        given = (one, x, far, largest, log_sum)
-        worst = max(worst, _cross_entropy_backward_within(subject, desc, given))
+        operands = (grad, x, far, largest, log_sum)
+        worst = max(worst, _cross_entropy_backward_within(subject, desc, operands))
     return worst
 
 
 def _cross_entropy_backward_within(
-    subject: Subject, desc: CrossEntropyBackwardDesc, given: tuple[torch.Tensor, ...]
+    subject: Subject, desc: CrossEntropyBackwardDesc, operands: tuple[torch.Tensor, ...]
 ) -> float:
-    grad, x, target, largest, log_sum = given
+    grad, x, target, largest, log_sum = operands
     moved = grad.to(subject.device)  # its stride is kept
     result = subject.run(desc, moved, *subject.here((x, target, largest, log_sum)))
     wide = replace(desc, dtype=F64)

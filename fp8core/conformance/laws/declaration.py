@@ -78,10 +78,10 @@ def unsupported_gives_a_reason_or_none(subject: Subject) -> None:
 def unknown_descriptors_are_denied(subject: Subject) -> None:
     """A descriptor of a later API version is unsupported, and so is an object of another type."""
     later = {type(entry.desc): entry.desc for entry in _declared(subject)}
-    for known, desc in later.items():
-        derived = type(f"Later{known.__name__}", (known,), {})
+    for kind, desc in later.items():
+        derived = type(f"Later{kind.__name__}", (kind,), {})
         values = {field.name: getattr(desc, field.name) for field in dataclasses.fields(desc)}
-        _denied(subject, derived(**values), f"a subclass of {known.__name__}")
+        _denied(subject, derived(**values), f"a subclass of {kind.__name__}")
     for nonsense in (object(), None, "gemm"):
         _denied(subject, nonsense, repr(nonsense))
 

@@ -50,21 +50,21 @@ class _Garbage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
 def _alike(name: str, ours: Any, theirs: Any) -> None:
     """Require the results of two calls to be equal, or as near as another order of sums allows."""
     require(signature(ours) == signature(theirs), f"{name}: another shape or dtype")
-    for one, other in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
-        if not isinstance(one, torch.Tensor):
+    for mine, yours in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
+        if not isinstance(mine, torch.Tensor):
             continue
-        if not one.is_floating_point():
-            same_bits(name, one, other)
+        if not mine.is_floating_point():
+            same_bits(name, mine, yours)
             continue
-        one, other = one.double(), other.double()
-        finite = other.isfinite()
+        mine, yours = mine.double(), yours.double()
+        finite = yours.isfinite()
         require(
-            torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()),
+            torch.equal(mine[~finite].nan_to_num(), yours[~finite].nan_to_num()),
             f"{name}: non-finite values in other places",
         )
         if finite.any():
-            allowed = ALIKE * float(other[finite].abs().max())
-            error = (one[finite] - other[finite]).abs().nan_to_num(nan=torch.inf)
+            allowed = ALIKE * float(yours[finite].abs().max())
+            error = (mine[finite] - yours[finite]).abs().nan_to_num(nan=torch.inf)
             worst = float(error.max())
             require(worst <= allowed, f"{name}: differs by {worst:.3g}, at most {allowed:.3g}")
 
@@ -94,11 +94,11 @@ def inputs_are_not_written(subject: Subject, desc: OpDesc) -> None:
     result = call.run(subject)
     leaves = zip(pytree.tree_leaves(call.protected()), pytree.tree_leaves(before), strict=True)
     results = {_memory(part): at for at, part in enumerate(pytree.tree_leaves(result))}
-    for at, (one, other) in enumerate(leaves):
-        if isinstance(one, torch.Tensor):
-            same_bits(f"input tensor {at}", one, other)
-            taken = results.get(_memory(one))
-            require(taken is None, f"tensor {taken} of the result is memory of input tensor {at}")
+    for at, (after, saved) in enumerate(leaves):
+        if isinstance(after, torch.Tensor):
+            same_bits(f"input tensor {at}", after, saved)
+            shared = results.get(_memory(after))
+            require(shared is None, f"tensor {shared} of the result is memory of input tensor {at}")
 
 
 def _memory(leaf: Any) -> object:
@@ -119,8 +119,8 @@ def no_result_depends_on_uninitialised_memory(subject: Subject, desc: OpDesc) ->
             with _Garbage(byte):
                 result = call.run(subject)
         outcomes.append(outcome(call, result))
-    for byte, other in zip((0xFF, 0x5A), outcomes[1:], strict=True):
-        _alike(f"with new memory full of {byte:#x}", other, outcomes[0])
+    for byte, changed in zip((0xFF, 0x5A), outcomes[1:], strict=True):
+        _alike(f"with new memory full of {byte:#x}", changed, outcomes[0])
 
 
 _NOT_VIEWED = ("gemm", "grouped_gemm", "scale_update", "adam", "sgd")  # the last have their own law

@@ -48,9 +48,9 @@ def add_pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
 
 def _same(results: Any, expected: Any) -> None:
     parts = zip(pytree.tree_leaves(results), pytree.tree_leaves(expected), strict=True)
-    for at, (one, other) in enumerate(parts):
-        if isinstance(other, torch.Tensor):
-            same_bits(f"tensor {at} of the result", one, other)
+    for at, (mine, yours) in enumerate(parts):
+        if isinstance(yours, torch.Tensor):
+            same_bits(f"tensor {at} of the result", mine, yours)
 
 
 @law(6, *FUSED, is_core=True)
@@ -103,14 +103,16 @@ def _chunks_equal_call(
     assert desc.quantize.rowwise is not None
     grad, x = call.arguments
     counts = [torch.zeros(1, dtype=torch.int64, device=subject.device) for _ in range(2)]
-    given = {**call.keywords, "nonfinite_out": counts[0]}
-    made, *sums = run_chunked(ReadOnce(grad) if is_computed else grad, x, **given)
-    if not isinstance(made.rowwise, Operand):
-        made = Quantized(joined(desc.quantize.rowwise, made.rowwise, len(x)), made.columnwise)
+    keywords = {**call.keywords, "nonfinite_out": counts[0]}
+    quantized, *sums = run_chunked(ReadOnce(grad) if is_computed else grad, x, **keywords)
+    if not isinstance(quantized.rowwise, Operand):
+        quantized = Quantized(
+            joined(desc.quantize.rowwise, quantized.rowwise, len(x)), quantized.columnwise
+        )
     again = again._replace(keywords={**again.keywords, "nonfinite_out": counts[1]})
     expected, *totals = again.run(subject)
-    _same(made, expected)
-    for name, value in given.items():
+    _same(quantized, expected)
+    for name, value in keywords.items():
         same_bits(name, value, again.keywords[name])
     if not desc.sums:
         return 0.0

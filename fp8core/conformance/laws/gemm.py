@@ -122,10 +122,10 @@ def gemm_rounds_once_after_the_bias_or_out(subject: Subject, desc: GemmDesc) -> 
     dtype = torch.float32 if desc.low_precision else desc.out_dtype
     a = operand(subject, desc.a, subject.here(values[:m].to(dtype)))
     b = operand(subject, desc.b, subject.here(values[:n].to(dtype)))
-    given: dict[str, Any] = {"bias": torch.ones(n, dtype=torch.bfloat16)}
+    keywords: dict[str, Any] = {"bias": torch.ones(n, dtype=torch.bfloat16)}
     if desc.accumulate:
-        given = {"out": torch.ones(m, n, dtype=torch.bfloat16)}
-    results = on_cpu(subject.run(desc, a, b, **subject.here(given))).unique().tolist()
+        keywords = {"out": torch.ones(m, n, dtype=torch.bfloat16)}
+    results = on_cpu(subject.run(desc, a, b, **subject.here(keywords))).unique().tolist()
     expected = 1 + 2.0**-7
     require(results == [expected], f"2^-8 + 2^-20 + 1 gives {results}, expected {expected}")
 
@@ -135,8 +135,8 @@ def _is_exact(desc: GemmDesc) -> bool:
     for spec in (desc.a, desc.b):
         if spec is not None:
             codes = formats.by_name(spec.format)
-            wanted = torch.tensor([codes.max, codes.max / 64, spec.target, spec.target / 64])
-            if not torch.equal(codes.decode(codes.encode(wanted)), wanted):
+            needed = torch.tensor([codes.max, codes.max / 64, spec.target, spec.target / 64])
+            if not torch.equal(codes.decode(codes.encode(needed)), needed):
                 return False
     return True
 
@@ -149,9 +149,9 @@ def gemm_of_nothing_is_zero_or_what_is_added(subject: Subject, desc: GemmDesc) -
     for empty in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)):
         m, n, k = (0 if at in empty else size for at, size in enumerate(full))
         a, b = gemm_operands(subject, desc, m, n, k)
-        for given, expected in _added(subject, desc, m, n):
-            result = subject.run(desc, a, b, **given)
-            title = f"m n k {(m, n, k)} with {' and '.join(given) or 'neither bias nor out'}"
+        for keywords, expected in _added(subject, desc, m, n):
+            result = subject.run(desc, a, b, **keywords)
+            title = f"m n k {(m, n, k)} with {' and '.join(keywords) or 'neither bias nor out'}"
             same_bits(title, result + 0.0, expected + 0.0)  # +0 for -0
 
 
@@ -165,11 +165,11 @@ def _added(
         return [({"out": subject.here(before)}, before)]
     cases = []
     for has_bias, has_out in itertools.product((False, True), repeat=2):
-        given = {"bias": bias} if has_bias else {}
+        keywords = {"bias": bias} if has_bias else {}
         if has_out:
-            given["out"] = torch.full((m, n), math.nan, dtype=desc.out_dtype)
+            keywords["out"] = torch.full((m, n), math.nan, dtype=desc.out_dtype)
         expected = bias if has_bias else torch.zeros(n, dtype=desc.out_dtype)
-        cases.append((subject.here(given), expected.expand(m, n)))
+        cases.append((subject.here(keywords), expected.expand(m, n)))
     return cases
 
 

@@ -88,7 +88,7 @@ def grouped_gemm_accumulates_into_out(subject: Subject, desc: GroupedGemmDesc) -
     groups = grouped_operands(subject, desc)
     out = _out(subject, desc, groups, None)
     if desc.contract_groups:
-        before = [one.clone() for one in out]
+        before = [product.clone() for product in out]
     else:
         before = list(torch.split(out.clone(), groups.sizes))
     subject.run(desc, *groups.arguments, out=out)
@@ -131,7 +131,9 @@ def grouped_gemm_of_rows_of_no_group_is_zero(subject: Subject, desc: GroupedGemm
 
 def _keeps_nan(desc: GroupedGemmDesc) -> bool:
     specs = [spec for spec in (desc.a, desc.b) if spec is not None]
-    return not desc.accumulate and all(has_nan(one.format) and not one.transform for one in specs)
+    return not desc.accumulate and all(
+        has_nan(spec.format) and not spec.transform for spec in specs
+    )
 
 
 @law(4, "grouped_gemm", applies=_keeps_nan)

@@ -109,8 +109,10 @@ def quantize_pair_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
     ]
     for is_counted in ((True, True), (True, False), (False, True)):
         counts = [_count(subject) if needed else None for needed in is_counted]
-        given = [quantize_keywords(subject, desc, seed=seed) for seed in (11, 12)]
-        both: dict[str, Any] = {name: (given[0][name], given[1][name]) for name in given[0]}
+        keywords = [quantize_keywords(subject, desc, seed=seed) for seed in (11, 12)]
+        both: dict[str, Any] = {
+            name: (keywords[0][name], keywords[1][name]) for name in keywords[0]
+        }
         two(*map(subject.here, xs), **both, nonfinite_out=tuple(counts))
         for x, count in zip(xs, counts, strict=True):
             if count is not None:

@@ -44,20 +44,22 @@ def _lists_within(desc: AdamDesc, ours: Any, theirs: Any) -> float:
     worst = 0.0
     results, expected = _end_to_end(ours), _end_to_end(theirs)
     for word in results:
-        one, other = results[word], expected[word]
+        result, reference = results[word], expected[word]
         if word == "masters" and desc.master == "remainder":
-            one = _joined(results["params"], one)
-            other = _joined(expected["params"], other)
-        want = other.double()
-        bound = 2.0**-19 * want.abs() + 1e-2 * 2.0**-18 + ulp(want, one.dtype)
-        worst = max(worst, within(word, one, want, bound))
+            result = _joined(results["params"], result)
+            reference = _joined(expected["params"], reference)
+        want = reference.double()
+        bound = 2.0**-19 * want.abs() + 1e-2 * 2.0**-18 + ulp(want, result.dtype)
+        worst = max(worst, within(word, result, want, bound))
     return worst
 
 
 def _end_to_end(lists: Any) -> dict[str, torch.Tensor]:
     """Return the elements of all tensors of each list, on the CPU: one comparison for many."""
     named = zip(LISTS, on_cpu(lists), strict=True)
-    return {word: torch.cat([one.reshape(-1) for one in some]) for word, some in named if some}
+    return {
+        word: torch.cat([tensor.reshape(-1) for tensor in some]) for word, some in named if some
+    }
 
 
 def _joined(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
@@ -119,7 +121,7 @@ def steps_take_tensors_of_any_strides(subject: Subject, desc: AdamDesc | SgdDesc
     """Transposed tensors, with gaps and at odd addresses, are stepped as contiguous ones."""
     call = arguments(subject, desc)
     for view in (inputs.strided, inputs.shifted, inputs.transposed):
-        spread = [[view(one) for one in group] for group in call.arguments]
+        spread = [[view(tensor) for tensor in group] for group in call.arguments]
         plain = call.again()
         plain.run(subject)
         subject.run(desc, *spread, **call.keywords)
@@ -128,7 +130,7 @@ def steps_take_tensors_of_any_strides(subject: Subject, desc: AdamDesc | SgdDesc
 
 
 def _flat(lists: Any) -> list[torch.Tensor]:
-    return [one for group in lists for one in group]
+    return [tensor for group in lists for tensor in group]
 
 
 @law(4, "sgd", is_core=True)
@@ -144,8 +146,8 @@ def sgd_steps_as_the_reference(subject: Subject, desc: SgdDesc) -> float:
             keywords |= dict(nesterov=nesterov, is_first=is_first, scale=0.5)
             subject.run(desc, *ours, **keywords)
             subject.judging(desc)(*theirs, **keywords)
-            for at, (one, other) in enumerate(zip(_flat(ours), _flat(theirs), strict=True)):
-                want = other.double()
-                bound = 2.0**-20 * (want.abs() + 0.25) + ulp(want, one.dtype)
-                worst = max(worst, within(f"tensor {at}", one, want, bound))
+            for at, (mine, reference) in enumerate(zip(_flat(ours), _flat(theirs), strict=True)):
+                want = reference.double()
+                bound = 2.0**-20 * (want.abs() + 0.25) + ulp(want, mine.dtype)
+                worst = max(worst, within(f"tensor {at}", mine, want, bound))
     return worst

@@ -109,12 +109,12 @@ def grouped_gemm_writes_into_out_of_any_strides(subject: Subject, desc: GroupedG
     for name, outs in _grouped_outs(subject, desc, groups):
         views = [out.view for out in outs]
         before = [view.clone() for view in views]
-        given = views if desc.contract_groups else views[0]
-        subject.run(desc, *groups.arguments, out=given)
+        target = views if desc.contract_groups else views[0]
+        subject.run(desc, *groups.arguments, out=target)
         terms = None
         if desc.accumulate:
             terms = before if desc.contract_groups else list(torch.split(before[0], groups.sizes))
-        worst = max(worst, each_within(subject, desc, groups, given, terms))
+        worst = max(worst, each_within(subject, desc, groups, target, terms))
         for out in outs:
             out.require_rest_untouched(name)
     return worst

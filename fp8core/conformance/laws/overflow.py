@@ -78,10 +78,10 @@ def gemm_overflows_to_infinity(subject: Subject, desc: GemmDesc) -> None:
         operand(subject, spec, subject.here(_large(desc, rows, k, seed)))
         for spec, rows, seed in ((desc.a, m, 20), (desc.b, n, 40))
     )
-    given = {}
+    keywords = {}
     if desc.accumulate:
-        given["out"] = torch.zeros(m, n, dtype=desc.out_dtype, device=subject.device)
-    product = subject.run(desc, a, b, **given)
+        keywords["out"] = torch.zeros(m, n, dtype=desc.out_dtype, device=subject.device)
+    product = subject.run(desc, a, b, **keywords)
     expected = subject.values(desc.a, a) @ subject.values(desc.b, b).t()  # [m, k] x [n, k]
     _overflows(f"m n k {(m, n, k)}", product, expected)
 
@@ -101,8 +101,8 @@ def grouped_gemm_overflows_to_infinity(subject: Subject, desc: GroupedGemmDesc) 
     firsts = split_groups(desc.a, a, bounds, dim, step_of(desc))
     seconds = split_groups(desc.b, b, bounds, 1, step_of(desc)) if dim else b
     parts = list(products) if dim else list(torch.split(products, groups.sizes))
-    for at, (one, other) in enumerate(zip(firsts, seconds, strict=True)):
-        x, y = subject.values(desc.a, one), subject.values(desc.b, other)
+    for at, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
+        x, y = subject.values(desc.a, first), subject.values(desc.b, second)
         expected = x @ y.t()
         expected[expected.abs() < (x.abs() @ y.abs().t()) / 64] = 0.0  # cancelled: not judged
         if bool((expected.abs() > BEYOND * torch.finfo(desc.out_dtype).max).any()):
@@ -114,16 +114,16 @@ def _raised(
 ) -> list[Operand | list[Operand]]:
     """Return the operands with their float32 scales multiplied by ``factor``."""
 
-    def raise_one(one: Operand) -> Operand:
-        assert one.scale_inv is not None
-        if one.global_scale_inv is not None:
-            return one._replace(global_scale_inv=one.global_scale_inv * factor)
-        if one.scale_inv.dtype == torch.float32:
-            return one._replace(scale_inv=one.scale_inv * factor)
-        return one
+    def raise_one(part: Operand) -> Operand:
+        assert part.scale_inv is not None
+        if part.global_scale_inv is not None:
+            return part._replace(global_scale_inv=part.global_scale_inv * factor)
+        if part.scale_inv.dtype == torch.float32:
+            return part._replace(scale_inv=part.scale_inv * factor)
+        return part
 
     return [
-        raise_one(entry) if isinstance(entry, Operand) else [raise_one(one) for one in entry]
+        raise_one(entry) if isinstance(entry, Operand) else [raise_one(part) for part in entry]
         for entry in operands
     ]
 
@@ -162,8 +162,8 @@ def norm_overflows_to_infinity(subject: Subject, desc: NormDesc) -> None:
     x, weight, *bias = arguments(subject, desc).arguments
     weight = torch.full_like(weight, 0.9 * torch.finfo(desc.dtype).max)
     y, *_ = subject.run(desc, x, weight, *bias)
-    given = [one.double() for one in on_cpu((x, weight, *bias))]
-    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), *given)[0]
+    wide = [tensor.double() for tensor in on_cpu((x, weight, *bias))]
+    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), *wide)[0]
     _overflows("y", y, expected)
 
 
@@ -172,7 +172,10 @@ def norm_backward_overflows_to_infinity(subject: Subject, desc: NormBackwardDesc
     """A gradient beyond float16 is infinity, so that a loss scaler sees that it is too large."""
     grad, x, weight, mean, rstd = arguments(subject, desc).arguments
     grad, weight = grad * 6000, weight * 6000
-    wide = [None if one is None else one.double() for one in on_cpu((grad, x, weight, mean, rstd))]
+    wide = [
+        None if tensor is None else tensor.double()
+        for tensor in on_cpu((grad, x, weight, mean, rstd))
+    ]
     expected = subject.judged(
         NormBackwardDesc(replace(desc.norm, dtype=F64, out_dtype=F64)), *wide
     )[0]

@@ -34,7 +34,8 @@ def repeatable() -> Iterator[None]:
 def rows_of(a: Operand, at: int, rows: int, whole: int) -> Operand:
     """Return ``rows`` of the ``whole`` rows of a rowwise operand, from row ``at`` on."""
     data, *scales = (
-        one if one is None or one.shape[0] == 1 else _of_rows(one, at, rows, whole) for one in a
+        part if part is None or part.shape[0] == 1 else _of_rows(part, at, rows, whole)
+        for part in a
     )
     assert data is not None
     return Operand(data, *scales)

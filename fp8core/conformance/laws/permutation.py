@@ -68,7 +68,7 @@ def _same_route(
 
 def _strange(route: Route) -> Route:
     """Return ``route`` with numbers that are no rows and no entries."""
-    index, sources = (one.clone() for one in route)
+    index, sources = (numbers.clone() for numbers in route)
     lowest, highest = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
     index[0, 0], index[-1, -1], index[1, 0] = highest, lowest, len(sources)
     sources[0], sources[-1], sources[1] = highest, lowest, index.numel()
@@ -85,8 +85,8 @@ def dispatch_copies_the_rows(subject: Subject, desc: DispatchDesc) -> None:
     route = _strange(route_of(9, 6, 1))
     x = inputs.matrix("nonfinite", 9, 70, desc.dtype) if desc.dtype != F64 else None
     assert x is not None
-    given = subject.here((x, *route))
-    _same_rows(subject, OpCall(desc, given, {}), "a route with strange numbers")
+    operands = subject.here((x, *route))
+    _same_rows(subject, OpCall(desc, operands, {}), "a route with strange numbers")
 
 
 def _same_rows(subject: Subject, call: OpCall, name: str) -> None:
@@ -128,8 +128,8 @@ def _combine_within(subject: Subject, call: OpCall, name: str) -> float:
     require(y.is_contiguous(), f"y of {name} is not contiguous")
     bound = (index.shape[1] + 2) * ROUND * size + ulp(expected, desc.dtype) / 2 * (size > 0)
     if row_values is not None:
-        kept = torch.where(is_row, row_values[torch.where(is_row, index, 0).long()], 0)
-        same_bits(f"values of {name}", values, kept) if len(x) else None
+        expected_values = torch.where(is_row, row_values[torch.where(is_row, index, 0).long()], 0)
+        same_bits(f"values of {name}", values, expected_values) if len(x) else None
     else:
         require(values is None, f"values of {name}: expected None")
     return within(f"y of {name}", y, expected, bound)
@@ -169,9 +169,11 @@ def _combine_backward_within(subject: Subject, desc: CombineBackwardDesc, size: 
     grad_x, grad_weights = call.run(subject)
     grad, x, index, sources, weights = on_cpu(call.arguments)
     wide = replace(desc, dtype=F64)
-    given = (grad.double(), x.double(), index, sources, weights.double())
-    expected = subject.judged(wide, *given)
-    sizes = subject.judged(wide, *(one.abs() if one.is_floating_point() else one for one in given))
+    operands = (grad.double(), x.double(), index, sources, weights.double())
+    expected = subject.judged(wide, *operands)
+    sizes = subject.judged(
+        wide, *(operand.abs() if operand.is_floating_point() else operand for operand in operands)
+    )
     same_form("grad_x", grad_x, x)
     same_form("grad_weights", grad_weights, weights)
     bounds = (

@@ -64,8 +64,8 @@ def scale_update_equals_the_reference(subject: Subject, desc: ScaleUpdateDesc) -
         call.run(subject)
         parts = zip(STATE, call.arguments, expected, strict=True)
         for name, ours, theirs in parts:
-            for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-                same_bits(f"{name} {at} of {len(ours)} states", one, other)
+            for at, (mine, yours) in enumerate(zip(ours, theirs, strict=True)):
+                same_bits(f"{name} {at} of {len(ours)} states", mine, yours)
 
 
 STATE = ("history", "scale", "target", "count of non-finite amaxes")
@@ -119,8 +119,8 @@ def norm_takes_parameters_of_any_float_dtype(
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         call = arguments(subject, desc)
         if isinstance(desc, NormDesc):
-            x, *given = call.arguments
-            call = call._replace(arguments=(x, *(one.to(dtype) for one in given)))
+            x, *parameters = call.arguments
+            call = call._replace(arguments=(x, *(parameter.to(dtype) for parameter in parameters)))
             worst = max(worst, _norm_within(subject, desc, call))
         else:
             grad, x, weight, *rest = call.arguments
@@ -133,18 +133,23 @@ def norm_takes_parameters_of_any_float_dtype(
 def norm_keeps_nan_and_inf_in_their_rows(subject: Subject, desc: NormDesc) -> None:
     """A row with NaN or inf has NaN where the reference has; the others have the bits of before."""
     for size in subject.sizes(desc.op, *SIZES[:2]):
-        x, *given = arguments(subject, desc, Case(size=size)).arguments
-        before = on_cpu(subject.run(desc, x, *given))
+        x, *parameters = arguments(subject, desc, Case(size=size)).arguments
+        before = on_cpu(subject.run(desc, x, *parameters))
         odd = torch.zeros(len(x), dtype=torch.bool)
         for at, value in enumerate((torch.nan, torch.inf, -torch.inf)):
             row = (2 * at + 1) % len(x)
             odd[row] = True
             x[row, x.shape[1] // 2] = value
-        after, theirs = on_cpu(subject.run(desc, x, *given)), subject.judged(desc, x, *given)
-        for name, one, was, want in zip(("y", "mean", "rstd"), after, before, theirs, strict=True):
+        after, theirs = (
+            on_cpu(subject.run(desc, x, *parameters)),
+            subject.judged(desc, x, *parameters),
+        )
+        for name, result, was, want in zip(
+            ("y", "mean", "rstd"), after, before, theirs, strict=True
+        ):
             if want is not None:
-                same_bits(f"{name} {list(size)} of other rows", one[~odd], was[~odd])
-                same_bits(f"NaN of {name} {list(size)}", one[odd].isnan(), want[odd].isnan())
+                same_bits(f"{name} {list(size)} of other rows", result[~odd], was[~odd])
+                same_bits(f"NaN of {name} {list(size)}", result[odd].isnan(), want[odd].isnan())
 
 
 @law(4, "norm", "norm_backward")
@@ -155,25 +160,25 @@ def norm_of_nothing_has_the_form_of_the_reference(
     for size in ((0, 16), (16, 0), (0, 0)):
         call = arguments(subject, desc, Case(size=size))
         results, expected = call.run(subject), subject.judged(desc, *call.arguments)
-        for at, (one, other) in enumerate(zip(results, expected, strict=True)):
-            require((one is None) == (other is None), f"result {at} of {size}: None or not")
-            if other is not None:
-                same_form(f"result {at} of {size}", one, other)
+        for at, (result, reference) in enumerate(zip(results, expected, strict=True)):
+            require((result is None) == (reference is None), f"result {at} of {size}: None or not")
+            if reference is not None:
+                same_form(f"result {at} of {size}", result, reference)
         if isinstance(desc, NormBackwardDesc) and not size[0]:
-            sums = [one for one in results[1:] if one is not None]
-            require(not any(bool(one.any()) for one in sums), "a sum over no rows is not zero")
+            sums = [result for result in results[1:] if result is not None]
+            require(not any(bool(total.any()) for total in sums), "a sum over no rows is not zero")
 
 
 def _norm_within(subject: Subject, desc: NormDesc, call: OpCall) -> float:
     y, mean, rstd = call.run(subject)
-    x, weight, *bias = (one.double() for one in on_cpu(call.arguments))
+    x, weight, *bias = (tensor.double() for tensor in on_cpu(call.arguments))
     wide = subject.judged(_wide(desc), x, weight, *bias)
     n = x.shape[1]
     gamma = weight + 1 if desc.zero_centered else weight
     center = x.new_zeros(len(x)) if wide[1] is None else wide[1]
     size = (x.abs() + center.abs()[:, None]) * wide[2][:, None] * gamma.abs()
-    for one in bias:
-        size = size + one.abs()
+    for addend in bias:
+        size = size + addend.abs()
     rows = x.abs().amax(1)
     same_form("y", y, torch.empty(x.shape, dtype=desc.out_dtype))
     worst = [within("y", y, wide[0], (n + 16) * ROUND * size + ulp(wide[0], desc.out_dtype))]
@@ -194,7 +199,7 @@ def norm_backward_is_within_the_bound(subject: Subject, desc: NormBackwardDesc) 
 
 def _norm_backward_within(subject: Subject, desc: NormBackwardDesc, call: OpCall) -> float:
     results = call.run(subject)
-    wide = tuple(None if one is None else one.double() for one in on_cpu(call.arguments))
+    wide = tuple(None if tensor is None else tensor.double() for tensor in on_cpu(call.arguments))
     expected = subject.judged(NormBackwardDesc(_wide(desc.norm)), *wide)
     grad, x, weight, mean, rstd = wide
     assert grad is not None
@@ -227,11 +232,11 @@ def a_norm_adds_gradients_as_the_pair(subject: Subject, desc: NormBackwardDesc) 
         call = arguments(subject, desc, Case(size=size))
         grad_x, *rest = call.run(subject)
         added = subject.here(inputs.normal(tuple(grad_x.shape), desc.norm.dtype, 5))
-        total, *others = run_added(*call.arguments, added)
+        total, *sums = run_added(*call.arguments, added)
         same_bits(f"grad_x {list(size)}", total, grad_x + added)
-        for name, one, other in zip(("grad_weight", "grad_bias"), others, rest, strict=True):
-            if other is not None:
-                same_bits(f"{name} {list(size)}", one, other)
+        for name, result, reference in zip(("grad_weight", "grad_bias"), sums, rest, strict=True):
+            if reference is not None:
+                same_bits(f"{name} {list(size)}", result, reference)
 
 
 @law(4, "column_sums", is_core=True)
@@ -241,7 +246,7 @@ def column_sums_are_within_the_bound(subject: Subject, desc: ColumnSumsDesc) -> 
     worst = 0.0
     for case in (*_cases(subject, desc, desc.dtype), *empty):
         call = arguments(subject, desc, case)
-        (x,) = (one.double() for one in on_cpu(call.arguments))
+        (x,) = (tensor.double() for tensor in on_cpu(call.arguments))
         sums = call.run(subject)
         same_form("sums", sums, torch.empty(x.shape[1], dtype=torch.float32))
         bound = (len(x) + 4) * ROUND * x.abs().sum(0)
@@ -285,7 +290,7 @@ def activation_is_within_the_bound(subject: Subject, desc: ActivationDesc) -> fl
 def activation_within(subject: Subject, desc: ActivationDesc, call: OpCall) -> float:
     """Require the result of a call to be within the bound of the formula in float64."""
     y = call.run(subject)
-    (x,) = (one.double() for one in on_cpu(call.arguments))
+    (x,) = (tensor.double() for tensor in on_cpu(call.arguments))
     expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), x)
     same_form("y", y, torch.empty(expected.shape, dtype=desc.out_dtype))
     bound = FUNCTION * _parts(desc, x) + ulp(expected, desc.out_dtype)
@@ -308,7 +313,7 @@ def activation_backward_within(
 ) -> float:
     """Require the gradient of a call to be within the bound of the formula in float64."""
     grad_x = call.run(subject)
-    grad, x = (one.double() for one in on_cpu(call.arguments))
+    grad, x = (tensor.double() for tensor in on_cpu(call.arguments))
     expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), grad, x)
     same_form("grad_x", grad_x, torch.empty(expected.shape, dtype=desc.out_dtype))
     size = grad.abs() * _parts(desc, x) ** 2
@@ -329,5 +334,5 @@ def activation_takes_every_bfloat16(
     x = torch.cat((x, inputs.moderate(256, 256, x.dtype)), 1) if desc.name in GATED else x
     if isinstance(desc, ActivationDesc):
         return activation_within(subject, desc, OpCall(desc, (subject.here(x),), {}))
-    given = subject.here((torch.ones(256, 256, dtype=torch.bfloat16), x))
-    return activation_backward_within(subject, desc, OpCall(desc, given, {}))
+    operands = subject.here((torch.ones(256, 256, dtype=torch.bfloat16), x))
+    return activation_backward_within(subject, desc, OpCall(desc, operands, {}))

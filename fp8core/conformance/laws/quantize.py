@@ -108,8 +108,8 @@ def _midpoints(dtype: torch.dtype) -> Callable[[OperandSpec], list[float]]:
     def fill(spec: OperandSpec) -> list[float]:
         values = sorted(set(filter(math.isfinite, formats.by_name(spec.format).values)))
         middles = [(low + high) / 2 for low, high in itertools.pairwise(values)]
-        kept = [x for x in middles if abs(x) <= min(spec.target, torch.finfo(dtype).max)]
-        exact = torch.tensor(kept, dtype=torch.float64).to(dtype)
+        usable = [x for x in middles if abs(x) <= min(spec.target, torch.finfo(dtype).max)]
+        exact = torch.tensor(usable, dtype=torch.float64).to(dtype)
         above, below = (
             torch.nextafter(exact, torch.full_like(exact, end)) for end in (math.inf, -math.inf)
         )
@@ -202,7 +202,7 @@ def quantize_takes_offsets_of_any_values(subject: Subject, desc: QuantizeDesc) -
     for offsets in (group_offsets(sizes), *map(torch.tensor, WILD if step == 1 else ())):
         keywords = [quantize_keywords(subject, desc, len(offsets) - 1) for _ in range(2)]
         # As in a layer's state, where they are a column of a matrix.
-        keywords[0] = {name: inputs.strided(one) for name, one in keywords[0].items()}
+        keywords[0] = {name: inputs.strided(strided) for name, strided in keywords[0].items()}
         ours = subject.run(desc, *subject.here((x, offsets)), **keywords[0])
         keywords[1] = on_cpu(keywords[1])
         theirs = subject.judging(desc)(x, offsets, **keywords[1])
@@ -246,17 +246,20 @@ def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None
     if pair is None:
         return
     shapes = [quantize_size(subject, desc, *shape) for shape in ((33, 70), LARGE, (0, 5))]
-    for one, other in itertools.permutations(shapes, 2):
-        xs = [subject.here(inputs.matrix("decades", *size, desc.dtype)) for size in (one, other)]
-        given = [quantize_keywords(subject, desc, seed=seed) for seed in (11, 12)]
-        if "scale" in given[1]:
-            given[1]["scale"] *= 3
-        apart = [{name: value.clone() for name, value in keywords.items()} for keywords in given]
+    for first, second in itertools.permutations(shapes, 2):
+        xs = [subject.here(inputs.matrix("decades", *size, desc.dtype)) for size in (first, second)]
+        options = [quantize_keywords(subject, desc, seed=seed) for seed in (11, 12)]
+        if "scale" in options[1]:
+            options[1]["scale"] *= 3
+        apart = [{name: value.clone() for name, value in keywords.items()} for keywords in options]
         alone = [run(x, **keywords) for x, keywords in zip(xs, apart, strict=True)]
-        together = pair(*xs, **{name: (given[0][name], given[1][name]) for name in given[0]})
-        for number, size in enumerate((one, other)):
+        together = pair(
+            *xs,
+            **{name: (options[0][name], options[1][name]) for name in options[0]},
+        )
+        for number, size in enumerate((first, second)):
             same_operands(desc, f"{list(size)} of a pair", together[number], alone[number])
-            for name, value in given[number].items():
+            for name, value in options[number].items():
                 same_bits(f"{name} of {list(size)} of a pair", value, apart[number][name])
 
 
@@ -269,14 +272,14 @@ def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> N
     assert desc.rowwise is not None
     for shape in ((5, 7), LARGE):
         x = inputs.matrix("decades", *quantize_size(subject, desc, *shape), desc.dtype)
-        given = [quantize_keywords(subject, desc) for _ in range(2)]
-        rowwise, columnwise = quantize_chunked(subject.here(x), **given[0])
+        options = [quantize_keywords(subject, desc) for _ in range(2)]
+        rowwise, columnwise = quantize_chunked(subject.here(x), **options[0])
         if not isinstance(rowwise, Operand | None):
             rowwise = joined(desc.rowwise, rowwise, len(x))
         quantized = Quantized(rowwise, columnwise)
-        same_operands(desc, f"{list(shape)}", quantized, run(subject.here(x), **given[1]))
-        for name, value in given[0].items():
-            same_bits(name, value, given[1][name])
+        same_operands(desc, f"{list(shape)}", quantized, run(subject.here(x), **options[1]))
+        for name, value in options[0].items():
+            same_bits(name, value, options[1][name])
 
 
 @law(3, "quantize", applies=lambda desc: not desc.grouped and is_nearest(desc))
@@ -294,15 +297,15 @@ def quantize_and_sum_equals_the_call_and_sums(subject: Subject, desc: QuantizeDe
 def _sums_within(
     subject: Subject, desc: QuantizeDesc, method: Callable[..., Any], title: str, x: torch.Tensor
 ) -> float:
-    given = [quantize_keywords(subject, desc) for _ in range(2)]
+    options = [quantize_keywords(subject, desc) for _ in range(2)]
     counts = [torch.zeros(1, dtype=torch.int64, device=subject.device) for _ in range(2)]
-    (row, column), sums = method(subject.here(x), **given[0], nonfinite_out=counts[0])
+    (row, column), sums = method(subject.here(x), **options[0], nonfinite_out=counts[0])
     if desc.rowwise is not None and not isinstance(row, Operand | None):
         row = joined(desc.rowwise, row, len(x))
-    alone = subject.run(desc, subject.here(x), **given[1], nonfinite_out=counts[1])
+    alone = subject.run(desc, subject.here(x), **options[1], nonfinite_out=counts[1])
     same_operands(desc, title, Quantized(row, column), alone)
-    for name, value in given[0].items():
-        same_bits(f"{name} of {title}", value, given[1][name])
+    for name, value in options[0].items():
+        same_bits(f"{name} of {title}", value, options[1][name])
     same_bits(f"count of NaN and inf of {title}", *counts)
     wide = x.double()
     bound = (len(x) + 4) * 2.0**-24 * wide.abs().sum(0).nan_to_num(0.0, 0.0)

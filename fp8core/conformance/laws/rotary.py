@@ -95,9 +95,11 @@ def rotary_passes_on_nan_and_inf(subject: Subject, desc: RotaryDesc) -> None:
             pair = {element}
             if element < size:
                 pair = {0, 1} if desc.interleaved else {1, 1 + size // 2}
-            kept = [at for at in range(x.shape[-1]) if at not in pair]
+            outside = [at for at in range(x.shape[-1]) if at not in pair]
             name = f"{value} in element {element}"
-            require(torch.equal(y[..., kept], plain[..., kept]), f"{name} changes other elements")
+            require(
+                torch.equal(y[..., outside], plain[..., outside]), f"{name} changes other elements"
+            )
             hit = ~y[2, ..., 0, sorted(pair)].isfinite()
             require(bool(hit.all()), f"{name} is lost")
 
@@ -118,8 +120,8 @@ class _Call:
 
     def within_the_bound(self, subject: Subject, name: str) -> float:
         """Require the backend's result to be within the bound of the formula in float64."""
-        given, keywords = subject.here(((self.x, self.freqs), self.keywords))
-        y = subject.run(self.desc, *given, **keywords)
+        positional, keywords = subject.here(((self.x, self.freqs), self.keywords))
+        y = subject.run(self.desc, *positional, **keywords)
         same_form(f"y of {name}", y, self.x)
         require(y.is_contiguous(), f"y of {name} is not contiguous")
         expected, size = self._in_float64()
@@ -132,9 +134,9 @@ class _Call:
         x, rotated = self.x.double(), self.freqs.shape[-1]
         is_token, positions = self._positions()
         table = self.freqs.double().reshape(-1, rotated)
-        is_known = (positions >= 0) & (positions < len(table))
-        angles = table[torch.where(is_known, positions, 0)]
-        angles = torch.where(is_known[..., None], angles, torch.nan)[..., None, :]
+        is_valid = (positions >= 0) & (positions < len(table))
+        angles = table[torch.where(is_valid, positions, 0)]
+        angles = torch.where(is_valid[..., None], angles, torch.nan)[..., None, :]
         first, second = self._pairs(rotated)
         a, b, at_a, at_b = x[..., first], x[..., second], angles[..., first], angles[..., second]
         y, size = x.clone(), torch.zeros_like(x)
@@ -161,11 +163,11 @@ class _Call:
         is_token = torch.ones(sizes, dtype=torch.bool)
         starts = self.keywords.get("start_positions")
         if layout != "thd":
-            view, taken = (positions if layout == "bshd" else positions.t()), is_token
+            view, is_seen = (positions if layout == "bshd" else positions.t()), is_token
             view += torch.arange(view.shape[1])
             if starts is not None:
                 view += starts[:, None]
-            return taken, positions
+            return is_seen, positions
         bounds = self.keywords["cu_seqlens"].tolist()
         is_token[:] = False
         for at, (begin, end) in enumerate(itertools.pairwise(bounds)):

@@ -58,8 +58,8 @@ def _sparse(subject: Subject, desc: GemmDesc, at: int, rows: int, k: int) -> Ope
     x = inputs.moderate(rows, min(k, 64), dtype, 20 + 20 * at)
     if k > x.shape[1]:
         wide = torch.zeros(rows, k, dtype=dtype)
-        kept = [*range(0, k, STEP), k - 1]
-        wide[:, kept] = x.repeat(1, 2)[:, : len(kept)]
+        columns = [*range(0, k, STEP), k - 1]
+        wide[:, columns] = x.repeat(1, 2)[:, : len(columns)]
         x = wide
     return operand(subject, (desc.a, desc.b)[at], subject.here(x))
 

@@ -59,8 +59,8 @@ def stochastic_rounding_repeats_with_the_same_rng(subject: Subject, desc: Quanti
     state = torch.get_rng_state()
     first, again = (_run(subject, desc, 7, 9) for _ in range(2))
     require(torch.equal(torch.get_rng_state(), state), "torch's generator was advanced")
-    for (_, one), (_, other) in zip(_codes(desc, first), _codes(desc, again), strict=True):
-        same_bits("codes of the second call", other, one)
+    for (_, mine), (_, yours) in zip(_codes(desc, first), _codes(desc, again), strict=True):
+        same_bits("codes of the second call", yours, mine)
 
 
 @law(1, "quantize", applies=_is_stochastic)
@@ -68,10 +68,10 @@ def stochastic_rounding_follows_seed_and_offset(subject: Subject, desc: Quantize
     """Another seed, and another offset, give other codes."""
     first = _run(subject, desc, 7, 9)
     for seed, offset in ((7, 10), (8, 9)):
-        others = _codes(desc, _run(subject, desc, seed, offset))
-        for (_, one), (_, other) in zip(_codes(desc, first), others, strict=True):
+        changed = _codes(desc, _run(subject, desc, seed, offset))
+        for (_, mine), (_, yours) in zip(_codes(desc, first), changed, strict=True):
             message = f"rng ({seed}, {offset}) gives the codes of (7, 9)"
-            require(not torch.equal(one, other), message)
+            require(not torch.equal(mine, yours), message)
 
 
 @law(1, "quantize", applies=lambda desc: desc.grouped and _is_stochastic(desc))
@@ -112,10 +112,10 @@ def _compare_means(subject: Subject, spec: OperandSpec, half: QuantizeDesc, name
     for seed in range(SEEDS):
         rng = torch.tensor([seed, 3])
         both = (subject.run(half, subject.here(x), rng=rng), subject.judged(half, x, rng=rng))
-        for kept, quantized in zip(draws, both, strict=True):
-            kept.append(subject.elements(spec, getattr(quantized, name)))
-    ours, theirs = (torch.cat(kept) for kept in draws)  # [samples, values]
-    means = [one.double().mean(0) for one in (ours, theirs)]
+        for draws_of_way, quantized in zip(draws, both, strict=True):
+            draws_of_way.append(subject.elements(spec, getattr(quantized, name)))
+    ours, theirs = (torch.cat(draws_of_way) for draws_of_way in draws)  # [samples, values]
+    means = [values.double().mean(0) for values in (ours, theirs)]
     above = torch.bucketize(means[1].float(), grid).clamp(1, len(grid) - 1)
     steps = (grid[above] - grid[above - 1]).double()
     bound = 2 * steps * math.sqrt(math.log(2 * len(steps) / CHANCE) / (2 * len(ours)))
