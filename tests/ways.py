@@ -214,13 +214,13 @@ LAYERS = {**MAIN, **MORE}
 
 def make(kind: str, name: str, options: Options) -> torch.nn.Module:
     """Return the layer ``kind`` with ``options``, for training under the recipe ``name``."""
-    given = {key: value for key, value in options.items() if key not in OUTSIDE}
+    arguments = {key: value for key, value in options.items() if key not in OUTSIDE}
     if kind == "DotProductAttention":
-        del given["params_dtype"]
+        del arguments["params_dtype"]
     torch.manual_seed(1)
     chosen, is_stored = RECIPES[name], options.get("is_stored", False)
     with fp8core.quantized_model_init(enabled=is_stored and chosen is not None, recipe=chosen):
-        layer = LAYERS[kind].make(**given, device=DEVICE)
+        layer = LAYERS[kind].make(**arguments, device=DEVICE)
     for parameter in layer.parameters():
         parameter.requires_grad_(options.get("trained") != "inputs")
         if options.get("fuse_wgrad_accumulation") and parameter.dim() == 2:
@@ -238,7 +238,7 @@ Way = Callable[[torch.nn.Module], contextlib.AbstractContextManager[Call]]
 def plain(layer: torch.nn.Module) -> Iterator[Call]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chain, "likeness_to", lambda *tensors: None)
-        patch.setattr(TransformerChain, "run", lambda *given: None)
+        patch.setattr(TransformerChain, "run", lambda *arguments: None)
         yield layer
 
 
@@ -361,10 +361,15 @@ def captured(
     yield call
 
 
-def is_capturable(options: Options) -> bool:
-    """A graph draws other numbers than the calls, and takes no tensor but its inputs."""
-    others = ("hidden_dropout", "is_rotated", "is_stored", "fuse_wgrad_accumulation")
-    return not any(map(options.get, others)) and options.get("trained", "all") == "all"
+def capturable(options: Options) -> Options:
+    """The options without what a graph lacks: it draws other numbers than the calls, saves no state
+    of generators, and takes and returns no tensor but its inputs and results."""
+    lacking = {
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "drop_path_rate": 0.0},
+        **{"checkpoint": False, "is_rotated": False, "trained": "all", "is_stored": False},
+        **{"fuse_wgrad_accumulation": False, "return_bias": False, "return_max_logit": False},
+    }
+    return {name: lacking.get(name, value) for name, value in options.items()}
 
 
 # --- training ---
