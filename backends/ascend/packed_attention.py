@@ -60,7 +60,7 @@ class _Tokens(NamedTuple):
         ]
         return torch.cat(parts).pin_memory().to(device, non_blocking=True)
 
-    def taken(self, x: torch.Tensor) -> torch.Tensor:
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tokens ``[t, heads, d]`` of ``x``, in the layout of the descriptor."""
         rows = _by_row(x)
         if self.is_dense():
@@ -181,9 +181,9 @@ def packed_attention(
     if packing is None:
         return out, _laid(desc, stats), None
     result, largest, total = fused_attention.fusion_attention(
-        packing.queries.taken(q),
-        packing.keys.taken(k),
-        packing.keys.taken(v),
+        packing.queries.gathered(q),
+        packing.keys.gathered(k),
+        packing.keys.gathered(v),
         heads=desc.heads,
         layout="TND",
         scale=desc.scale,
@@ -233,14 +233,14 @@ def packed_attention_backward(
         return grads[0], grads[1], grads[2], None, None
     queries, keys = packing.queries, packing.keys
     order = {"thd": (0, 1), "bshd": (0, 2, 1), "sbhd": (2, 0, 1)}[forward.layout]
-    seen = queries.taken(stats.permute(order)[..., None])[..., 0]  # [t, heads]
+    seen = queries.gathered(stats.permute(order)[..., None])[..., 0]  # [t, heads]
     seen = seen.masked_fill(seen == -torch.inf, NEVER)
     flat = _heads_first(seen, queries.lengths)
     largest = flat[:, None].expand(-1, 8).reshape(seen.shape[0], forward.heads, 8)
     gradients = fused_attention.fusion_attention_grad(
-        queries.taken(grad_out),
-        (queries.taken(q), keys.taken(k), keys.taken(v)),
-        queries.taken(out),
+        queries.gathered(grad_out),
+        (queries.gathered(q), keys.gathered(k), keys.gathered(v)),
+        queries.gathered(out),
         (largest.contiguous(), torch.ones_like(largest, memory_format=torch.contiguous_format)),
         heads=forward.heads,
         layout="TND",

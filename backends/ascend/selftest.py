@@ -82,7 +82,7 @@ def _questions() -> Iterator[Question]:
     yield Question("SwiGLU", "within two ulp of bfloat16 of float64", _swiglu)
 
 
-def _given(device: torch.device, name: str, x: torch.Tensor) -> list[int]:
+def _codes_at_scale_1(device: torch.device, name: str, x: torch.Tensor) -> list[int]:
     """Return the codes of ``x [n]`` at scale 1."""
     unit = torch.ones(1, dtype=torch.float32, device="cpu").to(device)
     codes, _ = casts.quant_max(x.reshape(1, -1).to(device), unit, name)
@@ -92,7 +92,7 @@ def _given(device: torch.device, name: str, x: torch.Tensor) -> list[int]:
 def _casts(name: str, x: list[float], device: torch.device) -> tuple[object, object]:
     values = torch.tensor(x, dtype=torch.float32, device="cpu")
     expected = formats.by_name(name).encode(values)
-    return expected.tolist(), _given(device, name, values)
+    return expected.tolist(), _codes_at_scale_1(device, name, values)
 
 
 def _midpoints(name: str, device: torch.device) -> tuple[object, object]:
@@ -102,7 +102,7 @@ def _midpoints(name: str, device: torch.device) -> tuple[object, object]:
     exact = middle.to(torch.float32)
     ends = (torch.full_like(exact, end) for end in (math.inf, -math.inf))
     x = torch.cat([exact, *(torch.nextafter(exact, end) for end in ends)])
-    pairs = zip(spec.encode(x).tolist(), _given(device, name, x), strict=True)
+    pairs = zip(spec.encode(x).tolist(), _codes_at_scale_1(device, name, x), strict=True)
     return 0, sum(expected != code for expected, code in pairs)
 
 

@@ -112,7 +112,9 @@ class GraphOperation:
             return self._ragged(operands, lengths, rng, in_backward=in_backward)
         batch, length_q, length_kv = self.sizes(q, k)
         total = added(desc, (batch, desc.heads, length_q, length_kv), bias, mask, self.device)
-        is_single = length_q == 1 and (length_kv == 1 if in_backward else _refuses_one_query(desc))
+        is_single = length_q == 1 and (
+            length_kv == 1 if in_backward else _refuses_single_query(desc)
+        )
         rows_q = 2 if is_single else length_q
         if isinstance(desc, CachedAttentionDesc) and length_q > 1:
             rows_q = steady(length_q)  # prompts have any length
@@ -316,7 +318,7 @@ class _Offsets:
         return self._known[key]
 
 
-def _refuses_one_query(desc: AttentionDesc) -> bool:
+def _refuses_single_query(desc: AttentionDesc) -> bool:
     """Whether cuDNN has no forward of one query for each head and sequence. It has no backward of
     one query and one key."""
     return desc.low_precision or desc.softmax != "vanilla"

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 Strides = tuple[int, int, int, int]
-_ONE = [1, 1, 1, 1]  # the sizes, and the strides, of a number
+_NUMBER = [1, 1, 1, 1]  # the sizes, and the strides, of a number
 
 
 class Uid(IntEnum):
@@ -141,7 +141,7 @@ def quantized_forward(cudnn: Any, graph: Any, desc: AttentionDesc, problem: Prob
     )
     tensors.forward_results(out, stats)
     for amax, uid in zip(amaxes, (Uid.AMAX_S, Uid.AMAX_OUT), strict=True):
-        amax.set_uid(int(uid)).set_output(True).set_dim(_ONE).set_stride(_ONE)
+        amax.set_uid(int(uid)).set_output(True).set_dim(_NUMBER).set_stride(_NUMBER)
         amax.set_data_type(cudnn.data_type.FLOAT)
 
 
@@ -236,7 +236,7 @@ class _Tensors:
 
     def number(self, uid: Uid) -> Any:
         """Return a float32 tensor of one element."""
-        return self.plain(uid, tuple(_ONE), tuple(_ONE), self._cudnn.data_type.FLOAT)
+        return self.plain(uid, tuple(_NUMBER), tuple(_NUMBER), self._cudnn.data_type.FLOAT)
 
     def plain(
         self,

@@ -37,7 +37,7 @@ class KernelNames(NamedTuple):
     """The kernel that runs a descriptor, and the others, each with why it does not."""
 
     chosen: str
-    others: tuple[tuple[str, str], ...]
+    rejected: tuple[tuple[str, str], ...]
 
 
 _DTYPES = (torch.bfloat16, torch.float16)

@@ -101,7 +101,7 @@ class TorchAttentionBackward:
                 grads = (x.new_zeros(x.shape) for x in (q, k, v))
                 return next(grads), next(grads), next(grads), None, None
             if by_heads(q, layout).shape[2] == by_heads(k, layout).shape[2] == 1:
-                return self._of_one_key(grad_out, q, k, v)
+                return self._of_single_key(grad_out, q, k, v)
             arguments = grad_out, q, k, v, out, stats
             q, k, v = (in_order(x) for x in (q, k, v))
             grad_out, out = (in_order(x.contiguous()) for x in (grad_out, out))
@@ -121,7 +121,7 @@ class TorchAttentionBackward:
         grad_q, grad_k, grad_v = (in_layout(grad, layout) for grad in grads)
         return grad_q, grad_k, grad_v, None, None
 
-    def _of_one_key(
+    def _of_single_key(
         self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> Gradients:
         """Return the gradients where each query sees one key, which cuDNN refuses: the weight is 1

@@ -45,7 +45,7 @@ _MAX_BYTES = 16 << 20  # 60,000 choices
 _STALE_S = 3600.0  # a temporary file this old was left by a process that was killed
 
 _lock = threading.Lock()
-_known: dict[Path, dict[str, str]] = {}
+_tables: dict[Path, dict[str, str]] = {}
 
 
 Addresses: TypeAlias = "tuple[int, int, int, int, int, int]"
@@ -88,9 +88,9 @@ def choose(
     chosen = settings.read()
     file = _file(chosen.cache_dir, gemm, device)
     with _lock:
-        algorithms = _known.get(file)
+        algorithms = _tables.get(file)
         if algorithms is None:
-            algorithms = _known[file] = _read(file)
+            algorithms = _tables[file] = _read(file)
     remembered = algorithms.get(problem)
     if remembered is not None:
         index = _recall(gemm, remembered, problem)

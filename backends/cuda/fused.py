@@ -51,12 +51,12 @@ def fused_problem(desc: FusedDesc) -> str | None:
         return f"no fusion with casts of groups or by given amaxes, only with {QuantizeDesc.op}"
     spec = cast.rowwise or cast.columnwise
     assert spec is not None
-    if not _is_one_call(cast):
+    if not _is_single_call(cast):
         return "no fusion with casts whose orientations differ"
     return producer.problem(desc, spec)
 
 
-def _is_one_call(cast: QuantizeDesc) -> bool:
+def _is_single_call(cast: QuantizeDesc) -> bool:
     """Whether one native call casts both: byte scales may differ in transform and rounding."""
     row, column = cast.rowwise, cast.columnwise
     if row is None or column is None or row == column:

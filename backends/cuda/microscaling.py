@@ -231,10 +231,10 @@ class TiledGemm:
     ) -> torch.Tensor:
         """Multiply; see the backend API."""
         if a.data.numel() and b.data.numel() and a.data.shape[1] == b.data.shape[1]:
-            a, b = self._arranged(a, b)
+            a, b = self._tiled(a, b)
         return self._product(a, b, bias=bias, out=out)
 
-    def _arranged(self, a: Operand, b: Operand) -> tuple[Operand, Operand]:
+    def _tiled(self, a: Operand, b: Operand) -> tuple[Operand, Operand]:
         """Return the operands with their scales in tiles, alpha behind those of ``a``."""
         library = self._library
         a_source = self._source(a, *self._blocks[0])

@@ -35,7 +35,7 @@ __all__ = ["Quantize", "bind_quantize"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Looked up in every call, so here by one name each.
-_UINT8, _FLOAT32, _ONE = torch.uint8, torch.float32, (1, 1)
+_UINT8, _FLOAT32, _SINGLE = torch.uint8, torch.float32, (1, 1)
 
 # NamedTuples without their Python function: several in each cast.
 _operand: Callable[[tuple[torch.Tensor, torch.Tensor, None]], Operand] = partial(
@@ -169,7 +169,7 @@ class Quantize:
     ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
         """Return what :meth:`results` returns, of a cast with one scale for the tensor."""
         empty = self._now()
-        scale_inv = empty(_ONE, _ONE, _FLOAT32)  # both orientations share it
+        scale_inv = empty(_SINGLE, _SINGLE, _FLOAT32)  # both orientations share it
         scale_inv_address = scale_inv.data_ptr()
         row = column = workspace = None
         row_codes = column_codes = workspace_address = 0

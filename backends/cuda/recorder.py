@@ -48,7 +48,7 @@ _MOST_SCRATCH = 4 << 20
 """Bytes: it is held until the last of them is read, which may be later than each of them is."""
 
 
-class _Known(NamedTuple):
+class _Place(NamedTuple):
     """A tensor of a run. It may be freed by now: a later one can lie where it was."""
 
     address: int
@@ -58,7 +58,7 @@ class _Known(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Known:
+    def of(cls, tensor: torch.Tensor) -> _Place:
         size, stride = tuple(tensor.shape), tuple(tensor.stride())
         last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         num_bytes = (last + 1) * tensor.itemsize if tensor.numel() else 0
@@ -111,12 +111,12 @@ class _Launched(NamedTuple):
 
 class _Called(NamedTuple):
     """A call of torch's ``function``, whose result is the tensor ``creates``. ``numbers`` are those
-    of arguments that are tensors, -1 stands for one of ``others``."""
+    of arguments that are tensors, -1 stands for one of ``values``."""
 
     creates: int
     function: Any
     numbers: Sequence[int]
-    others: Sequence[Any]
+    values: Sequence[Any]
     keywords: Mapping[str, Any]
 
     @property
@@ -127,7 +127,7 @@ class _Called(NamedTuple):
     def add(self, native: Any, where: Where) -> None:
         numbers = [number if number < 0 else where(number)[0] for number in self.numbers]
         created, _ = where(self.creates)
-        native.add_call(created, self.function, list(self.others), numbers, dict(self.keywords))
+        native.add_call(created, self.function, list(self.values), numbers, dict(self.keywords))
 
 
 class _View(NamedTuple):
@@ -139,14 +139,14 @@ class _View(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, holder: _Known | None, offset: int) -> _View | None:
+    def of(cls, tensor: torch.Tensor, holder: _Place | None, offset: int) -> _View | None:
         """Return it for a tensor ``offset`` bytes behind the start of ``holder``; None if it is
         that tensor.
 
         Raises:
             _Refused: the holder has another dtype, or its memory is not one block.
         """
-        view = _Known.of(tensor)
+        view = _Place.of(tensor)
         if view == holder:
             return None
         if holder is None or holder.dtype != view.dtype:
@@ -171,17 +171,17 @@ class _OnViews(NamedTuple):
 
 class _Arguments(NamedTuple):
     """The numbers of arguments that are tensors, or lie in them as ``views`` say; -1 stands for one
-    of ``others``."""
+    of ``values``."""
 
     numbers: Sequence[int]
-    others: Sequence[Any]
+    values: Sequence[Any]
     views: Sequence[_View | None]
 
     def called(self, creates: int, function: Any, keywords: Mapping[str, Any]) -> _Called:
         """Return the step that calls ``function`` with them."""
         if any(view is not None for view in self.views):
             function = _OnViews(function, self.views)
-        return _Called(creates, function, self.numbers, self.others, keywords)
+        return _Called(creates, function, self.numbers, self.values, keywords)
 
 
 _Step: TypeAlias = "_Empty | _Launched | _Called"
@@ -208,7 +208,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         self._library = library
         self._is_in_function = False  # of which nothing is noted but its result
         self.num_unheard = 0  # native calls in functions that are not recorded
-        self.known = [None if tensor is None else _Known.of(tensor) for tensor in operands]
+        self.known = [None if tensor is None else _Place.of(tensor) for tensor in operands]
         self.steps: list[_Step] = []
         self.problem: str | None = None
         tensors = sorted(
@@ -248,7 +248,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         """Call ``function(*tensors)``, and note the call alone."""
         arguments = None
         try:
-            arguments = self._found(tensors)
+            arguments = self._places_of(tensors)
         except _Refused as refused:
             self.problem = str(refused)
         before = self._library.num_unheard()
@@ -287,7 +287,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
             self.problem = str(refused)
             return view
         holder = self.known[number]
-        if holder is not None and offset + _Known.of(view).num_bytes > holder.num_bytes:
+        if holder is not None and offset + _Place.of(view).num_bytes > holder.num_bytes:
             self.problem = "a view of memory behind a tensor that was given"
         return view
 
@@ -296,9 +296,9 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
             isinstance(value, torch.Tensor) for value in keywords.values()
         ):
             raise _Refused(f"the operator {func}")
-        return self._found(args)
+        return self._places_of(args)
 
-    def _found(self, args: Sequence[Any]) -> _Arguments:
+    def _places_of(self, args: Sequence[Any]) -> _Arguments:
         """Return which tensor each argument is, or lies in; the others as they are."""
         numbers: list[int] = []
         views: list[_View | None] = []
@@ -316,7 +316,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         return _Arguments(numbers, plain, tuple(views))
 
     def _number(self, tensor: torch.Tensor) -> int:
-        self.known.append(_Known.of(tensor))
+        self.known.append(_Place.of(tensor))
         return len(self.known) - 1
 
     def place_of(self, address: int) -> tuple[int, int]:
@@ -473,7 +473,7 @@ class _Program:
             raise _Refused(f"a result that is a {type(result).__name__}")
         address = result.data_ptr()
         number, offset = self._log.place_of(address)
-        holder, memory_of_result = self._log.known[number], _Known.of(result)
+        holder, memory_of_result = self._log.known[number], _Place.of(result)
         if number < self._created:
             if number < self._saved and result is self._leading[number]:
                 return (number,)

@@ -285,15 +285,15 @@ def transfers_between(ranks: Ranks, device: torch.device) -> Transfers | None:
     """Return what moves rows between ``ranks``, None unless they are known to be on one host whose
     devices reach each other's memory. One object for each group, for as long as that lives."""
     group, index = None if ranks.size == 1 else _group_of(ranks), index_of(device)
-    if group is None or not _is_one_host(group) or not _reach_each_other(index, ranks.size):
+    if group is None or not _is_single_host(group) or not _reach_all_peers(index, ranks.size):
         return None
-    of_devices = _known.setdefault(group, {})
+    of_devices = _of_groups.setdefault(group, {})
     if index not in of_devices:
         of_devices[index] = _new_transfers(ranks, device)
     return of_devices[index]
 
 
-_known: WeakKeyDictionary[Any, dict[int, Transfers]] = WeakKeyDictionary()
+_of_groups: WeakKeyDictionary[Any, dict[int, Transfers]] = WeakKeyDictionary()
 """By group, not by its name, which a later group may have again."""
 
 
@@ -319,7 +319,7 @@ def _group_of(ranks: Ranks) -> Any:
     return group if is_nccl else None
 
 
-def _is_one_host(group: Any) -> bool:
+def _is_single_host(group: Any) -> bool:
     """Say whether all ranks are on this host: by the setting, or, if torchrun has started them, as
     it numbers the ranks of one host one after the other."""
     setting = settings.read().transfers
@@ -332,7 +332,7 @@ def _is_one_host(group: Any) -> bool:
     return len(hosts) == 1
 
 
-def _reach_each_other(index: int, size: int) -> bool:
+def _reach_all_peers(index: int, size: int) -> bool:
     """Say whether this device reaches all others that the process sees, as many as there are ranks:
     one that sees its own alone cannot map the memory of others."""
     count = torch.cuda.device_count()

@@ -55,7 +55,7 @@ def dispatch_rows(
     probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``y [m, n]``, and the probabilities of its rows; see the backend API."""
-    is_row, entries = _known(sources, index.numel())
+    is_row, entries = _valid(sources, index.numel())
     permuted = None
     if probs is not None:
         permuted = _picked(probs.flatten(), entries, is_row)
@@ -75,7 +75,7 @@ def combine_rows(
     """Return ``y [t, n]``, and the values of each token's rows; see the backend API."""
     wide = _wide(desc.dtype)
     total = torch.zeros(index.shape[0], x.shape[1], dtype=wide, device=x.device)
-    is_row, rows = _known(index, x.shape[0])
+    is_row, rows = _valid(index, x.shape[0])
     for slot in range(index.shape[1]):
         row = _picked(x, rows[:, slot], is_row[:, slot]).to(wide)
         if weights is not None:
@@ -96,10 +96,10 @@ def combine_rows_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of ``x [m, n]`` and of ``weights [t, k]``; see the backend API."""
     wide, slots = _wide(desc.dtype), index.shape[1]
-    is_row, entries = _known(sources, index.numel())
+    is_row, entries = _valid(sources, index.numel())
     weight = _picked(weights.flatten().to(wide), entries, is_row)
     grad_x = _picked(grad.to(wide), entries // max(slots, 1), is_row) * weight[:, None]
-    is_row, rows = _known(index, x.shape[0])
+    is_row, rows = _valid(index, x.shape[0])
     products = [
         (grad.to(wide) * _picked(x, rows[:, slot], is_row[:, slot]).to(wide)).sum(-1)
         for slot in range(slots)
@@ -113,7 +113,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _known(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _valid(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which of ``numbers`` are below ``count`` and not negative, and those, 0 elsewhere."""
     is_valid = (numbers >= 0) & (numbers < count)
     return is_valid, torch.where(is_valid, numbers, 0).long()

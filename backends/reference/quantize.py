@@ -31,7 +31,7 @@ from fp8core_backends.reference import blocks, four_over_six, rounding
 __all__ = ["amax", "bounds_of", "dequantize", "dequantize_float32", "quantize"]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-_ONE = torch.ones((), dtype=torch.float32, device="cpu")
+_UNIT = torch.ones((), dtype=torch.float32, device="cpu")
 _FROM_X = Amaxes(None, None)  # no amax is given
 
 
@@ -132,7 +132,7 @@ def _fill(spec: OperandSpec, operand: Operand, rows: int, groups: int, dim: int)
     block, per_byte = spec.block[dim], 8 // formats.by_name(spec.format).bits if dim else 1
     count = groups if block == 0 else rows if block == 1 else rows // block + groups
     unit = (
-        1.0 if spec.scale_format == "float32" else formats.by_name(spec.scale_format).encode(_ONE)
+        1.0 if spec.scale_format == "float32" else formats.by_name(spec.scale_format).encode(_UNIT)
     )
     length = GROUP_STEP * (rows // GROUP_STEP + groups) if dim else rows
     data = _grow(data, length // per_byte, dim, 0)

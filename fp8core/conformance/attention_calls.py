@@ -86,7 +86,7 @@ def grad_of(desc: AttentionDesc, size: torch.Size, seed: int) -> torch.Tensor:
     return inputs.normal(tuple(size), desc.dtype, 10 * seed + 7)
 
 
-def others_of(
+def merged_with_more_keys(
     desc: AttentionDesc, out: torch.Tensor, stats: torch.Tensor, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``out`` and ``stats`` of the keys of a call merged with those of other keys, of random

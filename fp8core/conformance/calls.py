@@ -32,7 +32,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.conformance import inputs
-from fp8core.conformance.attention_calls import attention_call, grad_of, others_of
+from fp8core.conformance.attention_calls import attention_call, grad_of, merged_with_more_keys
 from fp8core.conformance.operands import (
     SEED,
     gemm_operands,
@@ -282,7 +282,7 @@ def _attention_part_backward(
     behind the end of its sequence sees."""
     call = _attention_backward(subject, desc, case)
     *leading, out, stats = call.arguments
-    merged, log_sums = others_of(desc.attention, on_cpu(out), on_cpu(stats), case.seed)
+    merged, log_sums = merged_with_more_keys(desc.attention, on_cpu(out), on_cpu(stats), case.seed)
     return call._replace(arguments=(*leading, subject.here(merged), subject.here(log_sums)))
 
 

@@ -30,7 +30,7 @@ EXPERTS, TOPK = 6, 3
 SIZE = (9, 70)
 
 
-class Given(NamedTuple):
+class Arguments(NamedTuple):
     """The arguments of a call, its keywords, and the positions of what it may write."""
 
     arguments: tuple[Any, ...]
@@ -45,43 +45,43 @@ class Route(NamedTuple):
     sources: torch.Tensor
 
 
-def training_call(desc: OpDesc, seed: int, size: tuple[int, ...]) -> Given:
+def training_call(desc: OpDesc, seed: int, size: tuple[int, ...]) -> Arguments:
     """Return a call of ``desc``; ``size`` is ``(rows, cols)`` of its tensors, or empty."""
     rows, cols = size or SIZE
     match desc:
         case RouteDesc():
             routing = routing_of(desc, rows, EXPERTS, seed)
-            return Given((routing, 2 * rows), {})
+            return Arguments((routing, 2 * rows), {})
         case DispatchDesc():
             route = route_of(rows, EXPERTS, seed)
             x = inputs.moderate(rows, cols, desc.dtype, 1 + seed)
             probs = _weights(desc.dtype, rows, 2 + seed)
-            return Given((x, *route), {"probs": probs})
+            return Arguments((x, *route), {"probs": probs})
         case CombineDesc():
             route = route_of(rows, EXPERTS, seed)
             x = inputs.moderate(len(route.sources), cols, desc.dtype, 1 + seed)
             values = inputs.moderate(1, len(route.sources), torch.float32, 3 + seed)[0]
             keywords = {"weights": _weights(desc.dtype, rows, 2 + seed), "row_values": values}
-            return Given((x, route.places), keywords)
+            return Arguments((x, route.places), keywords)
         case CombineBackwardDesc():
             route = route_of(rows, EXPERTS, seed)
             grad = inputs.moderate(rows, cols, desc.dtype, 4 + seed)
             x = inputs.moderate(len(route.sources), cols, desc.dtype, 1 + seed)
-            return Given((grad, x, *route, _weights(desc.dtype, rows, 2 + seed)), {})
+            return Arguments((grad, x, *route, _weights(desc.dtype, rows, 2 + seed)), {})
         case RouterDesc():
             bias = None if desc.score_function == "softmax" else _bias(EXPERTS, seed)
             keywords = {} if bias is None or desc.of_all else {"expert_bias": bias}
-            return Given((_logits(desc.dtype, rows, seed),), keywords)
+            return Arguments((_logits(desc.dtype, rows, seed),), keywords)
         case RouterBackwardDesc():
             return _router_backward(desc, rows, seed)
         case CrossEntropyDesc():
-            return Given(
+            return Arguments(
                 (inputs.moderate(rows, cols, desc.dtype, 1 + seed), _target(rows, cols, seed)), {}
             )
         case CrossEntropyBackwardDesc():
             x, target = inputs.moderate(rows, cols, desc.dtype, 1 + seed), _target(rows, cols, seed)
             grad = inputs.moderate(1, rows, torch.float32, 4 + seed)[0].clone()
-            return Given((grad, x, target, *sums_of(x.float())), {})
+            return Arguments((grad, x, target, *sums_of(x.float())), {})
         case AdamDesc():
             return _adam(desc, seed)
         case SgdDesc():
@@ -146,7 +146,7 @@ def _bias(experts: int, seed: int) -> torch.Tensor:
     return (torch.arange(experts) % 3 - 1) * (0.3125 + seed / 64)
 
 
-def _router_backward(desc: RouterBackwardDesc, tokens: int, seed: int) -> Given:
+def _router_backward(desc: RouterBackwardDesc, tokens: int, seed: int) -> Arguments:
     scores = torch.rand(tokens, EXPERTS, generator=torch.Generator().manual_seed(50 + seed)) + 0.01
     order = scores.argsort(1, descending=True)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order[:, : desc.topk], True)
@@ -155,7 +155,7 @@ def _router_backward(desc: RouterBackwardDesc, tokens: int, seed: int) -> Given:
             scores = torch.where(chosen, scores, 0)
         scores = scores / scores.sum(1, keepdim=True)
     dtype = torch.float32 if desc.of_all else desc.dtype
-    return Given((inputs.moderate(tokens, EXPERTS, dtype, 4 + seed), chosen, scores), {})
+    return Arguments((inputs.moderate(tokens, EXPERTS, dtype, 4 + seed), chosen, scores), {})
 
 
 def _target(rows: int, classes: int, seed: int) -> torch.Tensor:
@@ -200,7 +200,7 @@ def step_lists(
     return [grads, upper, averages, squares, remainders]
 
 
-def _adam(desc: AdamDesc, seed: int) -> Given:
+def _adam(desc: AdamDesc, seed: int) -> Arguments:
     lists = step_lists(desc, seed)
     keywords = {
         "lr": 0.01,
@@ -211,10 +211,10 @@ def _adam(desc: AdamDesc, seed: int) -> Given:
         "step": 3,
         "inv_scale": 0.5,
     }
-    return Given(tuple(lists), keywords, frozenset({1, 2, 3, 4}))
+    return Arguments(tuple(lists), keywords, frozenset({1, 2, 3, 4}))
 
 
-def _sgd(desc: SgdDesc, seed: int) -> Given:
+def _sgd(desc: SgdDesc, seed: int) -> Arguments:
     keywords = {
         "lr": 0.1,
         "weight_decay": 0.01,
@@ -224,4 +224,4 @@ def _sgd(desc: SgdDesc, seed: int) -> Given:
         "is_first": False,
         "scale": 0.5,
     }
-    return Given(tuple(step_lists(desc, seed)), keywords, frozenset({1, 2, 3}))
+    return Arguments(tuple(step_lists(desc, seed)), keywords, frozenset({1, 2, 3}))

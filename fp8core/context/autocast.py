@@ -55,9 +55,9 @@ class Active:
 # Every request of an autocast, by a name of its own. A compiled graph is guarded by the name: a
 # string is compared by value, an object by an address that another object may get later. There are
 # as many entries as a program has different recipes and groups.
-_asked: dict[str, Active] = {}
-_known: dict[tuple[object, ...], Active] = {}
-_known_lock = threading.Lock()
+_by_name: dict[str, Active] = {}
+_by_values: dict[tuple[object, ...], Active] = {}
+_lock = threading.Lock()
 # Recipes that a compiled graph knows by their address: kept alive, so that no other object gets it.
 _compared_by_address: list[Recipe] = []
 
@@ -70,17 +70,17 @@ def request(
     """Return the request of these values: the same object each time, which callers compare."""
     values = (quantize, observe, group)
     reduces = group is not None and may_reduce_amaxes(quantize or observe)
-    with _known_lock:
-        requested = _known.get(values)
+    with _lock:
+        requested = _by_values.get(values)
         if requested is None:
-            requested = _known[values] = Active(*values, reduces, f"autocast {len(_known)}")
-            _asked[requested.name] = requested
+            requested = _by_values[values] = Active(*values, reduces, f"autocast {len(_by_values)}")
+            _by_name[requested.name] = requested
         return requested
 
 
 # Outside any autocast a converted layer's recipe counts; in autocast(enabled=False) it does not.
 _OUTSIDE = "no autocast"
-_asked[_OUTSIDE] = Active(None, None, None, False, _OUTSIDE)
+_by_name[_OUTSIDE] = Active(None, None, None, False, _OUTSIDE)
 
 
 class _ThreadState(threading.local):
@@ -96,7 +96,7 @@ _thread = _ThreadState()
 def active(default: Active | None = None) -> Active:
     """Return what the calling thread's innermost autocast asks for; outside any, ``default``."""
     name = _thread.active
-    return _asked[name] if default is None or name != _OUTSIDE else default
+    return _by_name[name] if default is None or name != _OUTSIDE else default
 
 
 def active_name(default: Active | None = None) -> str:
@@ -112,21 +112,21 @@ def active_before(
 
     ``default`` counts outside any autocast, as in :func:`active`. Empty if they are not known.
     """
-    outside = _asked[_OUTSIDE] if default is None else default
+    outside = _by_name[_OUTSIDE] if default is None else default
     names = recompute.active_before(_OUTSIDE)
-    requests = [outside if name == _OUTSIDE else _asked[name] for name in names]
+    requests = [outside if name == _OUTSIDE else _by_name[name] for name in names]
     return {(request.quantize, request.observe) for request in requests}
 
 
 def is_switched_off() -> bool:
     """Say whether the calling thread is in an autocast, and the innermost computes in high
     precision."""
-    return _thread.active != _OUTSIDE and _asked[_thread.active].quantize is None
+    return _thread.active != _OUTSIDE and _by_name[_thread.active].quantize is None
 
 
 def named(name: str) -> Active:
     """Return the request that :func:`active_name` gave this name."""
-    return _asked[name]
+    return _by_name[name]
 
 
 @contextlib.contextmanager
@@ -197,7 +197,7 @@ class autocast(contextlib.ContextDecorator):
         thread = _thread
         opened = thread.opened
         if not opened or opened[-1][0] is not self:
-            self._exit_before_others(failed=kind is not None)
+            self._exit_early(failed=kind is not None)
             return
         thread.active = opened.pop()[1]
         group = None
@@ -208,12 +208,12 @@ class autocast(contextlib.ContextDecorator):
 
     def _reducing(self) -> GroupReference | None:
         """Return the group that reduces amaxes because of this autocast, whatever ran in it."""
-        requested = _asked[self._active]
+        requested = _by_name[self._active]
         if requested.reduces and (requested.observe is not None or torch.is_grad_enabled()):
             return requested.group
         return None
 
-    def _exit_before_others(self, *, failed: bool) -> None:
+    def _exit_early(self, *, failed: bool) -> None:
         """End this autocast while others that were entered later stay open, as those in a generator
         or a coroutine do."""
         opened = _thread.opened
@@ -287,7 +287,7 @@ def _ask(
         return latest.name
     name = _check(enabled, calibrating, recipe, group)
     if isinstance(recipe, Recipe):  # the recipe that None or a name stands for may change
-        _latest = _Request(enabled, calibrating, recipe, _asked[name].group, name)
+        _latest = _Request(enabled, calibrating, recipe, _by_name[name].group, name)
     return name
 
 

@@ -96,7 +96,7 @@ class Registry:
             return f"its probe() failed: {reason}"
         if reason is not None:
             return answered("its probe()", reason)
-        if not known_devices(spec.device_types):  # after the probe, whose imports may add one
+        if not devices_of_kinds(spec.device_types):  # after the probe, whose imports may add one
             return f"this torch knows no type of device called {'/'.join(spec.device_types)}"
         backend = attempt(lambda: self.instance(spec))
         return str(backend) if isinstance(backend, Failure) else None
@@ -207,7 +207,7 @@ def _later_fields(desc: object) -> frozenset[str]:
     return frozenset().union(*map(_later_fields, parts))
 
 
-def known_devices(kinds: Sequence[str]) -> list[torch.device]:
+def devices_of_kinds(kinds: Sequence[str]) -> list[torch.device]:
     """Return the devices of those ``kinds`` that torch knows, with the modules imported so far."""
     devices = [attempt(functools.partial(torch.device, kind)) for kind in kinds]
     return [device for device in devices if not isinstance(device, Failure)]

@@ -14,7 +14,7 @@ from fp8core.backend_api import BackendSpec, OpDesc
 from fp8core.dispatch import plugins, settings
 from fp8core.dispatch.isolation import Failure, attempt, is_a, shown
 from fp8core.dispatch.policy import Policy
-from fp8core.dispatch.registry import Registry, known_devices
+from fp8core.dispatch.registry import Registry, devices_of_kinds
 from fp8core.errors import PluginError, UnsupportedError
 
 _BY_PRIORITY = "device and priority"
@@ -48,10 +48,12 @@ class Choice:
         lines = [f"{self.desc} on {self.device}: {self.backend} ({self.because})"]
         if self.substitution:
             lines.append(f"  substitution: {self.substitution}")
-        lines += [f"  {v.backend}: {self._why_not(v)}" for v in self.verdicts if self._is_other(v)]
+        lines += [
+            f"  {v.backend}: {self._why_not(v)}" for v in self.verdicts if self._is_not_chosen(v)
+        ]
         return "\n".join(lines)
 
-    def _is_other(self, verdict: Verdict) -> bool:
+    def _is_not_chosen(self, verdict: Verdict) -> bool:
         return verdict.backend != self.backend
 
     def _why_not(self, verdict: Verdict) -> str:
@@ -79,7 +81,7 @@ def choose(
     registry = plugins.load()
     verdicts = tuple(verdict(registry, spec, desc, device) for spec in registry.by_priority())
     by_name = {verdict.backend: verdict for verdict in verdicts}
-    named, origin = _asked(desc.op, policy, environment, explicit)
+    named, origin = _named(desc.op, policy, environment, explicit)
     substitution: str | None = None
     if named is not None:
         registry.spec(named, origin)
@@ -132,7 +134,7 @@ def is_fallback(choice: Choice) -> bool:
 def selected_spec(policy: Policy) -> BackendSpec:
     """Return the backend for new modules: the one asked for, or the usable one that comes first."""
     registry = plugins.load()
-    named = asked_spec(policy)
+    named = named_spec(policy)
     if named is not None:
         return named
     for spec in registry.by_priority():
@@ -144,13 +146,13 @@ def selected_spec(policy: Policy) -> BackendSpec:
     )
 
 
-def asked_spec(policy: Policy) -> BackendSpec | None:
+def named_spec(policy: Policy) -> BackendSpec | None:
     """Return the backend that program or environment ask for by name, None if neither does.
 
     Raises:
         RecipeError, PluginError: there is none of that name, or its plug-in is broken.
     """
-    named, origin = _asked(None, policy, settings.read(), None)
+    named, origin = _named(None, policy, settings.read(), None)
     return None if named is None else plugins.load().spec(named, origin)
 
 
@@ -164,7 +166,7 @@ def default_device(policy: Policy) -> torch.device:
     reason = plugins.load().unusable(spec)
     if reason is not None:
         raise UnsupportedError(f"backend {spec.name!r} is selected, but: {reason}")
-    return known_devices(spec.device_types)[0]
+    return devices_of_kinds(spec.device_types)[0]
 
 
 def verdict(registry: Registry, spec: BackendSpec, desc: OpDesc, device: torch.device) -> Verdict:
@@ -176,7 +178,7 @@ def verdict(registry: Registry, spec: BackendSpec, desc: OpDesc, device: torch.d
     return Verdict(spec.name, reason, emulated=not native and desc.low_precision)
 
 
-def _asked(
+def _named(
     op: str | None, policy: Policy, environment: settings.Settings, explicit: str | None
 ) -> tuple[str | None, str]:
     names = (

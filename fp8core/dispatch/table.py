@@ -203,7 +203,7 @@ class Kernels(NamedTuple):
     """The kernel that runs an operation, and those of its backend that do not, each with why."""
 
     name: str
-    others: tuple[tuple[str, str], ...]
+    rejected: tuple[tuple[str, str], ...]
 
 
 def kernels_of(choice: select.Choice) -> Kernels:

@@ -146,7 +146,7 @@ def _requests(registry: Registry, findings: dict[str, Findings]) -> _Requests:
     selected: BackendSpec | None = None
     by_op: dict[str, str] = {}
     try:
-        named = select.asked_spec(policy.current())
+        named = select.named_spec(policy.current())
         selected = named or next(iter(usable), None)
         if selected is None:
             return _Requests(None, False, ["no backend can be used here; the reasons are above"])

@@ -164,7 +164,7 @@ def _lines(layer: str, needs: Iterable[Need], device: torch.device) -> Iterator[
         if isinstance(kernels, Failure):
             yield Line(layer, step, desc, None, None, _bind_failure(choice, kernels))
         else:
-            yield Line(layer, step, desc, choice, kernels.name, None, kernels.others)
+            yield Line(layer, step, desc, choice, kernels.name, None, kernels.rejected)
 
 
 def _bound(needs: Iterable[Need], device: torch.device) -> Iterator[Need]:

@@ -286,7 +286,7 @@ class CustomRecipe(Recipe):
             request = self._request()
             return delayed_linear_plan(self, request.fp8_format, request.delayed())
         names = _names_of(role)
-        plan, *rest = [self._asked_plan(role, name, self.qfactory) for name in names]
+        plan, *rest = [self._plan_of_product(role, name, self.qfactory) for name in names]
         if any(_without_objects(second) != _without_objects(plan) for second in rest):
             raise RecipeError(
                 f"CustomRecipe: qfactory returned different answers for {' and '.join(names)}, "
@@ -295,7 +295,9 @@ class CustomRecipe(Recipe):
             )
         return plan
 
-    def _asked_plan(self, role: LayerRole, name: str, qfactory: QuantizerFactory) -> LinearPlan:
+    def _plan_of_product(
+        self, role: LayerRole, name: str, qfactory: QuantizerFactory
+    ) -> LinearPlan:
         """Return the plan of the factory's answers for the dense product ``name``."""
         module_type = "linear" if role.kind in _LINEAR_KINDS else role.kind
         answers = {

@@ -126,19 +126,19 @@ def join(operands: Sequence[Operand], spec: OperandSpec, dim: int) -> Operand | 
         return None
     data = torch.cat([operand.data for operand in operands], dim)
     scales = [operand.scale_inv for operand in operands if operand.scale_inv is not None]
-    scale_inv = _one_of(scales) if not spec.block[dim] else torch.cat(scales, dim)
+    scale_inv = _common(scales) if not spec.block[dim] else torch.cat(scales, dim)
     outer = [
         operand.global_scale_inv for operand in operands if operand.global_scale_inv is not None
     ]
     if not outer:
         return None if scale_inv is None else Operand(data, scale_inv)
-    global_scale_inv = torch.cat(outer) if spec.row_scaled and dim == 0 else _one_of(outer)
+    global_scale_inv = torch.cat(outer) if spec.row_scaled and dim == 0 else _common(outer)
     if scale_inv is None or global_scale_inv is None:
         return None
     return Operand(data, scale_inv, global_scale_inv)
 
 
-def _one_of(scales: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _common(scales: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return a copy of the scale that all ``scales`` are; None if they are several."""
     first = scales[0]
     if all(scale is first for scale in scales):

@@ -194,13 +194,13 @@ class QuantizedTensor(TorchMethods):
     ) -> QuantizedTensor:
         """Quantize the plain ``value`` into this tensor, with ``slot`` and ``reduce_amax`` as in
         :meth:`of` and ``noop_flag`` as in :meth:`quantize_`; return this tensor."""
-        with torch.no_grad(), self._kept_where(noop_flag, slot or self._slot):
+        with torch.no_grad(), self._undone_where(noop_flag, slot or self._slot):
             write(self, value, slot=slot, reduce_amax=reduce_amax)
         torch.autograd.graph.increment_version(self)
         return self
 
     @contextlib.contextmanager
-    def _kept_where(self, flag: torch.Tensor | None, slot: Slot | None) -> Iterator[None]:
+    def _undone_where(self, flag: torch.Tensor | None, slot: Slot | None) -> Iterator[None]:
         """Undo a write, and what it records in ``slot``, where ``flag`` is not 0, without waiting
         to read it."""
         if flag is None:
@@ -220,7 +220,7 @@ class QuantizedTensor(TorchMethods):
         Nothing is written, and no amax recorded, where ``noop_flag``, one number on the device, is
         not 0; the host does not wait to read it.
         """
-        with torch.no_grad(), self._kept_where(noop_flag, self._slot):
+        with torch.no_grad(), self._undone_where(noop_flag, self._slot):
             self.copy_(tensor)
         return self
 

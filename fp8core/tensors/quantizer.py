@@ -118,18 +118,18 @@ class BaseQuantizer:
         self: Quantizer, sums: ColumnSums, *, rowwise: bool, columnwise: bool
     ) -> CastAndSum:
         """Return two calls in one."""
-        return _one_by_one(self.cast_to(rowwise=rowwise, columnwise=columnwise), sums)
+        return _in_two_calls(self.cast_to(rowwise=rowwise, columnwise=columnwise), sums)
 
     def cast_chunked_and_sum(self: Quantizer, sums: ColumnSums) -> CastAndSum:
         """Return two calls in one."""
-        return _one_by_one(self.cast_chunked(), sums)
+        return _in_two_calls(self.cast_chunked(), sums)
 
     def pair_with(self, other: Quantizer) -> Pair | None:
         """There is none."""
         return None
 
 
-def _one_by_one(cast: Cast, sums: ColumnSums) -> CastAndSum:
+def _in_two_calls(cast: Cast, sums: ColumnSums) -> CastAndSum:
     def run(x: torch.Tensor) -> tuple[Orientations, torch.Tensor]:
         total = sums(x)
         return cast(x), total

@@ -71,7 +71,7 @@ def reduced_after_backward(
     ways = _of_group(reference)
     if not ways.forward.is_captured(recorded):
         ways.forward.read_flags()
-        if ways.forward.defers_backward or (ways.is_in_autocast and ways.forward.has_other_ranks):
+        if ways.forward.defers_backward or (ways.is_in_autocast and ways.forward.has_peers):
             ways.waiting += map(weakref.ref, recorded)
             return []
     return ways.backward.reduce(recorded)
@@ -133,7 +133,7 @@ class _Reduction:
         self.defers_backward = False
 
     @property
-    def has_other_ranks(self) -> bool:
+    def has_peers(self) -> bool:
         """Whether this process is not the only rank of the group."""
         return dist.get_world_size(existing(self._reference, _USE)) > 1
 

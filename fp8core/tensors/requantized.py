@@ -79,14 +79,14 @@ class RequantizedWeight(KeptWeight):
         Raises:
             OperandError, UnsupportedError: as :class:`~fp8core.tensors.weights.KeptWeight`.
         """
-        if not columnwise or self._is_kept(keeping) or not _is_held_anyway(weight):
+        if not columnwise or self._is_stored(keeping) or not _costs_nothing_to_save(weight):
             return super().__call__(weight, columnwise=columnwise, keeping=keeping)
         operands = super().__call__(weight, columnwise=self._casts_both, keeping=keeping)
         slot = self._how.slot
         scale = slot.scale.clone() if slot is not None and self._is_delayed else None
         return Orientations(operands.rowwise, Unquantized(weight, scale))
 
-    def _is_kept(self, keeping: Keeping | None) -> bool:
+    def _is_stored(self, keeping: Keeping | None) -> bool:
         """Say whether the weight's operands are kept beyond the call, for which codes are held.
 
         In the scope of frozen weights they are not under delayed scaling: a call that trains
@@ -111,7 +111,7 @@ class RequantizedWeight(KeptWeight):
         return list(self._columnwise(weight, **keywords).columnwise)
 
 
-def _is_held_anyway(weight: torch.Tensor) -> bool:
+def _costs_nothing_to_save(weight: torch.Tensor) -> bool:
     """Say whether ``weight`` costs nothing to save.
 
     Of a graph that torch captures, its partitioner decides what is saved.

@@ -19,7 +19,7 @@ from fp8core.conformance.laws.fused import add_pair, pair
 from fp8core.conformance.subject import Subject, on_cpu
 from fp8core.torch_ops.private import pytree
 
-OTHER = Case(seed=1)
+SECOND = Case(seed=1)
 ROUNDS = 2
 """Calls of each of two threads that run at once."""
 
@@ -72,7 +72,7 @@ def _num_different(first: torch.Tensor, second: torch.Tensor) -> int:
 @law(7, *EVERY_OP)
 def no_result_is_kept_from_another_call(subject: Subject, desc: OpDesc) -> None:
     """Other values, in the same tensors or in others of their shapes, give other results."""
-    call, second_call = (arguments(subject, desc, case).again() for case in (ORDINARY, OTHER))
+    call, second_call = (arguments(subject, desc, case).again() for case in (ORDINARY, SECOND))
     expected = [_leaves(judged(subject, op_call)) for op_call in (call, second_call)]
     again = second_call.again()
     first = outcome(call, call.run(subject))
@@ -95,7 +95,7 @@ def no_result_is_kept_from_another_call(subject: Subject, desc: OpDesc) -> None:
 @law(7, *EVERY_OP)
 def results_stay_when_it_runs_again(subject: Subject, desc: OpDesc) -> None:
     """The result of a call belongs to the caller: no later call writes into it."""
-    call, second = arguments(subject, desc), arguments(subject, desc, OTHER)
+    call, second = arguments(subject, desc), arguments(subject, desc, SECOND)
     result = call.run(subject)
     before = outcome(call, result)
     second.run(subject)
@@ -147,7 +147,7 @@ def every_thread_gets_the_same_results(subject: Subject, desc: OpDesc) -> None:
 
     Autograd runs backward passes in threads that it starts itself.
     """
-    calls = [arguments(subject, desc), arguments(subject, desc, OTHER)]
+    calls = [arguments(subject, desc), arguments(subject, desc, SECOND)]
     spare = [[call.again() for _ in range(ROUNDS)] for call in calls]
     alone = calls[0].again()
     expected = [outcome(call, call.run(subject)) for call in calls]

@@ -16,7 +16,7 @@ from fp8core.conformance.laws.alone import judged, outcome
 from fp8core.conformance.subject import Subject, on_cpu
 from fp8core.torch_ops.private import TorchDispatchMode, pytree
 
-ALIKE = 2.0**-6
+TOLERANCE = 2.0**-6
 """The largest difference of two results of one computation, as a share of the largest value.
 
 Two runs may add in another order, so their bits may differ; garbage differs by more than this.
@@ -47,7 +47,7 @@ class _Garbage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
         return x
 
 
-def _alike(name: str, ours: Any, theirs: Any) -> None:
+def _same_but_for_order(name: str, ours: Any, theirs: Any) -> None:
     """Require the results of two calls to be equal, or as near as another order of sums allows."""
     require(signature(ours) == signature(theirs), f"{name}: another shape or dtype")
     for mine, yours in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
@@ -63,7 +63,7 @@ def _alike(name: str, ours: Any, theirs: Any) -> None:
             f"{name}: non-finite values in other places",
         )
         if finite.any():
-            allowed = ALIKE * float(yours[finite].abs().max())
+            allowed = TOLERANCE * float(yours[finite].abs().max())
             error = (mine[finite] - yours[finite]).abs().nan_to_num(nan=torch.inf)
             worst = float(error.max())
             require(worst <= allowed, f"{name}: differs by {worst:.3g}, at most {allowed:.3g}")
@@ -120,7 +120,7 @@ def no_result_depends_on_uninitialised_memory(subject: Subject, desc: OpDesc) ->
                 result = call.run(subject)
         outcomes.append(outcome(call, result))
     for byte, changed in zip((0xFF, 0x5A), outcomes[1:], strict=True):
-        _alike(f"with new memory full of {byte:#x}", changed, outcomes[0])
+        _same_but_for_order(f"with new memory full of {byte:#x}", changed, outcomes[0])
 
 
 _NOT_VIEWED = ("gemm", "grouped_gemm", "scale_update", "adam", "sgd")  # the last have their own law
@@ -151,7 +151,9 @@ def inputs_may_have_any_strides(subject: Subject, desc: OpDesc) -> None:
         )
         first, second = viewed.run(subject), plain.run(subject)
         shape = f" of {list(size)}" if size else ""
-        _alike(f"{layout} input{shape}", outcome(viewed, first), outcome(plain, second))
+        _same_but_for_order(
+            f"{layout} input{shape}", outcome(viewed, first), outcome(plain, second)
+        )
 
 
 def _contiguous(x: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,7 @@ def _raised(
 ) -> list[Operand | list[Operand]]:
     """Return the operands with their float32 scales multiplied by ``factor``."""
 
-    def raise_one(part: Operand) -> Operand:
+    def raised(part: Operand) -> Operand:
         assert part.scale_inv is not None
         if part.global_scale_inv is not None:
             return part._replace(global_scale_inv=part.global_scale_inv * factor)
@@ -123,7 +123,7 @@ def _raised(
         return part
 
     return [
-        raise_one(entry) if isinstance(entry, Operand) else [raise_one(part) for part in entry]
+        raised(entry) if isinstance(entry, Operand) else [raised(part) for part in entry]
         for entry in operands
     ]
 

@@ -28,7 +28,7 @@ def _is_dense(desc: QuantizeDesc) -> bool:
     return not desc.grouped and _is_stochastic(desc)
 
 
-def _given(subject: Subject, desc: QuantizeDesc) -> tuple[torch.Tensor, ...]:
+def _tensors_of(subject: Subject, desc: QuantizeDesc) -> tuple[torch.Tensor, ...]:
     """Return ``x`` of moderate values; if ``desc`` is grouped, ``x`` twice and the offsets."""
     x = inputs.moderate(*quantize_size(subject, desc, 64, 96), desc.dtype)
     if not desc.grouped:
@@ -38,7 +38,7 @@ def _given(subject: Subject, desc: QuantizeDesc) -> tuple[torch.Tensor, ...]:
 
 def _run(subject: Subject, desc: QuantizeDesc, seed: int, offset: int) -> Quantized:
     quantized: Quantized = on_cpu(
-        subject.run(desc, *_given(subject, desc), rng=torch.tensor([seed, offset]))
+        subject.run(desc, *_tensors_of(subject, desc), rng=torch.tensor([seed, offset]))
     )
     return quantized
 

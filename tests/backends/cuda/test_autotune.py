@@ -58,14 +58,14 @@ def without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Chip/1")
-    monkeypatch.setattr(autotune, "_known", {})
+    monkeypatch.setattr(autotune, "_tables", {})
     monkeypatch.setenv("FP8CORE_CACHE_DIR", str(tmp_path))
     return tmp_path / "A-Chip-1-cublaslt-130100.json"
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new process does."""
-    monkeypatch.setattr(autotune, "_known", {})
+    monkeypatch.setattr(autotune, "_tables", {})
 
 
 def test_the_fastest_runs_and_is_remembered(

@@ -30,7 +30,7 @@ def choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "chip")
-    monkeypatch.setattr(autotune, "_known", {})
+    monkeypatch.setattr(autotune, "_tables", {})
     monkeypatch.setenv("FP8CORE_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir(mode=0o755)
     file = tmp_path / "cache" / "chip-cublaslt-130100.json"

@@ -252,7 +252,7 @@ def test_scales_are_arranged_as_defined(name: str, shapes: tuple[tuple[int, int]
         block = spec.block[1] // (2 if spec.format == "e2m1" else 1)  # two codes a byte
         data = torch.zeros(rows, blocks * block, dtype=torch.uint8, device=DEVICE)
         operands.append(Operand(data, scales, whole))
-    tiled = run._arranged(*operands)
+    tiled = run._tiled(*operands)
     for operand, made, spec in zip(operands, tiled, (a_spec, b_spec), strict=True):
         expected = in_tiles(operand.scale_inv.cpu(), operand.data.shape[0], spec.block[0])
         assert made.scale_inv.tolist() == expected

@@ -229,8 +229,8 @@ def test_another_group_of_the_same_name_has_transfers_of_its_own(
 
     groups = [Group(), Group()]
     ranks, device = SimpleNamespace(size=2, rank=0, group_name="0"), torch.device("cuda", 0)
-    monkeypatch.setattr(transfers, "_is_one_host", lambda group: True)
-    monkeypatch.setattr(transfers, "_reach_each_other", lambda index, size: True)
+    monkeypatch.setattr(transfers, "_is_single_host", lambda group: True)
+    monkeypatch.setattr(transfers, "_reach_all_peers", lambda index, size: True)
     found = []
     for group in (groups[0], groups[0], groups[1]):
         monkeypatch.setattr(transfers, "_group_of", lambda ranks, group=group: group)
@@ -257,7 +257,7 @@ def test_devices_that_a_process_does_not_see_are_out_of_reach(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda index, other: True)
-    assert transfers._reach_each_other(0, 2) is reaches
+    assert transfers._reach_all_peers(0, 2) is reaches
 
 
 def test_small_tensors_are_left_to_collectives() -> None:

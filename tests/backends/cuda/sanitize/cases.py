@@ -260,7 +260,7 @@ def microscaling() -> None:
             )
         ]
         product = GemmDesc(plan.input.rowwise, plan.weight.rowwise, torch.bfloat16)
-        TiledGemm(product, DEVICE, native.load())._arranged(*operands)
+        TiledGemm(product, DEVICE, native.load())._tiled(*operands)
 
 
 def device_groups() -> None:
