@@ -20,7 +20,7 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.scaling import join_backward, offer_scales
-from fp8core.tensors.weights import Kept
+from fp8core.tensors.weights import CachedWeight
 from fp8core.torch_ops.private import NO_BACKWARD_PASS, current_backward_pass, pytree
 
 
@@ -38,7 +38,7 @@ class TapeEntry(NamedTuple):
     versions: dict[str, int]
     scale: torch.Tensor | None
     first_microbatch: bool | None
-    weights: dict[int, Kept]
+    weights: dict[int, CachedWeight]
 
 
 class Tape:

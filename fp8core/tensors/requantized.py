@@ -17,7 +17,7 @@ import torch
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations, Quantizer
-from fp8core.tensors.weights import How, Keeping, KeptWeight, Pad
+from fp8core.tensors.weights import How, Keeping, CachingWeightQuantizer, Pad
 from fp8core.torch_ops.shapes import is_captured
 
 
@@ -38,7 +38,7 @@ def is_unquantized(data: torch.Tensor) -> bool:
     return data.dtype != torch.uint8
 
 
-class RequantizedWeight(KeptWeight):
+class RequantizedWeight(CachingWeightQuantizer):
     """Quantizes a weight columnwise in backward, where that saves memory.
 
     It does not for a weight that is kept, or stored quantized, whose codes are in memory anyway;
@@ -77,7 +77,7 @@ class RequantizedWeight(KeptWeight):
         """Return the operands of ``weight``, the columnwise one as :class:`Unquantized`.
 
         Raises:
-            OperandError, UnsupportedError: as :class:`~fp8core.tensors.weights.KeptWeight`.
+            OperandError, UnsupportedError: as :class:`~fp8core.tensors.weights.CachingWeightQuantizer`.
         """
         if not columnwise or self._is_stored(keeping) or not _costs_nothing_to_save(weight):
             return super().__call__(weight, columnwise=columnwise, keeping=keeping)

@@ -58,7 +58,7 @@ def _origins_of(source: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Ori
     return Origins(tensors, states)
 
 
-class Kept(NamedTuple):
+class CachedWeight(NamedTuple):
     """A weight's operands, their origins, and the version of their delayed scale.
 
     ``again`` quantizes the weight as it is then; None for a weight that is computed.
@@ -82,9 +82,9 @@ class Keeping(NamedTuple):
     """
 
     first: bool | None
-    entries: dict[int, Kept]
+    entries: dict[int, CachedWeight]
     origins: Callable[[], Sequence[torch.Tensor]]
-    used: dict[int, Kept] | None = None
+    used: dict[int, CachedWeight] | None = None
     is_for_graphs: bool = False
 
 
@@ -154,8 +154,8 @@ class WeightStore:
     __slots__ = ("_lock", "_num_open", "is_for_graphs", "microbatches", "scope")
 
     def __init__(self) -> None:
-        self.microbatches: dict[int, Kept] = {}
-        self.scope: dict[int, Kept] | None = None
+        self.microbatches: dict[int, CachedWeight] = {}
+        self.scope: dict[int, CachedWeight] | None = None
         self.is_for_graphs = False
         self._num_open = 0
         self._lock = threading.Lock()
@@ -197,7 +197,7 @@ class WeightStore:
             self.microbatches[index] = _rewritten(stored)
 
 
-def _rewritten(stored: Kept) -> Kept:
+def _rewritten(stored: CachedWeight) -> CachedWeight:
     """Quantize the weight of ``stored`` again, into the memory that captured graphs read."""
     assert stored.again is not None
     with torch.inference_mode(False), torch.no_grad():
@@ -209,7 +209,7 @@ def _rewritten(stored: Kept) -> Kept:
     return stored._replace(origins=_origins_of(stored.origins.tensors[0], ()))
 
 
-class KeptWeight:
+class CachingWeightQuantizer:
     """Quantizes a weight in every call, or keeps it where the caller says that it does not change.
 
     ``pad`` adds the zeros that its products need, before the cast; None where they need none.
@@ -254,7 +254,7 @@ class KeptWeight:
             if self._pad is None or keeping is None or keeping.is_for_graphs or is_capturing():
                 return self._stored(weight, columnwise=columnwise)
             # A checkpoint need not know it: what is kept of it is what it holds.
-            return self._kept(keeping._replace(used=None), weight, columnwise)
+            return self._cached(keeping._replace(used=None), weight, columnwise)
         if weight.dtype is not self._dtype and self._dtype is not None:
             raise OperandError(
                 f"{self._how.owner}: a weight is {weight.dtype}, but the layer is bound to cast it "
@@ -263,9 +263,9 @@ class KeptWeight:
             )
         if keeping is None or not self.choices:
             return (self._both if columnwise else self._rowwise)(weight)
-        return self._kept(keeping, weight, columnwise)
+        return self._cached(keeping, weight, columnwise)
 
-    def _kept(self, keeping: Keeping, weight: torch.Tensor, columnwise: bool) -> Orientations:
+    def _cached(self, keeping: Keeping, weight: torch.Tensor, columnwise: bool) -> Orientations:
         """Return the operands that are kept, or quantize and keep them."""
         first, entries, used = keeping.first, keeping.entries, keeping.used
         if used is not None:
@@ -312,15 +312,15 @@ class KeptWeight:
                 if not is_parameter:
                     raise UnsupportedError(f"{self._how.owner}: {_NOT_AGAIN}")
                 again = partial(quantize, weight)
-            entry = Kept(self._how.key, origins, scale_version, operands, again)
+            entry = CachedWeight(self._how.key, origins, scale_version, operands, again)
             entries[self._index] = entry
         if used is not None:
             used[self._index] = entry
         return entry.operands
 
     def _rewritten(
-        self, entries: dict[int, Kept], origins: Origins, columnwise: bool
-    ) -> Kept | None:
+        self, entries: dict[int, CachedWeight], origins: Origins, columnwise: bool
+    ) -> CachedWeight | None:
         """Return what is kept, quantized again in its memory; None if nothing that fits is."""
         stored = entries.get(self._index)
         if (
@@ -335,8 +335,8 @@ class KeptWeight:
         return stored
 
     def _entry(
-        self, entries: dict[int, Kept], first: bool | None, scale_version: int
-    ) -> Kept | None:
+        self, entries: dict[int, CachedWeight], first: bool | None, scale_version: int
+    ) -> CachedWeight | None:
         """Return what is kept of this GEMM's weight under this recipe, None for nothing."""
         entry = entries.get(self._index)
         if entry is None or entry.key != self._how.key:
@@ -444,7 +444,7 @@ class PerGroup:
 
     __slots__ = ("_quantizers", "choices", "requantizes")
 
-    def __init__(self, quantizers: Sequence[KeptWeight]) -> None:
+    def __init__(self, quantizers: Sequence[CachingWeightQuantizer]) -> None:
         self._quantizers = tuple(quantizers)
         self.choices = self._quantizers[0].choices
         self.requantizes = self._quantizers[0].requantizes

@@ -18,7 +18,7 @@ import fp8core
 from fp8core import Linear, OperandError, UnsupportedError, autocast, frozen_weights, recipe
 from fp8core.modules import run as modules_run
 from fp8core.tensors import weights
-from fp8core.tensors.weights import KeptWeight
+from fp8core.tensors.weights import CachingWeightQuantizer
 from tests.pairs import pairs, turns
 
 CURRENT = recipe.by_name("current")
@@ -137,7 +137,7 @@ def test_a_thread_that_runs_on_leaves_nothing_for_the_next_scope(
 ) -> None:
     own = layer()
     inside, outside = threading.Event(), threading.Event()
-    kept = KeptWeight._kept
+    kept = CachingWeightQuantizer._cached
 
     def slow(*arguments: Any) -> Any:
         inside.set()
@@ -146,7 +146,7 @@ def test_a_thread_that_runs_on_leaves_nothing_for_the_next_scope(
 
     thread = threading.Thread(target=run, args=(own,))
     with monkeypatch.context() as patch, frozen_weights(own):
-        patch.setattr(KeptWeight, "_kept", slow)
+        patch.setattr(CachingWeightQuantizer, "_cached", slow)
         thread.start()
         inside.wait()
     outside.set()

@@ -16,7 +16,7 @@ from fp8core.tensors.requantized import RequantizedWeight
 from fp8core.tensors.slots import LayerStates
 from fp8core.tensors.storage import storage_plan
 from fp8core.tensors.values import HighPrecision, Unturned
-from fp8core.tensors.weights import How, KeptWeight, Pad, PerGroup
+from fp8core.tensors.weights import How, CachingWeightQuantizer, Pad, PerGroup
 
 __all__ = ["bind_quantizers"]
 
@@ -29,7 +29,7 @@ def bind_quantizers(
     *,
     is_unturned: bool,
     pad_weight: Pad | None,
-) -> tuple[Quantizer, KeptWeight | PerGroup, Quantizer, Quantizer | None]:
+) -> tuple[Quantizer, CachingWeightQuantizer | PerGroup, Quantizer, Quantizer | None]:
     """Return the quantizers of input, weight and grad_output, and that of the input in backward, if
     it is cast there; ``dtypes`` are those of the input and of grad_output. ``pad_weight`` adds the
     zeros that the weight's products need, if any."""
@@ -67,7 +67,7 @@ def bind_quantizers(
             return None
         return states.slot(tensor) if group is None else states.slot_of_set(tensor, group)
 
-    def weight(group: int) -> KeptWeight:
+    def weight(group: int) -> CachingWeightQuantizer:
         slot = slot_of("weight", group)
         quantizer = (
             unturned
@@ -93,7 +93,7 @@ def bind_quantizers(
         is_decoded = dequantizes and plan.weight.rowwise is not None
         how = How(key, dtype, stored, context.owner, slot, is_decoded)
         if requantized is None:
-            return KeptWeight(quantizer, index, how, pad_weight)
+            return CachingWeightQuantizer(quantizer, index, how, pad_weight)
         columnwise = bind_columnwise(
             requantized,
             shape.weight_dtype,

@@ -88,7 +88,9 @@ def test_a_layer_has_the_bits_of_casts_apart(name: str, monkeypatch: pytest.Monk
         torch.manual_seed(0)
         layer = fp8core.Linear(256, 384, params_dtype=torch.bfloat16, device=DEVICE)
         if is_apart:
-            monkeypatch.setattr(fp8core.tensors.weights.KeptWeight, "pair", lambda *arguments: None)
+            monkeypatch.setattr(
+                fp8core.tensors.weights.CachingWeightQuantizer, "pair", lambda *arguments: None
+            )
         x = torch.randn(64, 256, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
         made = []
         for microbatch in (True, False, None, None):
