@@ -14,7 +14,7 @@ from fp8core.reporting import log_once
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.quantizer_binding import bind_quantizer
-from fp8core.tensors.storage import check, kept, per_byte
+from fp8core.tensors.storage import check, per_byte, stored_operands
 from fp8core.torch_ops.shapes import is_captured
 
 __all__ = ["Boundary"]
@@ -63,7 +63,7 @@ class Boundary:
                 refused = error
                 continue
             made = self._both(x, columnwise=one.columnwise is not None)
-            return QuantizedTensor(*kept(made, one), one, x.dtype)
+            return QuantizedTensor(*stored_operands(made, one), one, x.dtype)
         log_once(f"{self._owner}: its result stays a plain tensor of rounded values: {refused}")
         return self.rounded(x)
 

@@ -193,7 +193,7 @@ class GatheredWeight:
         """Write what ``out`` holds, but for what FSDP has gathered into the memory of the first
         gather already."""
         for at, part in enumerate(_parts(outputs, metadata)):
-            operand = out.held[at]
+            operand = out.stored[at]
             for target, new in zip(operand, part, strict=False):
                 if target.data_ptr() != new.data_ptr():
                     # Without counting a write: backward reads what forward saved, gathered again.

@@ -12,7 +12,7 @@ from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.checks import matrix_size
 from fp8core.tensors.quantizer import Orientations, Slot
-from fp8core.tensors.storage import PARTS, Held, decode_operand, matrix_shape, split, turn
+from fp8core.tensors.storage import PARTS, StoredOperands, decode_operand, matrix_shape, split, turn
 from fp8core.torch_ops.private import IS_PARAMETER, make_wrapper, no_torch_function, refuse_address
 
 
@@ -144,14 +144,14 @@ class OperandTensor(Casts):
         return [getattr(self, name) for name in PARTS]
 
     @property
-    def held(self) -> Held:
+    def stored(self) -> StoredOperands:
         """The operands that it stores, None for one that is a view of the other, or not planned."""
         return split(self.parts)
 
     @property
     def operands(self) -> Orientations:
         """The operands, ``rowwise [n, k]`` and ``columnwise [k, n]``, None if not planned."""
-        rowwise, columnwise = self.held
+        rowwise, columnwise = self.stored
         if columnwise is None and rowwise is not None and self.plan.columnwise is not None:
             columnwise = turn(rowwise)
         return Orientations(rowwise, columnwise)
@@ -172,7 +172,7 @@ class OperandTensor(Casts):
 
     def decoded(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the values as a plain tensor without history, in the nominal dtype if None."""
-        rowwise, columnwise = self.held
+        rowwise, columnwise = self.stored
         row, column = self.plan
         dtype = dtype or self.dtype
         if rowwise is not None and row is not None:
@@ -206,7 +206,9 @@ class OperandTensor(Casts):
 
     def with_dtype(self: _Self, dtype: torch.dtype) -> _Self:
         """Return the same operands under another nominal dtype."""
-        renamed = type(self)(*self.held, self.plan, dtype, shape=self.shape, strides=self.stride())
+        renamed = type(self)(
+            *self.stored, self.plan, dtype, shape=self.shape, strides=self.stride()
+        )
         renamed._slot, renamed._lacks_slot = self._slot, self._lacks_slot
         renamed._shares_scales = self._shares_scales
         renamed._is_of_parameter = self.is_of_parameter

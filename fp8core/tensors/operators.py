@@ -20,7 +20,14 @@ from fp8core.tensors.operand_tensor import OperandTensor
 from fp8core.tensors.pieces import broadcast, collected
 from fp8core.tensors.quantizer import Orientations, Slot
 from fp8core.tensors.reduced_amax import ReduceAmax
-from fp8core.tensors.storage import FLOATS, kept, make_operands, matrix_shape, pad_operand, split
+from fp8core.tensors.storage import (
+    FLOATS,
+    make_operands,
+    matrix_shape,
+    pad_operand,
+    split,
+    stored_operands,
+)
 from fp8core.tensors.values import as_view, decomposed, written
 from fp8core.tensors.views import COPIES, VIEWS, say_dequantized
 from fp8core.torch_ops.private import COLLECTIVES, pytree
@@ -146,7 +153,7 @@ def assign(tensor: OperandTensor, operands: Orientations) -> None:
     torch.compile refuses to write an input twice.
     """
     written: set[int] = set()
-    for target, source in zip(tensor.held, operands, strict=True):
+    for target, source in zip(tensor.stored, operands, strict=True):
         for part, new in zip(target or (), source or (), strict=False):
             if part is not None and id(part) not in written:
                 written.add(id(part))
@@ -332,7 +339,7 @@ def _like(tensor: OperandTensor, device: torch.device) -> OperandTensor:
     """Return zeros stored as ``tensor`` is, on ``device``, in the layout of the backend there."""
     rows, columns = matrix_shape(tensor.shape)
     zeros = torch.zeros(rows, columns, dtype=tensor.dtype, device=device)
-    stored = kept(make_operands(zeros, tensor.plan), tensor.plan)
+    stored = stored_operands(make_operands(zeros, tensor.plan), tensor.plan)
     like = type(tensor)(*stored, tensor.plan, tensor.dtype, shape=tensor.shape)
     like._keeps_initial_value = tensor._keeps_initial_value
     return like
@@ -364,7 +371,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     tensor, amounts = args[0], list(args[1])
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     is_plain = len(amounts) == 4 and not amounts[0] and not amounts[2] and min(amounts) >= 0
-    rowwise, columnwise = tensor.held
+    rowwise, columnwise = tensor.stored
     plan = tensor.plan
     if value != 0 or not is_plain or tensor.dim() != 2 or rowwise is None:
         return _on_values(func, args, kwargs)  # type: ignore[no-any-return]

@@ -26,12 +26,12 @@ def collected(func: Any, args: Sequence[Any]) -> Any:
     """
     name, tensor = func.overloadpacket.__name__, args[0]
     if name in WAITING:
-        return tensor.rebuilt(*tensor.held, tensor.shape)
+        return tensor.rebuilt(*tensor.stored, tensor.shape)
     if name != "all_gather_into_tensor":
         return None
     group_size, group_name = args[1:3]
     operands: list[Operand | None] = []
-    for operand, spec, along in zip(tensor.held, tensor.plan, (0, 1), strict=True):
+    for operand, spec, along in zip(tensor.stored, tensor.plan, (0, 1), strict=True):
         if spec is not None and not _is_whole(tensor, spec, along):
             return None
         operands.append(

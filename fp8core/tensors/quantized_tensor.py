@@ -34,12 +34,12 @@ from fp8core.tensors.storage import (
     PARTS,
     check,
     check_parameter,
-    kept,
     make_operands,
     matrix_shape,
     per_byte,
     split,
     storage_plan,
+    stored_operands,
     turn,
 )
 from fp8core.torch_ops.private import (
@@ -127,7 +127,7 @@ class QuantizedTensor(TorchMethods):
         check(plan, rows, columns)
         matrix = value.detach().reshape(rows, columns)
         operands = make_operands(matrix, plan, slot=slot, reduce_amax=reduce_amax)
-        tensor = cls(*kept(operands, plan), plan, value.dtype, shape=value.shape)
+        tensor = cls(*stored_operands(operands, plan), plan, value.dtype, shape=value.shape)
         tensor._slot = slot
         return tensor
 
@@ -251,7 +251,7 @@ class QuantizedTensor(TorchMethods):
         plan = TensorPlan(row if usages[0] else None, column if usages[1] else None)
         chosen = Orientations(rowwise if usages[0] else None, columnwise if usages[1] else None)
         nothing = (None,) * len(Operand._fields)
-        first, second = kept(chosen, plan)
+        first, second = stored_operands(chosen, plan)
         for name, part in zip(PARTS, (*(first or nothing), *(second or nothing)), strict=True):
             setattr(self, name, part)
         self.plan = plan

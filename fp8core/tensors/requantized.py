@@ -17,7 +17,7 @@ import torch
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations, Quantizer
-from fp8core.tensors.weights import How, Keeping, CachingWeightQuantizer, Pad
+from fp8core.tensors.weights import CachingWeightQuantizer, How, Keeping, Pad
 from fp8core.torch_ops.shapes import is_captured
 
 
@@ -77,7 +77,7 @@ class RequantizedWeight(CachingWeightQuantizer):
         """Return the operands of ``weight``, the columnwise one as :class:`Unquantized`.
 
         Raises:
-            OperandError, UnsupportedError: as :class:`~fp8core.tensors.weights.CachingWeightQuantizer`.
+            OperandError, UnsupportedError: as its base class.
         """
         if not columnwise or self._is_stored(keeping) or not _costs_nothing_to_save(weight):
             return super().__call__(weight, columnwise=columnwise, keeping=keeping)

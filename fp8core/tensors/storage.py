@@ -28,7 +28,7 @@ PARTS = tuple(f"_{way}_{part}" for way in ("rowwise", "columnwise") for part in 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-Held: TypeAlias = "tuple[Operand | None, Operand | None]"
+StoredOperands: TypeAlias = "tuple[Operand | None, Operand | None]"
 """The rowwise and the columnwise operand of a QuantizedTensor, None for one that it does not hold,
 or that is a view of the other."""
 
@@ -59,7 +59,7 @@ def per_byte(spec: OperandSpec) -> int:
     return 8 // formats.by_name(spec.format).bits
 
 
-def split(parts: Sequence[torch.Tensor | None]) -> Held:
+def split(parts: Sequence[torch.Tensor | None]) -> StoredOperands:
     """Return the operands whose ``parts`` are given in the order of :data:`PARTS`."""
     (row, *row_scales), (column, *column_scales) = parts[:3], parts[3:]
     return (
@@ -103,7 +103,7 @@ def make_operands(
     )
 
 
-def kept(operands: Orientations, plan: TensorPlan) -> Held:
+def stored_operands(operands: Orientations, plan: TensorPlan) -> StoredOperands:
     """Return the operands to store; no columnwise one where it is a view of the rowwise one."""
     rowwise, columnwise = operands
     if rowwise is None or columnwise is None or rowwise.data.is_meta:

@@ -26,7 +26,7 @@ from fp8core.tensors.pieces import (
     refold,
     shares_scales,
 )
-from fp8core.tensors.storage import Held, matrix_shape
+from fp8core.tensors.storage import StoredOperands, matrix_shape
 from fp8core.torch_ops.private import pytree
 
 Arguments = tuple[Any, ...]
@@ -88,7 +88,7 @@ def _view(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if math.prod(shape) != tensor.numel():
         raise RuntimeError(f"shape '{list(args[1])}' is invalid for {tensor}")
     if matrix_shape(shape) == matrix_shape(tensor.shape):
-        return tensor.rebuilt(*tensor.held, shape, strides=_strides(tensor, shape))
+        return tensor.rebuilt(*tensor.stored, shape, strides=_strides(tensor, shape))
     return _refolded(func, tensor, shape)
 
 
@@ -96,7 +96,7 @@ def _refolded(func: Any, tensor: Any, shape: Sequence[int]) -> Any:
     """Return the view ``[shape]``, whose last dimension is another one: quantized where no block is
     cut, else, of one dimension, its values."""
     strides = _strides(tensor, shape)
-    (rowwise, columnwise), (row, column) = tensor.held, tensor.plan
+    (rowwise, columnwise), (row, column) = tensor.stored, tensor.plan
     is_view = column is None or columnwise is None
     folded = None
     if rowwise is not None and is_view and (column is None or row.block == (0, 0)):
@@ -108,7 +108,9 @@ def _refolded(func: Any, tensor: Any, shape: Sequence[int]) -> Any:
     return tensor.rebuilt(folded, None, shape, strides=strides)
 
 
-def _cut_rows(tensor: Any, dim: int, start: int, stop: int, step: int) -> tuple[Held, bool] | None:
+def _cut_rows(
+    tensor: Any, dim: int, start: int, stop: int, step: int
+) -> tuple[StoredOperands, bool] | None:
     """Return the operands of a part along ``dim``, and whether the parts of it share scales.
 
     None where a block is cut, or where the part is no range of rows.
@@ -122,7 +124,7 @@ def _cut_rows(tensor: Any, dim: int, start: int, stop: int, step: int) -> tuple[
             return None
     operands: list[Operand | None] = []
     is_shared = False
-    for way, (operand, spec) in enumerate(zip(tensor.held, tensor.plan, strict=True)):
+    for way, (operand, spec) in enumerate(zip(tensor.stored, tensor.plan, strict=True)):
         if spec is not None:
             is_shared |= shares_scales(spec, int(is_last != bool(way)))
         if operand is None:
@@ -149,7 +151,7 @@ def _part(
     if drops:
         del shape[dim], strides[dim]
     if is_whole:
-        return tensor.rebuilt(*tensor.held, shape, strides=strides)
+        return tensor.rebuilt(*tensor.stored, shape, strides=strides)
     pieces = _cut_rows(tensor, dim, start, stop, step)
     if pieces is None:
         raise _refuse(func, tensor, f"{start}:{stop}:{step} along dimension {dim}")
@@ -259,7 +261,7 @@ def _cat(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
         return None
     operands: list[Operand | None] = []
     for way, spec in enumerate(first.plan):
-        parts = [tensor.held[way] for tensor in tensors]
+        parts = [tensor.stored[way] for tensor in tensors]
         if all(part is None for part in parts):
             operands.append(None)
             continue
@@ -272,14 +274,14 @@ def _cat(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     return first.rebuilt(*operands, shape, shares_scales=False)
 
 
-def _gathered(tensor: Any, index: torch.Tensor) -> Held | None:
+def _gathered(tensor: Any, index: torch.Tensor) -> StoredOperands | None:
     """Return the rows of numbers ``index``, int64 ``[rows]``; None where blocks span rows."""
     gathers: tuple[Callable[[Operand, OperandSpec, torch.Tensor], Operand | None], ...] = (
         gather_rows,
         gather_columns,
     )
     operands: list[Operand | None] = []
-    for gather, operand, spec in zip(gathers, tensor.held, tensor.plan, strict=True):
+    for gather, operand, spec in zip(gathers, tensor.stored, tensor.plan, strict=True):
         part = None if operand is None else gather(operand, spec, index)
         if part is None and operand is not None:
             return None

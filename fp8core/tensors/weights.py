@@ -374,7 +374,7 @@ class CachingWeightQuantizer:
                 f"  Use the recipe of quantized_model_init, or no autocast, which dequantizes it."
             )
         if not columnwise:
-            return Orientations(weight.held[0], None)
+            return Orientations(weight.stored[0], None)
         rowwise, turned = weight.operands
         if self._how.dequantizes:
             return Orientations(rowwise, rowwise)

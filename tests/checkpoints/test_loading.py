@@ -82,7 +82,7 @@ def test_native_codes_are_the_file_s_and_the_forward_multiplies_them(
         weight = net.get_parameter(key)
         assert isinstance(weight, QuantizedTensor)
         codes = tensors.get(key, tensors.get(f"{key}_packed")).view(torch.uint8)
-        assert torch.equal(weight.held[0].data, codes)
+        assert torch.equal(weight.stored[0].data, codes)
         assert torch.equal(weight.dequantize(), dequantized.get_parameter(key))
     tokens = torch.arange(16)
     with torch.no_grad():
@@ -257,7 +257,7 @@ def test_microscaling_is_read_from_bytes_and_from_powers_of_two(
     config = {**FP8, "weight_block_size": [1, 32]}
     tensors = {"fc.weight": codes, "fc.weight_scale_inv": scale}
     weight, recipe = read_one(tmp_path, tensors, config, native=True)
-    assert torch.equal(weight.held[0].scale_inv, exponents)
+    assert torch.equal(weight.stored[0].scale_inv, exponents)
     expected = codes.float() * spread(values, (32, 64), (1, 32))
     assert torch.equal(weight.dequantize(), expected.to(torch.bfloat16))
     assert isinstance(recipe, MXFP8BlockScaling)

@@ -241,8 +241,8 @@ def test_a_quantized_parameter_s_codes_are_the_file_s(tmp_path: Path) -> None:
     assert saved.quantized == ("0.weight", "1.fc1_weight", "1.fc2_weight")
     tensors = tensors_of(tmp_path)
     codes, scales = tensors["1.fc1_weight"], tensors["1.fc1_weight_scale_inv"]
-    assert torch.equal(codes.view(torch.uint8), net[1].fc1_weight.held[0].data)
-    assert torch.equal(scales, net[1].fc1_weight.held[0].scale_inv)
+    assert torch.equal(codes.view(torch.uint8), net[1].fc1_weight.stored[0].data)
+    assert torch.equal(scales, net[1].fc1_weight.stored[0].scale_inv)
 
 
 @pytest.mark.parametrize("name", ["fp8 tensor", "float-quantized channel", "fp8 microscaling"])

@@ -16,7 +16,7 @@ from fp8core.tensors.requantized import RequantizedWeight
 from fp8core.tensors.slots import LayerStates
 from fp8core.tensors.storage import storage_plan
 from fp8core.tensors.values import HighPrecision, Unturned
-from fp8core.tensors.weights import How, CachingWeightQuantizer, Pad, PerGroup
+from fp8core.tensors.weights import CachingWeightQuantizer, How, Pad, PerGroup
 
 __all__ = ["bind_quantizers"]
 

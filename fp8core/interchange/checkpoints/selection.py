@@ -237,7 +237,7 @@ def operand_of(weight: Weight) -> Operand:
     """
     first = weight.parts[0]
     if isinstance(first, QuantizedTensor):
-        operand = first.held[0]
+        operand = first.stored[0]
         assert operand is not None
         return operand
     value = first.detach() if len(weight.names) == 1 else torch.cat(weight.parts).detach()
