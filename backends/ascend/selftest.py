@@ -1,4 +1,4 @@
-"""What only an Ascend 950, or Huawei's simulator of it, can settle: each question with its answer.
+"""Questions that only an Ascend 950, or Huawei's simulator of it, can settle, with their answers.
 
 Run by ``fp8core selftest ascend``. A question names what the backend and its documentation assume;
 the answer is what the device does.

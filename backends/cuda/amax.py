@@ -38,7 +38,7 @@ __all__ = ["bind_amax", "bind_quantize_by_amax"]
 
 
 class _Amax:
-    """One native call: the amax of the tensor, or of its rows and of its columns; or of groups."""
+    """The native call for the amax of a tensor, or of its rows and of its columns; or of groups."""
 
     __slots__ = ("_dtype", "_index", "_is_of_rows", "_native_amax", "_now", "_num_partials")
 

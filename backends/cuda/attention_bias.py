@@ -1,4 +1,4 @@
-"""What is added to the logits of attention: a bias, and a mask as one that no logit outweighs."""
+"""Addends of attention's logits: a bias, and a mask as a bias that no logit outweighs."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ _MIX = 0x9E3779B97F4A7C15 - 2**64  # an odd number of random bits, as int64
 
 
 class GraphCall(NamedTuple):
-    """One call: operands that cuDNN reads, the problem but for what backward adds, and the tensors
-    that forward and backward read alike."""
+    """A call: operands that cuDNN reads, the problem but for what backward adds, and the tensors
+    that both forward and backward read."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -57,7 +57,7 @@ class GraphCall(NamedTuple):
 
 
 class GraphOperation:
-    """What forward and backward share."""
+    """Base of forward and backward: descriptor, device, names of kernels, graphs by problem."""
 
     __slots__ = (
         "_index",

@@ -70,7 +70,7 @@ class Uid(IntEnum):
 
 
 class Problem(NamedTuple):
-    """What a graph depends on, besides the descriptor; a key of the plans.
+    """Sizes and strides that a graph depends on, besides the descriptor; a key of the plans.
 
     ``s_q`` and ``s_kv`` are, in thd, lengths that no sequence exceeds, and in its backward
     ``rows_q`` and ``rows_kv`` numbers of rows that are not exceeded; else both numbers are 0.

@@ -44,11 +44,11 @@ _T = TypeVar("_T")
 
 
 class OfLengths(Generic[_T]):
-    """What follows from the lengths of one call, for calls after it with the same ones: the layers
-    of a model take a step with the same tensors.
+    """The value computed from the lengths of the last call, for later calls with the same tensors:
+    the layers of a model share them in a step.
 
-    They are the same while no write to them is counted. What a CUDA graph computes is not kept, nor
-    read in a graph: a replay computes it from the lengths of then.
+    Lengths are the same while no write to them is counted. In a CUDA graph the value is neither
+    stored nor read: a replay computes it from the lengths of then.
     """
 
     __slots__ = ("_last",)

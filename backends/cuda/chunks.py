@@ -24,7 +24,7 @@ Part: TypeAlias = "tuple[int, int, Operand]"
 
 
 class Slots(NamedTuple):
-    """What a cast is given besides its tensor; see QuantizeDesc."""
+    """Keywords of a cast besides its tensor; see QuantizeDesc."""
 
     scale: torch.Tensor | None
     amax_out: torch.Tensor | None

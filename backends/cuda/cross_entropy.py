@@ -22,7 +22,7 @@ def cross_entropy_problem(desc: CrossEntropyDesc | CrossEntropyBackwardDesc) -> 
 
 
 class _CrossEntropy:
-    """What forward and backward share."""
+    """Base of forward and backward: the native loss, and the checks of logits and targets."""
 
     __slots__ = ("_desc", "_empty", "_index", "_native_loss", "kernel")
 

@@ -69,7 +69,7 @@ def load() -> Any:
 
 
 class Execution(NamedTuple):
-    """What a graph is built and executed with: a handle of cuDNN, set to torch's stream."""
+    """The module and the handle of cuDNN that build and execute a graph, set to torch's stream."""
 
     cudnn: Any
     handle: int

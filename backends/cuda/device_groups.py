@@ -43,7 +43,7 @@ scales, their strides by row and by k, and how many there are along k."""
 
 
 class _Quantize:
-    """One call of the native library for all groups; one spec, in the orientations that have it."""
+    """A cast of all groups in one native call; one spec, in the orientations that have it."""
 
     __slots__ = (
         "_columnwise",
@@ -177,7 +177,7 @@ def bind_device_quantize(
 
 
 class DeviceGroupedGemm:
-    """One product a group in one launch for up to 64 groups; see GroupedGemmDesc."""
+    """The products of up to 64 groups in one launch; see GroupedGemmDesc."""
 
     __slots__ = ("_adds_after", "_desc", "_device", "_dtype", "_native_gemm", "_types", "kernel")
 

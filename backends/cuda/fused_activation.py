@@ -72,7 +72,7 @@ def fused_activation_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
 
 
 class _Fused:
-    """What both directions share: the cast, and the native call."""
+    """Base of both directions: the cast, and the native call."""
 
     __slots__ = ("_cast", "_dtype", "_index", "_native_fused", "_step", "kernel")
 

@@ -17,7 +17,7 @@ __all__ = ["Empty", "Source", "allocator", "allocator_now", "noting", "source"]
 
 
 class Source(NamedTuple):
-    """What allocates on one CUDA device: ``here`` while it is the current one, None where torch
+    """Allocators of one CUDA device: ``here`` while it is the current one, None where torch
     lacks that function, and ``elsewhere`` at any time."""
 
     device_index: int

@@ -59,7 +59,7 @@ class _Output(NamedTuple):
 
 
 class ByteScaled:
-    """One call of the native library: both orientations, or one."""
+    """A cast in one call of the native library: of both orientations, or of one."""
 
     __slots__ = ("_desc", "_device", "_index", "_is_fp4", "_partials", "kernel", "native_cast")
 

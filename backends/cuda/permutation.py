@@ -92,7 +92,7 @@ def _places(routing: torch.Tensor) -> torch.Tensor:
 
 
 class _Rows:
-    """What the callables share: the dtype of the rows, and memory for results."""
+    """Base of the callables: the dtype of the rows, and memory for results."""
 
     __slots__ = ("_dtype", "_empty", "_index", "_native", "_native_rows", "kernel")
 

@@ -47,7 +47,7 @@ _quantized: Callable[[tuple[Operand | None, Operand | None]], Quantized] = parti
 
 
 class Quantize:
-    """One call of the native library: one spec, in the orientations that have it."""
+    """A cast in one call of the native library: one spec, in the orientations that have it."""
 
     __slots__ = (
         "_columnwise",

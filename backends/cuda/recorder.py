@@ -80,7 +80,7 @@ class _Empty(NamedTuple):
 
     @property
     def reads(self) -> Sequence[int]:
-        """It reads nothing."""
+        """None: an allocation reads no tensor."""
         return ()
 
     def add(self, native: Any, where: Where) -> None:

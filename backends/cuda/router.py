@@ -40,7 +40,7 @@ def router_problem(desc: RouterDesc | RouterBackwardDesc) -> str | None:
 
 
 class _Router:
-    """What forward and backward share."""
+    """Base of forward and backward: the native router, and memory for results."""
 
     __slots__ = ("_desc", "_empty", "_index", "_native", "_native_router", "kernel")
 

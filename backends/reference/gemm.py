@@ -50,7 +50,7 @@ def grouped_gemm(
     bias: Sequence[torch.Tensor] | None = None,
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """One GEMM a group; see the backend API."""
+    """Multiply each group; see the backend API."""
     rows = a.data.shape[0]
     if desc.contract_groups:
         rows = a.data.shape[1] * (1 if desc.a is None else 8 // formats.by_name(desc.a.format).bits)

@@ -40,7 +40,7 @@ can read FP8 and FP4 there, and it is a whole block of MX."""
 
 @dataclass(frozen=True, slots=True)
 class GroupedGemmDesc(GemmDesc):
-    """One GEMM a group in one call.
+    """A GEMM for each group, in one call.
 
     ``contract_groups`` False (fprop, dgrad): ``grouped_gemm(a, b, group_offsets, *, bias=None,
     out=None) -> d [m, n]``, ``a [m, k]`` grouped along its rows, ``b`` and ``bias`` a sequence with

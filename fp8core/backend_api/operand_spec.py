@@ -15,7 +15,7 @@ from fp8core.errors import RecipeError
 
 
 class Operand(NamedTuple):
-    """One operand ``[rows, k]`` of a GEMM: flat plain tensors, so that autograd can save them.
+    """An operand ``[rows, k]`` of a GEMM: flat plain tensors, so that autograd can save them.
 
     Quantized, ``data`` is uint8: ``[rows, k]`` codes, or ``[rows, k / 2]`` for a 4-bit format,
     where element ``2 i`` is in the low half of byte ``i``. ``scale_inv`` is ``[ceil(rows / br),

@@ -231,7 +231,8 @@ class Repeat(Protocol):
 
 
 class Recording(NamedTuple):
-    """What a run returned, and what repeats it; None if it did something that is not repeated."""
+    """The results of a run, and the callable that repeats it, None if the run did something that is
+    not repeated."""
 
     results: Sequence[torch.Tensor | None]
     repeat: Repeat | None

@@ -59,7 +59,7 @@ Maximum: TypeAlias = Callable[[torch.Tensor], "torch.Tensor | None"]
 
 
 class Communicator(ABC):
-    """One rank of a group of ``size`` ranks.
+    """A rank of a group of ``size`` ranks.
 
     ``rank`` is this process's position in the group, ``group_name`` the name by which
     :func:`fp8core.collectives.named` returns this communicator. Every rank of the group has to

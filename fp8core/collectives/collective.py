@@ -1,4 +1,4 @@
-"""One collective in steps that a recorded run can repeat: functions of tensors.
+"""A collective in steps that a recorded run can repeat: functions of tensors.
 
 A recorded run has nothing but tensors between its steps, so that a collective under way is an
 attribute of its result.
@@ -108,7 +108,7 @@ class _Entry:
 
     @property
     def count(self) -> Count:
-        """What it has come to."""
+        """The count so far."""
         return Count(self.calls, self.bytes)
 
 
@@ -182,7 +182,7 @@ other, until the rows of a rank are."""
 
 
 class _Counting(Protocol):
-    """What a collective needs of the communicator."""
+    """The communicator, as a collective needs it."""
 
     traffic: Traffic
     begun: int
@@ -199,7 +199,7 @@ it in another, and has nothing but tensors in between."""
 
 @dataclass(slots=True, eq=False)  # a frozen one takes three times as long to make
 class Collective:
-    """One collective of ``communicator``, apart from its tensors; ``move`` starts it.
+    """A collective of ``communicator``, apart from its tensors; ``move`` starts it.
 
     ``is_coded``: the tensor is sent as uint8. ``at_once``: its end follows its beginning.
     """

@@ -40,7 +40,7 @@ class Store(Protocol):
 
 
 class Claim(NamedTuple):
-    """What one rank says: ``text`` describes ``subject``.
+    """The claim of a rank: ``text`` describes ``subject``.
 
     ``waits_in`` is the collective that the rank waits in, "" if it compares.
     """

@@ -243,7 +243,7 @@ def _comparisons_of(group: dist.ProcessGroup, rank: int) -> Comparisons | None:
 
 
 class _Options:
-    """Those of the process group's calls. With ``at_once`` NCCL runs on the current stream, which
+    """Options of the process group's calls. With ``at_once`` NCCL runs on the current stream, which
     need not wait for another one, nor another for it."""
 
     def __init__(self, at_once: bool) -> None:

@@ -22,7 +22,7 @@ Test = Callable[[Subject, OpDesc], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """One test of the kit: the number of its law, its name, and the operations it is about.
+    """A test of the kit: the number of its law, its name, and the operations it is about.
 
     ``test(subject, desc)`` raises :class:`fp8core.conformance.compare.Broken`, or returns the worst
     error as a share of the allowed error, None if it allows none. Without ``ops`` the test is about
@@ -73,7 +73,7 @@ def law(
 
 
 class Check(NamedTuple):
-    """One test of one descriptor; ``check.run()`` is the test."""
+    """A test of one descriptor; ``check.run()`` is the test."""
 
     law: Law
     op: str

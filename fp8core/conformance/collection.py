@@ -38,7 +38,7 @@ def excerpt(lines: Sequence[str]) -> str:
 
 
 class CheckItem(pytest.Item):
-    """One check, named by its id; ``expected`` is the line that says it fails."""
+    """A check, named by its id; ``expected`` is the line that says it fails."""
 
     def __init__(
         self, *, check: Check, expected: Expected | None, is_strict: bool, **node: Any

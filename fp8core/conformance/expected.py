@@ -18,7 +18,7 @@ from fp8core.errors import OperandError
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """One line of the file."""
+    """A line of the file."""
 
     pattern: str
     reason: str

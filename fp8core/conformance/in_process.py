@@ -123,7 +123,7 @@ def _meeting_of(communicator: Communicator) -> _Meeting:
 
 
 class _ThreadCommunicator(Communicator):
-    """One rank of a meeting. Sums are taken in the order of ranks, in the dtype of the tensors."""
+    """A rank of a meeting. Sums are taken in the order of ranks, in the dtype of the tensors."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         name = f"threads {meeting.number}, rank {rank}"

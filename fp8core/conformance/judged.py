@@ -23,7 +23,7 @@ MANY_GROUPS = (0, 2, 1, 33, 0, 1, 1) * 10
 
 
 class Judged(NamedTuple):
-    """One tensor ``x``, whose groups have ``sizes`` rows, quantized by the backend and by the
+    """A tensor ``x``, whose groups have ``sizes`` rows, quantized by the backend and by the
     judge, all on the CPU."""
 
     ours: Quantized

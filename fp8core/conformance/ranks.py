@@ -1,5 +1,5 @@
-"""What a backend moves between ranks, held to the collectives of their group: laws that every rank
-runs at the same time.
+"""Laws of the rows that a backend moves between ranks, held to the collectives of their group; all
+ranks run them at the same time.
 
 A law exchanges everything first and compares at its end, so that the ranks stay in step where one
 of them finds a fault. Numbers are such that each rank can compute those of the others.
@@ -39,7 +39,7 @@ class RankSubject:
 
     @property
     def moves(self) -> Transfers:
-        """What moves rows beside products.
+        """The transfers that move rows beside products.
 
         Raises:
             Unjudged: nothing does between these ranks.

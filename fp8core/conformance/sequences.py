@@ -56,7 +56,7 @@ def sides_of(call: OpCall, desc: AttentionDesc, x: torch.Tensor, y: torch.Tensor
 
 
 class Sequence(NamedTuple):
-    """One sequence in float64: its inputs as leaves, and ``logits`` with ``weights``,
+    """A sequence in float64: its inputs as leaves, and ``logits`` with ``weights``,
     ``[heads, s_q, s_kv]``; ``log_sums [heads, s_q]``, ``out [s_q, heads, d]``."""
 
     leaves: tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -1,1 +1,1 @@
-"""What is active for this thread, now: autocast, recomputes, checkpoints, graphs."""
+"""The state that is active for this thread: autocast, recomputes, checkpoints, graphs."""

@@ -29,7 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Active:
-    """What an ``autocast`` asks of the layers inside it.
+    """The request of an ``autocast`` to the layers inside it.
 
     ``quantize`` is the recipe to compute with, ``observe`` the one to record amaxes for while
     computing in high precision; at most one is set. ``group`` is the one to reduce amaxes over;

@@ -139,7 +139,7 @@ def passes_of(schedule: Schedule) -> list[tuple[int, int, bool]]:
 
 
 class Pass:
-    """One forward of a module and its backward, each a graph over the same memory.
+    """A forward of a module and its backward, each a graph over the same memory.
 
     The sample's tensors are that memory for the inputs, which a call copies its own into.
     """

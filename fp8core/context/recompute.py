@@ -25,7 +25,7 @@ from fp8core.torch_ops.private import NO_BACKWARD_PASS, current_backward_pass, p
 
 
 class TapeEntry(NamedTuple):
-    """One layer's forward: its label, what it was bound for, its weights and delayed scales.
+    """A layer's forward: its label, what it was bound for, its weights and delayed scales.
 
     ``versions`` count the writes to its parameters, by name; ``scale`` is a copy of the delayed
     scales.

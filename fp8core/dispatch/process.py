@@ -85,7 +85,7 @@ def last_step(seen: Sequence[Record]) -> Record:
 
 
 class _Child:
-    """One process of the doctor, and the file in ``folder`` that it writes its records to."""
+    """A process of the doctor, and the file in ``folder`` that it writes its records to."""
 
     def __init__(self, arguments: Sequence[str], folder: Path, deadline: float) -> None:
         folder.mkdir()

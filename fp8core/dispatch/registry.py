@@ -1,4 +1,4 @@
-"""What plug-ins registered: backends, formats, recipes, and a row for each plug-in."""
+"""Registrations of plug-ins: backends, formats, recipes, and a row for each plug-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What answers a descriptor with an operation: dispatch, or a record of what is asked for."""
+"""Resolvers, which answer a descriptor with an operation: dispatch, or a record of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8core.dispatch.table import Resolved
 
 
 class Purpose(NamedTuple):
-    """What an operation is for: the position of its link in the chain, and the step of that link,
+    """The purpose of an operation: the position of its link in the chain, and the link's step,
     ``fprop``, ``weight``, ``gelu backward``."""
 
     position: int = 0
@@ -24,7 +24,7 @@ UNNAMED = Purpose()
 
 
 class Resolver(Protocol):
-    """What links and quantizers are bound with: it answers each descriptor with an operation."""
+    """The interface that links and quantizers are bound with: an operation for each descriptor."""
 
     def resolve(self, desc: OpDesc, device: torch.device, purpose: Purpose) -> Resolved:
         """Return the operation for ``desc``, or raise UnsupportedError."""
@@ -39,7 +39,7 @@ class Resolver(Protocol):
 
 
 class Noting:
-    """Answers as another resolver does, and notes who records calls of its operations."""
+    """A resolver that answers as another does, and notes who records calls of its operations."""
 
     __slots__ = ("_recorders", "_resolver")
 

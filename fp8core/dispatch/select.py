@@ -22,7 +22,7 @@ _EMULATES = "nothing native; emulates it"
 
 
 class Verdict(NamedTuple):
-    """One backend's answer to a descriptor: why it cannot run it (None: it can).
+    """A backend's answer to a descriptor: why it cannot run it (None: it can).
 
     ``emulated``: it runs the descriptor by computing in high precision, on a device of a type that
     the backend does not list.

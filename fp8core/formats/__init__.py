@@ -47,7 +47,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True)
 class FormatSpec:
-    """One number format of 4 or 8 bits, compared and hashed by its name.
+    """A number format of 4 or 8 bits, compared and hashed by its name.
 
     Invariant: ``decode(encode(decode(c))) == decode(c)`` for every finite code c.
 

@@ -118,7 +118,7 @@ class MMParams(NamedTuple):
 
 
 class QParams(NamedTuple):
-    """What a recipe's fields say about the cast of one kind of tensor, to read."""
+    """The cast of one kind of tensor, as a recipe's fields describe it; to read."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0

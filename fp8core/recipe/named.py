@@ -51,7 +51,7 @@ from fp8core.recipe.plan import (
 @explains_writes
 @dataclass(frozen=True, slots=True)
 class DelayedScaling(Recipe):
-    """One scale a tensor, from the amaxes of earlier steps; the first step uses scale 1.
+    """A scale for each tensor, from the amaxes of earlier steps; the first step uses scale 1.
 
     Attributes:
         margin: the amax maps to ``max * 2^-margin``.
@@ -114,7 +114,7 @@ class DelayedScaling(Recipe):
 @explains_writes
 @dataclass(frozen=True, slots=True)
 class Float8CurrentScaling(Recipe):
-    """One scale a tensor, ``max / amax`` of the tensor itself: no state, two passes over it.
+    """A scale for each tensor, ``max / amax`` of the tensor itself: no state, two passes over it.
 
     ``fp8_dpa``, ``fp8_mha``, ``fp8_dpa_backward`` and ``fp8_dpa_output`` are as in
     :class:`DelayedScaling`; the weights of attention have a constant scale.
@@ -159,7 +159,7 @@ class Float8CurrentScaling(Recipe):
 @explains_writes
 @dataclass(frozen=True, slots=True)
 class Float8RowwiseScaling(Recipe):
-    """One scale for each row of each operand, current: rows of unequal size keep their accuracy.
+    """A scale for each row of each operand, current: rows of unequal size keep their accuracy.
 
     The columnwise operand has one scale for each column of the tensor, so it is quantized from the
     tensor separately.

@@ -1,4 +1,4 @@
-"""What a recipe decides for a layer: how each of its tensors is quantized, and nothing else.
+"""Plans, the decisions of a recipe for a layer: how each of its tensors is quantized, no more.
 
 Every kind of layer has a kind of :class:`Plan`: the tensors it quantizes, and which of them have
 slots in its delayed state. A linear layer is three GEMMs over three tensors, each quantized along
@@ -35,7 +35,7 @@ ScalingAlgorithm: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True)
 class LayerRole:
-    """What a layer is to its model: ``kind`` is ``"linear"``, ``"layernorm_linear"``,
+    """The role of a layer in its model: ``kind`` is ``"linear"``, ``"layernorm_linear"``,
     ``"layernorm_mlp"``, ``"grouped_linear"``, ``"sequential"``, or the kind of another layer;
     ``name`` is its path in the model where the model was prepared or the layer was given one."""
 
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def nonfinite(self) -> str:
-        """What a cast makes of a tensor with NaN or inf, one of :data:`NONFINITE`.
+        """The treatment of a tensor with NaN or inf in a cast, one of :data:`NONFINITE`.
 
         ``"saturate"``: the codes that the format has for them, inf becoming its largest value.
         ``"propagate"``: also scales of NaN, so that every result that depends on the tensor is NaN.
@@ -171,8 +171,8 @@ class LinearPlan(Plan):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan(Plan):
-    """What attention quantizes: queries, keys and values by the spec ``qkv``, each with a scale of
-    its own for the tensor, and ``s``, the weights after the softmax and dropout.
+    """The specs of attention: ``qkv`` for queries, keys and values, each with a scale of its own,
+    and ``s`` for the weights after the softmax and dropout.
 
     ``s`` has a delayed scale, or else a constant one: weights are at most ``1 / (1 - dropout)``.
     ``grad_output``, the gradient of the result, and ``dp``, that of the logits, are None where

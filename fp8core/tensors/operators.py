@@ -1,4 +1,4 @@
-"""What torch's operators do with a tensor of operands.
+"""Torch's operators on a tensor of operands.
 
 Copies, moves and padding act on the operands, bit for bit, as views and copies of whole blocks do;
 other operators compute with the decoded values, and what they write is quantized again.

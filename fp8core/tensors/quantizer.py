@@ -1,4 +1,4 @@
-"""What a quantizer is: it makes the operands of one tensor."""
+"""The protocol of quantizers, each of which makes the operands of one tensor."""
 
 from __future__ import annotations
 
@@ -93,17 +93,17 @@ class BaseQuantizer:
 
     @property
     def casts_chunks(self) -> bool:
-        """It makes none."""
+        """False: the cast makes no chunks."""
         return False
 
     @property
     def plan(self) -> TensorPlan | None:
-        """It takes no stored tensor as its result."""
+        """None: no stored tensor can be the result."""
         return None
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...] | None:
-        """It does more than operations of backends."""
+        """None: the cast is more than operations of backends."""
         return None
 
     def cast_to(self: Quantizer, *, rowwise: bool, columnwise: bool) -> Cast:

@@ -71,7 +71,7 @@ def _mark(operand: Operand, is_nonfinite: torch.Tensor) -> None:
 
 
 class Mixed(BaseQuantizer):
-    """One orientation in low precision, the other in high precision."""
+    """A quantizer of one orientation in low precision; the second stays in high precision."""
 
     __slots__ = ("_columnwise", "_rowwise", "choices")
 
@@ -148,7 +148,7 @@ class Observer(BaseQuantizer):
 
 
 class Binding(NamedTuple):
-    """What quantizers of one layer have in common; ``resolver`` finds their operations."""
+    """The common arguments of the quantizers of one layer; ``resolver`` finds their operations."""
 
     device: torch.device
     activation_dtype: torch.dtype

@@ -78,7 +78,7 @@ def reduced_after_backward(
 
 
 class _Layer(NamedTuple):
-    """What a rank says about a layer that it has used and the ranks have not agreed on.
+    """The description of a layer that a rank has used and the ranks have not agreed on.
 
     ``order`` is its number, ``slots`` how many amaxes the group reduces.
     """
@@ -95,7 +95,7 @@ class _Layer(NamedTuple):
 
 
 class _News(NamedTuple):
-    """What a rank says in an exchange.
+    """The message of a rank in an exchange.
 
     Attributes:
         num_created: how many layers of each family its process has created.

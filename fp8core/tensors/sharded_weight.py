@@ -47,7 +47,7 @@ class RowShard(NamedTuple):
 
 
 class RowPart(NamedTuple):
-    """What a rank holds of an operand: ``codes [rows, k]`` by rows of the matrix, also of a
+    """The share of a rank in an operand: ``codes [rows, k]`` by rows of the matrix, also of a
     columnwise operand; and ``scales``, by rows too, those of the blocks that begin in its rows.
     Scales that cover all rows are the same on all ranks."""
 
@@ -174,7 +174,7 @@ class RowCast:
 
 
 class Writes:
-    """What has to be computed again after a write to a tensor, shared by all its views: the
+    """The values that a write to a tensor makes stale, shared by all its views: the
     ``amaxes`` of its rows, None since a write."""
 
     __slots__ = ("amaxes",)

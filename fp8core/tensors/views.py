@@ -1,4 +1,4 @@
-"""What torch's views and copies of parts make of a QuantizedTensor.
+"""Torch's views of a QuantizedTensor, and copies of its parts.
 
 Leading dimensions are rows, so a view is quantized where it keeps the last dimension, or cuts it
 where blocks end: it shares codes and scales with its base, and a write to it reaches the base.

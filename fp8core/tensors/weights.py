@@ -113,7 +113,8 @@ class WeightQuantizer(Protocol):
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...] | None:
-        """Those of the quantizer of a plain weight that is not kept; None if more is done."""
+        """The constants of a plain weight's quantizer; None if the weight is cached, or more is
+        done."""
 
     def pair(self, input: Quantizer) -> Pair | None:
         """Return the backend's call that casts an input and the weight both ways, if it has one.
@@ -346,7 +347,7 @@ class CachingWeightQuantizer:
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...] | None:
-        """Those of its quantizer."""
+        """The constants of the weight's quantizer."""
         return self._quantizer.constants if self._pad is None else None
 
     def pair(self, input: Quantizer) -> Pair | None:
@@ -428,7 +429,7 @@ class WeightWrapper:
 
     @property
     def constants(self) -> None:
-        """It does more than a cast."""
+        """None: the call is more than a cast."""
         return None
 
     def pair(self, input: Quantizer) -> None:
@@ -440,7 +441,7 @@ class WeightWrapper:
 
 
 class PerGroup:
-    """One quantizer a group, for the weights of a grouped layer: operands come as tuples."""
+    """A quantizer for each group, for the weights of a grouped layer: operands come as tuples."""
 
     __slots__ = ("_quantizers", "choices", "requantizes")
 
@@ -467,7 +468,7 @@ class PerGroup:
 
     @property
     def constants(self) -> None:
-        """It casts several weights."""
+        """None: the call casts several weights."""
         return None
 
     def pair(self, input: Quantizer) -> None:

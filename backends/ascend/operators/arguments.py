@@ -1,4 +1,4 @@
-"""What arguments an operator takes: their dtypes, and checks that torch_npu leaves out."""
+"""Arguments that operators take: their dtypes, and checks that torch_npu leaves out."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class AttentionMask(Protocol):
 
     @property
     def mode(self) -> int:
-        """One of the modes above."""
+        """The mode of ``sparse_mode``, of those above."""
 
     @property
     def mask(self) -> torch.Tensor | None:

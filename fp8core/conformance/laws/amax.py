@@ -79,7 +79,7 @@ def amax_of_either_half_is_supported(subject: Subject, desc: AmaxDesc) -> None:
 
 @law(3, "amax")
 def amax_of_both_orientations_equals_two_calls(subject: Subject, desc: AmaxDesc) -> None:
-    """One call for both orientations gives the bits of a call for each."""
+    """A call for both orientations gives the bits of a call for each."""
     cast = desc.quantize
     sizes = group_sizes(subject, cast) if cast.grouped else ()
     rows, cols = quantize_size(subject, cast, sum(sizes) or 33, 70)

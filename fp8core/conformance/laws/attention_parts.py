@@ -60,7 +60,7 @@ def attention_backward_of_a_part_uses_the_given_result(
 
 
 class _Rows:
-    """What a sequence's queries are given in float64: ``grad`` and ``out [s_q, heads, d]``, and
+    """The arguments of a sequence's queries in float64: ``grad`` and ``out [s_q, heads, d]``, and
     ``stats [heads, s_q]``."""
 
     def __init__(self, grad: torch.Tensor, out: torch.Tensor, stats: torch.Tensor) -> None:

@@ -96,7 +96,7 @@ def unknown_values_are_denied(subject: Subject) -> None:
 
 @law(7)
 def optional_methods_can_be_called(subject: Subject) -> None:
-    """What a callable offers besides its call takes the arguments that the contract says."""
+    """Optional methods of a callable take the arguments that the contract says."""
     for entry in _declared(subject):
         subject.offers(entry.desc)
 

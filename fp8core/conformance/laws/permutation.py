@@ -137,7 +137,7 @@ def _combine_within(subject: Subject, call: OpCall, name: str) -> float:
 
 @law(4, "combine_rows")
 def combine_passes_on_nan_and_inf(subject: Subject, desc: CombineDesc) -> None:
-    """They reach their token alone, also with a weight of 0, and no token from a row of nobody."""
+    """NaN and inf reach their token alone, also with a weight of 0; of a row of nobody, none."""
     route = route_of(9, 6, 2)
     x = inputs.moderate(len(route.sources), 70, desc.dtype).clone()
     hit = int((route.sources >= 0).nonzero()[0])

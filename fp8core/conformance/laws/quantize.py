@@ -221,7 +221,7 @@ def _has_both(desc: QuantizeDesc) -> bool:
 
 @law(3, "quantize", applies=_has_both)
 def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
-    """One call for both orientations gives the bits of a call for each."""
+    """A call for both orientations gives the bits of a call for each."""
     sizes = group_sizes(subject, desc) if desc.grouped else ()
     shape = quantize_size(subject, desc, sum(sizes) or 33, 70)
     for kind in ("decades", "holes", "nonfinite"):
