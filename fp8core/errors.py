@@ -67,7 +67,7 @@ class NonFiniteError(Fp8CoreError, ArithmeticError):
     """A tensor holds NaN or inf, and a monitor was asked to stop there."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the nearest known word, ignoring case, else ``""``.
 
     >>> did_you_mean("e4m4", ["e4m3", "e5m2"])
@@ -77,6 +77,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     >>> did_you_mean("zzz", ["e4m3"])
     ''
     """
-    spelt = {name.lower(): name for name in known}
+    spelt = {name.lower(): name for name in candidates}
     near = difflib.get_close_matches(word.lower(), spelt, n=1)
     return f" Did you mean {spelt[near[0]]!r}?" if near else ""

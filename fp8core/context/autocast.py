@@ -252,7 +252,7 @@ class _Request(NamedTuple):
 
     enabled: bool
     calibrating: bool
-    given: Recipe
+    recipe: Recipe
     group: GroupReference | None
     name: str
 
@@ -274,7 +274,7 @@ def _ask(
     # A group that was destroyed is none, and a request for it not one without a group.
     if (
         latest is not None
-        and recipe is latest.given
+        and recipe is latest.recipe
         and enabled is latest.enabled
         and calibrating is latest.calibrating
         and (

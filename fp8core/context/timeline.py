@@ -214,14 +214,14 @@ class Recompute(NamedTuple):
     Attributes:
         node: the autograd node that the pass computes.
         regions: the torch checkpoints (``use_reentrant=False``) that unpack their tensors now.
-        is_asked_for: whether a node written in Python or a checkpoint caused it; False in a hook
+        is_requested: whether a node written in Python or a checkpoint caused it; False in a hook
             of a tensor.
         is_nested: whether it runs within another recompute, which created ``node`` in this thread.
     """
 
     node: Any
     regions: tuple[Any, ...]
-    is_asked_for: bool
+    is_requested: bool
     is_nested: bool
 
     def active_before(self, outside: str) -> set[str]:

@@ -63,7 +63,7 @@ class Registry:
     refused: dict[str, str] = field(default_factory=dict)
     _instances: dict[str, Backend] = field(default_factory=dict)
 
-    def spec(self, name: str, asked_by: str) -> BackendSpec:
+    def spec(self, name: str, origin: str) -> BackendSpec:
         """Return the backend called ``name``, or raise why there is none.
 
         Raises:
@@ -75,11 +75,11 @@ class Registry:
         failed = {row.name: row.reason for row in self.rows if row.reason is not None}
         reason = self.refused.get(name) or failed.get(name)
         if reason is not None:
-            raise PluginError(f"{asked_by} asks for backend {name!r}: {reason}")
+            raise PluginError(f"{origin} asks for backend {name!r}: {reason}")
         installed = ", ".join(sorted(self.backends)) or "none (is fp8core installed with pip?)"
         unused = f" Plug-ins not used, see `fp8core doctor`: {', '.join(failed)}." if failed else ""
         raise RecipeError(
-            f"{asked_by} asks for backend {name!r}, which is not installed; "
+            f"{origin} asks for backend {name!r}, which is not installed; "
             f"installed: {installed}.{did_you_mean(name, self.backends)}{unused}"
         )
 

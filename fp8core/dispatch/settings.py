@@ -69,12 +69,12 @@ def unknown_names(declared: Iterable[str]) -> list[str]:
     ]
 
 
-def check_op(op: str, asked_by: str) -> None:
+def check_op(op: str, origin: str) -> None:
     """Raise RecipeError unless ``op`` is the name of an operation."""
     operations = (*OPS, *OPTIONAL_OPS)
     if op not in operations:
         raise RecipeError(
-            f"{asked_by} names the operation {op!r}; "
+            f"{origin} names the operation {op!r}; "
             f"operations are {', '.join(operations)}.{did_you_mean(op, operations)}"
         )
 

@@ -46,8 +46,8 @@ class Resolved:
     choice: select.Choice
     alignment: Alignment
 
-    def pair_with(self, other: Resolved) -> PairCast | None:
-        """Return the cast of two dense tensors at once, the second as ``other`` does it, if the
+    def pair_with(self, second: Resolved) -> PairCast | None:
+        """Return the cast of two dense tensors at once, the second as ``second`` does it, if the
         backend has one for these two.
 
         Raises:
@@ -56,7 +56,7 @@ class Resolved:
         desc = self.choice.desc
         assert isinstance(desc, QuantizeDesc)
         who = f"{self.choice.backend} says that it runs {desc}, but its callable"
-        return pair_of(self.offers, desc, other.run, who)
+        return pair_of(self.offers, desc, second.run, who)
 
 
 class _Thread(threading.local):

@@ -54,7 +54,7 @@ def is_recompute(layer: LowPrecisionModule, settings: Active) -> bool:
         UnsupportedError: it repeats a forward that ran, or may have run, under another recipe.
     """
     repeated = timeline.recompute()
-    if not (torch.is_grad_enabled() or repeated.is_asked_for):
+    if not (torch.is_grad_enabled() or repeated.is_requested):
         return False  # a hook evaluates something
     if timeline.is_entered_in_backward():
         return True

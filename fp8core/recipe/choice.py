@@ -71,10 +71,10 @@ def names_of(recipe: Recipe) -> tuple[str, ...]:
     return kind.__name__, *(name for name, factory in _factories().items() if factory is kind)
 
 
-def recipe_from(argument: object, asked_by: str) -> Recipe | None:
+def recipe_from(argument: object, origin: str) -> Recipe | None:
     """Return the recipe that an argument names or is; None stays None.
 
-    ``asked_by`` is what messages call the argument.
+    ``origin`` is what messages call the argument.
 
     Raises:
         RecipeError: no recipe has that name, or ``argument`` is something else.
@@ -85,12 +85,12 @@ def recipe_from(argument: object, asked_by: str) -> Recipe | None:
         try:
             return by_name(argument)
         except RecipeError as error:
-            raise RecipeError(f"{asked_by}: {error}") from None
+            raise RecipeError(f"{origin}: {error}") from None
     remedy = ""
     if isinstance(argument, type) and issubclass(argument, Recipe):
         remedy = f" That is the class; call it: {argument.__name__}()."
     raise RecipeError(
-        f"{asked_by}: expected a Recipe, a recipe's name or None, found {argument!r}.{remedy}"
+        f"{origin}: expected a Recipe, a recipe's name or None, found {argument!r}.{remedy}"
     )
 
 

@@ -55,7 +55,7 @@ def as_data(recipe: Recipe) -> RecipeData:
     return data
 
 
-def from_data(data: object, asked_by: str) -> Recipe | None:
+def from_data(data: object, origin: str) -> Recipe | None:
     """Return the recipe of ``data``: data of :func:`as_data`, a Recipe, or None, which stays None.
 
     >>> from_data({"recipe": "DelayedScaling", "amax_history_len": 16}, "recipe").amax_history_len
@@ -63,17 +63,17 @@ def from_data(data: object, asked_by: str) -> Recipe | None:
 
     Raises:
         RecipeError: another value, an unknown recipe, or a field that it does not have;
-            ``asked_by`` is what the message calls the argument.
+            ``origin`` is what the message calls the argument.
     """
     if not isinstance(data, Mapping):
-        return recipe_from(data, asked_by)
+        return recipe_from(data, origin)
     if data.get(_KIND) == PerLayer.__name__ and data.keys() == {_KIND, "rules", "default"}:
-        rules = [(pattern, from_data(value, asked_by)) for pattern, value in data["rules"]]
-        return PerLayer(rules, from_data(data["default"], asked_by))
+        rules = [(pattern, from_data(value, origin)) for pattern, value in data["rules"]]
+        return PerLayer(rules, from_data(data["default"], origin))
     kind = _CLASSES.get(str(data.get(_KIND)))
     if kind is None:
         raise RecipeError(
-            f"{asked_by}: {dict(data)!r} names no recipe; expected {_KIND!r} to be one of "
+            f"{origin}: {dict(data)!r} names no recipe; expected {_KIND!r} to be one of "
             f"{', '.join(_CLASSES)}.{did_you_mean(str(data.get(_KIND)), _CLASSES)}"
         )
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def from_data(data: object, asked_by: str) -> Recipe | None:
     for name, value in values.items():
         if name not in fields:
             raise RecipeError(
-                f"{asked_by}: {kind.__name__} has no field {name!r}.{did_you_mean(name, fields)}"
+                f"{origin}: {kind.__name__} has no field {name!r}.{did_you_mean(name, fields)}"
             )
         if isinstance(fields[name].default, MMParams):
             values[name] = MMParams(bool(value))

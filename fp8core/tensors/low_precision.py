@@ -130,17 +130,17 @@ class LowPrecision(BoundQuantizer):
             return super().cast_chunked_and_sum(sums)
         return self.cast_and_sum(sums, rowwise=True, columnwise=True)
 
-    def pair_with(self, other: Quantizer) -> Pair | None:
+    def pair_with(self, second: Quantizer) -> Pair | None:
         """Return the backend's own call for two tensors, if it has one for these."""
-        if not isinstance(other, LowPrecision):
+        if not isinstance(second, LowPrecision):
             return None
-        run: Any = self._whole.pair_with(other._whole)
+        run: Any = self._whole.pair_with(second._whole)
         if run is None:
             return None
         states: dict[str, tuple[torch.Tensor | None, ...]] = {}
-        if self.slot is not None and other.slot is not None:
-            scales, amaxes = zip(self.slot, other.slot, strict=True)
+        if self.slot is not None and second.slot is not None:
+            scales, amaxes = zip(self.slot, second.slot, strict=True)
             states = {"scale": scales, "amax_out": amaxes}
-        if self.nonfinite is not None or other.nonfinite is not None:
-            states["nonfinite_out"] = (self.nonfinite, other.nonfinite)
+        if self.nonfinite is not None or second.nonfinite is not None:
+            states["nonfinite_out"] = (self.nonfinite, second.nonfinite)
         return partial(run, **states) if states else run

@@ -82,8 +82,8 @@ class Quantizer(Protocol):
     def cast_chunked_and_sum(self, sums: ColumnSums) -> CastAndSum:
         """Return the call of :meth:`cast_chunked` with column sums, complete with the chunks."""
 
-    def pair_with(self, other: Quantizer) -> Pair | None:
-        """Return the call for both orientations of this tensor and ``other``'s, if there is one."""
+    def pair_with(self, second: Quantizer) -> Pair | None:
+        """Return the call for both orientations of this tensor and ``second``'s, if any."""
 
 
 class BaseQuantizer:
@@ -124,7 +124,7 @@ class BaseQuantizer:
         """Return two calls in one."""
         return _in_two_calls(self.cast_chunked(), sums)
 
-    def pair_with(self, other: Quantizer) -> Pair | None:
+    def pair_with(self, second: Quantizer) -> Pair | None:
         """There is none."""
         return None
 

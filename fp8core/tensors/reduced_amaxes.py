@@ -368,10 +368,12 @@ def _places(layers: Sequence[_Layer], uncertain: set[Family]) -> list[list[int]]
     return places
 
 
-def _difference(first: int, one: _Layer | None, second: int, other: _Layer | None) -> OperandError:
+def _difference(
+    first: int, first_layer: _Layer | None, second: int, second_layer: _Layer | None
+) -> OperandError:
     texts = [
         f"rank {rank} of the group has {'no other layer' if layer is None else layer.shown}"
-        for rank, layer in ((first, one), (second, other))
+        for rank, layer in ((first, first_layer), (second, second_layer))
     ]
     return OperandError(
         f"{_USE} reduces the amaxes of each layer over the ranks, whose layers differ: "

@@ -37,13 +37,13 @@ class Origins(NamedTuple):
     tensors: Sequence[torch.Tensor]
     states: Sequence[tuple[object, ...]]
 
-    def are_tensors_of(self, other: Origins) -> bool:
-        """Say whether ``other`` has the same tensors."""
-        return [*map(id, self.tensors)] == [*map(id, other.tensors)]
+    def are_tensors_of(self, origins: Origins) -> bool:
+        """Say whether ``origins`` have the same tensors."""
+        return [*map(id, self.tensors)] == [*map(id, origins.tensors)]
 
-    def are(self, other: Origins) -> bool:
-        """Say whether ``other`` has the same tensors in the same states."""
-        return self.states == other.states and self.are_tensors_of(other)
+    def are(self, origins: Origins) -> bool:
+        """Say whether ``origins`` have the same tensors in the same states."""
+        return self.states == origins.states and self.are_tensors_of(origins)
 
 
 def _origins_of(source: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Origins:
