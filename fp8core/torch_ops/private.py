@@ -62,6 +62,7 @@ __all__ = [
     "count_writes",
     "current_backward_pass",
     "current_node",
+    "foreach_mul",
     "foreach_norm",
     "foreach_types",
     "forward_hooks",
@@ -207,6 +208,9 @@ try:
 
     # Copies a list of tensors into another in one call.
     copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+
+    # The product of each tensor of a list and a number, or a tensor of one element, in one call.
+    foreach_mul: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_mul
 
     # The norm of each tensor of a list, in one call.
     foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm

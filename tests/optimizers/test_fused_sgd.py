@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core.errors import OperandError
+from fp8core.errors import OperandError, UnsupportedError
 from fp8core.optimizers import FusedSGD
 
 
@@ -55,16 +55,49 @@ def test_parameters_of_16_bits(dtype: torch.dtype) -> None:
         torch.testing.assert_close(one.detach().float(), other.detach(), rtol=0.05, atol=0.05)
 
 
-def test_decay_behind_the_momentum() -> None:
-    param = torch.nn.Parameter(torch.tensor([2.0]))
-    optimizer = FusedSGD([param], 0.5, 0.9, weight_decay=0.25, wd_after_momentum=True)
-    for expected in (2.0 - 0.5 * (1.0 + 0.25 * 2.0), None):
-        param.grad = torch.tensor([1.0])
+def test_parameters_of_any_strides() -> None:
+    base, gaps = torch.randn(5, 7), torch.randn(7, 10)
+    ours = [torch.nn.Parameter(base.t()), torch.nn.Parameter(gaps[:, ::2])]
+    theirs = [torch.nn.Parameter(param.detach().clone().contiguous()) for param in ours]
+    between = gaps[:, 1::2].clone()
+    train(FusedSGD, ours, lr=0.1, momentum=0.9)
+    train(torch.optim.SGD, theirs, lr=0.1, momentum=0.9)
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(gaps[:, 1::2], between)
+
+
+def test_a_parameter_whose_first_gradient_comes_later() -> None:
+    ours, theirs = parameters()[:2], parameters()[:2]
+    for kind, params in ((FusedSGD, ours), (torch.optim.SGD, theirs)):
+        optimizer = kind(params, lr=0.1, momentum=0.9, dampening=0.5)
+        for due in (params[:1], params, params):
+            optimizer.zero_grad()
+            for param in due:
+                param.grad = torch.full_like(param, 0.5)
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_of_fewer_bits_step_float32_parameters() -> None:
+    ours, theirs = parameters(), parameters()
+    optimizers = [FusedSGD(ours, 0.1, 0.9), FusedSGD(theirs, 0.1, 0.9)]
+    for one, other in zip(ours, theirs, strict=True):
+        one.grad_dtype = torch.bfloat16
+        one.grad = torch.randn(one.shape).bfloat16()
+        other.grad = one.grad.float()
+    for optimizer in optimizers:
         optimizer.step()
-        if expected is not None:
-            assert param.item() == expected
-            first = param.item()
-    assert param.item() == pytest.approx(first - 0.5 * (1.9 + 0.25 * first))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_writes_are_counted() -> None:
+    param = parameters()[0]
+    optimizer = FusedSGD([param], 0.1, 0.9)
+    for _ in range(2):
+        before = param._version
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert param._version > before
 
 
 def test_state_is_loaded() -> None:
@@ -122,7 +155,15 @@ ERRORS: dict[str, Any] = {
     "FusedSGD(momentum=-1": lambda: FusedSGD(parameters(), 0.1, -1.0),
     "a dampening of 0": lambda: FusedSGD(parameters(), 0.1, 0.9, 0.5, nesterov=True),
     "a parameter of torch.float64": lambda: FusedSGD(parameters(torch.float64), 0.1),
+    "a gradient of torch.float32": lambda: step_by_a_float32_gradient(),
 }
+
+
+def step_by_a_float32_gradient() -> None:
+    (param, *_) = parameters(torch.bfloat16)
+    param.grad_dtype = torch.float32
+    param.grad = torch.ones(param.shape)
+    FusedSGD([param], 0.1).step()
 
 
 @pytest.mark.parametrize("words", ERRORS)
@@ -130,6 +171,11 @@ def test_what_does_not_fit_is_named(words: str) -> None:
     with pytest.raises(OperandError) as caught:
         ERRORS[words]()
     assert words in str(caught.value)
+
+
+def test_a_decay_behind_the_momentum_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="multiply the parameters by 1 - lr"):
+        FusedSGD(parameters(), 0.1, weight_decay=0.1, wd_after_momentum=True)
 
 
 def test_a_refused_gradient_leaves_every_parameter_unstepped() -> None:
@@ -144,7 +190,7 @@ def test_a_refused_gradient_leaves_every_parameter_unstepped() -> None:
 
 def test_a_copy_of_the_optimizer_steps_as_the_optimizer() -> None:
     params = parameters()
-    optimizer = FusedSGD(params, lr=0.1, momentum=0.9, wd_after_momentum=True, weight_decay=0.1)
+    optimizer = FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
     other = copy.deepcopy(optimizer)
     copies = other.param_groups[0]["params"]
     for param, its_copy in zip(params, copies, strict=True):

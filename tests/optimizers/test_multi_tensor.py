@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8core import optimizers as te
-from fp8core.errors import OperandError
+from fp8core.errors import OperandError, UnsupportedError
 
 BF16 = torch.bfloat16
 
@@ -171,6 +171,26 @@ def test_sgd_writes_copies() -> None:
     te.multi_tensor_applier(te.multi_tensor_sgd, flag(), given, *numbers)
     for one, other in zip(given[1], given[3], strict=True):
         assert torch.equal(one.to(BF16), other)
+
+
+def test_sgd_scales_gradients_and_reads_no_momenta_in_a_first_run() -> None:
+    param, momentum = torch.tensor([2.0]), torch.tensor([torch.nan])
+    given = [[torch.tensor([4.0])], [param], [momentum]]
+    te.multi_tensor_sgd(1, flag(), given, 0.5, 0.9, 0.5, 0.1, False, True, False, 0.25)
+    assert (param.item(), momentum.item()) == (pytest.approx(1.8), 2.0)  # 4 / 4 + 0.5 * 2
+    te.multi_tensor_sgd(1, flag(), given, 0.0, 0.5, 0.5, 0.1, False, False, False, 0.25)
+    assert momentum.item() == 1.5
+    assert param.item() == pytest.approx(1.65)
+
+
+def test_sgd_refuses_what_torch_does_not_step() -> None:
+    half = [[torch.ones(3)], *([torch.ones(3, dtype=BF16)] for _ in range(2))]
+    numbers = (0.1, 0.9, 0.0, 0.1, False, True)
+    with pytest.raises(UnsupportedError, match="wd_after_momentum=True"):
+        te.multi_tensor_sgd(1, flag(), half, *numbers, True, 1.0)
+    with pytest.raises(OperandError, match=r"bfloat16 with a gradient of torch\.float32"):
+        te.multi_tensor_sgd(1, flag(), half, *numbers, False, 1.0)
+    assert all(torch.equal(one, torch.ones_like(one)) for (one,) in half)
 
 
 def test_lists_that_do_not_fit_are_named() -> None:

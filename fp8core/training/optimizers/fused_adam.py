@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -172,14 +172,15 @@ class FusedAdam(AdamState):
         if found_inf is not None:
             found_inf = found_inf.to(device)
         group["step"] = self._next_step(group.get("step"), device, found_inf)
-        batches: dict[tuple[AdamDesc, torch.device], _Batch] = {}
+        steps: list[tuple[AdamDesc, Sequence[torch.Tensor]]] = []
+        after: list[Callable[[], Any]] = []
         for param in group["params"]:
             grad = self._gradient(param)
             if grad is None:
                 continue
             if not self.state[param]:
                 self.initialize_state(param)
-            self._collect(param, local_part(grad), batches)
+            steps.append(self._collected(param, local_part(grad), after))
         beta1, beta2 = group["betas"]
         keywords = {
             "lr": group["lr"],
@@ -194,13 +195,9 @@ class FusedAdam(AdamState):
             keywords["inv_scale"] = scale.to(device).double().reciprocal().float()
         if found_inf is not None:
             keywords["found_inf"] = found_inf.reshape(1)
-        for (desc, where), batch in batches.items():
-            values = tuple(getattr(desc, name) for name in AdamDesc.__slots__)
-            run = bound(AdamDesc, values, where)
-            numbers = keywords if where == device else _moved(keywords, where)
-            run(*batch.lists, **numbers)
-            for write in batch.after:
-                write()
+        adam_steps(steps, lambda where: keywords if where == device else _moved(keywords, where))
+        for write in after:
+            write()
 
     def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return what ``param`` is stepped by."""
@@ -218,14 +215,11 @@ class FusedAdam(AdamState):
         count += 1 if found_inf is None else (found_inf == 0).to(torch.int32).reshape(1)
         return count
 
-    def _collect(
-        self,
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        batches: dict[tuple[AdamDesc, torch.device], _Batch],
-    ) -> None:
-        """Add the tensors of ``param`` to those that are stepped alike."""
-        after: list[Callable[[], Any]] = []
+    def _collected(
+        self, param: torch.Tensor, grad: torch.Tensor, after: list[Callable[[], Any]]
+    ) -> tuple[AdamDesc, Sequence[torch.Tensor]]:
+        """Return the step of ``param`` and its tensors, and note in ``after`` what is written after
+        the step."""
         averages = self._averages(param, after)
         local = plain_for_writing(local_part(param.detach()))
         masters: list[torch.Tensor] = []
@@ -240,10 +234,7 @@ class FusedAdam(AdamState):
             else:
                 kind, masters = "float32", [master]
         desc = AdamDesc(local.dtype, grad.dtype, averages[0].dtype, kind, self.adam_w_mode)
-        batch = batches.setdefault((desc, local.device), _Batch([[] for _ in range(5)], []))
-        for tensors, one in zip(batch.lists, (grad, local, *averages, *masters), strict=False):
-            tensors.append(one)
-        batch.after.extend(after)
+        return desc, (grad, local, *averages, *masters)
 
     def _averages(
         self, param: torch.Tensor, after: list[Callable[[], Any]]
@@ -269,11 +260,25 @@ class FusedAdam(AdamState):
         return value
 
 
-class _Batch(NamedTuple):
-    """The lists of an operation, and what is written after it."""
+def adam_steps(
+    steps: Iterable[tuple[AdamDesc, Sequence[torch.Tensor]]],
+    numbers_on: Callable[[torch.device], dict[str, Any]],
+) -> None:
+    """Run steps of Adam, those of one descriptor and device at once.
 
-    lists: list[list[torch.Tensor]]
-    after: list[Callable[[], Any]]
+    Args:
+        steps: the descriptor of each, and its gradient, parameter, averages and, if it has one,
+            master.
+        numbers_on: returns the keywords of :class:`AdamDesc` for parameters of a device.
+    """
+    batches: dict[tuple[AdamDesc, torch.device], list[list[torch.Tensor]]] = {}
+    for desc, tensors in steps:
+        lists = batches.setdefault((desc, tensors[1].device), [[], [], [], [], []])
+        for of_kind, tensor in zip(lists, tensors, strict=False):  # masters may be missing
+            of_kind.append(tensor)
+    for (desc, where), lists in batches.items():
+        values = tuple(getattr(desc, name) for name in AdamDesc.__slots__)
+        bound(AdamDesc, values, where)(*lists, **numbers_on(where))
 
 
 def _moved(numbers: dict[str, Any], device: torch.device) -> dict[str, Any]:

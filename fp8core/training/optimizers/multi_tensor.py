@@ -13,11 +13,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fp8core.backend_api import AdamDesc, SgdDesc
-from fp8core.chain.alone import bound
+from fp8core.backend_api import AdamDesc
 from fp8core.errors import OperandError
 from fp8core.tensors.sharded_weight import local_part, plain_for_writing
-from fp8core.torch_ops.private import copy_all, foreach_norm
+from fp8core.torch_ops.private import copy_all, foreach_mul, foreach_norm
+from fp8core.training.optimizers.fused_adam import adam_steps
+from fp8core.training.optimizers.fused_sgd import check_decay, check_dtypes, descend
 
 Lists: TypeAlias = "Sequence[Sequence[torch.Tensor]]"
 Number: TypeAlias = "float | torch.Tensor"
@@ -83,13 +84,21 @@ def _scale(noop_flag: torch.Tensor, tensor_lists: Lists, scale: Number) -> None:
     inputs, outputs = _lists(tensor_lists, 2)
     if not inputs:
         return
-    if isinstance(scale, torch.Tensor):
-        scale = scale.float().reshape(())
-    copy_all(list(outputs), [one.float() * scale for one in inputs])
+    copy_all(list(outputs), _scaled(inputs, scale))
     filled = [one for one in outputs if one.numel()]  # the largest of none has no value
     if filled:
         largest = [one.float() for one in foreach_norm(filled, torch.inf)]
         _report(torch.stack(largest).max(), noop_flag)
+
+
+def _scaled(tensors: Sequence[torch.Tensor], by: Number) -> list[torch.Tensor]:
+    """Return ``tensors`` times ``by``, in float32."""
+    if not tensors:
+        return []
+    if isinstance(by, torch.Tensor):
+        by = by.float().reshape(())
+        by = by.item() if by.device.type == "cpu" else by  # foreach takes one of its device alone
+    return list(foreach_mul([tensor.float() for tensor in tensors], by))
 
 
 def _report(result: torch.Tensor, noop_flag: torch.Tensor) -> None:
@@ -124,8 +133,7 @@ def multi_tensor_unscale_l2norm(
     """As :func:`multi_tensor_l2norm`, of the elements times ``inv_scale``, a tensor of one
     element."""
     (tensors,) = _lists(tensor_lists, 1)
-    unscaled = [one.float() * inv_scale.float().reshape(()) for one in tensors]
-    return multi_tensor_l2norm(chunk_size, noop_flag, [unscaled], per_tensor)
+    return multi_tensor_l2norm(chunk_size, noop_flag, [_scaled(tensors, inv_scale)], per_tensor)
 
 
 def multi_tensor_adam(
@@ -178,26 +186,24 @@ def _adam(
 ) -> None:
     lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay = numbers
     has_masters = len(tensor_lists) == 5
-    grads, params, averages, squares, *masters = _lists(tensor_lists, 5 if has_masters else 4)
+    rows = [*zip(*_lists(tensor_lists, 5 if has_masters else 4), strict=True)]
     kind = "float32" if has_masters else "none"
-    given = (grads, params, averages, squares, *(masters or [[]]))
-    keys = [
-        (param.dtype, grad.dtype, average.dtype, kind, bool(mode))
-        for grad, param, average in zip(grads, params, averages, strict=True)
+    descs = [
+        AdamDesc(param.dtype, grad.dtype, average.dtype, kind, bool(mode))
+        for grad, param, average, *_ in rows
     ]
-    for key, lists in _alike(keys, given):
-        bound(AdamDesc, key, lists[1][0].device)(
-            *lists,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            eps=epsilon,
-            weight_decay=weight_decay,
-            step=step,
-            bias_correction=bool(bias_correction),
-            inv_scale=inv_scale,
-            found_inf=noop_flag,
-        )
+    keywords = {
+        "lr": lr,
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": epsilon,
+        "weight_decay": weight_decay,
+        "step": step,
+        "bias_correction": bool(bias_correction),
+        "inv_scale": inv_scale,
+        "found_inf": noop_flag,
+    }
+    adam_steps(zip(descs, rows, strict=True), lambda _: keywords)
 
 
 _FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -250,14 +256,12 @@ def multi_tensor_adam_fp8(
     numbers = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
     _adam(noop_flag, [grads, values, averages, squares], numbers, 1.0)
     largest = torch.finfo(dtype).max
-    goes_on = (noop_flag == 0).reshape(())
     for at, value in enumerate(values):
         scaled = (value * scales[at].reshape(())).clamp(-largest, largest).to(dtype)
         results = [(codes[at], scaled.view(torch.uint8)), (inverses[at], 1 / scales[at])]
         if value.numel():
             results.append((amaxes[at], torch.maximum(amaxes[at], value.abs().amax())))
-        for to, result in results:
-            to.copy_(torch.where(goes_on, result, to))
+        _write(noop_flag, results)
 
 
 @torch.no_grad()
@@ -275,40 +279,39 @@ def multi_tensor_sgd(
     scale: float,
 ) -> None:
     """A step of gradient descent; lists: gradients, parameters, momenta, and, if there are any,
-    copies of the parameters in another dtype. With ``first_run`` the momenta are not read."""
+    copies of the parameters in another dtype. With ``first_run`` the momenta are not read.
+
+    Raises:
+        UnsupportedError: ``wd_after_momentum``.
+        OperandError: a gradient of another dtype than its parameter, which is not float32.
+    """
+    check_decay("multi_tensor_sgd", wd_after_momentum)
     has_copies = len(tensor_lists) == 4
     grads, params, momenta, *copies = _lists(tensor_lists, 4 if has_copies else 3)
-    copy_dtypes = [one.dtype for one in copies[0]] if copies else [None] * len(params)
-    keys = [
-        (param.dtype, grad.dtype, copy_dtype, bool(wd_after_momentum))
-        for grad, param, copy_dtype in zip(grads, params, copy_dtypes, strict=True)
-    ]
-    for key, lists in _alike(keys, (grads, params, momenta, *(copies or [[]]))):
-        bound(SgdDesc, key, lists[1][0].device)(
-            *lists,
-            lr=lr,
-            weight_decay=wd,
-            momentum=momentum,
-            dampening=dampening,
-            nesterov=bool(nesterov),
-            is_first=bool(first_run),
-            scale=scale,
-            found_inf=noop_flag,
-        )
+    for param, grad in zip(params, grads, strict=True):
+        check_dtypes("multi_tensor_sgd", param, grad)
+    stepped = [param.clone() for param in params]
+    new_momenta = descend(
+        stepped,
+        _scaled(grads, scale),
+        [None if first_run else momentum.clone() for momentum in momenta],
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=wd,
+        nesterov=bool(nesterov),
+    )
+    pairs = [*zip(params, stepped, strict=True), *zip(momenta, new_momenta, strict=True)]
+    for copy_list in copies:
+        pairs.extend(zip(copy_list, stepped, strict=True))
+    _write(noop_flag, [(to, value) for to, value in pairs if value is not None])
 
 
-def _alike(
-    keys: Sequence[tuple[Any, ...]], tensor_lists: Lists
-) -> list[tuple[tuple[Any, ...], list[list[torch.Tensor]]]]:
-    """Return each of ``keys`` once, with the lists of the tensors whose key it is; a list without
-    tensors stays one."""
-    places: dict[tuple[Any, ...], list[int]] = {}
-    for at, key in enumerate(keys):
-        places.setdefault(key, []).append(at)
-    return [
-        (key, [[tensors[at] for at in alike] if tensors else [] for tensors in tensor_lists])
-        for key, alike in places.items()
-    ]
+def _write(noop_flag: torch.Tensor, results: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Set each first tensor to the second one, unless ``noop_flag`` stops the step."""
+    goes_on = (noop_flag == 0).reshape(())
+    for to, result in results:
+        to.copy_(torch.where(goes_on, result.to(to.dtype), to))
 
 
 def _lists(tensor_lists: Lists, count: int, shaped: int | None = None) -> Lists:
