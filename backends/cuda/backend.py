@@ -43,7 +43,6 @@ from fp8core.backend_api import (
     RouterBackwardDesc,
     RouterDesc,
     ScaleUpdateDesc,
-    SgdDesc,
     has_amax,
 )
 from fp8core_backends.cuda import native, scaled_mm
@@ -66,7 +65,7 @@ from fp8core_backends.cuda.layout import BLOCKS, TILED, scale_mode
 from fp8core_backends.cuda.microscaling import TiledGemm, bind_byte_scaled, spec_problem
 from fp8core_backends.cuda.norm import AddNorm, Norm, norm_problem
 from fp8core_backends.cuda.norm_residual import ResidualNormBackward
-from fp8core_backends.cuda.optimizers import AdamStep, SgdStep, adam_problem, sgd_problem
+from fp8core_backends.cuda.optimizers import AdamStep, adam_problem
 from fp8core_backends.cuda.permutation import (
     CombineRows,
     CombineRowsBackward,
@@ -363,7 +362,6 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     CrossEntropyDesc: cross_entropy_problem,
     CrossEntropyBackwardDesc: cross_entropy_problem,
     AdamDesc: adam_problem,
-    SgdDesc: sgd_problem,
     NormDesc: norm_problem,
     NormBackwardDesc: lambda desc: norm_problem(desc.norm),
     AddNormDesc: lambda desc: norm_problem(desc.norm),
@@ -389,7 +387,6 @@ _BINDERS: dict[type, Callable[..., Any]] = {
     CrossEntropyDesc: CrossEntropy,
     CrossEntropyBackwardDesc: CrossEntropyBackward,
     AdamDesc: AdamStep,
-    SgdDesc: SgdStep,
     NormDesc: Norm,
     NormBackwardDesc: ResidualNormBackward,
     AddNormDesc: AddNorm,

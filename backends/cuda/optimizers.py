@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import MASTER_KINDS, AdamDesc, OperandError, SgdDesc
+from fp8core.backend_api import MASTER_KINDS, AdamDesc, OperandError
 from fp8core_backends.cuda.layout import DTYPES
 from fp8core_backends.cuda.private import count_writes
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["AdamStep", "SgdStep", "adam_problem", "sgd_problem"]
+__all__ = ["AdamStep", "adam_problem"]
 
 Tensors = Sequence[torch.Tensor]
 Number = float | torch.Tensor
@@ -28,16 +28,6 @@ def adam_problem(desc: AdamDesc) -> str | None:
         (desc.master not in MASTER_KINDS, f"no masters {desc.master!r}"),
         (is_short and desc.dtype != torch.bfloat16, f"no remainders of {desc.dtype}"),
         (desc.state_dtype not in averages, f"no averages in {desc.state_dtype}"),
-    )
-    return next((text for wrong, text in problems if wrong), None)
-
-
-def sgd_problem(desc: SgdDesc) -> str | None:
-    """Say why there is no kernel for ``desc``, or None."""
-    problems = (
-        (desc.dtype not in DTYPES, f"no step of parameters of {desc.dtype}"),
-        (desc.grad_dtype not in DTYPES, f"no step by gradients of {desc.grad_dtype}"),
-        (desc.copy_dtype not in (None, *DTYPES), f"no copies in {desc.copy_dtype}"),
     )
     return next((text for wrong, text in problems if wrong), None)
 
@@ -87,68 +77,19 @@ class AdamStep:
         lists = (grads, params, exp_avgs, exp_avg_sqs, masters)
         if not params:
             return
-        shared, number_copies = _shared(self._device, lr, inv_scale, found_inf)
-        count, count_address = _number(self._device, step, torch.int32)
+        rate, (rate_address, rate_tensor) = _number(self._device, lr, torch.float32)
+        scale, (scale_address, scale_tensor) = _number(self._device, inv_scale, torch.float32)
+        count, (count_address, count_tensor) = _number(self._device, step, torch.int32)
+        stop, stop_tensor = _address_of_stop(self._device, found_inf)
         numbers = (
-            *shared,
-            float(beta1),
-            float(beta2),
-            float(eps),
-            float(weight_decay),
+            *(rate, scale, rate_address, scale_address, stop),
+            *map(float, (beta1, beta2, eps, weight_decay)),
             bool(bias_correction),
-            count,
-            count_address[0],
+            *(count, count_address),
         )
         _run(self._native_step, self._index, lists, self._dtypes, numbers)
-        del number_copies  # copies of numbers, until the kernels are enqueued
-
-
-class SgdStep:
-    """The callable of an SgdDesc."""
-
-    __slots__ = ("_device", "_dtypes", "_index", "_native_step", "kernel")
-
-    def __init__(self, desc: SgdDesc, device: torch.device, native: Any) -> None:
-        self.kernel = "fp8core::step_sgd"
-        self._index = index_of(device)
-        self._device = torch.device("cuda", self._index)
-        self._dtypes = (desc.grad_dtype, desc.dtype, desc.dtype, desc.copy_dtype)
-        copy = desc.dtype if desc.copy_dtype is None else desc.copy_dtype
-        types = [
-            native.InputType.__members__[DTYPES[dtype]]
-            for dtype in (desc.dtype, desc.grad_dtype, copy)
-        ]
-        self._native_step = native.Sgd(*types, desc.decay_after_momentum, self._index)
-
-    def __call__(
-        self,
-        grads: Tensors,
-        params: Tensors,
-        momenta: Tensors,
-        copies: Tensors,
-        *,
-        lr: Number,
-        weight_decay: float,
-        momentum: float,
-        dampening: float,
-        nesterov: bool,
-        is_first: bool,
-        scale: Number = 1.0,
-        found_inf: torch.Tensor | None = None,
-    ) -> None:
-        """Update all tensors but the gradients in place; see the backend API.
-
-        Raises:
-            OperandError: a tensor of another dtype, size or device than the kernel reads.
-        """
-        lists = (grads, params, momenta, copies)
-        if not params:
-            return
-        shared, number_copies = _shared(self._device, lr, scale, found_inf)
-        options = (float(weight_decay), float(momentum), float(dampening))
-        numbers = (*shared, *options, bool(nesterov), bool(is_first))
-        _run(self._native_step, self._index, lists, self._dtypes, numbers)
-        del number_copies  # copies of numbers, until the kernels are enqueued
+        # Copies of numbers, until the kernels are enqueued.
+        del rate_tensor, scale_tensor, count_tensor, stop_tensor
 
 
 def _number(
@@ -169,24 +110,19 @@ def _number(
     return 0.0, (value.data_ptr(), value)
 
 
-def _shared(
-    device: torch.device, lr: Number, scale: Number, found_inf: torch.Tensor | None
-) -> tuple[tuple[float, float, int, int, int], list[torch.Tensor | None]]:
-    """Return the numbers that every step has, and the tensors that hold some of them."""
-    rate, (rate_address, rate_tensor) = _number(device, lr, torch.float32)
-    factor, (factor_address, factor_tensor) = _number(device, scale, torch.float32)
-    stop, stop_tensor = 0, None
-    if found_inf is not None:
-        is_read = found_inf.dtype in (torch.float32, torch.int32)
-        stop_tensor = found_inf if is_read else found_inf.float()
-        if stop_tensor.numel() != 1 or stop_tensor.device != device:
-            raise OperandError(
-                f"found_inf is {list(found_inf.shape)} on {found_inf.device}; expected one element "
-                f"on {device}."
-            )
-        stop = stop_tensor.data_ptr()
-    tensors = [rate_tensor, factor_tensor, stop_tensor]
-    return (rate, factor, rate_address, factor_address, stop), tensors
+def _address_of_stop(
+    device: torch.device, found_inf: torch.Tensor | None
+) -> tuple[int, torch.Tensor | None]:
+    """Return the address of what stops the step, 0 for none, with its tensor."""
+    if found_inf is None:
+        return 0, None
+    stop = found_inf if found_inf.dtype in (torch.float32, torch.int32) else found_inf.float()
+    if stop.numel() != 1 or stop.device != device:
+        raise OperandError(
+            f"found_inf is {list(found_inf.shape)} on {found_inf.device}; expected one element "
+            f"on {device}."
+        )
+    return stop.data_ptr(), stop
 
 
 def _run(
@@ -210,8 +146,6 @@ def _run(
     rows = []
     for at in range(count):
         addresses = [group[at].data_ptr() if group else 0 for group in stored]
-        if len(addresses) == 4:  # grads, parameters, momenta, copies
-            addresses.insert(3, 0)
         rows.append((*addresses, stored[1][at].numel()))
     native_step(rows, numbers, raw_stream(index))
     written = [tensor for tensors in lists[1:] for tensor in tensors]

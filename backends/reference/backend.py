@@ -45,7 +45,6 @@ from fp8core.backend_api import (
     RouterBackwardDesc,
     RouterDesc,
     ScaleUpdateDesc,
-    SgdDesc,
     bind_method,
     has_amax,
 )
@@ -56,7 +55,7 @@ from fp8core_backends.reference.column_sums import column_sums
 from fp8core_backends.reference.cross_entropy import cross_entropy, cross_entropy_backward
 from fp8core_backends.reference.gemm import gemm, grouped_gemm
 from fp8core_backends.reference.norm import norm, norm_backward
-from fp8core_backends.reference.optimizers import adam, sgd
+from fp8core_backends.reference.optimizers import adam
 from fp8core_backends.reference.permutation import (
     combine_rows,
     combine_rows_backward,
@@ -102,7 +101,6 @@ class ReferenceBackend:
     router = staticmethod(router)
     router_backward = staticmethod(router_backward)
     scale_update = staticmethod(scale_update)
-    sgd = staticmethod(sgd)
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         """Return the reason why ``desc`` cannot run, or None."""
@@ -278,11 +276,6 @@ def _check_adam(desc: AdamDesc) -> str | None:
     return reason or _check_float(desc.dtype) or _check_float(desc.grad_dtype)
 
 
-def _check_sgd(desc: SgdDesc) -> str | None:
-    copied = torch.float32 if desc.copy_dtype is None else desc.copy_dtype
-    return next(filter(None, map(_check_float, (desc.dtype, desc.grad_dtype, copied))), None)
-
-
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
     QuantizeDesc: _check_quantize,
     DequantizeDesc: _check_dequantize,
@@ -309,5 +302,4 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     CrossEntropyDesc: _check_cross_entropy,
     CrossEntropyBackwardDesc: _check_cross_entropy,
     AdamDesc: _check_adam,
-    SgdDesc: _check_sgd,
 }

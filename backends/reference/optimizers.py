@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8core.backend_api import AdamDesc, SgdDesc
+from fp8core.backend_api import AdamDesc
 
-__all__ = ["adam", "sgd"]
+__all__ = ["adam"]
 
 Tensors = Sequence[torch.Tensor]
 Number = float | torch.Tensor
@@ -93,41 +93,6 @@ def _write_value(
     upper = ((bits - remainder.to(torch.int32)) >> 16).to(torch.int16)
     _write(param, upper.view(torch.bfloat16), found_inf)
     _write(master, remainder, found_inf)
-
-
-def sgd(
-    desc: SgdDesc,
-    grads: Tensors,
-    params: Tensors,
-    momenta: Tensors,
-    copies: Tensors,
-    *,
-    lr: Number,
-    weight_decay: float,
-    momentum: float,
-    dampening: float,
-    nesterov: bool,
-    is_first: bool,
-    scale: Number = 1.0,
-    found_inf: torch.Tensor | None = None,
-) -> None:
-    """Update all tensors but the gradients in place; see the backend API."""
-    lr, scale = _scalar(lr), _scalar(scale)
-    for grad, param, velocity, copy in itertools.zip_longest(grads, params, momenta, copies):
-        value = param.float()
-        g = grad.float() * scale
-        if not desc.decay_after_momentum:
-            g = g + weight_decay * value
-        if momentum:
-            m = g if is_first else momentum * velocity.float() + (1 - dampening) * g
-            g = g + momentum * m if nesterov else m
-            _write(velocity, m, found_inf)
-        if desc.decay_after_momentum:
-            g = g + weight_decay * value
-        value = value - lr * g
-        _write(param, value, found_inf)
-        if copy is not None:
-            _write(copy, value, found_inf)
 
 
 def _write(to: torch.Tensor, value: torch.Tensor, found_inf: torch.Tensor | None) -> None:

@@ -232,9 +232,6 @@ void register_steps(py::module_& module) {
   py::class_<AdamDesc>(module, "Adam")
       .def(py::init<InputType, InputType, InputType, MasterKind, bool, int>())
       .def("__call__", &adam);
-  py::class_<SgdDesc>(module, "Sgd")
-      .def(py::init<InputType, InputType, InputType, bool, int>())
-      .def("__call__", &sgd);
 }
 
 }  // namespace

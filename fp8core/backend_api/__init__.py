@@ -78,7 +78,7 @@ from fp8core.backend_api.operand_spec import (
     scale_inverses,
 )
 from fp8core.backend_api.operations import OPS, OPTIONAL_OPS, OpDesc
-from fp8core.backend_api.optimizers import MASTER_KINDS, AdamDesc, SgdDesc
+from fp8core.backend_api.optimizers import MASTER_KINDS, AdamDesc
 from fp8core.backend_api.optional import (
     AddsGradients,
     Chunks,
@@ -209,7 +209,6 @@ __all__ = [
     "RouterDesc",
     "ScaleUpdateDesc",
     "Sending",
-    "SgdDesc",
     "TakesMaxima",
     "Transfers",
     "UnsupportedError",

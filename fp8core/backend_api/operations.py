@@ -16,7 +16,7 @@ from fp8core.backend_api.layers import (
     NormBackwardDesc,
     NormDesc,
 )
-from fp8core.backend_api.optimizers import AdamDesc, SgdDesc
+from fp8core.backend_api.optimizers import AdamDesc
 from fp8core.backend_api.permutation import (
     CombineBackwardDesc,
     CombineDesc,
@@ -52,7 +52,6 @@ OpDesc: TypeAlias = (
     | CrossEntropyDesc
     | CrossEntropyBackwardDesc
     | AdamDesc
-    | SgdDesc
     | FusedDesc
     | AddNormDesc
 )
@@ -81,7 +80,6 @@ OPS: tuple[str, ...] = (
     "router",
     "router_backward",
     "scale_update",
-    "sgd",
 )
 """Names of the operations every backend's devices need, as ``FP8CORE_OP_BACKEND`` spells them."""
 

@@ -57,37 +57,3 @@ class AdamDesc:
 
     def __str__(self) -> str:
         return text(self, dtype_text(self.dtype), dtype_text(self.grad_dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class SgdDesc:
-    """``sgd(grads, params, momenta, copies, *, lr, weight_decay, momentum, dampening, nesterov,
-    is_first, scale=1.0, found_inf=None) -> None``: a step of gradient descent.
-
-    Lists of as many tensors, those of one parameter of one shape, of any strides; all are updated
-    in place but ``grads``. ``copies`` is empty where there are none. ``is_first``: the momenta are
-    not read, but set to the gradient. Gradients are multiplied by ``scale`` first. ``lr`` and
-    ``scale`` are numbers, or float32 tensors of one element on the device; ``found_inf`` is as of
-    :class:`AdamDesc`. In float32::
-
-        g = grad * scale   (+ weight_decay * p without ``decay_after_momentum``)
-        with momentum: m = momentum * m + (1 - dampening) * g, then g = g + momentum * m
-                       with nesterov, else g = m
-        p = p - lr * (g   (+ weight_decay * p with ``decay_after_momentum``))
-
-    Attributes:
-        dtype: of the parameters and of the momenta.
-        grad_dtype: of the gradients.
-        copy_dtype: ``copies`` are set to the new parameters, rounded to it; None: there are none.
-        decay_after_momentum: where the weight decay is added.
-    """
-
-    op: ClassVar[str] = "sgd"
-    low_precision: ClassVar[bool] = False
-    dtype: torch.dtype
-    grad_dtype: torch.dtype
-    copy_dtype: torch.dtype | None = None
-    decay_after_momentum: bool = False
-
-    def __str__(self) -> str:
-        return text(self, dtype_text(self.dtype), dtype_text(self.grad_dtype))

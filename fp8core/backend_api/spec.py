@@ -90,7 +90,7 @@ class DeclaresNumerics(Protocol):
         """Return the bounds that hold for ``desc``, a supported descriptor, on ``device``."""
 
 
-API_VERSION = (4, 1)
+API_VERSION = (5, 0)
 """(major, minor). A backend written for another major, or a newer minor, is not loaded.
 
 The minor rises with a change that an old backend can ignore: a new operation, a new optional
@@ -102,6 +102,7 @@ BREAKING_CHANGES: Mapping[int, str] = {
     3: "AmaxDesc holds a QuantizeDesc, amax takes group_offsets and quantize takes amax",
     4: "BackendSpec requires api_version, cross_entropy returns largest beside log_sum and its "
     "backward takes both",
+    5: "sgd is no operation of backends, and SgdDesc is gone",
 }
 """What each major version changed that a backend of an older one does not know."""
 

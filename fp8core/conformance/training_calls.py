@@ -18,13 +18,12 @@ from fp8core.backend_api import (
     RouteDesc,
     RouterBackwardDesc,
     RouterDesc,
-    SgdDesc,
 )
 from fp8core.conformance import inputs
 
 TRAINING_DESCS = (
     *(RouteDesc, DispatchDesc, CombineDesc, CombineBackwardDesc, RouterDesc, RouterBackwardDesc),
-    *(CrossEntropyDesc, CrossEntropyBackwardDesc, AdamDesc, SgdDesc),
+    *(CrossEntropyDesc, CrossEntropyBackwardDesc, AdamDesc),
 )
 EXPERTS, TOPK = 6, 3
 SIZE = (9, 70)
@@ -84,8 +83,6 @@ def training_call(desc: OpDesc, seed: int, size: tuple[int, ...]) -> Arguments:
             return Arguments((grad, x, target, *sums_of(x.float())), {})
         case AdamDesc():
             return _adam(desc, seed)
-        case SgdDesc():
-            return _sgd(desc, seed)
     raise AssertionError(f"no call of {desc}")
 
 
@@ -170,9 +167,9 @@ _SHAPES = ((7, 5), (33,), (0,), (2, 3, 4), (1030,))
 
 
 def step_lists(
-    desc: AdamDesc | SgdDesc, seed: int, shapes: tuple[tuple[int, ...], ...] = _SHAPES
+    desc: AdamDesc, seed: int, shapes: tuple[tuple[int, ...], ...] = _SHAPES
 ) -> list[list[torch.Tensor]]:
-    """Return the lists of a step: gradients, parameters, the state, and masters or copies."""
+    """Return the lists of a step: gradients, parameters, the averages, and masters."""
 
     def draw(number: int, dtype: torch.dtype) -> list[torch.Tensor]:
         return [
@@ -181,10 +178,6 @@ def step_lists(
         ]
 
     grads, params = draw(1, desc.grad_dtype), draw(2, torch.float32)
-    if isinstance(desc, SgdDesc):
-        params = [param.to(desc.dtype) for param in params]
-        copies = [param.to(desc.copy_dtype) for param in params] if desc.copy_dtype else []
-        return [grads, params, draw(3, desc.dtype), copies]
     averages = draw(3, desc.state_dtype)
     squares = [tensor.abs() * 0.1 for tensor in draw(4, desc.state_dtype)]
     if desc.master == "none":
@@ -212,16 +205,3 @@ def _adam(desc: AdamDesc, seed: int) -> Arguments:
         "inv_scale": 0.5,
     }
     return Arguments(tuple(lists), keywords, frozenset({1, 2, 3, 4}))
-
-
-def _sgd(desc: SgdDesc, seed: int) -> Arguments:
-    keywords = {
-        "lr": 0.1,
-        "weight_decay": 0.01,
-        "momentum": 0.9,
-        "dampening": 0.1,
-        "nesterov": False,
-        "is_first": False,
-        "scale": 0.5,
-    }
-    return Arguments(tuple(step_lists(desc, seed)), keywords, frozenset({1, 2, 3}))

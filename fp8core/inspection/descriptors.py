@@ -34,7 +34,6 @@ from fp8core.backend_api import (
     RouteDesc,
     RouterBackwardDesc,
     RouterDesc,
-    SgdDesc,
     has_amax,
 )
 from fp8core.chain.activation import activation_shape
@@ -112,18 +111,15 @@ def _steps(dtype: torch.dtype) -> Iterator[Labelled]:
         of_grads = "" if grad_dtype == dtype else "float32_grads."
         yield Labelled(f"{of_grads}adamw", AdamDesc(dtype, grad_dtype))
         yield Labelled(f"{of_grads}adam", AdamDesc(dtype, grad_dtype, decoupled=False))
-        yield Labelled(f"{of_grads}plain", SgdDesc(dtype, grad_dtype))
         if dtype == single:
             continue
         masters = AdamDesc(dtype, grad_dtype, master="float32")
         yield Labelled(f"{of_grads}masters", masters)
-        yield Labelled(f"{of_grads}copies", SgdDesc(single, grad_dtype, dtype))
         if dtype == torch.bfloat16:
             short = AdamDesc(dtype, grad_dtype, master="remainder")
             yield Labelled(f"{of_grads}remainders", short)
             small = AdamDesc(dtype, grad_dtype, torch.bfloat16, "float32")
             yield Labelled(f"{of_grads}bfloat16_averages", small)
-    yield Labelled("late_decay", SgdDesc(dtype, dtype, decay_after_momentum=True))
 
 
 class Request(NamedTuple):

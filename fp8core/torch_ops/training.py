@@ -198,48 +198,22 @@ _ADAM_NUMBERS = (
 _ADAM_TENSORS = ("lr", "step", "inv_scale", "found_inf")
 
 
-@define(
-    "(str operation, Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] momenta, "
-    "Tensor(c!)[] copies, Tensor?[] on_device, float[] numbers) -> ()",
-    lambda text, grads, params, momenta, copies, on_device, numbers: None,
-)
-def _sgd(
-    text: str,
-    grads: Tensors,
-    params: Tensors,
-    momenta: Tensors,
-    copies: Tensors,
-    on_device: Sequence[Optional],
-    numbers: Sequence[float],
-) -> None:
-    keywords = dict(zip(_SGD_NUMBERS, numbers, strict=True))
-    keywords |= given(**dict(zip(_SGD_TENSORS, on_device, strict=True)))
-    for flag in ("nesterov", "is_first"):
-        keywords[flag] = bool(keywords[flag])
-    bound(text, params[0].device)(grads, params, momenta, copies, **keywords)
+_ADAM_DEFAULTS = {"bias_correction": True, "inv_scale": 1.0}
 
 
-_SGD_NUMBERS = (*("lr", "weight_decay", "momentum", "dampening", "nesterov", "is_first", "scale"),)
-_SGD_TENSORS = ("lr", "scale", "found_inf")
-_DEFAULTS = {"bias_correction": True, "inv_scale": 1.0, "scale": 1.0}
+def _adam_call(text: str) -> Call:
+    """Return a step's call: lists of tensors, then numbers by keyword."""
 
+    def run(*lists: Tensors, **keywords: Any) -> None:
+        if not lists[0]:
+            return
+        on_device = [keywords.get(name) for name in _ADAM_TENSORS]
+        on_device = [one if isinstance(one, torch.Tensor) else None for one in on_device]
+        numbers = [keywords.get(name, _ADAM_DEFAULTS.get(name)) for name in _ADAM_NUMBERS]
+        plain = [0.0 if isinstance(n, torch.Tensor) else float(n) for n in numbers]  # type: ignore[arg-type]  # only names with a default may be missing
+        _adam(text, *map(list, lists), on_device, plain)
 
-def _step(operator: Call, numbers: Sequence[str], tensors: Sequence[str]) -> Callable[[str], Call]:
-    """Return the maker of a step's call: lists of tensors, then numbers by keyword."""
-
-    def call(text: str) -> Call:
-        def run(*lists: Tensors, **keywords: Any) -> None:
-            if not lists[0]:
-                return
-            on_device = [keywords.get(name) for name in tensors]
-            on_device = [one if isinstance(one, torch.Tensor) else None for one in on_device]
-            given_numbers = [keywords.get(name, _DEFAULTS.get(name)) for name in numbers]
-            plain = [0.0 if isinstance(n, torch.Tensor) else float(n) for n in given_numbers]  # type: ignore[arg-type]  # only names with a default may be missing
-            operator(text, *map(list, lists), on_device, plain)
-
-        return run
-
-    return call
+    return run
 
 
 def _padded(results: Sequence[torch.Tensor]) -> tuple[Optional, Optional]:
@@ -270,8 +244,7 @@ _CALLS: dict[str, Callable[[str], Call]] = {
     "cross_entropy_backward": lambda text: (
         lambda *arguments: _cross_entropy_backward(text, *arguments)
     ),
-    "adam": _step(_adam, _ADAM_NUMBERS, _ADAM_TENSORS),
-    "sgd": _step(_sgd, _SGD_NUMBERS, _SGD_TENSORS),
+    "adam": _adam_call,
 }
 
 

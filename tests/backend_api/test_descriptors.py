@@ -41,7 +41,6 @@ from fp8core.backend_api import (
     RouterBackwardDesc,
     RouterDesc,
     ScaleUpdateDesc,
-    SgdDesc,
 )
 from fp8core.conformance.catalogue import catalogue
 from fp8core.errors import RecipeError
@@ -83,7 +82,6 @@ EXAMPLES: tuple[Any, ...] = (
     CrossEntropyDesc(BF16),
     CrossEntropyBackwardDesc(BF16),
     AdamDesc(BF16, BF16),
-    SgdDesc(BF16, BF16, BF16),
 )
 OTHERS: dict[str, Any] = {
     "format": "e5m2",

@@ -193,13 +193,6 @@ class StepsAnyway(Sound):
         optimizers.adam(desc, *lists, **named)
 
 
-class AddsFirstMomenta(Sound):
-    """Adds the first gradient to what the momentum held."""
-
-    def sgd(self, desc: Any, *lists: Any, is_first: bool, **named: Any) -> Any:
-        optimizers.sgd(desc, *lists, is_first=False, **named)
-
-
 CAUGHT_BY: dict[type[Sound], str] = {
     OrdersByToken: "law4_route_equals_the_reference",
     KeepsDroppedTokens: "law4_route_equals_the_reference",
@@ -221,6 +214,5 @@ CAUGHT_BY: dict[type[Sound], str] = {
     CountsFromZero: "law4_adam_steps_as_the_reference",
     MovesTheParameterOn: "law4_adam_rounds_the_parameter_from_its_master",
     StepsAnyway: "law4_steps_stop_where_something_is_not_finite",
-    AddsFirstMomenta: "law4_sgd_steps_as_the_reference",
 }
 """Each fault, and the test of the kit whose name says what it is."""

@@ -85,7 +85,6 @@ LABELS = {
     "cross_entropy.bfloat16",
     "cross_entropy_backward.bfloat16",
     "adam.masters.bfloat16",
-    "sgd.plain.float32",
     "sreglu.float16.float16",
     "delayed.input.bfloat16.amax",
     "delayed.grouped.input.bfloat16.device.amax",

@@ -41,7 +41,6 @@ from fp8core.backend_api import (
     RouterBackwardDesc,
     RouterDesc,
     ScaleUpdateDesc,
-    SgdDesc,
     bind_method,
 )
 from fp8core.conformance import calls, subject
@@ -213,15 +212,13 @@ def training_case(desc: OpDesc) -> tuple[Any, ...]:
     return getattr(OPS, desc.op), text(desc), *call.arguments, *keywords
 
 
-def step_case(desc: AdamDesc | SgdDesc) -> tuple[Any, ...]:
+def step_case(desc: AdamDesc) -> tuple[Any, ...]:
     call = calls.arguments(subject.find("reference"), desc)
     operator, words, *lists = training_case(desc)
-    count = 4 if isinstance(desc, AdamDesc) else 3
-    values = [float(call.keywords.get(name, 1.0)) for name in STEP_NUMBERS[type(desc)]]
-    return operator, words, *lists, [None] * count, values
+    values = [float(call.keywords.get(name, 1.0)) for name in training._ADAM_NUMBERS]
+    return operator, words, *lists, [None] * 4, values
 
 
-STEP_NUMBERS = {AdamDesc: training._ADAM_NUMBERS, SgdDesc: training._SGD_NUMBERS}
 ROUTER = RouterDesc(BF16, 3, "sigmoid", scaling_factor=2.5)
 
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -319,7 +316,6 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cross_entropy": lambda: training_case(CrossEntropyDesc(BF16)),
     "cross_entropy_backward": lambda: training_case(CrossEntropyBackwardDesc(BF16)),
     "adam": lambda: step_case(AdamDesc(BF16, BF16, master="remainder")),
-    "sgd": lambda: step_case(SgdDesc(torch.float32, BF16, BF16)),
     "drop": lambda: (OPS.drop, rand(8, 4), torch.tensor([3, 4]), 1, 0.5),
     "draw_seed": lambda: (OPS.draw_seed, 0),
 }
@@ -347,7 +343,7 @@ def test_every_operation_has_an_operator() -> None:
         AddNormDesc(RMS),
         GemmDesc(MX, None, BF16, True),
         ROUTER,
-        SgdDesc(torch.float32, BF16, BF16),
+        AdamDesc(torch.float32, BF16, BF16),
     ],
 )
 def test_operation_is_read_back_equal(desc: OpDesc) -> None:

@@ -133,7 +133,7 @@ __device__ Raw from_floats(const float (&values)[kEach], InputType type) {
   return from_halves(halves);
 }
 
-__device__ bool is_stopped(const StepNumbers& numbers) {
+__device__ bool is_stopped(const AdamNumbers& numbers) {
   return numbers.found_inf != nullptr && (*numbers.found_inf & 0x7FFFFFFFu) != 0;
 }
 
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   __shared__ float divisors[2];
   const AdamDesc& desc = p.desc;
   const AdamNumbers& n = p.numbers;
-  if (is_stopped(n.step)) return;
+  if (is_stopped(n)) return;
   if (threadIdx.x == 0) {
     divisors[0] = p.of_first;
     divisors[1] = p.of_second;
@@ -192,9 +192,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   __syncthreads();
-  const float lr = n.step.lr_on_device != nullptr ? *n.step.lr_on_device : n.step.lr;
-  const float scale =
-      n.step.inv_scale_on_device != nullptr ? *n.step.inv_scale_on_device : n.step.inv_scale;
+  const float lr = n.lr_on_device != nullptr ? *n.lr_on_device : n.lr;
+  const float scale = n.inv_scale_on_device != nullptr ? *n.inv_scale_on_device : n.inv_scale;
   const float of_first = divisors[0], of_second = divisors[1];
   const bool has_master = desc.master == MasterKind::kFloat32;
   const bool has_remainder = desc.master == MasterKind::kRemainder;
@@ -259,53 +258,6 @@ __global__ void __launch_bounds__(kThreads, 2)
       });
 }
 
-struct Sgd {
-  SgdDesc desc;
-  SgdNumbers numbers;
-  float rest;  // 1 - dampening
-};
-
-__global__ void __launch_bounds__(kThreads, 2)
-    step_sgd(const __grid_constant__ Batch batch, const __grid_constant__ Sgd p) {
-  const SgdDesc& desc = p.desc;
-  const SgdNumbers& n = p.numbers;
-  if (is_stopped(n.step)) return;
-  const float lr = n.step.lr_on_device != nullptr ? *n.step.lr_on_device : n.step.lr;
-  const float scale =
-      n.step.inv_scale_on_device != nullptr ? *n.step.inv_scale_on_device : n.step.inv_scale;
-  const bool has_momentum = n.momentum != 0.0f;
-  for_elements(
-      batch, parameter_of(batch), [&](const StepTensors& t, int64_t at, int count, bool is_vector) {
-        const Raw raw_grad = load_raw(t.grad, desc.grad, at, count, is_vector);
-        const Raw raw_param = load_raw(t.param, desc.param, at, count, is_vector);
-        Raw raw_first{};
-        if (has_momentum && !n.is_first)
-          raw_first = load_raw(t.first, desc.param, at, count, is_vector);
-        float grads[kEach], values[kEach], momenta[kEach];
-        to_floats(raw_grad, desc.grad, grads);
-        to_floats(raw_param, desc.param, values);
-        to_floats(raw_first, desc.param, momenta);
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-          float g = __fmul_rn(grads[i], scale);
-          if (!desc.decays_after_momentum) g = __fadd_rn(g, __fmul_rn(n.weight_decay, values[i]));
-          if (has_momentum) {
-            const float m =
-                n.is_first ? g : __fadd_rn(__fmul_rn(n.momentum, momenta[i]), __fmul_rn(p.rest, g));
-            momenta[i] = m;
-            g = n.is_nesterov ? __fadd_rn(g, __fmul_rn(n.momentum, m)) : m;
-          }
-          if (desc.decays_after_momentum) g = __fadd_rn(g, __fmul_rn(n.weight_decay, values[i]));
-          values[i] = __fsub_rn(values[i], __fmul_rn(lr, g));
-        }
-        store_raw(from_floats(values, desc.param), t.param, desc.param, at, count, is_vector);
-        if (has_momentum)
-          store_raw(from_floats(momenta, desc.param), t.first, desc.param, at, count, is_vector);
-        if (t.extra != nullptr)
-          store_raw(from_floats(values, desc.copy), t.extra, desc.copy, at, count, is_vector);
-      });
-}
-
 // Calls launch(batch, blocks) for some parameters at a time.
 template <typename Launch>
 void in_batches(const std::vector<StepTensors>& tensors, const Launch& launch) {
@@ -347,15 +299,6 @@ void launch_adam(const AdamDesc& desc, const std::vector<StepTensors>& tensors,
   }
   in_batches(tensors, [&](const Batch& batch, unsigned blocks) {
     step_adam<<<blocks, kThreads, 0, stream>>>(batch, p);
-  });
-}
-
-void launch_sgd(const SgdDesc& desc, const std::vector<StepTensors>& tensors,
-                const SgdNumbers& numbers, cudaStream_t stream) {
-  const DeviceGuard guard(desc.device);
-  in_batches(tensors, [&](const Batch& batch, unsigned blocks) {
-    const Sgd p{desc, numbers, static_cast<float>(1.0 - numbers.dampening)};
-    step_sgd<<<blocks, kThreads, 0, stream>>>(batch, p);
   });
 }
 

@@ -7,7 +7,5 @@ namespace fp8core {
 
 void launch_adam(const AdamDesc& desc, const std::vector<StepTensors>& tensors,
                  const AdamNumbers& numbers, cudaStream_t stream);
-void launch_sgd(const SgdDesc& desc, const std::vector<StepTensors>& tensors,
-                const SgdNumbers& numbers, cudaStream_t stream);
 
 }  // namespace fp8core

@@ -1,4 +1,4 @@
-// Steps of optimizers: the tensors of all parameters in a few launches, in place, in float32.
+// Steps of Adam: the tensors of all parameters in a few launches, in place, in float32.
 #pragma once
 
 #include <vector>
@@ -10,8 +10,8 @@ namespace fp8core {
 // A launch takes kParametersPerStep parameters.
 constexpr int kParametersPerStep = 48;
 
-// The tensors of one parameter, each contiguous, of `size` elements. Adam: first and second are the
-// averages, extra the master, or null. Descent: first is the momentum, extra the copy, or null.
+// The tensors of one parameter, each contiguous, of `size` elements: first and second are the
+// averages, extra is the master, or null.
 struct StepTensors {
   const void* grad = nullptr;
   void *param = nullptr, *first = nullptr, *second = nullptr, *extra = nullptr;
@@ -19,16 +19,6 @@ struct StepTensors {
 
   static constexpr int kOptional = 0;
   auto fields() { return std::tie(grad, param, first, second, extra, size); }
-};
-
-// A number that the host knows, or, where `on_device` is not null, one element there.
-struct StepNumbers {
-  float lr = 0.0f, inv_scale = 1.0f;
-  const float *lr_on_device = nullptr, *inv_scale_on_device = nullptr;
-  // 4 bytes that stop the step unless they are 0 or -0; null for none.
-  const std::uint32_t* found_inf = nullptr;
-
-  auto fields() { return std::tie(lr, inv_scale, lr_on_device, inv_scale_on_device, found_inf); }
 };
 
 enum class MasterKind { kNone, kFloat32, kRemainder };
@@ -40,8 +30,12 @@ struct AdamDesc {
   int device;
 };
 
+// A number that the host knows, or, where `on_device` is not null, one element there.
 struct AdamNumbers {
-  StepNumbers step;
+  float lr = 0.0f, inv_scale = 1.0f;
+  const float *lr_on_device = nullptr, *inv_scale_on_device = nullptr;
+  // 4 bytes that stop the step unless they are 0 or -0; null for none.
+  const std::uint32_t* found_inf = nullptr;
   double beta1 = 0.0, beta2 = 0.0;
   float eps = 0.0f, weight_decay = 0.0f;
   bool corrects_bias = true;
@@ -50,31 +44,12 @@ struct AdamNumbers {
 
   static constexpr int kOptional = 0;
   auto fields() {
-    return std::tie(step, beta1, beta2, eps, weight_decay, corrects_bias, step_number,
-                    step_number_on_device);
+    return std::tie(lr, inv_scale, lr_on_device, inv_scale_on_device, found_inf, beta1, beta2, eps,
+                    weight_decay, corrects_bias, step_number, step_number_on_device);
   }
 };
 
 void adam(const AdamDesc& desc, const std::vector<StepTensors>& tensors, const AdamNumbers& numbers,
           StreamHandle stream);
-
-struct SgdDesc {
-  InputType param, grad, copy;
-  bool decays_after_momentum;
-  int device;
-};
-
-struct SgdNumbers {
-  StepNumbers step;
-  float weight_decay = 0.0f, momentum = 0.0f;
-  double dampening = 0.0;
-  bool is_nesterov = false, is_first = false;
-
-  static constexpr int kOptional = 0;
-  auto fields() { return std::tie(step, weight_decay, momentum, dampening, is_nesterov, is_first); }
-};
-
-void sgd(const SgdDesc& desc, const std::vector<StepTensors>& tensors, const SgdNumbers& numbers,
-         StreamHandle stream);
 
 }  // namespace fp8core

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import AdamDesc, SgdDesc
+from fp8core.backend_api import AdamDesc
 from fp8core.conformance import inputs
 from fp8core.conformance.calls import arguments
 from fp8core.conformance.checks import law
@@ -98,8 +98,8 @@ def adam_takes_its_numbers_from_the_device(subject: Subject, desc: AdamDesc) -> 
     return _lists_within(desc, ours, theirs)
 
 
-@law(4, "adam", "sgd")
-def steps_stop_where_something_is_not_finite(subject: Subject, desc: AdamDesc | SgdDesc) -> None:
+@law(4, "adam")
+def steps_stop_where_something_is_not_finite(subject: Subject, desc: AdamDesc) -> None:
     """Nothing is updated if found_inf is not 0; all is if it is 0."""
     call = arguments(subject, desc)
     for dtype in (torch.float32, torch.int32):
@@ -116,8 +116,8 @@ def steps_stop_where_something_is_not_finite(subject: Subject, desc: AdamDesc | 
             same_bits(f"a tensor of a step that goes on ({dtype})", ours, theirs)
 
 
-@law(4, "adam", "sgd")
-def steps_take_tensors_of_any_strides(subject: Subject, desc: AdamDesc | SgdDesc) -> None:
+@law(4, "adam")
+def steps_take_tensors_of_any_strides(subject: Subject, desc: AdamDesc) -> None:
     """Transposed tensors, with gaps and at odd addresses, are stepped as contiguous ones."""
     call = arguments(subject, desc)
     for view in (inputs.strided, inputs.shifted, inputs.transposed):
@@ -131,23 +131,3 @@ def steps_take_tensors_of_any_strides(subject: Subject, desc: AdamDesc | SgdDesc
 
 def _flat(lists: Any) -> list[torch.Tensor]:
     return [tensor for group in lists for tensor in group]
-
-
-@law(4, "sgd", is_core=True)
-def sgd_steps_as_the_reference(subject: Subject, desc: SgdDesc) -> float:
-    """With and without momentum, Nesterov's among them, first steps and later ones."""
-    worst = 0.0
-    variants = ((0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.5, False), (0.9, 0.0, True))
-    for momentum, dampening, nesterov in variants:
-        ours = subject.here(step_lists(desc, 1, SHAPES))
-        for is_first in (True, False):
-            theirs = on_cpu(ours)
-            keywords = dict(lr=0.1, weight_decay=0.01, momentum=momentum, dampening=dampening)
-            keywords |= dict(nesterov=nesterov, is_first=is_first, scale=0.5)
-            subject.run(desc, *ours, **keywords)
-            subject.judging(desc)(*theirs, **keywords)
-            for at, (mine, reference) in enumerate(zip(_flat(ours), _flat(theirs), strict=True)):
-                want = reference.double()
-                bound = 2.0**-20 * (want.abs() + 0.25) + ulp(want, mine.dtype)
-                worst = max(worst, within(f"tensor {at}", mine, want, bound))
-    return worst

@@ -17,7 +17,6 @@ from fp8core.backend_api import (
     OperandError,
     RouteDesc,
     RouterDesc,
-    SgdDesc,
     UnsupportedError,
 )
 from fp8core.router import fused_topk_with_score_function
@@ -127,15 +126,13 @@ def test_steps_of_many_large_parameters(master: str) -> None:
 
 
 def test_a_step_counts_as_a_write() -> None:
-    lists = [[torch.ones(5, device=DEVICE)] for _ in range(3)]
+    lists = [[torch.ones(5, device=DEVICE)] for _ in range(4)]
     before = [group[0]._version for group in lists]
-    desc = SgdDesc(torch.float32, torch.float32)
-    options = {"weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
-    run(desc, *lists, [], lr=0.1, is_first=True, **options)
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
+    run(AdamDesc(torch.float32, torch.float32), *lists, [], **numbers)
     after = [group[0]._version for group in lists]
     assert after[0] == before[0]
-    assert after[1] > before[1]
-    assert after[2] > before[2]
+    assert all(later > earlier for later, earlier in zip(after[1:], before[1:], strict=True))
 
 
 def layer(x: torch.Tensor, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

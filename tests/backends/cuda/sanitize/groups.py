@@ -87,7 +87,7 @@ GROUPS = {
         ),
     ),
     "router": Group(training.router, ("Router.__call__", "Router.backward")),
-    "steps": Group(training.steps, ("Adam.__call__", "Sgd.__call__")),
+    "steps": Group(training.steps, ("Adam.__call__",)),
     "replays": Group(training.replays, ("Program.__call__",)),
     "gemm": Group(cases.gemm, ("Gemm.run", "Gemm.milliseconds"), _CUBLASLT),
     "repeated_layers": Group(training.repeated_layers, ("Program.__call__", "Gemm.run"), _CUBLASLT),

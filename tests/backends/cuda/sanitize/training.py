@@ -22,7 +22,6 @@ from fp8core.backend_api import (
     RouteDesc,
     RouterBackwardDesc,
     RouterDesc,
-    SgdDesc,
 )
 from fp8core_backends.cuda import native
 from fp8core_backends.cuda.recorder import Recorder
@@ -108,16 +107,13 @@ def router() -> None:
 
 
 def steps() -> None:
-    """Adam and SGD with every kind of copy, numbers on the host and on the device."""
+    """Adam with every kind of master, numbers on the host and on the device."""
     shapes = ((), (1,), (3, 5), (127, 129), (16385,))
     for dtype, grad_dtype in itertools.product(DTYPES, DTYPES):
         masters = ("none", "float32", *(("remainder",) if dtype == BF16 else ()))
         for state, master in itertools.product((F32, BF16), masters):
             _adam(shapes, AdamDesc(dtype, grad_dtype, state, master))
-        for copy, late in itertools.product((None, BF16), (False, True)):
-            _sgd(shapes, SgdDesc(dtype, grad_dtype, copy, late))
     _adam(((7, 9),) * 100, AdamDesc(BF16, F32, F32, "float32"))  # more than one launch takes
-    _sgd(((7, 9),) * 100, SgdDesc(F32, F32, BF16))
 
 
 def _tensors(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -136,17 +132,6 @@ def _adam(shapes: tuple[tuple[int, ...], ...], desc: AdamDesc) -> None:
     on_device = {"lr": torch.full((1,), 1e-3), "step": torch.ones(1, dtype=torch.int32)}
     on_device |= {"inv_scale": torch.ones(1), "found_inf": torch.zeros(1)}
     run(*lists, **keywords, **{name: one.to(DEVICE) for name, one in on_device.items()})
-
-
-def _sgd(shapes: tuple[tuple[int, ...], ...], desc: SgdDesc) -> None:
-    lists = [_tensors(shapes, dtype) for dtype in (desc.grad_dtype, desc.dtype, desc.dtype)]
-    lists.append([] if desc.copy_dtype is None else _tensors(shapes, desc.copy_dtype))
-    run = backend("cuda").bind(desc, DEVICE)
-    keywords = {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0}
-    run(*lists, **keywords, nesterov=False, is_first=True, lr=1e-3)
-    on_device = {"lr": torch.full((1,), 1e-3), "scale": torch.ones(1), "found_inf": torch.zeros(1)}
-    on_device = {name: one.to(DEVICE) for name, one in on_device.items()}
-    run(*lists, **keywords, nesterov=True, is_first=False, **on_device)
 
 
 def attention() -> None:
