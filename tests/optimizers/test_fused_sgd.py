@@ -81,10 +81,10 @@ def test_a_parameter_whose_first_gradient_comes_later() -> None:
 def test_gradients_of_fewer_bits_step_float32_parameters() -> None:
     ours, theirs = parameters(), parameters()
     optimizers = [FusedSGD(ours, 0.1, 0.9), FusedSGD(theirs, 0.1, 0.9)]
-    for one, other in zip(ours, theirs, strict=True):
-        one.grad_dtype = torch.bfloat16
-        one.grad = torch.randn(one.shape).bfloat16()
-        other.grad = one.grad.float()
+    for param, reference in zip(ours, theirs, strict=True):
+        param.grad_dtype = torch.bfloat16
+        param.grad = torch.randn(param.shape).bfloat16()
+        reference.grad = param.grad.float()
     for optimizer in optimizers:
         optimizer.step()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

@@ -190,7 +190,7 @@ def test_sgd_refuses_what_torch_does_not_step() -> None:
         te.multi_tensor_sgd(1, flag(), half, *numbers, True, 1.0)
     with pytest.raises(OperandError, match=r"bfloat16 with a gradient of torch\.float32"):
         te.multi_tensor_sgd(1, flag(), half, *numbers, False, 1.0)
-    assert all(torch.equal(one, torch.ones_like(one)) for (one,) in half)
+    assert all(torch.equal(tensor, torch.ones_like(tensor)) for (tensor,) in half)
 
 
 def test_lists_that_do_not_fit_are_named() -> None:
