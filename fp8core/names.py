@@ -157,7 +157,7 @@ NOT_OFFERED: Mapping[str, str] = {
 recipes, with the module in front: ``ops.AllGather``."""
 
 COMMUNICATION = frozenset(name for names in _COMMUNICATION_GROUPS.values() for name in names)
-"""Those of them that belong to several ranks which exchange tensors."""
+"""Names that belong to several ranks which exchange tensors."""
 
 
 def refusal(name: str) -> str | None:

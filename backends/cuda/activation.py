@@ -39,7 +39,7 @@ _FUNCTIONS = {
     "swiglu": _SILU,
 }
 _CLAMPED = {"clamped_swiglu": "clamped_swish"}
-"""Those with params ``(limit, alpha, offset)``: alpha is the function's beta."""
+"""Activations with params ``(limit, alpha, offset)``: alpha is the function's beta."""
 
 
 def activation_problem(desc: ActivationDesc | ActivationBackwardDesc) -> str | None:

@@ -319,8 +319,8 @@ class _Offsets:
 
 
 def _refuses_single_query(desc: AttentionDesc) -> bool:
-    """Whether cuDNN has no forward of one query for each head and sequence. It has no backward of
-    one query and one key."""
+    """Whether cuDNN has no forward of a single query for each head and sequence. A backward of a
+    single query and a single key does not exist."""
     return desc.low_precision or desc.softmax != "vanilla"
 
 

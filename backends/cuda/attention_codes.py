@@ -29,8 +29,9 @@ __all__ = ["CodesAttentionBackward"]
 class CodesAttentionBackward:
     """The gradients of attention to e4m3 codes without bias and sink; see AttentionBackwardDesc.
 
-    It attends once more. cuDNN takes the gradients of logits from the result, and forward's was
-    rounded to e4m3: with that one they are further off than by all roundings of bfloat16.
+    Backward computes the result once more. cuDNN takes the gradients of logits from the result, and
+    that of forward was rounded to e4m3: with it these gradients are further off than by all
+    roundings of bfloat16.
     """
 
     __slots__ = ("_attend", "_backward", "_desc", "kernel", "other_kernels")

@@ -90,7 +90,7 @@ class Toolchain:
 
 
 def sources() -> Path:
-    """Return the folder that holds the sources, in a checkout and in an installation alike."""
+    """Return the folder that holds the sources, in a checkout as in an installation."""
     return Path(str(importlib.resources.files("fp8core_backends.csrc")))
 
 

@@ -50,8 +50,8 @@ def load() -> Any:
     """Return the native library for this machine's devices, building it if need be.
 
     Raises:
-        UnsupportedError: the build failed, or the library cannot be loaded. It is not tried again
-            in this process.
+        UnsupportedError: the build failed, or the library cannot be loaded. This process does
+            not try again.
     """
     with _lock:
         if not _loaded:

@@ -31,13 +31,15 @@ _VIEWS = frozenset(
         *(_aten.transpose.int, _aten.view.default),
     )
 )
-"""They compute nothing. A view is noticed where it is a result or its address is passed."""
+"""Operators that compute nothing. A view is noticed where it is a result or its address is
+passed."""
 
 _WIDE_VIEW = _aten.as_strided.default
 """A view that may end behind its tensor, in memory that another call's tensor need not have."""
 
 _REPEATED = frozenset((_aten._to_copy.default, _aten.clone.default))
-"""They are called again: functions of their arguments alone, whose result is a new tensor."""
+"""Operators that a repeat calls again: functions of their arguments alone, whose result is a new
+tensor."""
 
 Size: TypeAlias = "tuple[int, ...]"
 
@@ -49,7 +51,7 @@ _MOST_SCRATCH = 4 << 20
 
 
 class _Place(NamedTuple):
-    """A tensor of a run. It may be freed by now: a later one can lie where it was."""
+    """The memory of a tensor of a run, which may be freed by now and belong to a later tensor."""
 
     address: int
     num_bytes: int
@@ -140,8 +142,8 @@ class _View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, holder: _Place | None, offset: int) -> _View | None:
-        """Return it for a tensor ``offset`` bytes behind the start of ``holder``; None if it is
-        that tensor.
+        """Return the view by which ``tensor``, ``offset`` bytes behind the start of ``holder``, is
+        made of ``holder``; None if ``tensor`` is ``holder``.
 
         Raises:
             _Refused: the holder has another dtype, or its memory is not one block.
@@ -196,8 +198,8 @@ class _Refused(Exception):
 class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no types
     """The tensors and the steps of a run.
 
-    Numbers of tensors are positions in ``known``. Those that the caller gave come first; None is
-    in the place of a tensor that is not there.
+    Numbers of tensors are positions in ``known``. Tensors of the caller come first; None is in the
+    place of a tensor that is absent.
     """
 
     def __init__(
@@ -412,8 +414,8 @@ class _Program:
     def finish(self, results: Sequence[torch.Tensor | None]) -> str | None:
         """Add steps and results; return why that cannot be done, None if it was.
 
-        A tensor is released after the last step that reads it, one of the saved list also if none
-        does. That is never later than in the run, but for what shares a scratch.
+        A tensor is released after the last step that reads it, a saved tensor also if no step
+        does. The release is never later than in the run, but for tensors that share a scratch.
         """
         try:
             added = [self._result(result) for result in results]

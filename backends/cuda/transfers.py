@@ -4,8 +4,8 @@ A copy from another device's memory runs on a copy engine, and leaves the multip
 products. All barriers are on the stream of the products, before and after them: a barrier is a
 kernel, which beside a product would wait for a free multiprocessor until that has ended.
 
-A buffer is read by other ranks until they have copied their part. It is written again after a later
-barrier on the same stream, which each of them reaches behind its copies. Each stream has buffers of
+A buffer is read by other ranks until they have copied their part. A later write follows a barrier
+on the same stream, which each rank reaches behind its copies. Each stream has buffers of
 its own, as a barrier on one says nothing about copies that another has waited for.
 
 Memory that copies write to is allocated before they start: torch fills it on the current stream,
@@ -283,7 +283,7 @@ class Sending:
 
 def transfers_between(ranks: Ranks, device: torch.device) -> Transfers | None:
     """Return what moves rows between ``ranks``, None unless they are known to be on one host whose
-    devices reach each other's memory. One object for each group, for as long as that lives."""
+    devices reach each other's memory. Each group has one object, for as long as the group lives."""
     group, index = None if ranks.size == 1 else _group_of(ranks), index_of(device)
     if group is None or not _is_single_host(group) or not _reach_all_peers(index, ranks.size):
         return None

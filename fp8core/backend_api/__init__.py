@@ -11,13 +11,13 @@ columnwise(x) has the shape of ``x.T``. Shape is the contract; the backend that 
 the strides, and a product takes operands of any strides, because they may come from another
 backend.
 
-This holds for every operation: inputs may have any strides and sizes, also zero, are on the device
-that the operation was bound for, and are not written unless the descriptor says so. Results are new
+Inputs of every operation may have any strides and sizes, also zero, are on the device that the
+operation was bound for, and are not written unless the descriptor says so. Results are new
 tensors, which share no memory with an input and do not depend on uninitialized memory.
 
 A backend is described by a :class:`BackendSpec`, registered by a plug-in's
-``fp8core_register_backends`` hook, and implements :class:`Backend`. It sees no module, recipe,
-autograd graph, process group or global state.
+``fp8core_register_backends`` hook, and implements :class:`Backend`. A backend sees no module,
+recipe, autograd graph, process group or global state.
 
 The minimum is in four files: ``backend`` (what a backend class implements), ``descriptors``
 (quantize, dequantize and the product), ``operand_spec`` (how an operand is quantized) and

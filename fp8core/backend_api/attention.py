@@ -212,7 +212,7 @@ class AttentionPartBackwardDesc(AttentionBackwardDesc):
     part of the keys and values that the queries see, as on one rank of several.
 
     With ``P = exp(logits - stats)`` the gradients of the logits are
-    ``P * (grad_out @ v^T - sum over d of grad_out * out)``, dropout as in forward. They are the
-    part's terms: those of all parts add up to the gradient of the queries, and the gradients of
-    keys and values are complete. ``stats`` is -inf where a query sees no key of any part.
+    ``P * (grad_out @ v^T - sum over d of grad_out * out)``, dropout as in forward. The gradient of
+    the queries is the part's term: the terms of all parts add up to the whole, and the gradients
+    of keys and values are complete. ``stats`` is -inf where a query sees no key of any part.
     """

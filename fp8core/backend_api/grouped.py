@@ -1,8 +1,8 @@
 """Optional: groups, which are several tensors in one operand, multiplied in one call.
 
 ``group_offsets`` is int64 ``[groups + 1]``: the rows at which each group of ``x [rows, cols]``
-begins, and the last one ends. An operand of groups is theirs concatenated, data and scales alike:
-along rows for a rowwise operand, along k for a columnwise one.
+begins, and the last group ends. An operand of groups is the concatenation of the groups' operands,
+of data and of scales: along rows if rowwise, along k if columnwise.
 
 Without ``offsets_on_device`` the offsets are on the CPU and lead from 0 to rows. With it they are
 on the device of ``x``; the host neither reads them nor waits for them, the last group may end

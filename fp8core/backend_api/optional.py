@@ -1,7 +1,7 @@
 """Optional members of bound callables, for speed alone.
 
 A backend without them is complete. The callable that :meth:`fp8core.backend_api.Backend.bind`
-returns may have the members of these protocols, for the descriptors that each names. They are
+returns may have the members of these protocols, for the descriptors that each names. Members are
 looked up once, when the operation is bound; a method that cannot be called as written here is an
 error then. A member that is None is not offered. :class:`RecordsCalls` and :class:`MovesBeside` are
 of the backend, :class:`RecordsFunctions` of its recorder.
@@ -87,8 +87,8 @@ class ComputedRows(Protocol):
     def rows_of(self, start: int, end: int) -> torch.Tensor:
         """Return those rows, contiguous and on a multiple of 16 bytes.
 
-        Called for all rows, in order, and for no more at once than in the first call. The next call
-        may overwrite the memory.
+        Called for all rows, in order; no later call has more rows than the first. The next call may
+        overwrite the memory.
         """
 
 
@@ -216,8 +216,8 @@ class PreparesUpdates(Protocol):
 class Repeat(Protocol):
     """A recorded run, to be repeated for other tensors.
 
-    It is right for tensors that are like the recorded ones, in the same order: of the same class,
-    dtype, device, sizes and strides, and distinct. Whether addresses fit, it checks itself.
+    The caller passes tensors like the recorded tensors, in the same order: of the same class,
+    dtype, device, sizes and strides, and distinct. The repeat itself checks whether addresses fit.
     """
 
     def __call__(
@@ -252,7 +252,7 @@ class Recorder(Protocol):
 
         ``run`` returns tensors that bound operations computed from ``leading`` and ``saved``, and
         from ``constants``, the tensors that are the same in each repeat and may be written: delayed
-        scales, amaxes, counters. It has no other effect, and may empty ``saved`` if that is a list.
+        scales, amaxes, counters. ``run`` has no other effect, and may empty a list ``saved``.
         Operations of torch within it are the recorder's to repeat, or to notice: then nothing is
         repeated.
         """
@@ -265,9 +265,9 @@ class RecordsFunctions(Recorder, Protocol):
     def call(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         """Return ``function(*tensors)``, called once within a run that this thread records.
 
-        Each repeat calls the function at this point of the run, with the tensors that stand for
-        these. They are given to the run or computed in it, or views of such tensors. The function
-        returns a tensor, which may be one of them; what it does itself is not recorded.
+        Each repeat calls the function at this point of the run, with its own tensors in the places
+        of ``tensors``, which are arguments or results of the run, or views of these. The function
+        returns a tensor, also one of ``tensors``; what the function does is not recorded.
         """
 
 
@@ -351,8 +351,8 @@ class Transfers(Protocol):
         """Start to concatenate the ``x`` of all ranks along dimension 0.
 
         Returns the result, and a function that has the current stream wait for the rows of a rank.
-        It is called at most once for each rank, in the order of a circle: first for the next rank,
-        last for this one, whose own rows are those of ``x``.
+        The function is called at most once for each rank, in the order of a circle: first for the
+        next rank, last for this rank, whose rows are those of ``x``.
         """
 
     def scatter(self, size: Sequence[int], dtype: torch.dtype) -> Sending:

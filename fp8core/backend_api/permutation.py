@@ -77,8 +77,8 @@ class RouterDesc:
     """``router(logits, *, expert_bias=None) -> (probs, routing_map, scores)``.
 
     ``logits [t, e]`` in ``dtype``, computed in float32. A token goes to the ``topk`` experts that
-    rank highest; of experts that rank alike the one with the lower number comes first, and NaN
-    comes before every number. ``routing_map [t, e]`` is bool.
+    rank highest; of experts of equal rank the lower number comes first, and NaN comes before every
+    number. ``routing_map [t, e]`` is bool.
 
     Without ``of_all``, ``probs [t, e]`` in ``dtype`` are 0 for the other experts:
 

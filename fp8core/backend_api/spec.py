@@ -23,8 +23,8 @@ class Alignment(NamedTuple):
 
 
 class Backend(Protocol):
-    """The methods of every backend. It has one more for each operation, named ``desc.op``, which
-    takes the descriptor first: ``gemm(desc, a, b, *, bias, out)``.
+    """The methods of every backend, which has one more for each operation, named ``desc.op``, with
+    the descriptor first: ``gemm(desc, a, b, *, bias, out)``.
 
     The conformance kit (``fp8core.conformance``) tests it. A backend whose results differ by design
     declares that as :class:`~fp8core.backend_api.DeclaresNumerics`.
@@ -126,15 +126,15 @@ class BackendSpec:
         builder: ``"package.module:function"`` that ``fp8core build NAME`` calls, or empty. It
             compiles ahead of time, takes the architectures as strings, None for those of this
             machine, and the keyword ``output``, a folder or None, and returns the path written.
-        selftest: ``"package.module:function"`` that ``fp8core selftest NAME`` calls, or empty. It
-            takes nothing, asks the device what no document settles, and yields a :class:`Finding`
-            for each question.
+        selftest: ``"package.module:function"`` that ``fp8core selftest NAME`` calls, or empty:
+            a function without arguments that asks the device what no document settles, and yields
+            a :class:`Finding` for each question.
         transposes: for compiled graphs alone, which have to know strides before anything is
             computed: its columnwise operands are contiguous, not transposed views.
         api_version: the version it was written for, in numbers, ``(4, 0)``. The constant
             :data:`API_VERSION` would claim whatever version is installed.
         operand_fields: the later fields of :class:`OperandSpec` that it knows: ``row_scaled``,
-            ``four_over_six``, ``scale_max``. It is not asked about a spec that uses another one.
+            ``four_over_six``, ``scale_max``. A spec that uses another field is not passed to it.
     """
 
     name: str

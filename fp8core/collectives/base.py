@@ -238,7 +238,7 @@ class Communicator(ABC):
     def agree(self, text: str, subject: str) -> None:
         """Compare ``text`` with that of the other ranks; ``subject`` says what it describes.
 
-        It waits for the other ranks on the host, and calls no collective of the group.
+        The host waits for the other ranks; no collective of the group is called.
 
         Raises:
             OperandError: the texts differ; raised on every rank, and names the ranks and texts.

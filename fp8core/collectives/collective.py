@@ -28,9 +28,8 @@ result and what was sent."""
 class Started:
     """The result of a collective that may still be under way; :meth:`wait` returns it.
 
-    It keeps the tensors of the collective alive. Until it is waited for, nobody may write to the
-    tensor that was given to the collective. On a GPU, waiting makes the current stream wait, and
-    not the host.
+    The object keeps the tensors of the collective alive. Until :meth:`wait` nobody may write to the
+    tensor that is sent. On a GPU, waiting makes the current stream wait, and not the host.
     """
 
     __slots__ = ("_arrive", "_end", "_result", "_sent")
@@ -84,8 +83,8 @@ PLAIN = "plain"
 BESIDE = "beside products"
 """Copies between ranks that a backend runs beside its products."""
 IN_PARTS = "in parts"
-"""Such copies, of a product's operand or result: each rank's rows are multiplied by themselves,
-while others travel."""
+"""Copies beside products, of a product's operand or result: each rank's rows are multiplied by
+themselves, while others travel."""
 READ = "read by each rank"
 """Numbers that a backend reads from the memory of the other ranks."""
 

@@ -3,7 +3,7 @@
 A checkpointed function that enters its autocast itself enters it in the recompute too. A function
 that runs in the autocast of its caller does not enter it again, and torch does not tell which
 autocast that was. But each thread numbers the autograd nodes that it creates. So this module keeps
-the numbers at which each thread entered and left autocasts. They tell which autocast was active
+the numbers at which each thread entered and left autocasts, which tell the autocast that was active
 around the node whose backward, or whose saved tensors, cause the recompute.
 """
 
@@ -129,8 +129,8 @@ _number_of = itemgetter(_NUMBER)
 class _Histories:
     """The histories of threads that enter autocasts in forward, which autograd's threads do not.
 
-    Those of some threads that have ended are kept, as their graphs may live on. ``forgotten`` is
-    the largest number of a node that a history no longer kept told about.
+    Histories of some threads that have ended stay, as their graphs may live on. ``forgotten`` is
+    the largest number of a node in the histories that were dropped.
     """
 
     def __init__(self) -> None:

@@ -55,8 +55,8 @@ def writing(path: str) -> Iterator[Callable[[Record], None]]:
 def run(arguments: Sequence[str], deadline: float) -> tuple[list[Record], Ending | None]:
     """Run ``python -m fp8core.doctor`` with ``arguments``; return its records, and its failure.
 
-    It is killed, with all processes that it started, if it writes nothing for ``deadline`` seconds;
-    its first record may take longer.
+    The process is killed, with all processes that it started, if it writes nothing for ``deadline``
+    seconds; the first record may take longer.
     """
     return run_together([arguments], deadline)[0]
 

@@ -191,7 +191,7 @@ class Registry:
 def unknown_fields(spec: BackendSpec, desc: OpDesc) -> str | None:
     """Say that ``spec``'s backend does not know a field that ``desc`` uses, None: it knows all.
 
-    It is not asked about such a descriptor, for which it would do something else.
+    Such a descriptor is not passed to the backend, which would compute something else.
     """
     unknown = sorted(name for name in _later_fields(desc) if name not in spec.operand_fields)
     return f"it does not know {some(unknown)} of an OperandSpec" if unknown else None

@@ -317,7 +317,7 @@ def attention_plan(
 def check_attention(recipe: Any) -> None:
     """Raise RecipeError unless the options of ``fp8_dpa`` are known and have something to decide.
 
-    They are ``fp8_dpa_backward`` and ``fp8_dpa_output``; each default is the first choice.
+    The options are ``fp8_dpa_backward`` and ``fp8_dpa_output``; each default is the first choice.
     """
     owner = type(recipe).__name__
     options = {"fp8_dpa_backward": ATTENTION_BACKWARDS, "fp8_dpa_output": ATTENTION_OUTPUTS}
@@ -381,8 +381,8 @@ _OVERRIDES = (None, "high_precision", "dequantized")
 def check_common(recipe: Any, overrides: tuple[str | None, ...] = _OVERRIDES) -> None:
     """Raise if a field that recipes share is invalid or asks for what is not offered.
 
-    These are attention, ``backward_override``, ``nonfinite``, ``requantize_weights`` and the
-    accumulators.
+    Shared fields are those of attention, ``backward_override``, ``nonfinite``,
+    ``requantize_weights`` and the accumulators.
     """
     owner = type(recipe).__name__
     for name in ("fp8_dpa", "fp8_mha"):

@@ -137,7 +137,7 @@ class QuantizerRole:
             chain; ``"grouped_linear"``, or the kind of another layer.
         tensor_type: ``"input"``, ``"weight"`` or ``"grad_output"``.
         name: the layer's name; empty for a layer without one. A ``LayerNormMLP`` asks for its two
-            products, ``"name.fc1"`` and ``"name.fc2"``, which have to be answered alike.
+            products, ``"name.fc1"`` and ``"name.fc2"``, whose answers have to be equal.
     """
 
     module_type: str = ""
@@ -185,8 +185,8 @@ class DelayedScalingRequest(QuantizerRequest):
 class QuantizerObject(Protocol):
     """An object that quantizes: one of :mod:`fp8core.quantizers`, or of the user's own class.
 
-    It may have ``plan``, a :class:`~fp8core.plan.TensorPlan` of both orientations; without it,
-    ``make_empty`` is asked for a tensor that is stored like its results.
+    An attribute ``plan``, a :class:`~fp8core.plan.TensorPlan` of both orientations, is optional;
+    without it, ``make_empty`` is called for a tensor that is stored like the results.
     """
 
     def __call__(self, tensor: torch.Tensor, /) -> Any:

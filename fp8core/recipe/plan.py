@@ -129,7 +129,7 @@ class LinearPlan(Plan):
     """The three GEMMs of a linear layer; ``delayed`` if any operand is scaled by delayed scales.
 
     ``requantize_weights``: backward quantizes the weight columnwise, instead of holding codes since
-    forward. It has no effect on a weight that dgrad takes in high precision. ``dequantizes``: where
+    forward; without effect on a weight that dgrad takes in high precision. ``dequantizes``: where
     dgrad and wgrad take a tensor in high precision, it is what fprop multiplied, dequantized.
     ``makers``: pairs of a tensor's name and the object of the user that quantizes it.
     """

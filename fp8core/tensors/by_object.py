@@ -15,7 +15,7 @@ from fp8core.tensors.quantizer import BaseQuantizer, Groups, Orientations
 from fp8core.tensors.storage import storage_plan
 
 _turns = threading.Lock()
-"""One cast at a time: its usages are set on the object, which layers may share."""
+"""Lets one cast run at a time: usages are set on the object, which layers may share."""
 
 
 class ObjectQuantizer(BaseQuantizer):

@@ -49,7 +49,7 @@ def _size_of(parts: Sequence[Any], plan: TensorPlan) -> tuple[int, int]:
 def check_stored(parts: Sequence[Any], plan: TensorPlan, dtype: Any) -> None:
     """Raise OperandError unless ``parts`` can be a saved QuantizedTensor of ``dtype``.
 
-    They have to be plain tensors with memory for each element, and scales as casts write them.
+    Parts have to be plain tensors with memory for each element, and scales as casts write them.
     """
     error = _part_error(parts, plan) or next(_memory_errors(parts), None)
     error = error or next(_scale_errors(parts, plan), None)
@@ -209,8 +209,8 @@ def _memory_errors(parts: Sequence[torch.Tensor | None]) -> Iterator[str]:
 def _scale_errors(parts: Sequence[torch.Tensor | None], plan: TensorPlan) -> Iterator[str]:
     """Yield the parts with scales that no cast writes.
 
-    These are float32 scales that are not positive and finite, and codes of NaN or negative values.
-    Parts without values, on meta or while torch traces, pass.
+    Wrong scales are float32 numbers that are not positive and finite, and codes of NaN or negative
+    values. Parts without values, on meta or while torch traces, pass.
     """
     for name, part in zip(PARTS, parts, strict=True):
         if part is None or name.endswith("_data") or part.is_meta or isinstance(part, FakeTensor):

@@ -192,7 +192,8 @@ class OperandTensor(Casts):
         strides: Sequence[int] | None = None,
         shares_scales: bool | None = None,
     ) -> _Self:
-        """Return a tensor of ``shape`` and ``strides`` of other operands that are stored alike.
+        """Return a tensor of ``shape`` and ``strides`` of operands that are stored as this
+        tensor's.
 
         ``shares_scales``: whether their scales cover more than they do; None as this tensor's.
         """

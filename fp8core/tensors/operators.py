@@ -95,7 +95,7 @@ class TorchMethods(OperandTensor):
         return all(part.is_pinned() for part in self.tensors())
 
     def data_ptr(self) -> int:
-        """Return 0: it has no memory of its own. That of its :meth:`tensors` has addresses."""
+        """Return 0, as the tensor has no memory of its own; its :meth:`tensors` have addresses."""
         return 0
 
     def tolist(self) -> Any:
@@ -147,7 +147,7 @@ def write(
 
 
 def assign(tensor: OperandTensor, operands: Orientations) -> None:
-    """Copy ``operands``, which are stored alike, into those of ``tensor``.
+    """Copy ``operands`` into those of ``tensor``, which are stored in the same formats.
 
     What both orientations share, such as the scale of all codes, is written once: a graph of
     torch.compile refuses to write an input twice.

@@ -1,6 +1,6 @@
 """``QuantizedTensor``: a tensor stored in low precision that acts as a tensor of bfloat16.
 
-It holds the operands that a layer's GEMMs read, as plain tensors, and nothing else. torch's
+The tensor holds the operands that a layer's GEMMs read, as plain tensors, and nothing else. torch's
 operators treat it in three ways:
 
 * moving, copying, saving and padding act on the operands, bit for bit, and so do views and copies
@@ -50,7 +50,7 @@ from fp8core.torch_ops.private import (
 class QuantizedTensor(TorchMethods):
     """A tensor ``[..., k]`` stored as the operands of a GEMM; its dtype is nominal.
 
-    It is stored as the matrix ``[n, k]`` of its rows, whatever its leading dimensions are.
+    Its rows are stored as a matrix ``[n, k]``, whatever the leading dimensions are.
     ``_rowwise_data``, ``_rowwise_scale_inv``, ``_rowwise_global_scale_inv`` and the same for
     ``_columnwise_`` are the plain tensors of an :class:`fp8core.backend_api.Operand`, None for
     those that the format lacks, and for an orientation that is not held, whose spec in ``plan`` is
@@ -144,7 +144,7 @@ class QuantizedTensor(TorchMethods):
     ) -> QuantizedTensor:
         """Return the quantized tensor of ``codes`` and scales, which it holds without a copy.
 
-        It holds the rowwise operand, and the columnwise one where that has the same codes.
+        The rowwise operand is stored, and the columnwise operand where it has the same codes.
 
         Args:
             codes: ``[..., k]`` in one of torch's FP8 dtypes or as uint8; of 4-bit formats

@@ -69,11 +69,11 @@ class Quantizer(Protocol):
         """Return the orientations asked for; ``rng`` as in QuantizeDesc."""
 
     def cast_to(self, *, rowwise: bool, columnwise: bool) -> Cast:
-        """Return the call for dense tensors without ``rng`` that are always asked for alike."""
+        """Return the call for dense tensors without ``rng`` that makes these orientations."""
 
     def cast_chunked(self) -> Cast:
-        """Return that call for both orientations, where ``rowwise`` is read once: it may be
-        :class:`fp8core.backend_api.Chunks`."""
+        """Return the call for both orientations of dense tensors without ``rng``. The rowwise
+        operand is read once, and may be :class:`fp8core.backend_api.Chunks`."""
 
     def cast_and_sum(self, sums: ColumnSums, *, rowwise: bool, columnwise: bool) -> CastAndSum:
         """Return the call of :meth:`cast_to` that returns the column sums of the tensor as well:
@@ -107,7 +107,7 @@ class BaseQuantizer:
         return None
 
     def cast_to(self: Quantizer, *, rowwise: bool, columnwise: bool) -> Cast:
-        """Return the call for dense tensors without ``rng`` that are always asked for alike."""
+        """Return the call for dense tensors without ``rng`` that makes these orientations."""
         return partial(self, rowwise=rowwise, columnwise=columnwise)
 
     def cast_chunked(self: Quantizer) -> Cast:

@@ -31,8 +31,8 @@ _E8M0_NAN = 0xFF
 class Propagating(BoundQuantizer):
     """Casts, and makes the scales of a tensor with NaN or inf NaN, and so all results of it.
 
-    It counts for itself, and then adds to the count ``nonfinite`` that others read: three small
-    kernels more in each cast, and none of a backend's fusions, pairs and chunks.
+    Each cast counts NaN and inf in a tensor of its own, and then adds the count to ``nonfinite``,
+    which others read: three small kernels more, and none of a backend's fusions, pairs and chunks.
     """
 
     __slots__ = ()

@@ -53,9 +53,9 @@ def _joined(*parts: torch.Tensor) -> torch.Tensor:
 class ReducedLowPrecision(BoundQuantizer):
     """Low precision for a part of a tensor: ``reduce_amax`` runs between amax and cast.
 
-    Operands are the part's share of the whole tensor's, bit for bit. It has none of a backend's
-    fusions, pairs and parts, which derive scales from the part, and takes no stored operand as its
-    result, as nobody knows which amaxes that one follows from.
+    Operands are the part's share of the whole tensor's, bit for bit. A backend's fusions, pairs and
+    parts, which derive scales from the part, are not used, and no stored operand is taken as the
+    result, as nobody knows the amaxes that its scales follow from.
     """
 
     __slots__ = ("_nonfinite",)

@@ -253,7 +253,7 @@ class _Reduction:
     def _agree(self, group: dist.ProcessGroup, *, is_waiting: bool) -> list[_Entry]:
         """Exchange the layers that the ranks have used since they agreed last, and return all.
 
-        Those that no rank has any more are left out. ``is_waiting`` is as in :meth:`reduce`.
+        Layers that no rank has any more are left out. ``is_waiting`` is as in :meth:`reduce`.
         """
         states, agreed = self._states(), self._agreed or []
         agreed_orders = {entry.order for entry in agreed}

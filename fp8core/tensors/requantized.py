@@ -41,9 +41,9 @@ def is_unquantized(data: torch.Tensor) -> bool:
 class RequantizedWeight(CachingWeightQuantizer):
     """Quantizes a weight columnwise in backward, where that saves memory.
 
-    It does not for a weight that is kept, or stored quantized, whose codes are in memory anyway;
-    nor for one that is no parameter, as each forward computes it from several: the layer alone
-    would hold it, and it is larger than its codes.
+    A weight that is cached, or stored quantized, is quantized in forward, as its codes are in
+    memory anyway; and so is a weight that is no parameter, as each forward computes it from
+    several: the layer alone would hold the weight, which is larger than its codes.
     """
 
     __slots__ = ("_casts_both", "_columnwise", "_is_delayed")
@@ -100,7 +100,7 @@ class RequantizedWeight(CachingWeightQuantizer):
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the columnwise operand of ``saved``, an :class:`Unquantized` or an operand.
 
-        It records no amax and counts no NaN or inf, as forward did both.
+        The cast records no amax and counts no NaN or inf, as forward did both.
         """
         weight, scale, _ = saved
         if weight is None or not is_unquantized(weight):

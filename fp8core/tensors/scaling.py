@@ -85,12 +85,12 @@ class _Batch:
 def update(states: Iterable[DelayedState], groups: Iterable[GroupReference] = ()) -> None:
     """Turn the newest amaxes of the forward ``states`` into scales.
 
-    They are reduced over the group of each, and over ``groups``, of which this rank takes part in
-    the reduction even if it has no state there. With them go the layers of the group that this rank
-    has skipped.
+    Amaxes are reduced over the group of each state, and over ``groups``: this rank takes part in
+    their reductions even if it has no state there. Included are the layers of the group that this
+    rank has skipped.
 
-    Called in each step, so its time counts for a single layer. It needs no ``torch.no_grad()``, as
-    states are buffers, which require no gradient.
+    Called in each step, so its time counts for a single layer. ``torch.no_grad()`` is not needed,
+    as states are buffers, which require no gradient.
     """
     _update(tuple(states), groups, reduced_after_forward)
 

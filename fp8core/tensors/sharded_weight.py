@@ -209,8 +209,8 @@ class ShardedWeight(torch.Tensor):
     """``value``, a plain tensor, with FSDP2's extensions of the all-gather; see the module.
 
     Views of it, copies and new tensors of its kind have the same class, as FSDP and modules make
-    their shards and parameters by them; what is computed from it is plain. It is saved as a plain
-    tensor.
+    their shards and parameters by them; results of arithmetic are plain, and so is the tensor that
+    is saved.
     """
 
     _value: torch.Tensor

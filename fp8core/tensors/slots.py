@@ -21,8 +21,8 @@ class LayerStates:
 
     ``records_forward``, ``records_backward``: amaxes are recorded in the forward pass, and in the
     backward pass. A layer that computes its plan several times has as many sets of these slots, one
-    after the other. This is the view of ``count`` of them from set ``first`` on: those of one
-    linear in a chain of several, one set a group.
+    after the other. The object is a view of ``count`` sets from set ``first`` on: those of one
+    linear in a chain of several, a set for each group.
     """
 
     forward: DelayedState
@@ -101,8 +101,8 @@ def meta_text(formats: Sequence[str | None], history_len: int) -> str:
 def covers(stored: str, planned: str) -> bool:
     """Say whether a state described by ``stored`` serves a plan that ``planned`` describes.
 
-    It does where each slot that the plan uses has its format; the state may have more slots, as a
-    run of Transformer Engine leaves, whose attention always quantizes its gradients.
+    A state serves where each slot that the plan uses has its format; the state may have more slots,
+    as a run of Transformer Engine leaves, whose attention always quantizes its gradients.
     """
     if stored == planned:
         return True

@@ -171,7 +171,7 @@ def _whole_along_k(spec: OperandSpec) -> int:
 def decode_operand(operand: Operand, spec: OperandSpec, dtype: torch.dtype) -> torch.Tensor:
     """Return the values ``[rows, k]`` of ``operand`` in ``dtype``, rounded once from float32.
 
-    Those of a transformed operand are transformed back, which is exact but for rounding.
+    Values of a transformed operand are transformed back, which is exact but for rounding.
     """
     if spec.transform is not None:
         transformed = resolve_for(DequantizeDesc(spec), operand.data).run(operand)

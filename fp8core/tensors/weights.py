@@ -61,7 +61,8 @@ def _origins_of(source: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Ori
 class CachedWeight(NamedTuple):
     """A weight's operands, their origins, and the version of their delayed scale.
 
-    ``again`` quantizes the weight as it is then; None for a weight that is computed.
+    ``again`` quantizes the weight with the values of the time of its call; None for a weight that
+    is computed.
     """
 
     key: tuple[object, ...]
@@ -119,7 +120,7 @@ class WeightQuantizer(Protocol):
     def pair(self, input: Quantizer) -> Pair | None:
         """Return the backend's call that casts an input and the weight both ways, if it has one.
 
-        It is for plain weights that are not kept.
+        The call is for plain weights that are not cached.
         """
 
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -211,12 +212,13 @@ def _rewritten(stored: CachedWeight) -> CachedWeight:
 
 
 class CachingWeightQuantizer:
-    """Quantizes a weight in every call, or keeps it where the caller says that it does not change.
+    """Quantizes a weight in every call, or caches its operands where the caller says that the
+    weight does not change.
 
-    ``pad`` adds the zeros that its products need, before the cast; None where they need none.
+    ``pad`` adds the zeros that the weight's products need, before the cast; None without any.
 
-    Nothing is kept of a :class:`QuantizedTensor`, which holds its operands, unless they are padded;
-    nor in high precision, where the weight itself is the operand; nor while a CUDA graph is
+    Nothing is cached of a :class:`QuantizedTensor`, which holds its operands, unless they are
+    padded; nor in high precision, where the weight itself is the operand; nor while a CUDA graph is
     captured, to which the memory allocated then belongs.
     """
 
@@ -267,7 +269,7 @@ class CachingWeightQuantizer:
         return self._cached(keeping, weight, columnwise)
 
     def _cached(self, keeping: Keeping, weight: torch.Tensor, columnwise: bool) -> Orientations:
-        """Return the operands that are kept, or quantize and keep them."""
+        """Return the cached operands, or quantize the weight and cache its operands."""
         first, entries, used = keeping.first, keeping.entries, keeping.used
         if used is not None:
             if self._index in used:  # this call repeats the one that used them

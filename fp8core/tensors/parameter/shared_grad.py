@@ -1,8 +1,8 @@
 """Tensors that share the gradient of a parameter, for optimizers, GradScalers and clippers.
 
 A master stores no gradient. ``master.grad`` is ``parameter.grad``, which the first access through
-the master converts to float32. It is one tensor for both, so that clipping, unscaling or zeroing
-it on one side acts on the other, and there is no second copy.
+the master converts to float32. Both share one tensor, so that clipping, unscaling or zeroing the
+gradient of either acts on both, and there is no second copy.
 """
 
 from __future__ import annotations
