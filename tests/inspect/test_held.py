@@ -11,7 +11,7 @@ import torch
 
 import fp8core
 from fp8core import ops, recipe
-from fp8core.inspection.on_meta import Held
+from fp8core.inspection.on_meta import SavedBytes
 from tests.device import DEVICE
 from tests.dispatch import toys
 from tests.pairs import pairs
@@ -191,7 +191,7 @@ def test_a_layer_that_cannot_run_has_no_such_line() -> None:
 
 
 def test_units_are_bytes_and_mebibytes() -> None:
-    text = str(Held(1536.0, 3 * 2**20))
+    text = str(SavedBytes(1536.0, 3 * 2**20))
     assert text == (
         "holds 1,536 bytes a row from forward to backward, and 3.0 MiB of weights' copies"
     )

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import fp8core as te
 from fp8core import recipe
-from fp8core.monitoring import Monitor, Row, plots, rows
+from fp8core.monitoring import Monitor, Row, rows, watching
 from tests.monitoring import models
 
 
@@ -31,7 +31,7 @@ def watch() -> Monitor:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    for module in (rows, plots):
+    for module in (rows, watching):
         find = module.find_spec
         monkeypatch.setattr(
             module, "find_spec", lambda name, find=find: None if name == package else find(name)

@@ -38,16 +38,25 @@ def _starting(prefixes: tuple[str, ...]) -> dict[str, Any]:
     return _from(fp8core, *(name for name in fp8core.__all__ if name.startswith(prefixes)))
 
 
-_LAYERS = _public(layers)
-_BASE = {"TransformerEngineBaseModule": _LAYERS.pop("TransformerEngineBaseModule")}
+_LAYERS = {
+    **_from(layers, "DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear"),
+    **_from(layers, "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm", "TransformerLayer"),
+}
+_BASE = _from(layers, "TransformerEngineBaseModule")
 _RECIPES = {
     **{name: value for name, value in _public(recipe).items() if name in ("Format", "Recipe")},
     **_from(recipe, "MMParams", "QParams"),
-    **_public(recipes),
+    **_from(recipes, "CustomRecipe", "DelayedScaling", "Float8BlockScaling"),
+    **_from(recipes, "Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"),
 }
-_DISTRIBUTED = {**_public(distributed), **_public(distributed)}
+_DISTRIBUTED = {
+    **_from(distributed, "CudaRNGStatesTracker", "checkpoint", "get_all_rng_states"),
+    **_from(distributed, "activation_recompute_forward", "in_fp8_activation_recompute_phase"),
+    **_from(distributed, "is_fp8_activation_recompute_enabled"),
+}
 _QUANTIZATION = {
-    **_public(recipes),
+    **_from(recipes, "FP8GlobalStateManager", "check_fp8_block_scaling_support"),
+    **_from(recipes, "check_fp8_support", "check_mxfp8_support", "check_nvfp4_support"),
     **_from(fp8core, "autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"),
     **_starting(("is_", "get_default_recipe", "QuantizerRole", "QuantizerRequest")),
     "get_default_fp8_recipe": fp8core.get_default_recipe,
@@ -117,7 +126,10 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
             },
             "quantization": _QUANTIZATION,
             "quantized_tensor": _TENSORS,
-            "router": _public(router),
+            "router": {
+                **_from(router, "RoutingMapFormat", "fused_topk_with_score_function"),
+                **_from(router, "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"),
+            },
             "tensor": _TENSORS,
             "tensor.float8_blockwise_tensor": _starting(("Float8Block",)),
             "tensor.float8_tensor": _starting(("Float8",)),
