@@ -305,17 +305,17 @@ class _Step(NamedTuple):
 class _Offsets:
     """Offsets of sequences in elements, computed once for each length of a row."""
 
-    __slots__ = ("_known",)
+    __slots__ = ("_starts",)
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], torch.Tensor] = {}
+        self._starts: dict[tuple[int, int], torch.Tensor] = {}
 
     def of(self, starts: torch.Tensor, row: int) -> torch.Tensor:
         """Return ``starts``, in rows, in elements of rows of ``row`` elements."""
         key = (id(starts), row)
-        if key not in self._known:
-            self._known[key] = starts * row
-        return self._known[key]
+        if key not in self._starts:
+            self._starts[key] = starts * row
+        return self._starts[key]
 
 
 def _refuses_single_query(desc: AttentionDesc) -> bool:

@@ -198,7 +198,7 @@ class _Refused(Exception):
 class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no types
     """The tensors and the steps of a run.
 
-    Numbers of tensors are positions in ``known``. Tensors of the caller come first; None is in the
+    Numbers of tensors are positions in ``places``. Tensors of the caller come first; None is in the
     place of a tensor that is absent.
     """
 
@@ -210,11 +210,11 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         self._library = library
         self._is_in_function = False  # of which nothing is noted but its result
         self.num_unheard = 0  # native calls in functions that are not recorded
-        self.known = [None if tensor is None else _Place.of(tensor) for tensor in operands]
+        self.places = [None if tensor is None else _Place.of(tensor) for tensor in operands]
         self.steps: list[_Step] = []
         self.problem: str | None = None
         tensors = sorted(
-            (place for place in self.known if place is not None), key=lambda place: place.address
+            (place for place in self.places if place is not None), key=lambda place: place.address
         )
         if not all(place.num_bytes for place in tensors):
             self.problem = "a tensor without elements, whose address is any"
@@ -288,7 +288,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         except _Refused as refused:
             self.problem = str(refused)
             return view
-        holder = self.known[number]
+        holder = self.places[number]
         if holder is not None and offset + _Place.of(view).num_bytes > holder.num_bytes:
             self.problem = "a view of memory behind a tensor that was given"
         return view
@@ -311,20 +311,20 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
                 continue
             number, offset = self.place_of(argument.data_ptr())
             numbers.append(number)
-            views.append(_View.of(argument, self.known[number], offset))
+            views.append(_View.of(argument, self.places[number], offset))
         plain = [
             argument if number < 0 else None for number, argument in zip(numbers, args, strict=True)
         ]
         return _Arguments(numbers, plain, tuple(views))
 
     def _number(self, tensor: torch.Tensor) -> int:
-        self.known.append(_Place.of(tensor))
-        return len(self.known) - 1
+        self.places.append(_Place.of(tensor))
+        return len(self.places) - 1
 
     def place_of(self, address: int) -> tuple[int, int]:
         """Return the number of the latest tensor that ``address`` lies in, and the offset there."""
-        for number in range(len(self.known) - 1, -1, -1):
-            candidate = self.known[number]
+        for number in range(len(self.places) - 1, -1, -1):
+            candidate = self.places[number]
             offset = None if candidate is None else candidate.offset_of(address)
             if offset is not None:
                 return number, offset
@@ -398,7 +398,7 @@ class _Program:
         constants: Sequence[torch.Tensor],
     ) -> None:
         """Number the tensors that the caller gives."""
-        native, tensors = self.native, self._log.known
+        native, tensors = self.native, self._log.places
         self._leading = leading
         self._saved, first_constant = len(leading), len(leading) + num_saved
         self._created = first_constant + len(constants)
@@ -475,7 +475,7 @@ class _Program:
             raise _Refused(f"a result that is a {type(result).__name__}")
         address = result.data_ptr()
         number, offset = self._log.place_of(address)
-        holder, memory_of_result = self._log.known[number], _Place.of(result)
+        holder, memory_of_result = self._log.places[number], _Place.of(result)
         if number < self._created:
             if number < self._saved and result is self._leading[number]:
                 return (number,)
@@ -512,7 +512,7 @@ class _Scratch(NamedTuple):
         sizes = {}
         for step in log.steps:
             if isinstance(step, _Empty) and step.creates in last and step.creates not in read:
-                tensor = log.known[step.creates]
+                tensor = log.places[step.creates]
                 assert tensor is not None
                 sizes[step.creates] = round_up(tensor.num_bytes, ALIGNMENT_OF_ALLOCATIONS)
         total, chosen = 0, set()

@@ -86,13 +86,13 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._index = index_of(device)
-        self._made: Any = None
+        self._created: Any = None
 
     @property
     def _stream(self) -> Any:
-        if self._made is None:
-            self._made = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]  # torch's
-        return self._made
+        if self._created is None:
+            self._created = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]  # torch's
+        return self._created
 
     @property
     def is_captured(self) -> bool:

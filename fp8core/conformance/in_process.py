@@ -72,7 +72,7 @@ class _Meeting:
         self.number = next(_numbers)
         self._timeout_s = timeout_s
         self._left: dict[int, dict[int, tuple[str, torch.Tensor]]] = {}
-        self._taken: dict[int, int] = {}
+        self._num_reads: dict[int, int] = {}
         self._gone: list[int] = []
         self._changed = threading.Condition()
 
@@ -111,9 +111,9 @@ class _Meeting:
                 raise CollectiveError(
                     f"collective {number}: the ranks call different ones: {kinds}."
                 )
-            self._taken[number] = self._taken.get(number, 0) + 1
-            if self._taken[number] == self.size:
-                del self._left[number], self._taken[number]
+            self._num_reads[number] = self._num_reads.get(number, 0) + 1
+            if self._num_reads[number] == self.size:
+                del self._left[number], self._num_reads[number]
         return [sent[rank][1] for rank in range(self.size)]
 
 

@@ -52,13 +52,13 @@ def group_sizes(subject: Subject, desc: QuantizeDesc) -> tuple[int, ...]:
 
 def every(subject: Subject, desc: QuantizeDesc) -> Iterator[tuple[str, Judged]]:
     """Yield every input of the kit, quantized by both, and its title; kept for the next law."""
-    last, judged = subject.kept.get("every", (None, []))
+    last, judged = subject.results.get("every", (None, []))
     if last != desc:
         judged = [
             (title, both(subject, desc, x, *sizes))
             for title, x, sizes in every_input(subject, desc)
         ]
-        subject.kept["every"] = (desc, judged)
+        subject.results["every"] = (desc, judged)
     yield from judged
 
 

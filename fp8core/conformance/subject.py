@@ -59,7 +59,7 @@ class Subject:
         self.backend = backend
         self.device = torch.empty(0, device=device).device  # as tensors on it name it
         self.judge = judge
-        self.kept: dict[Any, Any] = {}
+        self.results: dict[Any, Any] = {}
         self._sizes = sizes or {}
 
     def sizes(self, op: str, *default: Size) -> Sequence[Size]:
@@ -73,14 +73,14 @@ class Subject:
         it as a fault.
         """
         key = ("refuses", desc)
-        if key not in self.kept:
+        if key not in self.results:
             unknown = None if self.spec is None else unknown_fields(self.spec, desc)
             said = unknown or attempt(lambda: self.backend.unsupported(desc, self.device))
             if isinstance(said, Failure):
-                self.kept[key] = f"its unsupported() failed: {said}"
+                self.results[key] = f"its unsupported() failed: {said}"
             else:
-                self.kept[key] = said if said is None else str(said)
-        reason: str | None = self.kept[key]
+                self.results[key] = said if said is None else str(said)
+        reason: str | None = self.results[key]
         return reason
 
     def run(self, desc: OpDesc, *arguments: Any, **keywords: Any) -> Any:
@@ -90,9 +90,9 @@ class Subject:
     def bound(self, desc: OpDesc) -> Callable[..., Any]:
         """Return the callable that the backend under test has bound for ``desc``."""
         key = ("bind", desc)
-        if key not in self.kept:
-            self.kept[key] = self.backend.bind(desc, self.device)
-        run: Callable[..., Any] = self.kept[key]
+        if key not in self.results:
+            self.results[key] = self.backend.bind(desc, self.device)
+        run: Callable[..., Any] = self.results[key]
         return run
 
     def offers(self, desc: OpDesc) -> Offers:
