@@ -126,7 +126,7 @@ def activation_backward(
     """Return ``grad_x`` of the shape of ``x``; see the backend API."""
     if x.numel() == 0:
         return x.new_empty(x.shape, dtype=desc.out_dtype)
-    # That of geglu takes gelu(a), which its other dtypes would round.
+    # The operator of geglu's gradient takes gelu(a), which its other dtypes would round.
     is_plain = x.dtype == grad_output.dtype == desc.out_dtype and desc.name != "geglu"
     values, grad = (
         (tensor if is_plain else tensor.to(torch.float32)).contiguous()

@@ -168,7 +168,7 @@ def _bind(cast: QuantizeDesc, device: torch.device, native: Any) -> Callable[...
     ) -> Quantized:
         rows, cols = x.shape
         parts = split_amax(cast, amax, rows, cols, len(groups[0]) - 1 if groups else 1)
-        # One of the two counts NaN and inf: they are the same elements.
+        # The rowwise cast alone counts NaN and inf: both casts read the same elements.
         row = rowwise(x, *groups, amax=parts.rowwise, nonfinite_out=nonfinite_out).rowwise
         return Quantized(row, columnwise(x, *groups, amax=parts.columnwise).columnwise)
 

@@ -262,7 +262,7 @@ class GraphOperation:
             raise OperandError(
                 f"{desc}: rng is {shown}; expected torch.int64 [2] on the CPU or {self.device}."
             )
-        # One number of both, as cuDNN counts offsets in steps of its generator.
+        # Seed and offset in one number, as cuDNN counts offsets in steps of its generator.
         if rng.device == self.device:
             seed = torch.add(rng[1:], rng[:1], alpha=_MIX)
         else:

@@ -165,7 +165,7 @@ class Unseen(NamedTuple):
     outside: torch.Tensor | None
 
     def of_mask(self, blind: torch.Tensor) -> Unseen:
-        """Return these queries, and those that a mask shows no key."""
+        """Return the queries with those besides to which a mask shows no key."""
         return Unseen(self.blind | blind, self.outside)
 
 

@@ -24,7 +24,7 @@ def apart(rowwise: Cast, columnwise: Cast) -> Cast:
         nonfinite_out: torch.Tensor | None = None,
         **slots: torch.Tensor | None,
     ) -> Quantized:
-        # One of the two counts NaN and inf: they are the same elements.
+        # The rowwise cast alone counts NaN and inf: both casts read the same elements.
         row = rowwise(x, *groups, nonfinite_out=nonfinite_out, **slots).rowwise
         return Quantized(row, columnwise(x, *groups, **slots).columnwise)
 

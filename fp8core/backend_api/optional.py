@@ -85,7 +85,7 @@ class ComputedRows(Protocol):
     shape: Sequence[int]
 
     def rows_of(self, start: int, end: int) -> torch.Tensor:
-        """Return those rows, contiguous and on a multiple of 16 bytes.
+        """Return rows ``start`` to ``end``, contiguous and on a multiple of 16 bytes.
 
         Called for all rows, in order; no later call has more rows than the first. The next call may
         overwrite the memory.

@@ -252,7 +252,7 @@ class Collective:
         return result
 
     def describe(self, x: torch.Tensor) -> str:
-        """Return it in words, for an error."""
+        """Return the collective of ``x`` in words, for an error."""
         return self.communicator.describe(self.collective, self.purpose, x)
 
 

@@ -33,10 +33,10 @@ class ReadOnce:
         self._buffer: torch.Tensor | None = None
 
     def rows_of(self, start: int, end: int) -> torch.Tensor:
-        """Return them.
+        """Return rows ``start`` to ``end``.
 
         Raises:
-            Broken: they do not follow those of the last call, or are more than those of the first.
+            Broken: the rows do not follow those of the last call, or are more than in the first.
         """
         require(start == self._end, f"rows from {start} on are read, those before {self._end} were")
         if self._buffer is None:

@@ -40,7 +40,7 @@ def decode_e5m2(codes: torch.Tensor) -> torch.Tensor:
 # A float32 and its "key": an int32 that orders like the number, with -0 < +0 and NaN at the ends.
 #   bits >= 0: key = bits;   bits < 0: key = bits ^ 0x7fffffff
 #   -NaN < -inf < ... < -0 (-1) < +0 (0) < ... < +inf (0x7f800000) < +NaN
-# So one search over integer thresholds handles sign, zeros, inf and NaN alike.
+# So one search over integer thresholds handles sign, zeros, inf and NaN by one rule.
 
 
 def to_float32(value: float) -> float:

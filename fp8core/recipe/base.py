@@ -139,42 +139,42 @@ class Recipe:
 
     __slots__ = ()
     reads_names: ClassVar[bool] = True
-    # Which of Transformer Engine's recipes it is, by the name of its predicate.
+    # The recipe of Transformer Engine that this recipe is, by the name of its predicate.
     family: ClassVar[str | None] = None
 
     @classmethod
     def delayed(cls) -> bool:
-        """Whether it is :class:`DelayedScaling`."""
+        """Whether the recipe is :class:`DelayedScaling`."""
         return cls.family == "delayed"
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """Whether it is :class:`Float8CurrentScaling`."""
+        """Whether the recipe is :class:`Float8CurrentScaling`."""
         return cls.family == "float8_current_scaling"
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
-        """Whether it is one of these two."""
+        """Whether the recipe is :class:`DelayedScaling` or :class:`Float8CurrentScaling`."""
         return cls.delayed() or cls.float8_current_scaling()
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
-        """Whether it is :class:`Float8BlockScaling`."""
+        """Whether the recipe is :class:`Float8BlockScaling`."""
         return cls.family == "float8_block_scaling"
 
     @classmethod
     def mxfp8(cls) -> bool:
-        """Whether it is :class:`MXFP8BlockScaling`."""
+        """Whether the recipe is :class:`MXFP8BlockScaling`."""
         return cls.family == "mxfp8"
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """Whether it is :class:`NVFP4BlockScaling`."""
+        """Whether the recipe is :class:`NVFP4BlockScaling`."""
         return cls.family == "nvfp4"
 
     @classmethod
     def custom(cls) -> bool:
-        """Whether it is :class:`CustomRecipe`."""
+        """Whether the recipe is :class:`CustomRecipe`."""
         return cls.family == "custom"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

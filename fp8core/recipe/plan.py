@@ -44,14 +44,14 @@ class LayerRole:
 
 
 class TensorPlan(NamedTuple):
-    """How one tensor is quantized, in the orientation of each of its two GEMMs; None: it is not."""
+    """The specs of a tensor in the orientations of its two GEMMs, None where it is not quantized."""
 
     rowwise: OperandSpec | None
     columnwise: OperandSpec | None
 
     @property
     def is_delayed(self) -> bool:
-        """Whether a scale of it is delayed."""
+        """Whether a scale of the tensor is delayed."""
         return any(spec is not None and spec.delayed for spec in self)
 
 

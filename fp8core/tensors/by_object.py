@@ -34,7 +34,7 @@ class ObjectQuantizer(BaseQuantizer):
 
     @property
     def plan(self) -> TensorPlan:
-        """How it stores both orientations."""
+        """The specs by which ``maker`` stores both orientations."""
         return self._plan
 
     def __call__(

@@ -167,7 +167,7 @@ class OperandTensor(Casts):
 
     @property
     def is_of_parameter(self) -> bool:
-        """Whether it is a parameter, or one without its history."""
+        """Whether the tensor is a parameter, or a parameter detached from its history."""
         return self._is_of_parameter or getattr(self, IS_PARAMETER, False)
 
     def decoded(self, dtype: torch.dtype | None = None) -> torch.Tensor:

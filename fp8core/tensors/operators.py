@@ -388,7 +388,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
 
 
 _aten = torch.ops.aten
-# They write a value that does not depend on the present one.
+# Operators that write a value that does not depend on the present value.
 _SETTERS = {
     *(_aten.zero_, _aten.fill_, _aten.normal_, _aten.uniform_, _aten.random_, _aten.bernoulli_),
     *(_aten.exponential_, _aten.cauchy_, _aten.geometric_, _aten.log_normal_),

@@ -57,7 +57,7 @@ def _refuse(func: Any, tensor: Any, change: str) -> UnsupportedError:
 
 
 def _strides(tensor: Any, shape: Sequence[int]) -> Sequence[int] | None:
-    """Return those of the view ``shape``, None for contiguous ones; torch raises if there are none.
+    """Return the strides of the view ``shape``, None for a contiguous view.
 
     Raises:
         RuntimeError: ``tensor`` is a view with gaps that are not between its new dimensions.

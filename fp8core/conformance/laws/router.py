@@ -34,7 +34,7 @@ def router_chooses_as_the_reference(subject: Subject, desc: RouterDesc) -> float
     """The experts with the highest scores, of any number, and their probabilities."""
     worst = 0.0
     for tokens, experts in ((9, count) for count in _experts(desc)):
-        # 16 bits do not tell this many logits apart: those that are alike are in the order of
+        # 16 bits do not tell this many logits apart: equal logits are in the order of
         # their experts, which functions of them may lose.
         is_exact = desc.dtype == torch.float32 and experts <= 129
         logits = _apart(desc, tokens, experts, experts)

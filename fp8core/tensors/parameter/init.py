@@ -50,8 +50,8 @@ class quantized_model_init(contextlib.ContextDecorator):
     that the layer's constructor gets, as :func:`fp8core.prepare` comes later.
 
     torch's DistributedDataParallel sends the values of the parameters when it wraps a model. The
-    columnwise operands of blocks along k alone are rounded again then, alike on all ranks. To avoid
-    it, broadcast each of ``weight.tensors()`` and pass ``init_sync=False``.
+    columnwise operands of blocks along k alone are rounded again then, equally on all ranks. To
+    avoid it, broadcast each of ``weight.tensors()`` and pass ``init_sync=False``.
 
     Args:
         enabled: False stores weights in high precision.
