@@ -149,4 +149,4 @@ ACTIVATIONS: tuple[str, ...] = (
 """Transformer Engine's activations; gelu is the tanh approximation."""
 
 GATED = frozenset({"geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"})
-"""The gated ones of :data:`ACTIVATIONS`."""
+"""The gated functions of :data:`ACTIVATIONS`."""

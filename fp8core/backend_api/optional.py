@@ -156,7 +156,7 @@ class QuantizesAndSums(Protocol):
 
 
 class QuantizesChunkedAndSums(Protocol):
-    """A callable as :class:`QuantizesChunked` and :class:`QuantizesAndSums` in one."""
+    """A callable that is :class:`QuantizesChunked` and :class:`QuantizesAndSums` at once."""
 
     def quantize_chunked_and_sum(
         self,

@@ -119,7 +119,7 @@ class _Child:
         return False
 
     def end(self) -> None:
-        """Kill it, and the processes that it started, if it runs."""
+        """Kill the process, and those that it started, if it runs."""
         if self._process.poll() is not None:
             return
         if hasattr(os, "killpg"):
@@ -129,7 +129,7 @@ class _Child:
         self._process.wait()
 
     def outcome(self) -> tuple[list[Record], Ending | None]:
-        """Return its records, and its failure, once it has ended."""
+        """Return the records of the process, and its failure, once it has ended."""
         lines = self._output.read_text(encoding="utf-8").splitlines()
         seen = [json.loads(line) for line in lines]
         if self._is_timeout:

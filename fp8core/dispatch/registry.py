@@ -189,7 +189,7 @@ class Registry:
 
 @functools.lru_cache(maxsize=4096)
 def unknown_fields(spec: BackendSpec, desc: OpDesc) -> str | None:
-    """Say that ``spec``'s backend does not know a field that ``desc`` uses, None: it knows all.
+    """Say which fields of ``desc`` the backend of ``spec`` does not know; None if it knows all.
 
     Such a descriptor is not passed to the backend, which would compute something else.
     """

@@ -32,7 +32,7 @@ class Resolver(Protocol):
     def resolve_optional(
         self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
     ) -> Resolved | None:
-        """Return the operation for ``desc`` by ``backend``, None if that one does not offer it."""
+        """Return the operation for ``desc`` by ``backend``, None if not offered."""
 
     def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
         """Return what moves rows between ``ranks`` beside products of ``dtype``, if anything."""
@@ -49,7 +49,7 @@ class Noting:
 
     @property
     def recorder(self) -> Recorder | None:
-        """The recorder of all operations so far; None if one has none, or another."""
+        """The recorder of all operations so far; None where operations have several, or none."""
         first, *rest = self._recorders or [None]
         return first if all(recorder is first for recorder in rest) else None
 
@@ -62,7 +62,7 @@ class Noting:
     def resolve_optional(
         self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
     ) -> Resolved | None:
-        """Return the operation for ``desc`` by ``backend``, None if that one does not offer it."""
+        """Return the operation for ``desc`` by ``backend``, None if not offered."""
         resolved = self._resolver.resolve_optional(desc, device, backend, purpose)
         if resolved is not None:
             self._recorders.append(resolved.offers.recorder)

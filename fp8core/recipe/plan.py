@@ -44,7 +44,7 @@ class LayerRole:
 
 
 class TensorPlan(NamedTuple):
-    """The specs of a tensor in the orientations of its two GEMMs, None where it is not quantized."""
+    """The specs of a tensor in the orientations of its two GEMMs; None: it is not quantized."""
 
     rowwise: OperandSpec | None
     columnwise: OperandSpec | None

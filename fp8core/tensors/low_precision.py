@@ -131,7 +131,7 @@ class LowPrecision(BoundQuantizer):
         return self.cast_and_sum(sums, rowwise=True, columnwise=True)
 
     def pair_with(self, second: Quantizer) -> Pair | None:
-        """Return the backend's own call for two tensors, if it has one for these."""
+        """Return the backend's own call for both tensors, if there is any."""
         if not isinstance(second, LowPrecision):
             return None
         run: Any = self._whole.pair_with(second._whole)

@@ -111,7 +111,7 @@ class _News(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A layer in the list that is reduced; ``order`` is that of this rank's layer."""
+    """A layer in the list that is reduced; ``order`` numbers this rank's layer."""
 
     order: Order
     slots: int

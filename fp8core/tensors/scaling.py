@@ -147,7 +147,7 @@ def discard(states: Iterable[DelayedState]) -> None:
 def _partition(
     states: Sequence[DelayedState], key: Callable[[DelayedState], Any]
 ) -> list[tuple[Any, list[DelayedState]]]:
-    """Group ``states`` by ``key``, which is equal where it is the same object."""
+    """Group ``states`` by the results of ``key``, objects that are compared by identity."""
     if len(states) == 1:
         return [(key(states[0]), list(states))]
     parts: dict[Any, list[DelayedState]] = {}

@@ -222,7 +222,7 @@ class ShardedWeight(torch.Tensor):
     def __new__(
         cls, value: torch.Tensor, gathering: Gathering, writes: Writes | None = None
     ) -> ShardedWeight:
-        """Wrap ``value``; ``writes`` is that of the tensor of which it is a view."""
+        """Wrap ``value``; a view takes ``writes`` from the tensor that it is a view of."""
         value = value.detach()
         self: ShardedWeight = wrapper_like(cls, value)
         self._value = value

@@ -170,7 +170,7 @@ class WeightStore:
                 self.scope = {}
 
     def close_scope(self) -> None:
-        """Forget the weights of the scope if no other one is open."""
+        """Forget the weights of the scope if no other scope is open."""
         with self._lock:
             self._num_open -= 1
             if not self._num_open and self.scope is not None:
