@@ -160,7 +160,7 @@ def test_wheel_metadata(built: Distributions) -> None:
     assert fields["License-Expression"] == "Apache-2.0"
     assert fields["Requires-Python"] == ">=3.10"
     required = {name for name in fields.get_all("Requires-Dist", []) if "extra ==" not in name}
-    assert required == {"torch>=2.11", "pluggy>=1.5", "numpy", "filelock"}
+    assert required == {"torch>=2.11", "pluggy>=1.5", "numpy", "filelock", "typing-extensions>=4.4"}
     assert "[console_scripts]\nfp8core = fp8core.__main__:main\n" in entry_points
     names = ("ascend", "cuda", "reference")
     backends = "".join(f"{name} = fp8core_backends.{name}\n" for name in names)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.utils import parametrize
+from typing_extensions import override
 
 from fp8core.chain import run as chain
 from fp8core.chain.bind import bind_chain
@@ -114,8 +115,8 @@ class Experts(LowPrecisionModule):
             return shapes
         return DispatchShape(self.group_name), *shapes, CombineShape(self.group_name)
 
+    @override
     def link_params(self) -> list[torch.Tensor]:
-        """Return the parameters of all layers."""
         return [param for layer in self._layers() for param in layer.link_params()]
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: Counts) -> torch.Tensor:

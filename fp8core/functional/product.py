@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from fp8core.chain.differentiable import refuse_transform
 from fp8core.chain.linear.shape import LinearShape
@@ -38,8 +39,8 @@ class FunctionalLinear(LowPrecisionModule):
         self.use_bias = shape.bias_dtype is not None
         self._shape = shape
 
+    @override
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the one shape."""
         return (self._shape,)
 
 

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from fp8core.errors import OperandError
 from fp8core.functional.quantizers.base import Quantizer, quantize_in_graph
@@ -23,8 +24,8 @@ class _PlannedQuantizer(Quantizer):
         self._plan = plan
 
     @property
+    @override
     def plan(self) -> TensorPlan:
-        """The plan."""
         return self._plan
 
 

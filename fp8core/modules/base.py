@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.nn.utils import parametrize
+from typing_extensions import override
 
 from fp8core.chain.delayed_wgrad import WgradQueue
 from fp8core.chain.shape import LinkShape, Watch
@@ -108,8 +109,8 @@ class LowPrecisionModule(DelayedModule):
         """Return the shapes of the chain's linears: the links that have weights."""
         return [shape for shape in self.link_shapes() if shape.num_weights]
 
+    @override
     def count_slot_sets(self) -> int:
-        """Return how many forward GEMMs the layer has, each with the slots of a plan."""
         return sum(shape.num_weights for shape in self.link_shapes())
 
     def need_backward_dw(self) -> bool:

@@ -7,6 +7,7 @@ from operator import index
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from fp8core.chain.call import Call
 from fp8core.chain.delayed_wgrad import DelayedCall
@@ -165,8 +166,8 @@ class GroupedLinear(ParallelModule, ExtraTensors):
             for kind in KINDS:
                 self.register_parameter(f"{kind}{number}", None)
 
+    @override
     def link_shapes(self) -> tuple[LinearShape]:
-        """Return the shape of the one grouped linear."""
         dtype = self.dtype_of(self._names_of("weight")[0])
         has_bias = self.use_bias and not self.return_bias
         bias_dtype = self.dtype_of(self._names_of("bias")[0]) if has_bias else None

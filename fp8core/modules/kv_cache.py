@@ -17,6 +17,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
+from typing_extensions import override
 
 from fp8core.errors import OperandError
 from fp8core.modules.parameters import resolve_device
@@ -122,8 +123,8 @@ class _ManagerBase(KVCacheManager):
         self._tokens: _Tokens | None = None
         self._numbers: torch.Tensor | None = None
 
+    @override
     def reset(self) -> None:
-        """Forget every sequence; the memory stays."""
         super().reset()
         self._stored = {}
         self._before = {}
@@ -152,6 +153,7 @@ class _ManagerBase(KVCacheManager):
         self.sequences, self._before, self._tokens = after, before, tokens
         return after
 
+    @override
     def step(
         self,
         layer_number: int,
@@ -161,7 +163,6 @@ class _ManagerBase(KVCacheManager):
         cu_cached_seqlens: torch.Tensor,
         qkv_format: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the step's keys and values of a layer; return the layer's keys and values."""
         tokens, stored = self._tokens, self._stored.get(layer_number, OrderedDict())
         if tokens is None:
             raise OperandError("KV cache: step() without a pre_step() that says what it brings.")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.pointwise import BiasShape, QuantizeShape
@@ -264,8 +265,8 @@ class Linear(ParallelModule):
         last = (QuantizeShape(True, False),) if fp8_output else ()
         return (*first, *self.link_shapes(), *last)
 
+    @override
     def weight_names(self) -> list[tuple[str, ...]]:
-        """Return the names of the weight's parts."""
         return [tuple(f"{prefix}weight" for prefix, _ in self._parts)]
 
     def link_params(self) -> list[torch.Tensor]:

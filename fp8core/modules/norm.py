@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import AddShape
@@ -71,8 +72,8 @@ class _Norm(LowPrecisionModule):
         fill(self.weight, first)
         fill(self._parameters.get("bias"), torch.nn.init.zeros_)
 
+    @override
     def link_shapes(self) -> tuple[NormShape]:
-        """Return the norm's shape."""
         sizes = self.norm_kind, self.hidden_size, self.eps, self.zero_centered_gamma
         return (NormShape(*sizes, self.dtype_of("weight")),)
 

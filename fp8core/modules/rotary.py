@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from typing_extensions import override
 
 from fp8core.backend_api import ATTENTION_LAYOUTS
 from fp8core.chain import run as chain
@@ -147,8 +148,8 @@ class Rotary(LowPrecisionModule):
         self.tensor_format = _checked_format("Rotary", tensor_format)
         self.interleaved = interleaved
 
+    @override
     def link_shapes(self) -> tuple[RotaryShape]:
-        """Return the shape of the rotation."""
         return (RotaryShape(self.tensor_format, self.interleaved),)
 
     def _describe(self) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 from fp8core.chain.moving import AllReduceShape, GatherShape, ScatterShape
 from fp8core.chain.pointwise import AddShape, OutputShape
@@ -94,8 +95,8 @@ class ConstantScale(Operation):
             raise OperandError(f"ops.ConstantScale(scale={scale!r}): expected a number.")
         self.scale = float(scale)
 
+    @override
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the shape, which holds the constant."""
         return (ScaleShape(self.scale),)
 
     def _describe(self) -> list[str]:
@@ -120,8 +121,8 @@ class L2Normalization(Operation):
             raise OperandError(f"ops.L2Normalization(eps={eps!r}): expected a number >= 0.")
         self.eps = float(eps)
 
+    @override
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the shape, which holds eps."""
         return (L2NormShape(self.eps),)
 
     def _describe(self) -> list[str]:
@@ -146,8 +147,8 @@ class AddExtraInput(Operation):
         """Whether it is a part of a chain, which writes to none of its inputs."""
         return not self.in_place
 
+    @override
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the add's shape."""
         return (AddShape(),)
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:

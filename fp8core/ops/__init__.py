@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from typing_extensions import override
 
 from fp8core.chain.pointwise import BiasShape, DropoutShape, QuantizeShape
 from fp8core.chain.shape import LinkShape
@@ -316,12 +317,12 @@ class Bias(Operation):
     def _fill_parameters(self) -> None:
         fill(self.bias, torch.nn.init.zeros_)
 
+    @override
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the bias's shape."""
         return (BiasShape(self.size, self.bias.dtype),)
 
+    @override
     def link_params(self) -> list[torch.Tensor]:
-        """Return the bias."""
         return [self.bias]
 
 

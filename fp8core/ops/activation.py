@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+from typing_extensions import override
+
 from fp8core.chain.activation import activation_shape
 from fp8core.chain.regrouped import DeinterleaveShape
 from fp8core.chain.scaled_activation import ScaledActivationShape
@@ -27,8 +29,8 @@ class _Activation(Operation):
         refuse_arguments(_Activation.__init__, locals(), ("cache_quantized_input",), owner=owner)
         self._shape = activation_shape(self.activation)
 
+    @override
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the shape of the activation."""
         return (self._shape,)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from typing_extensions import override
 
 from fp8core.chain.differentiable import gradients_once
 from fp8core.errors import OperandError
@@ -216,8 +217,8 @@ class FusedOperation(FusibleOperation):
         self.basic_ops = torch.nn.ModuleList(basic_ops)
 
     @property
+    @override
     def basic_operations(self) -> Sequence[torch.nn.Module]:
-        """The operations that it computes."""
         return list(self.basic_ops)
 
     @property
@@ -231,14 +232,14 @@ class FusedOperation(FusibleOperation):
         return sum(map(_num_outputs, self.basic_ops))
 
     @property
+    @override
     def input_channels(self) -> list[str | None]:
-        """The channels of their extra inputs."""
         fusible = [operation for operation in self.basic_ops if isinstance(operation, ExtraTensors)]
         return [channel for operation in fusible for channel in operation.input_channels]
 
     @property
+    @override
     def output_channels(self) -> list[tuple[str | None, bool]]:
-        """The channels of their extra outputs."""
         fusible = [operation for operation in self.basic_ops if isinstance(operation, ExtraTensors)]
         return [channel for operation in fusible for channel in operation.output_channels]
 

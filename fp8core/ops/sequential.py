@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from typing_extensions import override
 
 from fp8core.chain.delayed_wgrad import DelayedCall, WgradQueue
 from fp8core.chain.run import run_returning_input
@@ -115,8 +116,8 @@ class Sequential(OperationList):
         """How many extra outputs its call returns."""
         return sum(_open_outputs(module) for module in self._flat())
 
+    @override
     def runs_alone(self) -> set[str]:
-        """Return the names of the modules that run by themselves."""
         return {name for name in self._modules if not _is_link(self._at(name))}
 
     def _flat(self) -> list[torch.nn.Module]:
@@ -180,8 +181,8 @@ class Sequential(OperationList):
             index += len(group.operations) if isinstance(group, _Chain) else 1
         self._is_checked = True
 
+    @override
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the shapes of all chains."""
         chains = [group for group in self._groups() if isinstance(group, _Chain)]
         return tuple(shape for chain in chains for shape in chain.shapes)
 
