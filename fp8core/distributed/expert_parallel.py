@@ -166,7 +166,7 @@ class Experts(LowPrecisionModule):
         return run_links(self, bound, bound.parts[0], value, params, call)
 
     def _refuse_shards(self, communicator: Communicator) -> None:
-        """Refuse experts that ``fully_shard`` has spread over ranks that have others.
+        """Refuse experts that ``fully_shard`` has spread over ranks with other experts.
 
         Raises:
             UnsupportedError: torch took them for parts of one parameter.
@@ -274,7 +274,8 @@ class TokenExchange:
         return self._run(DispatchShape(self._communicator.group_name), rows, self._routes.sent)
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows that ``dispatch`` took, from those that it returned. Differentiable."""
+        """Return rows in the order of ``dispatch``'s input, from rows in that of its output.
+        Differentiable."""
         return self._run(CombineShape(self._communicator.group_name), rows, self._routes.received)
 
     def _run(self, shape: LinkShape, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -56,7 +56,7 @@ def wrap_assigned(
 
 
 def _wrapped(key: str, value: torch.Tensor, weight: GatheredWeight) -> torch.Tensor:
-    """Return ``value`` as a shard that is gathered as ``weight`` is.
+    """Return ``value`` as a shard with the gather of ``weight``.
 
     Raises:
         OperandError: it is no shard of the size, dtype and mesh of the weight's.
@@ -174,7 +174,7 @@ _RECIPE_REMEDY = (
 
 
 class _Site(NamedTuple):
-    """A weight of a layer: where it is, and what messages call it."""
+    """A weight of a layer: its place, and its name in messages."""
 
     module: LowPrecisionModule
     name: str
@@ -319,8 +319,8 @@ class _Weights:
         self._reduced: dict[GatheredWeight, _Reduced] = {}
 
     def add(self, site: _Site, plan: TensorPlan) -> tuple[GatheredWeight, torch.nn.Parameter]:
-        """Return how the weight at ``site`` is gathered, and the parameter that takes the place of
-        the one there."""
+        """Return the gathered weight for ``site``, and the parameter that replaces the present
+        one."""
         old = site.parameter
         local = local_part(old.detach())
         weight = GatheredWeight(site.module, site.name, site.label, plan, local.shape, self.reduced)

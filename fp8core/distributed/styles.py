@@ -79,7 +79,8 @@ class _Boundary:
         raise NotImplementedError
 
     def _finished(self, y: torch.Tensor, layout: Placement, target: Placement) -> torch.Tensor:
-        """Return ``y``, which lies as ``layout`` says, as the style returns it."""
+        """Return ``y``, whose placement is ``layout``, in the placement ``target`` of the style's
+        output."""
         is_local = self.style.use_local_output
         if is_local and layout == target:
             return y

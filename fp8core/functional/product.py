@@ -30,7 +30,7 @@ from fp8core.torch_ops.operators import constant_in_graph
 
 
 class FunctionalLinear(LowPrecisionModule):
-    """A linear without parameters, which come with the call; it keeps what it is bound to."""
+    """A linear without parameters, which come with the call; its links stay bound between calls."""
 
     kind = "linear"
 
@@ -50,8 +50,8 @@ _layer_of = functools.lru_cache(maxsize=1024)(FunctionalLinear)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x w^T + bias`` in the precision of the active ``autocast``, as a Linear layer does.
 
-    Tensors that are stored as the recipe casts are used as they are, others are quantized. Outside
-    of autocast quantized tensors are multiplied by :func:`gemm`.
+    Tensors that are stored as the recipe casts are multiplied without another cast; all other
+    tensors are quantized. Outside of autocast quantized tensors are multiplied by :func:`gemm`.
 
     Args:
         x: ``[..., k]``, quantized or plain.
@@ -213,10 +213,10 @@ def gemm(
 ) -> torch.Tensor:
     """Return ``d[..., n] = a[..., k] @ b[n, k].T + bias[n]``.
 
-    Two quantized tensors are multiplied as they are, by their rowwise operands. If one is plain,
-    the other is dequantized to its dtype. In backward a quantized gradient meets columnwise
-    operands in the same way, and everything else is computed from the dequantized tensors, in the
-    widest dtype among those of both operands and of the gradient that is returned.
+    Two quantized tensors are multiplied as they are, by their rowwise operands. If one operand is
+    plain, the quantized operand is dequantized to its dtype. In backward a quantized gradient meets
+    columnwise operands in the same way, and everything else is computed from the dequantized
+    tensors, in the widest dtype among those of both operands and of the gradient that is returned.
 
     Args:
         a, b: quantized or plain, float32, bfloat16 or float16.
@@ -306,8 +306,8 @@ def grouped_gemm(
     Tensors are quantized or plain, as in :func:`gemm`; all of ``b`` have one plan.
 
     Args:
-        a: the rows of all groups, one after the other; the rows of one quantized tensor share what
-            scales they share.
+        a: the rows of all groups, one after the other; rows of a quantized tensor share its scales
+            across groups.
         b: a sequence of matrices, or one tensor ``[groups, n, k]``.
         m_splits: the number of rows of each group; their sum is that of ``a``.
         out_dtype, accumulate, out: as in :func:`gemm`.

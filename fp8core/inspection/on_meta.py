@@ -230,8 +230,8 @@ class MetaChain:
 
     @contextmanager
     def forward(self, rows: int) -> Iterator[tuple[Forward, list[torch.Tensor]]]:
-        """Prepare a forward of ``rows`` rows: what runs it, and the plain tensors of the layer's
-        own among its parameters."""
+        """Prepare a forward of ``rows`` rows: the forward to call, and the plain tensors among the
+        layer's own parameters."""
         columns = input_columns_of(self.shapes)
         assert columns is not None
         with torch.inference_mode(False), torch.enable_grad():

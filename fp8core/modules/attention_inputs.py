@@ -75,7 +75,7 @@ def unpacked(
     kv: torch.Tensor | None,
     dim: int,
 ) -> Qkv:
-    """Return queries, keys and values; those packed in one tensor as views of it.
+    """Return queries, keys and values; views of the packed tensor if there is one.
 
     ``tensors`` are the separate ones. ``qkv`` has 3, and ``kv`` 2, in dimension ``dim``: -3 before
     the heads or -2 behind them.

@@ -177,8 +177,8 @@ class LowPrecisionModule(DelayedModule):
             self._bindings.set_watch(watch)
 
     def parameter(self, name: str) -> torch.Tensor | None:
-        """Return the parameter ``name``, or the tensor in its stead: one that a parametrization
-        computes, a view of a flat parameter, or this rank's part of one that is spread."""
+        """Return the parameter ``name``, or the tensor in its stead: the result of a
+        parametrization, a view of a flat parameter, or this rank's part of a spread parameter."""
         try:
             value = self._parameters[name]
             return value if self.local_part is None else self.local_part(name, value)
@@ -190,7 +190,8 @@ class LowPrecisionModule(DelayedModule):
         """Return the dtype of the parameter ``name``, or of the tensor in its stead.
 
         A parametrization is not computed for that, as it may draw random numbers or write to its
-        buffers. torch refuses one that changes the dtype, unless it is registered as unsafe.
+        buffers. torch refuses a parametrization that changes the dtype, unless it is registered as
+        unsafe.
         """
         parameter = self._parameters.get(name)
         if parameter is not None:

@@ -176,7 +176,7 @@ def _mode_text(mode: tuple[bool, bool, bool, bool]) -> str:
 def _note_change(layer: LowPrecisionModule, recipe: Recipe | None, bound: Bound) -> None:
     """Log once that a layer computes by another kind of recipe than the one before.
 
-    Not one that computes in high precision under any recipe, as a rotation does.
+    Layers that compute in high precision under any recipe, as a rotation does, are left out.
     """
     chosen = recipe_in(recipe, LayerRole(layer.kind, layer.name))
     if chosen is None or only_once(bound.links) is None:

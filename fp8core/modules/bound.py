@@ -173,8 +173,8 @@ _Item = TypeVar("_Item")
 
 
 def parts_of(shapes: Sequence[LinkShape], items: tuple[_Item, ...]) -> list[tuple[_Item, ...]]:
-    """Split ``items``, one a shape, where a value leaves the chain: if that is its input, there is
-    no part before."""
+    """Split ``items``, an item for each shape, where a value leaves the chain: a chain whose input
+    leaves has no first part."""
     leaves = [at for at, shape in enumerate(shapes) if shape.leaves_chain]
     starts = [0, *(at + 1 for at in leaves)]
     parts = [items[a:b] for a, b in zip(starts, [*leaves, len(items)], strict=True)]
@@ -203,7 +203,7 @@ def bind_captured(
 
     The arguments are classes and plain values alone, which torch.compile can hand over and which
     layers of one shape have in common, so that these layers share a graph. A compiled graph raises
-    what binding raises when it runs: torch.compile would dress it as an error of its own.
+    what binding raises when it runs: torch.compile would replace the error by its own.
     """
     kind, type_name, name, peers, is_compiled, is_watched = layer
     shapes: tuple[LinkShape, ...] = tuple(shape(*values) for shape, *values in shape_values)

@@ -418,8 +418,8 @@ def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch
 
 
 class _LoadingLayer(NamedTuple):
-    """A layer, where its entries are in a state_dict, and whether it gets its parameters as they
-    are there; its delayed state it does."""
+    """A layer, the prefix of its entries in a state_dict, and whether it loads its parameters
+    unchanged; its delayed state always loads unchanged."""
 
     layer: DelayedModule
     prefix: str
@@ -454,7 +454,7 @@ def _is_of_a_library(function: Any) -> bool:
 
 
 def check_load(model: torch.nn.Module, state_dict: Any, *, assigns: bool) -> None:
-    """Refuse ``state_dict`` before ``model`` loads anything of it, if one of its layers would.
+    """Refuse ``state_dict`` before ``model`` loads any entry, if a layer would refuse an entry.
 
     Errors that show only when torch loads a layer (:func:`_layers_below`) are left to the layer.
 

@@ -305,8 +305,7 @@ def _inside(context: autocast, modules: Sequence[torch.nn.Module]) -> Iterator[N
 
 
 def _put_back(module: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Give ``module`` the ``forward`` that it had as an attribute; None if it had that of its
-    class."""
+    """Restore the ``forward`` that was an attribute of ``module``; None stands for the class's."""
     if forward is None:
         del module.forward
     else:

@@ -140,7 +140,7 @@ class InferenceParams:
         self.device = resolve_device(device)
         self.is_paged = is_paged
         self.cache_manager = self._manager(custom_cache_manager, total_num_pages, page_size)
-        self._is_own = custom_cache_manager is None
+        self._is_built_in = custom_cache_manager is None
         self.cache_manager.device = self.device
         self.cache_qkv_format = "bshd"
         self.input_qkv_format = self.output_qkv_format = ""
@@ -210,7 +210,7 @@ class InferenceParams:
     def clears_rows(self) -> bool:
         """Whether rows behind the end of a sequence are finite, whatever sequences had their memory
         before. A custom manager promises nothing."""
-        return self._is_own
+        return self._is_built_in
 
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate the memory of a layer, unless it has some; its first step does so otherwise."""
@@ -408,7 +408,7 @@ class InferenceParams:
         keys, values = self.cache_manager.step(layer_number, *new, sums_q, sums_kv, qkv_format)
         if not self.is_paged:
             return keys, values
-        if self._is_own:
+        if self._is_built_in:
             assert isinstance(self.cache_manager, PagedKVCacheManager)
             return self.cache_manager.read(layer_number)
         return self.convert_paged_to_nonpaged(layer_number)

@@ -38,7 +38,7 @@ def check_input(
         )
     if weight is None:
         return input.dtype
-    if type(input) not in PLAIN and type(weight) in PLAIN:  # else both may lie on ranks alike
+    if type(input) not in PLAIN and type(weight) in PLAIN:  # else both may be DTensors
         check_is_whole(layer.label, "input", input)
     if input.device != weight.device:
         raise OperandError(
@@ -56,7 +56,7 @@ def check_input(
 
 
 def check_chained(owner: str, layers: Sequence[LowPrecisionModule], first: int = 0) -> None:
-    """Refuse ``layers`` of which one does not take the columns that those before it return.
+    """Refuse ``layers`` of which one does not take the columns that the layer before it returns.
 
     ``owner`` names them in messages, and ``first`` is the number of the first of them.
 

@@ -196,7 +196,7 @@ class _ManagerBase(KVCacheManager):
     def _allocated(self, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return zeros for keys and for values, ``[*sizes, heads, head size]``.
 
-        Ordinary tensors also where inference_mode is on, so that they can be written outside of it.
+        Ordinary tensors also within inference_mode, so that later writes outside of it are allowed.
         """
         with torch.inference_mode(False):
             keys, values = (
@@ -227,7 +227,7 @@ class _ManagerBase(KVCacheManager):
         raise NotImplementedError
 
     def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
-        """Bring what a layer has stored to its slots of this step, and clear the others that
+        """Move a layer's stored rows to their slots of this step, and clear the free slots that
         sequences take over."""
         raise NotImplementedError
 
@@ -367,7 +367,7 @@ class PagedKVCacheManager(_ManagerBase):
         self._table: torch.Tensor | None = None
         # Of this step: the pages that attention reads, and those that sequences took.
         self._read: torch.Tensor | None = None
-        self._taken: torch.Tensor | None = None
+        self._new_pages: torch.Tensor | None = None
 
     @property
     def page_table(self) -> torch.Tensor:
@@ -382,7 +382,7 @@ class PagedKVCacheManager(_ManagerBase):
         """Forget every sequence, and free its pages; the memory stays."""
         super().reset()
         self._pages = {}
-        self._read = self._taken = None
+        self._read = self._new_pages = None
         self.read_length = 0
         self.page_table.zero_()
 
@@ -391,7 +391,7 @@ class PagedKVCacheManager(_ManagerBase):
         self.cache[layer_number] = self._allocated(self.total_num_pages, self.page_size)
 
     def _keeps_slots(self, before: Sequences, after: Sequences) -> bool:
-        return super()._keeps_slots(before, after) and self._taken is None
+        return super()._keeps_slots(before, after) and self._new_pages is None
 
     def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
         pages = self._with_new_pages(after)
@@ -410,7 +410,9 @@ class PagedKVCacheManager(_ManagerBase):
         self.read_length = read.shape[1] * self.page_size
         new = (numbers[len(self._pages.get(name, ())) :] for name, numbers in pages.items())
         new_pages = [*itertools.chain.from_iterable(new)]
-        self._taken = self._uploaded(torch.tensor(new_pages, device="cpu")) if new_pages else None
+        self._new_pages = (
+            self._uploaded(torch.tensor(new_pages, device="cpu")) if new_pages else None
+        )
         self._pages = pages
         return tokens
 
@@ -430,9 +432,9 @@ class PagedKVCacheManager(_ManagerBase):
         return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), count)
 
     def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
-        if self._taken is not None:
+        if self._new_pages is not None:
             for cache in self.cache[layer_number]:
-                cache.index_fill_(0, self._taken, 0)
+                cache.index_fill_(0, self._new_pages, 0)
 
     def read(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a layer in the order of the batch, ``[b, tokens, heads,
@@ -442,7 +444,7 @@ class PagedKVCacheManager(_ManagerBase):
         return keys, values
 
     def _with_new_pages(self, after: Sequences) -> dict[Hashable, list[int]]:
-        """Return the pages of each sequence, once it has its tokens of this step."""
+        """Return the pages of each sequence after this step."""
         pages = {name: self._pages.get(name, []) for name in after}
         used = {*itertools.chain(*pages.values())}
         free = [page for page in range(self.total_num_pages) if page not in used]

@@ -63,7 +63,7 @@ class _Padding(torch.nn.Module):
 class Fp8Padding(_Padding):
     """Adds zero rows to each group, up to a multiple.
 
-    :class:`fp8core.GroupedLinear` does not need it, as it pads by itself what its blocks need.
+    :class:`fp8core.GroupedLinear` pads for its blocks without this module.
 
     Args:
         num_gemms: the number of groups.

@@ -35,7 +35,7 @@ def make_parameter(
 
 
 def fill(parameter: torch.Tensor | None, method: InitMethod) -> None:
-    """Fill ``parameter`` by ``method``; None, and one on the meta device, stay as they are.
+    """Fill ``parameter`` by ``method``; None, and a parameter on the meta device, stay unchanged.
 
     For a quantized parameter ``method`` fills a high-precision tensor, which is then quantized.
     """

@@ -66,7 +66,8 @@ def conv1d_sizes(module: torch.nn.Module) -> tuple[int, int] | None:
 
 
 def experts_of(module: torch.nn.Module) -> Experts | None:
-    """Return the experts that ``module`` is, as transformers 5 writes them; None for others."""
+    """Return the experts of ``module``, a class that transformers 5 generates; None for another
+    module."""
     attributes = vars(module)
     if not all(name in attributes for name in _EXPERTS) or not hasattr(module, "_apply_gate"):
         return None

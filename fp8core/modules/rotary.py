@@ -131,7 +131,8 @@ def _integers(label: str, name: str, value: torch.Tensor, t: torch.Tensor) -> to
 
 class Rotary(LowPrecisionModule):
     """Rotates the heads of a tensor by the angles of their positions, as one operation of a
-    backend; a layer that does so holds one, so that ``fp8core.explain`` lists it.
+    backend; a layer with rotary embedding has a Rotary inside, so that ``fp8core.explain`` lists
+    the operation.
 
     Args:
         tensor_format: the order of the dimensions: ``"sbhd"``, ``"bshd"`` or ``"thd"``.

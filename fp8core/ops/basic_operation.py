@@ -315,7 +315,7 @@ def _counted(
     returned: Iterable[Iterable[torch.Tensor | None]],
     due: Sequence[int],
 ) -> list[torch.Tensor | None]:
-    """Return the gradients that backward ``returned``, of each operation as many as are ``due``."""
+    """Return the gradients that backward ``returned``, checked to be ``due[i]`` of operation i."""
     each = [list(grads) for grads in returned]
     if [len(grads) for grads in each] != list(due):
         counts = ", ".join(str(len(grads)) for grads in each) or "0"

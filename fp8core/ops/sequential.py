@@ -1,4 +1,4 @@
-"""A container of operations, which runs those that follow one another as chains."""
+"""A container of operations, which runs consecutive operations as chains."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model of one family: how it names its parameters, and what its layers are.
+    """A model of one family: the names of its parameters and the kinds of its layers.
 
     ``prefix`` is what a model with a head puts before the names of the model without one;
     ``layers`` comes before a layer's number. ``arguments`` are those of its TransformerLayers, of

@@ -113,11 +113,11 @@ class Recorder:
         self.step = 0
         self.first_nonfinite: NonFinite | None = None
         self.first_saturation: Saturation | None = None
-        self.kept: dict[tuple[str, int], SavedLinear] = {}
+        self.saved: dict[tuple[str, int], SavedLinear] = {}
         self.current = StepRecord()
         self._raises = raises
         self._keeps = keeps
-        self._kept_step = 0
+        self._saved_step = 0
         self._seen: list[tuple[torch.Tensor, str]] = []
         self._versions: dict[str, list[int]] = {}
         self._has_warned = False
@@ -208,9 +208,9 @@ class Recorder:
         if not self._keeps:
             return
         with self._lock:
-            if self._kept_step != self.step:
-                self._kept_step, self.kept = self.step, {}
-            saved = self.kept.setdefault(linear, SavedLinear(binding))
+            if self._saved_step != self.step:
+                self._saved_step, self.saved = self.step, {}
+            saved = self.saved.setdefault(linear, SavedLinear(binding))
             if role in saved.tensors:
                 return
             copies = [_copy(value) for value in tensors.values]

@@ -321,7 +321,7 @@ class Monitor:
             UnsupportedError: no backend supports a recipe's casts on a layer's device.
             OperandError: no tensors were kept.
         """
-        return replay(self._recorder.kept, self._layers, recipes)
+        return replay(self._recorder.saved, self._layers, recipes)
 
     def _observe(self, is_on: bool) -> None:
         self._recorder.is_on = is_on

@@ -70,7 +70,8 @@ def install(version: str = VERSION) -> None:
 def uninstall() -> None:
     """End :func:`install`: forget the finder and the modules that it gave.
 
-    Objects that a framework took from them stay what they are. Does nothing if not installed.
+    Objects that a framework took from these modules keep their classes. Does nothing if not
+    installed.
     """
     present = finder.installed()
     if present is None:

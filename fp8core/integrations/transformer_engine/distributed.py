@@ -17,7 +17,7 @@ from fp8core.tensors.delayed_state import DelayedState
 
 
 class _Recorded(NamedTuple):
-    """A layer's forward; the layer is held so that no other object gets its id."""
+    """A layer's forward; the reference to the layer keeps its id from other objects."""
 
     entry: TapeEntry
     layer: torch.nn.Module

@@ -144,7 +144,7 @@ class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
     """Base of the layers with GEMMs, with the attributes that frameworks read.
 
     Frameworks write ``tp_size``, ``tp_group`` and ``sequence_parallel`` too, also before the
-    constructor. In a layer that can be spread over ranks what its constructor took stays.
+    constructor. A layer that can be spread over ranks keeps the arguments of its constructor.
     """
 
     @property

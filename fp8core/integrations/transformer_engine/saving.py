@@ -104,7 +104,8 @@ def merge_states(states: Sequence[Any]) -> dict[str, torch.Tensor]:
 
 
 def _read(state: Any) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return the buffers that one expert's state holds, and whether they are its own."""
+    """Return the buffers of an expert's state, and whether they hold the slots of this expert
+    alone."""
     is_empty = isinstance(state, torch.Tensor) and not state.numel()
     return ({}, True) if is_empty else read_expert_state(state)
 

@@ -204,7 +204,7 @@ class ShardWriter:
     def __init__(self, directory: str | os.PathLike[str], limit: int) -> None:
         self.directory = Path(directory)
         self.limit = limit
-        self._held: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, torch.Tensor] = {}
         self._places: set[int] = set()
         self._size = self._total = 0
         self._shards: list[list[str]] = []
@@ -232,27 +232,27 @@ class ShardWriter:
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write ``tensors`` next, all to one file."""
         size = sum(tensor.nbytes for tensor in tensors.values())
-        if self._held and self._size + size > self.limit:
+        if self._pending and self._size + size > self.limit:
             self._write()
         for name, tensor in tensors.items():
             whole = _owned(tensor)
             place = whole.untyped_storage().data_ptr()
             # safetensors refuses tensors of one file that share memory.
-            self._held[name] = whole.clone() if place in self._places else whole
+            self._pending[name] = whole.clone() if place in self._places else whole
             self._places.add(place)
         self._size += size
         self._total += size
 
     def _write(self) -> None:
         path = self._folder / f"{len(self._shards)}"
-        _safetensors().torch.save_file(self._held, path, metadata={"format": "pt"})
-        self._shards.append(list(self._held))
-        self._held, self._places = {}, set()
+        _safetensors().torch.save_file(self._pending, path, metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._places = {}, set()
         self._size = 0
 
     def finish(self, config: Mapping[str, Any]) -> None:
         """Write what is left, and put files, index and ``config`` in their place."""
-        if self._held or not self._shards:
+        if self._pending or not self._shards:
             self._write()
         count = len(self._shards)
         files = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]

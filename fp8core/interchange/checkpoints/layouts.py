@@ -162,7 +162,7 @@ def layout_of(spec: OperandSpec, method: str | None = None) -> Layout:
 
     Raises:
         RecipeError: an unknown method.
-        UnsupportedError: no layout that others read holds such codes.
+        UnsupportedError: no layout of other libraries holds such codes.
     """
     if method is not None and method not in METHODS:
         raise RecipeError(f"method={method!r}: expected one of {', '.join(METHODS)}.")

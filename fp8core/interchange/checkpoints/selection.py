@@ -128,8 +128,7 @@ def _is_foreign(module: torch.nn.Module) -> bool:
 
 
 class _Gemm(NamedTuple):
-    """The weight of one GEMM before it is known how it is quantized; ``number`` is the GEMM's in
-    its layer."""
+    """The weight of a GEMM before its spec is chosen; ``number`` is the GEMM's in its layer."""
 
     module: torch.nn.Module
     target: str
@@ -228,7 +227,7 @@ def _parameter(layer: torch.nn.Module, prefix: str, name: str) -> torch.Tensor:
 
 
 def operand_of(weight: Weight) -> Operand:
-    """Return the rowwise operand of ``weight`` as its forward multiplies it.
+    """Return the rowwise operand of ``weight`` that the layer's forward multiplies.
 
     The operand is padded with zeros to whole blocks where the format's scales are bytes.
 

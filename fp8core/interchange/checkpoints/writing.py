@@ -225,7 +225,7 @@ def _tensors(
 def _plain(
     naming: Naming, name: str, value: torch.Tensor, *, is_of_experts: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of ``value`` in high precision, those of experts one by one."""
+    """Return the tensors of ``value`` in high precision, a tensor for each expert."""
     pieces = naming.pieces(name, value.shape) if is_of_experts else []
     if not pieces:
         return {naming.of(name): value}

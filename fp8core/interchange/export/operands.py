@@ -148,7 +148,7 @@ def _unit_scale(x: torch.Tensor) -> torch.Tensor:
 def _linear_scale(
     spec: OperandSpec, size: Sequence[int], scale: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, int]]:
-    """Return the scale as QuantizeLinear takes it, and the attributes that say what it covers."""
+    """Return the scale in the shape of QuantizeLinear, and the attributes of its blocks."""
     if spec.block == (0, 0):
         return scale.reshape(()), {}
     if spec.block[1] == 0:

@@ -332,7 +332,7 @@ class _Folding:
         self.values: dict[Node, Any] = {}
         self.names: dict[Node, str] = {}  # of the first parameter that a constant depends on
         self.inputs: list[tuple[Node, InputSpec]] = []
-        self.held: dict[tuple[Node, ...], list[Node]] = {}
+        self.stored: dict[tuple[Node, ...], list[Node]] = {}
         self.first = next(iter(self.graph.nodes))
         values = (node.meta.get("val") for node in self.graph.nodes)
         self.mode = next(value for value in values if isinstance(value, FakeTensor)).fake_mode
@@ -415,12 +415,12 @@ class _Folding:
     def _operand(self, spec: Any, nodes: tuple[Node, ...]) -> Sequence[Node]:
         if not all(node in self.values for node in nodes):
             return nodes
-        if nodes not in self.held:
+        if nodes not in self.stored:
             tensors = operands.stored(spec, [self.values[node] for node in nodes])
             name = self.names[nodes[0]]
             parts = zip(("values", "scale_inv", "global_scale_inv"), tensors, strict=False)
-            self.held[nodes] = [self._add(f"{name}_{part}", tensor) for part, tensor in parts]
-        return self.held[nodes]
+            self.stored[nodes] = [self._add(f"{name}_{part}", tensor) for part, tensor in parts]
+        return self.stored[nodes]
 
     def _hold_value(self, node: Node) -> None:
         value = self.values[node]

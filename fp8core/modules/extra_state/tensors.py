@@ -66,7 +66,7 @@ class _Storage(NamedTuple):
 
 
 class _Reference(NamedTuple):
-    """A storage that a pickle refers to: its dtype, its name, and how many elements it has."""
+    """A storage that a pickle refers to: its dtype, its name, and its number of elements."""
 
     dtype: torch.dtype
     key: str

@@ -175,15 +175,15 @@ class Layer:
 
     def __init__(self, buffers: list[torch.Tensor] | None) -> None:
         self.saved: list[SavedTensor] = []
-        self._known: dict[Any, SavedTensor] = {}
+        self._entries: dict[Any, SavedTensor] = {}
         self._buffers = buffers
 
     def push(self, tensor: torch.Tensor, streams: Streams) -> SavedTensor:
         """Return the entry of ``tensor``; a tensor that several nodes save has one."""
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
-        entry = self._known.get(key)
+        entry = self._entries.get(key)
         if entry is None:
-            entry = self._known[key] = SavedTensor(tensor, streams, self._buffer_for(tensor))
+            entry = self._entries[key] = SavedTensor(tensor, streams, self._buffer_for(tensor))
             self.saved.append(entry)
         return entry
 
@@ -210,7 +210,7 @@ class Layer:
 
     def release(self) -> None:
         """Free the memory on the device."""
-        self._known.clear()
+        self._entries.clear()
         for tensor in self.saved:
             tensor.release()
 
