@@ -1,8 +1,8 @@
 """Watched linear links: copies of a link that show their tensors to a probe.
 
 A watched link has the values of the original; its weight quantizer and its three GEMMs are wrapped.
-The link asks its neighbours for a :class:`_SeenRequest`, which no fused operation fulfils, so that
-the neighbour hands over the value before the cast.
+The link asks its neighbours for a :class:`_WatchedRequest`, which no fused operation fulfils, so
+that a neighbour hands over the value before the cast.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class LayerWatch:
         name = self.path if self.num_linears == 1 else f"{self.path}[{link.index}]"
         probe = _Probe(self, name, link, plan, binding)
         values = {field.name: getattr(link, field.name) for field in dataclasses.fields(link)}
-        values["weight"] = _SeenWeight(link.weight, probe)
+        values["weight"] = _WatchedWeight(link.weight, probe)
         values["_programs"] = {}
         values["takes_chunks"] = False  # the whole operand is looked at
         for gemm in _RESULTS:
-            values[gemm] = _SeenGemm(getattr(link, gemm), probe, gemm)
+            values[gemm] = _WatchedGemm(getattr(link, gemm), probe, gemm)
         return WatchedLink(**values, probe=probe)
 
 
@@ -108,7 +108,7 @@ class _WatchedProgram(Wrapper):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _SeenRequest(QuantizeRequest):
+class _WatchedRequest(QuantizeRequest):
     probe: _Probe
     splits: Sequence[int]
 
@@ -136,10 +136,10 @@ class _SeenRequest(QuantizeRequest):
         return handed
 
 
-def _seen(request: QuantizeRequest | None, probe: _Probe, call: Call) -> _SeenRequest:
+def _seen(request: QuantizeRequest | None, probe: _Probe, call: Call) -> _WatchedRequest:
     assert request is not None  # a linear has both requests
     values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
-    return _SeenRequest(**values, probe=probe, splits=call.splits)
+    return _WatchedRequest(**values, probe=probe, splits=call.splits)
 
 
 def _is_repeat() -> bool:
@@ -148,7 +148,7 @@ def _is_repeat() -> bool:
     return recompute.is_in_backward() or (tape is not None and tape.is_repeating)
 
 
-class _SeenWeight(WeightWrapper):
+class _WatchedWeight(WeightWrapper):
     """A weight's quantizer, which has the probe record each operand once in a step."""
 
     __slots__ = ("_probe",)
@@ -189,7 +189,7 @@ class _SeenWeight(WeightWrapper):
         return flat
 
 
-class _SeenGemm:
+class _WatchedGemm:
     """A GEMM of the three, which the probe counts and whose result it checks."""
 
     __slots__ = ("_name", "_probe", "_run")
