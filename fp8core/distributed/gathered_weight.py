@@ -140,7 +140,7 @@ class GatheredWeight:
             shard.writes.amaxes = torch.cat([cast.amaxes(shard.value) for cast in casts])
         return shard.writes.amaxes
 
-    # What FSDP calls, by way of ShardedWeight
+    # Methods that FSDP calls, by way of ShardedWeight
 
     def quantized(
         self, shard: ShardedWeight, mesh: Any, size: torch.Size

@@ -41,7 +41,7 @@ CLASSES: Mapping[str, str] = {
 }
 """MindSpeed's layers with Transformer Engine's interface, and Megatron's class for each."""
 
-# What belongs to these layers besides: the experts' two kinds, the recipe and its context, padding.
+# Names that belong to these layers: the experts' two kinds, the recipe and its context, padding.
 _BELONGING = (
     *("TELinear", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"),
     *("TEDelayedScaling", "Fp8Padding", "Fp8Unpadding", "te_checkpoint"),

@@ -291,8 +291,9 @@ class DelayedModule(torch.nn.Module):
         errors = self.load_errors(state_dict, prefix, assigns=assigns)
         is_saved = any(key in state_dict for key in self._state_keys(prefix))
         with contextlib.ExitStack() as stack:
-            # Hooks repair or bring what does not fit. What fits is taken before they see it, as
-            # those for Transformer Engine's layers, Megatron's of experts, would unpickle it.
+            # Hooks repair or bring entries that do not fit. Entries that fit are taken before hooks
+            # see them, as hooks for Transformer Engine's layers, Megatron's of experts, would
+            # unpickle them.
             if errors or not is_saved:
                 arguments = (state_dict, prefix, local_metadata, strict, *messages)
                 stack.enter_context(load_pre_hooks_called(self, *arguments))

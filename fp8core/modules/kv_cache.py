@@ -118,7 +118,7 @@ class _ManagerBase(KVCacheManager):
         # By layer, the sequences whose tokens it holds and how many, in the order of its last step.
         self._stored: dict[int, Sequences] = {}
         self._before: Mapping[Hashable, int] = {}
-        # What a layer holds that has taken part in the step before, if that leaves its slots.
+        # The sequences of a layer that took part in the last step, if their slots stay the same.
         self._settled: Sequences | None = None
         self._tokens: _Tokens | None = None
         self._numbers: torch.Tensor | None = None

@@ -15,7 +15,7 @@ import torch
 from fp8core.errors import UnsupportedError
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
-# What transformers' decorator `use_experts_implementation` gives the experts of a model.
+# The attributes that transformers' `use_experts_implementation` gives the experts of a model.
 _EXPERTS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 

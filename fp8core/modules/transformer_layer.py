@@ -310,7 +310,7 @@ class TransformerLayer(torch.nn.Module):
         self._check_encoder_arguments(encoder_output, enc_dec_attn_mask)
         if is_under_torch_autocast(hidden_states):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
-        # What self attention and cross attention share.
+        # The arguments of both self attention and cross attention.
         arguments: dict[str, Any] = {
             "softcap": softcap,
             "is_first_microbatch": is_first_microbatch,

@@ -32,7 +32,7 @@ _DISTRIBUTIONS = (
     *("transformer-engine", "transformer-engine-torch"),
     *("transformer-engine-cu12", "transformer-engine-cu13"),
 )
-# What modules of frameworks keep of their search: a flag, or a requirement that keeps its result.
+# Results of a search that modules of frameworks store: a flag, or a requirement with its result.
 _FLAGS = ("HAVE_TE", "HAVE_TRANSFORMER_ENGINE")
 _REQUIREMENT = "_TRANSFORMER_ENGINE_AVAILABLE"
 _CACHED_CHECK = "is_te_available"

@@ -92,7 +92,7 @@ def _layers(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> list
     native = [node for node in nodes if _is_native(node.module)]
     check_patterns(filter, skip, [node.path for node in native], {})
     reason = unwanted(model, filter, skip, kinds=(torch.nn.Linear, LowPrecisionModule))
-    # What convert() converted was chosen there, unless the caller chooses here.
+    # Layers that convert() converted were chosen there, unless the caller chooses here.
     is_filtered = filter is not None or bool(skip)
     return _each_once(
         [

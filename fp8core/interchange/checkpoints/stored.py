@@ -262,7 +262,7 @@ class StoredWeight:
         counts = grid(self.shape[-2:], self.block)  # type: ignore[arg-type]  # two sizes
         leading = self.shape[:-2]
         expected = (*leading, *counts)
-        # One scale of a matrix, or one a row, may be stored with fewer dimensions.
+        # A scale of a matrix, or of each row, may be stored with fewer dimensions.
         allowed = [expected]
         if self.block[1] == 0:
             allowed += [(*leading, counts[0])]

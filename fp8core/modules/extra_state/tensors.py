@@ -51,7 +51,7 @@ _RECIPE_CLASSES = (
 
 _LONGEST = 2**64 - 1
 
-# What zipfile raises for a damaged file, an encrypted one, and one of a later version.
+# The errors of zipfile for files that are damaged, encrypted or of a later version.
 _ZIP_ERRORS = (
     *(zipfile.BadZipFile, EOFError, NotImplementedError, OSError, OverflowError, RuntimeError),
     *(ValueError, struct.error),
