@@ -27,7 +27,7 @@ class _RemoteExpert(DTensor):
     _number: int
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """Return the whole parameter, as all ranks have it once they have gathered theirs."""
+        """Return the whole parameter; all ranks gather their experts together."""
         return self._source.take(self._number)
 
     def __deepcopy__(self, memo: Any) -> _RemoteExpert:

@@ -32,8 +32,8 @@ from fp8core.torch_ops.private import forward_root, reshards_to_fewer_ranks
 def wrap_assigned(
     module: torch.nn.Module, weights: Mapping[tuple[torch.nn.Module, str], GatheredWeight]
 ) -> None:
-    """Have ``module`` wrap what is assigned to those of ``weights``, by module and name, that are
-    in it or below it: all of them, or, where one does not fit, none."""
+    """Have ``module`` wrap the values that a load assigns to its ``weights``, by module and name,
+    and to those of modules below: all values, or none if a value does not fit."""
 
     def hook(
         module: torch.nn.Module,
@@ -115,13 +115,13 @@ def gather_quantized(model: torch.nn.Module, recipe: Recipe | str | None = None)
     weight. Formats with blocks along k alone, as mxfp8 and rowwise, are gathered in both
     orientations, which takes the bytes of bfloat16.
 
-    A weight made by ``quantized_model_init`` becomes one in high precision, with the value that it
-    kept, else with its own: under ``fully_shard`` alone it would become its dequantized value.
+    A weight of ``quantized_model_init`` becomes a weight in high precision, with its initial value
+    if that was preserved, else, as under ``fully_shard`` alone, with the dequantized value.
 
     The model is prepared for the recipe as by :func:`fp8core.prepare`: layers get their names, and
     the buffers of delayed scales, so that a distributed checkpoint finds them in a fresh model.
 
-    Weights stay as they are, and are gathered as ever, where the recipe leaves them in high
+    Weights stay unchanged, and are gathered in high precision, where the recipe leaves them in high
     precision, where a layer computes them from other parameters, as ``parameters_split`` does, and
     where other modules use them too.
 

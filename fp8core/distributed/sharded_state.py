@@ -54,8 +54,8 @@ def shard_layout(model: torch.nn.Module) -> dict[str, tuple[ShardLayout, ...]]:
 
     Raises:
         UnsupportedError: a layer with ``tp_size`` that has no group yet, or a parameter that is a
-            DTensor: those of ``parallelize_module`` say themselves how they are split, those of
-            ``fully_shard`` tell of its own ranks alone.
+            DTensor: a DTensor of ``parallelize_module`` has its own placements, and a DTensor of
+            ``fully_shard`` those of the data-parallel ranks alone.
     """
     layouts = _layouts(model)
     for name, parameter in model.named_parameters():

@@ -90,7 +90,8 @@ class _Boundary:
 
 
 class Columns(_Boundary):
-    """Of a column-parallel linear: rows to gather come first, as its link gathers them.
+    """The boundary of a column-parallel linear: rows to gather are moved to the first dimension,
+    along which the link gathers.
 
     ``norm`` are the parameters of a norm inside, which sees the rows of this rank or of all.
     """
@@ -127,7 +128,8 @@ class Columns(_Boundary):
 
 
 class Rows(_Boundary):
-    """Of a row-parallel linear: rows to scatter come first, as its link scatters them."""
+    """The boundary of a row-parallel linear: rows to scatter are moved to the first dimension,
+    along which the link scatters."""
 
     def _input(self, module: Any, x: Any) -> torch.Tensor:
         layout = self.style.input_layouts[0]
@@ -154,7 +156,7 @@ class Rows(_Boundary):
 
 
 class Sequence(_Boundary):
-    """Of a norm: each rank has some of the rows."""
+    """The boundary of a norm, of whose rows each rank has a part."""
 
     def __init__(self, spread: Spread, style: Any) -> None:
         super().__init__(spread, style)

@@ -49,7 +49,7 @@ def from_torch(
     Args:
         data: in one of torch's FP8 dtypes or ``torch.float4_e2m1fn_x2``; or, without scales, a
             Float8Tensor, Float8TrainingTensor or MXTensor of torchao.
-        scale_inv: what elements are multiplied by, as torch's scaled products take it.
+        scale_inv: the factors of the elements, as torch's scaled products take them.
         global_scale_inv: as in ``from_codes``.
         dtype: the nominal dtype; None takes that of torchao's tensor, else bfloat16.
 

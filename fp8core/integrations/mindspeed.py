@@ -118,7 +118,7 @@ def _filtered(register: Callable[..., None]) -> Callable[..., None]:
 def _recipes_patch() -> tuple[str, Callable[..., Any]]:
     """Return Megatron's function that chooses the recipe, and the patch of it.
 
-    MindSpeed has imported Megatron when it registers its patches of it.
+    MindSpeed imports Megatron before it registers patches of Megatron.
     """
     utilities = sys.modules.get(_UTILITIES)
     if utilities is not None and not hasattr(utilities, "get_fp8_recipe"):  # 0.12.1

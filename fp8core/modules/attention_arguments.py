@@ -137,7 +137,7 @@ def mask_type_of(owner: object, name: str) -> str:
     """Return the name of a mask type in the spelling of :data:`MASK_TYPES`.
 
     Raises:
-        OperandError: there is no such mask type.
+        OperandError: the mask type is unknown.
     """
     mask_type = _ALIASES.get(name, name) if isinstance(name, str) else None
     if mask_type is None or mask_type not in MASK_TYPES:
@@ -157,7 +157,7 @@ def mask_of(
     where neither window nor ALiBi reads it, it is False.
 
     Raises:
-        OperandError: no such window, or one that contradicts the mask type.
+        OperandError: the window is invalid, or contradicts the mask type.
     """
     kind = MASK_TYPES[name]
     left, right = _checked_window(owner, window)

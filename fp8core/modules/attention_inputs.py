@@ -60,7 +60,7 @@ def check_layout(owner: object, layout: str) -> str:
     """Return ``layout``.
 
     Raises:
-        OperandError: there is no such layout.
+        OperandError: the layout is unknown.
     """
     if layout not in ATTENTION_LAYOUTS:
         layouts = ", ".join(map(repr, ATTENTION_LAYOUTS))

@@ -104,8 +104,9 @@ def new_seed(graph_seed: torch.device | None = None) -> torch.Tensor | None:
     state repeats it. None under a transform of torch.func, where torch's own dropout draws.
 
     ``graph_seed`` is the device of a call whose operations also take a seed there. While a CUDA
-    graph is captured, and while torch compiles one, it is drawn there, by that device's generator:
-    a graph repeats a seed of the CPU in every replay, and draws anew on the device.
+    graph is captured, and while torch compiles a graph, the seed is drawn on the device, by the
+    device's generator: a graph repeats a seed of the CPU in every replay, and draws anew on the
+    device.
     """
     if is_transform_active():
         return None

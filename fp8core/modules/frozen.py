@@ -19,9 +19,9 @@ from fp8core.torch_ops.private import FSDP_FLATTENED
 class _Fingerprint(NamedTuple):
     """A parameter at one time.
 
-    ``shapes`` are those of the plain tensors that hold its values in this process, ``is_part``
-    whether they are a shard of it, ``hashes`` a hash of each; None if one has no memory, on meta or
-    freed.
+    ``shapes`` are the shapes of the plain tensors with the values of this process, ``is_part``
+    whether these tensors are a shard, ``hashes`` the hash of each tensor; None if a tensor has no
+    memory, on meta or freed.
     """
 
     parameter: torch.Tensor

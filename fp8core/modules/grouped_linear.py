@@ -32,7 +32,7 @@ from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.parameter.init import make_weight
 
 KINDS = ("weight", "bias")
-"""What the names of parameters begin with; the number of a group follows."""
+"""The prefixes of the names of parameters; the number of a group follows."""
 
 _NOT_OFFERED = (
     "ub_overlap_rs",

@@ -362,8 +362,7 @@ class InferenceParams:
         """Store the new keys and values of a layer; return all that the layer has.
 
         ``new_k [b, s, heads, head size]`` in bshd, batch second in sbhd, with the new tokens of
-        each sequence first; ``[t, heads, head size]`` in thd, with those of one sequence behind
-        those of the one before.
+        each sequence first; ``[t, heads, head size]`` in thd, sequence by sequence.
 
         Raises:
             OperandError: shapes, dtypes or devices that do not fit; no ``pre_step`` before; a layer

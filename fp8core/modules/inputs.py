@@ -94,7 +94,7 @@ def check_is_whole(label: object, name: str, tensor: torch.Tensor) -> None:
 def cast_to_weight(input: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     """Return ``input`` in the dtype of a parameter, in which an operation computes.
 
-    Under torch.autocast, and where there is nothing to cast, ``input`` as it is.
+    Under torch.autocast, and where there is nothing to cast, ``input`` itself.
     """
     if (
         weight is None

@@ -369,8 +369,8 @@ class TransformerLayer(torch.nn.Module):
         return normalized
 
     def _parts(self) -> TransformerParts | None:
-        """Return the layers that run one after the other, None if there is more between them than
-        the two residual sums."""
+        """Return the layers between the two residual sums, None if other operations run between
+        these layers."""
         if (
             self.layer_type != "encoder"
             or self.output_layernorm
@@ -392,8 +392,8 @@ class TransformerLayer(torch.nn.Module):
     def _dropped(
         self, branch: Any, residual: torch.Tensor, samples: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the branch, a tensor, after dropout and dropped paths, and the residual that it is
-        added to: for a branch that comes with its normalized input, as a tuple, that."""
+        """Return the branch, a tensor, after dropout and dropped paths, and the residual of the
+        sum: ``residual``, or for a branch ``(output, normalized input)`` the normalized input."""
         if isinstance(branch, tuple):
             branch, residual = branch
         if self.hidden_dropout and self.training:

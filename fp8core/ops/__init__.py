@@ -218,7 +218,8 @@ class GroupedLinear(GroupedLinearLayer):
     Transformer Engine's; the sizes of the groups are its extra input.
 
     Args:
-        num_groups, in_features, out_features, bias, device: as ``num_gemms`` and the others there.
+        num_groups, in_features, out_features, bias, device: as in :class:`fp8core.GroupedLinear`,
+            where ``num_groups`` is ``num_gemms``.
         dtype: of the parameters, torch's default if None.
         accumulate_into_main_grad, delay_wgrad_compute: as ``fuse_wgrad_accumulation`` and
             ``delay_wgrad_compute`` there.

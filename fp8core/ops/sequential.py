@@ -327,7 +327,7 @@ class _Tensors:
         """Return the extra inputs of ``module``.
 
         Raises:
-            OperandError: no operation before it fills one of its channels.
+            OperandError: no earlier operation fills a channel of ``module``.
         """
         if isinstance(module, Sequential):
             return [next(self._left) for _ in range(module.num_extra_inputs)]

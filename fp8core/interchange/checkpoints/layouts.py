@@ -30,7 +30,7 @@ class Layout:
         name: in messages and reports.
         method: the ``quant_method`` of the config.
         element: the element's format.
-        blocks: the blocks that it has, as in OperandSpec; None for any two sizes.
+        blocks: the sizes of the blocks, as in OperandSpec; None for any two sizes.
         scale_format: of the scales, as in OperandSpec.
         suffixes: of the codes, the scales, and the tensor's scale; they follow the weight's name
             without its last word ``weight``.

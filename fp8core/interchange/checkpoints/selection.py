@@ -32,10 +32,10 @@ from fp8core.torch_ops.private import FSDP_FLATTENED
 class Weight(NamedTuple):
     """The weight of one GEMM.
 
-    ``names`` are those of its parts in files, several where they are quantized as one tensor, and
-    ``parts`` their values. ``target`` is the name of the parameter in the state_dict that the first
-    of them is, or is a slice of, ``module`` the one that has it. ``scale`` is the delayed scale,
-    None for a scale of its own amax.
+    ``names`` are the names of the weight's parts in files, several where the parts are quantized as
+    one tensor, and ``parts`` the values. The first part is the parameter ``target`` of the
+    state_dict, or a slice of this parameter; ``module`` holds the parameter. ``scale`` is the
+    delayed scale, None for a scale of the weight's amax.
     """
 
     module: torch.nn.Module

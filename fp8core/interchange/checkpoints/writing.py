@@ -67,9 +67,9 @@ def save_pretrained(
     quantized one after the other, and held until their file is full.
 
     Embeddings, norms, output heads, routers of experts and biases stay in high precision and are
-    listed. In a model with fp8core's layers, converted or not, their weights are quantized; in
-    another one those of the linears that :func:`fp8core.convert` would convert. Tied weights are
-    written once. Delayed scales and amax histories are not written.
+    listed. In a model with fp8core's layers, converted or not, the weights of these layers are
+    quantized; in another model, the weights of the linears that :func:`fp8core.convert` would
+    convert. Tied weights are written once. Delayed scales and amax histories are not written.
 
     Args:
         model: any module. Of a model of transformers the config is written, too.
@@ -84,7 +84,7 @@ def save_pretrained(
         RecipeError: no recipe, an unknown method or size, a pattern that matches nothing, or a
             recipe that quantizes nothing.
         OperandError: a weight holds NaN or inf.
-        UnsupportedError: no layout that others read holds the recipe's codes, or layers have
+        UnsupportedError: no layout of other libraries holds the recipe's codes, or layers have
             recipes of different layouts; a weight is sharded, parametrized or on meta.
     """
     if not isinstance(model, torch.nn.Module):

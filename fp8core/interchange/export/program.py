@@ -402,8 +402,8 @@ class _Folding:
         node.args = tuple(arguments)
 
     def _operands(self, spec: Any, nodes: Any, count: int | None) -> list[Node]:
-        """Return ``nodes``, the tensors of ``count`` operands (None: as many as there are), with
-        those of constants replaced."""
+        """Return ``nodes``, the tensors of ``count`` operands (None: of any number), with the nodes
+        of constant operands replaced."""
         if spec is None:
             return list(nodes)
         size = len(nodes) if count == 1 else 3 if spec.scale_format == "e4m3" else 2

@@ -89,14 +89,14 @@ def read_pickle(
 
     Args:
         stream: the bytes.
-        classes: those that it may name. A call of one gives what its function returns; None makes
-            :class:`Record` of its objects.
+        classes: the classes that the pickle may name. A call of a class returns the result of its
+            function; with None, a :class:`Record`.
         budget: counts the opcodes.
         persistent: resolves the persistent ids that torch writes for storages; None refuses them.
 
     Raises:
-        OperandError: it is damaged, too long, or holds a class or an opcode that is not allowed;
-            the message is the end of a sentence about it.
+        OperandError: the pickle is damaged, too long, or holds a class or an opcode that is not
+            allowed; the message is the end of a sentence about the state.
     """
     machine = _Machine(classes, persistent)
     try:

@@ -98,9 +98,9 @@ def get_cpu_offload_context(
                 x = layer(x)
             x = sync(x)
 
-    Tensors of at least 2**18 elements are offloaded that autograd saves in the context, but for
-    parameters, and the codes of quantized weights, as in Transformer Engine. A saved tensor must
-    not be written before it is copied.
+    Tensors of at least 2**18 elements that autograd saves in the context are offloaded, except
+    parameters and the codes of quantized weights, as in Transformer Engine. A saved tensor must not
+    be written before it is copied.
 
     Args:
         enabled: without it, the context and the function do nothing.

@@ -1,8 +1,8 @@
 """Tokens sent to the rows of experts and back, for mixtures of experts.
 
 The names and arguments are those of ``transformer_engine.pytorch.permutation``. The second result
-of the functions that permute, ``row_id_map``, says where each token's rows are; pass it on to
-:func:`moe_unpermute` as it is.
+of the functions that permute, ``row_id_map``, holds the rows of each token, for
+:func:`moe_unpermute`.
 
 A number that is no row, such as an offset beyond the tokens, is an error on the CPU. On an
 accelerator the host does not read such numbers: they stand for no row there.
@@ -169,12 +169,10 @@ def moe_unpermute(
 
     Args:
         inp: ``[rows, hidden]``.
-        row_id_map: what the function that permuted returned.
+        row_id_map: the second result of the function that permuted.
         merging_probs: by which rows are multiplied, floating-point: ``[tokens, experts]``, with
-            ``"index"`` ``[tokens, k]``. Without it they are added as they are, with ``"index"``
-            where k is 1.
-        restore_shape: the shape of the result, of two dimensions; by default that of ``inp`` with
-            as many rows as there are tokens.
+            ``"index"`` ``[tokens, k]``. None adds the rows unscaled, with ``"index"`` where k is 1.
+        restore_shape: the shape of the result, of two dimensions; by default ``[tokens, hidden]``.
         map_type: that of :func:`moe_permute`.
         probs: the former name of ``merging_probs``.
         pad_offsets: the fourth result of :func:`moe_permute_and_pad_with_probs`.
