@@ -38,7 +38,7 @@ class Resolver(Protocol):
         """Return what moves rows between ``ranks`` beside products of ``dtype``, if anything."""
 
 
-class Noting:
+class TrackingResolver:
     """A resolver that answers as another does, and notes who records calls of its operations."""
 
     __slots__ = ("_recorders", "_resolver")

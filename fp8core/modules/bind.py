@@ -16,7 +16,7 @@ from fp8core.context import recompute, timeline
 from fp8core.context.autocast import Active, active, active_before, active_name
 from fp8core.context.scopes import touch
 from fp8core.dispatch import policy, settings
-from fp8core.dispatch.resolver import Noting
+from fp8core.dispatch.resolver import TrackingResolver
 from fp8core.errors import Fp8CoreError, UnsupportedError
 from fp8core.modules.agreement import agree
 from fp8core.modules.base import LowPrecisionModule
@@ -252,7 +252,7 @@ def _bind(
         watch, count = layer._bindings.watch, None
         if not plan.is_high_precision and not binding.is_observing:
             count = layer._bindings.nonfinite_of(binding.device, is_training=mode[2])
-        noting = Noting(binding.resolver)
+        noting = TrackingResolver(binding.resolver)
         binding = binding._replace(resolver=noting)
         context = BindContext.of(plan, binding, layer.label, states, watch, count)
         context = context._replace(first_gemm=first_gemm)

@@ -70,7 +70,7 @@ def _mark(operand: Operand, is_nonfinite: torch.Tensor) -> None:
     scales.masked_fill_(is_nonfinite, math.nan if scales.is_floating_point() else _E8M0_NAN)
 
 
-class Mixed(BaseQuantizer):
+class MixedPrecision(BaseQuantizer):
     """A quantizer of one orientation in low precision; the second stays in high precision."""
 
     __slots__ = ("_columnwise", "_rowwise", "choices")
@@ -216,7 +216,7 @@ def bind_quantizer(
         if dequantizes and plan.columnwise is None:
             return RowwiseTwice(low)
         high = HighPrecision(binding.activation_dtype)
-        return Mixed(high, low) if plan.rowwise is None else Mixed(low, high)
+        return MixedPrecision(high, low) if plan.rowwise is None else MixedPrecision(low, high)
     return low_precision(plan)
 
 

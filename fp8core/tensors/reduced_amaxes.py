@@ -94,7 +94,7 @@ class _Layer(NamedTuple):
         return f"{self.owner} with {self.slots} amaxes, {shown(self.order)}"
 
 
-class _News(NamedTuple):
+class _Message(NamedTuple):
     """The message of a rank in an exchange.
 
     Attributes:
@@ -263,7 +263,7 @@ class _Reduction:
         exist = [entry.order in states for entry in agreed]
         said: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(
-            said, _News(num_created(), exist, described, is_waiting), group=group
+            said, _Message(num_created(), exist, described, is_waiting), group=group
         )
         self.defers_backward |= any(news.is_waiting for news in said)
         self._is_announced = False
@@ -306,7 +306,7 @@ def _device_type_of(group: dist.ProcessGroup) -> str:
     return accelerator.type
 
 
-def _matched(said: Sequence[_News], rank: int) -> list[_Layer]:
+def _matched(said: Sequence[_Message], rank: int) -> list[_Layer]:
     """Return the new layers that any rank has used, by the orders that they have in ``rank``.
 
     Processes that have created other numbers of layers of a family have to use the same ones, as
@@ -329,7 +329,7 @@ def _matched(said: Sequence[_News], rank: int) -> list[_Layer]:
     return [layer for _, (_, layer) in sorted(union.items())]
 
 
-def _uncertain(said: Sequence[_News]) -> set[Family]:
+def _uncertain(said: Sequence[_Message]) -> set[Family]:
     """Return the families, of those that any rank has used, whose numbers differ between ranks."""
     families = {(), *(family_of(layer.order) for news in said for layer in news.layers)}
     differing = {

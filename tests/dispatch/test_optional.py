@@ -15,7 +15,7 @@ import fp8core
 from fp8core.backend_api import NormBackwardDesc, NormDesc, OpDesc, QuantizeDesc, Recording
 from fp8core.dispatch import table
 from fp8core.dispatch.optional import Offers
-from fp8core.dispatch.resolver import UNNAMED, Noting
+from fp8core.dispatch.resolver import UNNAMED, TrackingResolver
 from fp8core.errors import PluginError
 from tests.dispatch import toys
 from tests.dispatch.toys import CPU
@@ -386,11 +386,11 @@ def test_operations_of_one_recorder_are_recorded_in_one_run(
 ) -> None:
     two = (Recorder(), Recorder())
     given = [None if at is None else two[at] for at in recorders]
-    noting = Noting(Answers(given))
+    noting = TrackingResolver(Answers(given))
     noting.resolve(toys.GEMM, CPU, UNNAMED)
     noting.resolve_optional(toys.GEMM, CPU, "toy", UNNAMED)
     assert noting.recorder is (two[0] if is_common else None)
 
 
 def test_without_operations_there_is_no_recorder() -> None:
-    assert Noting(Answers([])).recorder is None
+    assert TrackingResolver(Answers([])).recorder is None
