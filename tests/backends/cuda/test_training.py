@@ -19,6 +19,7 @@ from fp8core.backend_api import (
     RouterDesc,
     UnsupportedError,
 )
+from fp8core.optimizers import FusedSGD
 from fp8core.router import fused_topk_with_score_function
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, nothing_waits
 from tests.pairs import pairs, turns
@@ -133,6 +134,31 @@ def test_a_step_counts_as_a_write() -> None:
     after = [group[0]._version for group in lists]
     assert after[0] == before[0]
     assert all(later > earlier for later, earlier in zip(after[1:], before[1:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_descent_steps_as_on_the_cpu(dtype: torch.dtype) -> None:
+    """By torch's fused kernel, which takes tensors of the same strides alone."""
+    values = [
+        torch.randn(129, 65).to(dtype),
+        torch.randn(33).to(dtype),
+        torch.empty(0, dtype=dtype),
+    ]
+    grads = [torch.randn(value.shape).to(dtype) for value in values]
+    results = []
+    for device in (DEVICE, torch.device("cpu")):
+        params = [torch.nn.Parameter(value.to(device, copy=True)) for value in values]
+        params[0] = torch.nn.Parameter(values[0].to(device).t().contiguous().t())
+        optimizer = FusedSGD(params, 0.1, 0.9, 0.5, weight_decay=0.01)
+        for step in range(3):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad.to(device) if step or param is not params[1] else None
+            before = params[0]._version
+            optimizer.step()
+            assert params[0]._version > before
+        results.append([param.detach().cpu().float() for param in params])
+    bound = 1e-5 if dtype == torch.float32 else 0.03  # on CPU, 16 bits are rounded between
+    torch.testing.assert_close(*results, rtol=bound, atol=bound)
 
 
 def layer(x: torch.Tensor, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
