@@ -35,7 +35,7 @@ from fp8core.chain.routes import Routes
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.collectives import Communicator, named
 from fp8core.recipe.plan import TensorPlan
-from fp8core.tensors.quantizer import Orientations, Quantizer
+from fp8core.tensors.quantizer import Orientations, TensorQuantizer
 
 __all__ = ["CombineShape", "DispatchShape", "Exchanged", "SentCast"]
 
@@ -47,7 +47,7 @@ class SentCast:
 
     communicator: Communicator
     plan: TensorPlan
-    quantizer: Quantizer
+    quantizer: TensorQuantizer
     purpose: str
 
     def of_call(self, routes: Routes) -> Exchanged | None:

@@ -12,7 +12,7 @@ from typing import Any
 from fp8core.chain.call import Call
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, SavedList, Wrapper
 from fp8core.chain.request import Handover
-from fp8core.tensors.quantizer import Orientations, Quantizer
+from fp8core.tensors.quantizer import Orientations, TensorQuantizer
 
 __all__ = ["SavingInput"]
 
@@ -27,7 +27,7 @@ class SavingInput(Wrapper):
 
     __slots__ = ("_columnwise", "_rowwise")
 
-    def __init__(self, inner: Program, again: Quantizer) -> None:
+    def __init__(self, inner: Program, again: TensorQuantizer) -> None:
         super().__init__(inner, None)
         request = inner.input_request
         assert request is not None

@@ -16,7 +16,7 @@ from fp8core.chain.once import OnlyOnce
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.dispatch.select import Choice
 from fp8core.tensors.delayed_state import DelayedState
-from fp8core.tensors.quantizer import Quantizer
+from fp8core.tensors.quantizer import TensorQuantizer
 from fp8core.torch_ops.recorded import called_in_repeats
 
 __all__ = [
@@ -145,7 +145,7 @@ class Consumer(NamedTuple):
     """How a link quantizes what its neighbour computes: given in ``dtype``, and, with ``has_sums``,
     summed along its rows where a bias is trained."""
 
-    quantizer: Quantizer
+    quantizer: TensorQuantizer
     dtype: torch.dtype
     has_sums: bool = False
 

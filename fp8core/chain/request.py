@@ -17,7 +17,7 @@ from fp8core.chain.call import DENSE, Call
 from fp8core.chain.padding import PaddedCall, RowsChanged
 from fp8core.chain.stored import is_stored_as, take_operands
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations, Quantizer
+from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations, TensorQuantizer
 
 __all__ = ["Handover", "ProductInParts", "QuantizeRequest", "Travel"]
 
@@ -84,7 +84,7 @@ class QuantizeRequest:
     read once, and may come as :class:`fp8core.backend_api.Chunks`.
     """
 
-    quantizer: Quantizer
+    quantizer: TensorQuantizer
     dtype: torch.dtype
     rowwise: bool = True
     columnwise: bool = True

@@ -19,8 +19,8 @@ from fp8core.tensors.quantizer import (
     Groups,
     Orientations,
     Pair,
-    Quantizer,
     Slot,
+    TensorQuantizer,
 )
 
 Resolve: TypeAlias = Callable[[OpDesc], Resolved]
@@ -130,7 +130,7 @@ class LowPrecision(BoundQuantizer):
             return super().cast_chunked_and_sum(sums)
         return self.cast_and_sum(sums, rowwise=True, columnwise=True)
 
-    def pair_with(self, second: Quantizer) -> Pair | None:
+    def pair_with(self, second: TensorQuantizer) -> Pair | None:
         """Return the backend's own call for both tensors, if there is any."""
         if not isinstance(second, LowPrecision):
             return None

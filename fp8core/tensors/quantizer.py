@@ -38,7 +38,7 @@ Pair: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], tuple[Orientations, Or
 ColumnSums: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 
 
-class Quantizer(Protocol):
+class TensorQuantizer(Protocol):
     """Makes the operands of one tensor ``x [rows, cols]``; ``choices`` says who computes them."""
 
     choices: tuple[Choice, ...]
@@ -82,7 +82,7 @@ class Quantizer(Protocol):
     def cast_chunked_and_sum(self, sums: ColumnSums) -> CastAndSum:
         """Return the call of :meth:`cast_chunked` with column sums, complete with the chunks."""
 
-    def pair_with(self, second: Quantizer) -> Pair | None:
+    def pair_with(self, second: TensorQuantizer) -> Pair | None:
         """Return the call for both orientations of this tensor and ``second``'s, if any."""
 
 
@@ -106,25 +106,25 @@ class BaseQuantizer:
         """None: the cast is more than operations of backends."""
         return None
 
-    def cast_to(self: Quantizer, *, rowwise: bool, columnwise: bool) -> Cast:
+    def cast_to(self: TensorQuantizer, *, rowwise: bool, columnwise: bool) -> Cast:
         """Return the call for dense tensors without ``rng`` that makes these orientations."""
         return partial(self, rowwise=rowwise, columnwise=columnwise)
 
-    def cast_chunked(self: Quantizer) -> Cast:
+    def cast_chunked(self: TensorQuantizer) -> Cast:
         """Return the call for both orientations."""
         return self.cast_to(rowwise=True, columnwise=True)
 
     def cast_and_sum(
-        self: Quantizer, sums: ColumnSums, *, rowwise: bool, columnwise: bool
+        self: TensorQuantizer, sums: ColumnSums, *, rowwise: bool, columnwise: bool
     ) -> CastAndSum:
         """Return two calls in one."""
         return _in_two_calls(self.cast_to(rowwise=rowwise, columnwise=columnwise), sums)
 
-    def cast_chunked_and_sum(self: Quantizer, sums: ColumnSums) -> CastAndSum:
+    def cast_chunked_and_sum(self: TensorQuantizer, sums: ColumnSums) -> CastAndSum:
         """Return two calls in one."""
         return _in_two_calls(self.cast_chunked(), sums)
 
-    def pair_with(self, second: Quantizer) -> Pair | None:
+    def pair_with(self, second: TensorQuantizer) -> Pair | None:
         """There is none."""
         return None
 

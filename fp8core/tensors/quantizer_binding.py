@@ -20,7 +20,7 @@ from fp8core.backend_api import (
 from fp8core.dispatch.resolver import DISPATCH, UNNAMED, Purpose, Resolver
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.low_precision import BoundQuantizer, LowPrecision, Resolve
-from fp8core.tensors.quantizer import BaseQuantizer, Groups, Orientations, Quantizer, Slot
+from fp8core.tensors.quantizer import BaseQuantizer, Groups, Orientations, Slot, TensorQuantizer
 from fp8core.tensors.reduced_amax import MaximumOverShards, ReduceAmax, ReducedLowPrecision
 from fp8core.tensors.values import HighPrecision
 
@@ -75,7 +75,7 @@ class MixedPrecision(BaseQuantizer):
 
     __slots__ = ("_columnwise", "_rowwise", "choices")
 
-    def __init__(self, rowwise: Quantizer, columnwise: Quantizer) -> None:
+    def __init__(self, rowwise: TensorQuantizer, columnwise: TensorQuantizer) -> None:
         self._rowwise = rowwise
         self._columnwise = columnwise
         self.choices = (*rowwise.choices, *columnwise.choices)
@@ -102,7 +102,7 @@ class RowwiseTwice(BaseQuantizer):
 
     __slots__ = ("_rowwise", "choices")
 
-    def __init__(self, rowwise: Quantizer) -> None:
+    def __init__(self, rowwise: TensorQuantizer) -> None:
         self._rowwise = rowwise
         self.choices = rowwise.choices
 
@@ -126,7 +126,7 @@ class Observer(BaseQuantizer):
     __slots__ = ("_amax", "_inner", "_recorded", "choices")
 
     def __init__(
-        self, inner: Quantizer, desc: QuantizeDesc, resolve: Resolve, recorded: torch.Tensor
+        self, inner: TensorQuantizer, desc: QuantizeDesc, resolve: Resolve, recorded: torch.Tensor
     ) -> None:
         self._inner = inner
         self._amax = resolve(AmaxDesc(desc)).run
@@ -169,7 +169,7 @@ def bind_quantizer(
     propagates: bool = False,
     reduce_amax: ReduceAmax | MaximumOverShards | None = None,
     dequantizes: bool = False,
-) -> Quantizer:
+) -> TensorQuantizer:
     """Return the quantizer of a tensor of ``dtype`` planned as ``plan``.
 
     With ``slot`` it takes its scale there and records its amax; while observing it only records.
@@ -195,7 +195,7 @@ def bind_quantizer(
     if plan.rowwise is None and plan.columnwise is None:
         return HighPrecision(binding.activation_dtype)
 
-    def low_precision(specs: TensorPlan) -> Quantizer:
+    def low_precision(specs: TensorPlan) -> TensorQuantizer:
         desc = QuantizeDesc(dtype, *specs, *where)
         if reduce_amax is not None and has_amax(desc) and not specs.is_delayed:
             if propagates:

@@ -16,7 +16,7 @@ import torch
 
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Orientations, Quantizer
+from fp8core.tensors.quantizer import Orientations, TensorQuantizer
 from fp8core.tensors.weights import CachingWeightQuantizer, How, Keeping, Pad
 from fp8core.torch_ops.shapes import is_captured
 
@@ -52,7 +52,7 @@ class RequantizedWeight(CachingWeightQuantizer):
 
     def __init__(
         self,
-        quantizer: Quantizer,
+        quantizer: TensorQuantizer,
         index: int,
         how: How,
         plan: TensorPlan,
@@ -94,7 +94,7 @@ class RequantizedWeight(CachingWeightQuantizer):
         """
         return keeping is not None and (keeping.first is not None or self._how.slot is None)
 
-    def pair(self, input: Quantizer) -> None:
+    def pair(self, input: TensorQuantizer) -> None:
         """Return None: the weight is cast in one orientation, the input in both."""
 
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

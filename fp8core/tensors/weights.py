@@ -19,7 +19,7 @@ from fp8core.dispatch.select import Choice
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Cast, Orientations, Pair, Quantizer, Slot
+from fp8core.tensors.quantizer import Cast, Orientations, Pair, Slot, TensorQuantizer
 from fp8core.torch_ops.private import is_capturing
 
 Pad: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
@@ -117,7 +117,7 @@ class WeightQuantizer(Protocol):
         """The constants of a plain weight's quantizer; None if the weight is cached, or more is
         done."""
 
-    def pair(self, input: Quantizer) -> Pair | None:
+    def pair(self, input: TensorQuantizer) -> Pair | None:
         """Return the backend's call that casts an input and the weight both ways, if it has one.
 
         The call is for plain weights that are not cached.
@@ -226,7 +226,9 @@ class CachingWeightQuantizer:
 
     requantizes = False
 
-    def __init__(self, quantizer: Quantizer, index: int, how: How, pad: Pad | None = None) -> None:
+    def __init__(
+        self, quantizer: TensorQuantizer, index: int, how: How, pad: Pad | None = None
+    ) -> None:
         self._quantizer = quantizer
         self._pad = pad
         self._both = _padded(pad, quantizer.cast_to(rowwise=True, columnwise=True))
@@ -352,7 +354,7 @@ class CachingWeightQuantizer:
         """The constants of the weight's quantizer."""
         return self._quantizer.constants if self._pad is None else None
 
-    def pair(self, input: Quantizer) -> Pair | None:
+    def pair(self, input: TensorQuantizer) -> Pair | None:
         """Return the backend's call that casts an input and the weight both ways, if it has one."""
         return input.pair_with(self._quantizer) if self._pad is None else None
 
@@ -434,7 +436,7 @@ class WeightWrapper:
         """None: the call is more than a cast."""
         return None
 
-    def pair(self, input: Quantizer) -> None:
+    def pair(self, input: TensorQuantizer) -> None:
         """Return None: input and weight are cast in separate calls."""
 
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -473,7 +475,7 @@ class PerGroup:
         """None: the call casts several weights."""
         return None
 
-    def pair(self, input: Quantizer) -> None:
+    def pair(self, input: TensorQuantizer) -> None:
         """Return None: the input and each group's weight are cast in calls of their own."""
 
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -22,7 +22,7 @@ from fp8core.dispatch import table
 from fp8core.modules.delayed import DelayedModule
 from fp8core.plan import DelayedPlan, LayerRole, Plan, SlotNames, TensorPlan
 from fp8core.recipe.base import plan_of
-from fp8core.tensors.quantizer import Quantizer
+from fp8core.tensors.quantizer import TensorQuantizer
 from fp8core.tensors.quantizer_binding import Binding, bind_quantizer
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.tensors.slots import LayerStates
@@ -88,7 +88,7 @@ class Attention(DelayedModule):
         return _QuantizeGrad.apply(y, bound["grad_output"], states)
 
 
-def quantized(quantizer: Quantizer, x: torch.Tensor) -> torch.Tensor:
+def quantized(quantizer: TensorQuantizer, x: torch.Tensor) -> torch.Tensor:
     spec = quantizer.plan.rowwise
     dequantize = table.resolve(DequantizeDesc(spec, x.dtype), x.device).run
     return dequantize(quantizer(x, columnwise=False).rowwise)
@@ -96,7 +96,7 @@ def quantized(quantizer: Quantizer, x: torch.Tensor) -> torch.Tensor:
 
 class _Quantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, quantizer: TensorQuantizer) -> torch.Tensor:
         return quantized(quantizer, x)
 
     @staticmethod
@@ -107,7 +107,7 @@ class _Quantize(torch.autograd.Function):
 class _QuantizeGrad(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: torch.Tensor, quantizer: Quantizer, states: LayerStates
+        ctx: Any, y: torch.Tensor, quantizer: TensorQuantizer, states: LayerStates
     ) -> torch.Tensor:
         ctx.quantizer, ctx.states = quantizer, states
         return y.view_as(y)

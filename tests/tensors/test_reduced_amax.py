@@ -26,7 +26,7 @@ from fp8core.dispatch import table
 from fp8core.recipe.plan import LayerRole, TensorPlan
 from fp8core.tensors import scaling
 from fp8core.tensors.delayed_state import DelayedState
-from fp8core.tensors.quantizer import Quantizer, Slot
+from fp8core.tensors.quantizer import Slot, TensorQuantizer
 from fp8core.tensors.quantizer_binding import Binding, bind_quantizer
 from tests.device import DEVICE
 from tests.ranks import run_ranks
@@ -45,7 +45,7 @@ def plan_of(name: str, tensor: str = "input") -> TensorPlan:
     return chosen
 
 
-def bound(plan: TensorPlan, reduce: Reduce | None = None, **more: Any) -> Quantizer:
+def bound(plan: TensorPlan, reduce: Reduce | None = None, **more: Any) -> TensorQuantizer:
     return bind_quantizer(plan, BF16, BINDING, reduce_amax=reduce, **more)
 
 
@@ -262,7 +262,7 @@ def test_a_compiled_graph_equals_eager(name: str) -> None:
     def reduce(amax: torch.Tensor) -> torch.Tensor:
         return torch.clamp(amax, min=3.0)
 
-    def flat(quantizer: Quantizer, x: torch.Tensor) -> list[torch.Tensor]:
+    def flat(quantizer: TensorQuantizer, x: torch.Tensor) -> list[torch.Tensor]:
         return [part for operand in quantizer(x) for part in tensors(operand)]
 
     with table.capturing():

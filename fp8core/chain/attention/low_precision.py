@@ -16,7 +16,7 @@ from fp8core.chain.call import Call
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.tensors.delayed_state import DelayedState
-from fp8core.tensors.quantizer import Quantizer, Slot
+from fp8core.tensors.quantizer import Slot, TensorQuantizer
 from fp8core.tensors.scaling import update_after_backward
 
 __all__ = ["LowPrecisionAttentionLink"]
@@ -36,7 +36,7 @@ class LowPrecisionAttentionLink(AttentionLink):
     activations.
     """
 
-    casts: Mapping[str, Quantizer]
+    casts: Mapping[str, TensorQuantizer]
     dequantize: Callable[..., torch.Tensor]
     dequantize_out: Callable[..., torch.Tensor] | None
     s_slot: Slot | None
@@ -211,7 +211,7 @@ def _is_read_alike(spec: OperandSpec | None, other: OperandSpec) -> bool:
     )
 
 
-def _quantized(quantizer: Quantizer, x: torch.Tensor) -> Operand:
+def _quantized(quantizer: TensorQuantizer, x: torch.Tensor) -> Operand:
     """Return ``x [..., heads, d]`` quantized, with its codes in its shape."""
     operand: Operand = quantizer(x.flatten(0, -2), columnwise=False).rowwise
     return operand._replace(data=operand.data.reshape(x.shape))

@@ -27,7 +27,7 @@ from fp8core.dispatch.select import Choice, is_fallback
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import AttentionPlan
-from fp8core.tensors.quantizer import Quantizer
+from fp8core.tensors.quantizer import TensorQuantizer
 from fp8core.tensors.quantizer_binding import bind_quantizer
 from fp8core.tensors.reduced_amax import ReduceAmax
 
@@ -229,7 +229,7 @@ def _casts(
     plan: AttentionPlan,
     names: Sequence[str],
     reduce_amax: ReduceAmax | None = None,
-) -> Mapping[str, Quantizer]:
+) -> Mapping[str, TensorQuantizer]:
     """Return the quantizers of the tensors called ``names``."""
     states = context.states
     return {
@@ -247,7 +247,7 @@ def _casts(
     }
 
 
-def _observed(run: Callable[..., Any], casts: Mapping[str, Quantizer]) -> Callable[..., Any]:
+def _observed(run: Callable[..., Any], casts: Mapping[str, TensorQuantizer]) -> Callable[..., Any]:
     """Return ``run`` of queries, keys and values whose amaxes are recorded before."""
 
     def observe(*qkv: torch.Tensor, **keywords: Any) -> Any:

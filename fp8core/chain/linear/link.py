@@ -24,7 +24,7 @@ from fp8core.chain.protocol import Consumer, Program
 from fp8core.chain.requantized import Requantizing
 from fp8core.chain.stochastic import Stochastic
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Quantizer
+from fp8core.tensors.quantizer import TensorQuantizer
 from fp8core.tensors.weights import WeightQuantizer
 
 __all__ = ["LinearLink"]
@@ -51,7 +51,7 @@ class LinearLink(LinearOperations, LinkDefaults):
     num_params: int = field()
     takes_chunks: bool = False
     casts_chunks: bool = False
-    input_again: Quantizer | None = None
+    input_again: TensorQuantizer | None = None
     input_sent: SentCast | None = None
     grad_sent: SentCast | None = None
     only_once: OnlyOnce | None = None

@@ -14,7 +14,7 @@ from fp8core.chain.linear.spec import LinearSpec
 from fp8core.chain.shards import GemmPart, Shards
 from fp8core.dispatch.select import Choice
 from fp8core.tensors.delayed_state import DelayedState
-from fp8core.tensors.quantizer import Quantizer
+from fp8core.tensors.quantizer import TensorQuantizer
 from fp8core.tensors.weights import WeightQuantizer
 
 __all__ = ["LinearOperations"]
@@ -36,9 +36,9 @@ class LinearOperations:
     """
 
     shape: LinearSpec
-    input: Quantizer
+    input: TensorQuantizer
     weight: WeightQuantizer
-    grad_output: Quantizer
+    grad_output: TensorQuantizer
     fprop: Callable[..., Any]
     dgrad: Callable[..., Any]
     wgrad: Callable[..., Any]

@@ -10,7 +10,7 @@ from fp8core.chain.shape import BindContext
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.recipe.plan import HIGH_PRECISION, LinearPlan
 from fp8core.tensors.by_object import ObjectQuantizer
-from fp8core.tensors.quantizer import Quantizer, Slot
+from fp8core.tensors.quantizer import Slot, TensorQuantizer
 from fp8core.tensors.quantizer_binding import bind_columnwise, bind_quantizer
 from fp8core.tensors.requantized import RequantizedWeight
 from fp8core.tensors.slots import LayerStates
@@ -29,7 +29,9 @@ def bind_quantizers(
     *,
     is_unturned: bool,
     pad_weight: Pad | None,
-) -> tuple[Quantizer, CachingWeightQuantizer | PerGroup, Quantizer, Quantizer | None]:
+) -> tuple[
+    TensorQuantizer, CachingWeightQuantizer | PerGroup, TensorQuantizer, TensorQuantizer | None
+]:
     """Return the quantizers of input, weight and grad_output, and that of the input in backward, if
     it is cast there; ``dtypes`` are those of the input and of grad_output. ``pad_weight`` adds the
     zeros that the weight's products need, if any."""
@@ -55,7 +57,7 @@ def bind_quantizers(
             f"quantize all groups as one tensor. Let the factory return its plan for such a layer."
         )
 
-    def made_by(tensor: str) -> Quantizer | None:
+    def made_by(tensor: str) -> TensorQuantizer | None:
         maker = makers.get(tensor)
         if maker is None:
             return None
@@ -105,7 +107,7 @@ def bind_quantizers(
 
     def quantizer_of(
         tensor: str, dtype: torch.dtype, slot: Slot | None, nonfinite: torch.Tensor | None
-    ) -> Quantizer:
+    ) -> TensorQuantizer:
         return made_by(tensor) or bind_quantizer(
             plan.tensors[tensor],
             dtype,
