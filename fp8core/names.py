@@ -32,11 +32,15 @@ SHORT = {
 """Modules that users import by a short name, ``fp8core.optimizers``, and where each is."""
 
 PICKLED = {
+    "functional.quantizers.composed": "functional.quantizers.named",
+    "functional.quantizers.dtype": "functional.quantizers.named",
+    "functional.quantizers.float8": "functional.quantizers.named",
+    "functional.quantizers.nvfp4": "functional.quantizers.named",
     "modules.activation": "ops.activation",
     "modules.sequential": "ops.sequential",
     "parameter": "tensors.parameter",
 }
-"""Modules that models pickled by an earlier version name, and where each is."""
+"""Modules that models and quantizers pickled by an earlier version name, and where each is."""
 
 MOVED = {
     "commands": "cli",

@@ -89,7 +89,7 @@ LONG_SIGNATURES = {
     "fp8core.modules.layernorm_linear.LayerNormLinear.__init__": "Transformer Engine's order",
     "fp8core.modules.layernorm_mlp.LayerNormMLP.__init__": "Transformer Engine's order",
     "fp8core.modules.inference.InferenceParams.__init__": "Transformer Engine's order",
-    "fp8core.functional.quantizers.nvfp4.NVFP4Quantizer.__init__": "Transformer Engine's order",
+    "fp8core.functional.quantizers.named.NVFP4Quantizer.__init__": "Transformer Engine's order",
     "fp8core.modules.rotary.apply_rotary_pos_emb": "Transformer Engine's order",
     "fp8core.modules.rotary.apply_fused_qkv_rotary_pos_emb": "Transformer Engine's order",
     "fp8core.modules.attention.DotProductAttention.__init__": "Transformer Engine's order",

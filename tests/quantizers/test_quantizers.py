@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,6 +183,23 @@ def test_equal_quantizers_are_equal_and_usages_are_their_own(name: str) -> None:
     assert one != twin
     assert pickle.loads(pickle.dumps(one)) == one
     assert copy.deepcopy(one) == one
+
+
+@pytest.mark.parametrize("room", ["quantizers", "functional.quantizers"])
+@pytest.mark.parametrize(
+    ("module", "quantizer"),
+    [
+        ("float8", fp8core.MXFP8Quantizer("e4m3")),
+        ("nvfp4", fp8core.NVFP4Quantizer("e2m1")),
+        ("composed", fp8core.IdentityQuantizer()),
+        ("dtype", fp8core.DType.kFloat8E5M2),
+    ],
+)
+def test_a_pickle_of_an_earlier_module_is_loaded(module: str, quantizer: Any, room: str) -> None:
+    stored = pickle.dumps(quantizer, protocol=0)  # which writes names without their lengths
+    current, earlier = type(quantizer).__module__, f"fp8core.{room}.{module}"
+    assert current != earlier
+    assert pickle.loads(stored.replace(current.encode(), earlier.encode())) == quantizer
 
 
 def test_a_quantizer_of_another_recipe_is_refused() -> None:

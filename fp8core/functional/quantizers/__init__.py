@@ -7,15 +7,16 @@ plan's orientations to make. Backends compute, as for layers.
 from __future__ import annotations
 
 from fp8core.functional.quantizers.base import Quantizer
-from fp8core.functional.quantizers.composed import HybridQuantizer, IdentityQuantizer
-from fp8core.functional.quantizers.dtype import DType
-from fp8core.functional.quantizers.float8 import (
+from fp8core.functional.quantizers.named import (
+    DType,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
     MXFP8Quantizer,
+    NVFP4Quantizer,
 )
-from fp8core.functional.quantizers.nvfp4 import NVFP4Quantizer
 
 __all__ = [
     "DType",

@@ -1,7 +1,9 @@
-"""Quantizers to 8 bits: one scale a tensor, blocks of 128, and the blocks of microscaling."""
+"""Quantizers by Transformer Engine's names: to 8 and to 4 bits, of two formats, and of none."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import warnings
 from collections.abc import Callable
 
@@ -11,14 +13,58 @@ import torch.distributed
 from fp8core import formats
 from fp8core.backend_api import AmaxDesc, OperandSpec, QuantizeDesc
 from fp8core.dispatch import table
-from fp8core.errors import OperandError, RecipeError
+from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.functional.quantizers.base import Quantizer
-from fp8core.functional.quantizers.dtype import format_of
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.reduced_amax import ReduceAmax
 from fp8core.tensors.storage import matrix_shape
+
+
+class DType(enum.IntEnum):
+    """Data types by the numbers that Transformer Engine gives them."""
+
+    kByte = 0
+    kInt32 = 2
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat4E2M1 = 10
+
+
+_FORMATS = {
+    DType.kFloat8E4M3: "e4m3",
+    DType.kFloat8E5M2: "e5m2",
+    DType.kFloat4E2M1: "e2m1",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+
+
+def format_of(dtype: object, asked_by: str) -> str:
+    """Return the name of the format that ``dtype`` is: a DType or its number, one of torch's FP8
+    dtypes, or a format's name.
+
+    Raises:
+        RecipeError: it is something else.
+
+    >>> format_of(DType.kFloat8E5M2, "doctest"), format_of(torch.float8_e4m3fn, "doctest")
+    ('e5m2', 'e4m3')
+    """
+    name = dtype if isinstance(dtype, str) else None
+    if isinstance(dtype, int | torch.dtype) and not isinstance(dtype, bool):
+        name = _FORMATS.get(dtype)
+    names = [one for one in formats.names() if one != "e8m0"]
+    if name in names:
+        return name
+    near = did_you_mean(dtype, names) if isinstance(dtype, str) else ""
+    raise RecipeError(
+        f"{asked_by}: {dtype!r} is no format for elements. Expected fp8core.DType.kFloat8E4M3, "
+        f"kFloat8E5M2 or kFloat4E2M1, a torch FP8 dtype, or one of {', '.join(names)}.{near}"
+    )
 
 
 def _spec(name: str, block: tuple[int, int], **fields: object) -> OperandSpec:
@@ -299,3 +345,164 @@ class MXFP8Quantizer(Quantizer):
         block = (32, 32) if self.with_2d_quantization else (1, 32)
         spec = _spec(self._format, block, scale_format="e8m0")
         return TensorPlan(spec, spec)
+
+
+class NVFP4Quantizer(ReducingQuantizer):
+    """e2m1 elements, an e4m3 scale for every 16 along the contraction, one float32 scale above.
+
+    Args:
+        fp4_dtype: ``DType.kFloat4E2M1``.
+        rowwise, columnwise: which orientations are made.
+        with_amax_reduction: take the maximum of amaxes over ``amax_reduction_group``, of all
+            processes if that is None; each holds a part of one tensor.
+        with_rht: the columnwise operand is transformed by a Hadamard matrix of 16 along its rows'
+            contraction first. Its amax is always that of the transformed elements, so
+            ``with_post_rht_amax`` says nothing more.
+        with_2d_quantization: blocks of 16 x 16.
+        stochastic_rounding: elements are rounded up or down with probabilities that keep the mean.
+        row_scaled_nvfp4: a float32 scale for each row instead of one for the tensor.
+        nvfp4_use_4over6: each block maps its amax to 6 or to 4, whichever loses less.
+        nvfp4_e4m3_max: with ``nvfp4_use_4over6`` the value that the largest block scale maps to,
+            448 or 256; unused without it.
+        nvfp4_4over6_err_mode: what is compared, ``"MAE"`` or ``"MSE"``.
+        with_random_sign_mask: the transform takes its fixed signs; False leaves them out.
+
+    Raises:
+        RecipeError: an option has another value, or rules another one out; see
+            :class:`fp8core.backend_api.OperandSpec`.
+    """
+
+    def __init__(
+        self,
+        fp4_dtype: object = DType.kFloat4E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: torch.distributed.ProcessGroup | None = None,
+        with_rht: bool = False,
+        with_post_rht_amax: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        with_random_sign_mask: bool = True,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        owner = type(self).__name__
+        if format_of(fp4_dtype, owner) != "e2m1":
+            raise RecipeError(f"{owner}(fp4_dtype={fp4_dtype!r}): expected DType.kFloat4E2M1.")
+        mode = nvfp4_4over6_err_mode
+        if not isinstance(mode, str) or mode.upper() not in ("MAE", "MSE"):
+            raise RecipeError(f"{owner}(nvfp4_4over6_err_mode={mode!r}): expected 'MAE' or 'MSE'.")
+        self.dtype = fp4_dtype
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.with_rht = with_rht
+        self.with_post_rht_amax = with_post_rht_amax
+        self.with_2d_quantization = with_2d_quantization
+        self.stochastic_rounding = stochastic_rounding
+        self.row_scaled_nvfp4 = row_scaled_nvfp4
+        self.nvfp4_use_4over6 = nvfp4_use_4over6
+        self.nvfp4_e4m3_max = nvfp4_e4m3_max if nvfp4_use_4over6 else 448
+        self.nvfp4_4over6_err_mode = mode.upper()
+        self.with_random_sign_mask = with_random_sign_mask
+        _ = self.plan  # a RecipeError belongs here
+
+    @property
+    def plan(self) -> TensorPlan:
+        """Scales of two levels."""
+        row = OperandSpec(
+            "e2m1",
+            (16, 16) if self.with_2d_quantization else (1, 16),
+            6.0,
+            scale_format="e4m3",
+            stochastic=self.stochastic_rounding,
+            row_scaled=self.row_scaled_nvfp4,
+            four_over_six=self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else None,
+            scale_max=float(self.nvfp4_e4m3_max),
+        )
+        if not self.with_rht:
+            return TensorPlan(row, row)
+        name = "hadamard16" if self.with_random_sign_mask else "hadamard16_unsigned"
+        return TensorPlan(row, dataclasses.replace(row, transform=name))
+
+
+class IdentityQuantizer(Quantizer):
+    """Leaves a tensor in high precision: for a factory's answer, or one half of a HybridQuantizer.
+
+    Called, it returns the tensor, in ``dtype`` if that is given.
+    """
+
+    def __init__(
+        self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise RecipeError(f"IdentityQuantizer(dtype={dtype!r}): expected a floating dtype.")
+        self.dtype = dtype
+
+    @property
+    def plan(self) -> TensorPlan:
+        """No orientation is quantized."""
+        return TensorPlan(None, None)
+
+    @property
+    def cell(self) -> TensorPlan:
+        """The plan, which says all that a layer does with it."""
+        return self.plan
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # no QuantizedTensor
+        """Return ``tensor``."""
+        return tensor if self.dtype is None else tensor.to(self.dtype)
+
+    def __repr__(self) -> str:
+        return "IdentityQuantizer()" if self.dtype is None else f"IdentityQuantizer({self.dtype})"
+
+
+class HybridQuantizer(Quantizer):
+    """Quantizes rowwise as one quantizer does, and columnwise as another.
+
+    Args:
+        rowwise_quantizer, columnwise_quantizer: quantizers whose plans say all that they do; their
+            usages do not matter.
+        columnwise_source: ``"original"``; the columnwise operand of a dequantized rowwise one is
+            not offered, as no product here reads one.
+    """
+
+    def __init__(
+        self,
+        *,
+        rowwise_quantizer: Quantizer,
+        columnwise_quantizer: Quantizer,
+        columnwise_source: str = "original",
+    ) -> None:
+        super().__init__()
+        cells = []
+        for way, given in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
+            cell = given.cell if isinstance(given, Quantizer) else None
+            if cell is None:
+                raise OperandError(
+                    f"HybridQuantizer({way}_quantizer={given!r}): expected a quantizer of fp8core "
+                    f"without a state or code of its own."
+                )
+            cells.append(cell)
+        if columnwise_source == "rowwise_dequantized":
+            raise UnsupportedError(
+                "HybridQuantizer(columnwise_source='rowwise_dequantized') is not offered; a recipe "
+                "with backward_override='dequantized' multiplies by the dequantized operand."
+            )
+        if columnwise_source != "original":
+            raise RecipeError(
+                f"HybridQuantizer(columnwise_source={columnwise_source!r}): expected 'original'."
+            )
+        self.rowwise_quantizer = rowwise_quantizer
+        self.columnwise_quantizer = columnwise_quantizer
+        self.columnwise_source = columnwise_source
+        self._plan = TensorPlan(cells[0].rowwise, cells[1].columnwise)
+
+    @property
+    def plan(self) -> TensorPlan:
+        """The rowwise half of one plan, and the columnwise half of the other."""
+        return self._plan
