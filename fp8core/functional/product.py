@@ -129,7 +129,7 @@ def checked_splits(m_splits: Sequence[int], a: torch.Tensor, groups: int) -> tup
 
 
 def check_pair(owner: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raise unless ``a`` and ``b`` are on one device, and fit each other as they are stored."""
+    """Raise unless ``a`` and ``b`` are on one device, plain in one dtype, or stored along k."""
     if a.device != b.device:
         raise OperandError(
             f"{owner}: a is on {a.device}, b on {b.device}. Move one of them; nothing is moved "

@@ -45,10 +45,11 @@ from fp8core.torch_ops.private import (
 )
 
 
-def is_recompute(layer: LowPrecisionModule, settings: Active) -> bool:
+def is_recompute(layer: LowPrecisionModule, requested: Active) -> bool:
     """Say whether the call of ``layer`` that runs inside backward repeats a forward.
 
-    ``settings`` is what is active now. The call is not one of :func:`fp8core.checkpoint`.
+    ``requested`` are the recipes that are active now. Calls of :func:`fp8core.checkpoint` have a
+    tape, and do not come here.
 
     Raises:
         UnsupportedError: it repeats a forward that ran, or may have run, under another recipe.
@@ -58,7 +59,7 @@ def is_recompute(layer: LowPrecisionModule, settings: Active) -> bool:
         return False  # a hook evaluates something
     if timeline.is_entered_in_backward():
         return True
-    now = (settings.quantize, settings.observe)
+    now = (requested.quantize, requested.observe)
     if active_before(repeated, layer.outside_autocast) == {now}:
         return True
     if now == (None, None):
@@ -114,15 +115,15 @@ def bind(
     """
     if torch.compiler.is_compiling() or is_traced():
         return _bind_captured(layer, device, dtype, shapes)
-    settings, tape = active(layer.outside_autocast), recompute.current()
-    recipe = settings.quantize if settings.quantize is not None else settings.observe
-    is_observing = settings.observe is not None
+    requested, tape = active(layer.outside_autocast), recompute.current()
+    recipe = requested.quantize if requested.quantize is not None else requested.observe
+    is_observing = requested.observe is not None
     is_grad_enabled = torch.is_grad_enabled()
     repeats = False
     if tape is None:
         records = is_observing or is_grad_enabled
         if current_backward_pass() != NO_BACKWARD_PASS:
-            repeats = is_recompute(layer, settings)
+            repeats = is_recompute(layer, requested)
             records = records and not is_grad_enabled
     else:
         records = not tape.is_repeating and (is_observing or tape.is_grad_enabled)
@@ -163,7 +164,7 @@ def bind(
     if bound.states is not None and records:
         if is_transform_active():
             chain.refuse_transform(bound.links)  # before autocast has something to forget
-        touch(bound.states.forward, bound.states.backward, settings.group)
+        touch(bound.states.forward, bound.states.backward, requested.group)
     return bound
 
 

@@ -142,11 +142,11 @@ class GroupedLinear(ParallelModule, ExtraTensors):
             fill(bias, torch.nn.init.zeros_)
 
     def number_groups(self, first: int, total: int) -> None:
-        """Name the parameters ``weight{first}``, ``bias{first}`` and so on, in their order; those
-        of the other groups, of ``total``, are None.
+        """Name the parameters ``weight{first}``, ``bias{first}`` and so on, in their order; the
+        parameters of the other groups, of ``total``, are None.
 
         Raises:
-            OperandError: a parametrization computes one of them, under its name.
+            OperandError: a parametrization computes one of the parameters, under its name.
         """
         if total == self.num_gemms:
             return

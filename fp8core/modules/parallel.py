@@ -126,7 +126,7 @@ class ParallelModule(LowPrecisionModule):
 
     @property
     def tp_group(self) -> object | None:
-        """The group, None for a layer of one rank and as long as it has none."""
+        """The group; None for a layer of one rank, and before :meth:`set_tensor_parallel_group`."""
         if not self.parallel.group:
             return None
         communicator = named(self.parallel.group)

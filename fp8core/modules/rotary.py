@@ -348,8 +348,8 @@ def _rotate_groups(
     """Return ``query [.., .., groups, heads of a group, d]`` rotated, with its heads in one
     dimension.
 
-    In sbhd the groups of a sequence count as sequences, as all lie one behind the other: no queries
-    are copied. In bshd the heads of one token are brought together first.
+    In sbhd the groups of a sequence count as sequences, as their rows are adjacent: no queries are
+    copied. In bshd the heads of one token are brought together first.
     """
     first, second, groups, share, size = query.shape
     is_each = isinstance(starts, torch.Tensor) and tuple(starts.shape) == (second,)

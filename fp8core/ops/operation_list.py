@@ -14,7 +14,8 @@ _Self = TypeVar("_Self", bound="OperationList")
 
 
 class OperationList(LowPrecisionModule):
-    """Holds modules in order; a change of them forgets the state that was for the others."""
+    """Holds modules in order; a change of the modules forgets the delayed state of the former
+    ones."""
 
     def __init__(
         self,

@@ -48,14 +48,14 @@ class _Chain(NamedTuple):
 
 
 class Sequential(OperationList):
-    """Runs its modules in order; operations and layers that follow one another are one chain.
+    """Runs its modules in order; consecutive operations and layers are one chain.
 
-    A container as ``torch.nn.Sequential`` is: it takes modules, or a dict of them, and is indexed,
-    sliced, changed and iterated like a list. A torch module, a :class:`BasicOperation`, and an
-    operation that changes leading dimensions run by themselves, between two chains. Operations of
-    another parameter dtype begin a chain too, whose input is cast to it; a norm or a bias in
-    float32 stays in a chain that has begun. A Sequential inside another is part of its chain, and
-    one that is no single chain runs by itself.
+    A container as ``torch.nn.Sequential``: constructed from modules, or a dict of modules, and
+    indexed, sliced, changed and iterated like a list. A torch module, a :class:`BasicOperation`,
+    and an operation that changes leading dimensions run by themselves, between two chains.
+    Operations of another parameter dtype begin a chain too, whose input is cast to it; a norm or a
+    bias in float32 stays in a chain that has begun. A Sequential inside another is part of its
+    chain; an inner Sequential that is no single chain runs by itself.
 
     The call takes the input, then the extra inputs of all operations in order, and returns the
     output, followed by the extra outputs if there are any. The outermost Sequential holds the

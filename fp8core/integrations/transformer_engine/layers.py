@@ -275,8 +275,8 @@ class LayerNormMLP(_Biased, layernorm_mlp.LayerNormMLP):
 class GroupedLinear(TransformerEngineBaseModule, grouped_linear.GroupedLinear):
     """:class:`fp8core.GroupedLinear` under Transformer Engine's name.
 
-    Megatron's subclass saves a state for each expert, and takes it from a pickle of Transformer
-    Engine's; here its method gives way to one that writes the layer's delayed scales.
+    Megatron's subclass saves a state for each expert, from a pickle of Transformer Engine's; here
+    Megatron's method gives way to a method that writes the layer's delayed scales.
     """
 
     _native = grouped_linear.GroupedLinear

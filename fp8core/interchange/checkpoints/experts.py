@@ -1,4 +1,4 @@
-"""Weights of experts that a file holds one by one, and a model in one parameter.
+"""Weights of experts: a tensor for each expert in a file, one parameter in a model.
 
 =====================================  =================================================
 parameter of transformers 5            in files, for expert ``e`` of ``[0, experts)``

@@ -1,4 +1,4 @@
-"""``save_pretrained``: a model's weights as its forward multiplies them, in files for others."""
+"""``save_pretrained``: the quantized weights of a model's forward, in files for other libraries."""
 
 from __future__ import annotations
 

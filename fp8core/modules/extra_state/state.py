@@ -68,8 +68,8 @@ def read_extra_state(value: Any, plan_type: type[Plan] = LinearPlan) -> dict[str
 
 
 def read_expert_state(value: Any) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return the buffers of one expert of a grouped linear, and whether they are those of that
-    expert; if not, they are what Megatron's split of the layer's state puts into its place.
+    """Return the buffers of an expert of a grouped linear, and whether they hold the slots of this
+    expert; otherwise they hold the slots that Megatron's split of the layer's state puts there.
 
     Raises:
         OperandError: as :func:`read_extra_state`.
