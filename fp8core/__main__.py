@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fp8core import __version__
-from fp8core.cli import build, conformance, demo, doctor, selftest
-from fp8core.cli import run as compat
+from fp8core.cli import commands, demo
 from fp8core.errors import Fp8CoreError, RecipeError, did_you_mean
 from fp8core.inspection import explain
 
@@ -26,13 +25,13 @@ class Command(NamedTuple):
 
 _COMMANDS = {
     "build": Command(
-        build.add_arguments,
-        build.run,
+        commands.build_arguments,
+        commands.build,
         "compile a backend's native code now, not on first use",
     ),
     "conformance": Command(
-        conformance.add_arguments,
-        conformance.run,
+        commands.conformance_arguments,
+        commands.conformance,
         "hold an installed backend to the laws of the backend API",
     ),
     "demo": Command(
@@ -41,8 +40,8 @@ _COMMANDS = {
         "train a small GPT in bf16 and in every recipe, and compare",
     ),
     "doctor": Command(
-        doctor.add_arguments,
-        doctor.run,
+        commands.doctor_arguments,
+        commands.doctor,
         "list the backends and plug-ins, which can be used here, and why others cannot",
     ),
     "explain": Command(
@@ -51,13 +50,13 @@ _COMMANDS = {
         "say which backend runs an operation, and why none of the others",
     ),
     "run": Command(
-        compat.add_arguments,
-        compat.run,
+        commands.run_arguments,
+        commands.run,
         "run a command to which fp8core is Transformer Engine",
     ),
     "selftest": Command(
-        selftest.add_arguments,
-        selftest.run,
+        commands.selftest_arguments,
+        commands.selftest,
         "ask a device the questions that a backend's documentation leaves open",
     ),
 }

@@ -43,7 +43,7 @@ PICKLED = {
 """Modules that models and quantizers pickled by an earlier version name, and where each is."""
 
 MOVED = {
-    "commands": "cli",
+    "commands": "cli.commands",
     "communicator": "collectives",
     "compat": "integrations",
     "conversion.hugging_face": "conversion.huggingface",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fp8core.__main__ import main
-from fp8core.cli import run as command
+from fp8core.cli import commands
 from fp8core.integrations.transformer_engine import finder
 
 # The package is found without torch, in the command and in a process that it starts.
@@ -75,8 +75,8 @@ def test_python_is_the_interpreter_that_runs_fp8core() -> None:
 
 
 def test_the_folder_is_first_on_the_path_and_there_once() -> None:
-    once = command.environment("2.14.0", {"PYTHONPATH": "elsewhere"})
-    assert command.environment("2.14.0", once) == once
+    once = commands.environment("2.14.0", {"PYTHONPATH": "elsewhere"})
+    assert commands.environment("2.14.0", once) == once
     folder, other = once["PYTHONPATH"].split(os.pathsep)
     assert (Path(folder) / "sitecustomize.py").is_file()
     assert (other, once[finder.ENVIRONMENT]) == ("elsewhere", "2.14.0")
@@ -95,7 +95,7 @@ def test_another_package_of_the_name_stops_the_command(
 def test_another_package_of_the_name_stops_a_child(tmp_path: Path) -> None:
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
-    variables = command.environment("2.14.0", {**os.environ, "PYTHONPATH": str(tmp_path)})
+    variables = commands.environment("2.14.0", {**os.environ, "PYTHONPATH": str(tmp_path)})
     done = subprocess.run(
         [sys.executable, "-c", "print('ran')"],
         env=variables,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fp8core.cli import run as command
+from fp8core.cli import commands
 from fp8core.integrations.transformer_engine import finder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def run(*words: str) -> dict[str, Any]:
     """The JSON that a program prints last, with fp8core as transformer_engine."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    variables = command.environment(finder.VERSION, {**given, "ACCELERATE_USE_CPU": "true"})
+    variables = commands.environment(finder.VERSION, {**given, "ACCELERATE_USE_CPU": "true"})
     done = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8core.cli.doctor import number_of_processes
+from fp8core.cli.commands import number_of_processes
 from fp8core.doctor import collectives
 from fp8core.doctor.collectives import Collective
 from fp8core.doctor.report import with_collectives
