@@ -13,7 +13,7 @@ import fp8core
 from fp8core.dispatch import plugins
 from fp8core.doctor import report as doctor
 from fp8core.doctor.findings import Check, Findings
-from fp8core.doctor.render import WIDTH, render
+from fp8core.doctor.report import WIDTH, render
 from tests.dispatch import toys
 
 CPU = torch.device("cpu")
