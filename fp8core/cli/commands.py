@@ -24,7 +24,7 @@ from fp8core.backend_api import Finding
 from fp8core.conformance.subject import find
 from fp8core.dispatch import plugins
 from fp8core.dispatch.isolation import Failure, attempt
-from fp8core.doctor import collectives, consult, findings, over_ranks
+from fp8core.doctor import collectives, consult, findings
 from fp8core.doctor.report import examine, render, with_collectives
 from fp8core.errors import Fp8CoreError, OperandError, RecipeError, UnsupportedError
 from fp8core.inspection.arguments import device_argument
@@ -148,13 +148,14 @@ def _over_ranks(args: argparse.Namespace) -> int:
             )
         device = find(args.backend, args.device).device
         device = collectives.device_for(device, count)
-        outcomes = over_ranks.apart(args.backend, count, device, args.deadline)
+        outcomes = collectives.run_laws(args.backend, count, device, args.deadline)
     except (Fp8CoreError, argparse.ArgumentTypeError) as error:
         print(f"fp8core conformance: {error}", file=sys.stderr)
         return USAGE_ERROR
-    print(over_ranks.text(args.backend, count, device, outcomes))
+    print(collectives.laws_text(args.backend, count, device, outcomes))
     if args.json:
-        Path(args.json).write_text(json.dumps(over_ranks.as_json(outcomes), indent=2))
+        rows = [dataclasses.asdict(outcome) for outcome in outcomes]
+        Path(args.json).write_text(json.dumps(rows, indent=2))
     return int(any(outcome.failure for outcome in outcomes))
 
 

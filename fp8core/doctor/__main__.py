@@ -7,7 +7,7 @@ import argparse
 import torch
 
 from fp8core.dispatch import plugins, process
-from fp8core.doctor import collectives, consult, findings, over_ranks
+from fp8core.doctor import collectives, consult, findings
 from fp8core.inspection.arguments import device_argument
 
 
@@ -40,7 +40,7 @@ def main() -> None:
             results = collectives.records(args.rank, args.size, args.device, args.folder)
         elif args.part == "laws":
             group = (args.rank, args.size, args.device, args.folder)
-            results = over_ranks.records(args.name, *group)
+            results = collectives.law_records(args.name, *group)
         else:
             # On a busy machine a second thread costs small operations many times their work.
             torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The self-test of the collectives that layers over several ranks use: a process for each rank.
+"""The self-tests over several ranks, a process for each: of collectives, and of a backend's laws.
 
 All ranks run on this machine. Each collective moves numbers that every rank can compute for all the
 others, so that its result is compared exactly.
@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 
 from fp8core.collectives import Communicator, of_group
+from fp8core.conformance.compare import Broken, Unjudged
+from fp8core.conformance.ranks import LAWS, subject_of
+from fp8core.conformance.subject import find
 from fp8core.dispatch import plugins, process
 from fp8core.dispatch.process import Ending, Record
 from fp8core.doctor.findings import absent
@@ -201,19 +204,27 @@ def apart(processes: int, device: torch.device, deadline: float) -> list[Collect
     A rank that crashes, or makes no progress for ``deadline`` seconds, is a failure of the
     collective that it had begun; later ones count as not run.
     """
+    outcomes = _outcomes(["collectives"], processes, device, deadline)
+    return [Collective(case.name, _failures(case.name, outcomes)) for case in _CASES]
+
+
+def _outcomes(
+    part: Sequence[str], processes: int, device: torch.device, deadline: float
+) -> list[tuple[list[Record], Ending | None]]:
+    """Run a part of the doctor on every rank; return what each wrote and how it ended."""
     with TemporaryDirectory() as folder:
         shared = ["--size", str(processes), "--device", device.type, "--folder", folder]
-        commands = [["collectives", "--rank", str(rank), *shared] for rank in range(processes)]
-        outcomes = process.run_together(commands, deadline)
-    results: list[Collective] = []
-    for case in _CASES:
-        failures = [failure(rank, case.name, *one) for rank, one in enumerate(outcomes)]
-        texts = [text for text in failures if text is not None]
-        results.append(Collective(case.name, "; ".join(texts) or None))
-    return results
+        commands = [[*part, "--rank", str(rank), *shared] for rank in range(processes)]
+        return process.run_together(commands, deadline)
 
 
-def failure(rank: int, name: str, seen: list[Record], ending: Ending | None) -> str | None:
+def _failures(name: str, outcomes: Sequence[tuple[list[Record], Ending | None]]) -> str | None:
+    """Return the failures of all ranks in one collective or law, None if there are none."""
+    failures = [_failure(rank, name, *outcome) for rank, outcome in enumerate(outcomes)]
+    return "; ".join(text for text in failures if text is not None) or None
+
+
+def _failure(rank: int, name: str, seen: list[Record], ending: Ending | None) -> str | None:
     """Return the failure of one rank in one collective, None if it received what was due."""
     for record in seen:
         if record.get("collective") == name:
@@ -222,3 +233,75 @@ def failure(rank: int, name: str, seen: list[Record], ending: Ending | None) -> 
     step = process.last_step(seen)["begin"]
     text = "it did not run" if ending is None else ending.text
     return f"rank {rank}: {text}" if step == name else f"rank {rank}: not run, after {step}: {text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one law ended: ``failure`` says on which rank it is broken, ``skipped`` why no rank could
+    judge it; both None if it holds."""
+
+    name: str
+    failure: str | None
+    skipped: str | None = None
+
+
+def law_records(
+    backend: str, rank: int, size: int, device: torch.device, folder: str
+) -> Iterator[Record]:
+    """Yield the results of rank ``rank`` of ``size``: of its group's collectives, then of the laws
+    of ``backend``; each is announced before it."""
+    yield {"begin": "joining the group"}
+    with joined(rank, size, device, folder) as (communicator, mine):
+        yield from tested(communicator, mine)
+        yield {"begin": "binding the backend"}
+        subject = subject_of(find(backend, str(mine)), communicator)
+        for name, law in LAWS.items():
+            yield {"begin": name}
+            failure = skipped = None
+            try:
+                law(subject)
+            except Broken as error:
+                failure = str(error)
+            except Unjudged as error:
+                skipped = str(error)
+            yield {"collective": name, "failure": failure, "skipped": skipped}
+
+
+def run_laws(backend: str, processes: int, device: torch.device, deadline: float) -> list[Outcome]:
+    """Run the laws of ``backend`` between ``processes`` processes, each on a ``device`` of its own.
+
+    A rank that crashes, or makes no progress for ``deadline`` seconds, breaks the law that it had
+    begun; later ones count as not run.
+    """
+    outcomes = _outcomes(["laws", backend], processes, device, deadline)
+    results = []
+    for name in (*NAMES, *LAWS):
+        skipped = next(
+            (
+                record["skipped"]
+                for seen, _ in outcomes
+                for record in seen
+                if record.get("collective") == name and record.get("skipped")
+            ),
+            None,
+        )
+        results.append(Outcome(name, _failures(name, outcomes), skipped))
+    return results
+
+
+def laws_text(backend: str, processes: int, device: torch.device, outcomes: list[Outcome]) -> str:
+    """Return the report in words."""
+    width = max(len(outcome.name) for outcome in outcomes)
+    lines = [f"{backend} between {processes} processes on {device.type}"]
+    for outcome in outcomes:
+        ending = f"FAIL {outcome.failure}" if outcome.failure else "ok"
+        ending = (
+            f"not judged: {outcome.skipped}" if outcome.skipped and not outcome.failure else ending
+        )
+        lines.append(f"   {outcome.name.replace('_', ' '):{width}}  {ending}")
+    broken = sum(outcome.failure is not None for outcome in outcomes)
+    judged = sum(outcome.failure is None and outcome.skipped is None for outcome in outcomes)
+    lines.append(
+        f"{judged} hold, {broken} are broken, {len(outcomes) - broken - judged} not judged"
+    )
+    return "\n".join(lines)

@@ -11,8 +11,8 @@ import torch
 
 from fp8core.__main__ import main
 from fp8core.conformance.ranks import LAWS
-from fp8core.doctor import collectives, over_ranks
-from fp8core.doctor.over_ranks import Outcome
+from fp8core.doctor import collectives
+from fp8core.doctor.collectives import Outcome
 
 CPU = torch.device("cpu")
 # Rank 1 receives other rows, sums are too large, maxima are of one rank, parts of products are not
@@ -55,7 +55,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forking_doctor: None
 
 def outcomes(plugin: Path, change: str = "") -> dict[str, Outcome]:
     plugin.write_text(BROKEN.format(change=change))
-    return {one.name: one for one in over_ranks.apart("overlapping", 2, CPU, deadline=60)}
+    return {one.name: one for one in collectives.run_laws("overlapping", 2, CPU, deadline=60)}
 
 
 def test_a_backend_that_moves_rows_holds_every_law(plugin: Path) -> None:
