@@ -53,7 +53,6 @@ from fp8core.inspection.monitoring import monitor
 from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.found_inf import clear_found_inf, found_inf, watch_grad_scaler
 from fp8core.modules.frozen import frozen_weights
-from fp8core.modules.glu_order import deinterleave_glu_tensor, interleave_glu_tensor
 from fp8core.modules.graphs import make_graphed_callables
 from fp8core.modules.grouped_linear import GroupedLinear
 from fp8core.modules.inference import InferenceParams
@@ -68,6 +67,7 @@ from fp8core.modules.prepare import prepare
 from fp8core.modules.rotary import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from fp8core.modules.rotary_angles import RotaryPositionEmbedding
 from fp8core.modules.transformer_layer import TransformerLayer
+from fp8core.ops.activation import deinterleave_glu_tensor, interleave_glu_tensor
 from fp8core.recipe import (
     DelayedScalingRequest,
     QuantizerRequest,
