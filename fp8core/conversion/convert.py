@@ -1,18 +1,17 @@
-"""``convert`` has a model of torch's layers compute in low precision; ``unconvert`` undoes it."""
+"""``convert`` has a model of torch's layers compute in low precision; ``unconvert`` undoes it.
+
+The notes of its report are about layers that compute otherwise than its reader may expect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from fp8core.context.autocast import request
-from fp8core.conversion.experts import (
-    ConvertedExperts,
-    adopt_experts,
-    release_experts,
-)
+from fp8core.conversion.experts import ConvertedExperts, adopt_experts, layer_names, release_experts
 from fp8core.conversion.layers import (
     RECORD,
     ROOT,
@@ -23,19 +22,27 @@ from fp8core.conversion.layers import (
     release,
     undelimit,
 )
-from fp8core.conversion.notes import is_forward_low, notes, roles
 from fp8core.conversion.report import ConversionReport, LayerEntry, text_of
 from fp8core.conversion.survey import Filter, Survey, survey
 from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.first_step import announce, silence
-from fp8core.modules.inventory import ModuleNode, flops_of, refuse_watched
+from fp8core.modules.inventory import ModuleNode, flops_of, module_nodes, refuse_watched
 from fp8core.modules.refusals import experts_of
-from fp8core.recipe import Recipe
+from fp8core.recipe import PerLayer, Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
-from fp8core.recipe.plan import LinearPlan
+from fp8core.recipe.plan import LayerRole, LinearPlan
+from fp8core.reporting import some
 from fp8core.torch_ops.private import COMPILED_MODULE
+
+_WITHOUT_GEMM = (
+    torch.nn.Embedding,
+    torch.nn.EmbeddingBag,
+    torch.nn.LayerNorm,
+    torch.nn.RMSNorm,
+    torch.jit.ScriptModule,
+)
 
 
 def convert(
@@ -190,7 +197,7 @@ def _plans(surveyed: Survey, recipe: Recipe | None) -> dict[ModuleNode, list[Lin
     for node in (*surveyed.chosen, *surveyed.native):
         if flops_of(node.module):
             dtype = next(node.module.parameters()).dtype
-            plans[node] = [plan_of(LinearPlan, recipe, role, dtype) for role in roles(node)]
+            plans[node] = [plan_of(LinearPlan, recipe, role, dtype) for role in _roles(node)]
     return plans
 
 
@@ -209,7 +216,7 @@ def _report(
             _entry(node, [], reason, is_repeat=is_repeat)
             for node, reason, is_repeat in surveyed.refused
         ),
-        notes=tuple(notes(model, surveyed, recipe, plans)),
+        notes=tuple(_notes(model, surveyed, recipe, plans)),
         num_parameters=_count(set(model.parameters())),
         num_converted_parameters=_count(taking),
     )
@@ -223,7 +230,7 @@ def _entry(
     sizes = _count(counted), flops_of(node.module)
     if is_repeat:  # counted at the layer's first path
         sizes = 0, 0
-    is_low = bool(plans) and all(map(is_forward_low, plans))
+    is_low = bool(plans) and all(map(_is_forward_low, plans))
     experts = experts_of(node.module)
     count = 0 if experts is None or is_repeat else experts.num_experts
     return LayerEntry(node.path, type(node.module).__name__, *sizes, reason, is_low, count)
@@ -232,3 +239,102 @@ def _entry(
 def _count(parameters: set[torch.nn.Parameter]) -> int:
     # The sizes of a lazy layer's parameters are not known yet.
     return sum(p.numel() for p in parameters if not is_lazy(p))
+
+
+def _notes(
+    model: torch.nn.Module,
+    surveyed: Survey,
+    recipe: Recipe | None,
+    plans: Mapping[ModuleNode, Sequence[LinearPlan]],
+) -> Iterator[str]:
+    """Yield the notes on converting the ``surveyed`` layers of ``model`` to ``recipe``."""
+    yield from _on_recipe(surveyed, recipe, plans)
+    small = [node.path for node, (plan, *_) in plans.items() if _is_small(node.module, plan)]
+    if small:
+        yield (
+            f"too small to gain from low precision, quantizing costs more than the GEMM saves: "
+            f"{some(small)}; leave them out with skip"
+        )
+    shared = _shared([node for node in surveyed.chosen if flops_of(node.module)], model)
+    if shared:
+        yield f"the weight is another layer's too, and each quantizes it by itself: {some(shared)}"
+    if any(isinstance(layer, torch.nn.TransformerEncoderLayer) for layer in model.modules()):
+        yield (
+            "in evaluation torch.nn.TransformerEncoderLayer reads the weights and does not call "
+            "its layers; torch.backends.mha.set_fastpath_enabled(False) makes it call them"
+        )
+    uncounted = [r.node.path for r in surveyed.refused if _has_uncounted_gemm(r.node.module)]
+    if uncounted:
+        yield f"the shares of FLOPs do not count the weights of {some(uncounted)}"
+
+
+def _on_recipe(
+    surveyed: Survey, recipe: Recipe | None, plans: Mapping[ModuleNode, Sequence[LinearPlan]]
+) -> Iterator[str]:
+    high = [node.path for node, linears in plans.items() if not all(map(_is_forward_low, linears))]
+    if high:
+        yield f"by the recipe these compute in high precision: {some(high)}"
+    if isinstance(recipe, PerLayer):
+        layer_roles = [
+            role for node in (*surveyed.chosen, *surveyed.native) for role in _roles(node)
+        ]
+        for pattern in recipe.unmatched(layer_roles):
+            yield f"the recipe's rule {pattern!r} matches no converted layer"
+    if any(
+        plan.delayed is not None and plan.delayed.amax_algorithm == "most_recent"
+        for several in plans.values()
+        for plan in several
+    ):
+        yield (
+            "amax_compute_algo='most_recent' follows the last forward: put the microbatches of a "
+            "step into one autocast, which takes the largest amax of them all"
+        )
+
+
+def _roles(node: ModuleNode) -> list[LayerRole]:
+    """Return the roles by which a recipe plans the layer: one, but two for experts."""
+    experts = experts_of(node.module)
+    if experts is not None:
+        return [LayerRole("grouped_linear", name) for name in layer_names(experts, node.path)]
+    return [LayerRole(getattr(node.module, "kind", "linear"), node.path or None)]
+
+
+def _is_forward_low(plan: LinearPlan) -> bool:
+    """Return whether ``plan`` has an operand of the forward GEMM in low precision."""
+    return plan.fprop.a is not None or plan.fprop.b is not None
+
+
+def _is_small(module: torch.nn.Module, plan: LinearPlan) -> bool:
+    """Whether torchao would leave the layer in high precision, for the scalings it has measured.
+
+    Source: torchao 0.18, float8, _auto_filter_for_recipe.
+    """
+    spec = plan.fprop.a
+    if spec is None or not isinstance(module, torch.nn.Linear):
+        return False
+    k, n = module.in_features, module.out_features
+    if spec.block == (1, 0):
+        return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
+    return spec.block == (0, 0) and k <= 4096 and n <= 1024
+
+
+def _shared(chosen: Sequence[ModuleNode], model: torch.nn.Module) -> list[str]:
+    holders: dict[torch.nn.Parameter, set[torch.nn.Module]] = {}
+    for node in module_nodes(model):
+        for parameter in node.module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(node.module)
+    return [
+        node.path
+        for node in chosen
+        if any(len(holders[weight]) > 1 for weight in node.module.parameters(recurse=False))
+    ]
+
+
+def _has_uncounted_gemm(module: torch.nn.Module) -> bool:
+    """Whether the module may multiply by direct parameters, though it is no known linear layer."""
+    if flops_of(module) or isinstance(module, _WITHOUT_GEMM):
+        return False
+    return any(
+        not is_lazy(parameter) and parameter.dim() > 1
+        for parameter in module.parameters(recurse=False)
+    )
