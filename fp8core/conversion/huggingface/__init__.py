@@ -22,8 +22,16 @@ from typing import Any
 
 import torch
 
-from fp8core.conversion.huggingface import gpt2, llama
-from fp8core.conversion.huggingface.family import Family, in_layer, reader, rules_of, shapes_of
+from fp8core.conversion.huggingface.family import (
+    Family,
+    gpt2,
+    in_layer,
+    llama,
+    reader,
+    rotary_arguments_of,
+    rules_of,
+    shapes_of,
+)
 from fp8core.conversion.huggingface.weights import (
     check_empty,
     check_shape,
@@ -40,7 +48,7 @@ from fp8core.tensors.slots import BUFFERS
 
 __all__ = ["from_hugging_face", "layer_arguments", "rotary_arguments", "to_hugging_face"]
 
-_FAMILIES: dict[str, Callable[[Any], Family]] = {"llama": llama.family, "gpt2": gpt2.family}
+_FAMILIES: dict[str, Callable[[Any], Family]] = {"llama": llama, "gpt2": gpt2}
 # Buffers of older versions of transformers, which are computed again.
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
 
@@ -70,7 +78,7 @@ def rotary_arguments(config: Any) -> dict[str, Any]:
     """
     if _family_name(config) != "llama":
         raise UnsupportedError("rotary_arguments: a GPT-2 embeds positions; it turns no heads.")
-    return llama.rotary_arguments(reader(config))
+    return rotary_arguments_of(reader(config))
 
 
 def from_hugging_face(

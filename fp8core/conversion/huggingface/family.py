@@ -1,4 +1,4 @@
-"""How a family of models names the parameters of TransformerLayers, and how large they are."""
+"""How GPT-2 and Llama name the parameters of TransformerLayers, and how large they are."""
 
 from __future__ import annotations
 
@@ -42,15 +42,32 @@ def refuse(name: str, value: object, expected: object) -> None:
         )
 
 
-def activation(get: Any, entry: str, default: str, ours: Mapping[str, str]) -> str:
-    """Return our name, by ``ours``, of the activation that ``entry`` names, or refuse it."""
+class Activation(NamedTuple):
+    """The name of an activation here, alone and multiplied with the second half of its input."""
+
+    plain: str
+    gated: str
+
+
+_GELU, _SILU = Activation("gelu", "geglu"), Activation("silu", "swiglu")
+_ACTIVATIONS = {
+    "gelu_new": _GELU,
+    "gelu_pytorch_tanh": _GELU,
+    "relu": Activation("relu", "reglu"),
+    "silu": _SILU,
+    "swish": _SILU,
+}
+
+
+def activation(get: Any, entry: str, default: str) -> Activation:
+    """Return the names here of the activation that ``entry`` names, or refuse it."""
     name = get(entry, default)
-    if name not in ours:
+    if name not in _ACTIVATIONS:
         raise UnsupportedError(
             f"a model with {entry}={name!r} is not offered as TransformerLayers; activations are "
-            f"{', '.join(ours)}."
+            f"{', '.join(_ACTIVATIONS)}."
         )
-    return ours[name]
+    return _ACTIVATIONS[name]
 
 
 QKV = "self_attention.layernorm_qkv"
@@ -134,3 +151,158 @@ def shapes_of(family: Family, get: Any) -> dict[str, Shape]:
 def in_layer(name: str) -> str:
     """Return the name of a parameter in its layer."""
     return re.sub(r"^layers\.\d+\.", "", name)
+
+
+def gpt2(get: Any) -> Family:
+    """Return the names and sizes of the GPT-2 whose config ``get`` reads."""
+    heads, hidden = get("n_head"), get("n_embd")
+    parts = tuple(f"{QKV}.{part}" for part in ("query", "key", "value"))
+    rules = []
+    for kind in ("weight", "bias"):
+        rules += [
+            Rule((f"{QKV}.layer_norm_{kind}",), (f"ln_1.{kind}",)),
+            Rule((f"{MLP}.layer_norm_{kind}",), (f"ln_2.{kind}",)),
+            # Conv1D of transformers multiplies by its weight, not by the transposed one.
+            Rule(
+                tuple(f"{part}_{kind}" for part in parts),
+                (f"attn.c_attn.{kind}",),
+                (hidden, hidden, hidden),
+                transposed=True,
+            ),
+            *(
+                Rule((f"{ours}{kind}",), (f"{theirs}.{kind}",), transposed=True)
+                for ours, theirs in (
+                    ("self_attention.proj.", "attn.c_proj"),
+                    (f"{MLP}.fc1_", "mlp.c_fc"),
+                    (f"{MLP}.fc2_", "mlp.c_proj"),
+                )
+            ),
+        ]
+    outer = (
+        Rule(("embedding.weight",), ("wte.weight",)),
+        Rule(("positions.weight",), ("wpe.weight",)),
+        Rule(("norm.weight",), ("ln_f.weight",)),
+        Rule(("norm.bias",), ("ln_f.bias",)),
+        Rule(("head.weight",), ("lm_head.weight",)),
+    )
+    sizes = HeadSizes(heads, heads, hidden // heads, is_interleaved=False)
+    arguments = _gpt2_arguments(get)
+    return Family(
+        prefix="transformer.",
+        layers="h.",
+        layer=tuple(rules),
+        outer=outer,
+        head_sizes=sizes,
+        arguments=arguments,
+        fc1_rows=arguments["ffn_hidden_size"],
+        ties_head=True,
+    )
+
+
+def _gpt2_arguments(get: Any) -> dict[str, Any]:
+    for name, expected in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("add_cross_attention", False),
+    ):
+        refuse(name, get(name, expected), expected)
+    hidden = get("n_embd")
+    return {
+        "hidden_size": hidden,
+        "ffn_hidden_size": get("n_inner", None) or 4 * hidden,
+        "num_attention_heads": get("n_head"),
+        "layernorm_epsilon": get("layer_norm_epsilon", 1e-5),
+        "hidden_dropout": get("resid_pdrop", 0.1),
+        "attention_dropout": get("attn_pdrop", 0.1),
+        "self_attn_mask_type": "causal",
+        "normalization": "LayerNorm",
+        "activation": activation(get, "activation_function", "gelu_new").plain,
+        "bias": True,
+    }
+
+
+def llama(get: Any) -> Family:
+    """Return the names and sizes of the Llama whose config ``get`` reads."""
+    sizes, ffn = _llama_sizes(get), get("intermediate_size")
+    kinds = ("weight", "bias") if get("attention_bias", False) else ("weight",)
+    rules = [
+        Rule((f"{QKV}.layer_norm_weight",), ("input_layernorm.weight",)),
+        Rule((f"{MLP}.layer_norm_weight",), ("post_attention_layernorm.weight",)),
+    ]
+    for kind in kinds:
+        rules += [
+            *(
+                Rule((f"{QKV}.{ours}_{kind}",), (f"self_attn.{theirs}_proj.{kind}",))
+                for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"))
+            ),
+            Rule((f"self_attention.proj.{kind}",), (f"self_attn.o_proj.{kind}",)),
+            Rule(
+                (f"{MLP}.fc1_{kind}",),
+                (f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"),
+                (ffn, ffn),
+            ),
+            Rule((f"{MLP}.fc2_{kind}",), (f"mlp.down_proj.{kind}",)),
+        ]
+    outer = (
+        Rule(("embedding.weight",), ("embed_tokens.weight",)),
+        Rule(("norm.weight",), ("norm.weight",)),
+        Rule(("head.weight",), ("lm_head.weight",)),
+    )
+    return Family(
+        prefix="model.",
+        layers="layers.",
+        layer=tuple(rules),
+        outer=outer,
+        head_sizes=sizes,
+        arguments=_llama_arguments(get),
+        fc1_rows=2 * ffn,  # its activation is gated
+        ties_head=False,
+    )
+
+
+def rotary_arguments_of(get: Any) -> dict[str, Any]:
+    """Return the arguments of its RotaryPositionEmbedding for the Llama that ``get`` reads."""
+    # Up to transformers 4 `rope_theta` and `rope_scaling`, from 5 on `rope_parameters`.
+    rope = get("rope_parameters", None) or get("rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear"):
+        raise UnsupportedError(
+            f"rotary_arguments: rope_type={kind!r} is not offered; RotaryPositionEmbedding has "
+            f"'default' and 'linear'. Pass other angles as rotary_pos_emb, float32 "
+            f"[positions, 1, 1, head size]."
+        )
+    arguments = {
+        "dim": _llama_sizes(get).head_dim,
+        "rotary_base": rope.get("rope_theta", get("rope_theta", 10000.0)),
+    }
+    if kind == "linear":
+        arguments["seq_len_interpolation_factor"] = rope["factor"]
+        # Beyond this times the factor the module would stretch positions further.
+        arguments["pretrained_max_position_embeddings"] = get("max_position_embeddings", 2048)
+    return arguments
+
+
+def _llama_arguments(get: Any) -> dict[str, Any]:
+    sizes, bias = _llama_sizes(get), get("attention_bias", False)
+    refuse("mlp_bias", get("mlp_bias", False), bias)
+    return {
+        "hidden_size": get("hidden_size"),
+        "ffn_hidden_size": get("intermediate_size"),
+        "num_attention_heads": sizes.num_heads,
+        "num_gqa_groups": sizes.num_groups,
+        "kv_channels": sizes.head_dim,
+        "layernorm_epsilon": get("rms_norm_eps", 1e-6),
+        "hidden_dropout": 0.0,
+        "attention_dropout": get("attention_dropout", 0.0),
+        "self_attn_mask_type": "causal",
+        "normalization": "RMSNorm",
+        "activation": activation(get, "hidden_act", "silu").gated,
+        "bias": bias,
+    }
+
+
+def _llama_sizes(get: Any) -> HeadSizes:
+    heads = get("num_attention_heads")
+    groups = get("num_key_value_heads", None) or heads
+    head_dim = get("head_dim", None) or get("hidden_size") // heads
+    return HeadSizes(heads, groups, head_dim, is_interleaved=False)
