@@ -27,7 +27,7 @@ from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.doctor import collectives, consult, findings
 from fp8core.doctor.report import examine, render, with_collectives
 from fp8core.errors import Fp8CoreError, OperandError, RecipeError, UnsupportedError
-from fp8core.inspection.arguments import device_argument
+from fp8core.inspection.explain import device_argument
 from fp8core.integrations.transformer_engine import finder, startup
 
 USAGE_ERROR = 2

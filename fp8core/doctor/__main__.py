@@ -8,7 +8,7 @@ import torch
 
 from fp8core.dispatch import plugins, process
 from fp8core.doctor import collectives, consult, findings
-from fp8core.inspection.arguments import device_argument
+from fp8core.inspection.explain import device_argument
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ from fp8core.backend_api import OPS, OPTIONAL_OPS, BackendSpec
 from fp8core.dispatch import plugins, select
 from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.dispatch.registry import Registry
-from fp8core.inspection.arguments import NO_RECIPE
 from fp8core.inspection.descriptors import Need, recipe_needs
+from fp8core.inspection.explain import NO_RECIPE
 from fp8core.recipe import PerLayer, Recipe
 
 DTYPE = torch.bfloat16

@@ -1,11 +1,16 @@
-"""``explain``: which backend runs an operation, and why each other backend does not."""
+"""``explain``: which backend runs an operation, and why each other backend does not.
+
+The types of its command's arguments are those of other commands too: a wrong name is an error with
+the nearest name. argparse prints the message of their ArgumentTypeError and exits with status 2.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -15,13 +20,19 @@ from fp8core.dispatch import plugins, policy, select, table
 from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.settings import check_op
-from fp8core.errors import OperandError, PluginError, UnsupportedError
-from fp8core.inspection.arguments import device_argument, op_argument, recipe_argument
+from fp8core.errors import OperandError, PluginError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.inspection.descriptors import Need, layer_needs, recipe_needs
 from fp8core.inspection.on_meta import SavedBytes, Sent, saved_bytes, sent_by
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.recipe import Recipe, get_default_recipe
+from fp8core.recipe import PerLayer, Recipe, by_name, get_default_recipe
 from fp8core.recipe.choice import recipe_from
+
+NO_RECIPE = "none"
+"""The name that commands use for high precision, in the argument for a recipe."""
+
+_TORCH_DEVICES = ("cpu", "cuda", "meta", "mps", "xpu")  # torch has no public list of them
+
+_Value = TypeVar("_Value")
 
 _DTYPE = torch.bfloat16
 _STORED = (
@@ -212,3 +223,41 @@ def run(args: argparse.Namespace) -> int:
     explanation = explain(args.op, recipe, device=args.device)
     print(str(explanation) or f"{args.op}: {recipe} has no use for it")
     return 1 if explanation.refused else 0
+
+
+def device_argument(text: str) -> torch.device:
+    """Return the device called ``text``, present or not.
+
+    >>> device_argument("cuda:1")
+    device(type='cuda', index=1)
+    """
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        backends = plugins.load().backends.values()
+        kinds = sorted(
+            {*_TORCH_DEVICES, *(kind for spec in backends for kind in spec.device_types)}
+        )
+        near = did_you_mean(text.partition(":")[0], kinds)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no torch device; devices are {', '.join(kinds)}, with an index where "
+            f"there are several, as in cuda:0.{near}"
+        ) from None
+
+
+def recipe_argument(text: str) -> Recipe:
+    """Return the recipe called ``text``; ``none`` is high precision."""
+    return PerLayer({}) if text == NO_RECIPE else _usage(lambda: by_name(text))
+
+
+def op_argument(text: str) -> str:
+    """Return ``text`` if it is the name of an operation."""
+    _usage(lambda: check_op(text, "the command"))
+    return text
+
+
+def _usage(find: Callable[[], _Value]) -> _Value:
+    try:
+        return find()
+    except RecipeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
