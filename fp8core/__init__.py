@@ -39,7 +39,8 @@ from fp8core.functional.quantizers import (
     Quantizer,
 )
 from fp8core.inspection import monitoring as monitoring
-from fp8core.inspection.available import (
+from fp8core.inspection.explain import (
+    explain,
     get_cudnn_version,
     get_device_compute_capability,
     is_bf16_available,
@@ -48,7 +49,6 @@ from fp8core.inspection.available import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from fp8core.inspection.explain import explain
 from fp8core.inspection.monitoring import monitor
 from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.found_inf import clear_found_inf, found_inf, watch_grad_scaler

@@ -11,7 +11,7 @@ import torch
 import fp8core
 from fp8core import OperandError, RecipeError, UnsupportedError, autocast, ops, recipe
 from fp8core.backend_api import GemmDesc
-from fp8core.inspection import available
+from fp8core.inspection import explain
 from fp8core.inspection.explain import Explanation, Line
 
 QUERIES: dict[str, Callable[..., Any]] = {
@@ -39,7 +39,7 @@ def test_a_backend_that_lacks_a_format_says_why(monkeypatch: pytest.MonkeyPatch,
         desc = GemmDesc(None, None, torch.bfloat16)
         return Explanation((Line("", "fprop", desc, None, None, "no such products here"),))
 
-    monkeypatch.setattr(available, "explain", refuses)
+    monkeypatch.setattr(explain, "explain", refuses)
     assert QUERIES[name]() is False
     assert QUERIES[name](True) == (False, "no such products here")
     kinds = {"fp8": "current", "block": "block", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}

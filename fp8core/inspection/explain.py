@@ -1,5 +1,7 @@
 """``explain``: which backend runs an operation, and why each other backend does not.
 
+``is_fp8_available`` and its like say it of a recipe's products, by Transformer Engine's names.
+
 The types of its command's arguments are those of other commands too: a wrong name is an error with
 the nearest name. argparse prints the message of their ArgumentTypeError and exits with status 2.
 """
@@ -10,7 +12,7 @@ import argparse
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar, overload
 
 import torch
 
@@ -24,7 +26,16 @@ from fp8core.errors import OperandError, PluginError, RecipeError, UnsupportedEr
 from fp8core.inspection.descriptors import Need, layer_needs, recipe_needs
 from fp8core.inspection.on_meta import SavedBytes, Sent, saved_bytes, sent_by
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.recipe import PerLayer, Recipe, by_name, get_default_recipe
+from fp8core.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    PerLayer,
+    Recipe,
+    by_name,
+    get_default_recipe,
+)
 from fp8core.recipe.choice import recipe_from
 
 NO_RECIPE = "none"
@@ -261,3 +272,65 @@ def _usage(find: Callable[[], _Value]) -> _Value:
         return find()
     except RecipeError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+@overload
+def is_fp8_available(return_reason: Literal[False] = False) -> bool: ...
+@overload
+def is_fp8_available(return_reason: Literal[True]) -> tuple[bool, str]: ...
+@overload
+def is_fp8_available(return_reason: bool) -> bool | tuple[bool, str]: ...
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Say whether the selected backend multiplies FP8 with one scale a tensor on its device.
+
+    With ``return_reason`` the answer and why not, an empty text if it does. The ``reference``
+    backend does on any device. :func:`fp8core.explain` says more.
+    """
+    return _answer(Float8CurrentScaling(), return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Say so of FP8 with scales of 128 elements; as :func:`is_fp8_available`."""
+    return _answer(Float8BlockScaling(), return_reason)
+
+
+def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Say so of MXFP8; as :func:`is_fp8_available`."""
+    return _answer(MXFP8BlockScaling(), return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Say so of NVFP4; as :func:`is_fp8_available`."""
+    return _answer(NVFP4BlockScaling(), return_reason)
+
+
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Return True: every backend computes in bfloat16 where a recipe leaves a product alone."""
+    return (True, "") if return_reason else True
+
+
+def get_device_compute_capability() -> tuple[int, int]:
+    """Return the compute capability of the current CUDA device; ``(0, 0)`` without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def get_cudnn_version() -> tuple[int, int, int]:
+    """Return the version of cuDNN that torch uses; ``(0, 0, 0)`` without one."""
+    encoded: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's
+    return _decoded(encoded or 0)
+
+
+def _decoded(encoded: int) -> tuple[int, int, int]:
+    """Return major, minor and patch; cuDNN 9 has five digits, 8 had four.
+
+    >>> _decoded(91002), _decoded(8907)
+    ((9, 10, 2), (8, 9, 7))
+    """
+    major, rest = divmod(encoded, 10000 if encoded >= 90000 else 1000)
+    return major, *divmod(rest, 100)
+
+
+def _answer(recipe: Recipe, return_reason: bool) -> bool | tuple[bool, str]:
+    refusals = [line.refusal for line in explain("gemm", recipe).lines if line.choice is None]
+    reason = next((refusal for refusal in refusals if refusal), "")
+    return (not refusals, reason) if return_reason else not refusals

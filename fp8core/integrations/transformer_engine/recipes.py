@@ -17,7 +17,7 @@ import torch
 from fp8core import recipe
 from fp8core.context.autocast import active
 from fp8core.errors import RecipeError
-from fp8core.inspection import available
+from fp8core.inspection import explain
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.base import explains_writes
 from fp8core.recipe.plan import GemmPlan, LayerRole, LinearPlan, Plan
@@ -66,32 +66,32 @@ class FP8GlobalStateManager(metaclass=_Refusing):
     def reset(cls) -> None:
         """Do nothing: there is no state besides that of layers and open autocasts."""
 
-    is_fp8_available = staticmethod(lambda: available.is_fp8_available(True))
-    is_mxfp8_available = staticmethod(lambda: available.is_mxfp8_available(True))
+    is_fp8_available = staticmethod(lambda: explain.is_fp8_available(True))
+    is_mxfp8_available = staticmethod(lambda: explain.is_mxfp8_available(True))
     is_fp8_block_scaling_available = staticmethod(
-        lambda: available.is_fp8_block_scaling_available(True)
+        lambda: explain.is_fp8_block_scaling_available(True)
     )
-    is_nvfp4_available = staticmethod(lambda: available.is_nvfp4_available(True))
+    is_nvfp4_available = staticmethod(lambda: explain.is_nvfp4_available(True))
 
 
 def check_fp8_support() -> tuple[bool, str]:
     """Return whether the selected backend runs FP8 with one scale a tensor, and why not."""
-    return _pair(available.is_fp8_available(True))
+    return _pair(explain.is_fp8_available(True))
 
 
 def check_mxfp8_support() -> tuple[bool, str]:
     """Return whether the selected backend runs MXFP8, and why not."""
-    return _pair(available.is_mxfp8_available(True))
+    return _pair(explain.is_mxfp8_available(True))
 
 
 def check_fp8_block_scaling_support() -> tuple[bool, str]:
     """Return whether the selected backend runs FP8 with a scale for 128 elements, and why not."""
-    return _pair(available.is_fp8_block_scaling_available(True))
+    return _pair(explain.is_fp8_block_scaling_available(True))
 
 
 def check_nvfp4_support() -> tuple[bool, str]:
     """Return whether the selected backend runs NVFP4, and why not."""
-    return _pair(available.is_nvfp4_available(True))
+    return _pair(explain.is_nvfp4_available(True))
 
 
 def _pair(answer: bool | tuple[bool, str]) -> tuple[bool, str]:
