@@ -116,7 +116,9 @@ class _Refusing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
-        raise ctx.error
+        # Another exception each time: one that the node refers to would refer to the node by its
+        # traceback, and Python's collector does not see a circle through torch's graph.
+        raise type(ctx.error)(*ctx.error.args)
 
 
 def without_gradient(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -93,7 +92,11 @@ def test_reference_documents_every_name_of_a_plug_in(site: Path, module: str) ->
     text = (site / "api" / "frameworks.html").read_text(encoding="utf-8")
     path = ROOT / "fp8core" / "integrations" / module
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    (names,) = re.findall(r"^__all__ = (\[[^]]*\])", source.read_text(encoding="utf-8"), re.M)
-    for name in ast.literal_eval(names):
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    lists = [node.value for node in tree.body if ast.unparse(node).startswith("__all__")]
+    public = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    names = ast.literal_eval(lists[0]) if lists else [name for name in public if name[0] != "_"]
+    assert names
+    for name in names:
         homes = {f"fp8core.{module}.{name}", f"fp8core.integrations.{module}.{name}"}
         assert any(f'id="{home}"' in text for home in homes), name
