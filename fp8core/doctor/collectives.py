@@ -41,7 +41,7 @@ class Collective:
 
 
 class _Case(NamedTuple):
-    """One collective: ``run(communicator, x)`` and, from the tensors of all ranks, what is due."""
+    """A collective: ``run(communicator, x)`` and, from the tensors of all ranks, what is due."""
 
     name: str
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What the ranks of a parallel layer have to have in common, compared before its first collective.
+"""Properties that ranks of a parallel layer have in common, compared before its first collective.
 
 Codes that one rank casts are read by all: where recipes, layers or delayed scales differ, results
 would be wrong without a word, or ranks would wait for each other.
@@ -34,7 +34,7 @@ _MOST_TIMES = 3
 
 
 class Agreement:
-    """What one layer has compared with the other ranks, by the keys that its links are bound by.
+    """Comparisons that a layer has made with the other ranks, by the keys of its bound links.
 
     Ranks compare again where a layer changes to other links, which it may have run before: the
     first three times of each change, so that a loop that alternates does not pay in each step.

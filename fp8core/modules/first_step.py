@@ -1,4 +1,4 @@
-"""One logged line at a model's first step: which layers ran in low precision, and on what."""
+"""The logged line at a model's first step: which layers ran in low precision, and on what."""
 
 from __future__ import annotations
 

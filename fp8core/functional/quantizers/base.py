@@ -74,7 +74,7 @@ class Quantizer:
 
     @property
     def reduce_amax(self) -> ReduceAmax | None:
-        """What reduces the amaxes of the parts of one tensor before they become scales."""
+        """The reduction of the amaxes of the parts of one tensor before they become scales."""
         return None
 
     @property

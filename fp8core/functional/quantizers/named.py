@@ -97,7 +97,7 @@ def _maximum_over(group: torch.distributed.ProcessGroup | None) -> ReduceAmax:
 
 
 class Float8Quantizer(Quantizer):
-    """One scale a tensor, which is given: that of delayed scaling, or a constant one.
+    """A given scale for the tensor: that of delayed scaling, or a constant.
 
     Args:
         scale: float32, one entry; elements are multiplied by it. Read in each cast.
@@ -133,7 +133,7 @@ class Float8Quantizer(Quantizer):
 
     @property
     def plan(self) -> TensorPlan:
-        """One float32 scale for the tensor."""
+        """A float32 scale for the tensor."""
         spec = _spec(self._format, (0, 0))
         return TensorPlan(spec, spec)
 
@@ -211,7 +211,7 @@ class ReducingQuantizer(Quantizer):
 
 
 class Float8CurrentScalingQuantizer(ReducingQuantizer):
-    """One scale a tensor, from the amax of the tensor itself.
+    """A scale for the tensor, from the amax of the tensor itself.
 
     Args:
         fp8_dtype: the element format, as ``DType.kFloat8E4M3``.
@@ -258,7 +258,7 @@ class Float8CurrentScalingQuantizer(ReducingQuantizer):
 
     @property
     def plan(self) -> TensorPlan:
-        """One float32 scale for the tensor."""
+        """A float32 scale for the tensor."""
         spec = _spec(
             self._format,
             (0, 0),

@@ -1,4 +1,4 @@
-"""What optimizers share whose step is one operation for all parameters of a group."""
+"""The base of optimizers whose step is one operation for all parameters of a group."""
 
 from __future__ import annotations
 
