@@ -30,7 +30,7 @@ from fp8core.collectives.collective import (
     scattered_by,
     travels_as_bytes,
 )
-from fp8core.collectives.comparison import Claim, difference
+from fp8core.collectives.comparison import Claim
 from fp8core.errors import CollectiveError, Fp8CoreError, OperandError, UnsupportedError
 from fp8core.torch_ops.recorded import called_in_repeats
 from fp8core.torch_ops.shapes import is_captured
@@ -248,7 +248,7 @@ class Communicator(ABC):
             return
         claims = self._compare(Claim(subject, text))
         if claims is not None:
-            raise difference(claims, self.rank, self.group_name)
+            raise self._differing(claims)
         self._claimed[subject] = text
 
     def agree_once(self, text: str, subject: str) -> None:
@@ -264,6 +264,19 @@ class Communicator(ABC):
             f"{collective} of {x.dtype} {list(x.shape)}{suffix} by rank {self.rank} of the "
             f"{self.size} ranks of group {self.group_name!r}"
         )
+
+    def _differing(self, claims: Sequence[Claim]) -> Fp8CoreError:
+        """Return the error for claims that differ."""
+        if not any(claim.waits_in for claim in claims):
+            return OperandError(_difference(claims[self.rank].subject, self.group_name, claims))
+        subjects = dict.fromkeys(claim.subject for claim in claims if not claim.waits_in)
+        said = _difference(" and ".join(subjects), self.group_name, claims)
+        ended = (
+            " The group cannot go on after that, as some ranks have begun a collective that the "
+            "others do not call."
+        )
+        texts = {claim.text for claim in claims}
+        return (OperandError if len(texts) > 1 else CollectiveError)(said + ended)
 
     def _claim_of_waiting(self, stage: str, subject: str) -> Claim:
         """Return what a rank claims that waits in a collective while others compare ``subject``."""
@@ -382,3 +395,23 @@ def _size_after(
 def _bytes_of(x: torch.Tensor) -> int:
     # x.nbytes has no symbols for sizes that torch traces.
     return x.numel() * x.element_size()
+
+
+def _difference(subject: str, group_name: str, claims: Sequence[Claim]) -> str:
+    """Return the message for claims that differ: each of them once, with its ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, claim in enumerate(claims):
+        waits = f", and waits in {claim.waits_in}" if claim.waits_in else ""
+        text = claim.text
+        if claim.subject != claims[0].subject:
+            text = f"{claim.subject}: {text}"
+        ranks.setdefault(f"{text}{waits}", []).append(rank)
+    parts = (
+        f"rank{'s' if len(of) > 1 else ''} {', '.join(map(str, of))}: {text}"
+        for text, of in ranks.items()
+    )
+    return (
+        f"the ranks of group {group_name!r} differ in {subject}. " + "; ".join(parts) + ". Every "
+        "rank of the group has to run the same layers by the same recipe, in the same order, on "
+        "inputs of the same sizes, with gradients of the same tensors."
+    )

@@ -12,8 +12,7 @@ compare and waits in a collective, and that rank can see why the collective does
     both raise what they have claimed
 
 A comparison has two phases: of digests, and, where those differ, of the texts. The rank whose claim
-is the last one reads all of them and posts the verdict, so that the others read one key. Claims
-that differ are an error on every rank, which :func:`difference` words.
+is the last one reads all of them and posts the verdict, so that the others read one key.
 """
 
 from __future__ import annotations
@@ -21,15 +20,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from fp8core.errors import CollectiveError, Fp8CoreError, OperandError
+from fp8core.errors import CollectiveError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
 _SAME = "same"
-_MOST_TIMES = 3
 
 
 class Store(Protocol):
@@ -157,89 +154,3 @@ class Comparisons:
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE_S)
-
-
-def joined(properties: Mapping[str, str]) -> str:
-    """Return the text that ranks compare of ``properties``, without those that are empty.
-
-    >>> joined({"": "first", "dtype": "torch.float32", "mode": ""})
-    'first. dtype: torch.float32'
-    """
-    texts = ((f"{name}: " if name else "") + text for name, text in properties.items() if text)
-    return ". ".join(texts)
-
-
-class Comparing(Protocol):
-    """The part of :class:`fp8core.collectives.Communicator` that an :class:`Agreement` uses."""
-
-    def agree(self, text: str, subject: str) -> None: ...  # noqa: D102
-
-
-class Agreement:
-    """Comparisons that a layer has made with the other ranks, by the keys of its bound links.
-
-    Ranks compare again where a layer changes to other links, which it may have run before: the
-    first three times of each change, so that a loop that alternates does not pay in each step.
-    """
-
-    __slots__ = ("_changes", "_texts")
-
-    def __init__(self) -> None:
-        self._texts: dict[object, tuple[str, Sequence[Comparing]]] = {}
-        self._changes: Counter[tuple[str, str]] = Counter()
-
-    def is_known(self, key: object) -> bool:
-        """Say whether the layer has compared the links bound by ``key``."""
-        return key in self._texts
-
-    def add(self, key: object, text: str, communicators: Sequence[Comparing]) -> None:
-        """Note that the ranks of ``communicators`` have agreed on ``text`` for the links of
-        ``key``."""
-        self._texts[key] = text, communicators
-
-    def change(self, subject: str, before: object, after: object) -> None:
-        """Compare a change from the links bound by one key to those of another.
-
-        Raises:
-            OperandError: another rank has other links; raised on every rank.
-        """
-        (old, _), (new, communicators) = self._texts[before], self._texts[after]
-        self._changes[old, new] += 1
-        if old == new or self._changes[old, new] > _MOST_TIMES:
-            return
-        for communicator in communicators:
-            communicator.agree(new, subject)
-
-
-def difference(claims: Sequence[Claim], rank: int, group_name: str) -> Fp8CoreError:
-    """Return the error of ``rank`` for ``claims`` that differ, one a rank of the group."""
-    if not any(claim.waits_in for claim in claims):
-        return OperandError(_difference_text(claims[rank].subject, group_name, claims))
-    subjects = dict.fromkeys(claim.subject for claim in claims if not claim.waits_in)
-    text = _difference_text(" and ".join(subjects), group_name, claims)
-    ended = (
-        " The group cannot go on after that, as some ranks have begun a collective that the "
-        "others do not call."
-    )
-    texts = {claim.text for claim in claims}
-    return (OperandError if len(texts) > 1 else CollectiveError)(text + ended)
-
-
-def _difference_text(subject: str, group_name: str, claims: Sequence[Claim]) -> str:
-    """Return the message for claims that differ: each of them once, with its ranks."""
-    ranks: dict[str, list[int]] = {}
-    for rank, claim in enumerate(claims):
-        waits = f", and waits in {claim.waits_in}" if claim.waits_in else ""
-        text = claim.text
-        if claim.subject != claims[0].subject:
-            text = f"{claim.subject}: {text}"
-        ranks.setdefault(f"{text}{waits}", []).append(rank)
-    parts = (
-        f"rank{'s' if len(of) > 1 else ''} {', '.join(map(str, of))}: {text}"
-        for text, of in ranks.items()
-    )
-    return (
-        f"the ranks of group {group_name!r} differ in {subject}. " + "; ".join(parts) + ". Every "
-        "rank of the group has to run the same layers by the same recipe, in the same order, on "
-        "inputs of the same sizes, with gradients of the same tensors."
-    )

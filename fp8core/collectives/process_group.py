@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fp8core.collectives.base import Communicator, GroupReference, existing
 from fp8core.collectives.collective import Finish, done
-from fp8core.collectives.comparison import Claim, Comparisons, difference
+from fp8core.collectives.comparison import Claim, Comparisons
 from fp8core.errors import OperandError
 from fp8core.torch_ops.private import (
     functional_collective,
@@ -206,7 +206,7 @@ class _GroupCommunicator(Communicator):
 
         claims = self._comparisons.parted(number, claim)
         if claims is not None:
-            raise difference(claims, self.rank, self.group_name)
+            raise self._differing(claims)
 
     def _compare(self, claim: Claim) -> list[Claim] | None:
         if self._comparisons is None:

@@ -19,5 +19,5 @@ the seven laws, for every operation and every descriptor that it declares:
 It reads from the bottom up: ``compare``, ``inputs``, ``subject`` (the backend, its device and its
 judge), ``catalogue`` (every descriptor that a recipe asks for), ``calls`` (arguments for any
 descriptor), ``checks`` (each law for each descriptor), ``laws/`` (the tests of the laws),
-``expected`` (the file of expected failures), ``report``, ``collection`` (for pytest), ``command``.
+``collection`` (for pytest, with the report and the file of expected failures).
 """

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fp8core.chain.shape import LinkShape
 from fp8core.collectives import Communicator, named
-from fp8core.collectives.comparison import joined
 from fp8core.errors import Fp8CoreError
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
@@ -28,6 +28,44 @@ def communicators_of(shapes: Sequence[LinkShape]) -> list[Communicator]:
     """Return the communicators of the groups whose ranks compute ``shapes`` together, each once."""
     names = dict.fromkeys(name for shape in shapes for name in shape.process_groups)
     return [named(name) for name in names]
+
+
+_MOST_TIMES = 3
+
+
+class Agreement:
+    """Comparisons that a layer has made with the other ranks, by the keys of its bound links.
+
+    Ranks compare again where a layer changes to other links, which it may have run before: the
+    first three times of each change, so that a loop that alternates does not pay in each step.
+    """
+
+    __slots__ = ("_changes", "_texts")
+
+    def __init__(self) -> None:
+        self._texts: dict[object, tuple[str, list[Communicator]]] = {}
+        self._changes: Counter[tuple[str, str]] = Counter()
+
+    def is_known(self, key: object) -> bool:
+        """Say whether the layer has compared the links bound by ``key``."""
+        return key in self._texts
+
+    def add(self, key: object, text: str, shapes: Sequence[LinkShape]) -> None:
+        """Note that the ranks have agreed on ``text`` for the links of ``shapes``."""
+        self._texts[key] = text, communicators_of(shapes)
+
+    def change(self, label: str, before: object, after: object) -> None:
+        """Compare a change from the links bound by one key to those of another.
+
+        Raises:
+            OperandError: another rank has other links; raised on every rank.
+        """
+        (old, _), (new, communicators) = self._texts[before], self._texts[after]
+        self._changes[old, new] += 1
+        if old == new or self._changes[old, new] > _MOST_TIMES:
+            return
+        for communicator in communicators:
+            communicator.agree(new, f"the layer {label}")
 
 
 def agree(
@@ -62,15 +100,20 @@ def agree(
         "calibrates": "yes" if binding.is_observing else "",
         "mode": mode,
     }
-    lasting = joined(parts)
+    lasting = _joined(parts)
     # Experts on other ranks have scales of their own.
     shared = "" if any(x.splits_experts for x in shapes) else _scales_text(scales)
-    text = joined({"": lasting, "delayed scales": shared}) if shared else lasting
+    text = _joined({"": lasting, "delayed scales": shared}) if shared else lasting
     for communicator in communicators_of(shapes):
         if not once:
             communicator.agreed.discard(text)
         communicator.agree_once(text, f"the layer {label}")
     return lasting
+
+
+def _joined(parts: Mapping[str, str]) -> str:
+    named_parts = ((f"{name}: " if name else "") + value for name, value in parts.items() if value)
+    return ". ".join(named_parts)
 
 
 def _description(shape: LinkShape) -> str:

@@ -31,9 +31,11 @@ from fp8core.modules.attention_arguments import (
     checked_softcap,
     mask_of,
     mask_type_of,
+    mask_type_with_cache,
     refuse_not_offered,
+    repeated_step,
+    with_cache,
 )
-from fp8core.modules.attention_cache import mask_type_with_cache, repeated_step, with_cache
 from fp8core.modules.attention_inputs import (
     Heads,
     Lengths,

@@ -18,7 +18,7 @@ from fp8core.context.scopes import touch
 from fp8core.dispatch import policy, settings
 from fp8core.dispatch.resolver import TrackingResolver
 from fp8core.errors import Fp8CoreError, UnsupportedError
-from fp8core.modules.agreement import agree, communicators_of
+from fp8core.modules.agreement import agree
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bindings import bind_lock
 from fp8core.modules.bound import (
@@ -146,9 +146,9 @@ def bind(
                 mode=_mode_text(mode),
                 scales=[layer._buffers.get(name) for name in ("scale_fwd", "scale_bwd")],
             )
-            agreement.add(key, text, communicators_of(chosen))
+            agreement.add(key, text, chosen)
         elif last is not None and agreement.is_known(key) and agreement.is_known(last[0]):
-            agreement.change(f"the layer {layer.label}", last[0], key)
+            agreement.change(layer.label, last[0], key)
         with bind_lock:
             entry: Bound | None = layer._bindings.table.get(key)
             binding = Binding(device, dtype, is_observing)

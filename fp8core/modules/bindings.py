@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.chain.shape import Watch
-from fp8core.collectives.comparison import Agreement
 from fp8core.context.autocast import Active
 from fp8core.dispatch.policy import Policy
+from fp8core.modules.agreement import Agreement
 from fp8core.recipe import Recipe
 from fp8core.tensors.delayed_state import DelayedState, Order, new_order
 from fp8core.tensors.slots import LayerStates

@@ -11,7 +11,7 @@ import torch
 from fp8core.backend_api import QuantizeDesc
 from fp8core.conformance.catalogue import catalogue
 from fp8core.conformance.compare import Broken
-from fp8core.conformance.laws import stochastic
+from fp8core.conformance.laws import quantize as stochastic
 from fp8core.conformance.subject import Subject
 from fp8core_backends.reference import rounding
 from fp8core_backends.reference.backend import ReferenceBackend

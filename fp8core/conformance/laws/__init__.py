@@ -7,18 +7,13 @@ from fp8core.conformance.laws import (  # noqa: F401  each defines its laws when
     alone,
     amax,
     attention,
-    attention_parts,
-    cross_entropy,
     declaration,
     every_op,
     fused,
     gemm,
-    grouped,
     memory,
     nonfinite,
     optimizers,
-    out,
-    overflow,
     parts,
     permutation,
     pointwise,
@@ -26,7 +21,6 @@ from fp8core.conformance.laws import (  # noqa: F401  each defines its laws when
     rotary,
     router,
     sizes,
-    stochastic,
 )
 
 __all__ = ["LAWS"]

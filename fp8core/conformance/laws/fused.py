@@ -11,9 +11,9 @@ import torch
 from fp8core.backend_api import AddNormDesc, FusedDesc, Operand, Quantized
 from fp8core.conformance.calls import ORDINARY, Case, OpCall, arguments
 from fp8core.conformance.checks import EVERY_OP, law
-from fp8core.conformance.chunks import ReadOnce, joined
 from fp8core.conformance.compare import require, same_bits, within
 from fp8core.conformance.judged import LARGE
+from fp8core.conformance.laws.quantize import ReadOnce, joined
 from fp8core.conformance.subject import Size, Subject, on_cpu
 from fp8core.torch_ops.private import pytree
 

@@ -1,18 +1,23 @@
-"""Law 5 for a whole backend: every tensor that layers pass to it has memory that it can read."""
+"""Memory of the caller: law 5 for every tensor that layers pass to a backend, and law 4 for
+products that are written into a tensor of any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
 from fp8core import recipe
-from fp8core.backend_api import Backend, OpDesc
+from fp8core.backend_api import Backend, GemmDesc, GroupedGemmDesc, OpDesc
 from fp8core.chain.unwrap import PLAIN
+from fp8core.conformance import inputs
 from fp8core.conformance.checks import law
 from fp8core.conformance.compare import require
+from fp8core.conformance.laws.gemm import aligned, each_within, product_within
+from fp8core.conformance.operands import Groups, gemm_operands, grouped_operands
 from fp8core.conformance.subject import Subject
 from fp8core.context.autocast import autocast
 from fp8core.dispatch import plugins, policy, table
@@ -22,6 +27,127 @@ from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.private import lazily_negated, lazy_zeros, pytree
+
+FILL = 77.0
+
+
+class Out(NamedTuple):
+    """A tensor to write into: part of ``buffer``, whose other entries are FILL."""
+
+    view: torch.Tensor
+    buffer: torch.Tensor
+
+    def require_rest_untouched(self, name: str) -> None:
+        """Require FILL in every entry of the buffer that is not part of the view."""
+        rest = self.buffer.clone()
+        shown = rest.as_strided(self.view.size(), self.view.stride(), self.view.storage_offset())
+        shown.fill_(FILL)
+        require(bool((rest == FILL).all()), f"{name}: wrote beside out")
+
+
+def _columns(x: torch.Tensor) -> torch.Tensor:
+    return x[:, 3:-5]
+
+
+LAYOUTS: dict[str, tuple[Callable[[int, int], tuple[int, int]], Callable[..., torch.Tensor]]] = {
+    "columns of a wider tensor": (lambda m, n: (m, n + 8), _columns),
+    "transposed": (lambda m, n: (n, m), lambda x: x.t()),
+    "every other row": (lambda m, n: (2 * m, n), lambda x: x[::2]),
+    "every other column": (lambda m, n: (m, 2 * n), lambda x: x[:, ::2]),
+}
+"""The buffer's shape for a result ``[m, n]``, and the part of it that is the result."""
+
+
+def _outs(subject: Subject, desc: GemmDesc, shape: tuple[int, int]) -> Iterator[tuple[str, Out]]:
+    for name, (size, view) in LAYOUTS.items():
+        buffer = torch.full(size(*shape), FILL, dtype=desc.out_dtype, device=subject.device)
+        result = view(buffer)
+        if desc.accumulate:
+            result.copy_(inputs.moderate(*shape, desc.out_dtype, 3) * 10)
+        else:
+            result.fill_(math.nan)
+        yield f"out is {name}", Out(result, buffer)
+
+
+@law(4, "gemm")
+def gemm_writes_into_out_of_any_strides(subject: Subject, desc: GemmDesc) -> float:
+    """An out that is part of a tensor, or transposed, gets the result; entries beside it stay."""
+    worst = 0.0
+    for m, n, k in (aligned(subject, desc, 5, 7, 160), aligned(subject, desc, 32, 32, 64)):
+        a, b = gemm_operands(subject, desc, m, n, k)
+        for name, out in _outs(subject, desc, (m, n)):
+            before = out.view.clone() if desc.accumulate else None
+            result = subject.run(desc, a, b, out=out.view)
+            require(result is out.view, f"{name}: returned another tensor than out")
+            worst = max(worst, product_within(subject, desc, name, out.view, (a, b), before))
+            out.require_rest_untouched(name)
+    return worst
+
+
+@law(4, "gemm")
+def gemm_adds_the_bias_into_out(subject: Subject, desc: GemmDesc) -> float:
+    """The bias is added also with out, and also with accumulate."""
+    worst = 0.0
+    m, n, k = aligned(subject, desc, 5, 7, 160)
+    a, b = gemm_operands(subject, desc, m, n, k)
+    for dtype in dict.fromkeys((desc.out_dtype, torch.float32)):
+        bias = subject.here(inputs.moderate(1, n, dtype, 2)[0].abs() * 10 + 1)
+        term = bias.double() if bias.device.type == "cpu" else bias.cpu().double()
+        out = torch.full((m, n), math.nan, dtype=desc.out_dtype, device=subject.device)
+        if desc.accumulate:
+            out = subject.here(inputs.moderate(m, n, desc.out_dtype, 3).abs() * 10)
+            term = term + out.cpu().double()
+        subject.run(desc, a, b, bias=bias, out=out)
+        name = f"out with bias {dtype}"
+        worst = max(worst, product_within(subject, desc, name, out, (a, b), term))
+    return worst
+
+
+def _grouped_outs(
+    subject: Subject, desc: GroupedGemmDesc, groups: Groups
+) -> Iterator[tuple[str, list[Out]]]:
+    count = len(groups.sizes) if desc.contract_groups else 1
+    several = [list(_outs(subject, desc, (groups.m, groups.n))) for _ in range(count)]
+    for named in zip(*several, strict=True):
+        yield named[0][0], [out for _, out in named]
+
+
+@law(4, "grouped_gemm")
+def grouped_gemm_writes_into_out_of_any_strides(subject: Subject, desc: GroupedGemmDesc) -> float:
+    """An out that is part of a tensor, or transposed, gets the results; entries beside it stay."""
+    worst = 0.0
+    groups = grouped_operands(subject, desc, (0, 35, 1), (6, 10, 64))
+    for name, outs in _grouped_outs(subject, desc, groups):
+        views = [out.view for out in outs]
+        before = [view.clone() for view in views]
+        target = views if desc.contract_groups else views[0]
+        subject.run(desc, *groups.arguments, out=target)
+        terms = None
+        if desc.accumulate:
+            terms = before if desc.contract_groups else list(torch.split(before[0], groups.sizes))
+        worst = max(worst, each_within(subject, desc, groups, target, terms))
+        for out in outs:
+            out.require_rest_untouched(name)
+    return worst
+
+
+@law(4, "grouped_gemm", applies=lambda desc: not desc.contract_groups)
+def grouped_gemm_adds_the_biases_into_out(subject: Subject, desc: GroupedGemmDesc) -> float:
+    """Each group's bias is added also with out, and also with accumulate."""
+    groups = grouped_operands(subject, desc)
+    biases = inputs.moderate(len(groups.sizes), groups.n, desc.out_dtype, 2).abs() * 10 + 1
+    terms = [
+        bias.double().expand(size, -1) for bias, size in zip(biases, groups.sizes, strict=True)
+    ]
+    shape = (groups.m, groups.n)
+    out = torch.full(shape, math.nan, dtype=desc.out_dtype, device=subject.device)
+    if desc.accumulate:
+        out = subject.here(inputs.moderate(*shape, desc.out_dtype, 3).abs() * 10)
+        parts = torch.split(out.cpu().double(), groups.sizes)
+        terms = [term + part for term, part in zip(terms, parts, strict=True)]
+    subject.run(desc, *groups.arguments, bias=list(subject.here(biases)), out=out)
+    return each_within(subject, desc, groups, out, terms)
+
 
 SIZE = 64
 

@@ -1,28 +1,224 @@
-"""Laws 1, 3 and 6: a cast counts the NaN and inf that it quantizes away."""
+"""Laws 1, 3 and 6: a cast counts the NaN and inf that it quantizes away. Law 4 beyond the range of
+a result's dtype: infinity, which a loss scaler looks for."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fp8core.backend_api import FusedDesc, Operand, QuantizeDesc
+from fp8core.backend_api import (
+    GATED,
+    ActivationBackwardDesc,
+    ActivationDesc,
+    DequantizeDesc,
+    FusedDesc,
+    GemmDesc,
+    GroupedGemmDesc,
+    NormBackwardDesc,
+    NormDesc,
+    Operand,
+    QuantizeDesc,
+    split_groups,
+)
 from fp8core.conformance import inputs
-from fp8core.conformance.calls import OpCall, arguments
+from fp8core.conformance.calls import ORDINARY, OpCall, arguments
 from fp8core.conformance.checks import law
-from fp8core.conformance.compare import require
+from fp8core.conformance.compare import Broken, require, within
 from fp8core.conformance.judged import group_sizes
 from fp8core.conformance.laws.fused import FUSED, cases, pair
+from fp8core.conformance.laws.gemm import aligned
 from fp8core.conformance.operands import (
     group_offsets,
+    grouped_operands,
     offsets_for,
+    operand,
     quantize_keywords,
     quantize_size,
+    step_of,
 )
 from fp8core.conformance.subject import Subject, on_cpu, storage_step
+
+F16, F64 = torch.float16, torch.float64
+BEYOND = 1.05
+"""A sum beyond this multiple of the largest value is infinity, in whatever order it is added."""
+
+
+def _overflows(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:
+    """Require infinity of the sign of ``expected`` (float64) where that is beyond the dtype's
+    range, and a finite value where it is well within."""
+    got, largest = on_cpu(result).double(), torch.finfo(result.dtype).max
+    beyond = expected.abs() > BEYOND * largest
+    inside = (expected.abs() < largest / BEYOND) & (expected != 0)
+    require(bool(beyond.any()), f"{name}: nothing is beyond {largest:.6g}, the kit is wrong")
+    wrong = beyond & (got != expected.sign() * math.inf)
+    if bool(wrong.any()):
+        at = tuple(wrong.nonzero()[0].tolist())
+        text = f"{name}: {got[at].item():.6g} at {list(at)}, expected {expected[at].item():.6g}"
+        raise Broken(f"{text}, which is infinity in {result.dtype}")
+    require(bool(got[inside].isfinite().all()), f"{name}: not finite within the range")
+
+
+def _large(desc: GemmDesc, rows: int, k: int, seed: int) -> torch.Tensor:
+    """Return rows of one sign each, so large that the product of any two values overflows."""
+    magnitude = 1000.0 if desc.out_dtype == F16 else 2.0**70
+    dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    x = (1 + inputs.moderate(rows, k, torch.float32, seed).abs() / 8) * magnitude
+    x[1::2] *= -1
+    return x.to(dtype)
+
+
+def _keeps_magnitudes(desc: GemmDesc) -> bool:
+    """Whether neither a caller's scale nor a transform changes the operands' magnitudes."""
+    specs = (desc.a, desc.b)
+    return not any(spec is not None and (spec.delayed or spec.transform) for spec in specs)
+
+
+@law(4, "gemm", applies=_keeps_magnitudes)
+def gemm_overflows_to_infinity(subject: Subject, desc: GemmDesc) -> None:
+    """A product beyond the range of its dtype is infinity, not the largest value."""
+    m, n, k = aligned(subject, desc, 5, 7, 160)
+    a, b = (
+        operand(subject, spec, subject.here(_large(desc, rows, k, seed)))
+        for spec, rows, seed in ((desc.a, m, 20), (desc.b, n, 40))
+    )
+    keywords = {}
+    if desc.accumulate:
+        keywords["out"] = torch.zeros(m, n, dtype=desc.out_dtype, device=subject.device)
+    product = subject.run(desc, a, b, **keywords)
+    expected = subject.values(desc.a, a) @ subject.values(desc.b, b).t()  # [m, k] x [n, k]
+    _overflows(f"m n k {(m, n, k)}", product, expected)
+
+
+def _is_low_and_apart(desc: GroupedGemmDesc) -> bool:
+    return desc.a is not None and desc.b is not None and not desc.accumulate
+
+
+@law(4, "grouped_gemm", applies=lambda desc: _is_low_and_apart(desc) and _keeps_magnitudes(desc))
+def grouped_gemm_overflows_to_infinity(subject: Subject, desc: GroupedGemmDesc) -> None:
+    """A group's product beyond the range of its dtype is infinity, not the largest value."""
+    groups = grouped_operands(subject, desc, (0, 64, 32), (6, 10, 64))
+    raised = _raised(groups.arguments[:2], 2.0**24)
+    products = subject.run(desc, *raised, groups.arguments[2])
+    (a, b), bounds = on_cpu(raised), groups.arguments[2].tolist()
+    dim = int(desc.contract_groups)
+    firsts = split_groups(desc.a, a, bounds, dim, step_of(desc))
+    seconds = split_groups(desc.b, b, bounds, 1, step_of(desc)) if dim else b
+    parts = list(products) if dim else list(torch.split(products, groups.sizes))
+    for at, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
+        x, y = subject.values(desc.a, first), subject.values(desc.b, second)
+        expected = x @ y.t()
+        expected[expected.abs() < (x.abs() @ y.abs().t()) / 64] = 0.0  # cancelled: not judged
+        if bool((expected.abs() > BEYOND * torch.finfo(desc.out_dtype).max).any()):
+            _overflows(f"group {at}", parts[at], expected)
+
+
+def _raised(
+    operands: Sequence[Operand | Sequence[Operand]], factor: float
+) -> list[Operand | list[Operand]]:
+    """Return the operands with their float32 scales multiplied by ``factor``."""
+
+    def raised(part: Operand) -> Operand:
+        assert part.scale_inv is not None
+        if part.global_scale_inv is not None:
+            return part._replace(global_scale_inv=part.global_scale_inv * factor)
+        if part.scale_inv.dtype == torch.float32:
+            return part._replace(scale_inv=part.scale_inv * factor)
+        return part
+
+    return [
+        raised(entry) if isinstance(entry, Operand) else [raised(part) for part in entry]
+        for entry in operands
+    ]
+
+
+@law(4, "dequantize", applies=lambda desc: desc.dtype == F16)
+def dequantize_overflows_to_infinity(subject: Subject, desc: DequantizeDesc) -> None:
+    """A value beyond float16 is infinity, not the largest value."""
+    rows, cols = quantize_size(subject, QuantizeDesc(F16, desc.operand, desc.operand), 33, 70)
+    x = inputs.moderate(rows, cols, torch.float32, 1) * 1e5
+    quantized = operand(subject, desc.operand, subject.here(x))
+    expected = subject.values(desc.operand, quantized)
+    if not desc.operand.delayed:
+        _overflows("x", subject.run(desc, quantized), expected)
+
+
+@law(4, "dequantize")
+def dequantize_knows_every_code(subject: Subject, desc: DequantizeDesc) -> float:
+    """Each code has its value, NaN and infinity included if the format has them."""
+    spec = desc.operand
+    quantize = QuantizeDesc(torch.float32, spec, None)
+    rows, cols = quantize_size(subject, quantize, 32, 512)
+    keywords = quantize_keywords(subject, quantize)
+    x = inputs.moderate(rows, cols, torch.float32, 1)
+    quantized = subject.here(subject.judged(quantize, x, **keywords).rowwise)
+    codes = torch.arange(quantized.data.numel(), device=subject.device) % 256
+    quantized.data.copy_(codes.reshape(quantized.data.shape))
+    expected = subject.values(spec, quantized).to(desc.dtype).double()
+    limit = torch.finfo(desc.dtype)
+    bound = limit.eps * expected.abs().nan_to_num(0.0, 0.0, 0.0) + limit.tiny
+    return within("x", subject.run(desc, quantized), expected, bound)
+
+
+@law(4, "norm", applies=lambda desc: desc.out_dtype == desc.dtype)
+def norm_overflows_to_infinity(subject: Subject, desc: NormDesc) -> None:
+    """A normalized value whose product with its weight is beyond the range is infinity."""
+    x, weight, *bias = arguments(subject, desc).arguments
+    weight = torch.full_like(weight, 0.9 * torch.finfo(desc.dtype).max)
+    y, *_ = subject.run(desc, x, weight, *bias)
+    wide = [tensor.double() for tensor in on_cpu((x, weight, *bias))]
+    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), *wide)[0]
+    _overflows("y", y, expected)
+
+
+@law(4, "norm_backward", applies=lambda desc: desc.norm.dtype == F16)
+def norm_backward_overflows_to_infinity(subject: Subject, desc: NormBackwardDesc) -> None:
+    """A gradient beyond float16 is infinity, so that a loss scaler sees that it is too large."""
+    grad, x, weight, mean, rstd = arguments(subject, desc).arguments
+    grad, weight = grad * 6000, weight * 6000
+    wide = [
+        None if tensor is None else tensor.double()
+        for tensor in on_cpu((grad, x, weight, mean, rstd))
+    ]
+    expected = subject.judged(
+        NormBackwardDesc(replace(desc.norm, dtype=F64, out_dtype=F64)), *wide
+    )[0]
+    _overflows("grad_x", subject.run(desc, grad, x, weight, mean, rstd)[0], expected)
+
+
+def _is_unbounded(desc: ActivationDesc | ActivationBackwardDesc) -> bool:
+    """Whether a result can be beyond the range of an input within it."""
+    # The sigmoid of glu is 1 at most, and the params of clamped_swiglu are its limits.
+    is_gated = desc.name in GATED - {"glu"} and not desc.params
+    return desc.out_dtype == desc.dtype and (is_gated or desc.name == "srelu")
+
+
+@law(4, "activation", applies=_is_unbounded)
+def activation_overflows_to_infinity(subject: Subject, desc: ActivationDesc) -> None:
+    """A square or a gated product beyond the range is infinity."""
+    (x,) = arguments(subject, desc, ORDINARY).arguments
+    largest = math.sqrt(torch.finfo(desc.dtype).max)
+    x = (x.double() * largest).to(desc.dtype)
+    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), x.double())
+    _overflows("y", subject.run(desc, x), expected)
+
+
+@law(4, "activation_backward", applies=lambda desc: desc.dtype == desc.out_dtype == F16)
+def activation_backward_overflows_to_infinity(
+    subject: Subject, desc: ActivationBackwardDesc
+) -> None:
+    """A gradient beyond float16 is infinity, so that a loss scaler sees that it is too large."""
+    grad, x = arguments(subject, desc).arguments
+    grad = torch.where(grad == 0, 1.0, grad.sign()) * torch.finfo(F16).max
+    x = (x.abs() + 2).to(F16)
+    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), grad.double(), x.double())
+    if bool((expected.abs() > BEYOND * torch.finfo(F16).max).any()):
+        _overflows("grad_x", subject.run(desc, grad, x), expected)
+
 
 SHAPES = ((5, 7), (130, 200), (260, 1030), (0, 5), (5, 0))
 BEFORE = 7

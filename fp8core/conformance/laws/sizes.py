@@ -10,8 +10,7 @@ import torch
 from fp8core.backend_api import GemmDesc, GroupedGemmDesc, Operand
 from fp8core.conformance import inputs
 from fp8core.conformance.checks import law
-from fp8core.conformance.laws.gemm import aligned, product_within
-from fp8core.conformance.laws.grouped import each_within
+from fp8core.conformance.laws.gemm import aligned, each_within, product_within
 from fp8core.conformance.operands import gemm_operands, grouped_operands, operand
 from fp8core.conformance.subject import Subject
 from fp8core.torch_ops.private import pytree

@@ -11,7 +11,7 @@ import torch
 import fp8core
 from fp8core import recipe
 from fp8core.backend_api import GATED, Operand, Quantized
-from fp8core.conformance.chunks import ReadOnce, joined
+from fp8core.conformance.laws.quantize import ReadOnce, joined
 from fp8core_backends.cuda import fused_chunked, quantize_chunked
 from tests.backends.cuda.cuda_cases import DEVICE, backend, differs, same_bits
 from tests.backends.cuda.test_fused_activation import drawn, fused, given, spec
