@@ -142,13 +142,13 @@ def recipe_in(recipe: Recipe | None, role: LayerRole) -> Recipe | None:
     return recipe
 
 
-def engines_of(bound: Bound, role: LayerRole) -> list[str]:
-    """Return the recipe and the backends whose forward GEMMs are in low precision, if any are."""
+def engine_of(bound: Bound, role: LayerRole) -> str:
+    """Return the recipe and the backends of the forward GEMMs in low precision, "" if none are."""
     choices = [link.choices["fprop"] for link in bound.linears]
     backends = dict.fromkeys(choice.backend for choice in choices if choice.desc.low_precision)
     if not backends:
-        return []
-    return [f"{type(recipe_of(bound, role)).__name__} on {' and '.join(backends)}"]
+        return ""
+    return f"{type(recipe_of(bound, role)).__name__} on {' and '.join(backends)}"
 
 
 @lru_cache(maxsize=64)  # asked by each layer of a model
@@ -247,7 +247,7 @@ def bind_captured(
     parts = [chain.capture(arranged(part)) for part in parts_of(shapes, links)]
     bound = Bound(tuple(parts), links, plan, None, recipe, False)
     if bound.linears:
-        engine = " and ".join(engines_of(bound, LayerRole(kind, name))) or "high precision"
+        engine = engine_of(bound, LayerRole(kind, name)) or "high precision"
         log_once(f"{label}, in a captured graph: {engine}", logging.INFO)
     return bound
 

@@ -1,16 +1,19 @@
-"""The logged line at a model's first step: which layers ran in low precision, and on what."""
+"""One logged line at a model's first step: which layers ran in low precision, and on what."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import starmap
+from typing import Any
 
 import torch
 
 from fp8core.context.autocast import is_switched_off
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bound import Bound, engines_of
+from fp8core.modules.bound import Bound, engine_of
 from fp8core.modules.inventory import flops_of, module_nodes
 from fp8core.recipe.plan import LayerRole
 from fp8core.reporting import logger, some
@@ -25,134 +28,90 @@ def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
     a line the hook stays until the first forward that runs in low precision. In a graph of
     torch.compile the hook logs nothing and stays.
     """
-    is_wanted |= _warn in forward_hooks(model).values()
+    is_wanted |= _Hook(logging.WARNING) in forward_hooks(model).values()
     silence(model)
-    model.register_forward_hook(_warn if is_wanted else _inform)
+    model.register_forward_hook(_Hook(logging.WARNING if is_wanted else logging.INFO))
 
 
 def silence(model: torch.nn.Module) -> None:
     """Undo :func:`announce`."""
     hooks = forward_hooks(model)
-    for key, hook in list(hooks.items()):
-        if hook in (_warn, _inform, _wait):
-            del hooks[key]
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
+        del hooks[key]
 
 
-def _warn(model: torch.nn.Module, arguments: Any, output: Any) -> None:
-    _say(model, logging.WARNING)
+@dataclass(frozen=True)
+class _Hook:
+    """Logs the line, at ``level_if_idle`` if no layer ran in low precision though one could.
+
+    None waits for the first forward with a recipe, after a line of a forward without one.
+    """
+
+    level_if_idle: int | None
+
+    def __call__(self, model: torch.nn.Module, arguments: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # Cheap enough for each forward; layers inside others, as of attention, count as well.
+        has_recipe = _has_recipe(_bounds(model.modules()))
+        if self.level_if_idle is None and (is_switched_off() or not has_recipe):
+            return
+        silence(model)
+        line, is_unexpected = _summarize(model)
+        logger.log((is_unexpected and self.level_if_idle) or logging.INFO, "%s", line)
+        if not has_recipe:  # so that no layer ran in low precision
+            model.register_forward_hook(_Hook(None))
 
 
-def _inform(model: torch.nn.Module, arguments: Any, output: Any) -> None:
-    _say(model, logging.INFO)
+def _bounds(modules: Iterable[torch.nn.Module]) -> dict[LowPrecisionModule, Bound]:
+    """Return how each of fp8core's layers in ``modules`` that was called ran last."""
+    layers = (module for module in modules if isinstance(module, LowPrecisionModule))
+    return {layer: last[1] for layer in layers if (last := layer._bindings.last) is not None}
 
 
-def _wait(model: torch.nn.Module, arguments: Any, output: Any) -> None:
-    """Log the line at the first forward in low precision, after one that said none ran in it."""
-    if torch.compiler.is_compiling() or is_switched_off():
-        return
-    if _ran_with_recipe(model):
-        _say(model, logging.INFO)
+def _has_recipe(bounds: Mapping[LowPrecisionModule, Bound]) -> bool:
+    return any(bound.recipe is not None for bound in bounds.values())
 
 
-def _say(model: torch.nn.Module, level_if_idle: int) -> None:
-    if torch.compiler.is_compiling():
-        return
-    silence(model)
-    summary = _summarize(model)
-    logger.log(logging.INFO if summary.is_good else level_if_idle, "%s", summary.line)
-    if not summary.is_low and not _ran_with_recipe(model):
-        model.register_forward_hook(_wait)
+def _is_overridden(layer: LowPrecisionModule, bound: Bound) -> bool:
+    """Whether the layer has a recipe outside any autocast, and ran without one."""
+    outside = layer.outside_autocast
+    return bound.recipe is None and outside is not None and outside.quantize is not None
 
 
-def _ran_with_recipe(model: torch.nn.Module) -> bool:
-    """Say whether a layer's latest call had a recipe: a question cheap enough for each forward."""
-    for module in model.modules():
-        if isinstance(module, LowPrecisionModule):
-            last = module._bindings.last
-            if last is not None and last[1].recipe is not None:
-                return True
-    return False
-
-
-class _Layer(NamedTuple):
-    """A linear layer, and how its first call computed; None for a layer of torch."""
-
-    name: str
-    flops: int
-    layer: LowPrecisionModule | None
-    bound: Bound | None
-
-    @property
-    def is_low(self) -> bool:
-        return bool(self.engines)
-
-    @property
-    def engines(self) -> list[str]:
-        """Recipe and backends of the GEMMs that ran in low precision."""
-        if self.layer is None or self.bound is None:
-            return []
-        return engines_of(self.bound, LayerRole(self.layer.kind, self.layer.name))
-
-    @property
-    def is_overridden(self) -> bool:
-        """Whether it has a recipe outside any autocast, and ran without one."""
-        if self.layer is None or self.bound is None or self.bound.recipe is not None:
-            return False
-        outside = self.layer.outside_autocast
-        return outside is not None and outside.quantize is not None
-
-    def substitutions(self) -> Iterator[str]:
-        for link in self.bound.linears if self.bound is not None else ():
-            for step, choice in link.choices.items():
-                if choice.substitution:
-                    yield f"{step} on {choice.backend}: {choice.substitution}"
-
-
-def _layers(model: torch.nn.Module) -> list[_Layer]:
-    layers = {}
-    for node in module_nodes(model):
-        flops = flops_of(node.module)
-        if flops and node.module not in layers:
-            layer = node.module if isinstance(node.module, LowPrecisionModule) else None
-            last = None if layer is None else layer._bindings.last
-            name = node.path or type(node.module).__name__
-            layers[node.module] = _Layer(name, flops, layer, None if last is None else last[1])
-    return list(layers.values())
-
-
-class _Summary(NamedTuple):
-    """How a model ran: whether in low precision, whether as asked for, and the line to log."""
-
-    is_low: bool
-    is_good: bool
-    line: str
-
-
-def _summarize(model: torch.nn.Module) -> _Summary:
-    layers = _layers(model)
-    low = [layer for layer in layers if layer.is_low]
-    total = sum(layer.flops for layer in layers)
-    share = sum(layer.flops for layer in low) / total if total else 0.0
-    owner = type(model).__name__
-    first = f"{owner}, first step: {len(low)} of {len(layers)} linear layers"
-    parts = [f"{first} ({share:.1%} of their FLOPs a token) ran in low precision"]
-    for engine in dict.fromkeys(engine for layer in low for engine in layer.engines):
-        count = sum(engine in layer.engines for layer in low)
+def _summarize(model: torch.nn.Module) -> tuple[str, bool]:
+    """Return the line, and whether no layer ran in low precision, with no autocast to forbid it."""
+    names: dict[torch.nn.Module, str] = {}
+    for path, module, _ in module_nodes(model):
+        if flops_of(module):
+            names.setdefault(module, path or type(module).__name__)
+    bounds = _bounds(names)
+    roles = {layer: LayerRole(layer.kind, layer.name) for layer in bounds}
+    engines = {layer: engine_of(bound, roles[layer]) for layer, bound in bounds.items()}
+    low = {layer: engine for layer, engine in engines.items() if engine}
+    idle = [n for m, n in names.items() if isinstance(m, LowPrecisionModule) and m not in bounds]
+    high = [name for module, name in names.items() if module not in low and name not in idle]
+    share = sum(map(flops_of, low)) / (sum(map(flops_of, names)) or 1)
+    counts = f"{len(low)} of {len(names)} linear layers ({share:.1%} of their FLOPs a token)"
+    parts = [f"{type(model).__name__}, first step: {counts} ran in low precision"]
+    for engine, count in Counter(low.values()).items():
         parts.append(engine if count == len(low) else f"{count} in {engine}")
-    idle = [layer.name for layer in layers if layer.layer is not None and layer.bound is None]
-    high = [layer.name for layer in layers if not layer.is_low and layer.name not in idle]
     parts += [f"in high precision: {some(high)}"] if high else []
     parts += [f"not called, or in a compiled graph: {some(idle)}"] if idle else []
-    substitutions = dict.fromkeys(text for layer in layers for text in layer.substitutions())
-    parts += [f"substituted: {text}" for text in substitutions]
+    parts += dict.fromkeys(
+        f"substituted: {step} on {choice.backend}: {choice.substitution}"
+        for bound in bounds.values()
+        for link in bound.linears
+        for step, choice in link.choices.items()
+        if choice.substitution
+    )
     if low or not high:
-        return _Summary(bool(low), True, "; ".join(parts))
-    ran = [layer for layer in layers if layer.bound is not None]
-    if is_switched_off() or any(layer.is_overridden for layer in ran):
+        return "; ".join(parts), False
+    is_off = is_switched_off() or any(starmap(_is_overridden, bounds.items()))
+    if is_off:
         parts.append("fp8core.autocast(enabled=False) switched it off")
-        return _Summary(False, True, "; ".join(parts))
-    if any(layer.bound is not None and layer.bound.recipe is not None for layer in ran):
+    elif _has_recipe(bounds):
         parts.append("the active recipe leaves all of them in high precision")
     else:
         parts.append("no recipe is active: enter fp8core.autocast, or convert with a recipe")
-    return _Summary(False, False, "; ".join(parts))
+    return "; ".join(parts), not is_off
