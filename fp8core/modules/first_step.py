@@ -63,6 +63,10 @@ class _Hook:
             model.register_forward_hook(_Hook(None))
 
 
+# Pickled models of an earlier version name their hook so.
+_warn, _inform, _wait = _Hook(logging.WARNING), _Hook(logging.INFO), _Hook(None)
+
+
 def _bounds(modules: Iterable[torch.nn.Module]) -> dict[LowPrecisionModule, Bound]:
     """Return how each of fp8core's layers in ``modules`` that was called ran last."""
     layers = (module for module in modules if isinstance(module, LowPrecisionModule))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import fp8core
 from fp8core import recipe
+from fp8core.modules import first_step
 from tests.dispatch import toys
 
 
@@ -223,3 +225,12 @@ def test_a_recipe_that_leaves_all_in_high_precision_is_a_step(
             own(torch.randn(32, 32))
     assert len(first_steps(lines)) == 1
     assert not own._forward_hooks
+
+
+@pytest.mark.parametrize("name", ["_warn", "_inform", "_wait"])
+def test_a_hook_of_an_earlier_version_loads_and_is_silenced(name: str) -> None:
+    hook = pickle.loads(f"cfp8core.modules.first_step\n{name}\n.".encode())
+    model = torch.nn.Sequential(fp8core.Linear(16, 16))
+    model.register_forward_hook(hook)
+    first_step.silence(model)
+    assert not model._forward_hooks
