@@ -32,7 +32,7 @@ def fp8core_register_formats(register):
 @hookimpl
 def fp8core_register_backends(register):
     factory = "fp8core_e3m4:E3M4Backend"
-    register(BackendSpec("e3m4", ("cpu",), factory, preferred_recipe="e3m4", api_version=(4, 0)))
+    register(BackendSpec("e3m4", ("cpu",), factory, preferred_recipe="e3m4", api_version=(5, 0)))
 
 
 @hookimpl

@@ -325,8 +325,10 @@ def activation_backward_within(
 def activation_takes_every_bfloat16(
     subject: Subject, desc: ActivationDesc | ActivationBackwardDesc
 ) -> float:
-    """Within the bound for each value up to 1e15, whose square is finite, and for inf; forward for
-    NaN too."""
+    """Within the bound for each value up to 1e15, for inf, and forward for NaN.
+
+    The square of 1e15 is finite.
+    """
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     if isinstance(desc, ActivationBackwardDesc):
         values = values.nan_to_num(0.0, torch.inf, -torch.inf)
