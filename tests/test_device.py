@@ -120,7 +120,7 @@ def test_every_test_of_a_fixture_that_asks_for_absent_hardware_is_skipped(tmp_pa
     (tmp_path / "conftest.py").write_text(SHARED)
     tests = "def test_first(shared): pass\ndef test_second(shared): pass\n"
     (tmp_path / "test_shared.py").write_text(tests)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "."]
+    command = [sys.executable, "-m", "pytest", "-p", "no:warnings", "-c", os.devnull, "."]
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = forked.run(command, cwd=tmp_path, env=variables)
     assert "== 2 skipped in" in done.stdout, done.stdout
