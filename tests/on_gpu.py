@@ -33,12 +33,11 @@ SHOWN_CHARACTERS = 6000
 SHOWN_FAILURES = 100
 SHOWN_REASONS = 8
 
-PAGES = ("tests/docs/test_pages.py", "tests/docs/test_examples.py", "tests/monitoring/test_page.py")
+PAGES = ("tests/docs/test_pages.py", "tests/docs/test_examples.py", "tests/inspection/test_page.py")
 CUDA_TESTS = "tests/backends/cuda"
 LAYERS = (
-    *("tests/chain", "tests/context", "tests/conversion", "tests/extra_state", "tests/functional"),
-    *("tests/inspect", "tests/modules", "tests/monitoring", "tests/optimizers", "tests/parameter"),
-    *("tests/quantizers", "tests/tensors", "tests/test_cpu_offload.py"),
+    *("tests/chain", "tests/context", "tests/conversion", "tests/functional", "tests/inspection"),
+    *("tests/modules", "tests/tensors", "tests/training", "tests/test_cpu_offload.py"),
     *("tests/test_cross_entropy.py", "tests/test_op_container.py", "tests/test_op_kinds.py"),
     *("tests/test_ops.py", "tests/test_permutation.py", "tests/test_router.py"),
     *("tests/test_silent_failures.py", "tests/test_te_functions.py", "tests/test_ways.py"),
@@ -49,20 +48,18 @@ LEFT_OUT = {
     "tests/backends/ascend": "another backend",
     "tests/backends/reference": "its bits, which the conformance kit asks of the cuda backend",
     "tests/benchmarks": "what the benchmarks count and print",
-    "tests/checkpoints": "files, which are written from and read to the CPU",
-    "tests/communicator": "processes joined by gloo",
-    "tests/compat": "names of Transformer Engine, and frameworks on the CPU",
+    "tests/cli": "training in processes that choose their device",
+    "tests/collectives": "processes joined by gloo",
     "tests/conformance": "the kit itself, with backends of the CPU that break its laws",
-    "tests/demo": "training in processes that choose their device",
     "tests/dispatch": "which backend is chosen, with toys",
     "tests/distributed": "processes joined by gloo, or by NCCL with TEST_DEVICE=cuda and two GPUs",
     "tests/docs/test_architecture.py": "names, and a step of the reference",
     "tests/docs/test_logs.py": "source text",
     "tests/docs/test_site.py": "pages built by Sphinx",
     "tests/doctor": "reports of broken plug-ins; the part `doctor` is the report of this machine",
-    "tests/export": "programs for the CPU",
     "tests/formats": "encoding in torch's operators, bit for bit against ml_dtypes on the CPU",
-    "tests/huggingface": "models of a framework that are loaded on the CPU",
+    "tests/integrations": "names of Transformer Engine, and frameworks on the CPU",
+    "tests/interchange": "files, which are written from and read to the CPU, and programs for it",
     "tests/mutation": "source text, and a toy's tests",
     "tests/recipe": "values without a tensor",
     "tests/thirdparty": "a plug-in for the CPU",

@@ -25,8 +25,8 @@ from tests.chain.requantizing import (
     values,
 )
 from tests.device import DEVICE
-from tests.monitoring import models
-from tests.monitoring.models import make
+from tests.inspection import models
+from tests.inspection.models import make
 from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fp8core import LayerNorm, autocast, recipe
-from tests.monitoring import models
-from tests.monitoring.models import BF16, make
+from tests.inspection import models
+from tests.inspection.models import BF16, make
 from tests.pairs import turns
 
 RECIPES = {

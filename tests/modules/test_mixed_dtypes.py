@@ -14,8 +14,8 @@ from fp8core import GroupedLinear, LayerNormMLP, Linear, OperandError, autocast,
 from fp8core.backend_api import OPTIONAL_OPS, OpDesc, QuantizeDesc
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.dispatch import toys
-from tests.monitoring import models
-from tests.monitoring.models import BF16, make
+from tests.inspection import models
+from tests.inspection.models import BF16, make
 from tests.pairs import pairs
 
 RECIPES = {

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import fp8core as te
 from fp8core import recipe
 from fp8core.monitoring import Monitor, Row, rows, watching
-from tests.monitoring import models
+from tests.inspection import models
 
 
 @pytest.fixture(scope="module")

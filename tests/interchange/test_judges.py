@@ -14,7 +14,7 @@ import fp8core
 from fp8core import QuantizedTensor
 from fp8core.checkpoints import load_pretrained, save_pretrained
 from fp8core.errors import RecipeError
-from tests.checkpoints.models import RECIPES, codes_of, spread, write
+from tests.interchange.models import RECIPES, codes_of, spread, write
 from tests.pairs import pairs
 
 transformers = pytest.importorskip("transformers", minversion="5.23")

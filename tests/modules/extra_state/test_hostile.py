@@ -16,7 +16,7 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.modules.extra_state.opcodes import MAX_OPCODES
 from fp8core.modules.extra_state.state import read_extra_state
-from tests.extra_state.states import DelayedScaling, as_tensor, content, pickled
+from tests.modules.extra_state.states import DelayedScaling, as_tensor, content, pickled
 from tests.refusals import unrefused
 
 

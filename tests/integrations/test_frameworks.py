@@ -61,7 +61,7 @@ def trains(losses: list[float]) -> bool:
 
 @needs("accelerate")
 def test_accelerate_by_keywords() -> None:
-    result = run("-m", "tests.compat.frameworks", "accelerate")
+    result = run("-m", "tests.integrations.frameworks", "accelerate")
     assert result["fp8"]
     assert result["converted"]
     assert result["ran"] == ["DelayedScaling on reference"] * 2
@@ -73,7 +73,7 @@ def test_accelerate_by_a_configuration_file(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG)
     launch = ("-m", "accelerate.commands.launch", "--config_file", str(config))
-    result = run(*launch, "-m", "tests.compat.frameworks", "accelerate", "configuration")
+    result = run(*launch, "-m", "tests.integrations.frameworks", "accelerate", "configuration")
     assert result["fp8"]
     assert result["converted"]
     assert result["ran"] == ["MXFP8BlockScaling on reference"] * 2
@@ -82,7 +82,7 @@ def test_accelerate_by_a_configuration_file(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def lightning() -> dict[str, Any]:
-    return run("-m", "tests.compat.frameworks", "lightning")
+    return run("-m", "tests.integrations.frameworks", "lightning")
 
 
 @needs("lightning")
@@ -100,7 +100,7 @@ def test_lightning_constructs_layers_by_its_context(lightning: dict[str, Any]) -
 
 @needs("peft")
 def test_peft_adapts_layers() -> None:
-    result = run("-m", "tests.compat.frameworks", "peft")
+    result = run("-m", "tests.integrations.frameworks", "peft")
     assert result["layers"] == [True, True]
     assert result["frozen"]
     assert result["ran"] == "MXFP8BlockScaling on reference"
@@ -109,7 +109,7 @@ def test_peft_adapts_layers() -> None:
 
 @needs("deepspeed")
 def test_deepspeed_has_equal_losses_at_each_stage() -> None:
-    result = run("-m", "tests.compat.frameworks", "deepspeed")
+    result = run("-m", "tests.integrations.frameworks", "deepspeed")
     first = result.pop("0")
     assert trains(first)
     for losses in result.values():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp8core as te
-from tests.monitoring import models
+from tests.inspection import models
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fp8core.checkpoints import load_pretrained, save_pretrained
-from tests.checkpoints.models import QUANTIZED, codes_of, model, write
+from tests.interchange.models import QUANTIZED, codes_of, model, write
 from tests.ranks import run_ranks
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.compat.megatron_gpt import CONFIGURATIONS, RESUMED
+from tests.integrations.megatron_gpt import CONFIGURATIONS, RESUMED
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(
 def run(folder: Path, world_size: int, names: list[str]) -> list[dict[str, Any]]:
     """The results of each rank, which run the configurations ``names`` one after the other."""
     outputs = [folder / f"rank{rank}.txt" for rank in range(world_size)]
-    words = [sys.executable, "-m", "tests.compat.megatron_gpt", str(folder)]
+    words = [sys.executable, "-m", "tests.integrations.megatron_gpt", str(folder)]
     processes = []
     for rank, output in enumerate(outputs):
         with output.open("w") as stream:

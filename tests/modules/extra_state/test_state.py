@@ -13,7 +13,7 @@ from fp8core.errors import OperandError
 from fp8core.modules.extra_state.state import may_be_transformer_engine_s, read_extra_state
 from fp8core.recipe.plan import AttentionPlan
 from tests.device import DEVICE
-from tests.extra_state.states import (
+from tests.modules.extra_state.states import (
     NAMES,
     DelayedScaling,
     Format,
@@ -25,7 +25,7 @@ from tests.extra_state.states import (
     pickled,
 )
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "extra_state_seed0.npz"
+GOLDEN = Path(__file__).parents[2] / "golden" / "extra_state_seed0.npz"
 
 
 def meta_of(state: dict[str, torch.Tensor]) -> Any:

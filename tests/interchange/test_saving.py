@@ -26,7 +26,7 @@ from fp8core.recipe import (
     PerLayer,
 )
 from fp8core.torch_ops.private import FSDP_FLATTENED
-from tests.checkpoints.models import QUANTIZED, RECIPES, H, Model, model, tensors_of
+from tests.interchange.models import QUANTIZED, RECIPES, H, Model, model, tensors_of
 from tests.pairs import turns
 from tests.refusals import unrefused
 

@@ -10,7 +10,7 @@ import torch
 
 import fp8core
 from fp8core import OperandError
-from tests.parameter.nets import attached, backward, is_moved, net_of_two, stored, values
+from tests.tensors.nets import attached, backward, is_moved, net_of_two, stored, values
 
 
 @pytest.mark.parametrize("make", [net_of_two, stored])

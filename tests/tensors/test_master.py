@@ -13,7 +13,7 @@ import torch
 import fp8core
 from fp8core import OperandError
 from tests.device import DEVICE
-from tests.parameter.nets import X, attached, backward, net_of_two, stored, values
+from tests.tensors.nets import X, attached, backward, net_of_two, stored, values
 
 # --- the step ---
 

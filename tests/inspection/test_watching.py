@@ -13,8 +13,8 @@ import fp8core as te
 from fp8core import ops, recipe
 from fp8core.backend_api import TRANSFORMS
 from tests.device import BACKEND
-from tests.monitoring import models
-from tests.monitoring.models import CURRENT, step
+from tests.inspection import models
+from tests.inspection.models import CURRENT, step
 
 
 def plain_linear(rows: int = 4, columns: int = 4) -> te.Linear:

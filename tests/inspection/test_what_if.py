@@ -11,7 +11,7 @@ import torch
 import fp8core as te
 from fp8core import recipe
 from fp8core.monitoring import Monitor, Row
-from tests.monitoring import models
+from tests.inspection import models
 from tests.pairs import turns
 
 NEAREST = recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)

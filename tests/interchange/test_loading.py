@@ -19,7 +19,7 @@ from fp8core.recipe import (
     MXFP8BlockScaling,
     Recipe,
 )
-from tests.checkpoints.models import (
+from tests.interchange.models import (
     QUANTIZED,
     RECIPES,
     H,

@@ -17,7 +17,7 @@ from fp8core import recipe
 from fp8core.backend_api import OPTIONAL_OPS
 from fp8core.modules.base import LowPrecisionModule
 from tests.chain import fused_toy
-from tests.monitoring import models
+from tests.inspection import models
 from tests.pairs import turns
 
 RECIPES: dict[str, recipe.Recipe | None] = {

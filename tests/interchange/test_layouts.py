@@ -9,7 +9,7 @@ from fp8core.backend_api import Operand, OperandSpec
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.interchange.checkpoints.layouts import LAYOUTS, file_tensors, layout_of
 from fp8core.plan import LayerRole
-from tests.checkpoints.models import RECIPES
+from tests.interchange.models import RECIPES
 
 
 def spec_of(recipe: Any) -> OperandSpec:

@@ -1,9 +1,10 @@
-"""A pytest plug-in that runs Megatron-core's own unit tests on a CPU, unmodified, on fp8core.
+r"""A pytest plug-in that runs Megatron-core's own unit tests on a CPU, unmodified, on fp8core.
 
 No release of Megatron-core has its tests; copy those of its repository that fit 0.16.1 into a
 folder (test_mlp.py, test_attention.py, test_transformer_layer.py, test_fp8_utils.py), and run::
 
-    python -m pytest -p tests.compat.megatron_cpu -c /dev/null --noconftest -p no:warnings FOLDER
+    python -m pytest -p tests.integrations.megatron_cpu -c /dev/null --noconftest \
+        -p no:warnings FOLDER
 
 ``--world-size 8`` is that of a group without other processes, whose collectives return what was in
 their results; ``--recipe DelayedScaling`` runs each test inside of an ``fp8_autocast``, and

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import fp8core
 from fp8core.checkpoints import load_pretrained, save_pretrained
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
-from tests.checkpoints.models import Model, model, tensors_of
+from tests.interchange.models import Model, model, tensors_of
 
 INDEX = "model.safetensors.index.json"
 WEIGHT = "blocks.0.experts.0.weight"

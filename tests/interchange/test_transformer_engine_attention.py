@@ -13,10 +13,10 @@ from fp8core.checkpoints import transformer_engine_state_dict
 from fp8core.errors import RecipeError
 from fp8core.modules.extra_state.attention import from_three_gemms, to_three_gemms
 from fp8core.recipe import DelayedScaling, Float8CurrentScaling
-from tests.extra_state.states import (
+from tests.modules.extra_state.states import (
     DelayedScaling as TheirScaling,
 )
-from tests.extra_state.states import (
+from tests.modules.extra_state.states import (
     MXFP8BlockScaling,
     as_tensor,
     buffers,

@@ -1,6 +1,6 @@
 """Trains a small GPT of Megatron-core on a CPU with the layers of its Transformer Engine spec.
 
-``python -m tests.compat.megatron_gpt FOLDER RANK WORLD_SIZE NAME ...`` writes ``rankR.json``.
+``python -m tests.integrations.megatron_gpt FOLDER RANK WORLD_SIZE NAME ...`` writes ``rankR.json``.
 
 Megatron-core is unmodified. What it needs on a CPU: parameters initialized there, no fused kernels
 of its own, no dropout (its random states are CUDA's), gloo, experts exchanged by an all-gather (its

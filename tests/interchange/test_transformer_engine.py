@@ -25,8 +25,15 @@ from fp8core.checkpoints import transformer_engine_state_dict
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.recipe import DelayedScaling, Float8CurrentScaling, Format, PerLayer
 from fp8core.recipe.plan import LinearPlan
-from tests.extra_state.states import RECIPES, as_tensor, buffers, content, pickled, unpickled
-from tests.extra_state.states import DelayedScaling as TheirScaling
+from tests.modules.extra_state.states import (
+    RECIPES,
+    as_tensor,
+    buffers,
+    content,
+    pickled,
+    unpickled,
+)
+from tests.modules.extra_state.states import DelayedScaling as TheirScaling
 
 RECIPE = DelayedScaling(amax_history_len=4)
 

@@ -18,8 +18,8 @@ from fp8core.integrations.transformer_engine.saving import merge_states, split_s
 from fp8core.modules.extra_state.state import read_expert_state
 from fp8core.recipe import DelayedScaling, Format
 from fp8core.tensors.slots import BUFFERS, META, meta_text
-from tests.extra_state.states import DelayedScaling as TheirScaling
-from tests.extra_state.states import as_tensor, buffers, content, pickled, unpickled
+from tests.modules.extra_state.states import DelayedScaling as TheirScaling
+from tests.modules.extra_state.states import as_tensor, buffers, content, pickled, unpickled
 
 EXPERTS = 3
 

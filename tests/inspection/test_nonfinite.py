@@ -10,8 +10,8 @@ import torch
 import fp8core as te
 from fp8core import recipe
 from fp8core.monitoring import NonFinite
-from tests.monitoring import models
-from tests.monitoring.models import CURRENT, step
+from tests.inspection import models
+from tests.inspection.models import CURRENT, step
 
 
 def test_first_nonfinite_is_the_tensor_that_had_it_first() -> None:

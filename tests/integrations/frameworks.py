@@ -1,7 +1,7 @@
 """What each framework does with its path to Transformer Engine, run on fp8core under that name.
 
-``fp8core run --as-transformer-engine python -m tests.compat.frameworks NAME`` prints one line of
-JSON, its last. Each function imports its framework unmodified.
+``fp8core run --as-transformer-engine python -m tests.integrations.frameworks NAME`` prints one line
+of JSON, its last. Each function imports its framework unmodified.
 """
 
 from __future__ import annotations
