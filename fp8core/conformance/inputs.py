@@ -151,6 +151,16 @@ def spaced(x: torch.Tensor) -> torch.Tensor:
     return view
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return the values of ``x``, row after row, with gaps that leave whole vectors of 16 elements
+    at aligned addresses."""
+    *outer, last = x.shape
+    buffer = torch.full((*outer, last + 32), 77, dtype=x.dtype, device=x.device)
+    view = buffer[..., 16 : 16 + last]
+    view.copy_(x)
+    return view
+
+
 def transposed(x: torch.Tensor) -> torch.Tensor:
     """Return the values of ``x``, its first dimension innermost in memory."""
     backwards = range(x.ndim - 1, -1, -1)

@@ -356,6 +356,16 @@ class CountsNothing(Sound):
         return quantize(desc, x, *groups, **{**given, "nonfinite_out": None})
 
 
+class CountsInsteadOfCasting(Sound):
+    """Casts zeros for what it counts."""
+
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        made = quantize(desc, x, *groups, **given)
+        if given.get("nonfinite_out") is None:
+            return made
+        return quantize(desc, x.nan_to_num(0.0, 0.0, 0.0), *groups, **given | {"amax_out": None})
+
+
 class CountsEachOrientation(Sound):
     """Counts where it makes an operand, so twice where it makes two."""
 
@@ -479,6 +489,7 @@ CAUGHT_BY: dict[type[Sound], str] = {
     LosesNan: "law1_quantize_keeps_nan_in_its_place",
     IgnoresGroupBoundaries: "law1_quantize_stops_blocks_at_group_boundaries",
     CountsNothing: "law1_quantize_counts_nan_and_inf",
+    CountsInsteadOfCasting: "law1_quantize_counts_nan_and_inf",
     CountsEachOrientation: "law1_quantize_counts_nan_and_inf",
     SetsTheCount: "law1_quantize_counts_nan_and_inf",
     CountsBehindTheLastGroup: "law1_quantize_counts_nan_and_inf_of_groups",

@@ -151,6 +151,15 @@ class ForgetsStridesOfSquareInputs(Sound):
         return activation(desc, x.t() if x.stride() == (1, 64) and x.shape == (64, 64) else x)
 
 
+class ForgetsThePitchOfVectors(Sound):
+    """Takes rows of whole vectors at an aligned address for adjacent ones."""
+
+    def activation(self, desc: Any, x: torch.Tensor) -> Any:
+        cols = x.shape[1]
+        is_aligned = x.stride() == (cols + 32, 1) and not (x.storage_offset() | cols) % 8
+        return activation(desc, x.as_strided(x.shape, (cols, 1)) if is_aligned else x)
+
+
 class TakesAWeightForContiguous(Sound):
     def norm(self, desc: NormDesc, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
         weight = weight.as_strided(weight.shape, (1,)) if weight.stride(0) > 1 else weight
@@ -353,6 +362,7 @@ CAUGHT_BY: dict[type[Sound], str] = {
     ForgetsStridesOfSquares: "law4_gemm_takes_operands_of_any_strides",
     ForgetsStridesOfSquareGroups: "law4_grouped_gemm_takes_operands_of_any_strides",
     ForgetsStridesOfSquareInputs: "law7_inputs_may_have_any_strides",
+    ForgetsThePitchOfVectors: "law7_inputs_may_have_any_strides",
     TakesAWeightForContiguous: "law7_inputs_may_have_any_strides",
     ExchangesScales: "law4_gemm_of_as_many_rows_as_columns",
     ForgetsTheBiasWithOut: "law4_gemm_adds_the_bias_into_out",

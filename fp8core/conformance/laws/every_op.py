@@ -133,6 +133,7 @@ def inputs_may_have_any_strides(subject: Subject, desc: OpDesc) -> None:
     """Inputs with gaps, stored by columns, at odd addresses or with stride 0 are read right."""
     views = {
         "strided": inputs.strided,
+        "aligned": inputs.aligned,
         "shifted": inputs.shifted,
         "transposed": inputs.transposed,
         "expanded": inputs.expanded,

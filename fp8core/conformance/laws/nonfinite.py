@@ -29,7 +29,7 @@ from fp8core.conformance import inputs
 from fp8core.conformance.calls import ORDINARY, OpCall, arguments
 from fp8core.conformance.checks import law
 from fp8core.conformance.compare import Broken, require, within
-from fp8core.conformance.judged import group_sizes
+from fp8core.conformance.judged import group_sizes, same_operands
 from fp8core.conformance.laws.fused import FUSED, cases, pair
 from fp8core.conformance.laws.gemm import aligned
 from fp8core.conformance.operands import (
@@ -221,8 +221,8 @@ def activation_backward_overflows_to_infinity(
 
 
 SHAPES = ((5, 7), (130, 200), (260, 1030), (0, 5), (5, 0))
-BEFORE = 7
-"""The count before the call, to which the call adds."""
+BEFORE = 2**40 + 7
+"""The count before the call, to which the call adds; more than 32 bits hold."""
 
 
 def _count(subject: Subject) -> torch.Tensor:
@@ -243,31 +243,42 @@ def _with(x: torch.Tensor, value: float, *positions: tuple[int, int]) -> torch.T
 
 
 def _dense_inputs(subject: Subject, desc: QuantizeDesc) -> list[tuple[str, torch.Tensor]]:
-    """Return matrices with many NaN and inf, with a single one at either end, and with none."""
+    """Return matrices with many NaN and inf, with a single one at either end, and with none; those
+    with many first, of each size."""
     named = []
-    for shape in SHAPES:
+    for shape in subject.sizes("quantize", *SHAPES):
         size = quantize_size(subject, desc, *shape)
         named.append((f"nonfinite {list(size)}", inputs.matrix("nonfinite", *size, desc.dtype)))
     size = quantize_size(subject, desc, *SHAPES[1])
     plain = inputs.matrix("huge", *size, desc.dtype)
     named.append(("the largest finite values", plain))
-    values = ((math.inf, (0, 0)), (-math.inf, (-1, -1)), (math.nan, (size[0] // 2, -1)))
-    for value, position in values:
+    values = {
+        (0, 0): math.inf,
+        (-1, -1): -math.inf,
+        (size[0] // 2, -1): math.nan,
+        (-1, 0): -math.nan,
+    }
+    for position, value in values.items():
         named.append((f"{value} at {position}", _with(plain.clone(), value, position)))
     return named
 
 
 @law(1, "quantize", applies=lambda desc: not desc.grouped)
 def quantize_counts_nan_and_inf(subject: Subject, desc: QuantizeDesc) -> None:
-    """nonfinite_out grows by the NaN and inf of x, each counted once in either orientation."""
+    """nonfinite_out grows by the NaN and inf of x, each counted once in either orientation; the
+    operands are those of a call that counts nothing."""
     every = _dense_inputs(subject, desc)
+    many = every[: len(subject.sizes("quantize", *SHAPES))]
     halves = desc.halves() if desc.rowwise and desc.columnwise else ()
-    for cast, named in ((desc, every), *((half, every[1:2]) for half in halves)):
+    for cast, named in ((desc, every), *((half, many) for half in halves)):
         for name, x in named:
             count = _count(subject)
-            keywords = quantize_keywords(subject, cast)
-            subject.run(cast, subject.here(x), **keywords, nonfinite_out=count)
+            counted, plain = (
+                subject.run(cast, subject.here(x), **quantize_keywords(subject, cast), **counts)
+                for counts in ({"nonfinite_out": count}, {})
+            )
             _require_count(name, count, x)
+            same_operands(cast, name, counted, plain)
 
 
 @law(1, "quantize", applies=lambda desc: desc.grouped)
@@ -321,7 +332,7 @@ def quantize_chunked_counts_the_whole(subject: Subject, desc: QuantizeDesc) -> N
     quantize_chunked = subject.offers(desc).quantize_chunked
     if quantize_chunked is None:
         return
-    for shape in ((5, 7), SHAPES[2]):
+    for shape in subject.sizes("quantize", (5, 7), SHAPES[2]):
         x = inputs.matrix("nonfinite", *quantize_size(subject, desc, *shape), desc.dtype)
         count, keywords = _count(subject), quantize_keywords(subject, desc)
         rowwise, _ = quantize_chunked(subject.here(x), **keywords, nonfinite_out=count)

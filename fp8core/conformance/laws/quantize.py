@@ -395,7 +395,8 @@ def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None
     pair: Any = None if bind_pair is None else bind_pair(run)
     if pair is None:
         return
-    shapes = [quantize_size(subject, desc, *shape) for shape in ((33, 70), LARGE, (0, 5))]
+    sizes = subject.sizes("quantize", (33, 70), LARGE, (0, 5))
+    shapes = [quantize_size(subject, desc, *size) for size in sizes]
     for first, second in itertools.permutations(shapes, 2):
         xs = [subject.here(inputs.matrix("decades", *size, desc.dtype)) for size in (first, second)]
         options = [quantize_keywords(subject, desc, seed=seed) for seed in (11, 12)]
@@ -420,7 +421,7 @@ def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> N
     if quantize_chunked is None:
         return
     assert desc.rowwise is not None
-    for shape in ((5, 7), LARGE):
+    for shape in subject.sizes("quantize", (5, 7), LARGE):
         x = inputs.matrix("decades", *quantize_size(subject, desc, *shape), desc.dtype)
         options = [quantize_keywords(subject, desc) for _ in range(2)]
         rowwise, columnwise = quantize_chunked(subject.here(x), **options[0])
@@ -438,7 +439,8 @@ def quantize_and_sum_equals_the_call_and_sums(subject: Subject, desc: QuantizeDe
     offers, worst = subject.offers(desc), 0.0
     for method in (offers.quantize_and_sum, offers.quantize_chunked_and_sum):
         if method is not None:
-            for kind, shape in itertools.product(("decades", "nonfinite"), ((5, 7), (0, 5), LARGE)):
+            sizes = subject.sizes("quantize", (5, 7), (0, 5), LARGE)
+            for kind, shape in itertools.product(("decades", "nonfinite"), sizes):
                 x = inputs.matrix(kind, *quantize_size(subject, desc, *shape), desc.dtype)
                 worst = max(worst, _sums_within(subject, desc, method, f"{kind} {list(shape)}", x))
     return worst
