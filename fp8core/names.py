@@ -32,6 +32,7 @@ SHORT = {
 """Modules that users import by a short name, ``fp8core.optimizers``, and where each is."""
 
 PICKLED = {
+    "functional.exchange": "functional.quantize",
     "functional.quantizers.composed": "functional.quantizers.named",
     "functional.quantizers.dtype": "functional.quantizers.named",
     "functional.quantizers.float8": "functional.quantizers.named",
@@ -39,6 +40,8 @@ PICKLED = {
     "modules.activation": "ops.activation",
     "modules.sequential": "ops.sequential",
     "parameter": "tensors.parameter",
+    "tensors.parameter.names": "tensors.parameter.init",
+    "training.optimizers.fused_sgd": "training.optimizers.fused",
 }
 """Modules that models and quantizers pickled by an earlier version name, and where each is."""
 

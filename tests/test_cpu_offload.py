@@ -14,7 +14,8 @@ import fp8core
 from fp8core import recipe
 from fp8core.errors import OperandError
 from fp8core.tensors import saving
-from fp8core.training.cpu_offload import get_cpu_offload_context, mark_not_offload, schedules
+from fp8core.training import cpu_offload
+from fp8core.training.cpu_offload import get_cpu_offload_context, mark_not_offload
 from tests.device import DEVICE
 from tests.pairs import pairs
 
@@ -23,7 +24,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedules, "MIN_ELEMENTS", 64)
+    monkeypatch.setattr(cpu_offload, "MIN_ELEMENTS", 64)
 
 
 def torch_layers(count: int = 4) -> list[torch.nn.Module]:

@@ -21,7 +21,7 @@ import fp8core
 from fp8core import ops, recipe
 from fp8core.chain import run as chain
 from fp8core.modules.transformer_chain import TransformerChain
-from fp8core.training.cpu_offload import schedules
+from fp8core.training import cpu_offload
 from tests.pairs import pairs
 from tests.recording_backend import NAME as RECORDING
 
@@ -290,7 +290,7 @@ def offloaded(layer: torch.nn.Module) -> Iterator[Call]:
         return sync(outputs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedules, "MIN_ELEMENTS", 64)
+        patch.setattr(cpu_offload, "MIN_ELEMENTS", 64)
         yield call
 
 

@@ -19,8 +19,8 @@ from fp8core.collectives import Communicator, named
 from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.table import Resolved
 from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LinearPlan, Plan, TensorPlan
+from fp8core.tensors.delayed_state import LayerStates
 from fp8core.tensors.quantizer_binding import Binding
-from fp8core.tensors.slots import LayerStates
 
 __all__ = [
     *("BindContext", "CallInputs", "LinkShape", "Neighbour", "Watch", "input_columns_of"),

@@ -37,8 +37,8 @@ from fp8core.modules.loading import Imported
 from fp8core.modules.operation import Operation
 from fp8core.modules.run import run_links
 from fp8core.recipe.plan import HIGH_PRECISION
+from fp8core.tensors.delayed_state import BUFFERS, META
 from fp8core.tensors.quantizer_binding import Binding
-from fp8core.tensors.slots import BUFFERS, META
 from fp8core.torch_ops.private import sharded_parameters
 
 Counts = Sequence[int] | torch.Tensor

@@ -6,9 +6,8 @@ functions are differentiable; the backend that a layer would have computes.
 
 from __future__ import annotations
 
-from fp8core.functional.exchange import from_codes, from_torch, to_torch
 from fp8core.functional.product import gemm, grouped_gemm, linear
-from fp8core.functional.quantize import dequantize, quantize
+from fp8core.functional.quantize import dequantize, from_codes, from_torch, quantize, to_torch
 
 __all__ = [
     "dequantize",

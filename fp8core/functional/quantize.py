@@ -1,17 +1,21 @@
-"""``quantize`` and ``dequantize`` as functions."""
+"""Quantized tensors of plain ones and back: by casts, from codes and scales, and as torch's."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
+from fp8core import formats
+from fp8core.backend_api import OperandSpec
 from fp8core.errors import OperandError
 from fp8core.functional.quantizers.base import Quantizer, quantize_in_graph
 from fp8core.recipe.plan import TensorPlan
-from fp8core.tensors.coded import tensor_plan
+from fp8core.tensors.checks import bytes_of, format_of_dtype, tensor_plan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.operators import constant_in_graph, taking_dataclasses
 
@@ -99,3 +103,136 @@ def dequantize(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     if isinstance(x, QuantizedTensor):
         return x.dequantize(dtype)
     return x if dtype is None else x.to(dtype)
+
+
+class TorchTensor(NamedTuple):
+    """A quantized tensor as torch holds one: ``value = data * scale_inv * global_scale_inv``.
+
+    ``data [..., k]`` has one of torch's 8-bit dtypes, or ``[..., k / 2]`` of
+    ``torch.float4_e2m1fn_x2``. ``scale_inv [rows, k]``, one for each block, is float32,
+    ``torch.float8_e8m0fnu`` or ``torch.float8_e4m3fn``; ``global_scale_inv`` is None but for the
+    last.
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+    global_scale_inv: torch.Tensor | None = None
+
+
+from_codes = QuantizedTensor.from_codes
+
+
+def from_torch(
+    data: Any,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    global_scale_inv: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> QuantizedTensor:
+    """Return torch's ``data`` with its scales, or a tensor of torchao, as a QuantizedTensor.
+
+    The blocks follow from the number of scales: one, one a row, or one for every 128 elements or
+    128 x 128 in float32; one for every 32 elements or 32 x 32 in ``torch.float8_e8m0fnu``; one for
+    every 16 elements or 16 x 16 in ``torch.float8_e4m3fn``, below ``global_scale_inv``, which is
+    one number or one a row.
+
+    Args:
+        data: in one of torch's FP8 dtypes or ``torch.float4_e2m1fn_x2``; or, without scales, a
+            Float8Tensor, Float8TrainingTensor or MXTensor of torchao.
+        scale_inv: the factors of the elements, as torch's scaled products take them.
+        global_scale_inv: as in ``from_codes``.
+        dtype: the nominal dtype; None takes that of torchao's tensor, else bfloat16.
+
+    Raises:
+        OperandError: the blocks are none of these, or the codes are no format of the library.
+    """
+    if scale_inv is None:
+        data, scale_inv, nominal = _of_torchao(data)
+        dtype = dtype or nominal
+    name = format_of_dtype(data.dtype)
+    if name is None:
+        raise OperandError(
+            f"from_torch of {data.dtype}: expected one of torch's FP8 dtypes or float4_e2m1fn_x2. "
+            f"from_codes() takes uint8."
+        )
+    scales = bytes_of(scale_inv, "scale_inv")
+    spec = _spec_by_scales(name, bytes_of(data, "data"), scales, scale_inv.dtype)
+    if global_scale_inv is not None and global_scale_inv.numel() > 1 and spec.block[0] == 1:
+        spec = dataclasses.replace(spec, row_scaled=True)
+    return from_codes(
+        data, scale_inv, spec, global_scale_inv=global_scale_inv, dtype=dtype or torch.bfloat16
+    )
+
+
+def to_torch(x: QuantizedTensor) -> TorchTensor:
+    """Return the rowwise operand of ``x`` in torch's dtypes, as views of the same memory.
+
+    Raises:
+        OperandError: it holds no rowwise operand, or torch has no dtype for its format.
+    """
+    if not isinstance(x, QuantizedTensor):
+        raise OperandError(f"to_torch takes a QuantizedTensor, found {type(x).__name__}.")
+    row, spec = x.operands.rowwise, x.plan.rowwise
+    if row is None or spec is None:
+        raise OperandError(f"to_torch of {x}: it holds no rowwise operand.")
+    dtype = formats.by_name(spec.format).torch_dtype
+    if spec.format == "e2m1":
+        dtype = torch.float4_e2m1fn_x2
+    if dtype is None:
+        raise OperandError(f"to_torch of {x}: torch has no dtype for {spec.format}.")
+    scale_inv = row.scale_inv
+    if spec.scale_format != "float32":
+        scale_inv = scale_inv.view(formats.by_name(spec.scale_format).torch_dtype)
+    data = row.data.view(*x.shape[:-1], row.data.shape[1]).view(dtype)
+    return TorchTensor(data, scale_inv, row.global_scale_inv)
+
+
+def _spec_by_scales(
+    name: str, data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> OperandSpec:
+    """Return the spec whose scales these are.
+
+    Raises:
+        OperandError: there is none.
+    """
+    element = formats.by_name(name)
+    rows, k = math.prod(data.shape[:-1]), data.shape[-1] * (8 // element.bits)
+    blocks = {
+        "float32": ((0, 0), (1, 0), (1, 128), (128, 128)),
+        "e8m0": ((1, 32), (32, 32)),
+        "e4m3": ((1, 16), (16, 16)),
+    }
+    kinds = {torch.float32: "float32", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
+    kind = kinds.get(dtype)
+    for block in blocks.get(kind or "", ()):
+        counts = [
+            -(-size // step) if step else 1 for size, step in zip((rows, k), block, strict=True)
+        ]
+        if counts == [math.prod(scales.shape[:-1]), scales.shape[-1] if scales.dim() else 1]:
+            return OperandSpec(name, block, element.max, kind or "")
+    raise OperandError(
+        f"from_torch of {list(data.shape)} with scales {dtype} {list(scales.shape)}: expected one "
+        f"scale, one a row [rows, 1], [rows, k / 128] or [rows / 128, k / 128] in float32, [rows, "
+        f"k / 32] or [rows / 32, k / 32] in float8_e8m0fnu, or [rows, k / 16] or [rows / 16, "
+        f"k / 16] in float8_e4m3fn."
+    )
+
+
+def _of_torchao(x: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
+    """Return codes, the factors of elements, and the nominal dtype of a tensor of torchao.
+
+    torchao's Float8Tensor and MXTensor hold factors, Float8TrainingTensor their reciprocals.
+
+    Raises:
+        OperandError: it is something else.
+    """
+    data, scale = getattr(x, "qdata", None), getattr(x, "scale", None)
+    if isinstance(data, torch.Tensor) and isinstance(scale, torch.Tensor):
+        return data, scale, x.dtype
+    parts = [getattr(x, name, None) for name in ("_data", "_scale", "_orig_dtype")]
+    if isinstance(parts[0], torch.Tensor) and isinstance(parts[1], torch.Tensor):
+        return parts[0], torch.ones_like(parts[1]) / parts[1], parts[2] or torch.bfloat16
+    raise OperandError(
+        f"from_torch({type(x).__name__}) without scales: expected a Float8Tensor, "
+        f"Float8TrainingTensor or MXTensor of torchao. Give torch's data its scale_inv."
+    )

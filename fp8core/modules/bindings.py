@@ -13,8 +13,7 @@ from fp8core.context.autocast import Active
 from fp8core.dispatch.policy import Policy
 from fp8core.modules.agreement import Agreement
 from fp8core.recipe import Recipe
-from fp8core.tensors.delayed_state import DelayedState, Order, new_order
-from fp8core.tensors.slots import LayerStates
+from fp8core.tensors.delayed_state import DelayedState, LayerStates, Order, new_order
 from fp8core.tensors.weights import WeightStore
 from fp8core.torch_ops.counted import new_counter
 from fp8core.torch_ops.likeness import Likeness

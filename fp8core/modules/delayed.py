@@ -22,9 +22,17 @@ from fp8core.modules.loading import (
 )
 from fp8core.recipe.plan import DelayedPlan, LinearPlan, Plan, SlotNames
 from fp8core.reporting import log_once, logger
-from fp8core.tensors.delayed_state import DelayedState
+from fp8core.tensors.delayed_state import (
+    BUFFERS,
+    META,
+    DelayedState,
+    LayerStates,
+    covers,
+    describe,
+    maxima,
+    read_meta,
+)
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.slots import BUFFERS, META, LayerStates, covers, describe, maxima, read_meta
 from fp8core.torch_ops.private import (
     CHECKPOINTED_MODULE,
     RENAMED_MODULES,

@@ -15,7 +15,7 @@ from fp8core.context.capture import Hooks, Pass, Schedule, passes_of
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe
-from fp8core.tensors.slots import BUFFERS
+from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.tensors.weights import WeightStore
 from fp8core.torch_ops.private import has_hooks
 

@@ -16,8 +16,8 @@ from fp8core.modules.extra_state.state import (
 from fp8core.recipe.plan import Plan, SlotNames
 from fp8core.reporting import log_once
 from fp8core.tensors.checks import fault_of, kind_fault, lacks_memory, misfit
+from fp8core.tensors.delayed_state import BUFFERS, META, read_meta
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.slots import BUFFERS, META, read_meta
 from fp8core.tensors.storage import PARTS
 
 EXTRA_STATE: Final = "_extra_state"

@@ -14,7 +14,7 @@ from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import LayerRole, Plan
-from fp8core.tensors.slots import BUFFERS
+from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.torch_ops.private import DDP_IGNORED
 
 

@@ -25,8 +25,8 @@ from fp8core.modules.bind import bind
 from fp8core.modules.bindings import Repeat
 from fp8core.modules.bound import Bound, new_seed
 from fp8core.modules.inputs import check_input
+from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.tensors.scaling import offered_scale
-from fp8core.tensors.slots import BUFFERS
 from fp8core.torch_ops.private import (
     NO_BACKWARD_PASS,
     current_backward_pass,

@@ -24,8 +24,7 @@ from fp8core.backend_api import Operand, OperandSpec
 from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors import operators
-from fp8core.tensors.checks import check_stored, matrix_size, plan_from
-from fp8core.tensors.coded import fit_codes
+from fp8core.tensors.checks import check_stored, fit_codes, matrix_size, plan_from
 from fp8core.tensors.operators import TorchMethods, write
 from fp8core.tensors.quantizer import Orientations, Slot
 from fp8core.tensors.reduced_amax import ReduceAmax

@@ -7,12 +7,12 @@ import contextlib
 import pytest
 import torch
 
-from fp8core.training.cpu_offload import schedules
+from fp8core.training import cpu_offload
 from tests.benchmarks.offload_gpu import Measured, Stack
 
 
 def test_a_step_offloads_all_layers_but_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedules, "MIN_ELEMENTS", 64)
+    monkeypatch.setattr(cpu_offload, "MIN_ELEMENTS", 64)
     stack = Stack(3, (64, 128), "mxfp8", "cpu")
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     stack.step(x, contextlib.nullcontext(), lambda y: y)

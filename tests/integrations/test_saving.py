@@ -17,7 +17,7 @@ from fp8core.integrations.transformer_engine import finder
 from fp8core.integrations.transformer_engine.saving import merge_states, split_state
 from fp8core.modules.extra_state.state import read_expert_state
 from fp8core.recipe import DelayedScaling, Format
-from fp8core.tensors.slots import BUFFERS, META, meta_text
+from fp8core.tensors.delayed_state import BUFFERS, META, meta_text
 from tests.modules.extra_state.states import DelayedScaling as TheirScaling
 from tests.modules.extra_state.states import as_tensor, buffers, content, pickled, unpickled
 

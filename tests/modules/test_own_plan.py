@@ -22,10 +22,10 @@ from fp8core.dispatch import table
 from fp8core.modules.delayed import DelayedModule
 from fp8core.plan import DelayedPlan, LayerRole, Plan, SlotNames, TensorPlan
 from fp8core.recipe.base import plan_of
+from fp8core.tensors.delayed_state import LayerStates
 from fp8core.tensors.quantizer import TensorQuantizer
 from fp8core.tensors.quantizer_binding import Binding, bind_quantizer
 from fp8core.tensors.scaling import update_after_backward
-from fp8core.tensors.slots import LayerStates
 
 NONE = TensorPlan(None, None)
 E4M3 = OperandSpec("e4m3", (0, 0), 448.0, delayed=True)

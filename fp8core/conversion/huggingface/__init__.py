@@ -44,7 +44,7 @@ from fp8core.conversion.huggingface.weights import (
 )
 from fp8core.errors import UnsupportedError
 from fp8core.modules.head_split import HeadSizes
-from fp8core.tensors.slots import BUFFERS
+from fp8core.tensors.delayed_state import BUFFERS
 
 __all__ = ["from_hugging_face", "layer_arguments", "rotary_arguments", "to_hugging_face"]
 

@@ -18,7 +18,7 @@ from fp8core.modules.prepare import prepare
 from fp8core.recipe import Recipe
 from fp8core.recipe.data import as_data, from_data
 from fp8core.reporting import logger
-from fp8core.tensors.slots import BUFFERS
+from fp8core.tensors.delayed_state import BUFFERS
 
 METHOD = "fp8core"
 """The name of the quantization method in a model's ``config.json``."""

@@ -35,7 +35,7 @@ from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.loading import EXTRA_STATE, Imported
 from fp8core.modules.parallel import ParallelModule
 from fp8core.recipe import get_default_recipe
-from fp8core.tensors.slots import BUFFERS
+from fp8core.tensors.delayed_state import BUFFERS
 
 # Options of how several ranks exchange tensors: without effect on one rank, whatever their value.
 _OVERLAP = (

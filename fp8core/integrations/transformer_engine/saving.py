@@ -27,7 +27,7 @@ from fp8core.recipe import DelayedScaling
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import AttentionPlan, LayerRole, LinearPlan, Plan
 from fp8core.reporting import log_once
-from fp8core.tensors.slots import BUFFERS, META, describe, read_meta
+from fp8core.tensors.delayed_state import BUFFERS, META, describe, read_meta
 
 _TENSORS = tuple(name for name in BUFFERS if name != META)
 _ROLES = {LinearPlan: LayerRole("linear"), AttentionPlan: LayerRole("attention")}

@@ -25,7 +25,7 @@ from fp8core.modules.inventory import keyed_modules
 from fp8core.recipe import Float8BlockScaling, Recipe
 from fp8core.reporting import log_once, logger, some
 from fp8core.tensors.checks import is_sharded
-from fp8core.tensors.slots import BUFFERS
+from fp8core.tensors.delayed_state import BUFFERS
 
 # Tensors of quantized layers that a checkpoint may hold and a forward here does not read: scales of
 # activations, which are quantized by their own amax.

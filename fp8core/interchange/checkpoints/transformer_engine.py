@@ -18,7 +18,7 @@ from fp8core.recipe import DelayedScaling, Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import AttentionPlan, LayerRole
-from fp8core.tensors.slots import BUFFERS, META, describe, read_meta
+from fp8core.tensors.delayed_state import BUFFERS, META, describe, read_meta
 
 _FUNCTION = "transformer_engine_state_dict"
 

@@ -23,8 +23,8 @@ from fp8core.modules.inventory import keyed_modules
 from fp8core.recipe import Recipe
 from fp8core.recipe.choice import recipe_from
 from fp8core.reporting import logger, some
+from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.slots import BUFFERS
 from fp8core.torch_ops.private import COMPILED_MODULE
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMG]?)B", re.IGNORECASE)

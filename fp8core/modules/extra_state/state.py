@@ -33,7 +33,7 @@ from fp8core.recipe.base import Format
 from fp8core.recipe.plan import AttentionPlan, LinearPlan, Plan
 from fp8core.reporting import log_once
 from fp8core.tensors.checks import kind_fault, lacks_memory
-from fp8core.tensors.slots import BUFFERS, META, meta_text
+from fp8core.tensors.delayed_state import BUFFERS, META, meta_text
 
 _T = TypeVar("_T")
 _ZIP, _PICKLE = b"PK", b"\x80"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from fp8core.tensors.parameter.init import fp8_model_init, quantized_model_init
-from fp8core.tensors.parameter.master import MasterWeights
-from fp8core.tensors.parameter.names import (
+from fp8core.tensors.parameter.init import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
     Float8Tensor,
@@ -16,7 +14,10 @@ from fp8core.tensors.parameter.names import (
     NVFP4Tensor,
     NVFP4TensorStorage,
     QuantizedTensorStorage,
+    fp8_model_init,
+    quantized_model_init,
 )
+from fp8core.tensors.parameter.master import MasterWeights
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 __all__ = [

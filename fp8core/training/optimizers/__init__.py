@@ -6,8 +6,8 @@ torch works as well, with :class:`fp8core.MasterWeights` for parameters of lower
 
 from __future__ import annotations
 
+from fp8core.training.optimizers.fused import FusedSGD
 from fp8core.training.optimizers.fused_adam import FusedAdam
-from fp8core.training.optimizers.fused_sgd import FusedSGD
 from fp8core.training.optimizers.multi_tensor import (
     MultiTensorApply,
     multi_tensor_adam,

@@ -17,8 +17,8 @@ from fp8core.backend_api import AdamDesc
 from fp8core.errors import OperandError
 from fp8core.tensors.sharded_weight import local_part, plain_for_writing
 from fp8core.torch_ops.private import copy_all, foreach_mul, foreach_norm
+from fp8core.training.optimizers.fused import check_decay, check_dtypes, descend
 from fp8core.training.optimizers.fused_adam import adam_steps
-from fp8core.training.optimizers.fused_sgd import check_decay, check_dtypes, descend
 
 Lists: TypeAlias = "Sequence[Sequence[torch.Tensor]]"
 Number: TypeAlias = "float | torch.Tensor"
