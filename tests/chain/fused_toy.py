@@ -104,19 +104,27 @@ def installed(
 ) -> Iterator[Counter[str]]:
     """Have the layers of the body use the toy backend; yields the counts of its calls."""
     calls: Counter[str] = Counter()
-    module = types.ModuleType("fused_toy_made")
-    module.Made = lambda: FusedToy(set(offered), calls, spoil, refuse)  # type: ignore[attr-defined]
-    plugin = types.ModuleType("fused_toy_plugin")
+    with registered(100, fused_toy=lambda: FusedToy(set(offered), calls, spoil, refuse)):
+        yield calls
+
+
+@contextlib.contextmanager
+def registered(priority: int, **kinds: Callable[[], Any]) -> Iterator[None]:
+    """Have a plug-in bring a backend for the device of tests by each name, and nothing else."""
+    module, plugin = types.ModuleType("registered_backends"), types.ModuleType("registered_plugin")
 
     @hookimpl
     def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
-        fields = {"priority": 100, "api_version": API_VERSION}
-        register(BackendSpec("fused_toy", (DEVICE.type,), "fused_toy_made:Made", **fields))
+        fields: dict[str, Any] = {"priority": priority, "api_version": API_VERSION}
+        for name in kinds:
+            register(BackendSpec(name, (DEVICE.type,), f"{module.__name__}:{name}", **fields))
 
     plugin.fp8core_register_backends = fp8core_register_backends  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
+        for name, kind in kinds.items():
+            setattr(module, name, kind)
         patch.setitem(sys.modules, module.__name__, module)
         patch.setattr(plugins, "_loaded", [])
-        plugins.register(plugin, "fused_toy")
-        yield calls
+        plugins.register(plugin, "registered")
+        yield
     table._resolve.cache_clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,13 +13,15 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import fp8core
-from fp8core import autocast, ops, recipe
+from fp8core import UnsupportedError, autocast, ops, recipe
+from fp8core.chain import differentiable
+from fp8core.torch_ops import fused
+from tests.chain import fused_toy
 from tests.device import DEVICE, assert_same_sums
 from tests.pairs import turns
 
 # torch itself: forward-mode differentiation loads decompositions that it still compiles by script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-
 D = torch.float64
 K, N = 6, 4
 
@@ -100,7 +104,7 @@ def test_second_derivatives_of_what_is_trained(kind: str, frozen: str) -> None:
     assert torch.autograd.gradgradcheck(pure(layer), (x, *layer.parameters()))
 
 
-def test_second_derivatives_of_a_grouped_layer() -> None:
+def test_derivatives_of_a_grouped_layer_pass_gradcheck() -> None:
     layer = fp8core.GroupedLinear(3, K, N, params_dtype=D)
     x = torch.randn(5, K, dtype=D, requires_grad=True)
     names = [name for name, _ in layer.named_parameters()]
@@ -111,6 +115,7 @@ def test_second_derivatives_of_a_grouped_layer() -> None:
         )
         return made
 
+    assert torch.autograd.gradcheck(run, (x, *layer.parameters()))
     assert torch.autograd.gradgradcheck(run, (x, *layer.parameters()))
 
 
@@ -295,3 +300,225 @@ def test_saved_tensors_of_high_precision_are_the_tensors_themselves() -> None:
         layer(x)
     pointers = {own.data_ptr() for own in found}
     assert pointers == {x.data_ptr(), layer.weight.data_ptr()}
+
+
+@pytest.mark.parametrize(("kind", "shape"), turns(LAYERS, [(K,), (3, K), (2, 3, K)]), ids=str)
+def test_a_batch_of_gradients_equals_a_loop(kind: str, shape: tuple[int, ...]) -> None:
+    layer, x = layer_of(kind), torch.randn(shape, dtype=D, requires_grad=True)
+    wanted = [x, *layer.parameters()]
+    y = plain(layer, x)
+    batch = torch.randn(3, *y.shape, dtype=D)
+
+    def back(dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(y, wanted, dy, retain_graph=True)
+
+    want = [torch.stack(own) for own in zip(*map(back, batch), strict=True)]
+    old = torch.autograd.grad(y, wanted, batch, is_grads_batched=True, retain_graph=True)
+    for got in (old, vmap(back)(batch)):
+        torch.testing.assert_close(list(got), want)
+
+
+def test_a_batch_of_gradients_has_the_mask_of_its_forward() -> None:
+    layer, x = ops.Sequential(ops.Bias(8), ops.Dropout(0.5)), torch.randn(2, 8, requires_grad=True)
+    y = layer(x)
+    (got,) = torch.autograd.grad(
+        y, x, torch.eye(16).reshape(16, 2, 8), is_grads_batched=True, retain_graph=True
+    )
+    want = [
+        torch.autograd.grad(y, x, own.reshape(2, 8), retain_graph=True)[0] for own in torch.eye(16)
+    ]
+    assert torch.equal(got, torch.stack(want))
+
+
+def test_a_thread_of_autograd_that_entered_no_vmap_draws_the_mask_of_a_batch() -> None:
+    """It has the dispatch keys of the thread that called backward, but not its count of levels."""
+    x, rng = torch.randn(3, 8), torch.tensor([1, 2])
+    want = fused.drop(x[0], rng, 0, 0.5) != 0
+    with torch._C._IncludeDispatchKeyGuard(torch._C._dispatch_key_parse("VmapMode")):
+        made = fused.drop(torch._add_batch_dim(x, 0, 1), rng, 0, 0.5)
+        with pytest.raises(RuntimeError, match="random operations inside of vmap"):
+            torch.rand(1)
+    assert torch.equal(torch._remove_batch_dim(made, 1, 3, 0) != 0, want.expand(3, 8))
+
+
+Transform = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+COMPILED: dict[str, Transform] = {
+    "vmap": lambda layer, x: vmap(layer)(x),
+    "jvp": lambda layer, x: jvp(layer, (x,), (x,))[1],
+    "grad": lambda layer, x: grad(loss(layer))(x),
+    "jacfwd of grad": lambda layer, x: jacfwd(grad(loss(layer)))(x),
+}
+
+
+@pytest.fixture
+def nothing_bound() -> Iterator[None]:
+    """Another test may have run the same layer, in eager."""
+    differentiable._bound.cache_clear()
+    torch.compiler.reset()
+    yield
+    differentiable._bound.cache_clear()
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("nothing_bound")
+@pytest.mark.parametrize(
+    ("transform", "kind"), turns(COMPILED, ["linear", "norm and linear", "mlp", "sequential"])
+)
+def test_a_compiled_transform_equals_that_of_a_copy_in_eager(transform: str, kind: str) -> None:
+    layer, x = layer_of(kind, torch.float32).eval(), torch.randn(3, K)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return COMPILED[transform](layer, x)
+
+    got = torch.compile(run, backend="aot_eager")(x)
+    after = run(x)
+    differentiable._bound.cache_clear()
+    want = run(x)
+    torch.testing.assert_close(got, want)
+    assert torch.equal(after, want)
+
+
+@pytest.mark.usefixtures("nothing_bound")
+@pytest.mark.parametrize("transform", COMPILED)
+def test_with_a_recipe_a_compiled_transform_is_refused_by_name(transform: str) -> None:
+    layer, x = fp8core.Linear(32, 16, name="fc"), torch.randn(32, 32)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with autocast(recipe=recipe.by_name("current")):
+            return COMPILED[transform](layer, x)
+
+    with pytest.raises(Exception, match="is not offered in low precision"):
+        torch.compile(run, backend="aot_eager")(x)
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module, torch.Tensor], object], str]] = {
+    "grad": (lambda layer, x: grad(loss(layer))(x), r"torch\.func\.grad"),
+    "vmap": (lambda layer, x: vmap(layer)(x[:, None].expand(-1, 32, -1)), r"torch\.func\.vmap"),
+    "jvp": (lambda layer, x: jvp(layer, (x,), (x,)), r"torch\.func\.jvp"),
+    "hessian": (lambda layer, x: hessian(loss(layer))(x), r"grad.* within torch\.func\.jvp"),
+    "forward mode": (lambda layer, x: dual(layer, x), "forward-mode"),
+    "batched": (
+        lambda layer, x: torch.autograd.functional.jacobian(layer, x, vectorize=True),
+        "batch of gradients",
+    ),
+}
+
+
+def dual(layer: nn.Module, x: torch.Tensor) -> None:
+    with forward_ad.dual_level():
+        layer(forward_ad.make_dual(x, x))
+
+
+def test_with_a_recipe_a_transform_is_refused_by_name() -> None:
+    for transform, name in turns(REFUSED, recipe.names()):
+        layer, x = fp8core.LayerNormMLP(32, 64, name="mlp"), torch.randn(32, 32)
+        run, message = REFUSED[transform]
+        with (
+            autocast(recipe=recipe.by_name(name)),
+            pytest.raises(UnsupportedError, match=rf"'mlp'.*{message}.*autocast\(enabled=False\)"),
+        ):
+            run(layer, x)
+
+
+def test_with_a_recipe_a_second_derivative_is_refused_where_it_is_used() -> None:
+    for name in recipe.names():
+        layer, x = fp8core.Linear(32, 16, name="fc"), torch.randn(32, 32, requires_grad=True)
+        with autocast(recipe=recipe.by_name(name)):
+            y = layer(x).square().mean()
+        (dx,) = torch.autograd.grad(y, x, create_graph=True)
+        total = torch.ones((), requires_grad=True) + dx.square().sum()
+        with pytest.raises(UnsupportedError, match=r"'fc'.*create_graph.*in low precision"):
+            total.backward()
+
+
+def test_with_a_recipe_torch_autograd_grad_refuses_a_second_derivative() -> None:
+    """Which runs the nodes alone on whose way lies what is asked for, here with the loss itself."""
+    for wanted in ["weight", "input", "gradient", "weight before"]:
+        before, layer = nn.Linear(32, 32), fp8core.Linear(32, 16, name="fc")
+        x, dy = (torch.randn(32, size, requires_grad=True) for size in (32, 16))
+        with autocast(recipe=recipe.by_name("current")):
+            y = layer(before(x) if wanted == "weight before" else x)
+        places = {
+            "weight": layer.weight,
+            "input": x,
+            "gradient": dy,
+            "weight before": before.weight,
+        }
+        place = places[wanted]
+        penalty = torch.autograd.grad(y, layer.weight, dy, create_graph=True)[0].square().sum()
+        with pytest.raises(UnsupportedError, match=r"'fc'.*create_graph.*in low precision"):
+            torch.autograd.grad(penalty + y.square().sum() + dy.sum(), place, allow_unused=True)
+
+
+def test_with_a_recipe_a_gradient_with_a_graph_has_the_bits_of_the_one_without() -> None:
+    layer, x = fp8core.Linear(32, 16), torch.randn(32, 32, requires_grad=True)
+    with autocast(recipe=recipe.by_name("current")):
+        y = layer(x)
+    wanted, dy = [x, *layer.parameters()], torch.randn_like(y)
+    want = torch.autograd.grad(y, wanted, dy, retain_graph=True)
+    got = torch.autograd.grad(y, wanted, dy, create_graph=True)
+    assert all(map(torch.equal, got, want))
+
+
+def test_calibrating_is_refused_under_a_transform() -> None:
+    layer = fp8core.Linear(32, 16)
+    with (
+        autocast(enabled=False, calibrating=True, recipe=recipe.by_name("delayed")),
+        pytest.raises(UnsupportedError, match="while it calibrates"),
+    ):
+        grad(loss(layer))(torch.randn(4, 32))
+
+
+def test_a_gradient_that_is_added_elsewhere_is_refused_under_a_transform() -> None:
+    layer = fp8core.Linear(32, 16, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(16, 32)
+    with pytest.raises(UnsupportedError, match="fuse_wgrad_accumulation=False"):
+        grad(loss(layer))(torch.randn(4, 32))
+
+
+def test_a_refused_transform_changes_no_delayed_state() -> None:
+    layer, x = fp8core.Linear(32, 16), torch.randn(32, 32)
+    with autocast(recipe=recipe.by_name("delayed")):
+        layer(x)
+        before = {name: own.clone() for name, own in layer.named_buffers()}
+        with pytest.raises(UnsupportedError):
+            grad(loss(layer))(x)
+        assert all(torch.equal(own, before[name]) for name, own in layer.named_buffers())
+
+
+def test_a_transform_is_refused_by_name_with_the_autocast_inside() -> None:
+    layer, x = fp8core.Linear(32, 16, name="fc"), torch.randn(32, 32)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with autocast(recipe=recipe.by_name("delayed")):
+            made: torch.Tensor = layer(x).sum()
+        return made
+
+    run(x)
+    before = {name: own.clone() for name, own in layer.named_buffers()}
+    with pytest.raises(UnsupportedError, match=r"'fc'.*torch\.func\.grad"):
+        grad(run)(x)
+    assert all(torch.equal(own, before[name]) for name, own in layer.named_buffers())
+
+
+def test_what_a_backend_computes_as_one_is_refused_by_name() -> None:
+    with fused_toy.installed("add_norm"):
+        layer = layer_of_residual().float()
+        x, other = (torch.randn(3, K, requires_grad=True) for _ in "ab")
+        (dx,) = torch.autograd.grad(layer(x, other).square().sum(), x, create_graph=True)
+        with pytest.raises(UnsupportedError, match=r"use_backend\(\"reference\"\)"):
+            dx.sum().backward()
+
+
+def test_a_refusal_leaves_nothing_of_its_graph_alive() -> None:
+    layer = fp8core.Linear(32, 32)
+    x = torch.randn(16, 32, requires_grad=True)
+    with fp8core.autocast(recipe=recipe.Float8CurrentScaling()):
+        y = layer(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedError):
+        gradient.sum().backward()
+    parameter = weakref.ref(layer.weight)
+    del y, gradient, layer, x
+    gc.collect()
+    assert parameter() is None

@@ -15,7 +15,6 @@ from tests.pairs import pairs
 
 BF16 = torch.bfloat16
 QUANTIZING = [name for name in OPTIONAL_OPS if name != "add_norm"]
-STATELESS = [name for name in recipe.names() if name != "delayed"]
 Make = Callable[[], torch.nn.Module]
 
 
@@ -75,18 +74,12 @@ def unfused(run: Callable[..., list[torch.Tensor]], *arguments: Any, **options: 
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", STATELESS)
+@pytest.mark.parametrize("name", recipe.names())
 def test_fused_equals_unfused_bit_for_bit(name: str, model: str) -> None:
-    want = unfused(train, MODELS[model], name)
+    steps = 3 if name == "delayed" else 1
+    want = unfused(train, MODELS[model], name, steps=steps)
     with fused_toy.installed(*QUANTIZING):
-        assert same(train(MODELS[model], name), want)
-
-
-def test_fused_delayed_equals_unfused_with_its_amaxes() -> None:
-    for model in MODELS:
-        want = unfused(train, MODELS[model], "delayed", steps=3)
-        with fused_toy.installed(*QUANTIZING):
-            assert same(train(MODELS[model], "delayed", steps=3), want), model
+        assert same(train(MODELS[model], name, steps=steps), want)
 
 
 def test_a_layer_uses_each_fusion_once() -> None:

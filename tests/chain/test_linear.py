@@ -20,8 +20,6 @@ from fp8core.modules.bind import bind
 from tests.device import DEVICE, assert_same_sums
 from tests.pairs import pairs, turns
 
-torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
-
 RECIPES = {"none": None, **{name: recipe.by_name(name) for name in recipe.names()}}
 M, K, N = 96, 64, 32
 SPLITS = [32, 64]
@@ -131,27 +129,25 @@ def test_without_gradients_there_is_one_gemm_over_rowwise_operands(
     assert counter.orientations == {"input": {"rowwise"}, "weight": {"rowwise"}}
 
 
-def test_a_frozen_weight_needs_no_columnwise_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = build("linear")
-    layer.weight.requires_grad_(False)
-    counter = Counter(layer, monkeypatch)
-    forward(layer, torch.randn(M, K, requires_grad=True), RECIPES["mxfp8"]).sum().backward()
-    assert counter.orientations == {
-        "input": {"rowwise"},
-        "weight": {"rowwise", "columnwise"},
-        "grad_output": {"rowwise"},
-    }
+BOTH, ROWWISE, COLUMNWISE = {"rowwise", "columnwise"}, {"rowwise"}, {"columnwise"}
 
 
-def test_a_frozen_input_needs_no_columnwise_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("frozen", "orientations"),
+    [
+        ("weight", {"input": ROWWISE, "weight": BOTH, "grad_output": ROWWISE}),
+        ("input", {"input": BOTH, "weight": ROWWISE, "grad_output": COLUMNWISE}),
+    ],
+)
+def test_what_is_frozen_needs_one_orientation_of_the_others(
+    frozen: str, orientations: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = build("linear")
+    layer.weight.requires_grad_(frozen != "weight")
     counter = Counter(layer, monkeypatch)
-    forward(layer, torch.randn(M, K), RECIPES["mxfp8"]).sum().backward()
-    assert counter.orientations == {
-        "input": {"rowwise", "columnwise"},
-        "weight": {"rowwise"},
-        "grad_output": {"columnwise"},
-    }
+    x = torch.randn(M, K, requires_grad=frozen != "input")
+    forward(layer, x, RECIPES["mxfp8"]).sum().backward()
+    assert counter.orientations == orientations
 
 
 def saved_shapes(layer: LowPrecisionModule, x: torch.Tensor, name: str) -> list[tuple[int, ...]]:
@@ -167,31 +163,24 @@ def saved_shapes(layer: LowPrecisionModule, x: torch.Tensor, name: str) -> list[
     return sorted(kept)
 
 
-def test_backward_keeps_codes_of_the_input_and_the_weight() -> None:
-    kept = saved_shapes(build("linear"), torch.randn(M, K, requires_grad=True), "current")
-    assert kept == [(K, N, 1), (K, M, 1)]
-
-
-def test_with_a_frozen_weight_backward_keeps_nothing_of_the_input() -> None:
+@pytest.mark.parametrize(
+    ("name", "frozen", "shapes"),
+    [
+        ("current", (), [(K, N, 1), (K, M, 1)]),
+        ("current", ("weight",), [(K, N, 1)]),
+        ("current", ("input",), [(K, M, 1)]),
+        ("current", ("weight", "input"), []),  # the bias is trained
+        ("nvfp4", (), [(K, N // 2, 1), (K, M // 2, 1)]),
+    ],
+    ids=str,
+)
+def test_backward_keeps_codes_of_what_it_multiplies(
+    name: str, frozen: tuple[str, ...], shapes: list[tuple[int, ...]]
+) -> None:
     layer = build("linear")
-    layer.weight.requires_grad_(False)
-    kept = saved_shapes(layer, torch.randn(M, K, requires_grad=True), "current")
-    assert kept == [(K, N, 1)]
-
-
-def test_with_a_frozen_input_backward_keeps_nothing_of_the_weight() -> None:
-    assert saved_shapes(build("linear"), torch.randn(M, K), "current") == [(K, M, 1)]
-
-
-def test_with_only_the_bias_trainable_backward_keeps_nothing() -> None:
-    layer = build("linear")
-    layer.weight.requires_grad_(False)
-    assert saved_shapes(layer, torch.randn(M, K), "current") == []
-
-
-def test_fp4_keeps_half_a_byte_an_element() -> None:
-    kept = saved_shapes(build("linear"), torch.randn(M, K, requires_grad=True), "nvfp4")
-    assert kept == [(K, N // 2, 1), (K, M // 2, 1)]
+    layer.weight.requires_grad_("weight" not in frozen)
+    x = torch.randn(M, K, requires_grad="input" not in frozen)
+    assert saved_shapes(layer, x, name) == shapes
 
 
 def test_high_precision_keeps_no_copy_of_the_weight() -> None:
@@ -216,32 +205,20 @@ def test_one_frozen_weight_of_a_group_gets_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("name", ["current", "delayed", "mxfp8", "nvfp4", "rowwise", "block"])
-def test_freezing_the_weight_changes_no_bit_of_grad_input(name: str) -> None:
+def test_freezing_one_changes_no_bit_of_the_other_s_gradient(name: str) -> None:
     layer = build("linear")
     x, dy = torch.randn(M, K), torch.randn(M, N)
     grads = []
-    for trainable in (True, False):
-        layer.reset_delayed_state()
-        layer.weight.requires_grad_(trainable)
-        leaf = x.clone().requires_grad_()
-        torch.manual_seed(1)
-        forward(layer, leaf, RECIPES[name]).backward(dy)
-        grads.append(leaf.grad)
-    assert torch.equal(*grads)
-
-
-@pytest.mark.parametrize("name", ["current", "delayed", "mxfp8", "nvfp4", "rowwise", "block"])
-def test_freezing_the_input_changes_no_bit_of_grad_weight(name: str) -> None:
-    layer = build("linear")
-    x, dy = torch.randn(M, K), torch.randn(M, N)
-    grads = []
-    for trainable in (True, False):
+    for trains_weight, needs_input in ((True, True), (False, True), (True, False)):
         layer.reset_delayed_state()
         layer.zero_grad()
+        layer.weight.requires_grad_(trains_weight)
+        leaf = x.clone().requires_grad_(needs_input)
         torch.manual_seed(1)
-        forward(layer, x.clone().requires_grad_(trainable), RECIPES[name]).backward(dy)
-        grads.append(layer.weight.grad)
-    assert torch.equal(*grads)
+        forward(layer, leaf, RECIPES[name]).backward(dy)
+        grads.append((leaf.grad, layer.weight.grad))
+    assert torch.equal(grads[1][0], grads[0][0])
+    assert torch.equal(grads[2][1], grads[0][1])
 
 
 def test_the_bias_gradient_is_the_rounded_float32_sum_of_grad_output() -> None:

@@ -17,8 +17,6 @@ from fp8core_backends.reference.backend import ReferenceBackend
 from tests.device import DEVICE
 from tests.pairs import turns
 
-torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
-
 REFERENCE = ReferenceBackend()
 
 NEAREST = recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)

@@ -17,8 +17,6 @@ from fp8core.dispatch import table
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests import recording_backend
 
-torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
-
 K, N = 48, 32
 RECIPES = ["current", "delayed", "rowwise", "block"]
 

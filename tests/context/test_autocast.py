@@ -15,8 +15,6 @@ from fp8core.context.autocast import active, request
 from fp8core.modules.bind import bind
 from tests.device import DEVICE
 
-torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
-
 CURRENT = recipe.Float8CurrentScaling()
 MXFP8 = recipe.MXFP8BlockScaling()
 DELAYED = recipe.DelayedScaling(amax_history_len=4)

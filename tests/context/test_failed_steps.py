@@ -20,8 +20,6 @@ from fp8core.context.autocast import active, request
 from fp8core.tensors import scaling
 from tests.device import let_go_of_backward_passes
 
-torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
-
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 E5M2_MAX = 57344.0
 

@@ -18,8 +18,6 @@ from fp8core.context import scopes
 from fp8core.context.autocast import active
 from tests.device import DEVICE
 
-torch.set_num_threads(1)
-
 FIRST = recipe.DelayedScaling(amax_history_len=4)
 SECOND = recipe.DelayedScaling(amax_history_len=4, margin=1)
 

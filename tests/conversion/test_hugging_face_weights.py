@@ -31,8 +31,6 @@ from fp8core.conversion.huggingface import (
 from tests.docs.pages import DOCS
 from tests.pairs import turns
 
-torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
-
 LLAMA: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,

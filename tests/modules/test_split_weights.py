@@ -10,7 +10,7 @@ import torch
 
 import fp8core
 from fp8core import recipe
-from tests.chain.requantizing import bytes_held, saved_tensors
+from tests.chain.test_requantized import bytes_held, saved_tensors
 from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work

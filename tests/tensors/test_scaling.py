@@ -17,8 +17,6 @@ from fp8core.tensors import scaling
 from fp8core.tensors.delayed_state import DelayedState
 from tests.device import DEVICE
 
-torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
-
 RECIPE = recipe.DelayedScaling(amax_history_len=4)
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 INPUT, WEIGHT, OUTPUT = 0, 1, 2
