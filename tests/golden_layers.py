@@ -19,6 +19,7 @@ RECIPES = {
     "current": recipe.Float8CurrentScaling(),
     "block": recipe.Float8BlockScaling(),
 }
+DELAYED = [name for name in RECIPES if name.startswith("delayed")]
 
 
 class Step(NamedTuple):
@@ -43,9 +44,12 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def run(
-    layer: torch.nn.Module, case: str, name: str, arrays: Mapping[str, np.ndarray]
+    layer: torch.nn.Module, case: str, name: str, arrays: Mapping[str, np.ndarray], *more: object
 ) -> Iterator[Step]:
-    """Yield each step of ``case`` under recipe ``name``, after its backward."""
+    """Yield each step of ``case`` under recipe ``name``, after its backward.
+
+    ``more``: what the layer is called with besides its input.
+    """
     chosen = RECIPES[name]
     names = [key for key, _ in layer.named_parameters()]
     device = next(layer.parameters()).device
@@ -56,7 +60,7 @@ def run(
         x = tensor(arrays[f"inputs/{case}/step{index}/x"]).to(device).requires_grad_()
         layer.zero_grad()
         with autocast(enabled=chosen is not None, recipe=chosen):
-            y = layer(x)
+            y = layer(x, *more)
         y.backward(tensor(arrays[f"inputs/{case}/step{index}/grad_output"]).to(device))
         found = {"y": y, "grad_input": x.grad}
         found |= {f"grad/{key}": own.grad for key, own in layer.named_parameters()}
