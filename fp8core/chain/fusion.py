@@ -22,7 +22,7 @@ from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.shape import BindContext
 from fp8core.dispatch import settings
 from fp8core.errors import UnsupportedError
-from fp8core.tensors.low_precision import LowPrecision
+from fp8core.tensors.quantizer_binding import LowPrecision
 
 __all__ = ["Fusion", "Producer", "bind_fusion", "variants"]
 

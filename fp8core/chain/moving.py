@@ -35,8 +35,7 @@ from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.chain.shards import GemmPart
 from fp8core.collectives import Communicator, Started, named
 from fp8core.errors import OperandError
-from fp8core.tensors.quantizer import Orientations
-from fp8core.tensors.values import HighPrecision
+from fp8core.tensors.quantizer import HighPrecision, Orientations
 
 __all__ = ["AllReduceShape", "GatherShape", "MovingLink", "ReplicateShape", "ScatterShape"]
 

@@ -15,8 +15,7 @@ import torch
 
 from fp8core.backend_api import Operand
 from fp8core.chain.request import Handover, QuantizeRequest
-from fp8core.tensors.quantizer import Orientations
-from fp8core.tensors.values import HighPrecision
+from fp8core.tensors.quantizer import HighPrecision, Orientations
 from fp8core.torch_ops.recorded import called_in_repeats
 
 __all__ = ["ComputedProduct", "empty_rows", "rows_request"]

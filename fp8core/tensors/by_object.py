@@ -11,14 +11,14 @@ from fp8core.dispatch.select import Choice
 from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import BaseQuantizer, Groups, Orientations
+from fp8core.tensors.quantizer import Groups, Orientations, TensorQuantizer
 from fp8core.tensors.storage import storage_plan
 
 _turns = threading.Lock()
 """Lets one cast run at a time: usages are set on the object, which layers may share."""
 
 
-class ObjectQuantizer(BaseQuantizer):
+class ObjectQuantizer(TensorQuantizer):
     """Quantizes by ``maker``, an object with ``set_usage`` and a call that quantizes.
 
     ``plan`` is how it stores both orientations, ``role`` what messages call it.

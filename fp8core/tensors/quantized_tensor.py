@@ -25,9 +25,10 @@ from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors import operators
 from fp8core.tensors.checks import check_stored, fit_codes, matrix_size, plan_from
-from fp8core.tensors.operators import TorchMethods, write
+from fp8core.tensors.operand_tensor import OperandTensor
+from fp8core.tensors.operators import write
 from fp8core.tensors.quantizer import Orientations, Slot
-from fp8core.tensors.reduced_amax import ReduceAmax
+from fp8core.tensors.quantizer_binding import ReduceAmax
 from fp8core.tensors.storage import (
     FLOATS,
     PARTS,
@@ -46,7 +47,7 @@ from fp8core.torch_ops.private import (
 )
 
 
-class QuantizedTensor(TorchMethods):
+class QuantizedTensor(OperandTensor):
     """A tensor ``[..., k]`` stored as the operands of a GEMM; its dtype is nominal.
 
     Its rows are stored as a matrix ``[n, k]``, whatever the leading dimensions are.

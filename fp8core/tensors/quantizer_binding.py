@@ -1,11 +1,15 @@
-"""From a tensor's plan, a device and a state to a quantizer to call."""
+"""From a tensor's plan, a device and a state to a quantizer to call.
+
+A quantizer in low precision is one call of a backend, or, of a part of a tensor, two, between which
+the amaxes of the parts are reduced.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -13,16 +17,259 @@ from fp8core.backend_api import (
     AmaxDesc,
     Operand,
     OperandSpec,
+    QuantizeByAmaxDesc,
     QuantizeDesc,
-    UnsupportedError,
+    amax_extent,
+    amax_sizes,
     has_amax,
 )
 from fp8core.dispatch.resolver import DISPATCH, UNNAMED, Purpose, Resolver
+from fp8core.dispatch.select import Choice
+from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
-from fp8core.tensors.low_precision import BoundQuantizer, LowPrecision, Resolve
-from fp8core.tensors.quantizer import BaseQuantizer, Groups, Orientations, Slot, TensorQuantizer
-from fp8core.tensors.reduced_amax import MaximumOverShards, ReduceAmax, ReducedLowPrecision
-from fp8core.tensors.values import HighPrecision
+from fp8core.tensors.quantizer import (
+    Cast,
+    CastAndSum,
+    ColumnSums,
+    Groups,
+    HighPrecision,
+    MixedPrecision,
+    Observer,
+    Orientations,
+    Pair,
+    Resolve,
+    RowwiseTwice,
+    Slot,
+    TensorQuantizer,
+)
+from fp8core.torch_ops.recorded import called_in_repeats
+
+
+class BoundQuantizer(TensorQuantizer):
+    """Low precision by three bound calls: for both orientations, and for either one."""
+
+    __slots__ = ("_both", "_columnwise", "_rowwise", "choices")
+
+    _both: Callable[..., Orientations]
+    _rowwise: Callable[..., Orientations]
+    _columnwise: Callable[..., Orientations]
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Quantize ``x``."""
+        run = self.cast_to(rowwise=rowwise, columnwise=columnwise)
+        return run(x, *groups) if rng is None else run(x, *groups, rng=rng)
+
+    def cast_to(self, *, rowwise: bool, columnwise: bool) -> Callable[..., Orientations]:
+        """Return the bound call of these orientations, with nothing in between."""
+        both_or_column = self._both if rowwise else self._columnwise
+        return both_or_column if columnwise else self._rowwise
+
+
+class LowPrecision(BoundQuantizer):
+    """Low precision, in one call of the backend where both orientations are asked for."""
+
+    __slots__ = ("_chunked", "_summing", "_whole", "desc", "nonfinite", "slot")
+
+    def __init__(
+        self,
+        desc: QuantizeDesc,
+        resolve: Resolve,
+        slot: Slot | None,
+        nonfinite: torch.Tensor | None,
+    ) -> None:
+        self.desc = desc
+        self.slot = slot
+        self.nonfinite = nonfinite
+        whole = resolve(desc)
+        self.choices: tuple[Choice, ...] = (whole.choice,)
+        rowwise, columnwise = desc.halves()
+        self._whole = whole
+        self._both = self.with_slot(whole.run)
+        self._chunked = self.with_slot(whole.offers.quantize_chunked or whole.run)
+        row, column = resolve(rowwise), resolve(columnwise)
+        self._rowwise = self.with_slot(row.run)
+        self._columnwise = self.with_slot(column.run)
+        # By orientations, rowwise and columnwise; None where the backend offers no sums.
+        self._summing = {
+            (True, True): whole.offers.quantize_and_sum,
+            (True, False): row.offers.quantize_and_sum,
+            (False, True): column.offers.quantize_and_sum,
+        }
+
+    @property
+    def plan(self) -> TensorPlan | None:
+        """How both orientations are quantized."""
+        return TensorPlan(self.desc.rowwise, self.desc.columnwise)
+
+    @property
+    def casts_chunks(self) -> bool:
+        """Whether the backend offers chunks; an operator of a captured graph does not."""
+        return self._whole.offers.quantize_chunked is not None
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """The delayed scale, where its amax is recorded, and the count of NaN and inf."""
+        tensors = (*(self.slot or ()), self.nonfinite)
+        return tuple(tensor for tensor in tensors if tensor is not None)
+
+    def with_slot(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``run`` with this tensor's delayed scale, amax and count filled in."""
+        state: dict[str, torch.Tensor | None] = {}
+        if self.slot is not None:
+            state = {"scale": self.slot.scale, "amax_out": self.slot.amax}
+        if self.nonfinite is not None:
+            state["nonfinite_out"] = self.nonfinite
+        return partial(run, **state) if state else run
+
+    def cast_chunked(self) -> Callable[..., Orientations]:
+        """Return the backend's own call, in chunks where it offers them."""
+        return self._chunked
+
+    def cast_and_sum(self, sums: ColumnSums, *, rowwise: bool, columnwise: bool) -> CastAndSum:
+        """Return the backend's own call for both, if it has one."""
+        run = self._summing[rowwise, columnwise]
+        if run is None:
+            return super().cast_and_sum(sums, rowwise=rowwise, columnwise=columnwise)
+        return self.with_slot(run)
+
+    def cast_chunked_and_sum(self, sums: ColumnSums) -> CastAndSum:
+        """Return the backend's own call for both, if it has one."""
+        run = self._whole.offers.quantize_chunked_and_sum
+        if run is not None:
+            return self.with_slot(run)
+        if self.casts_chunks:
+            return super().cast_chunked_and_sum(sums)
+        return self.cast_and_sum(sums, rowwise=True, columnwise=True)
+
+    def pair_with(self, second: TensorQuantizer) -> Pair | None:
+        """Return the backend's own call for both tensors, if there is any."""
+        if not isinstance(second, LowPrecision):
+            return None
+        run: Any = self._whole.pair_with(second._whole)
+        if run is None:
+            return None
+        states: dict[str, tuple[torch.Tensor | None, ...]] = {}
+        if self.slot is not None and second.slot is not None:
+            scales, amaxes = zip(self.slot, second.slot, strict=True)
+            states = {"scale": scales, "amax_out": amaxes}
+        if self.nonfinite is not None or second.nonfinite is not None:
+            states["nonfinite_out"] = (self.nonfinite, second.nonfinite)
+        return partial(run, **states) if states else run
+
+
+ReduceAmax: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
+"""Takes the amaxes of a part of a tensor, float32 ``[n]`` as :class:`AmaxDesc` lays them out, and
+returns those of the whole tensor: the maximum over all parts. A scale a row depends on one row
+alone, so of such entries it reduces those whose row or column of the whole the parts share."""
+
+
+class MaximumOverShards(NamedTuple):
+    """Reduces the amaxes of a tensor whose rows are on several ranks, by ``maximum``.
+
+    A scale of a single row stays with its rank; no collective is called where all are.
+    """
+
+    maximum: ReduceAmax
+
+    def of(self, desc: QuantizeDesc, amaxes: torch.Tensor, cols: int, groups: int) -> torch.Tensor:
+        """Return ``amaxes`` of ``desc`` reduced, for a tensor of ``cols`` columns."""
+        if amax_extent(desc.rowwise) != "row":
+            return self.maximum(amaxes)
+        shared = amax_sizes(desc, 0, cols, groups)[1]
+        if not shared:
+            return amaxes
+        return called_in_repeats(_joined, amaxes[:-shared], self.maximum(amaxes[-shared:]))
+
+
+def _joined(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts)
+
+
+class ReducedLowPrecision(BoundQuantizer):
+    """Low precision for a part of a tensor: ``reduce_amax`` runs between amax and cast.
+
+    Operands are the part's share of the whole tensor's, bit for bit. A backend's fusions, pairs and
+    parts, which derive scales from the part, are not used, and no stored operand is taken as the
+    result, as nobody knows the amaxes that its scales follow from.
+    """
+
+    __slots__ = ("_nonfinite",)
+
+    def __init__(
+        self,
+        desc: QuantizeDesc,
+        resolve: Resolve,
+        nonfinite: torch.Tensor | None,
+        reduce_amax: ReduceAmax | MaximumOverShards,
+    ) -> None:
+        self._nonfinite = nonfinite
+
+        def bind(desc: QuantizeDesc) -> tuple[Cast, tuple[Choice, ...]]:
+            if not has_amax(desc):  # this orientation's scales belong to blocks
+                plain = resolve(desc)
+                return _counting(plain.run, nonfinite), (plain.choice,)
+            amax = resolve(AmaxDesc(desc))
+            cast = resolve(QuantizeByAmaxDesc.of(desc))
+            run = _reducing(desc, amax.run, reduce_amax, _counting(cast.run, nonfinite))
+            return run, (amax.choice, cast.choice)
+
+        rowwise, columnwise = desc.halves()
+        self._both, self.choices = bind(desc)
+        self._rowwise, _ = bind(rowwise)
+        self._columnwise, _ = bind(columnwise)
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """The count of NaN and inf: what it does is two operations, and a reduction in between."""
+        return () if self._nonfinite is None else (self._nonfinite,)
+
+
+def _counting(run: Callable[..., Any], nonfinite: torch.Tensor | None) -> Callable[..., Any]:
+    return run if nonfinite is None else partial(run, nonfinite_out=nonfinite)
+
+
+def _reducing(
+    desc: QuantizeDesc,
+    amax: Callable[..., torch.Tensor],
+    reduce_amax: ReduceAmax | MaximumOverShards,
+    cast: Callable[..., Any],
+) -> Callable[..., Any]:
+    def run(x: torch.Tensor, *groups: torch.Tensor, **keywords: Any) -> Any:
+        amaxes = amax(x, *groups)
+        if isinstance(reduce_amax, MaximumOverShards):
+            num_groups = groups[0].numel() - 1 if groups else 1
+            reduced = reduce_amax.of(desc, amaxes, x.shape[1], num_groups)
+        else:
+            reduced = called_in_repeats(reduce_amax, amaxes)
+        _check_reduced(reduced, amaxes)
+        return cast(x, *groups, amax=reduced, **keywords)
+
+    return run
+
+
+def _check_reduced(reduced: object, amaxes: torch.Tensor) -> None:
+    """Raise unless ``reduced`` can stand for ``amaxes``; by None the cast would use its own."""
+    if not isinstance(reduced, torch.Tensor):
+        raise OperandError(
+            f"reduce_amax returned {reduced!r}; expected a tensor float32 {list(amaxes.shape)}. A "
+            f"collective that writes in place, as torch.distributed.all_reduce, returns None: "
+            f"return its tensor."
+        )
+    expected = (amaxes.dtype, amaxes.shape, amaxes.device)
+    if (reduced.dtype, reduced.shape, reduced.device) != expected:
+        raise OperandError(
+            f"reduce_amax returned {reduced.dtype} {list(reduced.shape)} on {reduced.device}; "
+            f"expected what it was given: {amaxes.dtype} {list(amaxes.shape)} on {amaxes.device}."
+        )
+
 
 _E8M0_NAN = 0xFF
 """Source: OCP MX v1.0 sec. 5.4.1."""
@@ -68,83 +315,6 @@ def _mark(operand: Operand, is_nonfinite: torch.Tensor) -> None:
     scales = operand.scale_inv if operand.global_scale_inv is None else operand.global_scale_inv
     assert scales is not None
     scales.masked_fill_(is_nonfinite, math.nan if scales.is_floating_point() else _E8M0_NAN)
-
-
-class MixedPrecision(BaseQuantizer):
-    """A quantizer of one orientation in low precision; the second stays in high precision."""
-
-    __slots__ = ("_columnwise", "_rowwise", "choices")
-
-    def __init__(self, rowwise: TensorQuantizer, columnwise: TensorQuantizer) -> None:
-        self._rowwise = rowwise
-        self._columnwise = columnwise
-        self.choices = (*rowwise.choices, *columnwise.choices)
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
-    ) -> Orientations:
-        """Make each orientation by its own quantizer."""
-        row = self._rowwise(x, groups, columnwise=False, rng=rng).rowwise if rowwise else None
-        if not columnwise:
-            return Orientations(row, None)
-        return Orientations(row, self._columnwise(x, groups, rowwise=False, rng=rng).columnwise)
-
-
-class RowwiseTwice(BaseQuantizer):
-    """Low precision for both orientations: the columnwise operand is the rowwise one, which its
-    reader dequantizes and transposes."""
-
-    __slots__ = ("_rowwise", "choices")
-
-    def __init__(self, rowwise: TensorQuantizer) -> None:
-        self._rowwise = rowwise
-        self.choices = rowwise.choices
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
-    ) -> Orientations:
-        """Quantize ``x`` rowwise."""
-        operand = self._rowwise(x, groups, columnwise=False, rng=rng).rowwise
-        return Orientations(operand if rowwise else None, operand if columnwise else None)
-
-
-class Observer(BaseQuantizer):
-    """Records the amax that ``desc`` would record, then hands the tensor to another quantizer."""
-
-    __slots__ = ("_amax", "_inner", "_recorded", "choices")
-
-    def __init__(
-        self, inner: TensorQuantizer, desc: QuantizeDesc, resolve: Resolve, recorded: torch.Tensor
-    ) -> None:
-        self._inner = inner
-        self._amax = resolve(AmaxDesc(desc)).run
-        self._recorded = recorded
-        self.choices = inner.choices
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
-    ) -> Orientations:
-        """Record, then quantize."""
-        self._recorded.copy_(torch.maximum(self._recorded, self._amax(x, *groups)))
-        return self._inner(x, groups, rowwise=rowwise, columnwise=columnwise, rng=rng)
 
 
 class Binding(NamedTuple):

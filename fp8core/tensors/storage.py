@@ -17,8 +17,7 @@ from fp8core.dispatch import table
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import Orientations, Slot
-from fp8core.tensors.quantizer_binding import Binding, bind_quantizer
-from fp8core.tensors.reduced_amax import ReduceAmax
+from fp8core.tensors.quantizer_binding import Binding, ReduceAmax, bind_quantizer
 from fp8core.torch_ops.counted import counter_of
 from fp8core.torch_ops.recorded import called_in_repeats
 from fp8core.torch_ops.shapes import is_captured
@@ -57,6 +56,17 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 def per_byte(spec: OperandSpec) -> int:
     """Return how many elements a byte of ``data`` holds."""
     return 8 // formats.by_name(spec.format).bits
+
+
+def steps(spec: OperandSpec, dim: int) -> tuple[int, int, int]:
+    """Return of how many elements along ``dim``, 0 the rows of an operand and 1 its k, an entry is:
+    of its codes, of its scales, and of the scales above; 0 where one entry is of all."""
+    return per_byte(spec) if dim else 1, spec.block[dim], int(spec.row_scaled and not dim)
+
+
+def entries(size: int, step: int) -> int:
+    """Return how many entries of ``step`` elements each, as by :func:`steps`, ``size`` need."""
+    return -(-size // step) if step else 1
 
 
 def split(parts: Sequence[torch.Tensor | None]) -> StoredOperands:
@@ -197,17 +207,17 @@ def pad_operand(operand: Operand, spec: OperandSpec, rows: int, columns: int) ->
     which nothing is added are those of ``operand``.
     """
     packed = per_byte(spec)
-    data = _grown(operand.data, rows, columns // packed, 0)
-    scale_inv, outer = operand.scale_inv, operand.global_scale_inv
-    assert scale_inv is not None
-    sizes = data.shape[0], data.shape[1] * packed
-    counts = [-(-size // step) if step else 1 for size, step in zip(sizes, spec.block, strict=True)]
-    value = 1 if spec.scale_format == "float32" else 0
-    more = counts[0] - scale_inv.shape[0], counts[1] - scale_inv.shape[1]
-    padded = _grown(scale_inv, *more, value)
-    if outer is not None and spec.row_scaled:
-        outer = _grown(outer, rows, 0, 1)
-    return Operand(data, padded, outer)
+    sizes = operand.data.shape[0] + rows, (operand.data.shape[1] + columns // packed) * packed
+    fills = 0, 1 if spec.scale_format == "float32" else 0, 1
+    ways = zip(steps(spec, 0), steps(spec, 1), strict=True)
+    parts: list[torch.Tensor | None] = []
+    for part, along, fill in zip(operand, ways, fills, strict=True):
+        if part is not None:
+            counts = map(entries, sizes, along)
+            more = [count - size for count, size in zip(counts, part.shape, strict=True)]
+            part = _grown(part, more[0], more[1], fill)
+        parts.append(part)
+    return Operand(*parts)  # type: ignore[arg-type]  # data is there
 
 
 def _grown(part: torch.Tensor, rows: int, columns: int, value: int) -> torch.Tensor:

@@ -1,4 +1,9 @@
-"""Views of a QuantizedTensor, which are for reading: a write to one would change a copy."""
+"""Views of a QuantizedTensor's values, which are for reading: a write would change a copy.
+
+Where blocks are cut, the flat view of the whole is one that torch's wrappers can send:
+``DistributedDataParallel`` sends each parameter as ``p.view(-1)``, joined with others, or by itself
+where it is large.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from fp8core.backend_api import Operand
-from fp8core.dispatch.select import Choice
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.tensors.quantizer import BaseQuantizer, Groups, Orientations
+from fp8core.tensors.operand_tensor import OperandTensor
 from fp8core.torch_ops.private import (
     COMPOSITE,
     make_wrapper,
@@ -20,52 +23,6 @@ from fp8core.torch_ops.private import (
     refuse_address,
     schema_of,
 )
-
-
-class HighPrecision(BaseQuantizer):
-    """No quantization: the operands are the tensor in the activation dtype, and its view."""
-
-    __slots__ = ("_dtype", "choices")
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self.choices: tuple[Choice, ...] = ()
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
-    ) -> Orientations:
-        """Return ``x`` and ``x.T``."""
-        if x.dtype != self._dtype:
-            x = x.to(self._dtype)
-        return Orientations(Operand(x) if rowwise else None, Operand(x.t()) if columnwise else None)
-
-
-class Unturned(HighPrecision):
-    """No quantization, and no view: both operands are the tensor itself, which its GEMM turns.
-
-    What autograd saves is then the tensor that it knows, with its history.
-    """
-
-    __slots__ = ()
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
-    ) -> Orientations:
-        """Return ``x`` for either orientation."""
-        operand = Operand(x if x.dtype == self._dtype else x.to(self._dtype))
-        return Orientations(operand if rowwise else None, operand if columnwise else None)
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
@@ -187,3 +144,77 @@ class Values(torch.Tensor):
             )
         args, kwargs = pytree.tree_map_only(Values, lambda view: view._plain, (args, kwargs))
         return as_view(func, func(*args, **kwargs))
+
+
+class FlatView(Values):
+    """The values of ``whole`` as one dimension, for reading. ``copy_`` writes all of them to
+    ``whole``, and a broadcast sends its operands; other writes are refused."""
+
+    _whole: OperandTensor
+
+    @staticmethod
+    def __new__(cls, whole: OperandTensor) -> FlatView:
+        """Take a tensor; its values are decoded when they are read."""
+        self: FlatView = make_wrapper(cls, (whole.numel(),), dtype=whole.dtype, device=whole.device)
+        refuse_address(self)
+        self._whole = whole
+        return self
+
+    @property
+    def whole(self) -> OperandTensor:
+        """The tensor of which it is a view."""
+        return self._whole
+
+    @property
+    def _plain(self) -> torch.Tensor:  # type: ignore[override]  # read from the whole each time
+        return self._whole.decoded().view(-1)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_whole"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Any], context: None, outer_size: Any, outer_stride: Any
+    ) -> FlatView:
+        return FlatView(inner["_whole"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares less
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.c10d.broadcast_.default:
+            return broadcast(func, args, kwargs)
+        view = args[0] if args else None
+        if isinstance(view, FlatView):
+            whole = view.whole
+            if func.overloadpacket is torch.ops.aten.copy_:
+                source = args[1].whole if isinstance(args[1], FlatView) else args[1]
+                whole.copy_(source.view(whole.shape), *args[2:], **kwargs)
+                return view
+            if func.overloadpacket is torch.ops.aten.detach:
+                return FlatView(whole)
+            if func.overloadpacket is torch.ops.aten.view and [*args[1]] == [*whole.shape]:
+                return whole.detach()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def broadcast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a broadcast of ``c10d`` in place on the operands of a tensor, or of its flat view.
+
+    Codes and scales arrive as they are on the rank that sends. What is returned waits for all.
+    """
+    (tensor,), *rest = args
+    work: Any = None
+    for part in getattr(tensor, "whole", tensor).tensors():
+        if work is not None:
+            work.wait()
+        sent = part if part.is_contiguous() else part.contiguous()
+        coded = sent.view(torch.uint8) if sent.itemsize == 1 else sent
+        _, work = func([coded], *rest, **kwargs)
+        if sent is not part:
+            work.wait()
+            part.copy_(sent)
+        if not part.is_inference():
+            torch.autograd.graph.increment_version(part)
+    return [tensor], work

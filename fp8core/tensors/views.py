@@ -16,30 +16,108 @@ import torch
 
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.errors import UnsupportedError
-from fp8core.reporting import log_once
-from fp8core.tensors.flat_view import FlatView
-from fp8core.tensors.pieces import (
-    cut,
-    gather_columns,
-    gather_rows,
-    join,
-    refold,
-    shares_scales,
-)
-from fp8core.tensors.storage import StoredOperands, matrix_shape
-from fp8core.torch_ops.private import pytree
+from fp8core.tensors.storage import entries, matrix_shape, per_byte, steps
+from fp8core.tensors.values import FlatView
+from fp8core.torch_ops.private import WAITING, gathered_rows, pytree
+from fp8core.torch_ops.shapes import is_captured
 
 Arguments = tuple[Any, ...]
 _aten = torch.ops.aten
 
 
-def say_dequantized(func: Any, tensor: Any) -> None:
-    """Log once for each operator that it computes with dequantized values."""
-    name = str(func.overloadpacket)
-    log_once(
-        f"{name} of {tensor} computes with its dequantized values, and returns a plain tensor",
-        about=f"{name} of a QuantizedTensor",
-    )
+def cut(
+    operand: Operand, spec: OperandSpec, dim: int, start: int, stop: int, stride: int = 1
+) -> Operand | None:
+    """Return every ``stride``-th element from ``start`` to ``stop`` along ``dim`` of ``operand``,
+    as views.
+
+    ``dim`` is 0 for the rows, 1 for the elements along k. None for parts of a block, and for
+    strides over parts of blocks.
+    """
+    size = operand.data.shape[dim] * steps(spec, dim)[0]
+    if (start, stop, stride) == (0, size, 1):
+        return operand
+    parts: list[torch.Tensor | None] = []
+    for part, step in zip(operand, steps(spec, dim), strict=True):
+        if part is not None and step:
+            if start % step or (stop % step and stop != size) or (stride != 1 and step != 1):
+                return None
+            index = slice(start // step, entries(stop, step), stride)
+            part = part[index] if dim == 0 else part[:, index]
+        parts.append(part)
+    return Operand(*parts)  # type: ignore[arg-type]  # data is there
+
+
+def shares_scales(spec: OperandSpec, dim: int) -> bool:
+    """Say whether parts of an operand along ``dim`` have a scale in common."""
+    _, block, above = steps(spec, dim)
+    return not (above if spec.scale_format == "e4m3" else block)
+
+
+def join(operands: Sequence[Operand], spec: OperandSpec, dim: int) -> Operand | None:
+    """Return ``operands`` one after the other along ``dim``, copied.
+
+    None where a block would end before the last operand does, and where what shares a scale does
+    not share its memory.
+    """
+    sizes = [operand.data.shape[dim] * steps(spec, dim)[0] for operand in operands]
+    joined: list[torch.Tensor | None] = []
+    for parts, step in zip(zip(*operands, strict=True), steps(spec, dim), strict=True):
+        there = [part for part in parts if part is not None]
+        whole = None
+        if there:
+            if step and any(size % step for size in sizes[:-1]):
+                return None
+            whole = torch.cat(there, dim) if step else _common(there)
+            if whole is None:
+                return None
+        joined.append(whole)
+    return Operand(*joined)  # type: ignore[arg-type]  # data is there
+
+
+def _common(scales: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return a copy of the scale that all ``scales`` are; None if they are several."""
+    first = scales[0]
+    if all(scale is first for scale in scales):
+        return first.clone()
+    if first.is_meta or any(map(is_captured, scales)):  # no address
+        return None
+    if any(scale.data_ptr() != first.data_ptr() or scale.shape != first.shape for scale in scales):
+        return None
+    return first.clone()
+
+
+def gather(operand: Operand, spec: OperandSpec, dim: int, index: torch.Tensor) -> Operand | None:
+    """Return the elements of numbers ``index``, int64, along ``dim`` of ``operand``, copied; None
+    where that cuts blocks."""
+    if max(steps(spec, dim)) > 1:
+        return None
+    parts: list[torch.Tensor | None] = []
+    for part, step in zip(operand, steps(spec, dim), strict=True):
+        if part is not None:
+            part = (part[index] if dim == 0 else part[:, index]) if step else part.clone()
+        parts.append(part)
+    return Operand(*parts)  # type: ignore[arg-type]  # data is there
+
+
+def refold(operand: Operand, spec: OperandSpec, rows: int, columns: int) -> Operand | None:
+    """Return the same elements in memory as ``[rows, columns]``, as views."""
+    data, scale_inv, global_scale_inv = operand
+    assert scale_inv is not None
+    packed = per_byte(spec)
+    if columns % packed or spec.row_scaled:
+        return None
+    sizes = (rows, columns // packed)
+    if math.prod(sizes) != data.numel() or not data.is_contiguous():
+        return None
+    if spec.block == (0, 0):
+        return Operand(data.view(sizes), scale_inv, global_scale_inv)
+    step = spec.block[1]
+    whole = step and not columns % step and not data.shape[1] * packed % step
+    if spec.block[0] != 1 or not whole or not scale_inv.is_contiguous():
+        return None
+    scales = scale_inv.view(rows, columns // step)
+    return Operand(data.view(sizes), scales, global_scale_inv)
 
 
 def _refuse(func: Any, tensor: Any, change: str) -> UnsupportedError:
@@ -109,8 +187,8 @@ def _refolded(func: Any, tensor: Any, shape: Sequence[int]) -> Any:
 
 
 def _cut_rows(
-    tensor: Any, dim: int, start: int, stop: int, step: int
-) -> tuple[StoredOperands, bool] | None:
+    tensor: Any, dim: int, start: int, stop: int, stride: int
+) -> tuple[list[Operand | None], bool] | None:
     """Return the operands of a part along ``dim``, and whether the parts of it share scales.
 
     None where a block is cut, or where the part is no range of rows.
@@ -120,22 +198,40 @@ def _cut_rows(
     inner = 1
     if not is_last:
         inner = math.prod(shape[dim + 1 : -1])
-        if math.prod(shape[:dim]) != 1 or (step != 1 and inner != 1):
+        if math.prod(shape[:dim]) != 1 or (stride != 1 and inner != 1):
             return None
+    along = _along(is_last)
+    operands = _of_each(
+        tensor,
+        along,
+        lambda operand, spec, at: cut(operand, spec, at, start * inner, stop * inner, stride),
+    )
+    if operands is None:
+        return None
+    specs = zip(tensor.plan, along, strict=True)
+    return operands, any(spec is not None and shares_scales(spec, at) for spec, at in specs)
+
+
+def _along(is_last: bool) -> tuple[int, int]:
+    """Return along which dimensions of its operands, rowwise ``[rows, k]`` and columnwise
+    ``[k, rows]``, the last dimension of a tensor is, or its rows are."""
+    return int(is_last), int(not is_last)
+
+
+def _of_each(
+    tensor: Any,
+    along: tuple[int, int],
+    part_of: Callable[[Operand, OperandSpec, int], Operand | None],
+) -> list[Operand | None] | None:
+    """Return ``part_of`` each operand of ``tensor``, its spec and its dimension ``along``; None if
+    it is None of one that is there."""
     operands: list[Operand | None] = []
-    is_shared = False
-    for way, (operand, spec) in enumerate(zip(tensor.stored, tensor.plan, strict=True)):
-        if spec is not None:
-            is_shared |= shares_scales(spec, int(is_last != bool(way)))
-        if operand is None:
-            operands.append(None)
-            continue
-        along = int(is_last != bool(way))  # rowwise [rows, k], columnwise [k, rows]
-        part = cut(operand, spec, along, start * inner, stop * inner, step)
-        if part is None:
+    for operand, spec, at in zip(tensor.stored, tensor.plan, along, strict=True):
+        part = None if operand is None else part_of(operand, spec, at)
+        if part is None and operand is not None:
             return None
         operands.append(part)
-    return (operands[0], operands[1]), is_shared
+    return operands
 
 
 def _part(
@@ -260,33 +356,18 @@ def _cat(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if is_ragged or (not is_last and math.prod(first.shape[:dim]) != 1):
         return None
     operands: list[Operand | None] = []
-    for way, spec in enumerate(first.plan):
+    for way, (spec, along) in enumerate(zip(first.plan, _along(is_last), strict=True)):
         parts = [tensor.stored[way] for tensor in tensors]
         if all(part is None for part in parts):
             operands.append(None)
             continue
         if any(part is None for part in parts):
             return None
-        joined = join(parts, spec, int(is_last != bool(way)))
+        joined = join(parts, spec, along)
         if joined is None:
             return None
         operands.append(joined)
     return first.rebuilt(*operands, shape, shares_scales=False)
-
-
-def _gathered(tensor: Any, index: torch.Tensor) -> StoredOperands | None:
-    """Return the rows of numbers ``index``, int64 ``[rows]``; None where blocks span rows."""
-    gathers: tuple[Callable[[Operand, OperandSpec, torch.Tensor], Operand | None], ...] = (
-        gather_rows,
-        gather_columns,
-    )
-    operands: list[Operand | None] = []
-    for gather, operand, spec in zip(gathers, tensor.stored, tensor.plan, strict=True):
-        part = None if operand is None else gather(operand, spec, index)
-        if part is None and operand is not None:
-            return None
-        operands.append(part)
-    return operands[0], operands[1]
 
 
 def _index_rows(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -308,7 +389,10 @@ def _index_rows(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     leading = tensor.shape[:-1]
     numbers = torch.arange(math.prod(leading), device=tensor.device).view(leading)
     rows = func(numbers, *rest, **kwargs)
-    operands = _gathered(tensor, rows.reshape(-1))
+    index = rows.reshape(-1)
+    operands = _of_each(
+        tensor, _along(is_last=False), lambda operand, spec, at: gather(operand, spec, at, index)
+    )
     if operands is None:
         return None
     return tensor.rebuilt(*operands, [*rows.shape, tensor.shape[-1]], shares_scales=False)
@@ -320,3 +404,44 @@ COPIES: dict[Any, Callable[[Any, Arguments, dict[str, Any]], Any]] = {
     _aten.index: _index_rows,
 }
 """Operators whose result is a copy: quantized, or None where that would cut blocks."""
+
+
+def collected(func: Any, args: Sequence[Any]) -> Any:
+    """Return the quantized result of a functional collective; None: it takes the values.
+
+    Shards are gathered quantized where no scale covers more than a shard and no block ends in one.
+    What is gathered has arrived, so that waiting for it does nothing.
+    """
+    name, tensor = func.overloadpacket.__name__, args[0]
+    if name in WAITING:
+        return tensor.rebuilt(*tensor.stored, tensor.shape)
+    if name != "all_gather_into_tensor":
+        return None
+    group_size, group_name = args[1:3]
+    operands: list[Operand | None] = []
+    for operand, spec, along in zip(tensor.stored, tensor.plan, (0, 1), strict=True):
+        if spec is not None and not _is_whole(tensor, spec, along):
+            return None
+        operands.append(
+            None if operand is None else _of_all_ranks(operand, along, group_size, group_name)
+        )
+    shape = [group_size * tensor.shape[0], *tensor.shape[1:]]
+    return tensor.rebuilt(*operands, shape, shares_scales=False)
+
+
+def _is_whole(tensor: Any, spec: OperandSpec, along: int) -> bool:
+    """Say whether blocks along the rows, dimension ``along`` of an operand, end with the tensor."""
+    rows = tensor.numel() // tensor.shape[-1] if tensor.shape[-1] else 0
+    return not shares_scales(spec, along) and bool(rows) and rows % spec.block[along] == 0
+
+
+def _of_all_ranks(operand: Operand, along: int, group_size: int, group_name: str) -> Operand:
+    def gather(part: torch.Tensor | None) -> torch.Tensor | None:
+        if part is None:
+            return None
+        rows = gathered_rows(part if along == 0 else part.t(), group_size, group_name)
+        return rows if along == 0 else rows.t()
+
+    data, scale_inv, global_scale_inv = map(gather, operand)
+    assert data is not None
+    return Operand(data, scale_inv, global_scale_inv)

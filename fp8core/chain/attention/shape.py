@@ -28,8 +28,7 @@ from fp8core.dispatch.table import Resolved
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import AttentionPlan
 from fp8core.tensors.quantizer import TensorQuantizer
-from fp8core.tensors.quantizer_binding import bind_quantizer
-from fp8core.tensors.reduced_amax import ReduceAmax
+from fp8core.tensors.quantizer_binding import ReduceAmax, bind_quantizer
 
 __all__ = ["AttentionShape"]
 

@@ -11,11 +11,10 @@ from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.recipe.plan import HIGH_PRECISION, LinearPlan
 from fp8core.tensors.by_object import ObjectQuantizer
 from fp8core.tensors.delayed_state import LayerStates
-from fp8core.tensors.quantizer import Slot, TensorQuantizer
+from fp8core.tensors.quantizer import HighPrecision, Slot, TensorQuantizer, Unturned
 from fp8core.tensors.quantizer_binding import bind_columnwise, bind_quantizer
 from fp8core.tensors.requantized import RequantizedWeight
 from fp8core.tensors.storage import storage_plan
-from fp8core.tensors.values import HighPrecision, Unturned
 from fp8core.tensors.weights import CachingWeightQuantizer, How, Pad, PerGroup
 
 __all__ = ["bind_quantizers"]

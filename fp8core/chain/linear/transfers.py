@@ -12,8 +12,7 @@ from fp8core.chain.shape import BindContext
 from fp8core.chain.shards import GemmPart, Shards
 from fp8core.collectives import Communicator
 from fp8core.dispatch.table import Resolved
-from fp8core.tensors.quantizer_binding import bind_quantizer
-from fp8core.tensors.reduced_amax import MaximumOverShards
+from fp8core.tensors.quantizer_binding import MaximumOverShards, bind_quantizer
 
 __all__ = ["Parts", "amax_reduction", "bind_parts", "bind_sent", "bind_shards"]
 

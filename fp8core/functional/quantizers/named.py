@@ -18,7 +18,7 @@ from fp8core.functional.quantizers.base import Quantizer
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
-from fp8core.tensors.reduced_amax import ReduceAmax
+from fp8core.tensors.quantizer_binding import ReduceAmax
 from fp8core.tensors.storage import matrix_shape
 
 
