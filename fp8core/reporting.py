@@ -1,10 +1,10 @@
-"""The library's logger, lines that are logged once, and shortened lists of names."""
+"""The library's logger, lines that are logged once, and lists of names, shortened and by class."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 logger = logging.getLogger("fp8core")
 
@@ -30,3 +30,20 @@ def some(names: Sequence[str], shown: int = 3) -> str:
     """
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+def grouped(entries: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Return one line for each class and reason, with the names of its entries.
+
+    An entry is ``(name, class, reason)``.
+
+    >>> grouped([("a", "Conv1D", "no linear"), ("b", "Conv1D", "no linear"), ("", "Tiny", "")])
+    ['2 Conv1D (a, b): no linear', '1 Tiny (the model itself)']
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, layer, reason in entries:
+        groups.setdefault((layer, reason), []).append(name or "the model itself")
+    return [
+        f"{len(names)} {layer} ({some(names)}){f': {reason}' if reason else ''}"
+        for (layer, reason), names in groups.items()
+    ]

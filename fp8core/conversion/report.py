@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8core.recipe import Recipe
-from fp8core.reporting import some
+from fp8core.reporting import grouped
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +138,3 @@ def text_of(recipe: Recipe) -> str:
         if field.init and getattr(recipe, name) != field.default
     ]
     return f"{type(recipe).__name__}({', '.join(arguments)})"
-
-
-def grouped(entries: Iterable[tuple[str, str, str]]) -> list[str]:
-    """Return one line for each class and reason, with the names of its entries.
-
-    An entry is ``(name, class, reason)``.
-
-    >>> grouped([("a", "Conv1D", "no linear"), ("b", "Conv1D", "no linear"), ("", "Tiny", "")])
-    ['2 Conv1D (a, b): no linear', '1 Tiny (the model itself)']
-    """
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, layer, reason in entries:
-        groups.setdefault((layer, reason), []).append(name or "the model itself")
-    return [
-        f"{len(names)} {layer} ({some(names)}){f': {reason}' if reason else ''}"
-        for (layer, reason), names in groups.items()
-    ]

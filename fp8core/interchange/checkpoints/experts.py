@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.interchange.checkpoints.files import Header
-from fp8core.interchange.checkpoints.stored import stored_names
+from fp8core.interchange.checkpoints.layouts import stored_names
 from fp8core.modules.refusals import experts_of
 
 _PARTS = {

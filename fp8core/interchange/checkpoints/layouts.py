@@ -11,15 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from fp8core import formats
 from fp8core.backend_api import Operand, OperandSpec
-from fp8core.errors import RecipeError, UnsupportedError
+from fp8core.errors import OperandError, RecipeError, UnsupportedError
+from fp8core.interchange.checkpoints.files import Header
 
 Block: TypeAlias = "tuple[int, int]"
+
+CODES = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
+"""The element's format by safetensors' name of its dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,43 @@ def stem_of(name: str) -> str:
     ('layers.0.fc1.', 'experts.gate_up_proj_', 'mlp.fc1_')
     """
     return name.removesuffix("weight") if name.endswith("weight") else f"{name}_"
+
+
+class Stored(NamedTuple):
+    """The names of one weight's tensors in the files: codes, scales, and the tensor's scale."""
+
+    codes: str
+    scale: str
+    outer: str | None = None
+
+
+def stored_names(name: str, headers: Mapping[str, Header]) -> Stored | None:
+    """Return the tensors of the weight ``name``; None if it is stored in high precision, or not.
+
+    Raises:
+        OperandError: there are codes without scales, or scales without codes.
+    """
+    stem = stem_of(name)
+    bare = stem.removesuffix("weight_") if name.endswith("weight") else stem
+    packed = f"{stem}weight_packed" if name.endswith("weight") else f"{name}_packed"
+    first = f"{stem}weight_" if name.endswith("weight") else stem
+    scales = [f"{first}scale_inv", f"{first}scale", f"{bare}scale", f"{bare}qscale_weight"]
+    present = [scale for scale in dict.fromkeys(scales) if scale in headers]
+    codes = packed if packed in headers else name
+    is_coded = codes in headers and (codes == packed or headers[codes].dtype in CODES)
+    if not is_coded:
+        return None
+    if len(present) != 1:
+        raise OperandError(
+            f"{codes!r} holds codes of {headers[codes].dtype}, and has {len(present)} scales: "
+            f"expected one of {', '.join(scales)}."
+        )
+    outer = f"{first}global_scale"
+    if (codes == packed) != (outer in headers):
+        raise OperandError(
+            f"{codes!r} is stored {'without' if codes == packed else 'with'} {outer}."
+        )
+    return Stored(codes, present[0], outer if codes == packed else None)
 
 
 def grid(shape: tuple[int, int], block: Block) -> tuple[int, int]:

@@ -12,13 +12,8 @@ import torch
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError, did_you_mean
 from fp8core.interchange.checkpoints.experts import Piece, pieces_of
 from fp8core.interchange.checkpoints.files import Checkpoint, Header
-from fp8core.interchange.checkpoints.stored import (
-    Method,
-    Stored,
-    StoredWeight,
-    method_of,
-    stored_names,
-)
+from fp8core.interchange.checkpoints.layouts import Stored, stored_names
+from fp8core.interchange.checkpoints.stored import Method, StoredWeight, method_of
 from fp8core.interchange.checkpoints.writing import unwrapped
 from fp8core.modules.delayed import DelayedModule
 from fp8core.modules.inventory import keyed_modules

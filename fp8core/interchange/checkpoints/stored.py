@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from fp8core import formats
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.interchange.checkpoints.files import Header
-from fp8core.interchange.checkpoints.layouts import METHODS, grid, stem_of
+from fp8core.interchange.checkpoints.layouts import CODES, METHODS, grid
 from fp8core.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -25,7 +25,6 @@ from fp8core.recipe import (
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import decode_operand
 
-_CODES = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 
 
@@ -123,43 +122,6 @@ def _float8(block: tuple[int, int] | None) -> Method:
     return Method("compressed-tensors", block, element="e4m3")
 
 
-class Stored(NamedTuple):
-    """The names of one weight's tensors in the files: codes, scales, and the tensor's scale."""
-
-    codes: str
-    scale: str
-    outer: str | None = None
-
-
-def stored_names(name: str, headers: Mapping[str, Header]) -> Stored | None:
-    """Return the tensors of the weight ``name``; None if it is stored in high precision, or not.
-
-    Raises:
-        OperandError: there are codes without scales, or scales without codes.
-    """
-    stem = stem_of(name)
-    bare = stem.removesuffix("weight_") if name.endswith("weight") else stem
-    packed = f"{stem}weight_packed" if name.endswith("weight") else f"{name}_packed"
-    first = f"{stem}weight_" if name.endswith("weight") else stem
-    scales = [f"{first}scale_inv", f"{first}scale", f"{bare}scale", f"{bare}qscale_weight"]
-    present = [scale for scale in dict.fromkeys(scales) if scale in headers]
-    codes = packed if packed in headers else name
-    is_coded = codes in headers and (codes == packed or headers[codes].dtype in _CODES)
-    if not is_coded:
-        return None
-    if len(present) != 1:
-        raise OperandError(
-            f"{codes!r} holds codes of {headers[codes].dtype}, and has {len(present)} scales: "
-            f"expected one of {', '.join(scales)}."
-        )
-    outer = f"{first}global_scale"
-    if (codes == packed) != (outer in headers):
-        raise OperandError(
-            f"{codes!r} is stored {'without' if codes == packed else 'with'} {outer}."
-        )
-    return Stored(codes, present[0], outer if codes == packed else None)
-
-
 class StoredWeight:
     """The codes' header and the scales of one weight, checked.
 
@@ -195,7 +157,7 @@ class StoredWeight:
             raise OperandError(
                 f"{name!r}: the quantization_config says {packing}, the file differs."
             )
-        self.element = "e2m1" if method.is_fp4 else _CODES[header.dtype]
+        self.element = "e2m1" if method.is_fp4 else CODES[header.dtype]
         if method.element not in (None, self.element):
             raise OperandError(
                 f"{name!r} holds {self.element} in the checkpoint; the quantization_config says "
