@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError, did_you_mean
-from fp8core.interchange.checkpoints.experts import Piece, pieces_of
 from fp8core.interchange.checkpoints.files import Checkpoint, Header
-from fp8core.interchange.checkpoints.layouts import Stored, stored_names
+from fp8core.interchange.checkpoints.layouts import Piece, Stored, pieces_of, stored_names
 from fp8core.interchange.checkpoints.stored import Method, StoredWeight, method_of
 from fp8core.interchange.checkpoints.writing import unwrapped
 from fp8core.modules.delayed import DelayedModule

@@ -13,7 +13,7 @@ from fp8core.conversion.experts import ExpertsLinear
 from fp8core.conversion.layers import RECORD
 from fp8core.conversion.survey import Filter, check_patterns, survey, unwanted
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
-from fp8core.interchange.checkpoints.experts import Naming, Piece, holds_experts
+from fp8core.interchange.checkpoints.layouts import Naming, Piece, holds_experts
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import recipe_in
 from fp8core.modules.inventory import ModuleNode, keyed_modules

@@ -14,9 +14,14 @@ import torch
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.conversion.survey import Filter
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
-from fp8core.interchange.checkpoints.experts import Naming, holds_experts
 from fp8core.interchange.checkpoints.files import ShardWriter
-from fp8core.interchange.checkpoints.layouts import Layout, file_tensors, layout_of
+from fp8core.interchange.checkpoints.layouts import (
+    Layout,
+    Naming,
+    file_tensors,
+    holds_experts,
+    layout_of,
+)
 from fp8core.interchange.checkpoints.selection import Weight, operand_of, weights_of
 from fp8core.modules.delayed import DelayedModule
 from fp8core.modules.inventory import keyed_modules
