@@ -16,7 +16,7 @@ import fp8core
 from fp8core import QuantizedTensor
 from fp8core.checkpoints import load_pretrained, save_pretrained
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
-from fp8core.interchange.checkpoints.selection import Weight, operand_of
+from fp8core.interchange.checkpoints.writing import Weight, operand_of
 from fp8core.recipe import (
     DelayedScaling,
     Float8BlockScaling,
