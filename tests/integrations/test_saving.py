@@ -14,7 +14,7 @@ from fp8core import autocast
 from fp8core.errors import OperandError
 from fp8core.integrations import transformer_engine as alias
 from fp8core.integrations.transformer_engine import finder
-from fp8core.integrations.transformer_engine.saving import merge_states, split_state
+from fp8core.interchange.checkpoints.transformer_engine import merge_states, split_state
 from fp8core.modules.extra_state.state import read_expert_state
 from fp8core.recipe import DelayedScaling, Format
 from fp8core.tensors.delayed_state import BUFFERS, META, meta_text

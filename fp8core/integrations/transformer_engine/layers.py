@@ -20,7 +20,11 @@ import torch
 
 from fp8core.context.autocast import active
 from fp8core.errors import OperandError, RecipeError
-from fp8core.integrations.transformer_engine.saving import merge_states, split_state, written_state
+from fp8core.interchange.checkpoints.transformer_engine import (
+    merge_states,
+    split_state,
+    written_state,
+)
 from fp8core.modules import (
     attention,
     grouped_linear,

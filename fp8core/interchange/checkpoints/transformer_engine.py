@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +13,14 @@ from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import recipe_in
 from fp8core.modules.delayed import DelayedModule
 from fp8core.modules.extra_state.attention import to_three_gemms
-from fp8core.modules.extra_state.state import READABLE
+from fp8core.modules.extra_state.state import READABLE, read_expert_state
 from fp8core.modules.extra_state.writing import fields_of, write_extra_state
 from fp8core.modules.inventory import keyed_modules
 from fp8core.recipe import DelayedScaling, Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
-from fp8core.recipe.plan import AttentionPlan, LayerRole
+from fp8core.recipe.plan import AttentionPlan, LayerRole, LinearPlan, Plan
+from fp8core.reporting import log_once
 from fp8core.tensors.delayed_state import BUFFERS, META, describe, read_meta
 
 _FUNCTION = "transformer_engine_state_dict"
@@ -105,3 +108,129 @@ def _content(
     if kind is AttentionPlan:
         tensors = to_three_gemms(tensors)
     return write_extra_state(tensors, fields_of(used))
+
+
+_TENSORS = tuple(name for name in BUFFERS if name != META)
+_ROLES = {LinearPlan: LayerRole("linear"), AttentionPlan: LayerRole("attention")}
+
+
+def written_state(
+    buffers: Mapping[str, torch.Tensor | None], plan_type: type[Plan]
+) -> torch.Tensor:
+    """Return the ``_extra_state`` of a layer, uint8 ``[bytes]``; an empty one without a state.
+
+    Args:
+        buffers: the layer's delayed state, ``scale_fwd`` and so on.
+        plan_type: that of the layer.
+    """
+    recipe = _recipe_of(buffers, plan_type)
+    if recipe is None:
+        return _empty()
+    tensors = _on_cpu(buffers)
+    if plan_type is AttentionPlan:
+        tensors = to_three_gemms(tensors)
+    # An empty one says that the slots are those of an expert, where the layer is one of several.
+    return _as_tensor(write_extra_state(tensors, fields_of(recipe), expert={}))
+
+
+def split_state(buffers: Mapping[str, torch.Tensor | None], num_experts: int) -> list[torch.Tensor]:
+    """Return an ``_extra_state`` for each expert, uint8 ``[bytes]``; empty ones without a state.
+
+    Args:
+        buffers: the delayed state of a grouped linear, ``scale_fwd [3 num_experts]`` and so on.
+        num_experts: the number of its GEMMs.
+    """
+    recipe = _recipe_of(buffers, LinearPlan)
+    if recipe is None:
+        return [_empty()] * num_experts
+    whole = _on_cpu(buffers)
+    states = []
+    for number in range(num_experts):
+        of_expert = {
+            name: tensor.chunk(num_experts, dim=-1)[number] for name, tensor in whole.items()
+        }
+        theirs = {name: tensor[..., number::num_experts] for name, tensor in whole.items()}
+        states.append(_as_tensor(write_extra_state(theirs, fields_of(recipe), of_expert)))
+    return states
+
+
+def merge_states(states: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Return the buffers of a grouped linear whose experts have ``states``; none if all are empty.
+
+    Raises:
+        OperandError: a state is missing (None), damaged, or of another recipe or library than the
+            first.
+    """
+    read = [({}, True) if state is None else _read(state) for state in states]
+    absent = [number for number, (buffers, _) in enumerate(read) if not buffers]
+    if len(absent) == len(read) and not any(state is None for state in states):
+        return {}
+    if absent:
+        raise OperandError(
+            f"the checkpoint has no delayed state of the experts {absent} of {len(read)}, but has "
+            f"that of the others. Leave out every _extra_state to start the scales fresh"
+        )
+    experts, origins = [buffers for buffers, _ in read], {is_native for _, is_native in read}
+    if any(not torch.equal(buffers[META], experts[0][META]) for buffers in experts):
+        raise OperandError("the experts' delayed states in the checkpoint are of several recipes")
+    if len(origins) > 1:
+        raise OperandError("the experts' delayed states in the checkpoint are of two libraries")
+    merged = {}
+    for name in _TENSORS:
+        parts = [buffers[name] for buffers in experts]
+        merged[name] = (
+            torch.cat(parts, -1) if origins == {True} else torch.stack(parts, -1).flatten(-2)
+        )
+    return {**merged, META: experts[0][META]}
+
+
+def _read(state: Any) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return the buffers of an expert's state, and whether they hold the slots of this expert
+    alone."""
+    is_empty = isinstance(state, torch.Tensor) and not state.numel()
+    return ({}, True) if is_empty else read_expert_state(state)
+
+
+def _recipe_of(
+    buffers: Mapping[str, torch.Tensor | None], plan_type: type[Plan]
+) -> DelayedScaling | None:
+    """Return a recipe whose state ``buffers`` are; None without a state, or where Transformer
+    Engine has no such recipe, which is logged once."""
+    stored = buffers.get(META)
+    meta = None if stored is None or stored.is_meta else read_meta(stored)
+    if meta is None or plan_type not in READABLE:
+        return None
+    for recipe in _recipes(meta[1]):
+        plan = plan_of(plan_type, recipe, _ROLES[plan_type], torch.bfloat16)
+        if plan.delayed is not None and describe(plan) == meta[0]:
+            return recipe
+    log_once(
+        f"delayed scales for {meta[0]} are those of no recipe of Transformer Engine: they are left "
+        f"out of Megatron's checkpoint, and start fresh when it is loaded",
+        logging.WARNING,
+    )
+    return None
+
+
+def _recipes(history_len: int) -> Iterator[DelayedScaling]:
+    for pair in ("hybrid", "e4m3"):
+        for backward in ("dequantized", "fp8"):
+            yield DelayedScaling(
+                amax_history_len=history_len,
+                fp8_format=pair,
+                fp8_dpa=True,
+                fp8_dpa_backward=backward,
+            )
+
+
+def _on_cpu(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    tensors = {name: buffers[name] for name in _TENSORS}
+    return {name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None}
+
+
+def _empty() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def _as_tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
