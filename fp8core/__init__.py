@@ -13,8 +13,7 @@ from fp8core import errors, formats, functional, names, ops, recipe
 from fp8core.backend_api import hooks as hookspecs  # noqa: F401
 from fp8core.context.autocast import autocast, fp8_autocast
 from fp8core.context.checkpoint import checkpoint
-from fp8core.conversion.convert import convert, unconvert
-from fp8core.conversion.report import ConversionReport
+from fp8core.conversion.convert import ConversionReport, convert, unconvert
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import (
     CollectiveError,
