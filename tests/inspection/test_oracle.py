@@ -20,7 +20,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
     scale_inverses,
 )
-from fp8core.inspection.monitoring.statistics import ObservedCast, Tally, decibels, measure
+from fp8core.inspection.monitoring.record import ObservedCast, Tally, decibels, measure
 from fp8core_backends.reference.backend import ReferenceBackend
 
 REFERENCE = ReferenceBackend()

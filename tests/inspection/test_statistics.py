@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8core.backend_api import DequantizeDesc, OperandSpec, QuantizeDesc, scale_inverses
-from fp8core.inspection.monitoring.statistics import EXPONENTS, ObservedCast, Tally, measure
+from fp8core.inspection.monitoring.record import EXPONENTS, ObservedCast, Tally, measure
 from fp8core_backends.reference.backend import ReferenceBackend
 
 REFERENCE = ReferenceBackend()

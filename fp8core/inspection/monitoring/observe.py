@@ -30,8 +30,15 @@ from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.context import recompute
 from fp8core.dispatch import table
 from fp8core.errors import UnsupportedError
-from fp8core.inspection.monitoring.record import CastKey, GemmKey, Recorder, SavedTensors
-from fp8core.inspection.monitoring.statistics import ObservedCast, Tally, measure
+from fp8core.inspection.monitoring.record import (
+    CastKey,
+    GemmKey,
+    ObservedCast,
+    Recorder,
+    SavedTensors,
+    Tally,
+    measure,
+)
 from fp8core.recipe.plan import LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Groups, Orientations

@@ -17,8 +17,15 @@ import torch
 import torch.distributed as dist
 
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.inspection.monitoring.record import CastKey, GemmCount, GemmKey, StepRecord
-from fp8core.inspection.monitoring.statistics import EXPONENTS, SUMS, Tally
+from fp8core.inspection.monitoring.record import (
+    EXPONENTS,
+    SUMS,
+    CastKey,
+    GemmCount,
+    GemmKey,
+    StepRecord,
+    Tally,
+)
 
 
 def over_ranks(

@@ -16,11 +16,13 @@ import torch.distributed
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.inspection.monitoring.observe import LayerWatch
 from fp8core.inspection.monitoring.record import (
+    EXPONENTS,
     CastKey,
     NonFinite,
     Recorder,
     Saturation,
     StepRecord,
+    Tally,
 )
 from fp8core.inspection.monitoring.rows import (
     Row,
@@ -31,7 +33,6 @@ from fp8core.inspection.monitoring.rows import (
     write_csv,
     write_scalars,
 )
-from fp8core.inspection.monitoring.statistics import EXPONENTS, Tally
 from fp8core.inspection.monitoring.what_if import WhatIf, replay
 from fp8core.modules import inventory
 from fp8core.modules.base import LowPrecisionModule
