@@ -8,13 +8,13 @@ Megatron's context of Transformer Engine is an empty one where that is not insta
 
 from __future__ import annotations
 
-from fp8core.integrations.megatron.config import recipe_of
 from fp8core.integrations.megatron.linears import (
     Fp8CoreColumnParallelLinear,
     Fp8CoreDotProductAttention,
     Fp8CoreLayerNormColumnParallelLinear,
     Fp8CoreNorm,
     Fp8CoreRowParallelLinear,
+    recipe_of,
 )
 from fp8core.integrations.megatron.provider import Fp8CoreSpecProvider, get_gpt_layer_spec
 

@@ -16,8 +16,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from fp8core.errors import UnsupportedError
-from fp8core.integrations.megatron.config import ALIAS
 from fp8core.integrations.megatron.linears import (
+    ALIAS,
     Fp8CoreColumnParallelLinear,
     Fp8CoreDotProductAttention,
     Fp8CoreLayerNormColumnParallelLinear,
