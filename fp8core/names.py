@@ -32,11 +32,13 @@ SHORT = {
 """Modules that users import by a short name, ``fp8core.optimizers``, and where each is."""
 
 PICKLED = {
+    "conversion.report": "conversion.convert",
     "functional.exchange": "functional.quantize",
     "functional.quantizers.composed": "functional.quantizers.named",
     "functional.quantizers.dtype": "functional.quantizers.named",
     "functional.quantizers.float8": "functional.quantizers.named",
     "functional.quantizers.nvfp4": "functional.quantizers.named",
+    "integrations.megatron.linears": "integrations.megatron",
     "modules.activation": "ops.activation",
     "modules.sequential": "ops.sequential",
     "parameter": "tensors.parameter",

@@ -1,4 +1,29 @@
-"""The record of a step: tallies of casts, counts of GEMMs, the first NaN, inf and clipping."""
+r"""The record of a step: tallies of casts, counts of GEMMs, the first NaN, inf and clipping.
+
+The statistics of a cast: counts are exact, sums are float64.
+
+``x [rows, k]`` are the values before the cast and ``q`` those of the operand, both in the layout of
+the operand: a columnwise operand has the shape of ``x.T``, and if the recipe transforms the values
+(the Hadamard transform of NVFP4), ``x`` are the transformed ones. ``F`` are the elements with
+finite ``x``, ``f`` is the factor of an element's block (``scale_inv``, times the global one),
+``max`` the format's largest value and ``step`` its distance to the next lower one. Then::
+
+    amax             = max |x|                              over F; 0 if F is empty
+    underflow_share  = #{x != 0 and q == 0} / #{x != 0}     over F; 0 if all of x is 0
+    saturation_share = #{|x| > (max + step / 2) f and q != 0} / #{x != 0}
+    sqnr_db          = 10 log10(sum x^2 / sum (x - q)^2)    over F
+    worst_row_sqnr_db = the least sqnr_db of a row with a nonzero value
+    zero_block_share = #{blocks with x == 0 throughout} / #{blocks}
+
+A value is *saturated* if rounding alone would have taken it beyond ``max``; one in
+``(max, max + step / 2]`` is rounded, not clipped. ``sqnr_db`` is inf if the cast changed no value,
+NaN if all values are zero, and -inf if a finite value became NaN or inf. ``scale`` is ``1 / f``,
+the factor that a block is multiplied by; its minimum, median (the lower of two) and maximum, and
+the standard deviation of ``log2 scale`` (of the whole population), are taken over the blocks that
+are not zero blocks. NaN and inf in ``x`` are counted, and left out of all other statistics.
+The zeros of padding are left out, with the blocks that hold nothing else; a transform spreads
+values over the padding among its 16 elements, which then counts.
+"""
 
 from __future__ import annotations
 

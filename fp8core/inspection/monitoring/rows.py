@@ -126,7 +126,7 @@ _GEMMS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The statistics of one operand in one step, which ``statistics.py`` defines.
+    """The statistics of one operand in one step, which ``record.py`` defines.
 
     ``layer`` is the layer's path in the model, with the linear's index if it has several. ``gemm``
     is the GEMM that reads the operand; it ran ``quantized_gemms`` times with quantized operands and

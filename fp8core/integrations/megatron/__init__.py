@@ -55,7 +55,7 @@ __all__ = [
     "recipe_of",
 ]
 
-ALIAS = "fp8core.integrations.transformer_engine runs Megatron's own spec, which has it"
+_ALIAS = "fp8core.integrations.transformer_engine runs Megatron's own spec, which has it"
 # Options of Megatron that other layers than these would have to know, with their neutral value.
 _REFUSED = {
     "fp8_wgrad": True,
@@ -78,7 +78,7 @@ def recipe_of(config: Any) -> Recipe | None:
         if getattr(config, name, neutral) not in (neutral, None):
             raise UnsupportedError(
                 f"TransformerConfig({name}={getattr(config, name)!r}) is not offered by "
-                f"Fp8CoreSpecProvider; {ALIAS}."
+                f"Fp8CoreSpecProvider; {_ALIAS}."
             )
     is_fp4 = bool(getattr(config, "fp4", None))
     if not (is_fp4 or config.fp8):
@@ -86,7 +86,7 @@ def recipe_of(config: Any) -> Recipe | None:
     if config.recompute_granularity == "full":
         raise UnsupportedError(
             f"TransformerConfig(recompute_granularity='full') with low precision is not offered by "
-            f"Fp8CoreSpecProvider, as Megatron then calls Transformer Engine; {ALIAS}."
+            f"Fp8CoreSpecProvider, as Megatron then calls Transformer Engine; {_ALIAS}."
         )
     if is_fp4:
         return NVFP4BlockScaling()
@@ -119,7 +119,7 @@ def recipe_of(config: Any) -> Recipe | None:
     )
 
 
-def device_of(config: Any) -> torch.device:
+def _device_of(config: Any) -> torch.device:
     """Return the device of the parameters, as Megatron's linears choose it."""
     if config.init_model_with_meta_device:
         return torch.device("meta")
@@ -128,7 +128,7 @@ def device_of(config: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def adopt(layer: LowPrecisionModule, config: Any) -> None:
+def _adopt(layer: LowPrecisionModule, config: Any) -> None:
     """Give ``layer`` the recipe of ``config``; under delayed scaling each call is then a step.
 
     The layer's scales are there from the beginning, as a distributed checkpoint loads what the
@@ -141,18 +141,18 @@ def adopt(layer: LowPrecisionModule, config: Any) -> None:
     dtype = next((parameter.dtype for parameter in layer.parameters()), config.params_dtype)
     plan = plan_of(layer.plan_type, recipe, LayerRole(layer.kind, layer.name), dtype)
     if plan.delayed is not None:
-        with torch.device(device_of(config)):  # attention has no parameters, whose device it takes
+        with torch.device(_device_of(config)):  # attention has no parameters, whose device it takes
             layer.prepare_delayed_state(plan)
         delimit(layer)
 
 
-def refuse(owner: str, tp_group: Any, **options: tuple[object, object]) -> None:
+def _refuse(owner: str, tp_group: Any, **options: tuple[object, object]) -> None:
     """Refuse tensor parallelism, and each option whose value is not its neutral one."""
     size = 1 if tp_group is None else get_pg_size(tp_group)
     if size > 1:
         raise UnsupportedError(
             f"{owner}: tensor_model_parallel_size={size} is not offered by Fp8CoreSpecProvider; "
-            f"{ALIAS}."
+            f"{_ALIAS}."
         )
     for name, (value, neutral) in options.items():
         if value != neutral:
@@ -175,7 +175,7 @@ class Fp8CoreDotProductAttention(DotProductAttention):
         **options: Any,
     ) -> None:
         groups = getattr(options.get("pg_collection"), "tp", None)
-        refuse(type(self).__name__, groups)
+        _refuse(type(self).__name__, groups)
         super().__init__(
             config.num_attention_heads,
             config.kv_channels,
@@ -191,7 +191,7 @@ class Fp8CoreDotProductAttention(DotProductAttention):
             softmax_type=getattr(config, "softmax_type", "vanilla"),
         )
         self.config = config
-        adopt(self, config)
+        _adopt(self, config)
 
     def forward(  # type: ignore[override]  # Megatron's
         self,
@@ -213,7 +213,7 @@ class Fp8CoreDotProductAttention(DotProductAttention):
         """
         if packed_seq_params is not None:
             raise UnsupportedError(
-                f"{type(self).__name__}: packed sequences are not offered; {ALIAS}."
+                f"{type(self).__name__}: packed sequences are not offered; {_ALIAS}."
             )
         name = self.attn_mask_type if attn_mask_type is None else attn_mask_type.name
         if name in ("padding", "padding_causal") and attention_mask is None:
@@ -248,7 +248,7 @@ class Fp8CoreNorm:
             eps,
             params_dtype=config.params_dtype,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
-            device=device_of(config),
+            device=_device_of(config),
         )
         for parameter in norm.parameters():
             parameter.sequence_parallel = bool(config.sequence_parallel)  # type: ignore[attr-defined]  # Megatron reads it
@@ -263,7 +263,7 @@ def _arguments(config: Any, init_method: Any, bias: bool, skip_bias_add: bool) -
         "return_bias": skip_bias_add and bias,
         "params_dtype": config.params_dtype,
         "fuse_wgrad_accumulation": bool(config.gradient_accumulation_fusion),
-        "device": device_of(config),
+        "device": _device_of(config),
     }
 
 
@@ -293,7 +293,7 @@ class _MegatronLinear:
         tp_group: Any = None,
         stride: int = 1,
     ) -> None:
-        refuse(
+        _refuse(
             type(self).__name__,
             tp_group,
             gather_output=(gather_output, False),
@@ -318,7 +318,7 @@ class _MegatronLinear:
     def _finish(self, config: Any, *, is_expert: bool) -> None:
         layer: Any = self
         layer.config = config
-        adopt(layer, config)
+        _adopt(layer, config)
         for name, parameter in layer.named_parameters():
             if name in self.split:
                 parameter.tensor_model_parallel = True
@@ -385,7 +385,7 @@ class Fp8CoreLayerNormColumnParallelLinear(_MegatronLinear, LayerNormLinear):  #
 
     def more_arguments(self, config: Any, *, is_expert: bool) -> dict[str, Any]:
         """Return the arguments of the norm, which no expert has."""
-        refuse(type(self).__name__, None, is_expert=(is_expert, False))
+        _refuse(type(self).__name__, None, is_expert=(is_expert, False))
         return {
             "eps": config.layernorm_epsilon,
             "normalization": config.normalization,
@@ -435,7 +435,7 @@ class Fp8CoreSpecProvider(BackendSpecProvider):
         if moe_use_grouped_gemm:
             raise UnsupportedError(
                 f"moe_grouped_gemm=True is not offered by Fp8CoreSpecProvider: Megatron's grouped "
-                f"experts pad by Transformer Engine's classes. Set it to False; {ALIAS}."
+                f"experts pad by Transformer Engine's classes. Set it to False; {_ALIAS}."
             )
         return SequentialMLP, MLPSubmodules(
             linear_fc1=Fp8CoreColumnParallelLinear, linear_fc2=Fp8CoreRowParallelLinear

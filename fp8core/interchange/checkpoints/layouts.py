@@ -4,6 +4,19 @@ A weight ``[n, k]`` is stored as codes and scales under names that follow from i
 are ``codes * scale`` of the element's block, with one scale more over the tensor in NVFP4, by which
 is divided. Blocks at the ends may be partial. Sources: DeepSeek-V3, README_WEIGHTS.md;
 compressed-tensors 0.20, compressors/; transformers 5.23, integrations/finegrained_fp8.py.
+
+Experts have a tensor each in a file, and one parameter in a model:
+
+=====================================  =================================================
+parameter of transformers 5            in files, for expert ``e`` of ``[0, experts)``
+=====================================  =================================================
+``experts.gate_up_proj [e, 2 n, k]``   ``experts.e.gate_proj.weight [n, k]``, then
+                                       ``up_proj``; of Mixtral ``w1``, then ``w3``
+``experts.down_proj [e, k, n]``        ``experts.e.down_proj.weight``; of Mixtral ``w2``
+=====================================  =================================================
+
+Mixtral's files say ``block_sparse_moe`` where the model says ``mlp``. Source: transformers 5.23,
+conversion_mapping.py.
 """
 
 from __future__ import annotations

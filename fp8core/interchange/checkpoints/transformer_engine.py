@@ -1,4 +1,16 @@
-"""A model's state as Transformer Engine's modules save it."""
+"""Delayed scaling as Transformer Engine's modules save it: the state of a model, and of experts
+under Megatron.
+
+Megatron asks a new model for the names that it reads from a checkpoint, before a step has created
+the buffers of delayed scaling. Megatron saves each expert of a grouped linear under its number
+among all experts, so that a checkpoint loads with another number of ranks; the state of one has the
+form of that of a linear with one GEMM.
+
+Megatron 0.16.1 takes slots ``i``, ``n + i`` and ``2 n + i`` for those of expert ``i`` of n, where
+Transformer Engine 2 has the slots of an expert side by side, and puts them back where they were if
+the number of experts is the same. States are written and read so, and have the expert's slots under
+a key of their own besides, which a layer of fp8core takes.
+"""
 
 from __future__ import annotations
 
