@@ -57,7 +57,7 @@ nitpick_ignore_regex = [
     (
         "py:.*",
         r"(torch|collections|os|pluggy|typing"
-        r"|fp8core\.(modules\.inputs|inspection\.monitoring\.record|tensors\.quantizer))\..*",
+        r"|fp8core\.(modules\.calls\.inputs|inspection\.monitoring\.record|tensors\.quantizer))\..*",
     ),
     (
         "py:class",

@@ -50,21 +50,21 @@ from fp8core.inspection.explain import (
 )
 from fp8core.inspection.monitoring import monitor
 from fp8core.modules.attention import DotProductAttention
-from fp8core.modules.found_inf import clear_found_inf, found_inf, watch_grad_scaler
-from fp8core.modules.frozen import frozen_weights
-from fp8core.modules.graphs import make_graphed_callables
-from fp8core.modules.grouped_linear import GroupedLinear
-from fp8core.modules.inference import InferenceParams
-from fp8core.modules.kv_cache import KVCacheManager
-from fp8core.modules.layernorm_linear import LayerNormLinear
-from fp8core.modules.layernorm_mlp import LayerNormMLP
-from fp8core.modules.linear import Linear
+from fp8core.modules.layers.grouped_linear import GroupedLinear
+from fp8core.modules.layers.layernorm_linear import LayerNormLinear
+from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
+from fp8core.modules.layers.linear import Linear
+from fp8core.modules.layers.norm import LayerNorm, RMSNorm
+from fp8core.modules.layers.padding import Fp8Padding, Fp8Unpadding
+from fp8core.modules.models.found_inf import clear_found_inf, found_inf, watch_grad_scaler
+from fp8core.modules.models.frozen import frozen_weights
+from fp8core.modules.models.graphs import make_graphed_callables
+from fp8core.modules.models.prepare import prepare
 from fp8core.modules.multihead_attention import MultiheadAttention
-from fp8core.modules.norm import LayerNorm, RMSNorm
-from fp8core.modules.padding import Fp8Padding, Fp8Unpadding
-from fp8core.modules.prepare import prepare
-from fp8core.modules.rotary import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
-from fp8core.modules.rotary_angles import RotaryPositionEmbedding
+from fp8core.modules.sequences.inference import InferenceParams
+from fp8core.modules.sequences.kv_cache import KVCacheManager
+from fp8core.modules.sequences.rotary import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+from fp8core.modules.sequences.rotary_angles import RotaryPositionEmbedding
 from fp8core.modules.transformer_layer import TransformerLayer
 from fp8core.ops.activation import deinterleave_glu_tensor, interleave_glu_tensor
 from fp8core.recipe import (

@@ -40,10 +40,25 @@ PICKLED = {
     "functional.quantizers.nvfp4": "functional.quantizers.named",
     "integrations.megatron.linears": "integrations.megatron",
     "modules.activation": "ops.activation",
+    "modules.extra_state.state": "modules.state.extra_state",
+    "modules.extra_state": "modules.state",
     "modules.sequential": "ops.sequential",
     "parameter": "tensors.parameter",
     "tensors.parameter.names": "tensors.parameter.init",
     "training.optimizers.fused_sgd": "training.optimizers.fused",
+    **{
+        f"modules.{module}": f"modules.{room}.{module}"
+        for room, modules in {
+            "calls": "base bind bound inputs parameters refusals",
+            "layers": "grouped_linear layernorm_linear layernorm_mlp linear norm operation padding "
+            "parallel residual tensor_operations",
+            "models": "first_step found_inf frozen graphs inventory prepare",
+            "sequences": "attention_arguments attention_inputs context_group head_split inference "
+            "kv_cache rotary rotary_angles",
+            "state": "delayed loading",
+        }.items()
+        for module in modules.split()
+    },
 }
 """Modules that models and quantizers pickled by an earlier version name, and where each is."""
 
@@ -53,7 +68,7 @@ MOVED = {
     "compat": "integrations",
     "conversion.hugging_face": "conversion.huggingface",
     "demo": "cli.demo",
-    "extra_state": "modules.extra_state",
+    "extra_state": "modules.state",
     "inspect": "inspection",
     "not_offered": "names",
     "testing": "conformance",

@@ -10,7 +10,7 @@ import torch
 
 import fp8core
 from fp8core import OperandError, UnsupportedError, autocast, ops
-from fp8core.modules.head_split import make_qk_norms
+from fp8core.modules.sequences.head_split import make_qk_norms
 from tests.pairs import turns
 from tests.refusals import unrefused
 

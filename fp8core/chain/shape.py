@@ -1,7 +1,7 @@
 """What a link is before it is bound: a plain value that answers questions and binds itself.
 
 A new kind of link is one file, with its shape, its link and its program; a subclass of
-:class:`fp8core.modules.operation.Operation` that returns the shape makes it a part of
+:class:`fp8core.modules.layers.operation.Operation` that returns the shape makes it a part of
 ``ops.Sequential``. Whoever lays out a layer, checks sizes or binds a chain asks a shape for what it
 needs to know, and never which kind of shape it is.
 """

@@ -28,14 +28,14 @@ from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.collectives import Communicator, named, of_group
 from fp8core.distributed.expert_state import SavedScales, remote_experts
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bind import bind
-from fp8core.modules.bound import new_seed
-from fp8core.modules.grouped_linear import KINDS, GroupedLinear
-from fp8core.modules.inputs import check_chained, check_input
-from fp8core.modules.loading import Imported
-from fp8core.modules.operation import Operation
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.bind import bind
+from fp8core.modules.calls.bound import new_seed
+from fp8core.modules.calls.inputs import check_chained, check_input
+from fp8core.modules.layers.grouped_linear import KINDS, GroupedLinear
+from fp8core.modules.layers.operation import Operation
 from fp8core.modules.run import run_links
+from fp8core.modules.state.loading import Imported
 from fp8core.recipe.plan import HIGH_PRECISION
 from fp8core.tensors.delayed_state import BUFFERS, META
 from fp8core.tensors.quantizer_binding import Binding

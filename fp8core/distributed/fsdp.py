@@ -16,8 +16,8 @@ from fp8core.collectives import Communicator
 from fp8core.context.recompute import is_in_backward
 from fp8core.distributed.gathered_weight import GatheredWeight, WeakModule, communicator_of
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.prepare import prepare
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.models.prepare import prepare
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fp8core.errors import UnsupportedError
 from fp8core.modules.attention import DotProductAttention
-from fp8core.modules.layernorm_mlp import LayerNormMLP
+from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
+from fp8core.modules.layers.parallel import ParallelModule
 from fp8core.modules.multihead_attention import MultiheadAttention
-from fp8core.modules.parallel import ParallelModule
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 

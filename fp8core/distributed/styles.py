@@ -36,11 +36,11 @@ from torch.distributed.tensor.parallel import style as torch_style
 from torch.nn.utils import parametrize
 
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.layernorm_linear import LayerNormLinear
-from fp8core.modules.linear import Linear
-from fp8core.modules.norm import LayerNorm, RMSNorm
-from fp8core.modules.parallel import Parallel
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.layers.layernorm_linear import LayerNormLinear
+from fp8core.modules.layers.linear import Linear
+from fp8core.modules.layers.norm import LayerNorm, RMSNorm
+from fp8core.modules.layers.parallel import Parallel
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 

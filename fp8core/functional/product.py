@@ -20,7 +20,7 @@ from fp8core.dispatch import table
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.functional.product_nodes import Gemm, GroupedGemm, Settings, apply, spec_of
 from fp8core.functional.quantize import dequantize
-from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.run import run_layer
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, LinearPlan

@@ -48,7 +48,7 @@ from fp8core.dispatch.optional import Offers
 from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
-from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LayerRole, LinearPlan, Plan

@@ -25,7 +25,7 @@ from fp8core.dispatch.settings import check_op
 from fp8core.errors import OperandError, PluginError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.inspection.descriptors import Need, layer_needs, recipe_needs
 from fp8core.inspection.on_meta import SavedBytes, Sent, saved_bytes, sent_by
-from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,

@@ -29,8 +29,8 @@ from fp8core.dispatch.optional import Offers
 from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.table import Resolved
 from fp8core.modules.agreement import communicators_of
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bound import parts_of
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.bound import parts_of
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, Plan

@@ -21,8 +21,8 @@ from fp8core.context.autocast import request
 from fp8core.conversion.layers import delimit
 from fp8core.conversion.survey import check_patterns, is_match, is_named_head, is_named_router
 from fp8core.errors import OperandError, RecipeError
-from fp8core.modules.linear import Linear
-from fp8core.modules.parallel import ALONE
+from fp8core.modules.layers.linear import Linear
+from fp8core.modules.layers.parallel import ALONE
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.data import from_data
 from fp8core.recipe.plan import LayerRole, LinearPlan

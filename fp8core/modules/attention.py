@@ -19,7 +19,12 @@ from fp8core.chain.unwrap import PLAIN
 from fp8core.collectives import named
 from fp8core.context.checkpoint import checkpoint
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
-from fp8core.modules.attention_arguments import (
+from fp8core.modules.calls.bind import bind
+from fp8core.modules.calls.bound import Bound
+from fp8core.modules.calls.parameters import check_probability, fill, resolve_device
+from fp8core.modules.layers.parallel import ParallelModule, mark_weight
+from fp8core.modules.run import remember, run_again, run_links
+from fp8core.modules.sequences.attention_arguments import (
     MASK_TYPES,
     UNLIMITED,
     Mask,
@@ -36,7 +41,7 @@ from fp8core.modules.attention_arguments import (
     repeated_step,
     with_cache,
 )
-from fp8core.modules.attention_inputs import (
+from fp8core.modules.sequences.attention_inputs import (
     Heads,
     Lengths,
     PaddingMask,
@@ -51,13 +56,8 @@ from fp8core.modules.attention_inputs import (
     lengths_of,
     unpacked,
 )
-from fp8core.modules.bind import bind
-from fp8core.modules.bound import Bound
-from fp8core.modules.context_group import ContextGroup, check_context
-from fp8core.modules.inference import InferenceParams
-from fp8core.modules.parallel import ParallelModule, mark_weight
-from fp8core.modules.parameters import check_probability, fill, resolve_device
-from fp8core.modules.run import remember, run_again, run_links
+from fp8core.modules.sequences.context_group import ContextGroup, check_context
+from fp8core.modules.sequences.inference import InferenceParams
 from fp8core.recipe.plan import AttentionPlan
 from fp8core.reporting import log_once
 from fp8core.torch_ops.likeness import sameness_to

@@ -19,15 +19,15 @@ from fp8core.chain.packed_attention import PackedAttentionLink
 from fp8core.chain.protocol import Link
 from fp8core.context.autocast import active
 from fp8core.modules.attention import AttentionCall, DotProductAttention
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bind import bind
-from fp8core.modules.bound import Bound, recipe_in
-from fp8core.modules.head_split import HeadSizes
-from fp8core.modules.inputs import check_input
-from fp8core.modules.layernorm_linear import LayerNormLinear
-from fp8core.modules.layernorm_mlp import LayerNormMLP
-from fp8core.modules.linear import Linear
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.bind import bind
+from fp8core.modules.calls.bound import Bound, recipe_in
+from fp8core.modules.calls.inputs import check_input
+from fp8core.modules.layers.layernorm_linear import LayerNormLinear
+from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
+from fp8core.modules.layers.linear import Linear
 from fp8core.modules.run import run_joined
+from fp8core.modules.sequences.head_split import HeadSizes
 from fp8core.recipe import PerLayer
 from fp8core.recipe.plan import LayerRole
 from fp8core.torch_ops.private import has_hooks, is_compiled, is_traced, is_transform_active

@@ -10,8 +10,14 @@ import torch
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.modules.attention import AttentionOptions, DotProductAttention
 from fp8core.modules.attention_boundary import Joins, attends_to_codes
-from fp8core.modules.attention_inputs import Lengths, Qkv
-from fp8core.modules.head_split import (
+from fp8core.modules.calls.inputs import check_kind
+from fp8core.modules.calls.parameters import InitMethod
+from fp8core.modules.calls.refusals import refuse_arguments
+from fp8core.modules.layers.layernorm_linear import LayerNormLinear
+from fp8core.modules.layers.linear import Linear
+from fp8core.modules.layers.parallel import set_group
+from fp8core.modules.sequences.attention_inputs import Lengths, Qkv
+from fp8core.modules.sequences.head_split import (
     HeadSizes,
     as_heads,
     head_dim_of,
@@ -19,14 +25,8 @@ from fp8core.modules.head_split import (
     split_key_value,
     split_query_key_value,
 )
-from fp8core.modules.inference import InferenceParams
-from fp8core.modules.inputs import check_kind
-from fp8core.modules.layernorm_linear import LayerNormLinear
-from fp8core.modules.linear import Linear
-from fp8core.modules.parallel import set_group
-from fp8core.modules.parameters import InitMethod
-from fp8core.modules.refusals import refuse_arguments
-from fp8core.modules.rotary import apply_rotary_pos_emb
+from fp8core.modules.sequences.inference import InferenceParams
+from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
 from fp8core.torch_ops.private import has_hooks
 
 __all__ = ["ATTENTION_TYPES", "MultiheadAttention", "check_main_grad"]

@@ -20,11 +20,11 @@ from fp8core.context.autocast import Active, active
 from fp8core.context.scopes import touch
 from fp8core.dispatch import policy
 from fp8core.dispatch.policy import Policy
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bind import bind
 from fp8core.modules.bindings import Repeat
-from fp8core.modules.bound import Bound, new_seed
-from fp8core.modules.inputs import check_input
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.bind import bind
+from fp8core.modules.calls.bound import Bound, new_seed
+from fp8core.modules.calls.inputs import check_input
 from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.tensors.scaling import offered_scale
 from fp8core.torch_ops.private import (
@@ -59,8 +59,8 @@ def run_layer(
     Where ``columns`` is None a tensor of no dimension is one of one element.
     Returns the output, and a value that leaves the chain within, if one does: ``num_inner`` of the
     parameters belong to the links before it. The input is compared with the parameter ``like``, see
-    :func:`~fp8core.modules.inputs.check_input`. ``shapes``: the chain of a call whose arguments
-    decide about it, with the parameters of the layer's; None: the layer's own.
+    :func:`~fp8core.modules.calls.inputs.check_input`. ``shapes``: the chain of a call whose
+    arguments decide about it, with the parameters of the layer's; None: the layer's own.
     """
     if columns is None and isinstance(input, torch.Tensor) and not input.dim():
         like_one = run_layer(layer, input.reshape(1), params, like=like, columns=None)

@@ -31,14 +31,14 @@ from fp8core.dispatch import policy
 from fp8core.dispatch.policy import Policy
 from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.attention_boundary import may_join
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bind import bind
-from fp8core.modules.bound import Bound
-from fp8core.modules.head_split import HeadSizes
-from fp8core.modules.layernorm_linear import LayerNormLinear
-from fp8core.modules.layernorm_mlp import LayerNormMLP
-from fp8core.modules.linear import Linear
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.bind import bind
+from fp8core.modules.calls.bound import Bound
+from fp8core.modules.layers.layernorm_linear import LayerNormLinear
+from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
+from fp8core.modules.layers.linear import Linear
 from fp8core.modules.run import is_ordinary_call, is_remembered, run_joined
+from fp8core.modules.sequences.head_split import HeadSizes
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.torch_ops.likeness import Likeness
 from fp8core.torch_ops.private import is_traced

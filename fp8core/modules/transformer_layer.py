@@ -9,15 +9,15 @@ import torch
 
 from fp8core.chain.run import is_under_torch_autocast
 from fp8core.errors import OperandError, RecipeError, did_you_mean
-from fp8core.modules.inference import InferenceParams
-from fp8core.modules.inputs import check_kind
-from fp8core.modules.layernorm_mlp import LayerNormMLP
+from fp8core.modules.calls.inputs import check_kind
+from fp8core.modules.calls.parameters import InitMethod, check_probability
+from fp8core.modules.calls.refusals import refuse_arguments
+from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
+from fp8core.modules.layers.norm import LayerNorm, RMSNorm
+from fp8core.modules.layers.parallel import set_group
+from fp8core.modules.layers.residual import DropPath, SampleSplit
 from fp8core.modules.multihead_attention import MultiheadAttention, check_main_grad
-from fp8core.modules.norm import LayerNorm, RMSNorm
-from fp8core.modules.parallel import set_group
-from fp8core.modules.parameters import InitMethod, check_probability
-from fp8core.modules.refusals import refuse_arguments
-from fp8core.modules.residual import DropPath, SampleSplit
+from fp8core.modules.sequences.inference import InferenceParams
 from fp8core.modules.transformer_chain import TransformerChain, TransformerParts
 
 LAYER_TYPES = ("encoder", "decoder")

@@ -21,13 +21,8 @@ from typing_extensions import override
 
 from fp8core.chain.pointwise import BiasShape, DropoutShape, QuantizeShape
 from fp8core.chain.shape import LinkShape
-from fp8core.modules.grouped_linear import GroupedLinear as GroupedLinearLayer
-from fp8core.modules.inputs import cast_to_weight
-from fp8core.modules.linear import Linear as LinearLayer
-from fp8core.modules.norm import LayerNorm, RMSNorm
-from fp8core.modules.operation import Operation
-from fp8core.modules.parallel import Parallel
-from fp8core.modules.parameters import (
+from fp8core.modules.calls.inputs import cast_to_weight
+from fp8core.modules.calls.parameters import (
     InitMethod,
     check_probability,
     check_size,
@@ -35,8 +30,13 @@ from fp8core.modules.parameters import (
     make_parameter,
     resolve_device,
 )
-from fp8core.modules.refusals import refuse_arguments
-from fp8core.modules.tensor_operations import (
+from fp8core.modules.calls.refusals import refuse_arguments
+from fp8core.modules.layers.grouped_linear import GroupedLinear as GroupedLinearLayer
+from fp8core.modules.layers.linear import Linear as LinearLayer
+from fp8core.modules.layers.norm import LayerNorm, RMSNorm
+from fp8core.modules.layers.operation import Operation
+from fp8core.modules.layers.parallel import Parallel
+from fp8core.modules.layers.tensor_operations import (
     AddExtraInput,
     AllGather,
     AllReduce,

@@ -17,9 +17,9 @@ from fp8core.chain.regrouped import DeinterleaveShape
 from fp8core.chain.scaled_activation import ScaledActivationShape
 from fp8core.chain.shape import LinkShape
 from fp8core.errors import OperandError
-from fp8core.modules.operation import Operation
-from fp8core.modules.parameters import check_size
-from fp8core.modules.refusals import refuse_arguments
+from fp8core.modules.calls.parameters import check_size
+from fp8core.modules.calls.refusals import refuse_arguments
+from fp8core.modules.layers.operation import Operation
 
 
 class _Activation(Operation):

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from fp8core.chain.differentiable import gradients_once
 from fp8core.errors import OperandError
-from fp8core.modules.operation import ExtraTensors
+from fp8core.modules.layers.operation import ExtraTensors
 
 Fusion: TypeAlias = Callable[..., Iterable[torch.nn.Module]]
 """``f(operations, *, recipe)`` -> operations, some of them replaced by fused ones."""

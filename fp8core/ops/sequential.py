@@ -13,12 +13,12 @@ from fp8core.chain.run import run_returning_input
 from fp8core.chain.shape import LinkShape, input_columns_of
 from fp8core.context.autocast import active
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bind import bind
-from fp8core.modules.inputs import cast_to_weight, check_chained, check_input, check_kind
-from fp8core.modules.operation import ExtraTensors
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.bind import bind
+from fp8core.modules.calls.inputs import cast_to_weight, check_chained, check_input, check_kind
+from fp8core.modules.layers.operation import ExtraTensors
+from fp8core.modules.layers.tensor_operations import MakeExtraOutput
 from fp8core.modules.run import delaying, run_layer, run_links, run_links_by
-from fp8core.modules.tensor_operations import MakeExtraOutput
 from fp8core.ops.basic_operation import FusedOperation, fused, has_fusions
 
 _Self = TypeVar("_Self", bound="OperationList")

@@ -22,7 +22,7 @@ import fp8core as te
 from fp8core import recipe
 from fp8core.backend_api import Operand
 from fp8core.chain.linear.link import LinearLink
-from fp8core.modules.bind import bind
+from fp8core.modules.calls.bind import bind
 from tests.benchmarks.measuring.turns import round_us
 
 ROWS, SIZE, CALLS = 16, 32, 300

@@ -15,8 +15,8 @@ import torch
 
 from fp8core import GroupedLinear, Linear, autocast, recipe
 from fp8core.modules import run as module_run
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bind import bind
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.bind import bind
 from tests.device import DEVICE, assert_same_sums
 from tests.pairs import pairs, turns
 

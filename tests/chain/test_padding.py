@@ -15,7 +15,7 @@ from fp8core.backend_api import Alignment, GemmDesc
 from fp8core.chain.call import Call
 from fp8core.chain.padding import LayerPadding
 from fp8core.dispatch import table
-from fp8core.modules.bind import bind
+from fp8core.modules.calls.bind import bind
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.device import DEVICE
 from tests.pairs import turns

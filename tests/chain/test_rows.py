@@ -30,8 +30,8 @@ from fp8core.chain.protocol import (
 from fp8core.chain.request import QuantizeRequest
 from fp8core.chain.routes import Routes
 from fp8core.chain.shape import BindContext, LinkShape
-from fp8core.modules.bind import bind
-from fp8core.modules.operation import Operation
+from fp8core.modules.calls.bind import bind
+from fp8core.modules.layers.operation import Operation
 from tests.device import DEVICE
 from tests.pairs import pairs
 

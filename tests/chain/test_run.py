@@ -29,8 +29,8 @@ from fp8core.chain.arranged import Arranged
 from fp8core.chain.call import DENSE
 from fp8core.chain.linear.link import LinearLink
 from fp8core.chain.protocol import Wrapper
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bind import bind
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.bind import bind
 from tests.device import DEVICE, assert_same_sums
 from tests.pairs import pairs, turns
 

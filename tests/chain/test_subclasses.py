@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import fp8core as te
 from fp8core import OperandError, QuantizedTensor, ops, recipe
 from fp8core.backend_api import OpDesc
-from fp8core.modules.bind import bind
+from fp8core.modules.calls.bind import bind
 from fp8core.recipe.plan import LayerRole
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.device import DEVICE

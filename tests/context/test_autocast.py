@@ -12,7 +12,7 @@ import torch
 import fp8core
 from fp8core import Linear, RecipeError, autocast, fp8_autocast, recipe
 from fp8core.context.autocast import active, request
-from fp8core.modules.bind import bind
+from fp8core.modules.calls.bind import bind
 from tests.device import DEVICE
 
 CURRENT = recipe.Float8CurrentScaling()

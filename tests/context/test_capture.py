@@ -11,7 +11,7 @@ import torch
 import fp8core
 from fp8core import OperandError, UnsupportedError, autocast
 from fp8core.context.capture import Graph, Pass, Schedule, passes_of
-from fp8core.modules import graphs
+from fp8core.modules.models import graphs
 
 
 class Again(Graph):

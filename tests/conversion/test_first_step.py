@@ -11,7 +11,7 @@ from torch import nn
 
 import fp8core
 from fp8core import recipe
-from fp8core.modules import first_step
+from fp8core.modules.models import first_step
 from tests.dispatch import toys
 
 

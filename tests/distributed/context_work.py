@@ -15,7 +15,7 @@ from fp8core.chain.sequence_chunks import Chunks
 from fp8core.collectives import of_group
 from fp8core.distributed import gather_from_cp_ranks, get_batch_on_this_cp_rank
 from fp8core.errors import Fp8CoreError
-from fp8core.modules.residual import DropPath, SampleSplit
+from fp8core.modules.layers.residual import DropPath, SampleSplit
 from fp8core.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 SEED = 3

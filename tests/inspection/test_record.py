@@ -22,7 +22,7 @@ from fp8core.chain.shape import BindContext
 from fp8core.dispatch.resolver import DISPATCH, Purpose
 from fp8core.dispatch.table import Resolved
 from fp8core.inspection.descriptors import layer_needs, record
-from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.quantizer_binding import Binding

@@ -15,7 +15,7 @@ import torch
 import fp8core as te
 from fp8core import recipe
 from fp8core.backend_api import OPTIONAL_OPS
-from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.calls.base import LowPrecisionModule
 from tests.chain import fused_toy
 from tests.inspection import models
 from tests.pairs import turns

@@ -15,7 +15,7 @@ from fp8core.errors import OperandError
 from fp8core.integrations import transformer_engine as alias
 from fp8core.integrations.transformer_engine import finder
 from fp8core.interchange.checkpoints.transformer_engine import merge_states, split_state
-from fp8core.modules.extra_state.state import read_expert_state
+from fp8core.modules.state.extra_state import read_expert_state
 from fp8core.recipe import DelayedScaling, Format
 from fp8core.tensors.delayed_state import BUFFERS, META, meta_text
 from tests.modules.extra_state.states import DelayedScaling as TheirScaling

@@ -83,7 +83,7 @@ def _train(side: Side) -> None:
 
 def _state(layer: Any) -> dict[str, torch.Tensor]:
     """Return the delayed state of a layer of either library."""
-    if isinstance(layer, fp8core.modules.base.LowPrecisionModule):
+    if isinstance(layer, fp8core.modules.calls.base.LowPrecisionModule):
         return {name: layer.get_buffer(name).clone() for name in STATE}
     forward, backward = layer.fp8_meta["scaling_fwd"], layer.fp8_meta["scaling_bwd"]
     tensors = (forward.scale, forward.amax_history, backward.scale, backward.amax_history)

@@ -10,7 +10,7 @@ import torch
 
 import fp8core
 from fp8core import DotProductAttention, OperandError
-from fp8core.modules.bound import new_seed
+from fp8core.modules.calls.bound import new_seed
 from fp8core.reporting import _logged
 from tests.device import DEVICE
 from tests.modules.attention_calls import (
@@ -264,7 +264,7 @@ def test_the_seed_of_a_cuda_graph_is_drawn_on_its_device(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch, "randint", randint)
     for is_graph in (False, True):
-        monkeypatch.setattr("fp8core.modules.bound._is_graph", lambda known=is_graph: known)
+        monkeypatch.setattr("fp8core.modules.calls.bound._is_graph", lambda known=is_graph: known)
         for device in (torch.device("cuda", 0), torch.device("cpu"), None):
             new_seed(device)
     assert drawn == ["cpu", "cpu", "cpu", "cuda", "cpu", "cpu"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8core import GroupedLinear, Linear, RecipeError, UnsupportedError, autocast, recipe
-from fp8core.modules.bind import bind
+from fp8core.modules.calls.bind import bind
 from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8core import GroupedLinear, OperandError, UnsupportedError, autocast, monitor, recipe
-from fp8core.modules import grouped_linear
+from fp8core.modules.layers import grouped_linear
 from tests.device import DEVICE
 from tests.pairs import turns
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fp8core import InferenceParams, KVCacheManager, OperandError, UnsupportedError
-from fp8core.modules.kv_cache import NonPagedKVCacheManager, PagedKVCacheManager
+from fp8core.modules.sequences.kv_cache import NonPagedKVCacheManager, PagedKVCacheManager
 from tests.device import DEVICE
 from tests.pairs import turns
 

@@ -11,7 +11,7 @@ import torch
 
 import fp8core
 from fp8core import OperandError, ops
-from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.calls.base import LowPrecisionModule
 from tests.device import DEVICE
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work

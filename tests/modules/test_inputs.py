@@ -17,7 +17,7 @@ from fp8core import (
     autocast,
     recipe,
 )
-from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.calls.base import LowPrecisionModule
 from tests.device import DEVICE
 from tests.pairs import pairs
 

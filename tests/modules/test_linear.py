@@ -18,7 +18,7 @@ from fp8core import (
     autocast,
     recipe,
 )
-from fp8core.modules.linear import NOT_OFFERED
+from fp8core.modules.layers.linear import NOT_OFFERED
 from tests.device import BACKEND, DEVICE
 from tests.pairs import turns
 

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import fp8core
 from fp8core import GroupedLinear, Linear, autocast, ops, recipe
-from fp8core.modules.linear import Linear as Base
+from fp8core.modules.layers.linear import Linear as Base
 from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work

@@ -15,7 +15,7 @@ import fp8core
 from fp8core import ops
 from fp8core.backend_api import API_VERSION, BackendSpec, hookimpl
 from fp8core.dispatch import plugins
-from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.calls.base import LowPrecisionModule
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 

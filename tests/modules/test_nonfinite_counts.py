@@ -10,7 +10,7 @@ import torch
 
 import fp8core as te
 from fp8core import recipe
-from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.torch_ops import counted
 from tests.device import DEVICE
 

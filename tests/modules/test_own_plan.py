@@ -19,7 +19,7 @@ from fp8core.backend_api import DequantizeDesc, OperandSpec
 from fp8core.context.autocast import active
 from fp8core.context.scopes import touch
 from fp8core.dispatch import table
-from fp8core.modules.delayed import DelayedModule
+from fp8core.modules.state.delayed import DelayedModule
 from fp8core.plan import DelayedPlan, LayerRole, Plan, SlotNames, TensorPlan
 from fp8core.recipe.base import plan_of
 from fp8core.tensors.delayed_state import LayerStates

@@ -10,7 +10,7 @@ import torch
 import fp8core
 from fp8core import recipe
 from fp8core.errors import OperandError
-from fp8core.modules.padding import Fp8Padding, Fp8Unpadding
+from fp8core.modules.layers.padding import Fp8Padding, Fp8Unpadding
 
 
 def test_each_group_is_padded_with_zeros() -> None:

@@ -20,9 +20,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp8core
 from fp8core import recipe
 from fp8core.errors import Fp8CoreError, UnsupportedError
-from fp8core.modules import attention, grouped_linear
+from fp8core.modules import attention
 from fp8core.modules import run as module_run
-from fp8core.modules.residual import DropPath
+from fp8core.modules.layers import grouped_linear
+from fp8core.modules.layers.residual import DropPath
 from fp8core.torch_ops.private import lazily_negated, lazy_zeros
 from tests import ways
 from tests.device import DEVICE

@@ -21,7 +21,7 @@ from fp8core import (
     recipe,
 )
 from fp8core.chain.sequence_chunks import Chunks
-from fp8core.modules.rotary import Rotary
+from fp8core.modules.sequences.rotary import Rotary
 from tests.device import DEVICE, VALUES_ARE_READ
 
 BF16 = torch.bfloat16

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8core import Linear, autocast, recipe
-from fp8core.modules.bind import bind
+from fp8core.modules.calls.bind import bind
 from fp8core.recipe.plan import DelayedPlan
 from fp8core.tensors import scaling
 from fp8core.tensors.delayed_state import DelayedState

@@ -22,7 +22,7 @@ from fp8core.conformance.subject import Subject
 from fp8core.context.autocast import autocast
 from fp8core.dispatch import plugins, policy, table
 from fp8core.errors import UnsupportedError
-from fp8core.modules.linear import Linear
+from fp8core.modules.layers.linear import Linear
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor

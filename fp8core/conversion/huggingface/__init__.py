@@ -36,7 +36,11 @@ from fp8core.conversion.huggingface.family import (
     shapes_of,
 )
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.modules.head_split import HeadSizes, join_query_key_value, separate_query_key_value
+from fp8core.modules.sequences.head_split import (
+    HeadSizes,
+    join_query_key_value,
+    separate_query_key_value,
+)
 from fp8core.reporting import some
 from fp8core.tensors.delayed_state import BUFFERS
 

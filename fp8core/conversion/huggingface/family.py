@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.modules.head_split import HeadSizes
+from fp8core.modules.sequences.head_split import HeadSizes
 
 
 def reader(config: Any) -> Any:

@@ -14,7 +14,7 @@ from fp8core.chain.differentiable import refuse_transform
 from fp8core.chain.unwrap import made_readable, unwrap
 from fp8core.dispatch import table
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.modules.parameters import resolve_device
+from fp8core.modules.calls.parameters import resolve_device
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot

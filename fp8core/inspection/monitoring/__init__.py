@@ -34,8 +34,8 @@ from fp8core.inspection.monitoring.rows import (
     write_scalars,
 )
 from fp8core.inspection.monitoring.what_if import Summary, WhatIf, replay
-from fp8core.modules import inventory
-from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.models import inventory
 from fp8core.recipe import Recipe
 from fp8core.reporting import some
 from fp8core.torch_ops.private import is_compiled

@@ -19,7 +19,7 @@ from fp8core.errors import Fp8CoreError, OperandError, RecipeError, did_you_mean
 from fp8core.inspection.monitoring.observe import LayerWatch
 from fp8core.inspection.monitoring.record import Recorder, SavedLinear, SavedTensors
 from fp8core.inspection.monitoring.rows import Row, render, rows_of, table_of
-from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.recipe import PerLayer, Recipe, by_name
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import names_of

@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8core.conversion.convert import convert, unconvert
 from fp8core.errors import RecipeError
-from fp8core.modules.prepare import prepare
+from fp8core.modules.models.prepare import prepare
 from fp8core.recipe import Recipe
 from fp8core.recipe.data import as_data, from_data
 from fp8core.reporting import logger

@@ -28,10 +28,10 @@ from fp8core.context.autocast import request
 from fp8core.conversion.layers import delimit
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.attention import DotProductAttention
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.layernorm_linear import LayerNormLinear
-from fp8core.modules.linear import Linear
-from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.layers.layernorm_linear import LayerNormLinear
+from fp8core.modules.layers.linear import Linear
+from fp8core.modules.layers.norm import LayerNorm, RMSNorm
 from fp8core.recipe import (
     DelayedScaling,
     Float8BlockScaling,

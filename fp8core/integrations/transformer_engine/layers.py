@@ -25,19 +25,11 @@ from fp8core.interchange.checkpoints.transformer_engine import (
     split_state,
     written_state,
 )
-from fp8core.modules import (
-    attention,
-    grouped_linear,
-    layernorm_linear,
-    layernorm_mlp,
-    linear,
-    multihead_attention,
-    norm,
-    transformer_layer,
-)
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.loading import EXTRA_STATE, Imported
-from fp8core.modules.parallel import ParallelModule
+from fp8core.modules import attention, multihead_attention, transformer_layer
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.layers import grouped_linear, layernorm_linear, layernorm_mlp, linear, norm
+from fp8core.modules.layers.parallel import ParallelModule
+from fp8core.modules.state.loading import EXTRA_STATE, Imported
 from fp8core.recipe import get_default_recipe
 from fp8core.tensors.delayed_state import BUFFERS
 

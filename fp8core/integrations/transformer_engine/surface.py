@@ -9,8 +9,8 @@ from typing import Any
 import fp8core
 from fp8core import names, ops, recipe
 from fp8core.integrations.transformer_engine import distributed, layers, recipes
-from fp8core.modules.rotary import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
-from fp8core.modules.rotary_angles import RotaryPositionEmbedding
+from fp8core.modules.sequences.rotary import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+from fp8core.modules.sequences.rotary_angles import RotaryPositionEmbedding
 from fp8core.training import optimizers, permutation, router
 
 _ROOT = "transformer_engine"

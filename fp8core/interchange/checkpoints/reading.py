@@ -14,8 +14,8 @@ from fp8core.interchange.checkpoints.files import Checkpoint, Header
 from fp8core.interchange.checkpoints.layouts import Piece, Stored, pieces_of, stored_names
 from fp8core.interchange.checkpoints.stored import Method, StoredWeight, method_of
 from fp8core.interchange.checkpoints.writing import unwrapped
-from fp8core.modules.delayed import DelayedModule
-from fp8core.modules.inventory import keyed_modules
+from fp8core.modules.models.inventory import keyed_modules
+from fp8core.modules.state.delayed import DelayedModule
 from fp8core.recipe import Float8BlockScaling, Recipe
 from fp8core.reporting import log_once, logger, some
 from fp8core.tensors.checks import is_sharded

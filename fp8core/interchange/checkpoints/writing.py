@@ -26,12 +26,12 @@ from fp8core.interchange.checkpoints.layouts import (
     holds_experts,
     layout_of,
 )
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bound import recipe_in
-from fp8core.modules.delayed import DelayedModule
-from fp8core.modules.inventory import ModuleNode, keyed_modules
-from fp8core.modules.parallel import ParallelModule
-from fp8core.modules.refusals import experts_of
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.bound import recipe_in
+from fp8core.modules.calls.refusals import experts_of
+from fp8core.modules.layers.parallel import ParallelModule
+from fp8core.modules.models.inventory import ModuleNode, keyed_modules
+from fp8core.modules.state.delayed import DelayedModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from

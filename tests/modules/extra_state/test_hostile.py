@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.modules.extra_state.opcodes import MAX_OPCODES
-from fp8core.modules.extra_state.state import read_extra_state
+from fp8core.modules.state.extra_state import read_extra_state
+from fp8core.modules.state.opcodes import MAX_OPCODES
 from tests.modules.extra_state.states import DelayedScaling, as_tensor, content, pickled
 from tests.refusals import unrefused
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.modules.extra_state.state import may_be_transformer_engine_s, read_extra_state
+from fp8core.modules.state.extra_state import may_be_transformer_engine_s, read_extra_state
 from fp8core.recipe.plan import AttentionPlan
 from tests.device import DEVICE
 from tests.modules.extra_state.states import (

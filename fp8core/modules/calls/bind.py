@@ -1,0 +1,274 @@
+"""Binding a layer: from its shapes and the active recipe to the links that it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import torch
+
+from fp8core.chain import run as chain
+from fp8core.chain.bind import bind_chain
+from fp8core.chain.differentiable import arranged, only_once
+from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.collectives import named
+from fp8core.context import recompute, timeline
+from fp8core.context.autocast import Active, active, active_before, active_name
+from fp8core.context.scopes import touch
+from fp8core.dispatch import policy, settings
+from fp8core.dispatch.resolver import TrackingResolver
+from fp8core.errors import Fp8CoreError, UnsupportedError
+from fp8core.modules.agreement import agree
+from fp8core.modules.bindings import bind_lock
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.bound import (
+    Bound,
+    bind_captured,
+    check_rules,
+    parts_of,
+    reads_names,
+    recipe_in,
+)
+from fp8core.recipe import Recipe
+from fp8core.recipe.base import plan_of
+from fp8core.recipe.plan import LayerRole
+from fp8core.reporting import log_once
+from fp8core.tensors.delayed_state import DelayedState
+from fp8core.tensors.quantizer_binding import Binding
+from fp8core.tensors.scaling import is_of_two_forwards, offered_scale
+from fp8core.torch_ops.lasting import lasting
+from fp8core.torch_ops.private import (
+    NO_BACKWARD_PASS,
+    current_backward_pass,
+    is_traced,
+    is_transform_active,
+)
+
+
+def is_recompute(layer: LowPrecisionModule, requested: Active) -> bool:
+    """Say whether the call of ``layer`` that runs inside backward repeats a forward.
+
+    ``requested`` are the recipes that are active now. Calls of :func:`fp8core.checkpoint` have a
+    tape, and do not come here.
+
+    Raises:
+        UnsupportedError: it repeats a forward that ran, or may have run, under another recipe.
+    """
+    repeated = timeline.recompute()
+    if not (torch.is_grad_enabled() or repeated.is_requested):
+        return False  # a hook evaluates something
+    if timeline.is_entered_in_backward():
+        return True
+    now = (requested.quantize, requested.observe)
+    if active_before(repeated, layer.outside_autocast) == {now}:
+        return True
+    if now == (None, None):
+        raise UnsupportedError(
+            f"{layer.label} is recomputed in backward outside the autocast it ran in. Use "
+            f"fp8core.checkpoint, or enter autocast inside the checkpointed function."
+        )
+    raise UnsupportedError(
+        f"{layer.label} is recomputed in backward under another recipe than it ran with. "
+        f"Use fp8core.checkpoint, which keeps the recipe."
+    )
+
+
+def check_scales(layer: LowPrecisionModule, state: DelayedState) -> None:
+    """Refuse a recompute whose delayed scales may differ from those of its forward.
+
+    Raises:
+        UnsupportedError: the scales of the forward are not known in this backward pass.
+    """
+    if offered_scale(state) is not None:
+        return
+    if is_of_two_forwards(state):
+        raise UnsupportedError(
+            f"{layer.label} is recomputed in a backward pass over two forwards of the model, "
+            f"each with delayed scales of its own, and torch does not say which of them it "
+            f"repeats. Run backward after each forward, or use fp8core.checkpoint, which keeps "
+            f"the scales."
+        )
+    raise UnsupportedError(
+        f"{layer.label} is recomputed in backward under delayed scaling, whose scales have "
+        f"moved on since. Use fp8core.checkpoint, which keeps them, or, in a model that "
+        f"fp8core.convert gave the recipe, use_reentrant=False."
+    )
+
+
+def bind(
+    layer: LowPrecisionModule,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    offsets_on_device: bool = False,
+    shapes: tuple[LinkShape, ...] | None = None,
+    first_gemm: int = 0,
+) -> Bound:
+    """Return the links of ``layer`` for activations of ``dtype`` under the active recipe.
+
+    ``offsets_on_device``: as in :class:`~fp8core.chain.linear.shape.LinearShape`, for a grouped
+    layer in eager. ``shapes``: the chain of a call whose arguments decide about it; None: the
+    layer's own. ``first_gemm`` is how many GEMMs the layer has before that chain.
+
+    Raises:
+        UnsupportedError: a recompute that cannot equal its forward.
+    """
+    if torch.compiler.is_compiling() or is_traced():
+        return _bind_captured(layer, device, dtype, shapes)
+    requested, tape = active(layer.outside_autocast), recompute.current()
+    recipe = requested.quantize if requested.quantize is not None else requested.observe
+    is_observing = requested.observe is not None
+    is_grad_enabled = torch.is_grad_enabled()
+    repeats = False
+    if tape is None:
+        records = is_observing or is_grad_enabled
+        if current_backward_pass() != NO_BACKWARD_PASS:
+            repeats = is_recompute(layer, requested)
+            records = records and not is_grad_enabled
+    else:
+        records = not tape.is_repeating and (is_observing or tape.is_grad_enabled)
+    mode = (is_observing, records, is_grad_enabled, layer.training)
+    key = (recipe, device, dtype, policy.current(), mode, offsets_on_device, shapes, first_gemm)
+    last = layer._bindings.last
+    if last is not None and last[0] == key:
+        bound: Bound = last[1]
+    else:
+        chosen = shapes or _shapes(layer, offsets_on_device)
+        agreement = layer._bindings.agreement
+        if key not in layer._bindings.table and any(shape.process_groups for shape in chosen):
+            text = agree(
+                layer.label,
+                LayerRole(layer.kind, layer.name),
+                layer.plan_type,
+                recipe,
+                Binding(device, dtype, is_observing),
+                chosen,
+                mode=_mode_text(mode),
+                scales=[layer._buffers.get(name) for name in ("scale_fwd", "scale_bwd")],
+            )
+            agreement.add(key, text, chosen)
+        elif last is not None and agreement.is_known(key) and agreement.is_known(last[0]):
+            agreement.change(layer.label, last[0], key)
+        with bind_lock:
+            entry: Bound | None = layer._bindings.table.get(key)
+            binding = Binding(device, dtype, is_observing)
+            if entry is None:
+                arguments = (layer, recipe, mode, binding, chosen, first_gemm)
+                entry = lasting(partial(_bind, *arguments))
+            bound = entry
+            layer._bindings.table[key] = bound
+            layer._bindings.last = (key, bound)
+            _note_change(layer, recipe, bound)
+    if bound.states is not None and repeats:
+        check_scales(layer, bound.states.forward)
+    if bound.states is not None and records:
+        if is_transform_active():
+            chain.refuse_transform(bound.links)  # before autocast has something to forget
+        touch(bound.states.forward, bound.states.backward, requested.group)
+    return bound
+
+
+def _mode_text(mode: tuple[bool, bool, bool, bool]) -> str:
+    _, _, is_grad_enabled, is_training = mode
+    grad = "gradients enabled" if is_grad_enabled else "no gradients"
+    return f"{grad}, {'training' if is_training else 'evaluation'}"
+
+
+def _note_change(layer: LowPrecisionModule, recipe: Recipe | None, bound: Bound) -> None:
+    """Log once that a layer computes by another kind of recipe than the one before.
+
+    Layers that compute in high precision under any recipe, as a rotation does, are left out.
+    """
+    chosen = recipe_in(recipe, LayerRole(layer.kind, layer.name))
+    if chosen is None or only_once(bound.links) is None:
+        return
+    before, layer._bindings.recipe = layer._bindings.recipe, type(chosen)
+    kinds = before or type(chosen), type(chosen)
+    if issubclass(*kinds) or issubclass(*reversed(kinds)):
+        return
+    names = [kind.__name__ for kind in kinds]
+    log_once(
+        f"{layer.label}: its recipe changed from {names[0]} to {names[1]}, which may change how "
+        f"the model behaves; delayed scales that only one of them has start fresh.",
+        about=f"recipe changed from {names[0]} to {names[1]}",
+    )
+
+
+def _bind_captured(
+    layer: LowPrecisionModule,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: tuple[LinkShape, ...] | None,
+) -> Bound:
+    # torch.compile reads this code. A layer's name is asked for only where it matters: graphs are
+    # guarded by what they read.
+    active_text, backends = active_name(layer.outside_autocast), policy.current()
+    name, peers = (layer.name, layer.peers) if reads_names(active_text) else (None, "")
+    is_compiled = torch.compiler.is_dynamo_compiling()
+    is_watched = layer._bindings.watch is not None
+    return bind_captured(
+        (layer.kind, type(layer).__name__, name, peers, is_compiled, is_watched),
+        tuple([shape.values() for shape in shapes or layer.link_shapes()]),
+        active_text,
+        (backends.backend, backends.op_backends),
+        (device, dtype),
+    )
+
+
+def _shapes(layer: LowPrecisionModule, offsets_on_device: bool) -> tuple[LinkShape, ...]:
+    shapes = layer.link_shapes()
+    if not offsets_on_device:
+        return shapes
+    return tuple(shape.with_offsets_on_device() for shape in shapes)
+
+
+def _bind(
+    layer: LowPrecisionModule,
+    recipe: Recipe | None,
+    mode: tuple[bool, bool, bool, bool],
+    binding: Binding,
+    shapes: tuple[LinkShape, ...],
+    first_gemm: int,
+) -> Bound:
+    """Bind ``shapes``; a layer that cannot be bound has the state of before."""
+    check_rules(recipe, layer.peers)
+    before = layer.delayed_snapshot()
+    try:
+        role = LayerRole(layer.kind, layer.name)
+        plan = plan_of(layer.plan_type, recipe, role, binding.activation_dtype)
+        states = None
+        if binding.is_observing and plan.delayed is None:
+            log_once(
+                f"{layer.label}: calibrating records nothing, as {type(recipe).__name__} has no "
+                f"delayed scales"
+            )
+        if plan.delayed is not None and layer.count_slot_sets():
+            _, records_forward, records_backward, _ = mode
+            states = layer.delayed_states(
+                recipe, plan, records=records_forward, device=binding.device
+            )
+            states = dataclasses.replace(
+                states, records_forward=records_forward, records_backward=records_backward
+            )
+        watch, count = layer._bindings.watch, None
+        if not plan.is_high_precision and not binding.is_observing:
+            count = layer._bindings.nonfinite_of(binding.device, is_training=mode[2])
+        noting = TrackingResolver(binding.resolver)
+        binding = binding._replace(resolver=noting)
+        context = BindContext.of(plan, binding, layer.label, states, watch, count)
+        context = context._replace(first_gemm=first_gemm)
+        links = bind_chain(shapes, context)
+        if states is not None:
+            for name in dict.fromkeys(shape.shares_scales_over for shape in shapes):
+                if name is not None:
+                    states.spread_over(named(name))
+    except BaseException as error:
+        layer.restore_delayed(before)
+        if not isinstance(error, Fp8CoreError):
+            raise
+        raise type(error)(f"{layer.label}: {error}") from None
+    needs_rng = any(link.needs_rng for link in links)
+    # In debug mode operations look at results, each time that they run.
+    recorder = None if settings.read().debug else noting.recorder
+    parts = tuple(arranged(part, recorder) for part in parts_of(shapes, links))
+    return Bound(parts, links, plan, states, recipe, needs_rng)

@@ -1,0 +1,371 @@
+"""A linear layer for each group of rows, all groups in one call: the experts of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from fp8core.chain.call import Call
+from fp8core.chain.delayed_wgrad import DelayedCall
+from fp8core.chain.linear.shape import LinearShape
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.modules.calls.bind import bind
+from fp8core.modules.calls.bound import new_seed
+from fp8core.modules.calls.inputs import check_input
+from fp8core.modules.calls.parameters import (
+    InitMethod,
+    check_size,
+    default_init_method,
+    fill,
+    make_parameter,
+    resolve_device,
+)
+from fp8core.modules.calls.refusals import refuse_arguments
+from fp8core.modules.layers.operation import ExtraTensors
+from fp8core.modules.layers.parallel import ParallelModule, mark_weight
+from fp8core.modules.run import delaying, remember_call, run_again, run_links
+from fp8core.recipe.plan import LayerRole
+from fp8core.tensors.parameter.init import make_weight
+
+KINDS = ("weight", "bias")
+"""The prefixes of the names of parameters; the number of a group follows."""
+
+_NOT_OFFERED = (
+    "ub_overlap_rs",
+    "ub_overlap_ag",
+    "ub_name",
+    "single_grouped_weight",
+    "single_grouped_bias",
+    "use_grouped_tensor",
+)
+
+
+class GroupedLinear(ParallelModule, ExtraTensors):
+    """``num_gemms`` linear layers, each over a group of the rows of one input.
+
+    Input ``[..., in_features]``, the groups' rows one after the other; output ``[...,
+    out_features]``. Parameters ``weight0 [out_features, in_features], bias0 [out_features],
+    weight1, bias1, ...``, in that order. Each group is quantized as a separate tensor. Arguments as
+    in :class:`fp8core.Linear`, which also refuses those that are not offered.
+
+    With ``parallel_mode`` each rank has its share of the features. The collectives are the
+    caller's, who exchanges tokens between ranks anyway: the input of a column-parallel layer has
+    to be whole, and the outputs of a row-parallel one are to be summed.
+
+    The sizes of the groups may be a tensor on the accelerator. The host does not wait for it: a
+    router's counts go in as they are, and a CUDA graph reads the sizes at each replay.
+
+    ``single_grouped_weight``, ``single_grouped_bias`` and ``use_grouped_tensor`` are refused: they
+    store all groups in one parameter of a class of Transformer Engine's.
+    """
+
+    kind = "grouped_linear"
+    num_extra_inputs = 1  # the sizes of the groups, in an ops.Sequential
+    is_link = False
+    first_group = 0  # the number that the names of the parameters begin with
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: object | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
+        use_grouped_tensor: bool | None = None,
+    ) -> None:
+        super().__init__(name)
+        refuse_arguments(GroupedLinear.__init__, locals(), _NOT_OFFERED)
+        arguments = (tp_group, tp_size, sequence_parallel)
+        self._set_parallel(parallel_mode, arguments, get_rng_state_tracker, rng_tracker_name)
+        self.num_gemms = check_size("GroupedLinear", "num_gemms", num_gemms)
+        in_features = check_size("GroupedLinear", "in_features", in_features)
+        out_features = check_size("GroupedLinear", "out_features", out_features)
+        if parallel_mode == "row":
+            in_features = self.parallel.part_of("GroupedLinear", "in_features", in_features)
+        elif parallel_mode == "column":
+            out_features = self.parallel.part_of("GroupedLinear", "out_features", out_features)
+        if bias and self.tp_size > 1 and parallel_mode == "row":
+            raise UnsupportedError(
+                "GroupedLinear(bias=True) in a row-parallel layer is not offered: the caller sums "
+                "over the ranks, and each of them would add the bias. Pass bias=False, and add it "
+                "after the sum."
+            )
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
+        self._init_method = init_method or default_init_method
+        target = resolve_device(device)
+        for i in range(num_gemms):
+            role = LayerRole(self.kind, self.name)
+            weight = make_weight((out_features, in_features), target, params_dtype, role)
+            mark_weight(weight, 1 if parallel_mode == "row" else 0)
+            self.register_parameter(f"weight{i}", weight)
+            self.register_parameter(
+                f"bias{i}",
+                make_parameter(out_features, device=target, dtype=params_dtype) if bias else None,
+            )
+        if delay_wgrad_compute:
+            self._delay_wgrads()
+        if target.type != "meta":
+            self.reset_parameters()
+
+    def _fill_parameters(self) -> None:
+        """Fill the weights with ``init_method`` and the biases with 0."""
+        for weight in self._all("weight"):
+            with self._forked():
+                fill(weight, self._init_method)
+        for bias in self._all("bias"):
+            fill(bias, torch.nn.init.zeros_)
+
+    def number_groups(self, first: int, total: int) -> None:
+        """Name the parameters ``weight{first}``, ``bias{first}`` and so on, in their order; the
+        parameters of the other groups, of ``total``, are None.
+
+        Raises:
+            OperandError: a parametrization computes one of the parameters, under its name.
+        """
+        if total == self.num_gemms:
+            return
+        names = self._names_of("weight") + self._names_of("bias")
+        computed = [name for name in names if name not in self._parameters]
+        if computed:
+            raise OperandError(
+                f"{self.label}: {computed[0]} is computed by a parametrization and cannot be "
+                f"renamed. Register it after the layer became one of fp8core.distributed.Experts."
+            )
+        self.first_group = first
+        renamed = dict(zip(names, self._names_of("weight") + self._names_of("bias"), strict=True))
+        parameters = {renamed[name]: parameter for name, parameter in self._parameters.items()}
+        self._parameters.clear()
+        self._parameters.update(parameters)
+        for number in {*range(total)} - {*self.numbers}:
+            for kind in KINDS:
+                self.register_parameter(f"{kind}{number}", None)
+
+    @override
+    def link_shapes(self) -> tuple[LinearShape]:
+        dtype = self.dtype_of(self._names_of("weight")[0])
+        has_bias = self.use_bias and not self.return_bias
+        bias_dtype = self.dtype_of(self._names_of("bias")[0]) if has_bias else None
+        sizes = self.in_features, self.out_features
+        return (
+            LinearShape(
+                *sizes,
+                dtype,
+                bias_dtype,
+                self.num_gemms,
+                accumulates=self.fuse_wgrad_accumulation,
+                delays_wgrad=self.wgrad_queue is not None,
+                saves_input=self.save_original_input,
+            ),
+        )
+
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the weights, then the biases unless the caller adds those."""
+        return self._all("weight") + ([] if self.return_bias else self._all("bias"))
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        m_splits: Sequence[int] | torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        out: torch.Tensor | None = None,
+        dgrad_out: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Compute ``[..., out_features]``; group ``i`` has ``m_splits[i]`` rows, perhaps none.
+
+        ``m_splits`` is a list, or an integer tensor ``[num_gemms]``; one on the CPU counts as a
+        list. The host never reads a tensor on the input's accelerator, so its values are not
+        checked: a negative size counts as 0, groups end at the last row of the input, and rows
+        after the last group belong to none. Their output and ``grad_input`` are zeros. Some
+        backends and recipes refuse such a tensor. While torch compiles, ``m_splits`` must be a
+        list, and each list of values gets a graph.
+
+        The output is written to ``out [..., out_features]``, the gradient of the input to
+        ``dgrad_out [..., in_features]``, where they are given: contiguous memory of the activation
+        dtype, which nothing else may read or write until it has been used. Not while torch
+        compiles.
+
+        Raises:
+            OperandError: ``m_splits`` has not one entry for each group, is no integer tensor or on
+                another device; or, as a list, is negative or does not add up to the rows of the
+                input.
+            UnsupportedError: sizes on a device whose backend does not take them, or under a
+                monitor, which would have to read them.
+        """
+        params: Sequence[torch.Tensor] = self.link_params()
+        sizes: tuple[object, ...] | None = None  # of a call that others may repeat
+        is_alone = is_first_microbatch is None and out is None and dgrad_out is None
+        if is_alone and self.wgrad_queue is None and isinstance(input, torch.Tensor):
+            sizes = _sizes(input, m_splits)
+        again = None if sizes is None else run_again(self, input, params, sizes)
+        if again is not None:
+            return self._with_biases(again)
+        dtype = check_input(self, input, params[0], self.in_features)
+        leading = input.shape[:-1]
+        output_rows = self._buffer("out", out, (*leading, self.out_features), input, dtype)
+        grad_rows = self._buffer("dgrad_out", dgrad_out, (*leading, self.in_features), input, dtype)
+        rows = input.numel() // self.in_features
+        if isinstance(m_splits, torch.Tensor) and torch.compiler.is_compiling():
+            raise OperandError(
+                "m_splits must be a list of integers while torch compiles or exports: the sizes of "
+                "a graph cannot come from a tensor's values. Call m_splits.tolist() outside of it."
+            )
+        splits: tuple[int, ...] = ()
+        if isinstance(m_splits, torch.Tensor) and _stays_on_device(m_splits):
+            offsets = self._device_offsets(m_splits, rows, input.device)
+            bound = bind(self, input.device, dtype, offsets_on_device=True)
+        else:
+            splits = self._check_splits(m_splits, rows)
+            # Known on the host, so they stay there: reading them back would wait for the device.
+            offsets = torch.tensor((0, *splits), device="cpu").cumsum(0)
+            bound = bind(self, input.device, dtype)
+        if isinstance(bound.parts[0], int) and not (out is None and dgrad_out is None):
+            raise UnsupportedError(
+                f"{self.label}: out and dgrad_out are not offered under torch.compile and "
+                f"torch.export, whose graphs place results themselves. Leave them out."
+            )
+        converted = input if input.dtype == dtype else input.to(dtype)
+        rng = new_seed() if bound.needs_rng else None
+        call = Call(
+            (offsets,), splits, rng, is_first_microbatch, output=output_rows, grad_input=grad_rows
+        )
+        if self.wgrad_queue is not None:
+            delayed = DelayedCall(self.wgrad_queue)
+            call, params = delaying(self.link_shapes(), delayed, call, params)
+        output = run_links(self, bound, bound.parts[0], converted, params, call)
+        if sizes is not None and converted is input:
+            remember_call(self, bound, input, params, call, sizes)
+        return self._with_biases(output)
+
+    def _with_biases(
+        self, output: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        return (output, self._all("bias")) if self.return_bias else output
+
+    def _buffer(
+        self,
+        name: str,
+        buffer: torch.Tensor | None,
+        shape: Sequence[int],
+        input: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """Return the rows of ``buffer``, memory for a result of ``shape``, without its history."""
+        if buffer is None:
+            return None
+        expected = (tuple(shape), dtype, input.device)
+        if (
+            (tuple(buffer.shape), buffer.dtype, buffer.device) != expected
+            or not buffer.is_contiguous()
+            or buffer.requires_grad
+        ):
+            state = ", which requires a gradient" if buffer.requires_grad else ""
+            order = "contiguous" if buffer.is_contiguous() else f"strides {buffer.stride()}"
+            raise OperandError(
+                f"{self.label}: {name} is {buffer.dtype} {list(buffer.shape)} on {buffer.device}, "
+                f"{order}{state}; expected {dtype} {list(shape)} on {input.device}, contiguous, "
+                f"without a gradient."
+            )
+        return buffer.detach().view(-1, shape[-1])
+
+    def _device_offsets(self, sizes: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
+        """Return the groups' bounds, int64 ``[num_gemms + 1]``, from 0 to at most ``rows``."""
+        self._check_tensor(sizes)
+        if sizes.device != device:
+            raise OperandError(
+                f"{self.label}: m_splits is on {sizes.device}, the input on {device}. Give it on "
+                f"the input's device, on the CPU, or as a list of integers."
+            )
+        if sizes.is_meta:
+            raise OperandError(
+                f"{self.label}: m_splits is on meta, where it has no values. Give a list."
+            )
+        if self._bindings.watch is not None:
+            raise UnsupportedError(
+                f"{self.label}: a monitor has to read m_splits, which is on {device}. Give it as a "
+                f"list of integers, or close the monitor."
+            )
+        ends = sizes.to(torch.int64).clamp(0, rows).cumsum(0).clamp(max=rows)
+        return torch.nn.functional.pad(ends, (1, 0))
+
+    def _check_tensor(self, sizes: torch.Tensor) -> None:
+        is_integer = not (sizes.is_floating_point() or sizes.is_complex())
+        if sizes.shape != (self.num_gemms,) or not is_integer or sizes.dtype == torch.bool:
+            raise OperandError(
+                f"{self.label}: m_splits is {sizes.dtype} {list(sizes.shape)}; expected an integer "
+                f"tensor [{self.num_gemms}], or a list of {self.num_gemms} integers."
+            )
+
+    def _check_splits(self, m_splits: Sequence[int] | torch.Tensor, rows: int) -> tuple[int, ...]:
+        if isinstance(m_splits, torch.Tensor):
+            self._check_tensor(m_splits)
+        splits = _integers(m_splits)
+        is_valid = splits is not None and len(splits) == self.num_gemms and min(splits) >= 0
+        if splits is None or not is_valid or sum(splits) != rows:
+            raise OperandError(
+                f"{self.label}: m_splits={m_splits if splits is None else splits!r} for {rows} "
+                f"rows; expected {self.num_gemms} integers >= 0 that add up to {rows}."
+            )
+        return tuple(splits)
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the groups, in the names of their parameters."""
+        return range(self.first_group, self.first_group + self.num_gemms)
+
+    def _names_of(self, kind: str) -> list[str]:
+        return [f"{kind}{number}" for number in self.numbers]
+
+    def _all(self, kind: str) -> list[torch.Tensor]:
+        named = (self.parameter(name) for name in self._names_of(kind))
+        return [parameter for parameter in named if parameter is not None]
+
+
+def _integers(sizes: Any) -> list[int] | None:
+    """Return ``sizes`` as integers, also from numpy or one-element tensors; None if one is none."""
+    try:
+        items = list(sizes)
+        return None if any(isinstance(size, bool) for size in items) else [*map(index, items)]
+    except TypeError:
+        return None
+
+
+def _sizes(input: torch.Tensor, m_splits: Any) -> tuple[object, ...] | None:
+    """Return the sizes of a call, None if they are not a list, or torch compiles.
+
+    None also for a nested input, which has no sizes, and is refused by name.
+    """
+    if torch.compiler.is_compiling() or not isinstance(m_splits, Sequence) or input.is_nested:
+        return None
+    splits = _integers(m_splits)
+    return None if splits is None else (tuple(input.shape), *splits)
+
+
+def _stays_on_device(sizes: torch.Tensor) -> bool:
+    """Return whether the host would have to wait for a device to read ``sizes``, or cannot."""
+    return sizes.device.type != "cpu"

@@ -1,0 +1,199 @@
+"""A norm and a linear layer as one chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fp8core.chain.norm import NormShape
+from fp8core.chain.pointwise import OutputShape
+from fp8core.chain.shape import LinkShape
+from fp8core.errors import OperandError, RecipeError
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.parameters import InitMethod, check_normalization, fill, make_parameter
+from fp8core.modules.calls.refusals import refuse_arguments
+from fp8core.modules.layers.linear import NOT_OFFERED, Linear
+from fp8core.modules.layers.parallel import mark_norm
+from fp8core.modules.run import run_layer
+
+
+class LayerNormLinear(Linear):
+    """``Linear(norm(x))``; the norm's result is quantized for the linear in one step.
+
+    Parameters ``layer_norm_weight``, ``layer_norm_bias`` (LayerNorm only) and those of
+    :class:`fp8core.Linear`, whose arguments have the same meaning here.
+
+    Args:
+        eps: added to the variance.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        zero_centered_gamma: the norm's factor is ``1 + layer_norm_weight``.
+        return_layernorm_output: also return the norm's result, rounded to the activation dtype;
+            the linear then quantizes that rounded value.
+        return_layernorm_output_gathered: with sequence parallelism, return that of the rows of all
+            ranks; it then travels in high precision.
+    """
+
+    kind = "layernorm_linear"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: object | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+        *,
+        rng_tracker_name: str | None = None,
+    ) -> None:
+        refuse_arguments(LayerNormLinear.__init__, locals(), NOT_OFFERED)
+        self._norm = (check_normalization("LayerNormLinear", normalization), eps)
+        self.zero_centered_gamma = zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        if parallel_mode == "row":
+            raise OperandError(
+                "LayerNormLinear(parallel_mode='row'): a norm takes whole rows, and a row-parallel "
+                "linear takes a part of each. Use a norm and fp8core.Linear."
+            )
+        super().__init__(
+            in_features,
+            out_features,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            parallel_mode=parallel_mode,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            init_method=init_method,
+            bias=bias,
+            return_bias=return_bias,
+            params_dtype=params_dtype,
+            parameters_split=parameters_split,
+            device=device,
+            delay_wgrad_compute=delay_wgrad_compute,
+            name=name,
+        )
+
+    def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        if "layer_norm_" in (prefix for prefix, _ in self._parts):
+            raise RecipeError(
+                "LayerNormLinear(parameters_split=...): 'layer_norm' is the norm's own name."
+            )
+        register_norm(self, self._norm[0], self.in_features, device, dtype)
+        super()._make_parameters(device, dtype)
+
+    def _mark_parameters(self) -> None:
+        super()._mark_parameters()
+        mark_norm(norm_params(self, self._norm[0]), self.sequence_parallel)
+
+    def _fill_parameters(self) -> None:
+        """Fill as :class:`Linear` does; the norm starts as the identity."""
+        reset_norm(self, self.zero_centered_gamma)
+        super()._fill_parameters()
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the norm and the linear, with an output of the norm's result between if wanted."""
+        kind, eps = self._norm
+        dtype = self.dtype_of("layer_norm_weight")
+        norm = NormShape(kind, self.in_features, eps, self.zero_centered_gamma, dtype)
+        return (norm, *with_output(super().link_shapes(), self))
+
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the norm's parameters, then the linear's."""
+        return [*norm_params(self, self._norm[0]), *super().link_params()]
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """Compute ``[..., out_features]`` from ``[..., in_features]``.
+
+        Returns the output, followed by the bias with ``return_bias`` and by the norm's result with
+        ``return_layernorm_output``. The other arguments are those of :meth:`Linear.forward`.
+        """
+        weight, params, bias = self._linear_params()
+        norm = norm_params(self, self._norm[0])
+        outputs: list[Any] = run_layer(
+            self,
+            input,
+            (*norm, *params),
+            is_first_microbatch,
+            like=weight,
+            columns=self.in_features,
+            num_inner=len(norm),
+            shapes=self._call_shapes(fp8_output, fp8_grad),
+        )
+        if self.return_bias:
+            outputs.insert(1, bias)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+class _ReturnsNorm(Protocol):
+    return_layernorm_output: bool
+    return_layernorm_output_gathered: bool
+
+
+def with_output(shapes: tuple[LinkShape, ...], layer: _ReturnsNorm) -> tuple[LinkShape, ...]:
+    """Return ``shapes``, which follow the norm, with the link at which its result leaves the chain,
+    if ``layer`` returns that: behind the gather, if it returns that of all ranks."""
+    if not layer.return_layernorm_output:
+        return shapes
+    is_gathered = layer.return_layernorm_output_gathered and shapes[0].gathers_rows
+    return (*shapes[:is_gathered], OutputShape(), *shapes[is_gathered:])
+
+
+def register_norm(
+    module: torch.nn.Module,
+    kind: str,
+    size: int,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> None:
+    """Give ``module`` the parameters ``layer_norm_weight``, and for a LayerNorm its bias."""
+    gamma = make_parameter(size, device=device, dtype=dtype)
+    module.register_parameter("layer_norm_weight", gamma)
+    if kind == "layernorm":
+        beta = make_parameter(size, device=device, dtype=dtype)
+        module.register_parameter("layer_norm_bias", beta)
+
+
+def reset_norm(module: torch.nn.Module, zero_centered: bool) -> None:
+    """Fill gamma with 1 (0 if zero-centered) and beta with 0."""
+    first = torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
+    fill(module._parameters.get("layer_norm_weight"), first)
+    fill(module._parameters.get("layer_norm_bias"), torch.nn.init.zeros_)
+
+
+def norm_params(module: LowPrecisionModule, kind: str) -> list[torch.Tensor]:
+    """Return the parameters of the norm of ``kind``, in order."""
+    names = ("layer_norm_weight", *(("layer_norm_bias",) if kind == "layernorm" else ()))
+    return [param for param in map(module.parameter, names) if param is not None]

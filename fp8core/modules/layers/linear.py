@@ -1,0 +1,330 @@
+"""A linear layer in any recipe, with Transformer Engine's constructor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from fp8core.chain.linear.shape import LinearShape
+from fp8core.chain.pointwise import BiasShape, QuantizeShape
+from fp8core.chain.shape import LinkShape
+from fp8core.errors import RecipeError, UnsupportedError
+from fp8core.modules.calls.parameters import (
+    InitMethod,
+    check_size,
+    default_init_method,
+    fill,
+    make_parameter,
+    resolve_device,
+)
+from fp8core.modules.calls.refusals import refuse_arguments
+from fp8core.modules.layers.parallel import Parallel, ParallelModule, mark_norm, mark_weight
+from fp8core.modules.run import run_layer
+from fp8core.recipe.plan import LayerRole
+from fp8core.tensors.parameter.init import make_weight
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+
+NOT_OFFERED = (
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+    "ub_name",
+    "symmetric_ar_type",
+)
+
+
+class Linear(ParallelModule):
+    """``y = x w^T + b`` with its three GEMMs in the precision of the active ``autocast``.
+
+    Input ``[..., in_features]`` and output ``[..., out_features]`` in bfloat16, float16 or float32;
+    any number of rows, none included. ``weight [out_features, in_features]``, ``bias
+    [out_features]``, or, with ``parameters_split``, one ``NAME_weight`` and ``NAME_bias`` for each
+    part of ``out_features``. Without a recipe it computes as ``torch.nn.Linear``, to any order of
+    derivative and under the transforms of ``torch.func``, which low precision refuses.
+
+    Args:
+        in_features: size of each input row, of all ranks together.
+        out_features: size of each output row, of all ranks together.
+        parallel_mode: ``"column"``: each rank of the group has its share of ``out_features``;
+            ``"row"``: of ``in_features``, and the results are summed over the ranks before the bias
+            is added. None: the layer is the same on all ranks.
+        tp_group: the ranks, a torch.distributed process group; or ``tp_size`` of them, which get
+            their group by ``set_tensor_parallel_group``.
+        sequence_parallel: the input of a column-parallel layer and the output of a row-parallel one
+            are split over the ranks along the first dimension. Each rank casts its rows by the
+            recipe, and codes and scales travel.
+        get_rng_state_tracker, rng_tracker_name: a function that returns a tracker of random states,
+            in whose ``fork(name)`` weights are filled.
+        init_method: fills each weight; the default is normal with standard deviation 0.023.
+        bias: whether there is a bias, zero at first.
+        return_bias: return ``(y, bias)`` with the bias not added.
+        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad``, a float32 tensor
+            of the weight's shape that must exist in backward; ``weight.grad`` stays None.
+        params_dtype: dtype of the parameters; torch's default dtype if None.
+        parameters_split: names of equal parts, or a mapping of names to sizes along out_features;
+            the parts are quantized as one tensor.
+        device: of the parameters; None takes the selected backend's. ``"meta"`` allocates later.
+        delay_wgrad_compute: backward leaves the gradients of the weights to ``backward_dw()``.
+        save_original_input: hold the input as it is for backward, which casts it again, instead of
+            its codes: for an input that another module holds too. Not for delayed scaling.
+        name: the layer's name in messages and PerLayer patterns; see :func:`fp8core.prepare`.
+
+    The other arguments belong to features that are not offered: a value that asks for one raises
+    UnsupportedError.
+
+    Raises:
+        UnsupportedError: an argument that is not offered, or a recipe that the device cannot run.
+        OperandError: an input that does not fit, see
+            :func:`fp8core.modules.calls.inputs.check_input`.
+    """
+
+    kind = "linear"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: object | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        refuse_arguments(Linear.__init__, locals(), NOT_OFFERED)
+        owner, arguments = type(self).__name__, (tp_group, tp_size, sequence_parallel)
+        self._set_parallel(parallel_mode, arguments, get_rng_state_tracker, rng_tracker_name)
+        self.in_features = check_size(owner, "in_features", in_features)
+        self.out_features = check_size(owner, "out_features", out_features)
+        self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
+        self.use_bias = bias
+        self._init_method = init_method or default_init_method
+        self._parts = split_sizes(parameters_split, out_features)
+        if parallel_mode == "row":
+            self.in_features = self.parallel.part_of(owner, "in_features", in_features)
+        elif parallel_mode == "column":
+            self.out_features = self.parallel.part_of(owner, "out_features", out_features)
+            self._parts = [
+                (prefix, self.parallel.part_of(owner, "parameters_split", rows))
+                for prefix, rows in self._parts
+            ]
+        if fuse_wgrad_accumulation and len(self._parts) > 1:
+            raise UnsupportedError(
+                "fuse_wgrad_accumulation=True with parameters_split is not offered: the gradient "
+                "of the whole weight would have to be added to the main_grad of each part."
+            )
+        target = resolve_device(device)
+        self._make_parameters(target, params_dtype)
+        if delay_wgrad_compute:
+            self._delay_wgrads()
+        if target.type != "meta":
+            self.reset_parameters()
+
+    def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        for prefix, rows in self._parts:
+            size, role = (rows, self.in_features), LayerRole(self.kind, self.name)
+            weight = make_weight(size, device, dtype, role)
+            if len(self._parts) > 1:
+                _refuse_quantized(weight, [name for name, _ in self._parts])
+            self.register_parameter(f"{prefix}weight", weight)
+        for prefix, rows in self._parts:
+            bias = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
+            self.register_parameter(f"{prefix}bias", bias)
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        """Set the attributes that Megatron reads."""
+        for prefix, _ in self._parts:
+            weight = self._parameters.get(f"{prefix}weight")
+            bias = self._parameters.get(f"{prefix}bias")
+            mark_weight(weight, 1 if self.parallel_mode == "row" else 0)
+            if self.parallel_mode == "row":
+                mark_norm([bias], self.sequence_parallel)
+            elif self.parallel_mode == "column":
+                mark_weight(bias, 0)
+
+    def _fill_parameters(self) -> None:
+        """Fill the weights with ``init_method`` and the biases with 0."""
+        for prefix, _ in self._parts:
+            with self._forked():
+                fill(self._parameters.get(f"{prefix}weight"), self._init_method)
+            fill(self._parameters.get(f"{prefix}bias"), torch.nn.init.zeros_)
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """The prefix of the parameters and the output features of each part of the weight."""
+        return self._parts
+
+    @property
+    def can_be_spread(self) -> bool:
+        """Whether its parameters may be split over ranks after it was made."""
+        return True
+
+    def set_share(
+        self,
+        mode: str,
+        parallel: Parallel,
+        features: int,
+        parts: list[tuple[str, int]] | None = None,
+    ) -> None:
+        """Compute with this rank's share from now on: ``features`` of the output, in ``parts``, in
+        the mode ``"column"``, and of the input in ``"row"``. The parameters are the caller's."""
+        self.parallel_mode, self.parallel = mode, parallel
+        if mode == "column":
+            self.out_features = features
+            self._parts = self._parts if parts is None else parts
+        else:
+            self.in_features = features
+        self.unbind()
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the shape of the one linear, between the links of its parallel mode."""
+        before: tuple[LinkShape, ...] = ()
+        after: tuple[LinkShape, ...] = ()
+        if self.parallel_mode == "column":
+            before = self.parallel.before_column
+        elif self.parallel_mode == "row":
+            after = self.parallel.after_row
+        first, has_bias = self._parts[0][0], self.use_bias and not self.return_bias
+        dtype = self.dtype_of(f"{first}weight")
+        bias_dtype = self.dtype_of(f"{first}bias") if has_bias else None
+        added: tuple[LinkShape, ...] = ()
+        if after and bias_dtype is not None:  # once, and not by each rank
+            added, bias_dtype = (BiasShape(self.out_features, bias_dtype),), None
+        sizes = self.in_features, self.out_features
+        linear = LinearShape(
+            *sizes,
+            dtype,
+            bias_dtype,
+            accumulates=self.fuse_wgrad_accumulation,
+            delays_wgrad=self.wgrad_queue is not None,
+            saves_input=self.save_original_input,
+        )
+        return (*before, linear, *after, *added)
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute ``[..., out_features]`` from ``[..., in_features]``; see the class.
+
+        ``is_first_microbatch`` None quantizes the weight; True also stores the quantized weight,
+        and False computes with the stored one, or stores it if there is none of this recipe; it is
+        refused after a write to the weight that torch counted. Without a recipe it has no effect.
+
+        ``fp8_output``: the output is a :class:`~fp8core.QuantizedTensor` as the recipe casts an
+        input, which a next layer takes as it is; ``fp8_grad``: so is the gradient of the input, as
+        the recipe casts gradients. Both are rounded to the nearest by scales of their own, and
+        plain tensors without a recipe, where its blocks do not divide the sizes, and in graphs that
+        torch captures.
+        """
+        weight, params, bias = self._linear_params()
+        output = run_layer(
+            self,
+            input,
+            params,
+            is_first_microbatch,
+            like=weight,
+            columns=self.in_features,
+            shapes=self._call_shapes(fp8_output, fp8_grad),
+        )[0]
+        return (output, bias) if self.return_bias else output
+
+    def _call_shapes(self, fp8_output: bool, fp8_grad: bool) -> tuple[LinkShape, ...] | None:
+        """Return the chain of a call with these arguments; None: the layer's own."""
+        if not (fp8_output or fp8_grad):
+            return None
+        first = (QuantizeShape(False, True),) if fp8_grad else ()
+        last = (QuantizeShape(True, False),) if fp8_output else ()
+        return (*first, *self.link_shapes(), *last)
+
+    @override
+    def weight_names(self) -> list[tuple[str, ...]]:
+        return [tuple(f"{prefix}weight" for prefix, _ in self._parts)]
+
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the weight, then the bias if the chain adds it."""
+        return list(self._linear_params()[1])
+
+    def _linear_params(
+        self,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Return the weight, the linear link's parameters, and the bias."""
+        if len(self._parts) == 1:
+            prefix = self._parts[0][0]
+            weight, bias = self.parameter(f"{prefix}weight"), self.parameter(f"{prefix}bias")
+        else:
+            weight, bias = self._merged("weight"), self._merged("bias")
+        assert weight is not None
+        return weight, (weight,) if bias is None or self.return_bias else (weight, bias), bias
+
+    def _merged(self, kind: str) -> torch.Tensor | None:
+        parts = [self.parameter(f"{prefix}{kind}") for prefix, _ in self._parts]
+        return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
+
+
+def _refuse_quantized(weight: torch.Tensor, names: Sequence[str]) -> None:
+    if isinstance(weight, QuantizedTensor):
+        raise UnsupportedError(
+            f"Linear(parameters_split={list(names)}) under quantized_model_init is not offered: "
+            f"the parts would have to share their scales. Leave it out (fuse_qkv_params=True in "
+            f"MultiheadAttention and TransformerLayer), or make this layer inside "
+            f"quantized_model_init(enabled=False)."
+        )
+
+
+def split_sizes(
+    split: Sequence[str] | Mapping[str, int] | None, out_features: int
+) -> list[tuple[str, int]]:
+    """Return ``(parameter prefix, rows)`` of each part; trailing underscores are ignored.
+
+    Raises:
+        RecipeError: sizes that do not add up to ``out_features``, or names that clash.
+    """
+    if split is None:
+        return [("", out_features)]
+    argument = f"Linear(parameters_split={split!r})"
+    if not isinstance(split, Sequence | Mapping) or not all(isinstance(n, str) for n in split):
+        raise RecipeError(f"{argument}: expected names, or names with their sizes.")
+    names = [name.rstrip("_") for name in split]
+    if isinstance(split, Mapping):
+        sizes = list(split.values())
+    else:
+        sizes = [out_features // max(len(names), 1)] * len(names)
+    is_whole = all(isinstance(size, int) for size in sizes)
+    if not is_whole or sum(sizes) != out_features or min(sizes, default=0) < 1:
+        raise RecipeError(
+            f"{argument}: sizes {sizes} do not add up to out_features={out_features}, as integers "
+            f"from 1 on."
+        )
+    if len(set(names)) != len(names) or "" in names or any("." in name for name in names):
+        raise RecipeError(f"{argument}: names must be unique, not empty, and without a dot.")
+    return [(f"{name}_", size) for name, size in zip(names, sizes, strict=True)]

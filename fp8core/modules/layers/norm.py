@@ -1,0 +1,170 @@
+"""LayerNorm and RMSNorm with zero-centered gamma."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from typing_extensions import override
+
+from fp8core.chain.norm import NormShape
+from fp8core.chain.pointwise import AddShape
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.bind import bind
+from fp8core.modules.calls.inputs import cast_to_weight, check_input, check_kind
+from fp8core.modules.calls.parameters import check_size, fill, make_parameter, resolve_device
+from fp8core.modules.layers.parallel import mark_norm
+from fp8core.modules.run import run_layer, run_links
+
+
+class _Norm(LowPrecisionModule):
+    kind = "norm"
+    weight: torch.nn.Parameter
+    norm_kind: ClassVar[str]
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | Sequence[int] | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        sm_margin: int = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        owner = type(self).__name__
+        if sm_margin:
+            raise UnsupportedError(f"{owner}(sm_margin={sm_margin!r}) is not offered.")
+        shape = normalized_shape if normalized_shape is not None else hidden_size
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape or ())
+        if not sizes:
+            raise OperandError(
+                f"{owner}(normalized_shape={shape!r}): expected the sizes of the last dimensions."
+            )
+        for size in sizes:
+            check_size(owner, "normalized_shape", size)
+        self.normalized_shape = sizes
+        self.hidden_size = math.prod(sizes)
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        target = resolve_device(device)
+        gamma = make_parameter(*sizes, device=target, dtype=params_dtype or dtype)
+        self.register_parameter("weight", gamma)
+        if self.norm_kind == "layernorm":
+            beta = make_parameter(*sizes, device=target, dtype=params_dtype or dtype)
+            self.register_parameter("bias", beta)
+        if sequence_parallel is not None:
+            mark_norm(self.parameters(), sequence_parallel)
+        if target.type != "meta":
+            self.reset_parameters()
+
+    def _fill_parameters(self) -> None:
+        """Fill gamma with 1 (0 if zero-centered) and beta with 0."""
+        first = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
+        fill(self.weight, first)
+        fill(self._parameters.get("bias"), torch.nn.init.zeros_)
+
+    @override
+    def link_shapes(self) -> tuple[NormShape]:
+        sizes = self.norm_kind, self.hidden_size, self.eps, self.zero_centered_gamma
+        return (NormShape(*sizes, self.dtype_of("weight")),)
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it normalizes the last dimension alone, as the links of a chain do."""
+        return len(self.normalized_shape) == 1
+
+    def link_params(self) -> list[torch.Tensor]:
+        """Return gamma, then beta if there is one, each in one dimension."""
+        names = ("weight", "bias") if self.norm_kind == "layernorm" else ("weight",)
+        params = [param for param in map(self.parameter, names) if param is not None]
+        return params if self.is_link else [param.flatten() for param in params]
+
+    def forward(self, input: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalize the last dimension of ``input [..., n]``, or its last dimensions, in float32.
+
+        The result has the dtype of the parameters, to which the input is cast. With a ``residual``
+        of the same shape and dtype their sum is normalized, rounded first; the backend adds and
+        normalizes in one operation if it has one.
+
+        Raises:
+            OperandError: an input or a residual that does not fit.
+        """
+        params = self.link_params()
+        if len(self.normalized_shape) > 1:
+            return self._normalize_flat(input, residual, params)
+        if residual is not None:
+            return self._normalize_sum(input, residual, params)
+        input = cast_to_weight(input, self.weight)
+        return run_layer(self, input, params, like=self.weight, columns=self.hidden_size)[0]
+
+    def _normalize_flat(
+        self, input: torch.Tensor, residual: torch.Tensor | None, params: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Normalize the last dimensions as one."""
+        check_kind(self.label, "input", input)
+        count = len(self.normalized_shape)
+        if tuple(input.shape[-count:]) != self.normalized_shape:
+            raise OperandError(
+                f"{self.label}: input {list(input.shape)}; the layer takes "
+                f"[..., {', '.join(map(str, self.normalized_shape))}]."
+            )
+        flat = cast_to_weight(input, self.weight).flatten(-count)
+        if residual is not None:
+            output = self._normalize_sum(flat, residual.flatten(-count), params)
+        else:
+            output = run_layer(self, flat, params, like=self.weight, columns=self.hidden_size)[0]
+        return output.view(input.shape)
+
+    def _normalize_sum(
+        self, input: torch.Tensor, residual: torch.Tensor, params: list[torch.Tensor]
+    ) -> torch.Tensor:
+        check_kind(self.label, "residual", residual)
+        if residual.shape != input.shape or residual.device != input.device:
+            raise OperandError(
+                f"{self.label}: residual {list(residual.shape)} on {residual.device}, input "
+                f"{list(input.shape)} on {input.device}; expected the same shape and device."
+            )
+        dtype = check_input(self, input, self.weight, self.hidden_size)
+        bound = bind(self, input.device, dtype, shapes=(AddShape(), *self.link_shapes()))
+        call = bound.call(None)
+        return run_links(self, bound, bound.parts[0], input.to(dtype), [residual, *params], call)
+
+    def _describe(self) -> list[str]:
+        return [
+            "x".join(map(str, self.normalized_shape)),
+            f"eps={self.eps}",
+            f"zero_centered={self.zero_centered_gamma}",
+        ]
+
+
+class LayerNorm(_Norm):
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension, or several.
+
+    Args:
+        normalized_shape: the size of the last dimension, or the sizes of the last dimensions;
+            ``hidden_size`` is its older name.
+        eps: added to the variance.
+        sequence_parallel: not offered.
+        params_dtype: dtype of ``weight`` and ``bias``; ``dtype`` is another name for it.
+        zero_centered_gamma: the factor is ``1 + weight``.
+        device: of the parameters; None takes the selected backend's.
+        sm_margin: multiprocessors to leave to other kernels, not offered.
+        name: the layer's name in messages.
+    """
+
+    norm_kind = "layernorm"
+
+
+class RMSNorm(_Norm):
+    """``x / sqrt(mean square + eps) * weight`` over the last dimensions; arguments as LayerNorm."""
+
+    norm_kind = "rmsnorm"

@@ -1,0 +1,1 @@
+"""Whole models: the layers in them, their names, frozen weights, graphs and found infinities."""

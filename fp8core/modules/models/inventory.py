@@ -1,0 +1,123 @@
+"""The modules of a model by path, and the matmul FLOPs of its linear layers."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch.nn.utils import parametrize
+
+from fp8core.errors import OperandError
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.refusals import conv1d_sizes, experts_of
+from fp8core.reporting import some
+from fp8core.torch_ops.private import RENAMED_MODULES, WRAPPED_MODULES
+
+_watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def claim(layers: Mapping[str, torch.nn.Module]) -> None:
+    """Reserve ``layers``, by their paths, for one monitor.
+
+    Raises:
+        OperandError: another monitor has reserved one of them; then none is reserved.
+    """
+    with _lock:
+        watched = [repr(path) for path, layer in layers.items() if layer in _watched]
+        if watched:
+            raise OperandError(
+                f"monitor: {some(watched)} of this model is monitored already. "
+                f"Close the other monitor first."
+            )
+        _watched.update(layers.values())
+
+
+def release(layers: Iterable[torch.nn.Module]) -> None:
+    """Undo :func:`claim`."""
+    with _lock:
+        _watched.difference_update(layers)
+
+
+def refuse_watched(call_name: str, layers: Mapping[torch.nn.Module, str]) -> None:
+    """Refuse the call ``call_name`` if a monitor watches one of ``layers``, mapped to their names.
+
+    Raises:
+        OperandError: a monitor watches one.
+    """
+    watched = [repr(name) for layer, name in layers.items() if layer in _watched]
+    if watched:
+        raise OperandError(
+            f"{call_name}: a monitor watches {some(watched)}. Close the monitor first."
+        )
+
+
+# The wrappers that call the module inside them `module`: an ordinary name elsewhere.
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+
+
+class ModuleNode(NamedTuple):
+    """A module of a model; ``path`` leaves out the names that wrappers add."""
+
+    path: str
+    module: torch.nn.Module
+    parent: torch.nn.Module | None
+
+
+def module_nodes(model: torch.nn.Module, path: str = "") -> Iterator[ModuleNode]:
+    """Return a node for every path of ``model``, the root first; a shared module has several.
+
+    The modules inside fp8core's layers, TorchScript and parametrizations are left out.
+    """
+    return _below(ModuleNode(path, model, None))
+
+
+def _below(node: ModuleNode) -> Iterator[ModuleNode]:
+    yield node
+    path, module, _ = node
+    if isinstance(module, torch.jit.ScriptModule):
+        return
+    is_layer = isinstance(module, LowPrecisionModule)
+    alone = module.runs_alone() if isinstance(module, LowPrecisionModule) else ()
+    for name, child in module._modules.items():  # a shared child once for each of its names
+        if is_layer and name not in alone:
+            continue
+        if child is None or (name == "parametrizations" and parametrize.is_parametrized(module)):
+            continue
+        is_wrapped = name in WRAPPED_MODULES or (name == "module" and isinstance(module, _WRAPPERS))
+        words = [path] if is_wrapped else [path, name]
+        yield from _below(ModuleNode(".".join(filter(None, words)), child, module))
+
+
+def keyed_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield each module of ``model`` under the path that its keys in a state_dict have.
+
+    Wrappers of torch leave out their own names there, so that a wrapper and the module inside have
+    the same path. A shared module comes once for each of its paths.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        yield ".".join(name for name in path.split(".") if name not in RENAMED_MODULES), module
+
+
+def flops_of(module: torch.nn.Module) -> int:
+    """Return the forward matmul FLOPs of the linear layer ``module`` for one token, ``2 k n`` a
+    GEMM; 0 for another module. A grouped layer counts the groups that a token goes through.
+    """
+    if isinstance(module, LowPrecisionModule):
+        flops = sum(2 * math.prod(s.features) for s in module.link_shapes() if s.features)
+        return module.groups_per_token * flops
+    if isinstance(module, torch.nn.Linear):
+        return 2 * module.in_features * module.out_features
+    if (sizes := conv1d_sizes(module)) is not None:
+        return 2 * math.prod(sizes)
+    if any(isinstance(child, LowPrecisionModule) for child in module.children()):
+        return 0  # of experts that are converted, the layers inside count
+    if (experts := experts_of(module)) is not None:
+        return experts.flops
+    if isinstance(module, torch.nn.MultiheadAttention):  # its output projection is a child
+        return sum(2 * p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
+    return 0

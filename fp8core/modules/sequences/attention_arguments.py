@@ -1,0 +1,348 @@
+"""Arguments of attention: numbers and names, masks, biases, and the keys and values of a cache."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fp8core.errors import OperandError, UnsupportedError, did_you_mean
+from fp8core.modules.calls.inputs import check_is_whole, check_kind
+from fp8core.modules.calls.parameters import check_size, is_number
+from fp8core.modules.layers.parallel import Parallel
+from fp8core.modules.sequences.attention_inputs import Heads, Lengths, Qkv
+from fp8core.modules.sequences.inference import InferenceParams
+
+
+def mask_type_with_cache(owner: object, name: str) -> str:
+    """Return the mask type that new tokens behind those of a cache have.
+
+    Sequences have lengths, and the last query of each sees all of its keys, so that a model keeps
+    the mask type that it was trained with.
+
+    Raises:
+        UnsupportedError: an arbitrary mask, which does not say which keys are in the cache.
+    """
+    kind = MASK_TYPES[name]
+    if kind.arbitrary:
+        raise UnsupportedError(
+            f"{owner}: attn_mask_type='arbitrary' with inference_params is not offered; use a "
+            f"causal mask type or 'padding'."
+        )
+    return "padding_causal_bottom_right" if kind.causal else "padding"
+
+
+def with_cache(
+    owner: object,
+    layer: torch.nn.Module,
+    cache: object,
+    layout: str,
+    new: Qkv,
+    *,
+    at_capacity: bool,
+) -> tuple[Qkv, Lengths, bool]:
+    """Store the keys and values of new tokens under the ``layer_number`` of ``layer``; return the
+    queries with all keys and values, where the sequences are among them, and whether these are
+    those of :class:`~fp8core.backend_api.CachedAttentionDesc`.
+
+    With ``at_capacity`` they are, where the cache keeps the rows behind sequences finite; else they
+    end with the longest sequence.
+
+    Raises:
+        OperandError: tensors that do not fit the step of the cache, or another layer that has the
+            number; nothing is stored.
+    """
+    if not isinstance(cache, InferenceParams):
+        raise OperandError(
+            f"{owner}: inference_params is {type(cache).__name__}; expected "
+            f"fp8core.InferenceParams."
+        )
+    number = layer.layer_number
+    assert isinstance(number, int)
+    if not torch.compiler.is_compiling():
+        cache.check_claim(number, layer)
+    cached = cache.step(number, new.k, new.v, layout)
+    if not torch.compiler.is_compiling():
+        cache.claim(number, layer)
+    keys, values, longest = cached.k_cache, cached.v_cache, cached.max_seqlen_kv
+    is_cached = at_capacity and cache.clears_rows
+    lengths = Lengths(cached.cu_seqlens_q, cached.cu_seqlens_kv, max_seqlen_kv=longest)
+    if layout == "thd":
+        lengths = lengths._replace(
+            cu_seqlens_kv_padded=cache.starts(keys.shape[1]), max_seqlen_q=cache.max_seqlen_q
+        )
+    elif not is_cached:
+        keys, values = keys[:, :longest], values[:, :longest]
+    return Qkv(new.q, *_in_layout(layout, keys, values)), lengths, is_cached
+
+
+def _in_layout(
+    layout: str, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values ``[b, tokens, heads, head size]`` in a layout, without copies."""
+    if layout == "thd":
+        return keys.flatten(0, 1), values.flatten(0, 1)
+    if layout == "sbhd":
+        return keys.transpose(0, 1), values.transpose(0, 1)
+    return keys, values
+
+
+def repeated_step(
+    layer: torch.nn.Module,
+    cache: InferenceParams,
+    layout: str,
+    attend: Callable[..., torch.Tensor],
+) -> Callable[..., torch.Tensor | None]:
+    """Return ``run(q, k, v)``, which repeats the present step of ``cache`` on later tensors of the
+    same sizes, and returns None in a step of another form. ``attend(q, keys, values)`` is attention
+    to the cached keys and values.
+
+    The cache is not kept alive.
+    """
+    number, form, cache_ref = layer.layer_number, cache.form, weakref.ref(cache)
+    assert isinstance(number, int)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+        cache = cache_ref()
+        if cache is None or cache.form != form:
+            return None
+        cache.check_claim(number, layer)
+        keys, values = cache.store(number, k, v, layout)
+        cache.claim(number, layer)
+        return attend(q.flatten(-2), *_in_layout(layout, keys, values))
+
+    return run
+
+
+_BIASES = {"no_bias": None, "pre_scale_bias": "pre_scale", "post_scale_bias": "post_scale"}
+_BIAS_TYPES = (*_BIASES, "alibi")
+
+
+def bias_kind(
+    owner: object, name: str, bias: torch.Tensor | None, slopes: torch.Tensor | None
+) -> str | None:
+    """Return the descriptor's word for a type of bias, and check that its tensors are given."""
+    if name not in _BIAS_TYPES:
+        types = ", ".join(map(repr, _BIAS_TYPES))
+        raise OperandError(f"{owner}: core_attention_bias_type={name!r}; expected one of {types}.")
+    if slopes is not None and name != "alibi":
+        raise OperandError(
+            f"{owner}: alibi_slopes with core_attention_bias_type={name!r}; expected 'alibi'."
+        )
+    kind = _BIASES.get(name)
+    if (bias is None) != (kind is None):
+        state = "None" if bias is None else "given"
+        raise OperandError(
+            f"{owner}: core_attention_bias is {state} with core_attention_bias_type={name!r}; "
+            f"'pre_scale_bias' and 'post_scale_bias' take one, the other types none."
+        )
+    return "alibi" if name == "alibi" else kind
+
+
+def alibi_slopes_of(
+    owner: object,
+    heads: int,
+    batch: int,
+    q: torch.Tensor,
+    slopes: torch.Tensor | None,
+    spread: Parallel,
+) -> torch.Tensor:
+    """Return the slopes of ALiBi, float32 ``[heads]`` or ``[b, heads]``."""
+    if slopes is None:
+        return torch.tensor(
+            _slopes_of_rank(owner, heads, spread), dtype=torch.float32, device=q.device
+        )
+    check_kind(owner, "alibi_slopes", slopes)
+    check_is_whole(owner, "alibi_slopes", slopes)
+    is_single_row = slopes.dim() == 1 or (slopes.dim() == 2 and slopes.shape[0] in (1, batch))
+    if not is_single_row or slopes.shape[-1] != heads or slopes.device != q.device:
+        raise OperandError(
+            f"{owner}: alibi_slopes {list(slopes.shape)} on {slopes.device}; expected [{heads}] or "
+            f"[{batch}, {heads}], batch and heads, on {q.device}."
+        )
+    if slopes.requires_grad:
+        raise UnsupportedError(
+            f"{owner}: alibi_slopes requires a gradient, which is not offered; pass "
+            f"alibi_slopes.detach(), or the bias itself as core_attention_bias."
+        )
+    return slopes.to(torch.float32)
+
+
+def _slopes_of_rank(owner: object, heads: int, spread: Parallel) -> list[float]:
+    """Return the slopes of the ALiBi paper for the ``heads`` that a rank has of all.
+
+    Raises:
+        OperandError: the heads are spread over ranks, and the layer does not know its own.
+    """
+    if spread.size > 1 and not spread.group:
+        raise OperandError(
+            f"{owner}: ALiBi with tp_size={spread.size} needs the rank of the layer. Give it "
+            f"tp_group, call set_tensor_parallel_group, or give alibi_slopes of its heads."
+        )
+    return _alibi_slopes(heads * spread.size)[heads * spread.rank :][:heads]
+
+
+def _alibi_slopes(heads: int) -> list[float]:
+    """Return the slopes of the ALiBi paper: powers of ``2^(-8 / n)`` for n heads, n a power of two;
+    further heads take every other power of ``2^(-4 / n)``.
+
+    Source: Press et al., "Train Short, Test Long", section 3, and its code for other numbers.
+
+    >>> _alibi_slopes(3)
+    [0.0625, 0.00390625, 0.25]
+    """
+    whole = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * at / whole) for at in range(1, whole + 1)]
+    return slopes + [2 ** (-4 * at / whole) for at in range(1, 2 * (heads - whole) + 1, 2)]
+
+
+Window = tuple[int, int]
+UNLIMITED: Window = (-1, -1)
+
+
+class MaskType(NamedTuple):
+    """The masks that a mask type names; ``bottom_right`` None leaves the diagonal to the argument
+    ``bottom_right_diagonal``."""
+
+    causal: bool = False
+    padding: bool = False
+    arbitrary: bool = False
+    bottom_right: bool | None = None
+
+
+MASK_TYPES: Mapping[str, MaskType] = {
+    "no_mask": MaskType(),
+    "padding": MaskType(padding=True),
+    "causal": MaskType(causal=True, bottom_right=False),
+    "padding_causal": MaskType(causal=True, padding=True, bottom_right=False),
+    "causal_bottom_right": MaskType(causal=True, bottom_right=True),
+    "padding_causal_bottom_right": MaskType(causal=True, padding=True, bottom_right=True),
+    "arbitrary": MaskType(arbitrary=True),
+}
+"""Transformer Engine's names; ``"padding,causal"`` and ``"causal,padding"`` are also read."""
+
+_ALIASES = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}
+
+
+class Mask(NamedTuple):
+    """The mask of a call, as :class:`~fp8core.backend_api.AttentionDesc` has it."""
+
+    window: Window
+    bottom_right: bool
+    padding: bool
+    arbitrary: bool
+
+
+def mask_type_of(owner: object, name: str) -> str:
+    """Return the name of a mask type in the spelling of :data:`MASK_TYPES`.
+
+    Raises:
+        OperandError: the mask type is unknown.
+    """
+    mask_type = _ALIASES.get(name, name) if isinstance(name, str) else None
+    if mask_type is None or mask_type not in MASK_TYPES:
+        raise OperandError(
+            f"{owner}: attn_mask_type={name!r}; expected one of {', '.join(MASK_TYPES)}."
+            f"{did_you_mean(str(name), MASK_TYPES)}"
+        )
+    return mask_type
+
+
+def mask_of(
+    owner: object, name: str, window: Window | None, bottom_right: bool | None, *, has_alibi: bool
+) -> Mask:
+    """Return the mask of a type, a window and a diagonal.
+
+    The diagonal of ``bottom_right`` None is at the bottom right, as Transformer Engine has it, and
+    where neither window nor ALiBi reads it, it is False.
+
+    Raises:
+        OperandError: the window is invalid, or contradicts the mask type.
+    """
+    kind = MASK_TYPES[name]
+    left, right = _checked_window(owner, window)
+    if kind.arbitrary and (left, right) != UNLIMITED:
+        raise OperandError(
+            f"{owner}: window_size={(left, right)} with attn_mask_type='arbitrary'. Put the window "
+            f"into attention_mask, or use the window with another mask type."
+        )
+    if not kind.causal and (left, right) == (-1, 0):
+        raise OperandError(
+            f"{owner}: window_size=(-1, 0), which is causal, with attn_mask_type={name!r}. Ask for "
+            f"'causal_bottom_right' (or 'padding_causal_bottom_right'), or for no window: (-1, -1)."
+        )
+    if kind.causal:
+        right = 0
+    diagonal = kind.bottom_right if kind.bottom_right is not None else bottom_right in (None, True)
+    reads_diagonal = has_alibi or (left, right) != UNLIMITED
+    return Mask((left, right), diagonal and reads_diagonal, kind.padding, kind.arbitrary)
+
+
+def _checked_window(owner: object, window: Window | None) -> Window:
+    if window is None:
+        return UNLIMITED
+    sides = list(window) if isinstance(window, tuple | list) else []
+    if len(sides) != 2 or any(type(side) is not int or side < -1 for side in sides):
+        raise OperandError(
+            f"{owner}: window_size={window!r}; expected (left, right), the numbers of keys that a "
+            f"query sees before and behind its own position, -1 for no limit."
+        )
+    return sides[0], sides[1]
+
+
+def refuse_not_offered(owner: object, **arguments: object) -> None:
+    """Raise for the first argument that is not None: these are not offered."""
+    for name, value in arguments.items():
+        if value is not None:
+            shown = repr(value) if isinstance(value, bool | int) else type(value).__name__
+            raise UnsupportedError(f"{owner}: {name}={shown} is not offered; leave it out.")
+
+
+def checked_heads(
+    owner: str, heads: int, groups: int | None, channels: int | tuple[int, int]
+) -> Heads:
+    """Return the heads, their groups, and the sizes of a key's and a value's head."""
+    pair = channels if isinstance(channels, tuple | list) else (channels, channels)
+    if len(pair) != 2:
+        raise OperandError(
+            f"{owner}(kv_channels={channels!r}): expected a size, or those of a key's and a "
+            f"value's head."
+        )
+    sizes = [check_size(owner, "kv_channels", size) for size in pair]
+    heads = check_size(owner, "num_attention_heads", heads)
+    groups = heads if groups is None else check_size(owner, "num_gqa_groups", groups)
+    if heads % groups:
+        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise OperandError(
+            f"{owner}(num_attention_heads={heads}, num_gqa_groups={groups}): the heads are no "
+            f"multiple of the groups; expected one of {', '.join(divisors)} groups."
+        )
+    return Heads(heads, groups, *sizes)
+
+
+def checked_scale(owner: object, scale: float | None, head_dim: int) -> float:
+    """Return the factor of the logits; by default 1 over the root of a head's size."""
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    if not is_number(scale) or not math.isfinite(scale):
+        raise OperandError(f"{owner}(softmax_scale={scale!r}): expected a finite number, or None.")
+    return float(scale)
+
+
+def checked_softcap(owner: object, softcap: float) -> float:
+    """Return the cap of the logits, 0 for none."""
+    if not is_number(softcap) or not 0 <= softcap < math.inf:
+        raise OperandError(f"{owner}: softcap={softcap!r}; expected a finite number, 0 for none.")
+    return float(softcap)
+
+
+def checked_choice(owner: object, name: str, value: str, choices: Sequence[str]) -> str:
+    """Return ``value``, one of ``choices``."""
+    if value not in choices:
+        raise OperandError(
+            f"{owner}({name}={value!r}): expected one of {', '.join(map(repr, choices))}."
+        )
+    return value

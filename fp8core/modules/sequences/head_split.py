@@ -1,0 +1,159 @@
+"""The rows of a projection as heads: how query, key and value lie in it, in two orders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp8core.errors import OperandError, RecipeError, did_you_mean
+from fp8core.modules.calls.parameters import check_size
+from fp8core.modules.layers.norm import LayerNorm, RMSNorm
+from fp8core.modules.layers.tensor_operations import L2Normalization
+
+_WITH_WEIGHT = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+
+
+def make_qk_norms(
+    kind: str | None,
+    head_dim: int,
+    eps: float,
+    *,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    name: str | None,
+    splits_heads: bool,
+) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+    """Return the norms of queries and of keys; both None if ``kind`` is.
+
+    ``name`` is that of the attention layer, in which they are ``q_norm`` and ``k_norm``.
+    ``splits_heads``: each rank of a group has some of the heads, and the gradients of those alone.
+
+    Raises:
+        RecipeError: an unknown kind; lists the known.
+    """
+    if kind is None:
+        return None, None
+    if kind == "L2Normalization":
+        return L2Normalization(eps=eps), L2Normalization(eps=eps)
+    if kind not in _WITH_WEIGHT:
+        kinds = ("L2Normalization", *_WITH_WEIGHT)
+        raise RecipeError(
+            f"MultiheadAttention(qk_norm_type={kind!r}): kinds are None, {', '.join(kinds)}."
+            f"{did_you_mean(str(kind), kinds)}"
+        )
+    norms = (
+        _WITH_WEIGHT[kind](
+            head_dim,
+            eps,
+            params_dtype=dtype,
+            device=device,
+            sequence_parallel=splits_heads,
+            name=None if name is None else f"{name}.{part}",
+        )
+        for part in ("q_norm", "k_norm")
+    )
+    first, second = norms
+    return first, second
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """The heads of an attention layer: ``num_heads`` queries share ``num_groups`` keys and values,
+    each of ``head_dim`` columns. ``is_interleaved``: a projection holds the query, key and value
+    heads of one group after another, instead of all query heads, then all key, then all value
+    heads."""
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    is_interleaved: bool
+
+    @property
+    def query_size(self) -> int:
+        """Columns of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Columns of all key heads, and of all value heads."""
+        return self.num_groups * self.head_dim
+
+
+def head_dim_of(owner: str, hidden_size: int, num_heads: int, kv_channels: int | None) -> int:
+    """Return the columns of one head: ``kv_channels``, or an equal share of ``hidden_size`` if that
+    is None (or 0, as in Transformer Engine).
+
+    Raises:
+        OperandError: a size that is no positive integer, or heads that do not divide the rows.
+    """
+    check_size(owner, "hidden_size", hidden_size)
+    check_size(owner, "num_attention_heads", num_heads)
+    if kv_channels:
+        return check_size(owner, "kv_channels", kv_channels)
+    if hidden_size % num_heads:
+        raise OperandError(
+            f"{owner}(hidden_size={hidden_size}, num_attention_heads={num_heads}): the heads do "
+            f"not divide the hidden size. Give kv_channels, the columns of one head."
+        )
+    return hidden_size // num_heads
+
+
+def split_query_key_value(
+    rows: torch.Tensor, sizes: HeadSizes
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return query ``[..., num_heads, head_dim]``, key and value ``[..., num_groups, head_dim]`` of
+    ``rows [..., (num_heads + 2 * num_groups) * head_dim]``, as views where the order allows."""
+    if not sizes.is_interleaved:
+        heads = [sizes.num_heads, sizes.num_groups, sizes.num_groups]
+        query, key, value = torch.split_with_sizes(as_heads(rows, sizes.head_dim), heads, -2)
+        return query, key, value
+    share = sizes.num_heads // sizes.num_groups
+    grouped = rows.view(*rows.shape[:-1], sizes.num_groups, share + 2, sizes.head_dim)
+    query, key, value = torch.split(grouped, [share, 1, 1], dim=-2)
+    return query.flatten(-3, -2), key.flatten(-3, -2), value.flatten(-3, -2)
+
+
+def split_key_value(rows: torch.Tensor, sizes: HeadSizes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return key and value ``[..., num_groups, head_dim]`` of ``rows [..., 2 * num_groups *
+    head_dim]``, as views."""
+    if not sizes.is_interleaved:
+        heads = [sizes.num_groups, sizes.num_groups]
+        key, value = torch.split_with_sizes(as_heads(rows, sizes.head_dim), heads, -2)
+        return key, value
+    grouped = rows.view(*rows.shape[:-1], sizes.num_groups, 2, sizes.head_dim)
+    key, value = torch.unbind(grouped, dim=-2)
+    return key, value
+
+
+def join_query_key_value(parts: Sequence[torch.Tensor], sizes: HeadSizes) -> torch.Tensor:
+    """Return the weight or bias of a fused projection from those of query, key and value; rows are
+    the first dimension."""
+    if not sizes.is_interleaved:
+        return torch.cat(list(parts))
+    by_group = [_by_group(part, sizes) for part in parts]
+    return torch.cat(by_group, dim=1).flatten(0, 1)
+
+
+def separate_query_key_value(
+    fused: torch.Tensor, sizes: HeadSizes
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the weights or biases of query, key and value; undoes :func:`join_query_key_value`."""
+    columns = [sizes.query_size, sizes.key_size, sizes.key_size]
+    if not sizes.is_interleaved:
+        query, key, value = torch.split(fused, columns)
+        return query, key, value
+    shares = [size // sizes.num_groups for size in columns]
+    query, key, value = torch.split(_by_group(fused, sizes), shares, dim=1)
+    return query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+
+
+def as_heads(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return ``rows [..., n * head_dim]`` as ``[..., n, head_dim]``, a view."""
+    # No -1: it has no value where there are no rows.
+    return rows.view(*rows.shape[:-1], rows.shape[-1] // head_dim, head_dim)
+
+
+def _by_group(rows: torch.Tensor, sizes: HeadSizes) -> torch.Tensor:
+    return rows.reshape(sizes.num_groups, -1, *rows.shape[1:])

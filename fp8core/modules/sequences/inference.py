@@ -1,0 +1,479 @@
+"""Keys and values of earlier tokens, kept while a model generates the next ones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from itertools import accumulate
+from operator import index
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
+from weakref import WeakValueDictionary
+
+import torch
+
+from fp8core.chain.differentiable import without_gradient
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.modules.calls.parameters import check_size, resolve_device
+from fp8core.modules.sequences.kv_cache import (
+    KVCacheManager,
+    NonPagedKVCacheManager,
+    PagedKVCacheManager,
+    Sequences,
+    gathered,
+)
+from fp8core.tensors.parameter.init import DTYPES
+from fp8core.torch_ops.untraced import untraced
+
+_FORMATS = ("bshd", "sbhd", "thd")
+_Maker: TypeAlias = Callable[..., KVCacheManager]
+
+
+class CachedKeys(NamedTuple):
+    """The result of :meth:`InferenceParams.step`, in the order of Transformer Engine.
+
+    Attributes:
+        k_cache, v_cache: ``[b, tokens, heads, head size]``: of each sequence the earlier and the
+            new tokens, then values of no meaning.
+        cu_seqlens_q, cu_seqlens_kv: int32 ``[b + 1]``: sums of the numbers of new tokens, and of
+            the lengths of the sequences.
+        max_seqlen_kv: the length of the longest sequence.
+        qkv_format: the format of the queries; ``"thd_2bshd"`` if it is not that of the cache.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
+    max_seqlen_kv: int
+    qkv_format: str
+
+
+class _Views(NamedTuple):
+    """The lengths of a step's sequences, int32 on the device: sums of the numbers of new tokens and
+    of the lengths, ``[b + 1]``, and the lengths before it, ``[b]``."""
+
+    sums_q: torch.Tensor
+    sums_kv: torch.Tensor
+    before: torch.Tensor
+
+
+class InferenceParams:
+    """The KV cache of a model: the state of its generation.
+
+    A step gives the model the next tokens of each sequence. The first one of a sequence brings its
+    prompt (prefill), the others a token each (decode), or several::
+
+        cache = InferenceParams(...)
+        with torch.no_grad():
+            cache.pre_step(OrderedDict({0: 10, 1: 7}))  # prompts of 10 and of 7 tokens
+            y = model(x, inference_params=cache)  # x [2, 10, h] in bshd, padded at the end
+            cache.pre_step(OrderedDict({0: 1, 1: 1}))
+            y = model(x, inference_params=cache)  # x [2, 1, h]
+            cache.pre_step(OrderedDict({1: 1, 2: 5}))  # 0 has ended, 2 is new
+
+    A step's tensors have the sequences in the order of ``pre_step``. Each layer takes part in every
+    step, under a ``layer_number`` of its own.
+
+    Args:
+        max_batch_size: how many sequences a step may have.
+        max_sequence_length: how many tokens a sequence may have.
+        num_heads_kv: the number of heads of keys and values, which are the groups of queries.
+        head_dim_k: the size of a head of the keys.
+        dtype: of the cache, that of keys and values.
+        head_dim_v: the size of a head of the values; None is that of the keys.
+        is_paged: sequences share pages of tokens, instead of a full length for each.
+        total_num_pages: of a paged cache; None is enough for every sequence at full length.
+        page_size: tokens of a page; divides ``max_sequence_length``.
+        max_ctx_len: how many tokens a sequence may bring in one step; None is any number.
+        qkv_format: the layout of queries, keys and values: ``"bshd"``, ``"sbhd"`` or ``"thd"``.
+        custom_cache_manager: a subclass of :class:`fp8core.KVCacheManager` in the place of the
+            cache's own.
+        device: of the cache; None is the device of new layers.
+
+    Attributes:
+        sequences: the lengths of the sequences, those of the step's tokens included.
+        batch_size: the number of sequences of the step.
+        max_seqlen_q, max_seqlen_kv: the largest number of new tokens, and the longest sequence.
+        cu_seqlens_q, cu_seqlens_kv: int32 ``[max_batch_size + 1]``, as in :class:`CachedKeys`, the
+            last sum repeated.
+        cache_manager: holds the tensors.
+
+    Raises:
+        OperandError: a size that makes no sense, or a size that is missing.
+        UnsupportedError: a dtype in which no attention computes.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        head_dim_v: int | None = None,
+        is_paged: bool = False,
+        total_num_pages: int | None = None,
+        page_size: int | None = None,
+        max_ctx_len: int | None = None,
+        qkv_format: str = "bshd",
+        custom_cache_manager: type[KVCacheManager] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.max_batch_size = _size("max_batch_size", max_batch_size)
+        self.max_sequence_length = _size("max_sequence_length", max_sequence_length)
+        self.num_heads_kv = _size("num_heads_kv", num_heads_kv)
+        self.head_dim_k = _size("head_dim_k", head_dim_k)
+        self.head_dim_v = _size("head_dim_v", head_dim_k if head_dim_v is None else head_dim_v)
+        if dtype not in DTYPES:
+            raise UnsupportedError(
+                f"InferenceParams(dtype={dtype}): expected the dtype of keys and values, bfloat16, "
+                f"float16 or float32."
+            )
+        self.dtype = dtype
+        self.max_ctx_len = max_ctx_len
+        if max_ctx_len is not None and _size("max_ctx_len", max_ctx_len) > max_sequence_length:
+            raise OperandError(
+                f"InferenceParams(max_ctx_len={max_ctx_len}): expected at most "
+                f"max_sequence_length={max_sequence_length}."
+            )
+        self.device = resolve_device(device)
+        self.is_paged = is_paged
+        self.cache_manager = self._manager(custom_cache_manager, total_num_pages, page_size)
+        self._is_built_in = custom_cache_manager is None
+        self.cache_manager.device = self.device
+        self.cache_qkv_format = "bshd"
+        self.input_qkv_format = self.output_qkv_format = ""
+        self._take_format(qkv_format)
+        with torch.inference_mode(False):  # written by one copy a step
+            self._lengths = torch.zeros(
+                3, max_batch_size + 1, dtype=torch.int32, device=self.device
+            )
+        self._layers: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
+        self._forget()
+
+    def _manager(
+        self,
+        custom: _Maker | None,
+        total_num_pages: int | None,
+        page_size: int | None,
+    ) -> KVCacheManager:
+        sizes = {
+            "max_batch_size": self.max_batch_size,
+            "max_seqlen": self.max_sequence_length,
+            "num_heads": self.num_heads_kv,
+            "head_dim_k": self.head_dim_k,
+            "dtype": self.dtype,
+            "head_dim_v": self.head_dim_v,
+        }
+        if not self.is_paged:
+            plain: _Maker = NonPagedKVCacheManager if custom is None else custom
+            return plain(**sizes)
+        self.page_size = _size("page_size", page_size)
+        if self.max_sequence_length % self.page_size:
+            raise OperandError(
+                f"InferenceParams(max_sequence_length={self.max_sequence_length}, "
+                f"page_size={page_size}): expected a page size that divides the length."
+            )
+        most = self.max_batch_size * (self.max_sequence_length // self.page_size)
+        self.total_num_pages = _size(
+            "total_num_pages", most if total_num_pages is None else total_num_pages
+        )
+        paged: _Maker = PagedKVCacheManager if custom is None else custom
+        return paged(total_num_pages=self.total_num_pages, page_size=self.page_size, **sizes)
+
+    @property
+    def cu_seqlens_q(self) -> torch.Tensor:
+        """Sums of the numbers of new tokens."""
+        return self._lengths[0]
+
+    @property
+    def cu_seqlens_kv(self) -> torch.Tensor:
+        """Sums of the lengths of the sequences."""
+        return self._lengths[1]
+
+    @property
+    def pre_step_seqlens(self) -> torch.Tensor:
+        """The lengths before the step."""
+        return self._lengths[2, :-1]
+
+    def __repr__(self) -> str:
+        pages = f"{self.total_num_pages} pages of {self.page_size}, " if self.is_paged else ""
+        return (
+            f"InferenceParams({pages}max_batch_size={self.max_batch_size}, "
+            f"max_sequence_length={self.max_sequence_length}, num_heads_kv={self.num_heads_kv}, "
+            f"head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}, dtype={self.dtype}, "
+            f"layers={len(self.cache_manager.cache)}, sequences={dict(self.sequences)})"
+        )
+
+    @property
+    def clears_rows(self) -> bool:
+        """Whether rows behind the end of a sequence are finite, whatever sequences had their memory
+        before. A custom manager promises nothing."""
+        return self._is_built_in
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Allocate the memory of a layer, unless it has some; its first step does so otherwise."""
+        if layer_number not in self.cache_manager.cache:
+            self.cache_manager.allocate_memory(layer_number)
+
+    @untraced
+    def claim(self, layer_number: int, layer: torch.nn.Module) -> None:
+        """Note that ``layer`` has the number, until the cache is reset."""
+        self._layers[layer_number] = layer
+
+    def check_claim(self, layer_number: int, layer: torch.nn.Module) -> None:
+        """Refuse a layer whose number another one has.
+
+        Raises:
+            OperandError: the keys and values of the other layer would be overwritten.
+        """
+        if self._layers.get(layer_number, layer) is not layer:
+            raise OperandError(
+                f"KV cache: two layers have layer_number={layer_number}. Construct each layer of a "
+                f"model with a number of its own."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy belongs to no layers yet: those of a copied model are others."""
+        return {**vars(self), "_layers": None, "_views": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _layers=WeakValueDictionary())
+        self._views = self._views_of(self.batch_size)
+
+    def reset(self) -> None:
+        """Forget every sequence, so that the cache can be used for others; the memory stays."""
+        self.cache_manager.reset()
+        self._layers.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.sequences: Sequences = OrderedDict()
+        self.sequences_pre_step: Sequences = OrderedDict()
+        self.batch_size = self.max_seqlen_q = self.max_seqlen_kv = self._num_tokens = 0
+        self._views = self._views_of(0)
+        self._starts: tuple[tuple[int, int], torch.Tensor] | None = None
+
+    def _views_of(self, batch: int) -> _Views:
+        """Return the lengths of the first ``batch`` sequences."""
+        with torch.inference_mode(False):
+            sums_q, sums_kv = self._lengths[:2, : batch + 1].unbind(0)
+            return _Views(sums_q, sums_kv, self._lengths[2, :batch])
+
+    def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
+        """Begin a step that brings ``step_dict[id]`` new tokens of each sequence, in this order.
+
+        An id that the step before had not is a new sequence; a sequence without an entry has ended,
+        and its memory is free. 0 tokens keep a sequence.
+
+        Raises:
+            OperandError: the cache is full, or a number of tokens makes no sense; the cache is as
+                it was.
+            UnsupportedError: torch.export captures the call.
+        """
+        _refuse_export()
+        if not isinstance(step_dict, Mapping):
+            raise OperandError(
+                f"KV cache: pre_step({step_dict!r}); expected the number of new tokens by the id "
+                f"of each sequence, as {{0: 10, 1: 7}}."
+            )
+        steps = OrderedDict((name, _count(name, count)) for name, count in step_dict.items())
+        for name, count in steps.items():
+            if self.max_ctx_len is not None and count > self.max_ctx_len:
+                raise OperandError(
+                    f"KV cache: {count} new tokens of sequence {name!r}, and max_ctx_len is "
+                    f"{self.max_ctx_len}. Bring them in several steps."
+                )
+        lengths = self.cache_manager.pre_step(steps)
+        if list(lengths) != list(steps):
+            raise OperandError(
+                f"KV cache: {type(self.cache_manager).__name__}.pre_step returned the sequences "
+                f"{list(lengths)}; expected those of the step, {list(steps)}, in this order."
+            )
+        before = [lengths[name] - count for name, count in steps.items()]
+        self.sequences = OrderedDict(lengths)
+        self.sequences_pre_step = OrderedDict(zip(steps, before, strict=True))
+        if len(steps) != self.batch_size:  # the same tensors as long as it can be
+            self._views = self._views_of(len(steps))
+        self.batch_size = len(steps)
+        self._num_tokens = sum(steps.values())
+        self.max_seqlen_q = max(steps.values(), default=0)
+        self.max_seqlen_kv = max(lengths.values(), default=0)
+        rows = [
+            list(accumulate(steps.values(), initial=0)),
+            list(accumulate(lengths.values(), initial=0)),
+            before,
+        ]
+        size = self.max_batch_size + 1
+        rows = [[*row, *(row[-1:] or [0]) * (size - len(row))] for row in rows]
+        numbers = torch.tensor(rows, dtype=torch.int32, device="cpu")
+        self._lengths.copy_(numbers, non_blocking=True)
+
+    def get_seqlens_pre_step(self) -> torch.Tensor:
+        """Return how many tokens each sequence of the step had before it, int32 ``[b]``: the
+        positions at which the new ones start."""
+        return self._views.before
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """The values that decide, with the sizes of the cache, the sizes of a step's tensors."""
+        return (
+            *(self.batch_size, self.max_seqlen_q, self._num_tokens),
+            self.cache_manager.read_length,
+        )
+
+    @property
+    def step_cu_seqlens_q(self) -> torch.Tensor:
+        """Sums of the numbers of new tokens of the step's sequences, int32 ``[b + 1]``."""
+        return self._views.sums_q
+
+    def starts(self, capacity: int) -> torch.Tensor:
+        """Return where the sequences of the step begin among rows that have ``capacity`` each,
+        int32 ``[b + 1]``; for the layers of a step the same tensor."""
+        count = self.batch_size + 1
+        if self._starts is None or self._starts[0] != (count, capacity):
+            with torch.inference_mode(False):
+                numbers = torch.arange(count, dtype=torch.int32, device=self.device) * capacity
+            self._starts = (count, capacity), numbers
+        return self._starts[1]
+
+    def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of a layer of a paged cache, one sequence after the other:
+        ``[b, pages * page size, heads, head size]``, as many pages as the longest one has.
+
+        Raises:
+            OperandError: the cache has no pages, or none of this layer.
+        """
+        manager = self.cache_manager
+        if not self.is_paged or layer_number not in manager.cache:
+            fault = f"holds layers {list(manager.cache)}" if self.is_paged else "has no pages"
+            raise OperandError(
+                f"KV cache: convert_paged_to_nonpaged({layer_number!r}), but the cache {fault}; "
+                f"expected a layer that a paged cache holds."
+            )
+        table: torch.Tensor = manager.page_table  # type: ignore[attr-defined]  # a paged one has it
+        pages = -(-self.max_seqlen_kv // self.page_size)
+        return gathered(manager.cache[layer_number], table[: self.batch_size], pages)
+
+    def step(
+        self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
+    ) -> CachedKeys:
+        """Store the new keys and values of a layer; return all that the layer has.
+
+        ``new_k [b, s, heads, head size]`` in bshd, batch second in sbhd, with the new tokens of
+        each sequence first; ``[t, heads, head size]`` in thd, sequence by sequence.
+
+        Raises:
+            OperandError: shapes, dtypes or devices that do not fit; no ``pre_step`` before; a layer
+                that did not take part in an earlier step. The cache is as it was.
+            UnsupportedError: torch.export captures the call; in backward, if ``new_k`` or ``new_v``
+                requires a gradient.
+        """
+        _refuse_export()
+        formats = self.input_qkv_format, self.output_qkv_format
+        self._take_format(qkv_format)
+        try:
+            self._check_step(new_k, new_v)
+            keys, values = self.store(layer_number, new_k, new_v, qkv_format)
+        except BaseException:
+            self.input_qkv_format, self.output_qkv_format = formats
+            raise
+        if torch.is_grad_enabled() and (new_k.requires_grad or new_v.requires_grad):
+            error = UnsupportedError(
+                "backward through a KV cache: it keeps no history of earlier keys and values. "
+                "Compute all tokens at once, without inference_params."
+            )
+            keys, values = without_gradient(error, (keys, values), (new_k, new_v))
+        sums_q, sums_kv, _ = self._views
+        return CachedKeys(keys, values, sums_q, sums_kv, self.max_seqlen_kv, self.output_qkv_format)
+
+    def _check_step(self, new_k: torch.Tensor, new_v: torch.Tensor) -> None:
+        self._check("new_k", new_k, self.head_dim_k)
+        self._check("new_v", new_v, self.head_dim_v)
+        if new_k.shape[:-1] != new_v.shape[:-1]:
+            raise OperandError(
+                f"KV cache: new_k is {list(new_k.shape)}, new_v {list(new_v.shape)}; expected the "
+                f"same tokens and heads."
+            )
+
+    def store(
+        self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values like those that :meth:`step` took in a step of the same
+        :attr:`form`; return all that the layer has, without pages."""
+        sums_q, sums_kv, _ = self._views
+        new = new_k.detach(), new_v.detach()
+        keys, values = self.cache_manager.step(layer_number, *new, sums_q, sums_kv, qkv_format)
+        if not self.is_paged:
+            return keys, values
+        if self._is_built_in:
+            assert isinstance(self.cache_manager, PagedKVCacheManager)
+            return self.cache_manager.read(layer_number)
+        return self.convert_paged_to_nonpaged(layer_number)
+
+    def _take_format(self, qkv_format: str) -> None:
+        if qkv_format not in _FORMATS:
+            raise OperandError(
+                f"KV cache: qkv_format={qkv_format!r}; expected one of {', '.join(_FORMATS)}."
+            )
+        self.input_qkv_format = qkv_format
+        cached = self.cache_qkv_format
+        is_same = qkv_format == cached
+        self.output_qkv_format = cached if is_same else "_".join((qkv_format, f"2{cached}"))
+
+    def _check(self, name: str, new: torch.Tensor, size: int) -> None:
+        """Refuse keys or values that do not hold the step's tokens."""
+        layout = self.input_qkv_format
+        if not isinstance(new, torch.Tensor):
+            raise OperandError(
+                f"KV cache: {name} is {type(new).__name__}; expected a torch.Tensor."
+            )
+        needed = {"b": self.batch_size, "s": self.max_seqlen_q, "h": self.num_heads_kv, "d": size}
+        needed["t"] = self._num_tokens
+        sizes = dict(zip(layout, new.shape, strict=False))
+        fits = new.dim() == len(layout) and all(
+            length >= needed[dim] if dim in "st" else length == needed[dim]
+            for dim, length in sizes.items()
+        )
+        if not fits:
+            expected = ", ".join(
+                f"{dim} {'>=' if dim in 'st' else '='} {needed[dim]}" for dim in layout
+            )
+            raise OperandError(
+                f"KV cache: {name} is {list(new.shape)}; the step expects {layout!r} with "
+                f"{expected}."
+            )
+        if new.dtype != self.dtype or new.device != self.device:
+            raise OperandError(
+                f"KV cache: {name} is {new.dtype} on {new.device}, the cache {self.dtype} on "
+                f"{self.device}. Give InferenceParams the dtype and the device of the model."
+            )
+
+
+def _refuse_export() -> None:
+    if torch.compiler.is_exporting():
+        raise UnsupportedError(
+            "a KV cache under torch.export is not offered: a program keeps no keys and values from "
+            "one call to the next. Export the model without inference_params."
+        )
+
+
+def _count(name: Hashable, value: int) -> int:
+    """Return a number of new tokens, of any type of integers.
+
+    Raises:
+        OperandError: it is none, or below 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 0:
+        raise OperandError(
+            f"KV cache: {value!r} new tokens of sequence {name!r}; expected an integer >= 0."
+        )
+    return index(value)
+
+
+def _size(name: str, value: int | None) -> int:
+    """Return ``value`` if it is a positive integer."""
+    if value is None:
+        raise OperandError(f"InferenceParams({name}=None): expected an integer >= 1.")
+    return check_size("InferenceParams", name, value)

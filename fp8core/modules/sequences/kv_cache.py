@@ -1,0 +1,473 @@
+"""Where a KV cache keeps the keys and values of each layer: rows of a tensor, or pages of it.
+
+A manager knows the sequences of the current step and their lengths, and holds two tensors a layer.
+Each token has a slot in them, a position in the first two dimensions taken as one. Slots are chosen
+once a step, in :meth:`KVCacheManager.pre_step`, which touches no layer.
+
+Attention reads slots behind the end of a sequence with a weight of 0, so that the managers of this
+module clear what a sequence takes over, once, when it does: what a token wrote, NaN included, meets
+no other sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from typing_extensions import override
+
+from fp8core.errors import OperandError
+from fp8core.modules.calls.parameters import resolve_device
+
+Sequences: TypeAlias = "OrderedDict[Hashable, int]"
+"""A number of tokens for each sequence of the batch, by the sequence's id, in the batch's order."""
+
+
+class KVCacheManager:
+    """Base of the managers, and of a ``custom_cache_manager``, whose class
+    :class:`fp8core.InferenceParams` calls with the arguments of :class:`NonPagedKVCacheManager` or,
+    for a paged cache, of :class:`PagedKVCacheManager`, but for ``device``.
+
+    Attributes:
+        cache: by layer number, the keys and the values: ``[batch, tokens, heads, head size]``, or
+            ``[pages, page size, heads, head size]``.
+        sequences: the lengths of the sequences, those of the current step's tokens included.
+        device: of the tensors; :class:`fp8core.InferenceParams` sets it before memory is allocated.
+    """
+
+    device: torch.device | None = None
+    read_length = 0
+    """How many tokens of each sequence attention is handed in this step; 0 says nothing."""
+
+    def __init__(self) -> None:
+        self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.sequences: Sequences = OrderedDict()
+
+    def reset(self) -> None:
+        """Forget every sequence; the memory stays."""
+        self.sequences = OrderedDict()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Allocate ``cache[layer_number]``."""
+        raise NotImplementedError
+
+    def pre_step(self, step_dict: Sequences) -> Sequences:
+        """Begin a step that brings so many tokens of each sequence; return ``sequences``.
+
+        Sequences without an entry are finished. Raises without a change if a token has no place.
+        """
+        raise NotImplementedError
+
+    def step(
+        self,
+        layer_number: int,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        cu_new_seqlens: torch.Tensor,
+        cu_cached_seqlens: torch.Tensor,
+        qkv_format: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the step's keys and values of a layer; return the layer's keys and values.
+
+        The keys and values of a cache without pages are ``[b, tokens, heads, head size]`` in the
+        batch's order, each sequence from the first token on; a paged cache returns its pages, and
+        says in ``page_table [b, pages]`` which of them belong to each sequence.
+        """
+        raise NotImplementedError
+
+
+class _Tokens(NamedTuple):
+    """The new tokens of a step: of each its slot, the sequence's place in the batch and the place
+    in the sequence's new tokens; int64 ``[t]`` on the device of the cache."""
+
+    slot: torch.Tensor
+    batch: torch.Tensor
+    offset: torch.Tensor
+
+    def of(self, new: torch.Tensor, qkv_format: str) -> torch.Tensor:
+        """Return the tokens ``[t, heads, head size]`` of keys or values in ``qkv_format``."""
+        if qkv_format == "thd":
+            return new[: len(self.slot)]
+        if qkv_format == "sbhd":
+            new = new.transpose(0, 1)
+        if len(self.slot) == new.shape[0] * new.shape[1]:
+            return new.flatten(0, 1)
+        return new[self.batch, self.offset]
+
+
+class _ManagerBase(KVCacheManager):
+    """The base of the managers of this module."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dims: tuple[int, int],
+        dtype: torch.dtype,
+        limits: tuple[int, int],
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim_k, self.head_dim_v = head_dims
+        self.dtype = dtype
+        self.max_batch_size, self.max_seqlen = limits
+        self.device = None if device is None else resolve_device(device)
+        # By layer, the sequences whose tokens it holds and how many, in the order of its last step.
+        self._stored: dict[int, Sequences] = {}
+        self._before: Mapping[Hashable, int] = {}
+        # The sequences of a layer that took part in the last step, if their slots stay the same.
+        self._settled: Sequences | None = None
+        self._tokens: _Tokens | None = None
+        self._numbers: torch.Tensor | None = None
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._stored = {}
+        self._before = {}
+        self._settled = None
+        self._tokens = None
+
+    def pre_step(self, step_dict: Sequences) -> Sequences:
+        """Begin a step that brings so many tokens of each sequence; return their lengths.
+
+        The batch has the order of ``step_dict``. Sequences without an entry are finished.
+
+        Raises:
+            OperandError: the cache is full, or a number of tokens makes no sense. Nothing changed.
+        """
+        steps = OrderedDict(step_dict)
+        before = OrderedDict((name, self.sequences.get(name, 0)) for name in steps)
+        after = OrderedDict((name, before[name] + count) for name, count in steps.items())
+        self._check(steps, before)
+        tokens = self._laid_out(steps, before, after)
+        # An id that ended and begins again: a layer that took no part since holds other tokens.
+        for layer, stored in self._stored.items():
+            if stored is not self.sequences:
+                lengths = ((name, n if name in self.sequences else 0) for name, n in stored.items())
+                self._stored[layer] = OrderedDict(lengths)
+        self._settled = self.sequences if self._keeps_slots(before, after) else None
+        self.sequences, self._before, self._tokens = after, before, tokens
+        return after
+
+    @override
+    def step(
+        self,
+        layer_number: int,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        cu_new_seqlens: torch.Tensor,
+        cu_cached_seqlens: torch.Tensor,
+        qkv_format: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, stored = self._tokens, self._stored.get(layer_number, OrderedDict())
+        if tokens is None:
+            raise OperandError("KV cache: step() without a pre_step() that says what it brings.")
+        is_settled = stored is self._settled
+        if not is_settled:
+            self._check_earlier(layer_number, stored)
+        if layer_number not in self.cache:
+            self.allocate_memory(layer_number)
+        with torch.no_grad():
+            if not is_settled:
+                self._arrange(layer_number, stored)
+            for cache, new in zip(self.cache[layer_number], (new_k, new_v), strict=True):
+                cache.flatten(0, 1).index_copy_(0, tokens.slot, tokens.of(new, qkv_format))
+        self._stored[layer_number] = self.sequences
+        return self._of_layer(layer_number)
+
+    def _check_earlier(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
+        """Refuse a layer that lacks tokens of earlier steps."""
+        for name, length in self._before.items():
+            if stored.get(name, 0) < length:
+                raise OperandError(
+                    f"KV cache: layer {layer_number} holds {stored.get(name, 0)} of the {length} "
+                    f"earlier tokens of sequence {name!r}; every layer takes part in every step."
+                )
+
+    def _keeps_slots(self, before: Sequences, after: Sequences) -> bool:
+        """Whether the step after ``self.sequences`` leaves what layers hold in its slots, and takes
+        no slot over."""
+        return list(before.items()) == list(self.sequences.items()) and all(before.values())
+
+    def _allocated(self, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return zeros for keys and for values, ``[*sizes, heads, head size]``.
+
+        Ordinary tensors also within inference_mode, so that later writes outside of it are allowed.
+        """
+        with torch.inference_mode(False):
+            keys, values = (
+                torch.zeros(*sizes, self.num_heads, size, dtype=self.dtype, device=self._on())
+                for size in (self.head_dim_k, self.head_dim_v)
+            )
+        return keys, values
+
+    def _on(self) -> torch.device:
+        return resolve_device(self.device)
+
+    def _check(self, steps: Sequences, before: Sequences) -> None:
+        """Refuse a batch or a sequence that is too large."""
+        if len(steps) > self.max_batch_size:
+            raise OperandError(
+                f"KV cache is full: a step of {len(steps)} sequences, and max_batch_size is "
+                f"{self.max_batch_size}."
+            )
+        for name, count in steps.items():
+            if before[name] + count > self.max_seqlen:
+                raise OperandError(
+                    f"KV cache is full: sequence {name!r} has {before[name]} tokens and gets "
+                    f"{count} more, and max_sequence_length is {self.max_seqlen}."
+                )
+
+    def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
+        """Choose the slots of the new tokens; the last thing before the step counts as begun."""
+        raise NotImplementedError
+
+    def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
+        """Move a layer's stored rows to their slots of this step, and clear the free slots that
+        sequences take over."""
+        raise NotImplementedError
+
+    def _uploaded(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the CPU on the device of the cache, without waiting for that."""
+        return numbers.to(self._on(), non_blocking=True)
+
+    def _refreshed(self, last: torch.Tensor | None, numbers: torch.Tensor) -> torch.Tensor:
+        """Return :meth:`_uploaded` numbers, in the memory of ``last`` if they are as many: there a
+        captured graph of a step finds them."""
+        if last is None or last.shape != numbers.shape:
+            with torch.inference_mode(False):
+                last = torch.empty(numbers.shape, dtype=numbers.dtype, device=self._on())
+        return last.copy_(numbers, non_blocking=True)
+
+    def _placed(self, numbers: torch.Tensor) -> _Tokens:
+        """Return the new tokens whose fields are the rows of ``numbers``, on the CPU."""
+        self._numbers = self._refreshed(self._numbers, numbers)
+        return _Tokens(*self._numbers.unbind(0))
+
+    def _of_layer(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of a layer."""
+        return self.cache[layer_number]
+
+
+def _places(steps: Sequences, before: Sequences) -> tuple[torch.Tensor, ...]:
+    """Return of each new token the sequence's place in the batch, the place in the sequence's new
+    tokens and the position in the sequence, int64 ``[t]`` on the CPU."""
+    counts = torch.tensor([*steps.values()], dtype=torch.int64, device="cpu")
+    starts = torch.tensor([*before.values()], dtype=torch.int64, device="cpu")
+    batch = torch.arange(len(steps), device="cpu").repeat_interleave(counts)
+    offset = torch.arange(len(batch), device="cpu") - (counts.cumsum(0) - counts)[batch]
+    return batch, offset, starts[batch] + offset
+
+
+class _Changes(NamedTuple):
+    """The changes of rows since a step after which layers held ``stored``: the rows that sequences
+    take over, int64 on the device of the cache, and for each row that moves both places."""
+
+    stored: Mapping[Hashable, int]
+    cleared: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+class NonPagedKVCacheManager(_ManagerBase):
+    """Keeps each sequence in a row of ``[max_batch_size, max_seqlen]`` tokens.
+
+    Rows are in the order of the batch; where that order changes, as after a sequence has ended, a
+    layer moves its rows in its next step.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_seqlen: int,
+        num_heads: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        head_dim_v: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        head_dims = (head_dim_k, head_dim_k if head_dim_v is None else head_dim_v)
+        super().__init__(num_heads, head_dims, dtype, (max_batch_size, max_seqlen), device)
+        self._changes: _Changes | None = None  # of this step, for the layers that hold the same
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Allocate the layer's keys and values, ``[max_batch_size, max_seqlen, heads, size]``."""
+        self.cache[layer_number] = self._allocated(self.max_batch_size, self.max_seqlen)
+
+    def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
+        batch, offset, position = _places(steps, before)
+        slot = batch * self.max_seqlen + position
+        self._changes = None
+        return self._placed(torch.stack((slot, batch, offset)))
+
+    def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
+        if self._changes is None or self._changes.stored is not stored:
+            self._changes = self._changes_since(stored)
+        _, cleared, source, target = self._changes
+        if not len(cleared):
+            return
+        length = max(self._before.values())
+        for cache in self.cache[layer_number]:
+            moved = cache[source, :length] if len(source) else None
+            cache.index_fill_(0, cleared, 0)
+            if moved is not None:
+                cache[target, :length] = moved
+
+    def _changes_since(self, stored: Mapping[Hashable, int]) -> _Changes:
+        """Return the changes of the rows of layers that have ``stored``."""
+        rows = {name: row for row, name in enumerate(stored)}
+        moves, rows_to_clear = [], []
+        for at, (name, length) in enumerate(self._before.items()):
+            if length and rows[name] == at:
+                continue
+            rows_to_clear.append(at)
+            if length:
+                moves.append((rows[name], at))
+        pairs = torch.tensor(moves, dtype=torch.int64, device="cpu").view(-1, 2)
+        cleared = self._uploaded(torch.tensor(rows_to_clear, dtype=torch.int64, device="cpu"))
+        return _Changes(stored, cleared, *self._uploaded(pairs).unbind(1))
+
+    def _of_layer(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.cache[layer_number]
+        return keys[: len(self.sequences)], values[: len(self.sequences)]
+
+
+class PagedKVCacheManager(_ManagerBase):
+    """Keeps each sequence in pages of ``page_size`` tokens, out of ``total_num_pages`` for all.
+
+    Attributes:
+        page_table: int32 ``[max_batch_size, max_seqlen / page_size]``: the pages of each sequence
+            of the batch, then 0.
+    """
+
+    def __init__(
+        self,
+        total_num_pages: int,
+        page_size: int,
+        num_heads: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        *,
+        max_batch_size: int,
+        max_seqlen: int,
+        head_dim_v: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        head_dims = (head_dim_k, head_dim_k if head_dim_v is None else head_dim_v)
+        super().__init__(num_heads, head_dims, dtype, (max_batch_size, max_seqlen), device)
+        self.total_num_pages = total_num_pages
+        self.page_size = page_size
+        self.max_pages_per_seq = max_seqlen // page_size
+        self._pages: dict[Hashable, list[int]] = {}
+        self._table: torch.Tensor | None = None
+        # Of this step: the pages that attention reads, and those that sequences took.
+        self._read: torch.Tensor | None = None
+        self._new_pages: torch.Tensor | None = None
+
+    @property
+    def page_table(self) -> torch.Tensor:
+        """The pages of each sequence of the batch; the same tensor in every step."""
+        if self._table is None:
+            sizes = (self.max_batch_size, self.max_pages_per_seq)
+            with torch.inference_mode(False):
+                self._table = torch.zeros(sizes, dtype=torch.int32, device=self._on())
+        return self._table
+
+    def reset(self) -> None:
+        """Forget every sequence, and free its pages; the memory stays."""
+        super().reset()
+        self._pages = {}
+        self._read = self._new_pages = None
+        self.read_length = 0
+        self.page_table.zero_()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Allocate the layer's keys and values, ``[total_num_pages, page_size, heads, size]``."""
+        self.cache[layer_number] = self._allocated(self.total_num_pages, self.page_size)
+
+    def _keeps_slots(self, before: Sequences, after: Sequences) -> bool:
+        return super()._keeps_slots(before, after) and self._new_pages is None
+
+    def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
+        pages = self._with_new_pages(after)
+        rows = [
+            [*numbers, *[0] * (self.max_pages_per_seq - len(numbers))] for numbers in pages.values()
+        ]
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        table = table.reshape(len(rows), self.max_pages_per_seq)
+        batch, offset, position = _places(steps, before)
+        slot = table[batch, position // self.page_size] * self.page_size
+        slot += position % self.page_size
+        tokens = self._placed(torch.stack((slot, batch, offset)))
+        self.page_table[: len(rows)].copy_(table, non_blocking=True)
+        read = self._read_pages(pages.values())
+        self._read = self._refreshed(self._read, read)
+        self.read_length = read.shape[1] * self.page_size
+        new = (numbers[len(self._pages.get(name, ())) :] for name, numbers in pages.items())
+        new_pages = [*itertools.chain.from_iterable(new)]
+        self._new_pages = (
+            self._uploaded(torch.tensor(new_pages, device="cpu")) if new_pages else None
+        )
+        self._pages = pages
+        return tokens
+
+    def _read_pages(self, pages: Collection[Sequence[int]]) -> torch.Tensor:
+        """Return the pages of each sequence, int64 ``[b, n]`` on the CPU, the last one repeated.
+
+        n is a power of two, or all pages that a sequence may have, so that attention meets few
+        sizes while sequences grow. A page of another sequence would bring what its tokens wrote.
+        """
+        longest = max(map(len, pages), default=0)
+        count = min(1 << max(0, longest - 1).bit_length(), self.max_pages_per_seq)
+        last = [numbers[-1] if numbers else 0 for numbers in pages]
+        rows = [
+            [*numbers, *[at] * (count - len(numbers))]
+            for numbers, at in zip(pages, last, strict=True)
+        ]
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), count)
+
+    def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
+        if self._new_pages is not None:
+            for cache in self.cache[layer_number]:
+                cache.index_fill_(0, self._new_pages, 0)
+
+    def read(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of a layer in the order of the batch, ``[b, tokens, heads,
+        head size]``: a copy, of a power of two of pages each."""
+        assert self._read is not None
+        keys, values = (part[self._read].flatten(1, 2) for part in self.cache[layer_number])
+        return keys, values
+
+    def _with_new_pages(self, after: Sequences) -> dict[Hashable, list[int]]:
+        """Return the pages of each sequence after this step."""
+        pages = {name: self._pages.get(name, []) for name in after}
+        used = {*itertools.chain(*pages.values())}
+        free = [page for page in range(self.total_num_pages) if page not in used]
+        missing = {
+            name: -(-length // self.page_size) - len(pages[name]) for name, length in after.items()
+        }
+        if sum(missing.values()) > len(free):
+            raise OperandError(
+                f"KV cache is full: the step needs {sum(missing.values())} more pages of "
+                f"{self.page_size} tokens, and {len(free)} of {self.total_num_pages} are free. End "
+                f"a sequence, by a step without it, or give InferenceParams more total_num_pages."
+            )
+        numbers = iter(free)
+        return {name: [*pages[name], *itertools.islice(numbers, missing[name])] for name in after}
+
+
+def gathered(
+    cache: Sequence[torch.Tensor], page_table: torch.Tensor, pages: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values ``[b, pages * page size, heads, head size]`` of paged ones.
+
+    ``page_table [b, any]``; the first ``pages`` of each sequence are taken.
+    """
+    table = page_table[:, :pages].long()
+    keys, values = (part[table].flatten(1, 2) for part in cache)
+    return keys, values

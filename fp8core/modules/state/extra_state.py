@@ -1,0 +1,303 @@
+"""A layer's delayed scaling from Transformer Engine's ``_extra_state``.
+
+The state is a pickle as uint8 ``[bytes]``, in version 1 an ``io.BytesIO`` by torch.save, and holds
+
+=============  ==============================================================================
+module         ``recipe`` (from 2.0 on), ``scale_fwd [3 g]``, ``amax_history_fwd [len, 3 g]``,
+               ``scale_bwd [2 g]``, ``amax_history_bwd [len, 2 g]``, ``extra_fp8_variables``,
+               for g GEMMs; up to 1.x ``scale_inv_fwd`` and ``scale_inv_bwd`` too
+attention      the same with 3 GEMMs, whose slots fp8core/modules/state/attention.py maps
+operation      ``forward`` and ``backward``, dicts with the keys of the way, of 2 tensors
+               (input, weight) and 1 (grad_output)
+=============  ==============================================================================
+
+The slots of a GEMM are input, weight, output and grad_output, grad_input, as they are in fp8core;
+an empty tensor stands for no state. Source: Transformer Engine 2.20.2, pytorch/module/base.py and
+pytorch/ops/op.py, get_extra_state.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from fp8core.errors import OperandError
+from fp8core.modules.state.attention import from_three_gemms
+from fp8core.modules.state.opcodes import Record
+from fp8core.modules.state.tensors import RECIPES, read_values
+from fp8core.modules.state.writing import EXPERT
+from fp8core.recipe.base import Format
+from fp8core.recipe.plan import AttentionPlan, LinearPlan, Plan
+from fp8core.reporting import log_once
+from fp8core.tensors.checks import kind_fault, lacks_memory
+from fp8core.tensors.delayed_state import BUFFERS, META, meta_text
+
+_T = TypeVar("_T")
+_ZIP, _PICKLE = b"PK", b"\x80"
+_WAYS = {"forward": "fwd", "backward": "bwd"}
+# Of one GEMM: the slots, and which of them an operation of Transformer Engine writes.
+_SLOTS = {"fwd": (3, (0, 1)), "bwd": (2, (0,))}
+_STATELESS = (
+    *("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"),
+    *("NVFP4BlockScaling", "CustomRecipe"),
+)
+
+
+def may_be_transformer_engine_s(value: Any) -> bool:
+    """Say whether ``value`` of a checkpoint may be a state of Transformer Engine, perhaps a damaged
+    one: bytes, or a tensor. Other libraries have dicts and objects of their own there."""
+    return isinstance(value, torch.Tensor | io.BytesIO | bytes | bytearray)
+
+
+def read_extra_state(value: Any, plan_type: type[Plan] = LinearPlan) -> dict[str, torch.Tensor]:
+    """Return the buffers of delayed scaling that ``value``, an ``_extra_state``, holds.
+
+    ``plan_type`` is that of the layer, LinearPlan or AttentionPlan. The buffers are float32 tensors
+    on the CPU under fp8core's names, and ``delayed_meta``; there are none for a recipe without
+    state. An infinite amax in a history, at which Transformer Engine freezes a scale, is left out
+    and logged once.
+
+    Raises:
+        OperandError: it is damaged, or holds a class that no such state needs; nothing of the file
+            was called.
+    """
+    return _refusing(lambda: _READERS[plan_type](read_values(_bytes_of(value))))
+
+
+def read_expert_state(value: Any) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return the buffers of an expert of a grouped linear, and whether they hold the slots of this
+    expert; otherwise they hold the slots that Megatron's split of the layer's state puts there.
+
+    Raises:
+        OperandError: as :func:`read_extra_state`.
+    """
+
+    def read() -> tuple[dict[str, torch.Tensor], bool]:
+        content = read_values(_bytes_of(value))
+        return _buffers(content), type(content) is dict and type(content.get(EXPERT)) is dict
+
+    return _refusing(read)
+
+
+def _refusing(read: Callable[[], _T]) -> _T:
+    """Return the result of ``read``; the remedy is added to its error."""
+    try:
+        return read()
+    except OperandError as error:
+        raise OperandError(
+            f"the checkpoint's _extra_state is refused: {error}. Leave it out of the state_dict "
+            f"to load the weights alone; delayed scaling then starts fresh"
+        ) from None
+
+
+def _bytes_of(value: Any) -> bytes:
+    """Return the bytes of an extra state.
+
+    Raises:
+        OperandError: it is no pickle, and no zip file of one.
+    """
+    data = _content_of(value)
+    if not data.startswith((_PICKLE, _ZIP)):
+        raise OperandError(
+            f"it begins with the bytes {data[:4]!r}, and a state of Transformer Engine is a pickle "
+            f"or a zip file by torch.save"
+        )
+    return data
+
+
+def _content_of(value: Any) -> bytes:
+    if isinstance(value, io.BytesIO):
+        if value.closed:
+            raise OperandError("it is a file in memory that is closed")
+        return value.getvalue()
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        raise OperandError(f"it is a {type(value).__name__}, expected a tensor uint8 [bytes]")
+    fault = kind_fault(value)
+    if fault is not None:
+        raise OperandError(f"it {fault}")
+    if value.dtype != torch.uint8 or value.is_meta or value.dim() != 1:
+        raise OperandError(
+            f"it is {value.dtype} {list(value.shape)} on {value.device.type}, expected torch.uint8 "
+            f"[bytes] with values"
+        )
+    if lacks_memory(value):
+        raise OperandError("it has no memory for its elements")
+    return value.detach().cpu().contiguous().resolve_neg().numpy().tobytes()  # type: ignore[no-any-return]
+
+
+def _buffers(content: Any) -> dict[str, torch.Tensor]:
+    if content is None or content == {}:
+        return {}
+    if type(content) is not dict:
+        raise OperandError(f"it holds a {type(content).__name__}, not a dict of tensors")
+    if set(content) <= set(_WAYS):
+        return _operation_buffers(content)
+    if not _is_delayed(content):
+        return {}
+    of_experts = content.get(EXPERT)
+    entries = {**content, **of_experts} if type(of_experts) is dict else content
+    tensors = {name: _tensor(entries, name) for name in BUFFERS if name != META}
+    return {**tensors, META: _meta(content, tensors)}
+
+
+def _attention_buffers(content: Any) -> dict[str, torch.Tensor]:
+    """Return the buffers of attention; none where it computes in high precision, or where the
+    state is that of a recipe without delayed scaling of queries, keys and values."""
+    if content is None or content == {}:
+        return {}
+    if type(content) is not dict:
+        raise OperandError(f"it holds a {type(content).__name__}, not a dict of tensors")
+    recipe, extra = content.get("recipe"), content.get("extra_fp8_variables")
+    if recipe is None or not _is_delayed(content):
+        return {}
+    flags = [recipe.fields.get(name) for name in ("fp8_dpa", "fp8_mha")]
+    if any(isinstance(flag, torch.Tensor) for flag in flags):
+        raise OperandError("its recipe's fp8_dpa or fp8_mha is a tensor")
+    if not any(flags):
+        return {}
+    recipes = extra.get("local_recipes", []) if type(extra) is dict else []
+    if type(recipes) not in (list, tuple):
+        raise OperandError(f"its local_recipes are a {type(recipes).__name__}")
+    if any(
+        type(record) is not Record or record.kind.name != "DelayedScaling" for record in recipes
+    ):
+        return {}
+    tensors = {name: _tensor(content, name) for name in BUFFERS if name != META}
+    pair = _format_of(recipe)
+    used = dict.fromkeys("qkvs", pair.forward.name)
+    used |= dict.fromkeys(("grad_output", "dp"), pair.backward.name)
+    length = tensors["amax_history_fwd"].shape[0]
+    return {**from_three_gemms(tensors), META: _encoded(_formats(AttentionPlan, used), length)}
+
+
+_READERS = {LinearPlan: _buffers, AttentionPlan: _attention_buffers}
+READABLE = frozenset(_READERS)
+"""The kinds of plan whose state is read."""
+
+
+def _operation_buffers(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the buffers of an operation, whose unused slots of results are added."""
+    tensors: dict[str, torch.Tensor] = {}
+    first: Mapping[str, Any] | None = None
+    for mode, way in _WAYS.items():
+        part = content.get(mode)
+        if part is None:
+            continue
+        if type(part) is not dict:
+            raise OperandError(f"its {mode} is a {type(part).__name__}, not a dict of tensors")
+        if not _is_delayed(part):
+            return {}
+        first = first or part
+        count, used = _SLOTS[way]
+        for name, fill in ((f"scale_{way}", 1.0), (f"amax_history_{way}", 0.0)):
+            values = _tensor(part, name)
+            if values.shape[-1:] != (len(used),):
+                raise OperandError(
+                    f"its {name} is {list(values.shape)}, expected {len(used)} slots"
+                )
+            whole = values.new_full((*values.shape[:-1], count), fill)
+            whole[..., list(used)] = values
+            tensors[name] = whole
+    if first is None:
+        return {}
+    missing = [name for name in BUFFERS if name != META and name not in tensors]
+    if missing:
+        raise OperandError(f"it lacks {', '.join(missing)}")
+    return {**tensors, META: _meta(first, tensors)}
+
+
+def _is_delayed(content: Mapping[str, Any]) -> bool:
+    """Say whether ``content`` is of delayed scaling, the only recipe before 2.0."""
+    recipe = content.get("recipe")
+    if recipe is None:
+        return any(name in content for name in BUFFERS)
+    if type(recipe) is not Record or recipe.kind.module != RECIPES:
+        raise OperandError(f"its recipe is a {type(recipe).__name__}")
+    if recipe.kind.name in _STATELESS:
+        return False
+    if recipe.kind.name != "DelayedScaling":
+        raise OperandError(f"its recipe is a {recipe.kind.name}")
+    return True
+
+
+def _tensor(content: Mapping[str, Any], name: str) -> torch.Tensor:
+    value = content.get(name)
+    if not isinstance(value, torch.Tensor):
+        raise OperandError(f"it lacks {name}")
+    if value.dtype != torch.float32 or value.dim() != (2 if "history" in name else 1):
+        raise OperandError(f"its {name} is {value.dtype} {list(value.shape)}")
+    if "history" in name and bool(value.isinf().any()):
+        log_once(
+            "a delayed state of Transformer Engine has infinite amaxes in its history, at which "
+            "its scales stay frozen; they are left out here"
+        )
+        value = value.masked_fill(value.isinf(), 0.0)
+    return value
+
+
+def _meta(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return ``delayed_meta``: the formats of the slots, and the history's length."""
+    recipe = content.get("recipe")
+    pair = _format_of(recipe) if recipe is not None else _format_of_maxima(content)
+    return _encoded(_slot_formats(pair), tensors["amax_history_fwd"].shape[0])
+
+
+def _encoded(names: Sequence[str | None], history_len: int) -> torch.Tensor:
+    text = meta_text(names, history_len)
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+
+def _format_of(recipe: Record) -> Format:
+    """Return the format of a DelayedScaling record; its default where it is not written."""
+    member = recipe.fields.get("fp8_format")
+    if member is None:
+        return Format.HYBRID
+    if type(member) is not Record or member.kind.name != "Format" or len(member.args) != 1:
+        raise OperandError("its recipe's fp8_format is no Format")
+    (value,) = member.args
+    if type(value) is Record and value.kind.name == "_FormatHelper":
+        maxima = (*value.args, value.fields.get("max_fwd"), value.fields.get("max_bwd"))
+        return format_named(maxima[0], maxima[1])
+    for candidate in _FORMATS:
+        if value == candidate.name:
+            return candidate
+    raise OperandError("its recipe's fp8_format is no Format of 8 bits")
+
+
+def _format_of_maxima(content: Mapping[str, Any]) -> Format:
+    extra = content.get("extra_fp8_variables")
+    if type(extra) is not dict:
+        return Format.HYBRID
+    return format_named(extra.get("fp8_max_fwd", 448), extra.get("fp8_max_bwd", 57344))
+
+
+_FORMATS = (Format("hybrid"), Format("e4m3"), Format("e5m2"))
+
+
+def _slot_formats(pair: Format) -> list[str | None]:
+    """Return the format of each slot of a linear, forward slots first."""
+    forward, backward = pair.forward.name, pair.backward.name
+    return _formats(LinearPlan, {"input": forward, "weight": forward, "grad_output": backward})
+
+
+def _formats(plan_type: type[Plan], used: Mapping[str, str]) -> list[str | None]:
+    slots = plan_type.slots
+    return [used.get(name) for name in (*slots.forward, *slots.backward)]
+
+
+def format_named(max_fwd: Any, max_bwd: Any) -> Format:
+    """Return the format whose largest values forward and backward are these.
+
+    Raises:
+        OperandError: there is none.
+    """
+    if type(max_fwd) in (int, float) and type(max_bwd) in (int, float):
+        for member in _FORMATS:
+            if (max_fwd, max_bwd) == (member.forward.max, member.backward.max):
+                return member
+    raise OperandError("its recipe's fp8_format is none of E4M3, E5M2 and HYBRID")

@@ -1,0 +1,140 @@
+"""``_extra_state`` written: the opcodes of a pickle that Transformer Engine reads.
+
+Only opcodes of protocol 4 and the classes of Transformer Engine's own states are written, so that a
+reader with an allow-list takes them, too.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fp8core.modules.state.tensors import MAGIC, PROTOCOL, RECIPES
+from fp8core.recipe import DelayedScaling
+from fp8core.recipe.base import Format
+
+_FIELDS = (
+    *("margin", "fp8_format", "amax_history_len", "amax_compute_algo"),
+    *("scaling_factor_compute_algo", "reduce_amax", "fp8_dpa", "fp8_mha", "backward_override"),
+)
+
+
+def fields_of(recipe: DelayedScaling) -> dict[str, Any]:
+    """Return the fields of ``recipe`` that Transformer Engine's class has."""
+    return {name: getattr(recipe, name) for name in _FIELDS}
+
+
+EXPERT = "fp8core_expert"
+"""The key of an expert's delayed state, which Transformer Engine and Megatron pass over."""
+
+
+def write_extra_state(
+    buffers: Mapping[str, torch.Tensor],
+    fields: Mapping[str, Any],
+    expert: Mapping[str, torch.Tensor] | None = None,
+) -> bytes:
+    """Return the pickle of a module's delayed state.
+
+    Args:
+        buffers: ``scale_fwd [3 g]``, ``amax_history_fwd [len, 3 g]``, ``scale_bwd [2 g]`` and
+            ``amax_history_bwd [len, 2 g]``, float32, for g GEMMs.
+        fields: those of Transformer Engine's DelayedScaling; ``fp8_format`` is a
+            :class:`fp8core.recipe.Format`, the others are plain values.
+        expert: tensors by name that are added under :data:`EXPERT`.
+    """
+    pair: Format = fields["fp8_format"]
+    maxima = int(pair.max_fwd), int(pair.max_bwd)
+    member = _call(
+        _class("Format"), _tuple([_new(_class("_FormatHelper"), _tuple([*map(_plain, maxima)]))])
+    )
+    values = {name: member if name == "fp8_format" else _plain(v) for name, v in fields.items()}
+    extra = {
+        "fp8_checkpoint": True,
+        "num_gemms": buffers["scale_fwd"].numel() // 3,
+        "fp8_max_fwd": maxima[0],
+        "fp8_max_bwd": maxima[1],
+    }
+    content = {
+        "recipe": _new(_class("DelayedScaling"), b")") + _dict(values) + b"b",
+        **{name: _tensor(value) for name, value in buffers.items()},
+        "extra_fp8_variables": _dict({name: _plain(value) for name, value in extra.items()}),
+    }
+    if expert is not None:
+        content[EXPERT] = _dict({name: _tensor(value) for name, value in expert.items()})
+    return b"\x80\x04" + _dict(content) + b"."
+
+
+def _plain(value: Any) -> bytes:
+    """Return the opcodes of None, a truth value, a number or a text."""
+    if value is None:
+        return b"N"
+    if isinstance(value, bool):
+        return b"\x88" if value else b"\x89"
+    if isinstance(value, int):
+        if -(2**31) <= value < 2**31:
+            return b"J" + struct.pack("<i", value)
+        size = value.bit_length() // 8 + 1
+        return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
+    if isinstance(value, float):
+        return b"G" + struct.pack(">d", value)
+    assert isinstance(value, str)
+    encoded = value.encode()
+    return b"X" + struct.pack("<I", len(encoded)) + encoded
+
+
+def _tuple(items: Sequence[bytes]) -> bytes:
+    return b"(" + b"".join(items) + b"t"
+
+
+def _dict(items: Mapping[str, bytes]) -> bytes:
+    return b"}(" + b"".join(_plain(name) + value for name, value in items.items()) + b"u"
+
+
+def _class(name: str, module: str = RECIPES) -> bytes:
+    return b"c" + f"{module}\n{name}\n".encode()
+
+
+def _call(function: bytes, arguments: bytes) -> bytes:
+    return function + arguments + b"R"
+
+
+def _new(kind: bytes, arguments: bytes) -> bytes:
+    return kind + arguments + b"\x81"
+
+
+def _tensor(value: torch.Tensor) -> bytes:
+    """Return the opcodes of a float32 tensor, as torch writes one."""
+    whole = value.detach().to("cpu", torch.float32).contiguous()
+    file = _old_file(whole)
+    content = b"B" + struct.pack("<I", len(file)) + file
+    storage = _call(_class("_load_from_bytes", "torch.storage"), _tuple([content]))
+    no_hooks = _call(_class("OrderedDict", "collections"), b")")
+    shape = _tuple([*map(_plain, whole.shape)])
+    strides = _tuple([*map(_plain, whole.stride())])
+    arguments = _tuple([storage, _plain(0), shape, strides, _plain(False), no_hooks])
+    return _call(_class("_rebuild_tensor_v2", "torch._utils"), arguments)
+
+
+def _old_file(value: torch.Tensor) -> bytes:
+    """Return the elements of a float32 tensor as torch.save wrote storages before zip files."""
+    sizes = {name: _plain(size) for name, size in (("short", 2), ("int", 4), ("long", 4))}
+    system = {
+        "protocol_version": _plain(PROTOCOL),
+        "little_endian": _plain(True),
+        "type_sizes": _dict(sizes),
+    }
+    count = value.numel()
+    kind = _class("FloatStorage", "torch")
+    identity = [_plain("storage"), kind, _plain("0"), _plain("cpu"), _plain(count), _plain(None)]
+    contents = (
+        _plain(MAGIC),
+        _plain(PROTOCOL),
+        _dict(system),
+        _tuple(identity) + b"Q",
+        b"](" + _plain("0") + b"e",
+    )
+    pickles = b"".join(b"\x80\x02" + content + b"." for content in contents)
+    return pickles + struct.pack("<q", count) + value.numpy().tobytes()
