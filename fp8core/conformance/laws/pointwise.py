@@ -55,7 +55,7 @@ def dequantize_rounds_once(subject: Subject, desc: DequantizeDesc) -> float:
 
 @law(4, "scale_update", is_core=True)
 def scale_update_equals_the_reference(subject: Subject, desc: ScaleUpdateDesc) -> None:
-    """Histories roll and scales follow, bit for bit; an amax of 0 or inf is not recorded."""
+    """Histories roll and scales follow, bit for bit; an amax of 0, inf or NaN is not recorded."""
     few = arguments(subject, desc)
     many = few._replace(arguments=subject.here(_many_states()))
     for call in (few, many):
@@ -81,6 +81,7 @@ def _many_states() -> tuple[list[torch.Tensor], ...]:
     ]
     histories[3] = torch.full_like(histories[3], torch.inf)
     histories[9] = torch.zeros_like(histories[9])
+    histories[12][0], histories[13][0] = torch.nan, 1e-45  # the latter is subnormal
     scales = [torch.arange(1, size[1] + 1) * 0.5 for size in sizes]
     targets = [torch.full((size[1],), 448.0) for size in sizes]
     return histories, scales, targets, [torch.full((1,), at) for at in range(70)]

@@ -66,32 +66,6 @@ def test_every_code_under_every_scale_equals_the_reference(own: OperandSpec) -> 
         check(own, random_operand(own, rows, k), dtype)
 
 
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "columns of a wider tensor": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
-    "at an odd address": lambda x: torch.cat((x[:, :1], x), 1)[:, 1:],
-    "transposed": lambda x: x.t().contiguous().t(),
-    "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
-    "every other column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
-    "one row again and again": lambda x: x[:1].expand_as(x),
-}
-
-
-@on_device
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_operands_of_any_strides_are_read_right(layout: str) -> None:
-    lay, specs = LAYOUTS[layout], (spec("current"), spec("vector"), spec("square"), MX, FP4)
-    sizes, parts = ((256, 256), (130, 162)), ("codes", "scales", "both")
-    for own, part, (rows, k) in itertools.product(specs, parts, sizes):
-        data, scales, whole = random_operand(own, rows, k)
-        laid = Operand(
-            data if part == "scales" else lay(data),
-            scales if part == "codes" else lay(scales),
-            whole,
-        )
-        for dtype in (torch.bfloat16, torch.float32):
-            check(own, laid, dtype)
-
-
 class Recorder:
     """Stands for the native library; takes down what it is bound with and called with."""
 
@@ -167,10 +141,3 @@ def test_scales_that_do_not_go_with_the_codes_are_refused(bind: Any, wrong: str)
     with pytest.raises(OperandError, match=r"expected uint8 codes, .* scale_inv \["):
         run(Operand(data, *scales))
     assert native.calls == []
-
-
-@on_device
-def test_more_than_a_grid_of_rows() -> None:
-    for (rows, k), dtype in itertools.product(((70_000, 24), (24, 70_000)), DTYPES):
-        own = spec("vector")
-        check(own, random_operand(own, rows, k), dtype)

@@ -22,18 +22,15 @@ from fp8core.backend_api import (
     OperandSpec,
     QuantizeDesc,
 )
-from fp8core.recipe import NVFP4BlockScaling
-from fp8core.recipe.plan import LayerRole
 from tests.backends.cuda import cuda_cases
 from tests.backends.cuda.cuda_cases import DEVICE, backend, differs, same_bits
-from tests.pairs import pairs, turns
+from tests.pairs import turns
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
 
 PARAMS = {"clamped_swiglu": (7.0, 1.702, 1.0)}
 RECIPES = ("delayed", "current", "rowwise", "vector", "mx", "mx square")
 NAMES = ("gelu", "swiglu")
-WITHOUT_OPTIONS = {"disable_rht": True, "disable_2d_quantization": True}
 
 
 def spec(name: str, element: str = "e4m3", power_of_two: bool = False) -> OperandSpec:
@@ -103,20 +100,6 @@ def check(desc: FusedDesc, tensors: list[torch.Tensor]) -> None:
         assert same_bits(one, other), "an input was written"
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "dtype"),
-    pairs(NAMES, ({}, WITHOUT_OPTIONS), (torch.bfloat16, torch.float16)),
-)
-def test_nvfp4_equals_the_pair(name: str, options: dict[str, bool], dtype: torch.dtype) -> None:
-    plan = NVFP4BlockScaling(**options).plan(LayerRole("linear"), dtype)
-    for backward, tensor in ((False, plan.input), (True, plan.grad_output), (True, plan.weight)):
-        producer = fused(name, spec("current"), dtype, backward).producer
-        both = QuantizeDesc(dtype, *tensor)
-        for cast, sums in itertools.product((both, *both.halves()), {False, backward}):
-            for rows, n in ((16, 8), (48, 72), (144, 264), (256, 128), (1040, 640), (32, 34)):
-                check(FusedDesc(producer, cast, sums), drawn(name, rows, n, dtype, backward))
-
-
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation_equals_the_pair(name: str) -> None:
     for recipe, dtype, backward in itertools.product(
@@ -128,63 +111,11 @@ def test_every_activation_equals_the_pair(name: str) -> None:
                 check(desc, drawn(name, *shape, dtype, backward))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "name", "power_of_two"),
-    pairs(("current", "rowwise", "vector"), ("silu", "geglu"), (False, True)),
-)
-def test_one_orientation_equals_its_half(recipe: str, name: str, power_of_two: bool) -> None:
-    own = spec(recipe, power_of_two=power_of_two)
-    for backward in (False, True):
-        whole = fused(name, own, torch.bfloat16, backward)
-        for cast, sums in itertools.product(whole.quantize.halves(), {False, backward}):
-            desc = FusedDesc(whole.producer, cast, sums)
-            for shape in ((130, 264), (256, 384), (33, 72)):
-                check(desc, drawn(name, *shape, torch.bfloat16, backward))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_delayed_halves_record_the_amax(name: str) -> None:
-    for backward in (False, True):
-        whole = fused(name, spec("delayed"), torch.bfloat16, backward)
-        for cast in whole.quantize.halves():
-            desc = FusedDesc(whole.producer, cast, False)
-            check(desc, drawn(name, 130, 264, torch.bfloat16, backward))
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", NAMES)
-def test_nan_and_inf_are_counted_and_recorded_as_by_the_pair(name: str, recipe: str) -> None:
-    for backward, value in itertools.product((False, True), (torch.inf, -torch.inf, torch.nan)):
-        desc = fused(name, spec(recipe), torch.bfloat16, backward)
-        for positions in (((0, 0),), ((-1, -1),), ((129, 5), (7, 100), (64, 263))):
-            tensors = drawn(name, 130, 264, torch.bfloat16, backward)
-            for row, column in positions:
-                tensors[0][row, column] = value
-            check(desc, tensors)
-
-
 def test_float16_overflows_as_the_pair_does() -> None:
     x = torch.randn(130, 264, device=DEVICE)
     x[5, 7], x[100, 200] = 300.0, 1000.0
     for recipe in RECIPES:
         check(fused("srelu", spec(recipe), torch.float16, backward=False), [x.half()])
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", NAMES)
-def test_strides_and_odd_addresses_change_nothing(name: str, recipe: str) -> None:
-    n = 256
-    cols = 2 * n if name in GATED else n
-    whole = torch.randn(300, 2 * cols + 48, device=DEVICE).bfloat16()
-    views = (whole[:130, 16 : 16 + cols], whole[1:131, 1 : 1 + cols], whole[:260:2, :cols])
-    for backward, x in itertools.product((False, True), views):
-        desc = fused(name, spec(recipe), torch.bfloat16, backward, sums=backward)
-        if not backward:
-            check(desc, [x])
-            continue
-        row = torch.randn(1, n, device=DEVICE).bfloat16()
-        for grad in (whole[:130, 8 : 8 + n], whole[:130, 3 : 3 + n], row.expand(130, n)):
-            check(desc, [grad, x])
 
 
 @pytest.mark.parametrize(("name", "recipe"), turns(NAMES, RECIPES))

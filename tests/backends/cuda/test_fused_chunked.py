@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,13 +9,12 @@ import torch
 
 import fp8core
 from fp8core import recipe
-from fp8core.backend_api import GATED, Operand, Quantized
+from fp8core.backend_api import Operand, Quantized
 from fp8core.conformance.laws.quantize import ReadOnce, joined
 from fp8core_backends.cuda import fused_chunked, quantize_chunked
 from tests.backends.cuda.cuda_cases import DEVICE, backend, differs, same_bits
-from tests.backends.cuda.test_fused_activation import drawn, fused, given, spec
+from tests.backends.cuda.test_fused_activation import fused, given, spec
 from tests.backends.cuda.test_repeated import assert_equal, recorded, without_recordings
-from tests.backends.cuda.test_sizes import WHOLE_VECTORS
 from tests.pairs import pairs
 
 pytestmark = [
@@ -52,35 +50,6 @@ def check(desc: Any, tensors: list[torch.Tensor], *, is_computed: bool) -> None:
         assert same_bits(one, theirs[name]), f"{name} {one} for {theirs[name]}: {text}"
     for one, other in zip(sums, totals, strict=True):
         assert same_bits(one, other), f"column sums {text}"
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize(
-    ("recipe", "name", "sums", "dtype"),
-    pairs(RECIPES, ["gelu", "swiglu", "srelu"], [False, True], [torch.bfloat16, torch.float16]),
-    ids=str,
-)
-def test_chunks_equal_the_call(recipe: str, name: str, sums: bool, dtype: torch.dtype) -> None:
-    shapes = ((272, 128), (300, 256), (1000, 1024), (129, 2048), *WHOLE_VECTORS)
-    for element, is_computed in itertools.product(("e4m3", "e5m2"), (False, True)):
-        desc = fused(name, spec(recipe, element), dtype, backward=True, sums=sums)
-        step = 128 if recipe == "vector" and name in GATED else 8
-        for rows, n in shapes:
-            if n % step == 0:
-                tensors = drawn(name, rows, n, dtype, backward=True)
-                check(desc, tensors, is_computed=is_computed)
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
-def test_nan_and_inf_are_counted_once(name: str, recipe: str) -> None:
-    for value in (torch.inf, torch.nan):
-        desc = fused(name, spec(recipe), torch.bfloat16, backward=True)
-        tensors = drawn(name, 400, 256, torch.bfloat16, backward=True)
-        for row, column in ((0, 0), (128, 5), (399, 255)):
-            tensors[0][row, column] = value
-        check(desc, tensors, is_computed=True)
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -16,8 +16,7 @@ from fp8core.backend_api import FusedDesc, NormDesc, OperandSpec, QuantizeDesc
 from fp8core.errors import OperandError
 from fp8core_backends.cuda import native
 from fp8core_backends.cuda.fused_norm import FusedNorm
-from tests.backends.cuda.cuda_cases import DEVICE, EMPTY, backend, differs, same_bits, spec
-from tests.pairs import turns
+from tests.backends.cuda.cuda_cases import DEVICE, backend, differs, same_bits, spec
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
 RECIPES = ("delayed", "current", "rowwise", "vector")
@@ -158,13 +157,6 @@ def test_large_tensors_equal_the_pair(name: str) -> None:
     desc = fused("rmsnorm", spec(name), torch.bfloat16)
     for rows, n in ((8192, 4096), (4096, 8192), (4100, 5120), (66000, 64)):
         check(desc, drawn(desc, rows, n))
-
-
-@pytest.mark.parametrize(("kind", "name"), turns(KINDS, RECIPES))
-def test_empty_tensors_equal_the_pair(kind: str, name: str) -> None:
-    for desc in orientations(fused(kind, spec(name), torch.bfloat16)):
-        for rows, n in EMPTY:
-            check(desc, drawn(desc, rows, n))
 
 
 def test_what_does_not_fit_is_refused() -> None:

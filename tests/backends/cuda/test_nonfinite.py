@@ -10,158 +10,16 @@ import torch
 
 import fp8core
 from fp8core import recipe
-from fp8core.backend_api import OperandSpec, QuantizeDesc
-from fp8core.recipe.plan import LayerRole
-from fp8core_backends.cuda import quantize_chunked
+from fp8core.backend_api import QuantizeDesc
 from tests.backends.cuda.cuda_cases import (
     DEVICE,
-    DTYPES,
     backend,
-    differs,
     nothing_waits,
     spec,
     values,
 )
-from tests.pairs import pairs
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
-# One element; ragged, read one by one and in vectors; whole tiles; more tiles than are resident.
-SHAPES = ((1, 1), (3, 5), (127, 129), (130, 264), (256, 512), (1000, 33), (4096, 2048))
-BYTE_SCALED_SHAPES = ((32, 32), (96, 160), (160, 96), (256, 512), (4096, 2048))
-CASTS = ("delayed", "current", "rowwise", "vector", "square")
-NAMES = ("mxfp8", "nvfp4")
-BEFORE = 2**40  # more than 32 bits hold
-WHERE = ((0, 0), (-1, -1), (0, -1), (-1, 0))
-
-
-def planned(name: str, tensor: str) -> tuple[OperandSpec | None, OperandSpec | None]:
-    plan = recipe.by_name(name).plan(LayerRole("linear"), torch.bfloat16)
-    return tuple(getattr(plan, tensor))
-
-
-def keywords(desc: QuantizeDesc, groups: int = 1) -> dict[str, Any]:
-    own = [one for one in (desc.rowwise, desc.columnwise) if one is not None]
-    if any(one.delayed for one in own):
-        scale = torch.arange(1, groups + 1, device=DEVICE) * 0.37
-        return {"scale": scale, "amax_out": torch.zeros(groups, device=DEVICE)}
-    return {"rng": torch.tensor([5, 7])} if any(one.stochastic for one in own) else {}
-
-
-def inputs(shape: tuple[int, int], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Nothing to count; one element at each corner; some of each kind; nothing else."""
-    largest = torch.full(shape, torch.finfo(dtype).max, dtype=dtype, device=DEVICE)
-    made = [values("wide", shape, torch.float32).clamp(-1e4, 1e4).to(dtype), largest, -largest]
-    for place, value in zip(WHERE, (math.inf, -math.inf, math.nan, -math.nan), strict=True):
-        made.append(values("normal", shape, dtype))
-        made[-1][place] = value
-    made.append(values("specials", shape, dtype))
-    made += [torch.full_like(largest, value) for value in (math.nan, math.inf)]
-    return made
-
-
-def check(desc: QuantizeDesc, x: torch.Tensor, *, is_compared: bool = True) -> None:
-    run = backend("cuda").bind(desc, DEVICE)
-    count = torch.tensor([BEFORE], device=DEVICE)
-    made = run(x, **keywords(desc), nonfinite_out=count)
-    assert int(count) - BEFORE == int((~x.isfinite()).sum()), (desc, x.shape)
-    without = run(x, **keywords(desc))
-    for one, other in zip(made, without, strict=True):
-        assert differs(one, other) is None
-    if is_compared:
-        judge = backend("reference").bind(desc, DEVICE)
-        for one, other in zip(made, judge(x, **keywords(desc)), strict=True):
-            assert differs(one, other) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "element", "dtype"), pairs(CASTS, ["e4m3", "e5m2"], DTYPES), ids=str
-)
-def test_casts_with_float32_scales(name: str, element: str, dtype: torch.dtype) -> None:
-    own = spec(name, element)
-    both = QuantizeDesc(dtype, own, own)
-    for shape in SHAPES:
-        for x in inputs(shape, dtype):
-            for desc in (both, *both.halves()):
-                check(desc, x, is_compared=x.numel() < 2**20)
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "dtype"), pairs(NAMES, ["input", "weight", "grad_output"], DTYPES), ids=str
-)
-def test_casts_with_byte_scales(name: str, tensor: str, dtype: torch.dtype) -> None:
-    both = QuantizeDesc(dtype, *planned(name, tensor))
-    for shape in BYTE_SCALED_SHAPES:
-        for x in inputs(shape, dtype):
-            for desc in (both, *both.halves()):
-                check(desc, x, is_compared=x.numel() < 2**20)
-
-
-def test_strided_inputs() -> None:
-    for name in CASTS:
-        own = spec(name)
-        whole = values("specials", (264, 272), torch.bfloat16)
-        for x in (whole[:, 8:264], whole[1:, 1:], whole.t(), whole[:1].expand(64, -1)):
-            check(QuantizeDesc(torch.bfloat16, own, own), x)
-
-
-def test_orientations_of_two_specs_count_once() -> None:
-    check(
-        QuantizeDesc(torch.bfloat16, spec("vector"), spec("square")),
-        inputs((256, 264), DTYPES[0])[-3],
-    )
-
-
-@pytest.mark.parametrize("name", CASTS)
-def test_groups_on_the_device(name: str) -> None:
-    own, rows = spec(name), 300
-    for sizes in (
-        (0, 130, 1, 0, 33, 100),
-        (300,),
-        (0, 0),
-        (5, 0, 17),
-        tuple(i % 7 for i in range(70)),
-    ):
-        x = values("specials", (rows, 264), torch.bfloat16)
-        x[::7] = math.nan
-        offsets = torch.tensor((0, *sizes), device=DEVICE).cumsum(0)
-        both = QuantizeDesc(torch.bfloat16, own, own, grouped=True, offsets_on_device=True)
-        for desc in (both, *both.halves()):
-            count = torch.tensor([BEFORE], device=DEVICE)
-            run = backend("cuda").bind(desc, DEVICE)
-            run(x, offsets, **keywords(desc, len(sizes)), nonfinite_out=count)
-            assert int(count) - BEFORE == int((~x[: sum(sizes)].isfinite()).sum()), sizes
-
-
-@pytest.mark.parametrize("name", ["delayed", "current"])
-def test_a_pair_counts_for_each(name: str) -> None:
-    own = spec(name)
-    run = backend("cuda").bind(QuantizeDesc(torch.bfloat16, own, own), DEVICE)
-    for shape in ((3, 5), (130, 264), (1024, 512)):
-        xs = (values("specials", shape, torch.bfloat16), values("nan", (256, 128), torch.bfloat16))
-        given = {}
-        if name == "delayed":
-            given = {"scale": tuple(torch.ones(1, device=DEVICE) for _ in xs)}
-        counts = tuple(torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in xs)
-        run.bind_pair(run)(*xs, **given, nonfinite_out=counts)
-        assert [int(one) for one in counts] == [int((~x.isfinite()).sum()) for x in xs]
-        run.bind_pair(run)(*xs, **given, nonfinite_out=(None, counts[1]))
-        assert [int(one) for one in counts] == [int((~xs[0].isfinite()).sum()), 2]
-
-
-@pytest.mark.parametrize("name", ["delayed", "current", "vector"])
-def test_parts_count_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_chunked, "CHUNK_ROWS", 128)
-    monkeypatch.setattr(quantize_chunked, "LEAST_SAVED", 1)
-    own = spec(name)
-    desc = QuantizeDesc(torch.bfloat16, own, own)
-    run = backend("cuda").bind(desc, DEVICE)
-    for shape in ((256, 128), (257, 130), (400, 264)):
-        x = values("specials", shape, torch.bfloat16)
-        count = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        made = run.quantize_chunked(x, **keywords(desc), nonfinite_out=count)
-        for _ in made.rowwise:
-            pass
-        assert int(count) == int((~x.isfinite()).sum())
 
 
 def test_streams_add_to_one_count() -> None:

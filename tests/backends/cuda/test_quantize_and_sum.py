@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,77 +14,11 @@ from fp8core_backends.cuda import quantize_and_sum, quantize_chunked
 from fp8core_backends.cuda.quantize_chunked import QuantizeChunked, QuantizeChunkedAndSum
 from tests.backends.cuda.cuda_cases import (
     DEVICE,
-    EMPTY,
-    KINDS,
-    SHAPES,
     backend,
-    differs,
-    same_bits,
     spec,
-    values,
 )
-from tests.backends.cuda.test_quantize_chunked import given, joined
-from tests.pairs import pairs
 
 on_device = pytest.mark.needs_accelerator("cuda")
-RECIPES = ("delayed", "current", "rowwise", "vector")
-DTYPES = (torch.bfloat16, torch.float16)
-
-
-def check(name: str, desc: QuantizeDesc, x: torch.Tensor, method: str) -> None:
-    """Compare ``method`` with two calls of the same backend."""
-    run, text = backend("cuda").bind(desc, DEVICE), f"{method} {desc} {list(x.shape)}"
-    ours, theirs = given(name), given(name)
-    counts = [torch.full((1,), 5, device=DEVICE) for _ in range(2)]
-    quantized, sums = getattr(run, method)(x, **ours, nonfinite_out=counts[0])
-    if quantized.rowwise is not None:
-        quantized = joined(name, quantized)
-    whole = run(x, **theirs, nonfinite_out=counts[1])
-    for way in Quantized._fields:
-        assert differs(getattr(quantized, way), getattr(whole, way)) is None, f"{way} {text}"
-    assert same_bits(sums, backend("cuda").bind(ColumnSumsDesc(x.dtype), DEVICE)(x)), text
-    assert torch.equal(*counts), text
-    assert all(same_bits(one, theirs[key]) for key, one in ours.items()), text
-
-
-@on_device
-@pytest.mark.parametrize(
-    ("name", "element", "dtype"), pairs(RECIPES, ["e4m3", "e5m2"], DTYPES), ids=str
-)
-def test_cast_and_sums_have_the_bits_of_two_calls(
-    name: str, element: str, dtype: torch.dtype
-) -> None:
-    own = spec(name, element)
-    both = QuantizeDesc(dtype, own, own)
-    for shape in (*SHAPES, *EMPTY, (4100, 24)):
-        for kind in KINDS:
-            check(name, both, values(kind, shape, dtype), "quantize_and_sum")
-        for half in both.halves():
-            check(name, half, values("normal", shape, dtype), "quantize_and_sum")
-
-
-@on_device
-@pytest.mark.parametrize("name", RECIPES)
-def test_rows_of_any_strides_are_summed(name: str) -> None:
-    own = spec(name)
-    whole = torch.randn(300, 272, device=DEVICE).bfloat16()
-    for x in (whole[:, 8:264], whole[1:, 1:], whole.t(), whole[::2], whole[:, ::2]):
-        check(name, QuantizeDesc(x.dtype, own, own), x, "quantize_and_sum")
-
-
-@on_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["delayed", "current", "vector"])
-def test_chunks_and_sums_have_the_bits_of_two_calls(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quantize_chunked, "CHUNK_ROWS", 128)
-    monkeypatch.setattr(quantize_chunked, "LEAST_SAVED", 1)
-    desc = QuantizeDesc(dtype, spec(name), spec(name))
-    for shape, kind in itertools.product(((257, 130), (400, 264), (1000, 33)), KINDS):
-        x = values(kind, shape, dtype)
-        for source in (x, torch.cat((x, x), 1)[:, : shape[1]], x.t().contiguous().t()):
-            check(name, desc, source, "quantize_chunked_and_sum")
 
 
 @on_device

@@ -13,18 +13,14 @@ from fp8core.backend_api import Operand, Quantized, QuantizeDesc
 from fp8core_backends.cuda import quantize_chunked
 from tests.backends.cuda.cuda_cases import (
     DEVICE,
-    DTYPES,
-    KINDS,
     backend,
     differs,
     same_bits,
     spec,
     values,
 )
-from tests.pairs import pairs
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
-SHAPES = ((256, 128), (257, 130), (384, 96), (400, 264), (1000, 33))
 MIB = 2**20
 
 
@@ -57,27 +53,19 @@ def joined(name: str, made: Any) -> Quantized:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize(
-    ("name", "element", "dtype"),
-    pairs(["delayed", "current", "vector"], ["e4m3", "e5m2"], DTYPES),
-    ids=str,
-)
-def test_parts_equal_the_whole(name: str, element: str, dtype: torch.dtype) -> None:
-    own = spec(name, element)
-    desc = QuantizeDesc(dtype, own, own)
+@pytest.mark.parametrize("name", ["delayed", "current", "vector"])
+def test_parts_of_strided_tensors_equal_the_whole(name: str) -> None:
+    desc = QuantizeDesc(torch.bfloat16, spec(name), spec(name))
     run, judge = (backend(who).bind(desc, DEVICE) for who in ("cuda", "reference"))
-    for shape in SHAPES:
-        for kind in KINDS:
-            x = values(kind, shape, dtype)
-            wide = torch.cat((x, x), 1)[:, : shape[1]]
-            for source in (x, wide, x.t().contiguous().t()):
-                ours, theirs = given(name), given(name)
-                made = joined(name, run.quantize_chunked(source, **ours))
-                want = judge(x, **theirs)
-                for one, other in zip(made, want, strict=True):
-                    assert differs(one, other) is None, (kind, shape)
-                if ours:
-                    assert same_bits(ours["amax_out"], theirs["amax_out"])
+    for shape in ((257, 130), (400, 264)):
+        x = values("wide", shape, torch.bfloat16)
+        for source in (torch.cat((x, x), 1)[:, : shape[1]], x.t().contiguous().t()):
+            ours, theirs = given(name), given(name)
+            made = joined(name, run.quantize_chunked(source, **ours))
+            for one, other in zip(made, judge(x, **theirs), strict=True):
+                assert differs(one, other) is None, shape
+            if ours:
+                assert same_bits(ours["amax_out"], theirs["amax_out"])
 
 
 @pytest.mark.parametrize("name", ["rowwise", "square"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -13,43 +12,13 @@ from fp8core import recipe
 from fp8core.backend_api import QuantizeDesc
 from tests.backends.cuda.cuda_cases import (
     DEVICE,
-    DTYPES,
-    KINDS,
     backend,
     differs,
-    same_bits,
     spec,
     values,
 )
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
-SHAPES = ((1, 1), (3, 5), (128, 128), (130, 264), (256, 512), (1000, 33), (0, 16))
-
-
-def slots(name: str) -> dict[str, tuple[torch.Tensor, ...]]:
-    if name != "delayed":
-        return {}
-    scale = tuple(torch.full((1,), own, device=DEVICE) for own in (3.7, 0.21))
-    return {"scale": scale, "amax_out": tuple(torch.zeros(1, device=DEVICE) for _ in range(2))}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["delayed", "current"])
-def test_a_pair_equals_the_reference(name: str, dtype: torch.dtype) -> None:
-    own = spec(name)
-    desc = QuantizeDesc(dtype, own, own)
-    ours, judge = (backend(who).bind(desc, DEVICE) for who in ("cuda", "reference"))
-    pair = ours.bind_pair(ours)
-    for (one, other), kind in itertools.product(itertools.permutations(SHAPES, 2), KINDS):
-        xs = (values(kind, one, dtype), values("normal", other, dtype))
-        given, apart = slots(name), slots(name)
-        made = pair(*xs, **given)
-        for number, x in enumerate(xs):
-            want = judge(x, **{key: value[number] for key, value in apart.items()})
-            for mine, theirs in zip(made[number], want, strict=True):
-                assert differs(mine, theirs) is None, (one, other, kind)
-            for key in apart:
-                assert same_bits(given[key][number], apart[key][number])
 
 
 def test_a_pair_of_strided_tensors() -> None:

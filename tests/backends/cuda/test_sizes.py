@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -38,6 +38,9 @@ from fp8core.conformance.catalogue import CatalogueEntry
 from fp8core.conformance.checks import checks
 from fp8core.conformance.laws import LAWS
 from fp8core.conformance.subject import Size, Subject
+from fp8core.recipe import NVFP4BlockScaling
+from fp8core.recipe.plan import LayerRole
+from fp8core_backends.cuda import fused_chunked, quantize_chunked
 from tests.backends.cuda.cuda_cases import DTYPES, EMPTY, SHAPES, subject
 from tests.backends.cuda.cuda_cases import spec as float_scaled
 from tests.pairs import pairs, turns
@@ -46,6 +49,7 @@ pytestmark = pytest.mark.needs_accelerator("cuda")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 PARAMS = {"clamped_swiglu": (7.0, 1.702, 1.0)}
 NORMS = ("rmsnorm", "layernorm")
+PLAIN_FP4 = {"disable_rht": True, "disable_2d_quantization": True}
 
 # Cut vectors; chunks of 256 columns, whole and cut; more warps than one; rows held in two and in
 # four vectors a lane; rows that are read again; more rows than a launch's y has.
@@ -159,6 +163,22 @@ def fusions() -> Iterator[FusedDesc]:
         for one in sums:
             producer = kind(activation, dtype, out)
             yield FusedDesc(producer, QuantizeDesc(out, own, own), one)
+    for activation, name, one in pairs(("silu", "geglu"), names[:4], (False, True)):
+        out = F32 if name == "delayed" and (not one or activation == "silu") else BF16
+        producer = (ActivationBackwardDesc if one else ActivationDesc)(activation, BF16, out)
+        for half in QuantizeDesc(out, spec(name), spec(name)).halves():
+            yield FusedDesc(producer, half, one)
+    for name, activation, one in pairs(("delayed", "vector"), ("gelu", "srelu"), (False, True)):
+        out = F32 if name == "delayed" else F16
+        cast = QuantizeDesc(out, spec(name), spec(name))
+        yield FusedDesc(ActivationBackwardDesc(activation, F16, out), cast, one)
+    for options, activation, dtype in pairs(({}, PLAIN_FP4), ("gelu", "swiglu"), (BF16, F16)):
+        plan = NVFP4BlockScaling(**options).plan(LayerRole("linear"), dtype)
+        backward = [(kinds[1], tensor) for tensor in (plan.grad_output, plan.weight)]
+        for kind, tensor in ((kinds[0], plan.input), *backward):
+            producer, sums = kind(activation, dtype, dtype), kind is ActivationBackwardDesc
+            for cast in (QuantizeDesc(dtype, *tensor), *QuantizeDesc(dtype, *tensor).halves()):
+                yield FusedDesc(producer, cast, sums)
 
 
 def activations() -> Iterator[OpDesc]:
@@ -225,24 +245,40 @@ SIZES: dict[str, tuple[Size, ...]] = {
 }
 OF_SIZES = (
     *("quantize_codes_equal_the_reference", "quantize_scales_equal_the_reference"),
-    *("quantize_records_the_amax", "amax_is_exact", "dequantize_rounds_once"),
+    *("quantize_records_the_amax", "quantize_counts_nan_and_inf"),
+    *("quantize_pair_equals_two_calls", "quantize_and_sum_equals_the_call_and_sums"),
+    *("amax_is_exact", "dequantize_rounds_once"),
     *("norm_is_within_the_bound", "norm_is_exact_where_the_mean_is_large"),
     "norm_backward_is_within_the_bound",
     *("norm_keeps_nan_and_inf_in_their_rows", "a_norm_adds_gradients_as_the_pair"),
     *("add_norm_equals_its_unfused_pair", "activation_is_within_the_bound"),
     *("activation_backward_is_within_the_bound", "fused_equals_its_unfused_pair"),
+    "fused_counts_what_its_pair_counts",
     "column_sums_are_within_the_bound",
     *("rotary_is_within_the_bound", "rotary_starts_at_the_given_positions"),
     "route_equals_the_reference",
     *("cross_entropy_is_within_the_bound", "cross_entropy_backward_is_within_the_bound"),
 )
 """The laws that try the sizes given to them."""
+OF_CHUNKS = (
+    *("quantize_chunked_equals_the_whole", "quantize_chunked_counts_the_whole"),
+    *("quantize_and_sum_equals_the_call_and_sums", "fused_chunks_equal_the_call"),
+)
 
 
 @functools.cache
 def at_sizes() -> Subject:
     found = subject()
     return Subject("cuda", found.backend, found.device, found.judge, found.spec, SIZES)
+
+
+def check_laws(desc: OpDesc, laws: Iterable[str]) -> None:
+    of_desc = [CatalogueEntry(str(desc), desc)]
+    made = list(checks(at_sizes(), [LAWS[name] for name in laws], of_desc))
+    assert made, f"no law is about {desc}, or the backend refuses it"
+    for check in made:
+        check.run()
+    at_sizes().results.clear()
 
 
 CASES = [(name, str(desc), desc) for name, descs in DESCS.items() for desc in descs]
@@ -252,9 +288,24 @@ CASES = [(name, str(desc), desc) for name, descs in DESCS.items() for desc in de
     "desc", [one[2] for one in CASES], ids=[" ".join(one[:2]) for one in CASES]
 )
 def test_laws_hold_at_the_kernels_sizes(desc: OpDesc) -> None:
-    of_desc = [CatalogueEntry(str(desc), desc)]
-    made = list(checks(at_sizes(), [LAWS[name] for name in OF_SIZES], of_desc))
-    assert made, f"no law is about {desc}, or the backend refuses it"
-    for check in made:
-        check.run()
-    at_sizes().results.clear()
+    check_laws(desc, OF_SIZES)
+
+
+def comes_in_chunks(desc: OpDesc) -> bool:
+    is_computed = isinstance(desc, FusedDesc) and isinstance(desc.producer, ActivationBackwardDesc)
+    cast = desc.quantize if is_computed else desc
+    if not isinstance(cast, QuantizeDesc) or None in (cast.rowwise, cast.columnwise):
+        return False
+    if cast.rowwise.block == cast.columnwise.block == (0, 0):
+        return cast.rowwise.delayed or not is_computed
+    return cast.rowwise.block == cast.columnwise.block == (1, 128)
+
+
+@pytest.mark.parametrize("desc", [*filter(comes_in_chunks, [one[2] for one in CASES])], ids=str)
+def test_laws_hold_in_small_chunks(desc: OpDesc, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (fused_chunked, quantize_chunked):
+        monkeypatch.setattr(module, "CHUNK_ROWS", 128)
+        monkeypatch.setattr(module, "LEAST_SAVED", 1)
+    offers = at_sizes().offers(desc)
+    assert offers.quantize_chunked is not None or offers.run_chunked is not None
+    check_laws(desc, OF_CHUNKS)
