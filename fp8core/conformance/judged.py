@@ -85,16 +85,17 @@ def every_input(
 def _long_shapes(
     subject: Subject, desc: QuantizeDesc
 ) -> Iterator[tuple[tuple[int, int], Sequence[int]]]:
-    """Yield shapes of many rows or columns, or of many groups with their sizes."""
+    """Yield shapes of many rows or columns, or of many groups and of wide ones with their sizes."""
     if not desc.grouped:
         very = VERY_LONG if desc.dtype == torch.bfloat16 else ()
         for shape in () if subject.sizes("quantize") else (*LONG, *very):
             yield quantize_size(subject, desc, *shape), ()
         return
     step = storage_step(subject, desc.columnwise)
-    for groups in (MANY_GROUPS, (3, LONG[0][0], 1)):
+    wide = (group_sizes(subject, desc), 264)
+    for groups, cols in ((MANY_GROUPS, 40), ((3, LONG[0][0], 1), 40), wide):
         sizes = [up(size, step) for size in groups]
-        yield quantize_size(subject, desc, sum(sizes), 40), sizes
+        yield quantize_size(subject, desc, sum(sizes), cols), sizes
 
 
 def operands(

@@ -349,7 +349,8 @@ def quantize_takes_offsets_of_any_values(subject: Subject, desc: QuantizeDesc) -
     x = inputs.matrix("decades", rows, cols, desc.dtype).clone()
     x[sum(sizes) :] = torch.finfo(desc.dtype).max
     # Where groups have to be of whole steps, other offsets break the contract.
-    for offsets in (group_offsets(sizes), *map(torch.tensor, WILD if step == 1 else ())):
+    wild = map(torch.tensor, WILD if step == 1 else ())
+    for offsets in (group_offsets(sizes), group_offsets((0, 0)), *wild):
         keywords = [quantize_keywords(subject, desc, len(offsets) - 1) for _ in range(2)]
         # As in a layer's state, where they are a column of a matrix.
         keywords[0] = {name: inputs.strided(strided) for name, strided in keywords[0].items()}

@@ -118,13 +118,6 @@ def test_any_head_sizes_are_within_the_noise(sizes: tuple[int, int]) -> None:
         check(desc, *call(desc, 130, 130))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_nothing_gives_zeros(name: str) -> None:
-    desc = desc_of(name)
-    for lengths in ((0, 7), (7, 0), (0, 0)):
-        check(desc, *call(desc, *lengths))
-
-
 def test_the_amax_of_the_weights_is_recorded() -> None:
     desc = desc_of("no_mask")
     operands, keywords = call(desc, 64, 64)
@@ -242,25 +235,6 @@ def test_nothing_waits_for_the_device() -> None:
     given["s_scale"] = torch.full((1,), 448.0, device=DEVICE)
     with nothing_waits():
         bound(desc)(*placed, **given)
-
-
-@pytest.mark.parametrize("name", ["causal", "padding"])
-def test_strides_and_addresses_change_nothing(name: str) -> None:
-    desc = desc_of(name)
-    operands, keywords = call(desc, 130, 140)
-    expected = run(desc, operands, keywords)[0]
-    apart = [Operand(_apart(one.data), one.scale_inv) for one in operands]
-    packed = [Operand(_packed(one.data), one.scale_inv) for one in operands]
-    for variant in (apart, packed):
-        assert torch.equal(run(desc, variant, keywords)[0], expected)
-
-
-def _apart(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack((x, x), -1)[..., 0]
-
-
-def _packed(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat((x, x), -2)[..., : x.shape[-2], :]
 
 
 def test_scales_of_another_form_are_refused() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fp8core.backend_api import (
+    ATTENTION_LAYOUTS,
     ActivationBackwardDesc,
     ActivationDesc,
     AddNormDesc,
@@ -23,6 +24,7 @@ from fp8core.backend_api import (
     NormDesc,
     OpDesc,
     QuantizeDesc,
+    RotaryDesc,
 )
 from fp8core.conformance.calls import Case, arguments
 from fp8core.conformance.laws.alone import outcome
@@ -56,6 +58,8 @@ def producers() -> Iterator[OpDesc]:
         ("silu", "gelu", "swiglu"), (ActivationDesc, ActivationBackwardDesc)
     ):
         yield kind(name, BF16, BF16)
+    for layout in ATTENTION_LAYOUTS:
+        yield RotaryDesc(BF16, layout)
 
 
 def fusions() -> Iterator[FusedDesc]:

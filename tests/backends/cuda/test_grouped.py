@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
     split_groups,
 )
-from tests.backends.cuda.cuda_cases import DEVICE, KINDS, backend, differs, spec, values
+from tests.backends.cuda.cuda_cases import DEVICE, backend, spec, values
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
@@ -35,7 +34,6 @@ SIZES: dict[str, tuple[tuple[int, ...], int]] = {
     "nothing but tail": ((0, 0), 77),
     "many": (tuple(i % 7 for i in range(70)), 213),
 }
-CASTS = ("delayed", "current", "rowwise", "vector", "square")
 PAIRS = {
     "delayed": ("delayed", "delayed"),
     "current": ("current", "current"),
@@ -61,45 +59,6 @@ def keywords(desc: QuantizeDesc, groups: int) -> dict[str, Any]:
     room = torch.zeros(groups, 3, device=DEVICE)  # as in a layer's state: a column of a matrix
     room[:, 1] = torch.arange(1, groups + 1, device=DEVICE) * 0.37
     return {"scale": room[:, 1], "amax_out": room[:, 2]}
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_casts_are_the_reference_s_bit_for_bit(sizes: str) -> None:
-    counts, rows = SIZES[sizes]
-    for dtype, name in itertools.product((torch.bfloat16, torch.float32), CASTS):
-        own = spec(name)
-        for cols, kind in ((72, "normal"), (130, "wide"), (264, "specials"), (128, "zero blocks")):
-            x = values(kind, (rows, cols), dtype)
-            for desc in (
-                QuantizeDesc(dtype, own, own, True, True),
-                QuantizeDesc(dtype, own, None, True, True),
-                QuantizeDesc(dtype, None, own, True, True),
-            ):
-                made, want = (keywords(desc, len(counts)) for _ in range(2))
-                ours = backend("cuda").bind(desc, DEVICE)(x, offsets_of(counts), **made)
-                theirs = backend("reference").bind(desc, DEVICE)(x, offsets_of(counts), **want)
-                for one, other in zip(ours, theirs, strict=True):
-                    assert differs(one, other) is None, (desc, kind, differs(one, other))
-                if made:
-                    assert torch.equal(made["amax_out"], want["amax_out"])
-
-
-def test_every_kind_of_value_is_cast_alike() -> None:
-    counts, rows = SIZES["ragged"]
-    for name in CASTS:
-        for kind in KINDS:
-            for element in ("e4m3", "e5m2"):
-                own = spec(name, element, power_of_two=name in ("vector", "square"))
-                desc = QuantizeDesc(torch.float16, own, own, True, True)
-                x = values(kind, (rows, 208), torch.float16)
-                ours, theirs = (
-                    backend(who).bind(desc, DEVICE)(
-                        x, offsets_of(counts), **keywords(desc, len(counts))
-                    )
-                    for who in ("cuda", "reference")
-                )
-                for one, other in zip(ours, theirs, strict=True):
-                    assert differs(one, other) is None, (desc, kind, differs(one, other))
 
 
 def cast(own: OperandSpec, x: torch.Tensor, counts: tuple[int, ...], dim: int) -> Operand:
@@ -233,41 +192,6 @@ def test_sums_into_16_bits_are_added_up() -> None:
     backend("cuda").bind(desc, DEVICE)(a, b, offsets_of(counts), out=out)
     want = backend("cuda").bind(plain, DEVICE)(a, b, offsets_of(counts)) + 100.0
     assert torch.equal(out, want.bfloat16())
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_operands_of_the_reference_give_the_same(pair: str) -> None:
-    """Other strides are copied or followed, not misread."""
-    counts, rows = SIZES["ragged"]
-    a_spec, b_spec = (spec(name) for name in PAIRS[pair])
-    x, w = (
-        values("normal", (rows, 272), torch.bfloat16),
-        values("normal", (48, 272), torch.bfloat16),
-    )
-
-    def made(who: str, own: OperandSpec, dim: int) -> Operand:
-        desc = QuantizeDesc(torch.bfloat16, *((None, own) if dim else (own, None)), True, True)
-        run = backend(who).bind(desc, DEVICE)
-        return run(x, offsets_of(counts), **keywords(desc, len(counts)))[dim]
-
-    results = []
-    for who in ("cuda", "reference"):
-        desc = QuantizeDesc(torch.bfloat16, b_spec, None)
-        given = {"scale": torch.full((1,), 2.5, device=DEVICE)} if b_spec.delayed else {}
-        b = [backend(who).bind(desc, DEVICE)(w, **given).rowwise] * len(counts)
-        rows_desc = GroupedGemmDesc(a_spec, b_spec, torch.float32, offsets_on_device=True)
-        sums = replace(rows_desc, contract_groups=True)
-        results.append(
-            [
-                backend("cuda").bind(rows_desc, DEVICE)(
-                    made(who, a_spec, 0), b, offsets_of(counts)
-                ),
-                *backend("cuda").bind(sums, DEVICE)(
-                    made(who, a_spec, 1), made(who, b_spec, 1), offsets_of(counts)
-                ),
-            ]
-        )
-    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

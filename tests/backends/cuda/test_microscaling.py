@@ -182,22 +182,6 @@ BOTH = {
 }
 
 
-@pytest.mark.parametrize("name", BOTH)
-def test_strided_and_misaligned_inputs_equal_the_reference(name: str) -> None:
-    desc = QuantizeDesc(torch.bfloat16, *BOTH[name])
-    whole = values("decades", (528, 784), torch.bfloat16)
-    parts = [
-        lambda x: x.t(),
-        lambda x: x[16:, 1:-15],
-        lambda x: x[:, 8:264],
-        lambda x: x[::3],
-        lambda x: x[:, ::4],
-        lambda x: x[:1].expand(256, 784),
-    ]
-    for part in parts:
-        check(desc, part(whole), on_device=part(whole.to(DEVICE)))
-
-
 GOLDEN = [(family, name) for family, name in golden_vectors.CASES if family in ("mxfp8", "nvfp4")]
 
 
