@@ -26,7 +26,7 @@ from fp8core.chain.exchange import CombineShape, DispatchShape
 from fp8core.chain.routes import Routes
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.collectives import Communicator, named, of_group
-from fp8core.distributed.expert_state import SavedScales, remote_experts
+from fp8core.distributed.sharded_state import SavedScales, remote_experts
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind

@@ -9,8 +9,8 @@ from fp8core.chain.linear.transfers import amax_reduction
 from fp8core.chain.shape import BindContext
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.recipe.plan import HIGH_PRECISION, LinearPlan
-from fp8core.tensors.by_object import ObjectQuantizer
 from fp8core.tensors.delayed_state import LayerStates
+from fp8core.tensors.quantized_tensor import ObjectQuantizer
 from fp8core.tensors.quantizer import HighPrecision, Slot, TensorQuantizer, Unturned
 from fp8core.tensors.quantizer_binding import bind_columnwise, bind_quantizer
 from fp8core.tensors.requantized import RequantizedWeight

@@ -9,8 +9,8 @@ import torch
 
 from fp8core import recipe
 from fp8core.backend_api import OperandSpec
+from fp8core.distributed.gathered_weight import RowCast, RowShard
 from fp8core.recipe.plan import LayerRole
-from fp8core.tensors.sharded_weight import RowCast, RowShard
 from fp8core.tensors.storage import make_operands, storage_plan
 from tests.pairs import pairs
 
