@@ -11,7 +11,7 @@ from fp8core.chain.call import Call
 from fp8core.chain.protocol import Backward, Out, Program, SavedList, Wrapper
 from fp8core.chain.unwrap import made_readable
 from fp8core.errors import OperandError
-from fp8core.tensors.requantized import is_unquantized
+from fp8core.tensors.saving import is_unquantized
 from fp8core.tensors.weights import WeightQuantizer
 
 __all__ = ["Requantizing"]

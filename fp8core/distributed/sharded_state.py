@@ -4,10 +4,10 @@
 :func:`sharded_state_dict` gives the state as torch.distributed.checkpoint takes it, which then
 loads it on another number of tensor-parallel ranks.
 
-A ``state_dict`` has the delayed scales of the experts of all ranks, by number of the expert. A layer
-of experts holds the slots of its first linear's experts, then those of the next one's. They are
-saved as ``[..., linears, experts, slots]``, a DTensor that ranks split along the experts, so that a
-checkpoint loads on another number of ranks.
+A ``state_dict`` has the delayed scales of the experts of all ranks, by number of the expert. A
+layer of experts holds the slots of its first linear's experts, then those of the next one's. They
+are saved as ``[..., linears, experts, slots]``, a DTensor that ranks split along the experts, so
+that a checkpoint loads on another number of ranks.
 """
 
 from __future__ import annotations

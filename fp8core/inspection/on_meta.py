@@ -36,7 +36,7 @@ from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, Plan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer_binding import Binding
-from fp8core.tensors.requantized import is_of_parameter
+from fp8core.tensors.saving import is_of_parameter
 
 
 class Sent(NamedTuple):

@@ -1,18 +1,139 @@
-"""Tensors saved for backward by Transformer Engine's functions.
+"""What forward saves for backward of weights, and of tensors by Transformer Engine's functions.
 
-Its storage classes are no tensors, and are taken apart to be saved. A QuantizedTensor is one, which
-autograd saves as it is; so these functions pass tensors on, and scripts that call them run.
+The codes of a weight are a byte for each of its elements, held from forward to backward by every
+layer of a model. Where they are not held, backward quantizes the weight again: forward quantizes it
+rowwise, for its own product, and gives the weight itself to autograd, which counts the writes to
+it. The scale of delayed scaling is updated between forward and backward, so forward's is saved as
+well; all other scales follow from the weight. Both casts together compute what one cast in both
+orientations does.
+
+Transformer Engine's storage classes are no tensors, and are taken apart to be saved. A
+QuantizedTensor is one, which autograd saves as it is; so its functions pass tensors on here, and
+scripts that call them run.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from fp8core.errors import OperandError
+from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.quantizer import Orientations, TensorQuantizer
+from fp8core.tensors.weights import CachingWeightQuantizer, How, Keeping, Pad
+from fp8core.torch_ops.shapes import is_captured
+
+
+class Unquantized(NamedTuple):
+    """A weight in the place of its columnwise operand, which has three tensors too.
+
+    ``scale`` is the delayed scale that the operand has to have; None for other recipes.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None
+    unused: None = None
+
+
+def is_unquantized(data: torch.Tensor) -> bool:
+    """Say whether ``data`` is the first tensor of an :class:`Unquantized`, not of an operand, whose
+    codes are uint8."""
+    return data.dtype != torch.uint8
+
+
+class RequantizedWeight(CachingWeightQuantizer):
+    """Quantizes a weight columnwise in backward, where that saves memory.
+
+    A weight that is cached, or stored quantized, is quantized in forward, as its codes are in
+    memory anyway; and so is a weight that is no parameter, as each forward computes it from
+    several: the layer alone would hold the weight, which is larger than its codes.
+    """
+
+    __slots__ = ("_casts_both", "_columnwise", "_is_delayed")
+
+    requantizes = True
+
+    def __init__(
+        self,
+        quantizer: TensorQuantizer,
+        index: int,
+        how: How,
+        plan: TensorPlan,
+        columnwise: Callable[..., Orientations],
+        pad: Pad | None = None,
+    ) -> None:
+        super().__init__(quantizer, index, how, pad)
+        row, column = plan
+        assert column is not None
+        # Forward's cast is the one that counts NaN and inf and records the amax.
+        self._casts_both = row is None or (column.delayed and not row.delayed)
+        self._is_delayed = column.delayed
+        self._columnwise = columnwise
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        *,
+        columnwise: bool,
+        keeping: Keeping | None = None,
+    ) -> Orientations:
+        """Return the operands of ``weight``, the columnwise one as :class:`Unquantized`.
+
+        Raises:
+            OperandError, UnsupportedError: as its base class.
+        """
+        if not columnwise or self._is_stored(keeping) or not _costs_nothing_to_save(weight):
+            return super().__call__(weight, columnwise=columnwise, keeping=keeping)
+        operands = super().__call__(weight, columnwise=self._casts_both, keeping=keeping)
+        slot = self._how.slot
+        scale = slot.scale.clone() if slot is not None and self._is_delayed else None
+        return Orientations(operands.rowwise, Unquantized(weight, scale))
+
+    def _is_stored(self, keeping: Keeping | None) -> bool:
+        """Say whether the weight's operands are kept beyond the call, for which codes are held.
+
+        In the scope of frozen weights they are not under delayed scaling: a call that trains
+        quantizes the weight to record its amax, and its recompute has to save what it saved.
+        """
+        return keeping is not None and (keeping.first is not None or self._how.slot is None)
+
+    def pair(self, input: TensorQuantizer) -> None:
+        """Return None: the weight is cast in one orientation, the input in both."""
+
+    def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the columnwise operand of ``saved``, an :class:`Unquantized` or an operand.
+
+        The cast records no amax and counts no NaN or inf, as forward did both.
+        """
+        weight, scale, _ = saved
+        if weight is None or not is_unquantized(weight):
+            return list(saved)
+        if self._pad is not None:
+            weight = self._pad(weight)
+        keywords = {} if scale is None else {"scale": scale}
+        return list(self._columnwise(weight, **keywords).columnwise)
+
+
+def _costs_nothing_to_save(weight: torch.Tensor) -> bool:
+    """Say whether ``weight`` costs nothing to save.
+
+    Of a graph that torch captures, its partitioner decides what is saved.
+    """
+    if isinstance(weight, QuantizedTensor):
+        return False
+    return is_captured(weight) or is_of_parameter(weight)
+
+
+def is_of_parameter(weight: torch.Tensor) -> bool:
+    """Say whether the memory of the plain tensor ``weight`` is that of a parameter which autograd
+    can save: it is one, or a view of one."""
+    origin = weight if weight._base is None else weight._base
+    return isinstance(origin, torch.nn.Parameter) and not weight.is_inference()
+
 
 Note: TypeAlias = Callable[..., None]
 

@@ -93,7 +93,7 @@ class WeightQuantizer(Protocol):
     """Returns the operands of a weight, or of one weight a group: quantized now, or kept.
 
     With ``requantizes``, the columnwise operand may be missing until :meth:`requantize` is called
-    in backward: the weight is in its place, see :mod:`fp8core.tensors.requantized`.
+    in backward: the weight is in its place, see :mod:`fp8core.tensors.saving`.
     """
 
     choices: tuple[Choice, ...]

@@ -20,7 +20,7 @@ from fp8core import Linear, OperandError, autocast, plan, recipe
 from fp8core.backend_api import OperandSpec
 from fp8core.chain.linear.link import LinearLink
 from fp8core.modules.calls.bind import bind
-from fp8core.tensors.requantized import RequantizedWeight
+from fp8core.tensors.saving import RequantizedWeight
 from tests.device import DEVICE
 from tests.inspection import models
 from tests.inspection.models import make

@@ -13,7 +13,7 @@ from fp8core.tensors.delayed_state import LayerStates
 from fp8core.tensors.quantized_tensor import ObjectQuantizer
 from fp8core.tensors.quantizer import HighPrecision, Slot, TensorQuantizer, Unturned
 from fp8core.tensors.quantizer_binding import bind_columnwise, bind_quantizer
-from fp8core.tensors.requantized import RequantizedWeight
+from fp8core.tensors.saving import RequantizedWeight
 from fp8core.tensors.storage import storage_plan
 from fp8core.tensors.weights import CachingWeightQuantizer, How, Pad, PerGroup
 

@@ -43,7 +43,7 @@ from fp8core.recipe.plan import LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Groups, Orientations
 from fp8core.tensors.quantizer_binding import Binding
-from fp8core.tensors.requantized import Unquantized, is_unquantized
+from fp8core.tensors.saving import Unquantized, is_unquantized
 from fp8core.tensors.weights import Keeping, WeightQuantizer, WeightWrapper
 
 _RESULTS = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}
