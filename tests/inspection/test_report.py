@@ -14,8 +14,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fp8core as te
-from fp8core import recipe
-from fp8core.monitoring import Monitor, Row, rows, watching
+from fp8core import monitoring, recipe
+from fp8core.monitoring import Monitor, Row, rows
 from tests.inspection import models
 
 
@@ -31,7 +31,7 @@ def watch() -> Monitor:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    for module in (rows, watching):
+    for module in (rows, monitoring):
         find = module.find_spec
         monkeypatch.setattr(
             module, "find_spec", lambda name, find=find: None if name == package else find(name)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -25,13 +27,12 @@ from fp8core.inspection.monitoring.record import (
     Tally,
 )
 from fp8core.inspection.monitoring.rows import (
+    STATISTICS,
     Row,
     over_ranks,
     render,
     rows_of,
     table_of,
-    write_csv,
-    write_scalars,
 )
 from fp8core.inspection.monitoring.what_if import Summary, WhatIf, replay
 from fp8core.modules.calls.base import LowPrecisionModule
@@ -47,7 +48,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+@contextlib.contextmanager
+def _drawing(path: str | Path, width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
+    """Draw what is put on the axes to a PNG."""
     if find_spec("matplotlib") is None:
         raise UnsupportedError(
             "a plot needs matplotlib, which is not installed.\n"
@@ -58,57 +61,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots()
-
-
-def draw_sqnr(path: str | Path, rows: Iterable[Row]) -> None:
-    """Draw the least SQNR of each layer's operands over the steps; infinite ones are left out.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
-    lines: dict[str, dict[int, float]] = {}
-    for row in rows:
-        if math.isfinite(row.sqnr_db):
-            line = lines.setdefault(row.layer, {})
-            line[row.step] = min(row.sqnr_db, line.get(row.step, math.inf))
-    figure, axes = _figure(10, 5)
-    for layer, line in lines.items():
-        axes.plot(list(line), list(line.values()), marker="o", markersize=3, label=layer)
-    axes.set(title="least SQNR of the layer's operands", xlabel="step", ylabel="dB")
-    axes.grid(alpha=0.3)
-    if lines:
-        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
-    figure.savefig(path, dpi=120, format="png")
-
-
-def draw_exponents(path: str | Path, title: str, tally: Tally) -> None:
-    """Draw the count of values for each binary exponent, ``floor(log2 |x|)``.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
-    counts: Sequence[int] = [] if tally.exponents is None else tally.exponents.tolist()
-    bars = [(e, count) for e, count in zip(EXPONENTS, counts, strict=False) if count]
-    figure, axes = _figure(8, 4)
-    axes.bar([e for e, _ in bars], [count for _, count in bars], width=0.9)
-    axes.set(title=title, xlabel="floor(log2 |x|)", ylabel="values")
-    figure.savefig(path, dpi=120, format="png")
-
-
-def draw_scales(path: str | Path, title: str, tally: Tally) -> None:
-    """Draw ``log2 scale`` of each block as a heat map, zero blocks white.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-        OperandError: the operand has no scales.
-    """
-    if tally.grid is None:
-        raise OperandError(f"{title} has no scales to draw: it is in high precision, or empty.")
-    figure, axes = _figure(8, 6)
-    image = axes.imshow(tally.grid.numpy(), aspect="auto", interpolation="nearest")
-    figure.colorbar(image, label="log2 scale")
-    axes.set(title=title, xlabel="block along the contraction", ylabel="block of rows")
+    yield figure, figure.subplots()
     figure.savefig(path, dpi=120, format="png")
 
 
@@ -227,8 +180,8 @@ class Monitor:
     def rows_over_ranks(self, group: torch.distributed.ProcessGroup | None = None) -> list[Row]:
         """Return the rows of the latest step over all ranks of ``group``; None is the default one.
 
-        Counts add up, the amax is the largest, scales are those of all blocks. Every rank of the
-        group has to call it.
+        Counts and energies add up, the amax is the largest, the worst row the least, and scales are
+        those of all blocks. Every rank of the group has to call it.
 
         Raises:
             OperandError: torch.distributed has no process group, or the ranks observed different
@@ -269,48 +222,89 @@ class Monitor:
         return render(f"step {shown}", *table_of(rows))
 
     def to_csv(self, path: str | Path) -> None:
-        """Write all rows to ``path`` as CSV, one column for each field of :class:`Row`."""
-        write_csv(path, self.rows)
+        """Write all rows to ``path`` as CSV, one column for each field of :class:`Row`.
+
+        Every number reads back exactly, NaN is ``nan``.
+        """
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow([field.name for field in dataclasses.fields(Row)])
+            writer.writerows(map(dataclasses.astuple, self.rows))
 
     def to_tensorboard(self, log_dir: str | Path) -> None:
-        """Write the finite statistics of all rows under ``log_dir``, as TensorBoard reads them.
+        """Write the finite statistics of all rows as scalars, ``layer/role/orientation``.
 
         Raises:
             UnsupportedError: tensorboard is not installed.
         """
-        write_scalars(log_dir, self.rows)
+        if find_spec("tensorboard") is None:
+            raise UnsupportedError(
+                "to_tensorboard() needs tensorboard, which is not installed.\n"
+                '  Install with: pip install "fp8core[monitor]"; to_csv() needs nothing.'
+            )
+        from torch.utils.tensorboard import SummaryWriter
+
+        with contextlib.closing(SummaryWriter(log_dir)) as writer:  # type: ignore[no-untyped-call]  # torch's
+            for row in self.rows:
+                for name in STATISTICS:
+                    value = getattr(row, name)
+                    if math.isfinite(value):
+                        writer.add_scalar("/".join((*row.key, name)), value, row.step)
 
     def plot(self, path: str | Path) -> None:
-        """Draw a PNG: the least SQNR of each layer over the steps.
+        """Draw a PNG: the least SQNR of each layer's operands over the steps; infinite ones are
+        left out.
 
         Raises:
             UnsupportedError: matplotlib is not installed.
         """
-        draw_sqnr(path, self.rows)
+        lines: dict[str, dict[int, float]] = {}
+        for row in self.rows:
+            if math.isfinite(row.sqnr_db):
+                line = lines.setdefault(row.layer, {})
+                line[row.step] = min(row.sqnr_db, line.get(row.step, math.inf))
+        with _drawing(path, 10, 5) as (figure, axes):
+            for layer, line in lines.items():
+                axes.plot(list(line), list(line.values()), marker="o", markersize=3, label=layer)
+            axes.set(title="least SQNR of the layer's operands", xlabel="step", ylabel="dB")
+            axes.grid(alpha=0.3)
+            if lines:
+                figure.legend(loc="outside right upper", frameon=False, fontsize="small")
 
     def plot_exponents(
         self, path: str | Path, layer: str, role: str, orientation: str = "rowwise"
     ) -> None:
-        """Draw a PNG: the binary exponents of a tensor's values in the latest observed step.
+        """Draw a PNG: the count of a tensor's values in the latest observed step for each binary
+        exponent, ``floor(log2 |x|)``.
 
         Raises:
             OperandError: the tensor was not cast in that step.
             UnsupportedError: matplotlib is not installed.
         """
-        title = f"{role} ({orientation}) of {layer}"
-        draw_exponents(path, title, self._tally(CastKey(layer, role, orientation)))
+        title, tally = self._tally(layer, role, orientation)
+        counts: Sequence[int] = [] if tally.exponents is None else tally.exponents.tolist()
+        bars = {e: count for e, count in zip(EXPONENTS, counts, strict=False) if count}
+        with _drawing(path, 8, 4) as (_, axes):
+            axes.bar(list(bars), list(bars.values()), width=0.9)
+            axes.set(title=title, xlabel="floor(log2 |x|)", ylabel="values")
 
     def plot_scales(
         self, path: str | Path, layer: str, role: str, orientation: str = "rowwise"
     ) -> None:
-        """Draw a PNG: each block's scale in the first cast of a tensor in the latest step.
+        """Draw a PNG: ``log2 scale`` of each block in the first cast of a tensor in the latest
+        step, as a heat map; zero blocks are white.
 
         Raises:
             OperandError: the tensor was not cast in that step, or has no scales.
             UnsupportedError: matplotlib is not installed.
         """
-        title = f"{role} ({orientation}) of {layer}"
-        draw_scales(path, title, self._tally(CastKey(layer, role, orientation)))
+        title, tally = self._tally(layer, role, orientation)
+        if tally.grid is None:
+            raise OperandError(f"{title} has no scales to draw: it is in high precision, or empty.")
+        with _drawing(path, 8, 6) as (figure, axes):
+            image = axes.imshow(tally.grid.numpy(), aspect="auto", interpolation="nearest")
+            figure.colorbar(image, label="log2 scale")
+            axes.set(title=title, xlabel="block along the contraction", ylabel="block of rows")
 
     def what_if(self, recipes: str | Recipe | Sequence[str | Recipe]) -> WhatIf:
         """Cast the tensors of the latest observed step as other recipes would.
@@ -337,10 +331,12 @@ class Monitor:
             self._latest, self._latest_step = record, self._recorder.step
             self.rows += rows_of(self._recorder.step, record)
 
-    def _tally(self, key: CastKey) -> Tally:
+    def _tally(self, layer: str, role: str, orientation: str) -> tuple[str, Tally]:
+        """Return a title, and the tally of an operand in the latest step."""
+        key = CastKey(layer, role, orientation)
         if key not in self._latest.tallies:
             raise self._absent(key, list(self._latest.tallies))
-        return self._latest.tallies[key]
+        return f"{role} ({orientation}) of {layer}", self._latest.tallies[key]
 
     def _absent(self, absent: CastKey, keys: Sequence[CastKey]) -> OperandError:
         for part, name in zip(CastKey._fields, absent, strict=True):

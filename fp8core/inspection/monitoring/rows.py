@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import hashlib
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fp8core.errors import OperandError, UnsupportedError
+from fp8core.errors import OperandError
 from fp8core.inspection.monitoring.record import (
     EXPONENTS,
     SUMS,
@@ -31,14 +28,9 @@ from fp8core.inspection.monitoring.record import (
 def over_ranks(
     record: StepRecord, group: dist.ProcessGroup | None, device: torch.device
 ) -> StepRecord:
-    """Return the combined record of all ranks of ``group``; None stands for the default group.
+    """Return the combined record of all ranks, as :meth:`Monitor.rows_over_ranks` describes.
 
-    Counts and energies add up, the amax is the largest, the worst row the least, and the scales are
-    those of all blocks. Every rank has to call it; ``device`` is one that the group communicates
-    on.
-
-    Raises:
-        OperandError: the ranks have recorded different operands; raised on every rank.
+    ``device`` is one that the group communicates on.
     """
     casts, gemms = sorted(record.tallies), sorted(record.gemms)
     _check_equal((casts, gemms), group, device)
@@ -271,36 +263,3 @@ def _plain(title: str, heading: Sequence[str], lines: Sequence[Sequence[str]]) -
         for line in (heading, *lines)
     ]
     return "\n".join([title, *text])
-
-
-def write_csv(path: str | Path, rows: Iterable[Row]) -> None:
-    """Write ``rows`` with a heading; every number reads back exactly, NaN is ``nan``."""
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([field.name for field in dataclasses.fields(Row)])
-        writer.writerows(map(dataclasses.astuple, rows))
-
-
-def write_scalars(log_dir: str | Path, rows: Iterable[Row]) -> None:
-    """Write the finite statistics of ``rows`` as TensorBoard scalars, ``layer/role/orientation``.
-
-    Raises:
-        UnsupportedError: tensorboard is not installed.
-    """
-    if find_spec("tensorboard") is None:
-        raise UnsupportedError(
-            "to_tensorboard() needs tensorboard, which is not installed.\n"
-            '  Install with: pip install "fp8core[monitor]"; to_csv() needs nothing.'
-        )
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer: Any = SummaryWriter(log_dir)
-    try:
-        for row in rows:
-            for name in STATISTICS:
-                value = getattr(row, name)
-                if math.isfinite(value):
-                    tag = "/".join((*row.key, name))
-                    writer.add_scalar(tag, value, row.step)
-    finally:
-        writer.close()

@@ -150,16 +150,8 @@ def replay(
     layers: Mapping[str, LowPrecisionModule],
     recipes: str | Recipe | Sequence[str | Recipe],
 ) -> WhatIf:
-    """Cast the saved tensors of ``linears`` as each recipe would; ``layers`` are those by path.
-
-    A delayed scale is the one that the tensor's amax gives, to which a history of equal batches
-    leads. Stochastic rounding draws from a fixed seed.
-
-    Raises:
-        RecipeError: ``recipes`` is empty, or an entry is neither a Recipe nor the name of one.
-        UnsupportedError: no backend supports a recipe's casts on the layer's device.
-        OperandError: ``linears`` is empty.
-    """
+    """Cast the saved tensors of ``linears`` as :meth:`Monitor.what_if` says; ``layers`` are those
+    by path."""
     chosen = _label(recipes)
     if not linears:
         raise OperandError(
