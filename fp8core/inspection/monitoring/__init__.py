@@ -244,7 +244,7 @@ class Monitor:
             )
         from torch.utils.tensorboard import SummaryWriter
 
-        with contextlib.closing(SummaryWriter(log_dir)) as writer:  # type: ignore[no-untyped-call]  # torch's
+        with contextlib.closing(SummaryWriter(log_dir)) as writer:
             for row in self.rows:
                 for name in STATISTICS:
                     value = getattr(row, name)
