@@ -23,87 +23,95 @@ from fp8core.modules.layers.operation import Operation
 
 
 class _Activation(Operation):
+    """An activation, whose halves may come in blocks: a shape before its own puts them together."""
+
+    _blocks: tuple[LinkShape, ...] = ()
+    _shape: LinkShape
+
+    def _take_blocks(self, size: int | None) -> None:
+        """Have the halves come in blocks of ``size`` columns; None: each as a whole."""
+        if size is not None:
+            name = f"ops.{type(self).__name__}"
+            self._blocks = (DeinterleaveShape(check_size(name, "glu_interleave_size", size)),)
+
+    @override
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        return (*self._blocks, self._shape)
+
+
+class _Named(_Activation):
+    """An activation of the backends."""
+
     activation: str
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(None)
         owner = f"ops.{type(self).__name__}"
-        refuse_arguments(_Activation.__init__, locals(), ("cache_quantized_input",), owner=owner)
+        refuse_arguments(_Named.__init__, locals(), ("cache_quantized_input",), owner=owner)
         self._shape = activation_shape(self.activation)
 
-    @override
-    def link_shapes(self) -> tuple[LinkShape, ...]:
-        return (self._shape,)
 
-
-class GELU(_Activation):
+class GELU(_Named):
     """GELU, tanh approximation."""
 
     activation = "gelu"
 
 
-class GEGLU(_Activation):
+class GEGLU(_Named):
     """``gelu(a) * b`` of the two halves of each row."""
 
     activation = "geglu"
 
 
-class GLU(_Activation):
+class GLU(_Named):
     """``sigmoid(a) * b``."""
 
     activation = "glu"
 
 
-class QGELU(_Activation):
+class QGELU(_Named):
     """``x sigmoid(1.702 x)``."""
 
     activation = "qgelu"
 
 
-class QGEGLU(_Activation):
+class QGEGLU(_Named):
     """``qgelu(a) * b``."""
 
     activation = "qgeglu"
 
 
-class ReLU(_Activation):
+class ReLU(_Named):
     """``max(x, 0)``."""
 
     activation = "relu"
 
 
-class ReGLU(_Activation):
+class ReGLU(_Named):
     """``relu(a) * b``."""
 
     activation = "reglu"
 
 
-class SReLU(_Activation):
+class SReLU(_Named):
     """``max(x, 0)^2``."""
 
     activation = "srelu"
 
 
-class SReGLU(_Activation):
+class SReGLU(_Named):
     """``srelu(a) * b``."""
 
     activation = "sreglu"
 
 
-class SiLU(_Activation):
+class SiLU(_Named):
     """``x sigmoid(x)``."""
 
     activation = "silu"
 
 
-def _blocks(owner: str, size: int | None) -> tuple[LinkShape, ...]:
-    """Return the shape that puts halves together which come in blocks of ``size`` columns."""
-    if size is None:
-        return ()
-    return (DeinterleaveShape(check_size(f"ops.{owner}", "glu_interleave_size", size)),)
-
-
-class SwiGLU(_Activation):
+class SwiGLU(_Named):
     """``silu(a) * b``."""
 
     activation = "swiglu"
@@ -112,14 +120,10 @@ class SwiGLU(_Activation):
         self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
     ) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
-        self._blocks = _blocks("SwiGLU", glu_interleave_size)
-
-    def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the shape of the activation, and before it that of the order of columns."""
-        return (*self._blocks, self._shape)
+        self._take_blocks(glu_interleave_size)
 
 
-class ClampedSwiGLU(_Activation):
+class ClampedSwiGLU(_Named):
     """``min(a, limit) sigmoid(alpha min(a, limit)) * (clamp(b, -limit, limit) + offset)``, where
     ``glu_linear_offset`` is the offset; the defaults are those of GPT-OSS."""
 
@@ -135,13 +139,9 @@ class ClampedSwiGLU(_Activation):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
-        self._blocks = _blocks("ClampedSwiGLU", glu_interleave_size)
+        self._take_blocks(glu_interleave_size)
         params = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
         self._shape = activation_shape(self.activation, params)
-
-    def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the shape of the activation, and before it that of the order of columns."""
-        return (*self._blocks, self._shape)
 
 
 def _positive(owner: str, name: str, value: float) -> float:
@@ -151,7 +151,7 @@ def _positive(owner: str, name: str, value: float) -> float:
     return float(value)
 
 
-class _Shaped(Operation):
+class _Shaped(_Activation):
     """An activation of a :class:`ScaledActivationShape`."""
 
     def __init__(
@@ -163,12 +163,8 @@ class _Shaped(Operation):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(None)
-        self._blocks = _blocks(type(self).__name__, glu_interleave_size)
+        self._take_blocks(glu_interleave_size)
         self._shape = ScaledActivationShape(name, params, has_scales)
-
-    def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the shape of the activation, and before it that of the order of columns."""
-        return (*self._blocks, self._shape)
 
 
 class SiTUGLU(_Shaped):

@@ -25,6 +25,31 @@ from fp8core.reporting import log_once
 from fp8core.tensors.parameter.init import is_initializing_quantized
 
 
+def check_fp8_support() -> tuple[bool, str]:
+    """Return whether the selected backend runs FP8 with one scale a tensor, and why not."""
+    return _pair(explain.is_fp8_available(True))
+
+
+def check_mxfp8_support() -> tuple[bool, str]:
+    """Return whether the selected backend runs MXFP8, and why not."""
+    return _pair(explain.is_mxfp8_available(True))
+
+
+def check_fp8_block_scaling_support() -> tuple[bool, str]:
+    """Return whether the selected backend runs FP8 with a scale for 128 elements, and why not."""
+    return _pair(explain.is_fp8_block_scaling_available(True))
+
+
+def check_nvfp4_support() -> tuple[bool, str]:
+    """Return whether the selected backend runs NVFP4, and why not."""
+    return _pair(explain.is_nvfp4_available(True))
+
+
+def _pair(answer: bool | tuple[bool, str]) -> tuple[bool, str]:
+    assert isinstance(answer, tuple)
+    return answer
+
+
 class _Refusing(type):
     def __getattr__(cls, name: str) -> NoReturn:
         raise AttributeError(
@@ -66,37 +91,10 @@ class FP8GlobalStateManager(metaclass=_Refusing):
     def reset(cls) -> None:
         """Do nothing: there is no state besides that of layers and open autocasts."""
 
-    is_fp8_available = staticmethod(lambda: explain.is_fp8_available(True))
-    is_mxfp8_available = staticmethod(lambda: explain.is_mxfp8_available(True))
-    is_fp8_block_scaling_available = staticmethod(
-        lambda: explain.is_fp8_block_scaling_available(True)
-    )
-    is_nvfp4_available = staticmethod(lambda: explain.is_nvfp4_available(True))
-
-
-def check_fp8_support() -> tuple[bool, str]:
-    """Return whether the selected backend runs FP8 with one scale a tensor, and why not."""
-    return _pair(explain.is_fp8_available(True))
-
-
-def check_mxfp8_support() -> tuple[bool, str]:
-    """Return whether the selected backend runs MXFP8, and why not."""
-    return _pair(explain.is_mxfp8_available(True))
-
-
-def check_fp8_block_scaling_support() -> tuple[bool, str]:
-    """Return whether the selected backend runs FP8 with a scale for 128 elements, and why not."""
-    return _pair(explain.is_fp8_block_scaling_available(True))
-
-
-def check_nvfp4_support() -> tuple[bool, str]:
-    """Return whether the selected backend runs NVFP4, and why not."""
-    return _pair(explain.is_nvfp4_available(True))
-
-
-def _pair(answer: bool | tuple[bool, str]) -> tuple[bool, str]:
-    assert isinstance(answer, tuple)
-    return answer
+    is_fp8_available = staticmethod(check_fp8_support)
+    is_mxfp8_available = staticmethod(check_mxfp8_support)
+    is_fp8_block_scaling_available = staticmethod(check_fp8_block_scaling_support)
+    is_nvfp4_available = staticmethod(check_nvfp4_support)
 
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
@@ -132,7 +130,7 @@ def _override(owner: str, value: Any) -> tuple[bool, bool, bool]:
 
 
 class _Tolerant(recipe.Recipe):
-    """A recipe whose constructor takes arguments without effect."""
+    """Base, before the recipe of fp8core, of one that takes arguments without effect."""
 
     __slots__ = ()
 
@@ -140,27 +138,26 @@ class _Tolerant(recipe.Recipe):
         """Leave the check of the arguments to the constructor, which knows more of them."""
         return object.__new__(cls)
 
-
-def _init(self: Any, native: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    owner = type(self).__name__
-    kwargs = _effective(owner, kwargs)
-    if any(_override(owner, kwargs.pop("override_linear_precision", _NO_OVERRIDE))):
-        raise RecipeError(
-            f"{owner}(override_linear_precision=...): only DelayedScaling takes a product out of "
-            f"low precision. Use fp8core.recipe.CustomRecipe."
-        )
-    _check_names(native, owner, kwargs)
-    native.__init__(self, *args, **kwargs)
-
-
-def _check_names(native: type[recipe.Recipe], owner: str, kwargs: dict[str, Any]) -> None:
-    names = list(inspect.signature(native.__init__).parameters)[1:]
-    for name in kwargs:
-        if name not in names:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        owner = type(self).__name__
+        kwargs = _effective(owner, kwargs)
+        override = _override(owner, kwargs.pop("override_linear_precision", _NO_OVERRIDE))
+        if hasattr(self, "override_linear_precision"):  # a field
+            object.__setattr__(self, "override_linear_precision", override)
+        elif any(override):
             raise RecipeError(
-                f"{owner} has no argument {name!r}; valid ones: {', '.join(names)}. Transformer "
-                f"Engine ignores arguments that it does not know."
+                f"{owner}(override_linear_precision=...): only DelayedScaling takes a product out "
+                f"of low precision. Use fp8core.recipe.CustomRecipe."
             )
+        construct: Any = super().__init__
+        names = inspect.signature(construct).parameters
+        for name in kwargs:
+            if name not in names:
+                raise RecipeError(
+                    f"{owner} has no argument {name!r}; valid ones: {', '.join(names)}. "
+                    f"Transformer Engine ignores arguments that it does not know."
+                )
+        construct(*args, **kwargs)
 
 
 @explains_writes
@@ -171,14 +168,6 @@ class DelayedScaling(_Tolerant, recipe.DelayedScaling):
 
     _: KW_ONLY
     override_linear_precision: tuple[bool, bool, bool] = _NO_OVERRIDE
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        owner = type(self).__name__
-        kwargs = _effective(owner, kwargs)
-        override = _override(owner, kwargs.pop("override_linear_precision", _NO_OVERRIDE))
-        object.__setattr__(self, "override_linear_precision", override)
-        _check_names(recipe.DelayedScaling, owner, kwargs)
-        recipe.DelayedScaling.__init__(self, *args, **kwargs)
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> Plan:
         """Return the plan of delayed scaling, without the products in high precision."""
@@ -195,36 +184,21 @@ class DelayedScaling(_Tolerant, recipe.DelayedScaling):
 class Float8CurrentScaling(_Tolerant, recipe.Float8CurrentScaling):
     """:class:`fp8core.recipe.Float8CurrentScaling` with Transformer Engine's arguments."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _init(self, recipe.Float8CurrentScaling, args, kwargs)
-
 
 class Float8BlockScaling(_Tolerant, recipe.Float8BlockScaling):
     """:class:`fp8core.recipe.Float8BlockScaling` with Transformer Engine's arguments."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _init(self, recipe.Float8BlockScaling, args, kwargs)
 
 
 class MXFP8BlockScaling(_Tolerant, recipe.MXFP8BlockScaling):
     """:class:`fp8core.recipe.MXFP8BlockScaling` with Transformer Engine's arguments."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _init(self, recipe.MXFP8BlockScaling, args, kwargs)
-
 
 class NVFP4BlockScaling(_Tolerant, recipe.NVFP4BlockScaling):
     """:class:`fp8core.recipe.NVFP4BlockScaling` with Transformer Engine's arguments."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _init(self, recipe.NVFP4BlockScaling, args, kwargs)
-
 
 class CustomRecipe(_Tolerant, recipe.CustomRecipe):
     """:class:`fp8core.recipe.CustomRecipe` with Transformer Engine's arguments."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _init(self, recipe.CustomRecipe, args, kwargs)
 
 
 for _kind in (

@@ -9,8 +9,6 @@ from typing import Any
 import fp8core
 from fp8core import names, ops, recipe
 from fp8core.integrations.transformer_engine import distributed, layers, recipes
-from fp8core.modules.sequences.rotary import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
-from fp8core.modules.sequences.rotary_angles import RotaryPositionEmbedding
 from fp8core.training import optimizers, permutation, router
 
 _ROOT = "transformer_engine"
@@ -42,7 +40,6 @@ _LAYERS = {
     **_from(layers, "DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear"),
     **_from(layers, "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm", "TransformerLayer"),
 }
-_BASE = _from(layers, "TransformerEngineBaseModule")
 _RECIPES = {
     **{name: value for name, value in _public(recipe).items() if name in ("Format", "Recipe")},
     **_from(recipe, "MMParams", "QParams"),
@@ -66,10 +63,10 @@ _TENSORS = {
     **_starting(("Float8", "MXFP8", "NVFP4", "Hybrid", "Identity", "Quantize", "prepare_for")),
     **_starting(("restore_from", "Quantizer")),
 }
-_ROTARY = {
-    kind.__name__: kind
-    for kind in (*(RotaryPositionEmbedding, apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb),)
-}
+_ROTARY = _from(
+    fp8core,
+    *("RotaryPositionEmbedding", "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"),
+)
 _TOP = {
     **{name: getattr(fp8core, name) for name in fp8core.__all__ if name not in _NATIVE},
     **_LAYERS,
@@ -85,6 +82,11 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
     f"{_ROOT}.common": {},
     f"{_ROOT}.common.recipe": _RECIPES,
     _TORCH: _TOP,
+    # Each class by the module that it names.
+    **{
+        kind.__module__: {kind.__name__: kind}
+        for kind in (*_LAYERS.values(), layers.TransformerEngineBaseModule)
+    },
     **{
         f"{_TORCH}.{name}": names
         for name, names in {
@@ -95,7 +97,6 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
             },
             "attention.dot_product_attention": _from(layers, "DotProductAttention"),
             "attention.inference": _INFERENCE,
-            "attention.multi_head_attention": _from(layers, "MultiheadAttention"),
             "attention.rope": _ROTARY,
             "cpu_offload": _OFFLOAD,
             "cross_entropy": _from(fp8core, "parallel_cross_entropy"),
@@ -108,15 +109,8 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
                 **_from(layers, "LayerNorm", "RMSNorm"),
                 **_from(fp8core, "Fp8Padding", "Fp8Unpadding"),
             },
-            "module.base": _BASE,
             "module.fp8_padding": _from(fp8core, "Fp8Padding"),
             "module.fp8_unpadding": _from(fp8core, "Fp8Unpadding"),
-            "module.grouped_linear": _from(layers, "GroupedLinear"),
-            "module.layernorm": _from(layers, "LayerNorm"),
-            "module.layernorm_linear": _from(layers, "LayerNormLinear"),
-            "module.layernorm_mlp": _from(layers, "LayerNormMLP"),
-            "module.linear": _from(layers, "Linear"),
-            "module.rmsnorm": _from(layers, "RMSNorm"),
             "ops": _public(ops),
             "optimizers": _public(optimizers),
             "permutation": {
@@ -137,7 +131,6 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
             "tensor.mxfp8_tensor": _starting(("MXFP8",)),
             "tensor.nvfp4_tensor": _starting(("NVFP4",)),
             "tensor.quantized_tensor": _TENSORS,
-            "transformer": _from(layers, "TransformerLayer"),
         }.items()
     },
 }

@@ -70,21 +70,20 @@ def transformer_engine_state_dict(
             continue
         prefix = f"{path}." if path else ""
         buffers = {name: state.pop(prefix + name, None) for name in BUFFERS}
-        content = b""
+        written = _empty()
         if buffers[META] is not None:
-            content = _content(layer, path, buffers, chosen)
+            used = _recipe_for(layer, path, buffers, chosen)
+            written = _written(buffers, layer.plan_type, used)
         elif any(isinstance(child, DelayedModule) for child in layer.children()):
             continue  # a container, as ops.Sequential
-        written = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else None
-        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-        state[f"{prefix}_extra_state"] = empty if written is None else written
+        state[f"{prefix}_extra_state"] = written
     return state
 
 
-def _content(
+def _recipe_for(
     layer: DelayedModule, path: str, buffers: dict[str, Any], recipe: Recipe | None
-) -> bytes:
-    """Return the pickle of the delayed state of ``layer``."""
+) -> DelayedScaling:
+    """Return the recipe of training for ``layer``, checked to be that of its delayed state."""
     kind = layer.plan_type
     if kind not in READABLE or not isinstance(layer, LowPrecisionModule):
         raise UnsupportedError(
@@ -116,10 +115,7 @@ def _content(
             f"{_FUNCTION}: the recipe computes scales by a function, which a state without code "
             f"cannot hold. Use amax_compute_algo 'max' or 'most_recent'."
         )
-    tensors = {name: value for name, value in buffers.items() if name != META}
-    if kind is AttentionPlan:
-        tensors = to_three_gemms(tensors)
-    return write_extra_state(tensors, fields_of(used))
+    return used
 
 
 _TENSORS = tuple(name for name in BUFFERS if name != META)
@@ -136,13 +132,22 @@ def written_state(
         plan_type: that of the layer.
     """
     recipe = _recipe_of(buffers, plan_type)
-    if recipe is None:
-        return _empty()
+    # An empty one says that the slots are those of an expert, where the layer is one of several.
+    return _empty() if recipe is None else _written(buffers, plan_type, recipe, expert={})
+
+
+def _written(
+    buffers: Mapping[str, torch.Tensor | None],
+    plan_type: type[Plan],
+    recipe: DelayedScaling,
+    expert: Mapping[str, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return the ``_extra_state`` of ``buffers``, the delayed state of ``recipe``."""
     tensors = _on_cpu(buffers)
     if plan_type is AttentionPlan:
         tensors = to_three_gemms(tensors)
-    # An empty one says that the slots are those of an expert, where the layer is one of several.
-    return _as_tensor(write_extra_state(tensors, fields_of(recipe), expert={}))
+    content = write_extra_state(tensors, fields_of(recipe), expert)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def split_state(buffers: Mapping[str, torch.Tensor | None], num_experts: int) -> list[torch.Tensor]:
@@ -162,7 +167,7 @@ def split_state(buffers: Mapping[str, torch.Tensor | None], num_experts: int) ->
             name: tensor.chunk(num_experts, dim=-1)[number] for name, tensor in whole.items()
         }
         theirs = {name: tensor[..., number::num_experts] for name, tensor in whole.items()}
-        states.append(_as_tensor(write_extra_state(theirs, fields_of(recipe), of_expert)))
+        states.append(_written(theirs, LinearPlan, recipe, of_expert))
     return states
 
 
@@ -242,7 +247,3 @@ def _on_cpu(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tenso
 
 def _empty() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def _as_tensor(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
