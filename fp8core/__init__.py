@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fp8core import errors, formats, functional, names, ops, recipe
 from fp8core.backend_api import hooks as hookspecs  # noqa: F401
 from fp8core.context.autocast import autocast, fp8_autocast
-from fp8core.context.checkpoint import checkpoint
+from fp8core.context.recompute import checkpoint
 from fp8core.conversion.convert import ConversionReport, convert, unconvert
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import (

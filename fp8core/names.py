@@ -40,19 +40,23 @@ PICKLED = {
     "functional.quantizers.nvfp4": "functional.quantizers.named",
     "integrations.megatron.linears": "integrations.megatron",
     "modules.activation": "ops.activation",
+    "modules.extra_state.attention": "modules.state.extra_state",
     "modules.extra_state.state": "modules.state.extra_state",
     "modules.extra_state": "modules.state",
+    "modules.first_step": "modules.models.prepare",
+    "modules.refusals": "modules.calls.parameters",
     "modules.sequential": "ops.sequential",
+    "modules.tensor_operations": "modules.layers.operation",
     "parameter": "tensors.parameter",
     "tensors.parameter.names": "tensors.parameter.init",
     "training.optimizers.fused_sgd": "training.optimizers.fused",
     **{
         f"modules.{module}": f"modules.{room}.{module}"
         for room, modules in {
-            "calls": "base bind bound inputs parameters refusals",
+            "calls": "base bind bound inputs parameters",
             "layers": "grouped_linear layernorm_linear layernorm_mlp linear norm operation padding "
-            "parallel residual tensor_operations",
-            "models": "first_step found_inf frozen graphs inventory prepare",
+            "parallel residual",
+            "models": "found_inf frozen graphs inventory prepare",
             "sequences": "attention_arguments attention_inputs context_group head_split inference "
             "kv_cache rotary rotary_angles",
             "state": "delayed loading",

@@ -53,8 +53,14 @@ from fp8core.backend_api.attention import (
     CachedAttentionDesc,
     RotaryDesc,
 )
-from fp8core.backend_api.descriptors import DequantizeDesc, GemmDesc, QuantizeDesc
-from fp8core.backend_api.grouped import GROUP_STEP, GroupedGemmDesc, split_groups
+from fp8core.backend_api.descriptors import (
+    GROUP_STEP,
+    DequantizeDesc,
+    GemmDesc,
+    GroupedGemmDesc,
+    QuantizeDesc,
+    split_groups,
+)
 from fp8core.backend_api.hooks import hookimpl
 from fp8core.backend_api.layers import (
     ACTIVATIONS,
@@ -77,8 +83,6 @@ from fp8core.backend_api.operand_spec import (
     hadamard16_unsigned,
     scale_inverses,
 )
-from fp8core.backend_api.operations import OPS, OPTIONAL_OPS, OpDesc
-from fp8core.backend_api.optimizers import MASTER_KINDS, AdamDesc
 from fp8core.backend_api.optional import (
     AddsGradients,
     Chunks,
@@ -105,9 +109,24 @@ from fp8core.backend_api.optional import (
     TakesMaxima,
     Transfers,
 )
-from fp8core.backend_api.permutation import (
+from fp8core.backend_api.spec import (
+    API_VERSION,
+    OPS,
+    OPTIONAL_OPS,
+    Alignment,
+    Backend,
+    BackendSpec,
+    DeclaresNumerics,
+    Finding,
+    Numerics,
+    OpDesc,
+    bind_method,
+)
+from fp8core.backend_api.training import (
+    MASTER_KINDS,
     ROUTE_KINDS,
     SCORE_FUNCTIONS,
+    AdamDesc,
     CombineBackwardDesc,
     CombineDesc,
     CrossEntropyBackwardDesc,
@@ -116,16 +135,6 @@ from fp8core.backend_api.permutation import (
     RouteDesc,
     RouterBackwardDesc,
     RouterDesc,
-)
-from fp8core.backend_api.spec import (
-    API_VERSION,
-    Alignment,
-    Backend,
-    BackendSpec,
-    DeclaresNumerics,
-    Finding,
-    Numerics,
-    bind_method,
 )
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.formats import FormatSpec

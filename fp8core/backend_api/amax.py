@@ -15,9 +15,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from fp8core.backend_api.descriptor_text import text
 from fp8core.backend_api.descriptors import QuantizeDesc
-from fp8core.backend_api.operand_spec import OperandSpec
+from fp8core.backend_api.operand_spec import OperandSpec, text
 from fp8core.errors import OperandError
 
 

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from fp8core.backend_api.descriptor_text import dtype_text, text
-from fp8core.backend_api.operand_spec import OperandSpec
+from fp8core.backend_api.operand_spec import OperandSpec, dtype_text, text
 
 
 @dataclass(frozen=True, slots=True)

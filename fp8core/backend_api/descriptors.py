@@ -1,14 +1,37 @@
-"""The three operations that every backend begins with: quantize, dequantize, and the product."""
+"""The operations that every backend begins with: quantize, dequantize, and the product.
+
+Optional: groups, which are several tensors in one operand, multiplied in one call.
+
+``group_offsets`` is int64 ``[groups + 1]``: the rows at which each group of ``x [rows, cols]``
+begins, and the last group ends. An operand of groups is the concatenation of the groups' operands,
+of data and of scales: along rows if rowwise, along k if columnwise.
+
+Without ``offsets_on_device`` the offsets are on the CPU and lead from 0 to rows. With it they are
+on the device of ``x``; the host neither reads them nor waits for them, the last group may end
+before the rows do, and no value of theirs may lead out of a tensor. The sizes of an operand then
+follow from ``rows`` and the number of groups alone:
+
+- codes, rowwise: ``rows`` of them, group ``g`` from ``offsets[g]`` on;
+- codes, columnwise: ``step * (rows // step + groups)`` along the groups, of ``step = GROUP_STEP``;
+  each group begins at the sum of the sizes before it, each rounded up to ``step``;
+- scales of blocks of ``b > 1`` elements along the groups: ``rows // b + groups``; each group begins
+  at the sum of ``ceil(size / b)`` over the sizes before it;
+- one scale a group: ``groups``.
+
+Entries of no group are 0 in codes and 1 in scales.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from fp8core.backend_api.descriptor_text import dtype_text, text
-from fp8core.backend_api.operand_spec import OperandSpec
+from fp8core import formats
+from fp8core.backend_api.operand_spec import Operand, OperandSpec, dtype_text, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +47,7 @@ class QuantizeDesc:
     that kind does not take it:
 
     - ``grouped``: ``group_offsets``. Each group is a tensor with its own amax and its own blocks,
-      and rows of no group are not counted; see ``fp8core.backend_api.grouped``.
+      and rows of no group are not counted; see ``fp8core.backend_api.descriptors``.
     - delayed specs: ``scale`` (float32, one entry, or one a group; a multiplier) and ``amax_out``
       (likewise; becomes ``max(amax_out, amax(x))``, NaN elements ignored; None records nothing).
     - :class:`~fp8core.backend_api.QuantizeByAmaxDesc`: ``amax``.
@@ -89,3 +112,63 @@ class GemmDesc:
 
     def __str__(self) -> str:
         return text(self, f"a={self.a}", f"b={self.b}", f"out={dtype_text(self.out_dtype)}")
+
+
+GROUP_STEP = 32
+"""With ``offsets_on_device``, groups of a columnwise operand begin at multiples of this, elements:
+the cast pads them, because the host does not know their sizes. Kernels that copy 16 bytes at a time
+can read FP8 and FP4 there, and it is a whole block of MX."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedGemmDesc(GemmDesc):
+    """A GEMM for each group, in one call.
+
+    ``contract_groups`` False (fprop, dgrad): ``grouped_gemm(a, b, group_offsets, *, bias=None,
+    out=None) -> d [m, n]``, ``a [m, k]`` grouped along its rows, ``b`` and ``bias`` a sequence with
+    one entry a group.
+
+    ``contract_groups`` True (wgrad): both operands grouped along k; returns, and takes as ``out``,
+    a sequence of ``d [m, n]``, one a group. An empty group gives zeros, or leaves an accumulated
+    ``out`` as it is.
+
+    ``offsets_on_device``: rows of ``d`` beyond the last group are zeros, or stay in an accumulated
+    ``out``. Nothing is padded: along the groups the alignment must be 1.
+    """
+
+    op: ClassVar[str] = "grouped_gemm"
+    contract_groups: bool = False
+    offsets_on_device: bool = False
+
+
+def split_groups(
+    spec: OperandSpec | None, operand: Operand, bounds: Sequence[int], dim: int, step: int = 1
+) -> list[Operand]:
+    """Split an operand grouped along ``dim`` into the operands of its groups, as views.
+
+    ``bounds`` are the values of ``group_offsets``; ``dim`` is 0 for a rowwise operand, 1 for a
+    columnwise one, whose groups follow one another along k. ``spec`` None: a tensor in high
+    precision. A group may be empty, and may end with a partial block. ``step`` is 1, or
+    ``GROUP_STEP`` for an operand with ``offsets_on_device``, whose padding is left out.
+    """
+    sizes = [end - start for start, end in itertools.pairwise(bounds)]
+    if spec is None:
+        return [Operand(part) for part in _split(operand.data, sizes, dim)]
+    assert operand.scale_inv is not None
+    per_byte = 8 // formats.by_name(spec.format).bits if dim == 1 else 1
+    block = spec.block[dim]
+    scale_sizes = [-(-size // block) if block else 1 for size in sizes]
+    padded = [-(-size // step) * step if dim == 1 else size for size in sizes]
+    whole = _split(operand.data, [size // per_byte for size in padded], dim)
+    data = [part.narrow(dim, 0, size // per_byte) for part, size in zip(whole, sizes, strict=True)]
+    scales = _split(operand.scale_inv, scale_sizes, dim)
+    if operand.global_scale_inv is None:
+        return [Operand(*parts) for parts in zip(data, scales, strict=True)]
+    globals_ = torch.split(operand.global_scale_inv, 1, dim)
+    return [Operand(*parts) for parts in zip(data, scales, globals_, strict=True)]
+
+
+def _split(x: torch.Tensor, sizes: list[int], dim: int) -> Sequence[torch.Tensor]:
+    """Return parts of these sizes along ``dim``, without the entries beyond the last part."""
+    used = sum(sizes)
+    return torch.split(x if used == x.shape[dim] else x.narrow(dim, 0, used), sizes, dim)

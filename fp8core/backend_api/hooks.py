@@ -8,8 +8,7 @@ from typing import Any
 import pluggy
 import torch
 
-from fp8core.backend_api.operations import OpDesc
-from fp8core.backend_api.spec import BackendSpec
+from fp8core.backend_api.spec import BackendSpec, OpDesc
 from fp8core.formats import FormatSpec
 
 hookimpl = pluggy.HookimplMarker("fp8core")

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from fp8core.backend_api.descriptor_text import dtype_text, text
 from fp8core.backend_api.descriptors import QuantizeDesc
+from fp8core.backend_api.operand_spec import dtype_text, text
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from fp8core.backend_api.operand_spec import Operand, Quantized
-from fp8core.backend_api.operations import OpDesc
+from fp8core.backend_api.spec import OpDesc
 
 Slots: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
 """A keyword of a pair: the value for the first tensor, and the value for the second."""

@@ -16,8 +16,7 @@ import torch
 from fp8core.backend_api import OpDesc, Transfers
 from fp8core.chain.protocol import Consumer, Link
 from fp8core.collectives import Communicator, named
-from fp8core.dispatch.resolver import Purpose
-from fp8core.dispatch.table import Resolved
+from fp8core.dispatch.table import Purpose, Resolved
 from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LinearPlan, Plan, TensorPlan
 from fp8core.tensors.delayed_state import LayerStates
 from fp8core.tensors.quantizer_binding import Binding

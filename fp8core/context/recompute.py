@@ -1,4 +1,4 @@
-"""The record of a checkpointed forward, which its recompute in backward repeats.
+"""Checkpoints: the record of a forward, which its recompute in backward repeats exactly.
 
 ``fp8core.checkpoint`` records the layers that ran on a :class:`Tape`; the recompute replays it with
 the same recipe, the same delayed scales and the same weights, and records no amax twice. A layer
@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import checkpoint as torch_checkpoint
 
-from fp8core.errors import OperandError
+from fp8core.context.autocast import activated, active_name
+from fp8core.dispatch import policy
+from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.scaling import join_backward, offer_scales
 from fp8core.tensors.weights import CachedWeight
@@ -198,3 +202,79 @@ def _writes_now(layer: torch.nn.Module, name: str) -> int | None:
         return _writes(operator.attrgetter(name)(layer))
     except AttributeError:
         return None
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: object | None = None,
+    tp_group: object | None = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Compute ``function(*args, **kwargs)`` keeping its inputs, and recompute it in backward.
+
+    The recompute runs under the ``autocast`` and ``use_backend`` that were active in forward, draws
+    the same random numbers and records no amax, so results and gradients equal those without
+    checkpointing bit for bit, and delayed scales advance once.
+
+    Args:
+        function: a module or function of tensors.
+        use_reentrant: as in ``torch.utils.checkpoint``, which this function calls.
+        distribute_saved_activations, get_rng_state_tracker: tensor parallelism, not offered; a
+            value that asks for it raises UnsupportedError.
+        tp_group: the ranks to distribute saved activations over, so it changes nothing.
+    """
+    for name, value in (
+        ("distribute_saved_activations", distribute_saved_activations),
+        ("get_rng_state_tracker", get_rng_state_tracker),
+    ):
+        if value:
+            raise UnsupportedError(f"checkpoint({name}={value!r}) is not offered.")
+    active, chosen = active_name(), policy.current()
+    tape = Tape(torch.is_grad_enabled(), outer=current())
+    is_first = True
+    # Of a forward that raises, torch 2.11 leaves the hooks open for as long as the error lives.
+    error: BaseException | None = None
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        nonlocal error, is_first
+        is_forward, is_first = is_first, False
+        if not is_forward:
+            tape.replay()
+        try:
+            with activated(active), policy.activated(chosen), playing(tape):
+                outputs = function(*inputs, **named)
+        except BaseException as raised:
+            if use_reentrant or not is_forward:
+                raise
+            error = raised
+            return None
+        return pytree.tree_map_only(torch.Tensor, _apart, outputs) if use_reentrant else outputs
+
+    if use_reentrant and kwargs:  # torch takes no keywords there: gradients would get lost
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise UnsupportedError(
+                    f"checkpoint({name}=tensor that requires gradients) needs use_reentrant=False, "
+                    f"or the tensor as a positional argument."
+                )
+        run, kwargs = partial(run, **kwargs), {}
+    outputs = torch_checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            error = None  # which its traceback refers to
+    return outputs
+
+
+def _apart(output: torch.Tensor) -> torch.Tensor:
+    """Return ``output``, but a view of a parameter, as a layer with ``return_bias`` returns it.
+
+    torch's function makes what it returns its own result: the parameter, a frozen one too, would be
+    no leaf any more, and backward of the next step would run that of this one.
+    """
+    is_parameter = isinstance(output, torch.nn.Parameter) or output.requires_grad
+    return output.view_as(output) if output.is_leaf and is_parameter else output

@@ -28,9 +28,14 @@ from fp8core.conversion.layers import (
 from fp8core.conversion.survey import Filter, Survey, survey
 from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.calls.base import LowPrecisionModule
-from fp8core.modules.calls.refusals import experts_of
-from fp8core.modules.models.first_step import announce, silence
-from fp8core.modules.models.inventory import ModuleNode, flops_of, module_nodes, refuse_watched
+from fp8core.modules.models.inventory import (
+    ModuleNode,
+    experts_of,
+    flops_of,
+    module_nodes,
+    refuse_watched,
+)
+from fp8core.modules.models.prepare import announce, silence
 from fp8core.recipe import PerLayer, Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from

@@ -13,8 +13,8 @@ import torch
 
 from fp8core.conversion.layers import RECORD, Conversion, Record, adopt, derived, release
 from fp8core.errors import UnsupportedError
-from fp8core.modules.calls.refusals import Experts, ExpertWeight, experts_of
 from fp8core.modules.layers.grouped_linear import GroupedLinear
+from fp8core.modules.models.inventory import Experts, ExpertWeight, experts_of
 from fp8core.reporting import log_once
 from fp8core.tensors.parameter.init import quantized_model_init
 

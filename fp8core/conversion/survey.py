@@ -14,8 +14,13 @@ from torch.nn.utils import parametrize
 from fp8core.conversion.layers import RECORD, Source, looks_like_rms_norm, similar_norm
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.modules.calls.base import LowPrecisionModule
-from fp8core.modules.calls.refusals import conv1d_sizes, experts_of
-from fp8core.modules.models.inventory import ModuleNode, flops_of, module_nodes
+from fp8core.modules.models.inventory import (
+    ModuleNode,
+    conv1d_sizes,
+    experts_of,
+    flops_of,
+    module_nodes,
+)
 from fp8core.reporting import grouped, some
 
 Filter: TypeAlias = "Callable[[torch.nn.Module, str], bool] | Sequence[str] | str | None"

@@ -45,9 +45,8 @@ from fp8core.chain.pointwise import AddShape
 from fp8core.chain.rotary import RotaryShape
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.dispatch.optional import Offers
-from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.select import Choice
-from fp8core.dispatch.table import Resolved
+from fp8core.dispatch.table import Purpose, Resolved
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of

@@ -26,8 +26,7 @@ from fp8core.chain.shape import BindContext, LinkShape, input_columns_of
 from fp8core.collectives import Communicator, Traffic, named
 from fp8core.dispatch import table
 from fp8core.dispatch.optional import Offers
-from fp8core.dispatch.resolver import Purpose
-from fp8core.dispatch.table import Resolved
+from fp8core.dispatch.table import Purpose, Resolved
 from fp8core.modules.agreement import communicators_of
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bound import parts_of

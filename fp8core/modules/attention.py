@@ -17,7 +17,7 @@ from fp8core.chain.compared import gradients_text
 from fp8core.chain.shape import LinkShape
 from fp8core.chain.unwrap import PLAIN
 from fp8core.collectives import named
-from fp8core.context.checkpoint import checkpoint
+from fp8core.context.recompute import checkpoint
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound

@@ -11,8 +11,7 @@ from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_
 from fp8core.modules.attention import AttentionOptions, DotProductAttention
 from fp8core.modules.attention_boundary import Joins, attends_to_codes
 from fp8core.modules.calls.inputs import check_kind
-from fp8core.modules.calls.parameters import InitMethod
-from fp8core.modules.calls.refusals import refuse_arguments
+from fp8core.modules.calls.parameters import InitMethod, refuse_arguments
 from fp8core.modules.layers.layernorm_linear import LayerNormLinear
 from fp8core.modules.layers.linear import Linear
 from fp8core.modules.layers.parallel import set_group

@@ -10,8 +10,7 @@ import torch
 from fp8core.chain.run import is_under_torch_autocast
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.modules.calls.inputs import check_kind
-from fp8core.modules.calls.parameters import InitMethod, check_probability
-from fp8core.modules.calls.refusals import refuse_arguments
+from fp8core.modules.calls.parameters import InitMethod, check_probability, refuse_arguments
 from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
 from fp8core.modules.layers.parallel import set_group

@@ -28,15 +28,13 @@ from fp8core.modules.calls.parameters import (
     check_size,
     fill,
     make_parameter,
+    refuse_arguments,
     resolve_device,
 )
-from fp8core.modules.calls.refusals import refuse_arguments
 from fp8core.modules.layers.grouped_linear import GroupedLinear as GroupedLinearLayer
 from fp8core.modules.layers.linear import Linear as LinearLayer
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
-from fp8core.modules.layers.operation import Operation
-from fp8core.modules.layers.parallel import Parallel
-from fp8core.modules.layers.tensor_operations import (
+from fp8core.modules.layers.operation import (
     AddExtraInput,
     AllGather,
     AllReduce,
@@ -44,9 +42,11 @@ from fp8core.modules.layers.tensor_operations import (
     Identity,
     L2Normalization,
     MakeExtraOutput,
+    Operation,
     ReduceScatter,
     Reshape,
 )
+from fp8core.modules.layers.parallel import Parallel
 from fp8core.names import refusal
 from fp8core.ops.activation import (
     GEGLU,

@@ -16,8 +16,7 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.inputs import cast_to_weight, check_chained, check_input, check_kind
-from fp8core.modules.layers.operation import ExtraTensors
-from fp8core.modules.layers.tensor_operations import MakeExtraOutput
+from fp8core.modules.layers.operation import ExtraTensors, MakeExtraOutput
 from fp8core.modules.run import delaying, run_layer, run_links, run_links_by
 from fp8core.ops.basic_operation import FusedOperation, fused, has_fusions
 

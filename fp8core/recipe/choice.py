@@ -7,23 +7,16 @@ from collections.abc import Callable, Mapping
 from fp8core.dispatch import plugins
 from fp8core.dispatch.isolation import Failure, attempt, shown
 from fp8core.errors import RecipeError, did_you_mean
+from fp8core.recipe import named
 from fp8core.recipe.base import Recipe
-from fp8core.recipe.named import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-)
 
 _NAMED: dict[str, type[Recipe]] = {
-    "delayed": DelayedScaling,
-    "current": Float8CurrentScaling,
-    "mxfp8": MXFP8BlockScaling,
-    "block": Float8BlockScaling,
-    "nvfp4": NVFP4BlockScaling,
-    "rowwise": Float8RowwiseScaling,
+    "delayed": named.DelayedScaling,
+    "current": named.Float8CurrentScaling,
+    "mxfp8": named.MXFP8BlockScaling,
+    "block": named.Float8BlockScaling,
+    "nvfp4": named.NVFP4BlockScaling,
+    "rowwise": named.Float8RowwiseScaling,
 }
 # Reports print a recipe's class name, so that is accepted as its name as well.
 _CLASSES: dict[str, type[Recipe]] = {kind.__name__: kind for kind in _NAMED.values()}
@@ -40,7 +33,7 @@ def by_name(name: str) -> Recipe:
 
     The class name of a recipe of fp8core is a name of it too.
 
-    >>> by_name("mxfp8") == by_name("MXFP8BlockScaling") == MXFP8BlockScaling()
+    >>> by_name("mxfp8") == by_name("MXFP8BlockScaling") == named.MXFP8BlockScaling()
     True
 
     Raises:
@@ -64,7 +57,7 @@ def by_name(name: str) -> Recipe:
 def names_of(recipe: Recipe) -> tuple[str, ...]:
     """Return the names of the recipe's class: its class name, then those of :func:`by_name`.
 
-    >>> names_of(MXFP8BlockScaling(enable_2d_quantization=True))
+    >>> names_of(named.MXFP8BlockScaling(enable_2d_quantization=True))
     ('MXFP8BlockScaling', 'mxfp8')
     """
     kind = type(recipe)

@@ -16,7 +16,7 @@ RecipeData: TypeAlias = "str | dict[str, Any]"
 """A recipe's name, or ``{"recipe": class name, field: value, ...}``."""
 
 _KIND = "recipe"
-_CLASSES: dict[str, type[Recipe]] = {
+_WRITABLE: dict[str, type[Recipe]] = {
     name: kind
     for name, kind in vars(named).items()
     if isinstance(kind, type) and issubclass(kind, Recipe) and dataclasses.is_dataclass(kind)
@@ -42,13 +42,13 @@ def as_data(recipe: Recipe) -> RecipeData:
     kind, *short = names_of(recipe)
     if short and by_name(short[0]) == recipe:
         return short[0]
-    if _CLASSES.get(kind) is not type(recipe):
+    if _WRITABLE.get(kind) is not type(recipe):
         raise RecipeError(
-            f"{recipe!r} cannot be written as data, only {', '.join((*_CLASSES, 'PerLayer'))} and "
+            f"{recipe!r} cannot be written as data, only {', '.join((*_WRITABLE, 'PerLayer'))} and "
             f"the recipes that plug-ins register by name."
         )
     data: dict[str, Any] = {_KIND: kind}
-    for field in dataclasses.fields(recipe):  # type: ignore[arg-type]  # one of _CLASSES
+    for field in dataclasses.fields(recipe):  # type: ignore[arg-type]  # one of _WRITABLE
         value = getattr(recipe, field.name)
         if field.init and value != field.default:
             data[field.name] = _plain(value)
@@ -70,11 +70,11 @@ def from_data(data: object, origin: str) -> Recipe | None:
     if data.get(_KIND) == PerLayer.__name__ and data.keys() == {_KIND, "rules", "default"}:
         rules = [(pattern, from_data(value, origin)) for pattern, value in data["rules"]]
         return PerLayer(rules, from_data(data["default"], origin))
-    kind = _CLASSES.get(str(data.get(_KIND)))
+    kind = _WRITABLE.get(str(data.get(_KIND)))
     if kind is None:
         raise RecipeError(
             f"{origin}: {dict(data)!r} names no recipe; expected {_KIND!r} to be one of "
-            f"{', '.join(_CLASSES)}.{did_you_mean(str(data.get(_KIND)), _CLASSES)}"
+            f"{', '.join(_WRITABLE)}.{did_you_mean(str(data.get(_KIND)), _WRITABLE)}"
         )
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values = {name: value for name, value in data.items() if name != _KIND}

@@ -23,8 +23,8 @@ from fp8core.backend_api import (
     amax_sizes,
     has_amax,
 )
-from fp8core.dispatch.resolver import DISPATCH, UNNAMED, Purpose, Resolver
 from fp8core.dispatch.select import Choice
+from fp8core.dispatch.table import DISPATCH, UNNAMED, Purpose, Resolver
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import (

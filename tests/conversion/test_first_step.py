@@ -11,7 +11,7 @@ from torch import nn
 
 import fp8core
 from fp8core import recipe
-from fp8core.modules.models import first_step
+from fp8core.modules.models import prepare
 from tests.dispatch import toys
 
 
@@ -232,5 +232,5 @@ def test_a_hook_of_an_earlier_version_loads_and_is_silenced(name: str) -> None:
     hook = pickle.loads(f"cfp8core.modules.first_step\n{name}\n.".encode())
     model = torch.nn.Sequential(fp8core.Linear(16, 16))
     model.register_forward_hook(hook)
-    first_step.silence(model)
+    prepare.silence(model)
     assert not model._forward_hooks

@@ -15,7 +15,7 @@ import fp8core
 from fp8core.backend_api import NormBackwardDesc, NormDesc, OpDesc, QuantizeDesc, Recording
 from fp8core.dispatch import table
 from fp8core.dispatch.optional import Offers
-from fp8core.dispatch.resolver import UNNAMED, TrackingResolver
+from fp8core.dispatch.table import UNNAMED, TrackingResolver
 from fp8core.errors import PluginError
 from tests.dispatch import toys
 from tests.dispatch.toys import CPU

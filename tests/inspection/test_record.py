@@ -19,8 +19,7 @@ from fp8core.backend_api import (
 )
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.shape import BindContext
-from fp8core.dispatch.resolver import DISPATCH, Purpose
-from fp8core.dispatch.table import Resolved
+from fp8core.dispatch.table import DISPATCH, Purpose, Resolved
 from fp8core.inspection.descriptors import layer_needs, record
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.recipe import Recipe

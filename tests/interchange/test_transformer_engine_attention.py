@@ -11,7 +11,7 @@ import torch
 from fp8core import DotProductAttention, autocast
 from fp8core.checkpoints import transformer_engine_state_dict
 from fp8core.errors import RecipeError
-from fp8core.modules.state.attention import from_three_gemms, to_three_gemms
+from fp8core.modules.state.extra_state import from_three_gemms, to_three_gemms
 from fp8core.recipe import DelayedScaling, Float8CurrentScaling
 from tests.modules.extra_state.states import (
     DelayedScaling as TheirScaling,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.context import checkpoint as native
+from fp8core.context import recompute as native
 from fp8core.context.recompute import Tape, TapeEntry, current, playing
 from fp8core.errors import OperandError
 from fp8core.tensors.delayed_state import DelayedState

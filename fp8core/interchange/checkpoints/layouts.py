@@ -32,7 +32,7 @@ from fp8core import formats
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.interchange.checkpoints.files import Header
-from fp8core.modules.calls.refusals import experts_of
+from fp8core.modules.models.inventory import experts_of
 
 Block: TypeAlias = "tuple[int, int]"
 

@@ -24,9 +24,8 @@ from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bound import recipe_in
 from fp8core.modules.models.inventory import keyed_modules
-from fp8core.modules.state.attention import to_three_gemms
 from fp8core.modules.state.delayed import DelayedModule
-from fp8core.modules.state.extra_state import READABLE, read_expert_state
+from fp8core.modules.state.extra_state import READABLE, read_expert_state, to_three_gemms
 from fp8core.modules.state.writing import fields_of, write_extra_state
 from fp8core.recipe import DelayedScaling, Recipe
 from fp8core.recipe.base import plan_of

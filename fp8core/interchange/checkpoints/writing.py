@@ -28,9 +28,8 @@ from fp8core.interchange.checkpoints.layouts import (
 )
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bound import recipe_in
-from fp8core.modules.calls.refusals import experts_of
 from fp8core.modules.layers.parallel import ParallelModule
-from fp8core.modules.models.inventory import ModuleNode, keyed_modules
+from fp8core.modules.models.inventory import ModuleNode, experts_of, keyed_modules
 from fp8core.modules.state.delayed import DelayedModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of

@@ -16,7 +16,7 @@ from fp8core.context import recompute, timeline
 from fp8core.context.autocast import Active, active, active_before, active_name
 from fp8core.context.scopes import touch
 from fp8core.dispatch import policy, settings
-from fp8core.dispatch.resolver import TrackingResolver
+from fp8core.dispatch.table import TrackingResolver
 from fp8core.errors import Fp8CoreError, UnsupportedError
 from fp8core.modules.agreement import agree
 from fp8core.modules.bindings import bind_lock

@@ -1,16 +1,22 @@
-"""The parameters of layers: device, memory and first values, and checks of sizes and names."""
+"""The parameters of layers: device, memory and first values; and checks of constructors' arguments.
+
+An argument of Transformer Engine whose feature is not offered passes with a value that asks for no
+such feature, so that a script written for Transformer Engine runs; any other value is refused, with
+the name of the argument.
+"""
 
 from __future__ import annotations
 
+import inspect
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from fp8core.dispatch import policy, select
-from fp8core.errors import OperandError, RecipeError, did_you_mean
+from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.tensors.parameter.init import parameter_dtype
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.private import DeviceContext, function_modes
@@ -130,3 +136,55 @@ def check_normalization(owner: str, name: str) -> str:
             f"{did_you_mean(str(name), NORMALIZATIONS)}"
         )
     return NORMALIZATIONS[name]
+
+
+def refuse_arguments(
+    function: Callable[..., object],
+    arguments: Mapping[str, object],
+    names: Iterable[str],
+    *,
+    owner: str | None = None,
+) -> None:
+    """Raise UnsupportedError for the first of ``names`` whose value asks for a feature.
+
+    Values that ask for no feature: the default that ``function`` declares; None or False where the
+    default is None or False; a process group of one rank; options of tensor parallelism without
+    effect on one rank, as more ranks are refused (``parallel_mode``, ``set_parallel_mode``,
+    ``return_layernorm_output_gathered``); and the names ``rng_tracker_name`` and ``ub_name``, as
+    the features that they name are refused. ``owner`` is the function's name in messages, by
+    default its own.
+    """
+    parameters = inspect.signature(function).parameters
+    owner = owner or function.__qualname__.removesuffix(".__init__")
+    for name in names:
+        value, default = arguments[name], parameters[name].default
+        if _asks_for_nothing(value, default) or _is_idle(name, value):
+            continue
+        shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        raise UnsupportedError(f"{owner}({name}={shown}) is not offered; leave it at {default!r}.")
+
+
+def _asks_for_nothing(value: object, default: object) -> bool:
+    if isinstance(value, torch.Tensor):  # which has no truth value
+        return False
+    return value == default or (not value and not default)
+
+
+def _is_idle(name: str, value: object) -> bool:
+    """Return whether ``value``, which is not the default, changes nothing on a single rank."""
+    match name:
+        case "tp_group" | "tensor_parallel_group" | "dist_process_group":
+            return _is_single_rank(value)
+        case "parallel_mode" | "tensor_parallel_mode":
+            return value in ("column", "row")
+        case "set_parallel_mode" | "return_layernorm_output_gathered":
+            return value is True
+        case "rng_tracker_name" | "ub_name":
+            return isinstance(value, str)
+    return False
+
+
+def _is_single_rank(group: object) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    return isinstance(group, torch.distributed.ProcessGroup) and group.size() == 1

@@ -22,9 +22,9 @@ from fp8core.modules.calls.parameters import (
     default_init_method,
     fill,
     make_parameter,
+    refuse_arguments,
     resolve_device,
 )
-from fp8core.modules.calls.refusals import refuse_arguments
 from fp8core.modules.layers.operation import ExtraTensors
 from fp8core.modules.layers.parallel import ParallelModule, mark_weight
 from fp8core.modules.run import delaying, remember_call, run_again, run_links

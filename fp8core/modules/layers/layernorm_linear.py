@@ -12,8 +12,13 @@ from fp8core.chain.pointwise import OutputShape
 from fp8core.chain.shape import LinkShape
 from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.calls.base import LowPrecisionModule
-from fp8core.modules.calls.parameters import InitMethod, check_normalization, fill, make_parameter
-from fp8core.modules.calls.refusals import refuse_arguments
+from fp8core.modules.calls.parameters import (
+    InitMethod,
+    check_normalization,
+    fill,
+    make_parameter,
+    refuse_arguments,
+)
 from fp8core.modules.layers.linear import NOT_OFFERED, Linear
 from fp8core.modules.layers.parallel import mark_norm
 from fp8core.modules.run import run_layer

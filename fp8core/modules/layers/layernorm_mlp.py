@@ -13,7 +13,7 @@ from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import BiasShape
 from fp8core.chain.shape import LinkShape
-from fp8core.context.checkpoint import checkpoint as recomputed
+from fp8core.context.recompute import checkpoint as recomputed
 from fp8core.modules.calls.parameters import (
     InitMethod,
     check_normalization,
@@ -21,9 +21,9 @@ from fp8core.modules.calls.parameters import (
     default_init_method,
     fill,
     make_parameter,
+    refuse_arguments,
     resolve_device,
 )
-from fp8core.modules.calls.refusals import refuse_arguments
 from fp8core.modules.layers.layernorm_linear import (
     norm_params,
     register_norm,

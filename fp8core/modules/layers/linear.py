@@ -18,9 +18,9 @@ from fp8core.modules.calls.parameters import (
     default_init_method,
     fill,
     make_parameter,
+    refuse_arguments,
     resolve_device,
 )
-from fp8core.modules.calls.refusals import refuse_arguments
 from fp8core.modules.layers.parallel import Parallel, ParallelModule, mark_norm, mark_weight
 from fp8core.modules.run import run_layer
 from fp8core.recipe.plan import LayerRole

@@ -1,15 +1,23 @@
-"""A layer of one operation: the base of those in :mod:`fp8core.ops`."""
+"""Layers of one operation: their base, and those that reshape, move, scale and add tensors."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import ClassVar, TypeVar
 
 import torch
+from typing_extensions import override
 
-from fp8core.chain.shape import input_columns_of
+from fp8core.chain.moving import AllReduceShape, GatherShape, ScatterShape
+from fp8core.chain.pointwise import AddShape, OutputShape
+from fp8core.chain.regrouped import L2NormShape, ScaleShape
+from fp8core.chain.shape import LinkShape, input_columns_of
+from fp8core.collectives import of_group
 from fp8core.errors import OperandError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.inputs import cast_to_weight, check_kind
+from fp8core.modules.layers.parallel import is_group
 from fp8core.modules.run import run_layer
 
 _Self = TypeVar("_Self", bound="ExtraTensors")
@@ -118,3 +126,222 @@ class Operation(LowPrecisionModule, ExtraTensors):
 
     def _describe(self) -> list[str]:
         return []
+
+
+class _Collective(Operation):
+    """Base: an operation over the ranks of ``process_group``, the default group if None."""
+
+    _shape: ClassVar[type[GatherShape | ScatterShape | AllReduceShape]]
+
+    def __init__(self, process_group: object | None = None) -> None:
+        super().__init__(None)
+        if process_group is not None and not is_group(process_group):
+            raise OperandError(
+                f"ops.{type(self).__name__}(process_group={process_group!r}): expected a "
+                f"torch.distributed process group, or None for the default one."
+            )
+        communicator = of_group(process_group)  # type: ignore[arg-type]  # checked above
+        self._group = communicator.group_name
+        self.process_group_size = communicator.size
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the collective; nothing for a group of one rank."""
+        return (self._shape(self._group),) if self.process_group_size > 1 else ()
+
+    def _describe(self) -> list[str]:
+        return [f"process_group_size={self.process_group_size}"]
+
+
+class AllGather(_Collective):
+    """Concatenates the rows of all ranks along the first dimension.
+
+    A linear that follows gets codes and scales, which the ranks cast from their rows by its recipe.
+    Backward sums the gradient over the ranks, each of which keeps its rows.
+    """
+
+    _shape = GatherShape
+
+
+class ReduceScatter(_Collective):
+    """Sums over the ranks, each of which keeps its part of the first dimension.
+
+    Backward concatenates the gradients of all ranks: for a linear before it, codes and scales.
+    """
+
+    _shape = ScatterShape
+
+
+class AllReduce(_Collective):
+    """Sums over the ranks.
+
+    All ranks have to use the result in the same way: the gradient, equal on all ranks, is handed on
+    as it is. ``reduce_in_backward`` is accepted for compatibility, and changes nothing.
+    """
+
+    _shape = AllReduceShape
+
+    def __init__(
+        self, process_group: object | None = None, reduce_in_backward: bool = True
+    ) -> None:
+        super().__init__(process_group)
+
+
+class Identity(Operation):
+    """Returns its input."""
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return nothing: it is no link."""
+        return ()
+
+
+class ConstantScale(Operation):
+    """``scale * x``, in the dtype of ``x``."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(None)
+        if isinstance(scale, bool) or not isinstance(scale, int | float):
+            raise OperandError(f"ops.ConstantScale(scale={scale!r}): expected a number.")
+        self.scale = float(scale)
+
+    @override
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        return (ScaleShape(self.scale),)
+
+    def _describe(self) -> list[str]:
+        return [f"scale={self.scale}"]
+
+
+class L2Normalization(Operation):
+    """``x / sqrt(sum(x^2) + eps)`` over the last dimension, in float32.
+
+    ``seq_length`` and ``micro_batch_size`` are accepted for compatibility.
+    """
+
+    def __init__(
+        self,
+        *,
+        eps: float = 1e-6,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        super().__init__(None)
+        if not isinstance(eps, int | float) or not math.isfinite(eps) or eps < 0:
+            raise OperandError(f"ops.L2Normalization(eps={eps!r}): expected a number >= 0.")
+        self.eps = float(eps)
+
+    @override
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        return (L2NormShape(self.eps),)
+
+    def _describe(self) -> list[str]:
+        return [f"eps={self.eps}"]
+
+
+class AddExtraInput(Operation):
+    """The residual add: adds an extra input, in a Sequential the next one of its call.
+
+    With ``in_place`` the sum is written to the extra input, which is the result. torch refuses that
+    for a leaf that requires a gradient, and notices where another operation has saved the tensor.
+    """
+
+    num_extra_inputs = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__(None)
+        self.in_place = in_place
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it is a part of a chain, which writes to none of its inputs."""
+        return not self.in_place
+
+    @override
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        return (AddShape(),)
+
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:
+        """Return ``input`` plus the extra input.
+
+        Raises:
+            OperandError: there is no extra input or more than one, or its shape differs; in place,
+                it is a leaf that requires a gradient.
+        """
+        if not self.in_place or len(extra_inputs) != 1:
+            return super().forward(input, *extra_inputs)
+        (extra,) = extra_inputs
+        check_kind(self.label, "the extra input", extra)
+        if extra.shape != input.shape:
+            raise OperandError(
+                f"{self.label}: the extra input is {list(extra.shape)}; expected the input's "
+                f"{list(input.shape)}."
+            )
+        if torch.is_grad_enabled() and extra.requires_grad and extra.is_leaf:
+            raise OperandError(
+                f"{self.label}: in_place=True would write to a leaf that requires a gradient. Give "
+                f"the result of an operation, or leave in_place out."
+            )
+        return extra.add_(input)
+
+
+class MakeExtraOutput(Operation):
+    """Returns its input as an extra output too: for a residual around what follows.
+
+    The gradients of both are added in the input's dtype, each rounded before. A
+    :class:`~fp8core.RMSNorm` that follows in a Sequential adds the other one in float32 to its
+    own, and rounds the sum alone, unless ``in_place`` is set: it allows Transformer Engine to add
+    in the memory of one, which torch decides by itself.
+    """
+
+    num_extra_outputs = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__(None)
+        self.in_place = in_place
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it begins a chain, whose first link adds the gradients."""
+        return not self.in_place
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the place at which the value leaves the chain."""
+        return (OutputShape(),)
+
+    def forward(  # type: ignore[override]  # the extra output
+        self, input: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the input twice."""
+        return input, input
+
+
+class Reshape(torch.nn.Module):
+    """``x.reshape(shape)``; one size may be -1."""
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        super().__init__()
+        sizes = tuple(shape)
+        is_valid = all(isinstance(size, int) and size >= -1 for size in sizes)
+        if not is_valid or sizes.count(-1) > 1:
+            raise OperandError(
+                f"ops.Reshape({sizes!r}): expected sizes >= 0, of which one may be -1."
+            )
+        self.shape = sizes
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input`` with the shape.
+
+        Raises:
+            OperandError: it has another number of elements.
+        """
+        product = math.prod([size for size in self.shape if size != -1])
+        count = input.numel()
+        fits = count == product if -1 not in self.shape else product and not count % product
+        if not fits:
+            raise OperandError(
+                f"ops.Reshape: input {list(input.shape)} has no shape {list(self.shape)}."
+            )
+        return input.reshape(self.shape)
+
+    def extra_repr(self) -> str:
+        """Return the shape."""
+        return ", ".join(map(str, self.shape))

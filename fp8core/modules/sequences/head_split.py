@@ -10,7 +10,7 @@ import torch
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.modules.calls.parameters import check_size
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
-from fp8core.modules.layers.tensor_operations import L2Normalization
+from fp8core.modules.layers.operation import L2Normalization
 
 _WITH_WEIGHT = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 

@@ -22,7 +22,7 @@ from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound
 from fp8core.modules.calls.inputs import check_input, check_is_whole, check_kind
-from fp8core.modules.calls.refusals import refuse_arguments
+from fp8core.modules.calls.parameters import refuse_arguments
 from fp8core.modules.run import remember, run_again, run_links
 from fp8core.torch_ops.likeness import sameness_to
 from fp8core.torch_ops.private import is_transform_active

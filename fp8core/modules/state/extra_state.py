@@ -6,14 +6,28 @@ The state is a pickle as uint8 ``[bytes]``, in version 1 an ``io.BytesIO`` by to
 module         ``recipe`` (from 2.0 on), ``scale_fwd [3 g]``, ``amax_history_fwd [len, 3 g]``,
                ``scale_bwd [2 g]``, ``amax_history_bwd [len, 2 g]``, ``extra_fp8_variables``,
                for g GEMMs; up to 1.x ``scale_inv_fwd`` and ``scale_inv_bwd`` too
-attention      the same with 3 GEMMs, whose slots fp8core/modules/state/attention.py maps
+attention      the same with 3 GEMMs, whose slots are below
 operation      ``forward`` and ``backward``, dicts with the keys of the way, of 2 tensors
                (input, weight) and 1 (grad_output)
 =============  ==============================================================================
 
 The slots of a GEMM are input, weight, output and grad_output, grad_input, as they are in fp8core;
 an empty tensor stands for no state. Source: Transformer Engine 2.20.2, pytorch/module/base.py and
-pytorch/ops/op.py, get_extra_state.
+pytorch/ops/op.py, get_extra_state. Those of attention:
+
+=======================  ============================  =========================================
+Transformer Engine       slot of                       fp8core
+=======================  ============================  =========================================
+forward ``2``, QKV       output of the first GEMM      ``q``, ``k``, ``v``, one slot each
+forward ``3``, O         input of the second           none: the result has the scale of ``v``
+forward ``8``, S         output of the third           ``s``
+backward ``0``, dQKV     gradient of the first output  none: these gradients are not quantized
+backward ``3``, dO       of the second input           ``grad_output``
+backward ``5``, dP       of the third input            ``dp``
+=======================  ============================  =========================================
+
+Source: the same, pytorch/cpp_extensions/fused_attn.py, ``META_QKV`` to ``META_DP``;
+pytorch/constants.py numbers the slots.
 """
 
 from __future__ import annotations
@@ -25,7 +39,6 @@ from typing import Any, TypeVar
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.modules.state.attention import from_three_gemms
 from fp8core.modules.state.opcodes import Record
 from fp8core.modules.state.tensors import RECIPES, read_values
 from fp8core.modules.state.writing import EXPERT
@@ -34,6 +47,58 @@ from fp8core.recipe.plan import AttentionPlan, LinearPlan, Plan
 from fp8core.reporting import log_once
 from fp8core.tensors.checks import kind_fault, lacks_memory
 from fp8core.tensors.delayed_state import BUFFERS, META, meta_text
+
+_FORWARD = {"q": 2, "k": 2, "v": 2, "s": 8}
+_BACKWARD = {"grad_output": 3, "dp": 5}
+_QKV, _RESULT = 2, 3
+_THREE_GEMMS = {"fwd": (_FORWARD, AttentionPlan.slots.forward, 9)}
+_THREE_GEMMS["bwd"] = (_BACKWARD, AttentionPlan.slots.backward, 6)
+
+
+def from_three_gemms(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return attention's buffers, without the metadata, from those of three GEMMs.
+
+    Queries, keys and values take the scale that they have in common.
+
+    Raises:
+        OperandError: another number of slots.
+    """
+    buffers = {}
+    for way, (places, names, count) in _THREE_GEMMS.items():
+        for name, fill in ((f"scale_{way}", 1.0), (f"amax_history_{way}", 0.0)):
+            tensor = tensors[name]
+            if tensor.shape[-1] != count:
+                raise OperandError(
+                    f"its {name} is {list(tensor.shape)}, expected {count} slots of attention"
+                )
+            buffer = tensor.new_full((*tensor.shape[:-1], len(names)), fill)
+            for slot, at in places.items():
+                buffer[..., names.index(slot)] = tensor[..., at]
+            buffers[name] = buffer
+    return buffers
+
+
+def to_three_gemms(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of three GEMMs from attention's buffers.
+
+    The common scale of queries, keys and values is the smallest, that of the largest amax; the
+    result takes that of the values. Gradients of queries, keys and values start fresh.
+    """
+    tensors = {}
+    for way, (places, names, count) in _THREE_GEMMS.items():
+        for name, fill in ((f"scale_{way}", 1.0), (f"amax_history_{way}", 0.0)):
+            source = buffers[name]
+            whole = source.new_full((*source.shape[:-1], count), fill)
+            for slot, at in places.items():
+                whole[..., at] = source[..., names.index(slot)]
+            if way == "fwd":
+                three = source[..., [names.index(slot) for slot in "qkv"]]
+                is_scale = name.startswith("scale")
+                whole[..., _QKV] = three.amin(-1) if is_scale else three.amax(-1)
+                whole[..., _RESULT] = source[..., names.index("v")]
+            tensors[name] = whole
+    return tensors
+
 
 _T = TypeVar("_T")
 _ZIP, _PICKLE = b"PK", b"\x80"
