@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -89,18 +89,17 @@ class Keeping(NamedTuple):
     is_for_graphs: bool = False
 
 
-class WeightQuantizer(Protocol):
+class WeightQuantizer:
     """Returns the operands of a weight, or of one weight a group: quantized now, or kept.
 
     With ``requantizes``, the columnwise operand may be missing until :meth:`requantize` is called
     in backward: the weight is in its place, see :mod:`fp8core.tensors.saving`.
     """
 
-    choices: tuple[Choice, ...]
+    __slots__ = ()
 
-    @property
-    def requantizes(self) -> bool:
-        """Whether backward has to call :meth:`requantize`."""
+    choices: tuple[Choice, ...]
+    requantizes: bool = False
 
     def __call__(
         self,
@@ -111,20 +110,24 @@ class WeightQuantizer(Protocol):
         keeping: Keeping | None = None,
     ) -> Orientations:
         """Return the operands of ``weight [n, k]``, or of a sequence of them, one a group."""
+        raise NotImplementedError
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...] | None:
         """The constants of a plain weight's quantizer; None if the weight is cached, or more is
         done."""
+        return None
 
     def pair(self, input: TensorQuantizer) -> Pair | None:
         """Return the backend's call that casts an input and the weight both ways, if it has one.
 
-        The call is for plain weights that are not cached.
+        The call is for plain weights that are not cached. None: they are cast in separate calls.
         """
+        return None
 
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return ``saved``, three tensors a weight, with operands in the places of weights."""
+        return list(saved)
 
 
 class How(NamedTuple):
@@ -211,7 +214,7 @@ def _rewritten(stored: CachedWeight) -> CachedWeight:
     return stored._replace(origins=_origins_of(stored.origins.tensors[0], ()))
 
 
-class CachingWeightQuantizer:
+class CachingWeightQuantizer(WeightQuantizer):
     """Quantizes a weight in every call, or caches its operands where the caller says that the
     weight does not change.
 
@@ -223,8 +226,6 @@ class CachingWeightQuantizer:
     """
 
     __slots__ = ("_both", "_dtype", "_how", "_index", "_pad", "_quantizer", "_rowwise", "choices")
-
-    requantizes = False
 
     def __init__(
         self, quantizer: TensorQuantizer, index: int, how: How, pad: Pad | None = None
@@ -358,10 +359,6 @@ class CachingWeightQuantizer:
         """Return the backend's call that casts an input and the weight both ways, if it has one."""
         return input.pair_with(self._quantizer) if self._pad is None else None
 
-    def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return ``saved``, which is an operand."""
-        return list(saved)
-
     def _stored(self, weight: torch.Tensor, *, columnwise: bool) -> Orientations:
         """Return what ``weight``, a QuantizedTensor, holds, padded."""
         weight = weight if self._pad is None else self._pad(weight)
@@ -421,7 +418,7 @@ _WRITTEN = (
 )
 
 
-class WeightWrapper:
+class WeightWrapper(WeightQuantizer):
     """Base of the weight quantizers around another one; they cast the weight in its own call."""
 
     __slots__ = ("_inner", "choices", "requantizes")
@@ -431,20 +428,12 @@ class WeightWrapper:
         self.choices = inner.choices
         self.requantizes = inner.requantizes
 
-    @property
-    def constants(self) -> None:
-        """None: the call is more than a cast."""
-        return None
-
-    def pair(self, input: TensorQuantizer) -> None:
-        """Return None: input and weight are cast in separate calls."""
-
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return ``saved`` as the inner quantizer does."""
         return self._inner.requantize(saved)
 
 
-class PerGroup:
+class PerGroup(WeightQuantizer):
     """A quantizer for each group, for the weights of a grouped layer: operands come as tuples."""
 
     __slots__ = ("_quantizers", "choices", "requantizes")
@@ -469,14 +458,6 @@ class PerGroup:
         return Orientations(
             tuple(pair.rowwise for pair in operands), tuple(pair.columnwise for pair in operands)
         )
-
-    @property
-    def constants(self) -> None:
-        """None: the call casts several weights."""
-        return None
-
-    def pair(self, input: TensorQuantizer) -> None:
-        """Return None: the input and each group's weight are cast in calls of their own."""
 
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return ``saved``, three tensors a group, with operands in the places of weights."""
