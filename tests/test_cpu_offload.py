@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import fp8core
-from fp8core import recipe
+from fp8core import cpu_offload, recipe
+from fp8core.cpu_offload import get_cpu_offload_context, mark_not_offload
 from fp8core.errors import OperandError
 from fp8core.tensors import saving
-from fp8core.training import cpu_offload
-from fp8core.training.cpu_offload import get_cpu_offload_context, mark_not_offload
 from tests.device import DEVICE
 from tests.pairs import pairs
 

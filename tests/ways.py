@@ -18,10 +18,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import fp8core
-from fp8core import ops, recipe
+from fp8core import cpu_offload, ops, recipe
 from fp8core.chain import run as chain
 from fp8core.modules.transformer_chain import TransformerChain
-from fp8core.training import cpu_offload
 from tests.pairs import pairs
 from tests.recording_backend import NAME as RECORDING
 

@@ -144,11 +144,7 @@ def _recorded(shapes: tuple[LinkShape, ...], plan: Plan, dtype: torch.dtype) -> 
     binding = Binding(torch.device("meta"), dtype, resolver=recorder)
     bind_chain(shapes, BindContext.of(plan, binding, "a record"))
     requests = [request for request in recorder.requests if request not in recorder.halves]
-    return tuple(sorted(dict.fromkeys(requests), key=_position))
-
-
-def _position(request: Request) -> int:
-    return request.purpose.position
+    return tuple(sorted(dict.fromkeys(requests), key=lambda request: request.purpose.position))
 
 
 class _Recorder:

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from fp8core.backend_api import GemmDesc, OpDesc, Operand, Ranks, Transfers
 from fp8core.chain import run as chain
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.call import Call
-from fp8core.chain.protocol import Link
 from fp8core.chain.routes import Routes
 from fp8core.chain.shape import BindContext, LinkShape, input_columns_of
 from fp8core.collectives import Communicator, Traffic, named
@@ -228,40 +226,23 @@ class MetaChain:
         return input_columns_of(layer.link_shapes()) is not None and layer.is_whole_chain
 
     @contextmanager
-    def forward(self, rows: int) -> Iterator[tuple[Forward, list[torch.Tensor]]]:
-        """Prepare a forward of ``rows`` rows: the forward to call, and the plain tensors among the
-        layer's own parameters."""
+    def forward(self, rows: int) -> Iterator[tuple[Callable[[], torch.Tensor], list[torch.Tensor]]]:
+        """Prepare a forward of ``rows`` rows: the forward to call, which returns the output with
+        its history, and the plain tensors among the layer's own parameters."""
         columns = input_columns_of(self.shapes)
         assert columns is not None
         with torch.inference_mode(False), torch.enable_grad():
             x = torch.empty(rows, columns, dtype=self.dtype, device=_META)
             params, plain = _params(self.layer, self.shapes, x.requires_grad_())
-            yield Forward(self.shapes, self.links, x, params), plain
 
+            def forward() -> torch.Tensor:
+                y, left, call = x, iter(params), _call(self.shapes, x)
+                for part in parts_of(self.shapes, self.links):
+                    num_params = sum(link.num_params for link in part)
+                    y = chain.run(part, y, list(itertools.islice(left, num_params)), call)
+                return y
 
-class Forward:
-    """A forward of a chain, to be called."""
-
-    def __init__(
-        self,
-        shapes: tuple[LinkShape, ...],
-        links: tuple[Link, ...],
-        x: torch.Tensor,
-        params: list[torch.Tensor],
-    ) -> None:
-        self._shapes = shapes
-        self._links = links
-        self._x = x
-        self._params = params
-
-    def __call__(self) -> torch.Tensor:
-        """Return the output, with its history."""
-        call, first, x = _call(self._shapes, self._x), 0, self._x
-        for part in parts_of(self._shapes, self._links):
-            end = first + sum(link.num_params for link in part)
-            x = chain.run(part, x, self._params[first:end], call)
-            first = end
-        return x
+            yield forward, plain
 
 
 class _ShapesOf:
@@ -281,7 +262,18 @@ class _ShapesOf:
             offers = table.resolve(desc, self._device).offers
         if offers.gemm_part is None:
             return resolved
-        part = partial(_part_of_product, resolved.run)
+
+        def part(
+            rows: int,
+            a: Operand,
+            b: Operand,
+            *,
+            bias: torch.Tensor | None = None,
+            out: torch.Tensor,
+        ) -> torch.Tensor:
+            resolved.run(a, b, bias=bias)
+            return out
+
         return dataclasses.replace(resolved, offers=Offers(gemm_part=part))
 
     def resolve_optional(
@@ -292,19 +284,6 @@ class _ShapesOf:
     def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
         with table.in_eager():
             return table.transfers(ranks, self._device, dtype)
-
-
-def _part_of_product(
-    product: Callable[..., torch.Tensor],
-    rows: int,
-    a: Operand,
-    b: Operand,
-    *,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    product(a, b, bias=bias)
-    return out
 
 
 def _params(

@@ -78,7 +78,7 @@ def install(version: str = transformer_engine.VERSION) -> None:
 
     Raises:
         UnsupportedError: MindSpeed is not installed, or has patched Megatron already; or see
-            :func:`fp8core.integrations.transformer_engine.install`.
+            :func:`fp8core.transformer_engine.install`.
     """
     if _ADAPTOR in sys.modules:
         raise UnsupportedError(
@@ -92,7 +92,7 @@ def install(version: str = transformer_engine.VERSION) -> None:
         transformer_engine.uninstall()
         raise UnsupportedError(
             f"MindSpeed cannot be imported ({error}). Without it, Megatron needs only "
-            f"fp8core.integrations.transformer_engine.install()."
+            f"fp8core.transformer_engine.install()."
         ) from None
     if not getattr(manager.register_patch, "leaves_out", False):
         manager.register_patch = staticmethod(_filtered(manager.register_patch))

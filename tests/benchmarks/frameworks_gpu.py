@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fp8core
-from fp8core.integrations import transformer_engine
+from fp8core import transformer_engine
 from tests.benchmarks.measuring.device import CUDA, HOST, Device, versions
 from tests.benchmarks.measuring.intervals import median_interval, ratios
 from tests.benchmarks.measuring.turns import Stop, eager_us

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from fp8core.training import cpu_offload
+from fp8core import cpu_offload
 from tests.benchmarks.offload_gpu import Measured, Stack
 
 

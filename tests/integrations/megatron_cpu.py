@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from fp8core.integrations import transformer_engine as alias
+from fp8core import transformer_engine as alias
 
 
 class Utils:

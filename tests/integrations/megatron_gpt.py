@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fp8core.integrations import mindspeed
-from fp8core.integrations import transformer_engine as alias
+from fp8core import mindspeed
+from fp8core import transformer_engine as alias
 
 BASE: dict[str, Any] = {
     "num_layers": 2,

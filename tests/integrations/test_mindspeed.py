@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import fp8core
+from fp8core import mindspeed, transformer_engine
 from fp8core.errors import UnsupportedError
-from fp8core.integrations import mindspeed, transformer_engine
 from fp8core.integrations.transformer_engine import finder
 from fp8core.recipe import Float8BlockScaling, Float8CurrentScaling
 

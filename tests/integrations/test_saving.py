@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fp8core import autocast
+from fp8core import transformer_engine as alias
 from fp8core.errors import OperandError
-from fp8core.integrations import transformer_engine as alias
 from fp8core.integrations.transformer_engine import finder
 from fp8core.interchange.checkpoints.transformer_engine import merge_states, split_state
 from fp8core.modules.state.extra_state import read_expert_state

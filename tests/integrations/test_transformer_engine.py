@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import fp8core
+from fp8core import transformer_engine as alias
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
-from fp8core.integrations import transformer_engine as alias
 from fp8core.integrations.transformer_engine import finder, surface
 from tests.refusals import unrefused
 from tests.te_surface import Name, stored

@@ -55,7 +55,7 @@ __all__ = [
     "recipe_of",
 ]
 
-_ALIAS = "fp8core.integrations.transformer_engine runs Megatron's own spec, which has it"
+_ALIAS = "fp8core.transformer_engine runs Megatron's own spec, which has it"
 # Options of Megatron that other layers than these would have to know, with their neutral value.
 _REFUSED = {
     "fp8_wgrad": True,

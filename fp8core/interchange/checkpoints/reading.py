@@ -12,7 +12,7 @@ import torch
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError, did_you_mean
 from fp8core.interchange.checkpoints.files import Checkpoint, Header
 from fp8core.interchange.checkpoints.layouts import Piece, Stored, pieces_of, stored_names
-from fp8core.interchange.checkpoints.stored import Method, StoredWeight, method_of
+from fp8core.interchange.checkpoints.stored import StoredWeight, method_of
 from fp8core.interchange.checkpoints.writing import unwrapped
 from fp8core.modules.models.inventory import keyed_modules
 from fp8core.modules.state.delayed import DelayedModule
@@ -133,13 +133,17 @@ class _Plan:
         pieces = {
             name: pieces_of(name, target.value.shape, headers) for name, target in targets.items()
         }
-        self._targets = _once(targets, {name for name in targets if pieces[name]})
+        # Each tensor of the model under the first of its names that the file has.
+        firsts: dict[int, str] = {}
+        for name in (name for name in targets if pieces[name]):
+            firsts.setdefault(id(targets[name].value), name)
+        self._targets = {name: targets[name] for name in firsts.values()}
         every = [piece.name for some_pieces in pieces.values() for piece in some_pieces]
         stored_by_name = {name: stored_names(name, headers) for name in every}
         used = {*every, *(name for stored in stored_by_name.values() for name in stored or ())}
         unused = [name for name in headers if name not in used]
         self._unread = tuple(name for name in unused if name.endswith(_UNREAD))
-        missing = _missing(targets, {name for name in targets if pieces[name]})
+        missing = [name for name, target in targets.items() if id(target.value) not in firsts]
         missing += [name for name in every if stored_by_name[name] is None and name not in headers]
         _check_names(missing, [n for n in unused if n not in self._unread], targets)
         self._pieces = {piece.name: piece for name in self._targets for piece in pieces[name]}
@@ -151,7 +155,7 @@ class _Plan:
             if name not in self._stored:
                 _check_plain(headers[name], piece, self._targets[piece.target].value)
         self._joined = self._join()
-        self._differing = self._differing_ties(targets, stored_by_name)
+        self._differing = self._differing_ties(targets, stored_by_name, firsts)
         self._recipe = _common_recipe(self._weights.values())
         self._native = self._keeping() if native else set()
         # Tensors whose pieces are being read, and how many are left.
@@ -170,21 +174,16 @@ class _Plan:
         small = [name for stored in self._stored.values() for name in stored[1:] if name]
         scales = dict(self._checkpoint.read(small))
         return {
-            name: self._weight(name, stored, scales, method)
+            name: StoredWeight(
+                name,
+                self._pieces[name].shape,
+                self._checkpoint.headers[stored.codes],
+                scales[stored.scale],
+                None if stored.outer is None else scales[stored.outer],
+                method,
+            )
             for name, stored in self._stored.items()
         }
-
-    def _weight(
-        self, name: str, stored: Stored, scales: dict[str, torch.Tensor], method: Method
-    ) -> StoredWeight:
-        return StoredWeight(
-            name,
-            self._pieces[name].shape,
-            self._checkpoint.headers[stored.codes],
-            scales[stored.scale],
-            None if stored.outer is None else scales[stored.outer],
-            method,
-        )
 
     def _join(self) -> dict[str, StoredWeight | str]:
         """Return the weight of each parameter that the file holds as codes, or why they are none:
@@ -202,14 +201,16 @@ class _Plan:
         return joined
 
     def _differing_ties(
-        self, targets: dict[str, _Target], stored_by_name: dict[str, Stored | None]
+        self,
+        targets: dict[str, _Target],
+        stored_by_name: dict[str, Stored | None],
+        firsts: dict[int, str],
     ) -> list[tuple[str, str]]:
         """Return pairs of names of one tensor of the model, the first of which is loaded, whose
         values differ in the file."""
-        chosen = {id(target.value): name for name, target in self._targets.items()}
         differing = []
         for name in [n for n in targets if n in stored_by_name and n not in self._targets]:
-            first = chosen[id(targets[name].value)]
+            first = firsts[id(targets[name].value)]
             ours, theirs = (stored_by_name.get(n) or (n,) for n in (first, name))
             same = len(ours) == len(theirs) and all(map(self._is_same, ours, theirs))
             if not same:
@@ -290,7 +291,10 @@ class _Plan:
             if whole is None:
                 continue
             if piece.target in self._native:
-                self._put_codes(piece.target, whole)
+                joined = self._joined[piece.target]
+                assert isinstance(joined, StoredWeight)
+                assert self._recipe is not None
+                _replace(target, joined.quantized(whole, self._recipe, target.value.dtype))
             else:
                 _fill(target, whole)
 
@@ -310,27 +314,6 @@ class _Plan:
             return whole
         self._gathered[name] = whole, left - 1
         return None
-
-    def _put_codes(self, name: str, codes: torch.Tensor) -> None:
-        target, weight = self._targets[name], self._joined[name]
-        assert isinstance(weight, StoredWeight)
-        assert self._recipe is not None
-        _replace(target, weight.quantized(codes, self._recipe, target.value.dtype))
-
-
-def _once(targets: dict[str, _Target], present: set[str]) -> dict[str, _Target]:
-    """Return the targets that the file has, each tensor under its first name alone."""
-    chosen: dict[int, str] = {}
-    for name, target in targets.items():
-        if name in present:
-            chosen.setdefault(id(target.value), name)
-    return {name: targets[name] for name in chosen.values()}
-
-
-def _missing(targets: dict[str, _Target], present: set[str]) -> list[str]:
-    """Return the names of tensors that the file has under none of their names."""
-    loaded = {id(targets[name].value) for name in present}
-    return [name for name, target in targets.items() if id(target.value) not in loaded]
 
 
 def _check_names(missing: list[str], unused: list[str], targets: dict[str, _Target]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.utils import parametrize
@@ -98,37 +99,26 @@ def weights_of(
 
 def _layers(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> list[ModuleNode]:
     """Return the layers whose weights are stored quantized, each once."""
-    nodes = list(_nodes(model))
-    if not any(isinstance(module, LowPrecisionModule) for module in model.modules()):
-        chosen = {node.module for node in survey(model, filter, skip).chosen}
-        return _each_once(
-            [node for node in nodes if node.module in chosen and _is_foreign(node.module)]
-        )
-    native = [node for node in nodes if _is_native(node.module)]
-    check_patterns(filter, skip, [node.path for node in native], {})
-    reason = unwanted(model, filter, skip, kinds=(torch.nn.Linear, LowPrecisionModule))
-    # Layers that convert() converted were chosen there, unless the caller chooses here.
-    is_filtered = filter is not None or bool(skip)
-    return _each_once(
-        [
-            node
-            for node in native
-            if (RECORD in vars(node.module) and not is_filtered) or not reason(node)
-        ]
-    )
-
-
-def _each_once(nodes: Sequence[ModuleNode]) -> list[ModuleNode]:
-    """Return the first node of each module."""
-    firsts = {node.module: node for node in reversed(nodes)}
-    return [node for node in nodes if firsts[node.module] is node]
-
-
-def _nodes(model: torch.nn.Module) -> Iterator[ModuleNode]:
-    """Yield every module by its path in the state_dict, also those inside fp8core's layers."""
     parents: dict[str, torch.nn.Module] = dict(keyed_modules(model))
-    for path, module in parents.items():
-        yield ModuleNode(path, module, parents[path.rpartition(".")[0]] if path else None)
+    nodes = [  # also those inside fp8core's layers
+        ModuleNode(path, module, parents[path.rpartition(".")[0]] if path else None)
+        for path, module in parents.items()
+    ]
+    if any(isinstance(module, LowPrecisionModule) for module in model.modules()):
+        nodes = [node for node in nodes if _is_native(node.module)]
+        check_patterns(filter, skip, [node.path for node in nodes], {})
+        reason = unwanted(model, filter, skip, kinds=(torch.nn.Linear, LowPrecisionModule))
+        # Layers that convert() converted were chosen there, unless the caller chooses here.
+        is_filtered = filter is not None or bool(skip)
+        is_chosen = [(RECORD in vars(n.module) and not is_filtered) or not reason(n) for n in nodes]
+    else:
+        chosen = {node.module for node in survey(model, filter, skip).chosen}
+        chosen = {m for m in chosen if isinstance(m, torch.nn.Linear) or holds_experts(m)}
+        is_chosen = [node.module in chosen for node in nodes]
+    firsts: dict[torch.nn.Module, ModuleNode] = {}
+    for node in itertools.compress(nodes, is_chosen):
+        firsts.setdefault(node.module, node)
+    return list(firsts.values())
 
 
 def _is_native(module: torch.nn.Module) -> bool:
@@ -142,14 +132,8 @@ def _is_foreign(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Linear) or holds_experts(module)
 
 
-class _Gemm(NamedTuple):
-    """The weight of a GEMM before its spec is chosen; ``number`` is the GEMM's in its layer."""
-
-    module: torch.nn.Module
-    target: str
-    names: tuple[str, ...]
-    parts: tuple[torch.Tensor, ...]
-    number: int
+# Module, target, names and parts of a Weight, and the number of its GEMM in the layer.
+_Gemm: TypeAlias = tuple[torch.nn.Module, str, tuple[str, ...], tuple[torch.Tensor, ...], int]
 
 
 def _gemms(node: ModuleNode, naming: Naming) -> Iterator[_Gemm]:
@@ -169,7 +153,7 @@ def _gemms(node: ModuleNode, naming: Naming) -> Iterator[_Gemm]:
     for index, parts in enumerate(names):
         values = tuple(_parameter(layer, prefix, name) for name in parts)
         full = tuple(naming.of(prefix + name) for name in parts)
-        yield _Gemm(layer, prefix + parts[0], full, values, index)
+        yield layer, prefix + parts[0], full, values, index
 
 
 def _expert_gemms(owner: torch.nn.Module, path: str, name: str, naming: Naming) -> Iterator[_Gemm]:
@@ -185,7 +169,7 @@ def _expert_gemms(owner: torch.nn.Module, path: str, name: str, naming: Naming) 
     for expert, parts in pieces.items():
         rows = [piece.place[1:] for piece in parts if piece.place is not None]
         values = tuple(value[expert].narrow(0, start, size) for start, size in rows)
-        yield _Gemm(owner, prefix + name, tuple(part.name for part in parts), values, expert)
+        yield owner, prefix + name, tuple(part.name for part in parts), values, expert
 
 
 def _weights(node: ModuleNode, recipe: Recipe, naming: Naming) -> Iterator[Weight]:
@@ -197,8 +181,8 @@ def _weights(node: ModuleNode, recipe: Recipe, naming: Naming) -> Iterator[Weigh
         role = LayerRole(layer.kind, layer.name or path or None)
         scales = layer._buffers.get("scale_fwd")
     used = recipe_in(recipe, role)
-    for gemm in _gemms(node, naming):
-        first = gemm.parts[0]
+    for module, target, names, parts, number in _gemms(node, naming):
+        first = parts[0]
         plan = plan_of(LinearPlan, used, role, first.dtype)
         spec = plan.weight.rowwise
         if isinstance(first, QuantizedTensor):
@@ -212,9 +196,9 @@ def _weights(node: ModuleNode, recipe: Recipe, naming: Naming) -> Iterator[Weigh
             continue
         scale = None
         if spec.delayed and scales is not None:
-            at = gemm.number * len(plan.slots.forward) + plan.slots.forward.index("weight")
+            at = number * len(plan.slots.forward) + plan.slots.forward.index("weight")
             scale = scales[at : at + 1]
-        yield Weight(*gemm[:4], spec, scale)
+        yield Weight(module, target, names, parts, spec, scale)
 
 
 def _parameter(layer: torch.nn.Module, prefix: str, name: str) -> torch.Tensor:
@@ -342,7 +326,9 @@ def save_pretrained(
             writer.add(tensors)
         config = {**_config(model), "quantization_config": layout.config(spec, left)}
         writer.finish(config)
-    _save_generation_config(model, directory)
+    save = getattr(getattr(model, "generation_config", None), "save_pretrained", None)
+    if callable(save):
+        save(directory)
     if uneven:
         logger.warning(
             "save_pretrained: blocks of %s do not divide %s. fp8core and torch's distributed "
@@ -388,14 +374,9 @@ def _common_layout(weights: Sequence[Weight], method: str | None) -> tuple[Layou
                 f"{weight.names[0]!r} as {weight.spec}. A file has one layout; leave the others "
                 f"out by skip= or by PerLayer."
             )
-    is_power_of_two = all(weight.spec.power_of_two for weight in weights)
-    spec = first.spec if is_power_of_two else _as_float32(weights)
-    return layout, spec
-
-
-def _as_float32(weights: Sequence[Weight]) -> OperandSpec:
-    """Return the spec of a weight whose scales are not rounded to powers of two."""
-    return next(weight.spec for weight in weights if not weight.spec.power_of_two)
+    # The spec of a weight whose scales are not rounded to powers of two, if there is one.
+    specs = (weight.spec for weight in weights)
+    return layout, next((spec for spec in specs if not spec.power_of_two), first.spec)
 
 
 def _left(model: torch.nn.Module, weights: Sequence[Weight]) -> list[str]:
@@ -529,9 +510,3 @@ def _config(model: torch.nn.Module) -> dict[str, Any]:
         return {}
     content: Mapping[str, Any] = json.loads(as_text())
     return {**content, "architectures": [type(model).__name__]}
-
-
-def _save_generation_config(model: torch.nn.Module, directory: str | os.PathLike[str]) -> None:
-    save = getattr(getattr(model, "generation_config", None), "save_pretrained", None)
-    if callable(save):
-        save(directory)
