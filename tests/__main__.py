@@ -1,16 +1,20 @@
-"""Every check that a change must pass: ``python -m tests [--fast] [pytest arguments]``.
+"""Every check that a change must pass: ``python -m tests [pytest arguments]``.
 
-Stops at the first check that fails, with its exit status. ``--fast`` skips the packaging tests.
-``--numprocesses 0`` runs the tests one after the other, for a debugger or their output.
+Stops at the first check that fails, with its exit status; mypy runs beside the tests.
+``python -m tests --all`` adds the tests marked ``slow``: distributions, and all of what other tests
+sample. ``--numprocesses 0`` runs the tests one after the other, for a debugger or their output.
 ``python -m tests --gpu [parts]`` runs what needs a GPU instead: :mod:`tests.on_gpu`.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO
 
 from tests import on_gpu
 
@@ -24,15 +28,15 @@ PACKAGES = {
 PARALLEL = ("--numprocesses", "logical", "--maxprocesses", "4", "--dist", "loadfile")
 
 
-def run(*command: str, cwd: Path = ROOT) -> None:
-    """Run a module of this interpreter in ``cwd``; exit with its status if it fails."""
+def status_of(*command: str, cwd: Path = ROOT, output: IO[str] | None = None) -> int:
+    """Run a module of this interpreter in ``cwd``; its exit status."""
     print("$ python -m", *command, flush=True)
-    call(sys.executable, "-m", *command, cwd=cwd)
+    command = (sys.executable, "-m", *command)
+    return subprocess.run(command, cwd=cwd, check=False, stdout=output, stderr=output).returncode
 
 
-def call(*command: str, cwd: Path = ROOT) -> None:
-    """Run a command in ``cwd``; exit with its status if it fails."""
-    status = subprocess.run(command, cwd=cwd, check=False).returncode
+def check(status: int) -> None:
+    """Exit with the status of a command that failed."""
     if status:
         sys.exit(status)
 
@@ -45,31 +49,50 @@ def check_native_format() -> None:
     print("$ clang-format", *options, "csrc/**", flush=True)
     kinds = {".cpp", ".cu", ".cuh", ".h"}
     files = sorted(str(file) for file in (ROOT / "csrc").rglob("*") if file.suffix in kinds)
-    call(clang_format.get_executable("clang-format"), *options, *files)
+    program = clang_format.get_executable("clang-format")
+    check(subprocess.run((program, *options, *files), check=False).returncode)
 
 
-def type_check() -> None:
-    """Run mypy where ``backends/`` goes by its installed name, however fp8core is installed."""
+def type_check(output: IO[str] | None = None) -> int:
+    """Status of mypy, run where ``backends/`` has its installed name, however it is installed."""
     names = [argument for name in PACKAGES for argument in ("-p", name)]
     config = ["--config-file", str(ROOT / "pyproject.toml")]
     cache = ["--cache-dir", str(ROOT / ".mypy_cache")]
     with TemporaryDirectory() as folder:
         for name, source in PACKAGES.items():
             Path(folder, name).symlink_to(source, target_is_directory=True)
-        run("mypy", "--strict", *config, *cache, *names, cwd=Path(folder))
+        command = ("mypy", "--strict", *config, *cache, *names)
+        return status_of(*command, cwd=Path(folder), output=output)
 
 
 def main(arguments: list[str]) -> None:
     """Run the checks in order; with ``--gpu``, the others."""
     if arguments[:1] == ["--gpu"]:
         sys.exit(on_gpu.main(arguments[1:]))
-    fast = [argument for argument in arguments if argument == "--fast"]
-    rest = [argument for argument in arguments if argument != "--fast"]
-    run("ruff", "format", "--check", ".")
-    run("ruff", "check", ".")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests",
+        usage="%(prog)s [--all] [pytest arguments] | %(prog)s --gpu [--help] [parts]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--all", action="store_true", help="run the tests marked `slow`, too")
+    parser.add_argument("--gpu", action="store_true", help="run what needs a GPU, and only that")
+    options, rest = parser.parse_known_args(arguments)
+    if options.gpu:
+        parser.error("--gpu comes first: `python -m tests --gpu [parts]`")
+    check(status_of("ruff", "format", "--check", "."))
+    check(status_of("ruff", "check", "."))
     check_native_format()
-    type_check()
-    run("pytest", *PARALLEL, *(["-m", "not packaging"] if fast else []), *rest)
+    chosen = () if options.all else ("-m", "not slow")
+    with ThreadPoolExecutor(1) as beside, TemporaryFile("w+", encoding="utf-8") as output:
+        types = beside.submit(type_check, output)
+        tests = status_of("pytest", *PARALLEL, *chosen, *rest)
+        type_status = types.result()
+        output.seek(0)
+        print("mypy:", output.read(), flush=True)
+    check(tests)
+    check(type_status)
 
 
 if __name__ == "__main__":

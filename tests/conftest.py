@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import subprocess
@@ -175,8 +176,9 @@ def group_of_one() -> Iterator[None]:
 
 @pytest.fixture
 def forking_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of ``fp8core doctor`` are forks, which saves seconds a process."""
-    forking = types.SimpleNamespace(Popen=forked.start, DEVNULL=subprocess.DEVNULL)
+    """The processes of ``fp8core doctor`` are forks with a short self-test: seconds a process."""
+    start = functools.partial(forked.start, imports=("tests.doctor.short",))
+    forking = types.SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr(process, "subprocess", forking)
 
 

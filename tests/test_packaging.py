@@ -115,7 +115,7 @@ def test_package_list_equals_the_tree() -> None:
     assert listed == found, "[tool.setuptools] packages in pyproject.toml must list every package"
 
 
-@pytest.mark.packaging
+@pytest.mark.slow
 def test_wheel_holds_the_packages_and_nothing_else(built: Distributions) -> None:
     expected = {
         f"{target}/{name}"
@@ -128,7 +128,7 @@ def test_wheel_holds_the_packages_and_nothing_else(built: Distributions) -> None
     assert f"{INFO}/licenses/LICENSE" in names
 
 
-@pytest.mark.packaging
+@pytest.mark.slow
 def test_wheel_from_sdist_equals_wheel_from_tree(built: Distributions) -> None:
     with zipfile.ZipFile(built.wheel) as direct, zipfile.ZipFile(built.wheel_from_sdist) as via:
         contents = [
@@ -138,7 +138,7 @@ def test_wheel_from_sdist_equals_wheel_from_tree(built: Distributions) -> None:
     assert [name for name, data in contents[0].items() if contents[1][name] != data] == []
 
 
-@pytest.mark.packaging
+@pytest.mark.slow
 def test_sdist_holds_the_whole_tree(built: Distributions) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
@@ -148,7 +148,7 @@ def test_sdist_holds_the_whole_tree(built: Distributions) -> None:
     )
 
 
-@pytest.mark.packaging
+@pytest.mark.slow
 def test_wheel_metadata(built: Distributions) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         wheel, metadata, entry_points = (
@@ -167,7 +167,7 @@ def test_wheel_metadata(built: Distributions) -> None:
     assert f"[fp8core.backends]\n{backends}" in entry_points
 
 
-@pytest.mark.packaging
+@pytest.mark.slow
 def test_installed_wheel_imports_from_its_own_folder(built: Distributions, tmp_path: Path) -> None:
     target = tmp_path / "target"
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index")
@@ -198,7 +198,7 @@ def scratch_environment(folder: Path) -> Path:
     return python
 
 
-@pytest.mark.packaging
+@pytest.mark.slow
 def test_editable_install_imports_from_the_checkout(built: Distributions, tmp_path: Path) -> None:
     checkout = Path(shutil.copytree(built.tree, tmp_path / "checkout"))
     python = scratch_environment(tmp_path)

@@ -74,7 +74,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.mark.packaging
+@pytest.mark.slow
 def test_installed_example_holds_every_law(installed: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = ("conformance", "e3m4", "--strict", "--json", report)
@@ -87,7 +87,7 @@ def test_installed_example_holds_every_law(installed: Path, tmp_path: Path) -> N
     assert supported == {"quantize", "dequantize", "gemm"}
 
 
-@pytest.mark.packaging
+@pytest.mark.slow
 def test_installed_example_trains_a_layer(installed: Path, tmp_path: Path) -> None:
     environment = {"FP8CORE_BACKEND": "e3m4", "OMP_NUM_THREADS": "1"}
     shown = run(installed, "-W", "error", "-c", TRAIN, cwd=tmp_path, **environment)
@@ -97,7 +97,7 @@ def test_installed_example_trains_a_layer(installed: Path, tmp_path: Path) -> No
     assert losses[-1] < losses[0] / 100
 
 
-@pytest.mark.packaging
+@pytest.mark.slow
 def test_installed_example_is_in_the_doctors_report(installed: Path, tmp_path: Path) -> None:
     found = json.loads(run(installed, "-m", "fp8core", "doctor", "--json", cwd=tmp_path))
     assert "e3m4" in found["formats"]
@@ -107,7 +107,7 @@ def test_installed_example_is_in_the_doctors_report(installed: Path, tmp_path: P
     ]
 
 
-@pytest.mark.packaging
+@pytest.mark.slow
 def test_pytest_in_the_installed_environment_offers_the_kit(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The examples run from the command line and do what they say."""
+"""The examples run from the command line and do what they say, each in one recipe or in all."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ import pytest
 from tests import device
 from tests.docs.pages import DOCS
 
+SLOW = pytest.mark.slow
+
 
 def printed(example: str, *arguments: str, folder: Path) -> str:
     """What an example prints, run as its page says."""
     return device.run_program(DOCS / "examples" / example, *arguments, folder=folder)
 
 
-@pytest.mark.parametrize(("name", "floor"), [("mxfp8", 93.0), ("delayed", 93.0), ("nvfp4", 90.0)])
+@pytest.mark.parametrize(
+    ("name", "floor"),
+    [
+        pytest.param("mxfp8", 93.0, marks=SLOW),
+        pytest.param("delayed", 93.0, marks=SLOW),
+        ("nvfp4", 90.0),
+    ],
+)
 def test_classifier_learns_the_digits(name: str, floor: float, tmp_path: Path) -> None:
     settings = ("--recipe", name, "--epochs", "6", "--hidden", "64")
     out = printed("classifier.py", *settings, folder=tmp_path)
@@ -27,7 +36,7 @@ def test_classifier_learns_the_digits(name: str, floor: float, tmp_path: Path) -
     assert float(accuracies[name]) > floor
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "delayed"])
+@pytest.mark.parametrize("name", ["mxfp8", pytest.param("delayed", marks=SLOW)])
 def test_llama_is_converted_and_learns(name: str, tmp_path: Path) -> None:
     settings = ("--recipe", name, "--steps", "20", "--hidden", "32", "--rows", "4")
     out = printed("llama.py", *settings, folder=tmp_path)
@@ -37,7 +46,7 @@ def test_llama_is_converted_and_learns(name: str, tmp_path: Path) -> None:
     assert losses[-1] < 0.75 * losses[0]
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "delayed"])
+@pytest.mark.parametrize("name", [pytest.param("mxfp8", marks=SLOW), "delayed"])
 def test_decoder_generates_tokens(name: str, tmp_path: Path) -> None:
     rows = json.loads(printed("decoder.py", "--recipe", name, folder=tmp_path))
     assert [len(row) for row in rows] == [16, 16]
@@ -51,6 +60,7 @@ def printed_by_two(example: str, *arguments: str, folder: Path) -> str:
     return device.run(*command, *arguments, folder=folder, num_devices=2)
 
 
+@SLOW
 def test_layer_over_two_ranks_learns_and_says_what_it_sends(tmp_path: Path) -> None:
     out = printed_by_two("sequence_parallel.py", "--recipe", "mxfp8", folder=tmp_path)
     rows = re.findall(r"^step (\d+): (\d+) bytes sent, loss ([\d.]+)$", out, re.MULTILINE)

@@ -15,6 +15,7 @@ from fp8core import recipe
 from fp8core.backend_api import OPS
 from tests.docs.pages import DOCS, PAGES
 
+pytestmark = pytest.mark.slow
 ROOT = DOCS.parent
 PLOTS = sorted((DOCS / "plots").glob("*.py"))
 

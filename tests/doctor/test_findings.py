@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8core.backend_api import OPS, OPTIONAL_OPS
-from fp8core.doctor.findings import absent, here
+from fp8core.doctor.findings import absent, here, records
 from tests.chain import fused_toy
 from tests.dispatch import toys
 
@@ -23,13 +23,17 @@ def test_backend_is_asked_and_tested_on_its_own_device() -> None:
     found = here("reference", None)
     assert (found.device, found.untested, found.failed) == ("cpu", None, [])
     assert [own.op for own in found.checks] == list(OPS)
+    for own in found.checks:
+        assert own.cases > 0, own.op
+        assert own.worst is not None, own.op
+        assert 0 <= own.worst <= 1, own.op
     assert {cell.op for cell in found.cells} == {*OPS, *OPTIONAL_OPS}
 
 
 def test_fusions_are_tested_where_they_are_offered() -> None:
     with fused_toy.installed("norm_quantize"):
-        found = here("fused_toy", None)
-    assert [own.op for own in found.checks] == [*OPS, "norm_quantize"]
+        found = [one["check"] for one in records("fused_toy", None, done=OPS) if "check" in one]
+    assert [own["op"] for own in found] == ["norm_quantize"]
 
 
 def test_backend_that_cannot_be_used_is_not_asked() -> None:

@@ -150,6 +150,6 @@ def _cover_file(copy: Copy, name: str, log: Path, end: float) -> int | None:
     def run() -> None:
         enter(copy, log)
         importlib.import_module(recorder.__name__).start()  # the copy's
-        pytest.main([*PYTEST, "-m", "not packaging", "-p", recorder.__name__, name])
+        pytest.main([*PYTEST, "-m", "not slow", "-p", recorder.__name__, name])
 
     return in_a_fork(run, end - time.monotonic())

@@ -75,6 +75,7 @@ def test_layers_run_from_the_queue_that_devices_have(softcann_folder: Path) -> N
     assert queued.returncode == 0, queued.stdout[-8000:] + queued.stderr[-2000:]
 
 
+@pytest.mark.slow  # npu/test_kit.py asks about few descriptors
 def test_backend_keeps_the_laws_of_the_conformance_kit(softcann_folder: Path) -> None:
     python = str(softcann_folder / "bin" / "python")
     # Whether a result depends on its call alone, law 7, is seen in one dtype of the activations.
@@ -93,6 +94,7 @@ def test_backend_keeps_the_laws_of_the_conformance_kit(softcann_folder: Path) ->
     assert int(held[1]) > 3700
 
 
+@pytest.mark.slow  # four processes; the laws that it asks are among the kit's
 def test_doctor_tests_the_backend_in_a_process_of_its_own(softcann_folder: Path) -> None:
     doctor = subprocess.run(
         [str(softcann_folder / "bin" / "python"), "-m", "fp8core", "doctor"],

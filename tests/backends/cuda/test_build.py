@@ -234,7 +234,7 @@ def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
         native._import(broken)
 
 
-@pytest.mark.packaging
+@pytest.mark.slow
 def test_the_sources_compile_without_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
