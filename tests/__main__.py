@@ -35,7 +35,7 @@ def status_of(*command: str, cwd: Path = ROOT, output: IO[str] | None = None) ->
     return subprocess.run(command, cwd=cwd, check=False, stdout=output, stderr=output).returncode
 
 
-def check(status: int) -> None:
+def exit_if_failed(status: int) -> None:
     """Exit with the status of a command that failed."""
     if status:
         sys.exit(status)
@@ -50,7 +50,7 @@ def check_native_format() -> None:
     kinds = {".cpp", ".cu", ".cuh", ".h"}
     files = sorted(str(file) for file in (ROOT / "csrc").rglob("*") if file.suffix in kinds)
     program = clang_format.get_executable("clang-format")
-    check(subprocess.run((program, *options, *files), check=False).returncode)
+    exit_if_failed(subprocess.run((program, *options, *files), check=False).returncode)
 
 
 def type_check(output: IO[str] | None = None) -> int:
@@ -81,8 +81,8 @@ def main(arguments: list[str]) -> None:
     options, rest = parser.parse_known_args(arguments)
     if options.gpu:
         parser.error("--gpu comes first: `python -m tests --gpu [parts]`")
-    check(status_of("ruff", "format", "--check", "."))
-    check(status_of("ruff", "check", "."))
+    exit_if_failed(status_of("ruff", "format", "--check", "."))
+    exit_if_failed(status_of("ruff", "check", "."))
     check_native_format()
     chosen = () if options.all else ("-m", "not slow")
     with ThreadPoolExecutor(1) as beside, TemporaryFile("w+", encoding="utf-8") as output:
@@ -91,8 +91,8 @@ def main(arguments: list[str]) -> None:
         type_status = types.result()
         output.seek(0)
         print("mypy:", output.read(), flush=True)
-    check(tests)
-    check(type_status)
+    exit_if_failed(tests)
+    exit_if_failed(type_status)
 
 
 if __name__ == "__main__":
