@@ -8,20 +8,26 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
+from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
+from fp8core import errors
 from fp8core.context.autocast import autocast
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
-from fp8core.interchange.export.program import lower
+from fp8core.interchange.export import operands
 from fp8core.recipe import Recipe
-from fp8core.torch_ops.private import pytree
+from fp8core.torch_ops.encoding import decode
+from fp8core.torch_ops.private import FakeTensor, pytree, schema_of
 
 __all__ = ["to_onnx"]
 
@@ -109,6 +115,280 @@ def _changed(name: str, old: object, new: object) -> UnsupportedError:
         f"hold as a constant. Call the model once before if forward sets it once; else export a "
         f"model that does not change it."
     )
+
+
+_CONSTANT_INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+_NAMESPACE = "fp8core"
+# Arguments of torch's random operators that are 0 or False where nothing is drawn.
+_SWITCHES = ("p", "dropout", "dropout_p", "train", "training")
+
+
+def lower(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` in operators that torch translates to ONNX; ``program`` is used up.
+
+    Nodes that depend on parameters alone are computed: weights are stored as their codes and
+    scales.
+
+    Raises:
+        UnsupportedError: the program holds an operation without a translation, or writes a buffer.
+    """
+    _drop_seeds(program)
+    program = _functional(program)
+    _refuse_writes(program)
+    _drop_unused(program)
+    _refuse_operators(program)
+    _Folding(program).run()
+    for node in program.graph.nodes:
+        name = _operator_name(node)
+        if name is not None:
+            node.target = operands.LOWERED[name]
+    program.graph_module.recompile()
+    result: ExportedProgram = program.run_decompositions(operands.DECOMPOSITIONS)
+    return result
+
+
+def _operator_name(node: Node) -> str | None:
+    """Return the name of fp8core's operator that ``node`` calls, None for another's."""
+    namespace, _, rest = str(node.target).partition(".")  # fp8core.norm.default
+    return rest.partition(".")[0] if namespace == _NAMESPACE else None
+
+
+def _drop_seeds(program: ExportedProgram) -> None:
+    """Remove the draws of seeds that no rounding uses, which are ordered effects for torch.
+
+    Raises:
+        UnsupportedError: one is used.
+    """
+    program.graph.eliminate_dead_code()  # what would use one, but keeps what writes
+    for node in program.graph.nodes:
+        if _operator_name(node) != "draw_seed":
+            continue
+        if node.users:
+            raise _refusal(node, "a seed is drawn in every call, and ONNX defines no such numbers")
+        program.graph.erase_node(node)
+
+
+def _functional(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` without writes: what is written, through views too, is a new value, and
+    a result by the signature where state is written."""
+    for name, value in program.state_dict.items():
+        if isinstance(value, torch.nn.Parameter):
+            # Codes of a quantized parameter become parameters, and integers have no gradients.
+            program.state_dict[name] = torch.nn.Parameter(value.detach(), requires_grad=False)
+    result: ExportedProgram = program.run_decompositions({})
+    return result
+
+
+def _refuse_writes(program: ExportedProgram) -> None:
+    written = [
+        spec.target
+        for spec in program.graph_signature.output_specs
+        if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.TOKEN)
+    ]
+    if written:
+        raise UnsupportedError(
+            f"to_onnx: the model writes {_name_in_model(written[0])!r} when it runs, and a file "
+            f"holds no state. Export one that writes no input, parameter or buffer."
+        )
+
+
+def _refuse_operators(program: ExportedProgram) -> None:
+    for node in program.graph.nodes:
+        name = _operator_name(node)
+        if name == "refuse":  # a layer that could not be captured
+            kind, message = node.args[2:4]
+            raise getattr(errors, kind)(message)
+        refusal = (
+            _refusal_of_draw(node) if name is None else operands.refusal_of_call(name, node.args)
+        )
+        if refusal is not None:
+            raise _refusal(node, refusal)
+
+
+def _refusal_of_draw(node: Node) -> str | None:
+    """Say that torch's operator draws random numbers; None if it does not, as dropout of 0."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return None
+    arguments = schema_of(node.target).arguments
+    values = {argument.name: argument.default_value for argument in arguments}
+    values |= dict(zip(values, node.args, strict=False)) | node.kwargs
+    if any(values.get(name) == 0 for name in _SWITCHES):
+        return None
+    return (
+        f"{node.target} draws random numbers in every call, and those of a runtime are others; "
+        f"evaluate all of its modules, or draw them outside and pass them as an input"
+    )
+
+
+def _refusal(node: Node, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"to_onnx{_module_of(node)}: {reason}. torch.export.export takes the model as it is; "
+        f"docs/export.md lists what ONNX takes."
+    )
+
+
+def _module_of(node: Node) -> str:
+    """Return " of 'NAME'", the module that called for ``node``, or nothing if it has no name."""
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    name = modules[-1][0] if modules else ""
+    return f" of {name!r}" if name else ""
+
+
+def _name_in_model(target: str | None) -> str:
+    """Return the name of a parameter, buffer or input; torch calls the parts of a quantized
+    parameter ``parametrizations.NAME.original0`` and so on."""
+    return re.sub(r"parametrizations\.(\w+)\.original\d+$", r"\1", str(target))
+
+
+def _drop_unused(program: ExportedProgram) -> None:
+    """Remove nodes without users, and the inputs of constants that none uses."""
+    graph, signature = program.graph, program.graph_signature
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    specs = []
+    for node, spec in zip(placeholders, signature.input_specs, strict=True):
+        if spec.kind in _CONSTANT_INPUTS and not node.users:
+            graph.erase_node(node)
+        else:
+            specs.append(spec)
+    signature.input_specs[:] = specs
+    used = {spec.target for spec in specs}
+    for tensors in (program.state_dict, program.constants):
+        for name in [name for name in tensors if name not in used]:
+            del tensors[name]
+
+
+class _Folding:
+    """Computes what depends on constants alone, and makes the results inputs of the graph."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self.program = program
+        self.graph = program.graph
+        self.values: dict[Node, Any] = {}
+        self.names: dict[Node, str] = {}  # of the first parameter that a constant depends on
+        self.inputs: list[tuple[Node, InputSpec]] = []
+        self.stored: dict[tuple[Node, ...], list[Node]] = {}
+        self.first = next(iter(self.graph.nodes))
+        values = (node.meta.get("val") for node in self.graph.nodes)
+        self.mode = next(value for value in values if isinstance(value, FakeTensor)).fake_mode
+
+    def run(self) -> None:
+        """Replace every constant that others than constants use."""
+        self._read_constants()
+        nodes = [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+        for node in nodes:
+            if self._is_constant(node):
+                self._compute(node)
+        for node in nodes:
+            if node not in self.values:
+                self._hold_operands(node)
+        for node in nodes:
+            if node in self.values and any(user not in self.values for user in node.users):
+                self._hold_value(node)
+        specs = self.program.graph_signature.input_specs
+        specs[:0] = [spec for _, spec in self.inputs]
+        _drop_unused(self.program)
+        self.graph.lint()
+
+    def _read_constants(self) -> None:
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        specs = self.program.graph_signature.input_specs
+        for node, spec in zip(placeholders, specs, strict=True):
+            if spec.kind in _CONSTANT_INPUTS and spec.target is not None:
+                state = self.program.state_dict
+                value = state.get(spec.target)
+                self.values[node] = self.program.constants[spec.target] if value is None else value
+                self.names[node] = _name_in_model(spec.target)
+
+    def _is_constant(self, node: Node) -> bool:
+        sources = node.all_input_nodes
+        tags = getattr(node.target, "tags", ())
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in tags:
+            return False
+        return bool(sources) and all(source in self.values for source in sources)
+
+    def _compute(self, node: Node) -> None:
+        arguments, keywords = map_arg((node.args, node.kwargs), self.values.__getitem__)
+        with torch.no_grad():
+            self.values[node] = node.target(*arguments, **keywords)  # type: ignore[operator]  # it is a function
+        self.names[node] = self.names[node.all_input_nodes[0]]
+
+    def _hold_operands(self, node: Node) -> None:
+        """Hold the constant operands of a node as exported graphs do, and its group offsets as
+        numbers."""
+        name = _operator_name(node)
+        arguments = list(node.args)
+        if name in ("gemm", "grouped_gemm"):
+            desc: Any = decode(str(arguments[0])).desc
+            a, b = arguments[1:3]
+            arguments[1:3] = self._operands(desc.a, a, 1), self._operands(desc.b, b, None)
+        if name == "dequantize":
+            desc = decode(str(arguments[0])).desc
+            arguments[1] = self._operands(desc.operand, arguments[1], 1)
+        at = {"quantize": 2, "grouped_gemm": 3}.get(name or "")
+        if at is not None and arguments[at] is not None:
+            offsets: Any = arguments[at]
+            if offsets not in self.values:
+                raise UnsupportedError(
+                    f"to_onnx{_module_of(node)}: the sizes of groups depend on the input, and the "
+                    f"graph holds them as numbers. Pass m_splits as a list."
+                )
+            arguments[at] = self.values[offsets].tolist()
+        node.args = tuple(arguments)
+
+    def _operands(self, spec: Any, nodes: Any, count: int | None) -> list[Node]:
+        """Return ``nodes``, the tensors of ``count`` operands (None: of any number), with the nodes
+        of constant operands replaced."""
+        if spec is None:
+            return list(nodes)
+        size = len(nodes) if count == 1 else 3 if spec.scale_format == "e4m3" else 2
+        replaced: list[Node] = []
+        for start in range(0, len(nodes), size):
+            replaced += self._operand(spec, tuple(nodes[start : start + size]))
+        return replaced
+
+    def _operand(self, spec: Any, nodes: tuple[Node, ...]) -> Sequence[Node]:
+        if not all(node in self.values for node in nodes):
+            return nodes
+        if nodes not in self.stored:
+            tensors = operands.stored(spec, [self.values[node] for node in nodes])
+            name = self.names[nodes[0]]
+            parts = zip(("values", "scale_inv", "global_scale_inv"), tensors, strict=False)
+            self.stored[nodes] = [self._add(f"{name}_{part}", tensor) for part, tensor in parts]
+        return self.stored[nodes]
+
+    def _hold_value(self, node: Node) -> None:
+        value = self.values[node]
+        if not isinstance(value, torch.Tensor):  # its parts are held
+            return
+        users = [user for user in node.users if user not in self.values]
+        new = self._add(f"{self.names[node]}_{node.name}", value)
+        for user in users:
+            user.replace_input_with(node, new)
+
+    def _add(self, name: str, value: torch.Tensor) -> Node:
+        """Add a buffer to the program, and return the node of it."""
+        name = next(
+            candidate for candidate in _numbered(name) if candidate not in self.program.constants
+        )
+        value = value.detach().contiguous()
+        self.program.constants[name] = value
+        with self.graph.inserting_before(self.first):
+            node: Node = self.graph.placeholder("b_" + name.replace(".", "_"))
+        node.meta["val"] = self.mode.from_tensor(value, static_shapes=True)
+        spec = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=False)
+        self.inputs.append((node, spec))
+        return node
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    at = 1
+    while True:
+        yield f"{name}_{at}"
+        at += 1
 
 
 _OPSET = 21

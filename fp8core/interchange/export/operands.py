@@ -1,4 +1,4 @@
-"""Quantized operands in ONNX: QuantizeLinear and DequantizeLinear of its FP8 types.
+"""Quantized operands in ONNX, and fp8core's operators on them.
 
 An operand of an exported graph is ``[values, scale_inv]`` or ``[values, scale_inv,
 global_scale_inv]``: ``values [rows, k]`` of torch's FP8 dtypes, ONNX's FLOAT8E4M3FN and FLOAT8E5M2,
@@ -8,15 +8,19 @@ held in e4m3, which has all its values.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.onnx import ops
+from torch.overrides import TorchFunctionMode
 
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
+from fp8core.torch_ops.definition import Tensors, implementation
+from fp8core.torch_ops.encoding import decode
 
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -245,3 +249,145 @@ def _two_level_scales(
         "DequantizeLinear", (codes, unit), dtype=torch.float32, shape=scale.shape
     )
     return scale_inv, reciprocal(scale_inv * decode).clamp(max=_FLOAT32_MAX), [decode]
+
+
+# Operators whose arithmetic torch translates.
+_TRACED = (
+    *("norm", "activation", "rotary", "router", "route"),
+    *("dispatch_rows", "combine_rows", "cross_entropy", "column_sums"),
+)
+
+
+def refusal_of_call(name: str, arguments: Sequence[Any]) -> str | None:
+    """Say why the operator ``name``, called with these, has no translation; None if it has."""
+    if name not in LOWERED:
+        return f"fp8core.{name} has no translation to ONNX"
+    desc: Any = decode(arguments[0]).desc
+    if name == "attention":
+        if desc.qkv is not None or desc.s is not None or desc.out is not None:
+            return "FP8 attention quantizes within the softmax, which is not translated"
+        dropout = "attention with dropout is training; call model.eval() first"
+        return dropout if desc.dropout else None
+    if name == "quantize":
+        *_, scale, amax, _, nonfinite, by_amax = (*arguments, None, None)[:8]
+        if scale is not None or amax is not None:
+            return "delayed scaling changes its scales in every call"
+        if nonfinite is not None:
+            return 'nonfinite="propagate" counts what a cast meets, and ONNX keeps no counts'
+        if by_amax is not None:
+            return "an amax that several ranks share needs their collectives"
+        if desc.rowwise is None:
+            return "a columnwise operand alone belongs to backward"
+        return refusal_of(desc.rowwise)
+    if name in ("gemm", "grouped_gemm"):
+        if desc.accumulate or getattr(desc, "contract_groups", False):
+            return "a GEMM of backward has no translation"
+        refusals = [refusal_of(spec) for spec in (desc.a, desc.b) if spec is not None]
+        return next(filter(None, refusals), None)
+    if name == "dequantize":
+        return refusal_of(desc.operand)
+    return None
+
+
+def _quantize(
+    text: str, x: torch.Tensor, offsets: Sequence[int] | None, *ignored: object
+) -> list[torch.Tensor]:
+    desc: Any = decode(text).desc
+    spec: OperandSpec = desc.rowwise
+    if offsets is None:
+        return cast(spec, x)
+    # ONNX concatenates and splits no FP8, so groups are handed over in float32, dequantized.
+    groups = [x[start:end] for start, end in itertools.pairwise(offsets) if end > start]
+    values = [dequantized(spec, cast(spec, group)) for group in groups]
+    unit = x.new_ones((), dtype=torch.float32)
+    return [torch.cat(values) if values else x.to(torch.float32), unit, unit]
+
+
+def _dequantize(text: str, operand: Tensors) -> torch.Tensor:
+    desc: Any = decode(text).desc
+    return dequantized(desc.operand, operand).to(desc.dtype)
+
+
+def _values(spec: OperandSpec | None, operand: Tensors) -> torch.Tensor:
+    if spec is not None and operand[0].dtype == value_dtype(spec):
+        return dequantized(spec, operand)
+    wide = torch.float64 if operand[0].dtype == torch.float64 else torch.float32
+    return operand[0].to(wide)
+
+
+def _gemm(text: str, a: Tensors, b: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+    desc: Any = decode(text).desc
+    product = _values(desc.a, a) @ _values(desc.b, b).t()  # [m, k] x [n, k] -> [m, n]
+    if bias is not None:
+        product = product + bias.to(product.dtype)
+    return product.to(desc.out_dtype)
+
+
+def _grouped_gemm(
+    text: str, a: Tensors, b: Tensors, offsets: Sequence[int], biases: Tensors
+) -> list[torch.Tensor]:
+    """Compute a GEMM for each group; the sizes of groups are part of the graph."""
+    desc: Any = decode(text).desc
+    step = len(b) // (len(offsets) - 1)
+    products = []
+    for group, (start, end) in enumerate(itertools.pairwise(offsets)):
+        if start == end:
+            continue
+        part, bias = [a[0][start:end]], biases[group] if biases else None
+        products.append(_gemm(text, part, b[group * step : (group + 1) * step], bias))
+    if not products:
+        return [a[0].new_zeros(0, b[0].shape[0], dtype=desc.out_dtype)]
+    return [torch.cat(products)]
+
+
+class _SumsInFloat32(TorchFunctionMode):
+    """Leaves out conversions to float64, in which the reference backend sums products of float32:
+    few runtimes are fast there."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        keywords = kwargs or {}
+        if func is torch.Tensor.to and torch.float64 in (*args[1:2], keywords.get("dtype")):
+            return args[0]
+        return func(*args, **keywords)
+
+
+def _attention(*arguments: Any) -> Any:
+    with _SumsInFloat32():
+        return implementation("attention")(*arguments)
+
+
+LOWERED: dict[str, Callable[..., Any]] = {
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+    "gemm": _gemm,
+    "grouped_gemm": _grouped_gemm,
+    "attention": _attention,
+    **{name: implementation(name) for name in _TRACED},
+}
+"""The function of each operator that has a translation, by the operator's name."""
+
+
+def _sort(
+    x: torch.Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> Sequence[torch.Tensor]:
+    """Sort by TopK, which leaves equal values in their order."""
+    # Runtimes have TopK of few types; conversions to these keep order and values.
+    narrow = torch.float32 if x.is_floating_point() else torch.int64
+    wide = x.dtype if x.dtype == torch.float64 else narrow
+    values, indices = ops.symbolic_multi_out(
+        "TopK",
+        (x.to(wide), torch.full((1,), x.shape[dim], dtype=torch.int64)),
+        {"axis": dim % x.dim(), "largest": int(descending)},
+        dtypes=(wide, torch.int64),
+        shapes=(x.shape, x.shape),
+    )
+    return values.to(x.dtype), indices
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.sort.stable: _sort,
+    torch.ops.aten.argsort.stable: lambda x, **keywords: _sort(x, **keywords)[1],
+}
+"""The functions of torch's operators that its exporter does not translate."""
