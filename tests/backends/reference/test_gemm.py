@@ -1,4 +1,4 @@
-"""Dense GEMM of operands that no recipe pairs, by the kit's laws; of float64; its one rounding.
+"""Products of operands that no recipe pairs, dense and of groups, by the kit's laws; of float64.
 
 The kit's tolerance is ``k 2^-24 (|a| @ |b|.T) + 1 ulp of out_dtype``. Each of the k products and
 the k - 1 sums of a float32 dot product rounds by at most 2^-24, in whatever order; a bias or an
@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8core.backend_api import GemmDesc, Operand, OperandSpec, QuantizeDesc
+from fp8core.backend_api import GemmDesc, GroupedGemmDesc, Operand, OperandSpec
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.backends.reference.conformance import broken_laws
 from tests.pairs import turns
@@ -27,6 +27,7 @@ ROWWISE_E5M2 = OperandSpec("e5m2", (1, 0), 57344.0, power_of_two=True)
 DELAYED = replace(TENSORWISE, delayed=True)
 BLOCK_1D = OperandSpec("e4m3", (1, 128), 448.0, power_of_two=True)
 BLOCK_2D = OperandSpec("e4m3", (128, 128), 448.0)
+FP4 = OperandSpec("e2m1", (1, 10), 6.0)
 MXFP8 = OperandSpec("e4m3", (1, 32), 448.0, scale_format="e8m0")
 MXFP4 = OperandSpec("e2m1", (1, 32), 6.0, scale_format="e8m0")
 NVFP4 = OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3")
@@ -50,13 +51,18 @@ PAIRS = (
     (MXFP8, None),
     (None, NVFP4_2D),
 )
-
-
-def make(spec: OperandSpec | None, x: torch.Tensor) -> Operand:
-    if spec is None:
-        return Operand(x)
-    given = {"scale": torch.tensor([16.0])} if spec.delayed else {}
-    return ReferenceBackend().bind(QuantizeDesc(x.dtype, spec, None), CPU)(x, **given).rowwise
+GROUPED_PAIRS = (
+    (TENSORWISE, replace(TENSORWISE_E5M2, power_of_two=True)),
+    (DELAYED, DELAYED),
+    (BLOCK_1D, BLOCK_2D),
+    (BLOCK_2D, BLOCK_1D),
+    (FP4, FP4),
+    (MXFP4, MXFP8),
+    (NVFP4_RHT, NVFP4_RHT),
+    (TENSORWISE, None),
+    (None, BLOCK_1D),
+    (None, NVFP4),
+)
 
 
 def gemm(
@@ -82,35 +88,12 @@ def test_laws_of_products_hold(
     assert broken_laws(GemmDesc(a, b, dtype), GemmDesc(a, b, total, accumulate=True)) == []
 
 
-# In bfloat16 around 1 the spacing is 2^-7, and 1 + 2^-8 is a tie that goes to 1; 2^-8 + 2^-20 is
-# over the tie, but rounds to 2^-8 by itself. So a sum in float32 rounded once is 1 + 2^-7, and a
-# sum of two rounded terms is 1.
-SMALL = torch.tensor([[2.0**-8, 2.0**-20]])
-ONES = torch.tensor([[1.0, 1.0]])
-ROUNDED_ONCE = [[1 + 2.0**-7]]
-UNSCALED = OperandSpec("e4m3", (0, 0), 448.0, delayed=True)
-
-
-@pytest.mark.parametrize("b", [None, UNSCALED], ids=str)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("bias_dtype", [F32, BF16], ids=str)
-def test_bias_is_added_before_the_one_rounding(
-    b: OperandSpec | None, dtype: torch.dtype, bias_dtype: torch.dtype
-) -> None:
-    desc = GemmDesc(None, b, BF16)
-    small, ones = Operand(SMALL.to(dtype)), make(b, ONES.to(dtype))
-    assert gemm(desc, small, ones, torch.ones(1, dtype=bias_dtype)).tolist() == ROUNDED_ONCE
-
-
-@pytest.mark.parametrize("b", [None, UNSCALED], ids=str)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_out_is_accumulated_before_the_one_rounding(
-    b: OperandSpec | None, dtype: torch.dtype
-) -> None:
-    desc = GemmDesc(None, b, BF16, accumulate=True)
-    out = torch.ones(1, 1, dtype=BF16)
-    gemm(desc, Operand(SMALL.to(dtype)), make(b, ONES.to(dtype)), out=out)
-    assert out.tolist() == ROUNDED_ONCE
+@pytest.mark.parametrize(("a", "b"), GROUPED_PAIRS, ids=str)
+def test_laws_of_grouped_products_hold(a: OperandSpec | None, b: OperandSpec | None) -> None:
+    plain = GroupedGemmDesc(a, b, F32)
+    descs = [plain, replace(plain, accumulate=True, out_dtype=BF16)]
+    descs += [replace(desc, contract_groups=True) for desc in descs]
+    assert broken_laws(*descs) == []
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -134,3 +117,11 @@ def test_slow_half_precision_of_a_processor_is_rounded_once_from_float32(
     got = gemm(GemmDesc(None, None, dtype), Operand(x), Operand(weight), bias)
     wide = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
     assert torch.equal(got, wide.to(dtype))
+
+
+def test_float64_groups_are_not_rounded_to_float32() -> None:
+    a, b = torch.eye(2, dtype=F64) * (1 + 2.0**-40), torch.ones(3, 2, dtype=F64)
+    run = ReferenceBackend().bind(GroupedGemmDesc(None, None, F64), CPU)
+    made = run(Operand(a), [Operand(b), Operand(2 * b)], torch.tensor([0, 1, 2]))
+    one = 1 + 2.0**-40
+    assert made.tolist() == [[one] * 3, [2 * one] * 3]

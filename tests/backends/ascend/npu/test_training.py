@@ -1,10 +1,8 @@
-"""What happens around single steps: repetitions, failures, threads, checkpoints, other layouts."""
+"""What happens around single steps: repetitions, failures, checkpoints."""
 
 from __future__ import annotations
 
-import copy
 import io
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -65,18 +63,6 @@ def test_weights_are_cast_once_for_several_microbatches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_recomputed_layer_gives_the_bits_of_a_stored_one(name: str) -> None:
-    layer = linear("npu")
-    plain = step(copy.deepcopy(layer), name)
-    x = X.npu().requires_grad_()
-    with te.autocast(recipe=RECIPES[name]):
-        output = te.checkpoint(layer, x)
-    output.backward(torch.ones_like(output) / 8)
-    grads = [parameter.grad for parameter in layer.parameters()]
-    assert same([one.detach().cpu() for one in (output, x.grad, *grads)], plain)
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
 def test_checkpoint_goes_on_on_either_device(name: str) -> None:
     layer = linear("npu")
     for _ in range(3):
@@ -114,57 +100,3 @@ def test_step_that_fails_changes_nothing_of_the_next(
         with pytest.raises(RuntimeError, match="the device is lost"):
             step(layer, name)
     assert same(step(layer, name), step(other, name))
-
-
-@pytest.mark.parametrize("name", ["delayed", "hif8", "block", "mxfp8"])
-def test_layers_run_in_several_threads(name: str) -> None:
-    layers = [linear("npu") for _ in range(4)]
-    expected = step(copy.deepcopy(layers[0]), name)
-    results: list[list[torch.Tensor]] = []
-
-    def run(layer: torch.nn.Module) -> None:
-        results.append(step(layer, name))
-
-    threads = [threading.Thread(target=run, args=(layer,)) for layer in layers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == len(layers)
-    assert all(same(found, expected) for found in results)
-
-
-def laid_out(name: str) -> torch.Tensor:
-    wide = torch.zeros(64, 256, dtype=BF16, device="npu")
-    match name:
-        case "transposed":
-            return X.t().contiguous().npu().t()
-        case "columns of a wider tensor":
-            wide[:, ::2] = X.npu()
-            return wide[:, ::2]
-        case "one row repeated":
-            return X[:1].npu().expand(64, 128)
-        case "sequences":
-            return X.npu().view(4, 16, 128)
-    return X.npu()[:0]
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize(
-    "layout",
-    ["transposed", "columns of a wider tensor", "one row repeated", "sequences", "no rows"],
-)
-def test_input_of_any_layout_gives_the_bits_of_a_contiguous_one(layout: str, name: str) -> None:
-    x, layer = laid_out(layout), linear("npu")
-    expected = step(copy.deepcopy(layer), name, x.cpu().contiguous())
-    assert same(step(layer, name, x), expected)
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_nan_in_a_row_stays_in_its_row(name: str) -> None:
-    x, layer = X.clone(), linear("npu")
-    x[3, 5] = torch.nan
-    output = step(layer, name, x)[0]
-    is_nan = output.isnan().any(1)
-    assert is_nan.nonzero().flatten().tolist() == [3]
-    assert all(one.isfinite().all() for one in step(layer, name))
