@@ -92,7 +92,7 @@ NOT_ON_CUDA: dict[str, str] = {
     ),
     "tests/modules/test_golden.py::test_every_step_with_the_sums_of_hopper_is_theirs": _ORACLE,
     "tests/modules/test_golden_layers.py": _ORACLE,
-    "tests/modules/test_saved_bytes.py::test_block_scaling_keeps_one_scale_a_block": (
+    "tests/modules/test_held_for_backward.py::test_block_scaling_keeps_one_scale_a_block": (
         "cuBLASLt reads scales of blocks in strides of multiples of 4"
     ),
     "tests/modules/test_transformer_sequences.py::"

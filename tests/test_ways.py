@@ -88,11 +88,13 @@ def is_expected_to_hold(ours: int, plain: int, kind: str, way: str, options: Opt
             return ours == elements * options["params_dtype"].itemsize
         case "offloaded":
             return ours == 0
-        case "microbatched":  # a weight's codes once
-            return ours <= plain
         case "compiled":  # scales and sizes of groups by themselves, and views as copies
             return ours <= 2 * plain + 1024 or DEVICE.type != "cpu"
-        case _ if options.get("requantizes"):
+        case _ if options.get("save_original_input"):  # which is wider than its codes
+            return True
+        case "microbatched":  # a weight's codes once
+            return ours <= plain
+        case _ if any(map(options.get, ways.NOT_PLAIN)):
             return ours <= plain
         case "remembered" | "recorded" if kind == "TransformerLayer" or DEVICE.type != "cpu":
             return ours <= plain  # as one chain, or in the memory of a graph

@@ -45,7 +45,7 @@ class Layer(NamedTuple):
 
     Of the options, those of ``OUTSIDE`` are this module's: the dtype of parameters and inputs,
     whether weights are stored quantized, what needs a gradient, whether backward quantizes weights
-    again, other than in the plain way, and whether positions are rotated.
+    again, and whether positions are rotated. The plain way has none of ``NOT_PLAIN``.
     """
 
     make: Callable[..., torch.nn.Module]
@@ -100,13 +100,19 @@ ROWS = (LENGTH * BATCH, HIDDEN)
 UNEVEN_ROWS = (21, HIDDEN)  # are padded
 SEQUENCES = (LENGTH, BATCH, HIDDEN)
 OUTSIDE = ("is_stored", "trained", "requantizes", "is_rotated")
+NOT_PLAIN = ("requantizes", "checkpoint", "save_original_input", "delay_wgrad_compute")
+"""Options by which backward computes again what forward did, or leaves weight gradients for later;
+all give the bits of a layer without them."""
 WEIGHTS = (
     axis("params_dtype", torch.float32, BF16),
     axis("is_stored"),
     axis("trained", "all", "parameters", "inputs"),
     axis("requantizes"),
 )
-LINEAR = (*WEIGHTS, axis("bias"), axis("return_bias"), axis("fuse_wgrad_accumulation"))
+LINEAR = (
+    *(*WEIGHTS, axis("bias"), axis("return_bias"), axis("fuse_wgrad_accumulation")),
+    axis("delay_wgrad_compute"),
+)
 NORM = (axis("normalization", "LayerNorm", "RMSNorm"), axis("zero_centered_gamma"))
 PROJECTED = (
     *WEIGHTS,
@@ -340,7 +346,8 @@ def is_offered(kind: str, name: str, way: str, options: Options) -> bool:
             # torch 2.13 loses the seed of a recompute in a graph.
             draws_again = name == "nvfp4" and options.get("checkpoint")
             is_fused = options.get("fuse_wgrad_accumulation")
-            return name != "delayed" and not is_fused and not draws_again
+            is_late = options.get("delay_wgrad_compute")
+            return name != "delayed" and not (is_fused or is_late or draws_again)
     return True
 
 
@@ -367,6 +374,7 @@ def capturable(options: Options) -> Options:
         **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "drop_path_rate": 0.0},
         **{"checkpoint": False, "is_rotated": False, "trained": "all", "is_stored": False},
         **{"fuse_wgrad_accumulation": False, "return_bias": False, "return_max_logit": False},
+        "delay_wgrad_compute": False,
     }
     return {name: lacking.get(name, value) for name, value in options.items()}
 
@@ -441,8 +449,10 @@ def update(layer: torch.nn.Module) -> list[torch.Tensor | None]:
 
 def run(kind: str, name: str, options: Options, way: Way, microbatches: int = MICROBATCHES) -> Run:
     """Train a layer for three steps of some microbatches."""
+    if way is plain:
+        options = {key: value for key, value in options.items() if key not in NOT_PLAIN}
     chosen, layer, arguments = RECIPES[name], make(kind, name, options), keywords(options)
-    if chosen is not None and options.get("requantizes") and way is not plain:
+    if chosen is not None and options.get("requantizes"):
         chosen = dataclasses.replace(chosen, requantize_weights=True)
     results: list[torch.Tensor | None] = []
     with way(layer) as call:
@@ -458,6 +468,8 @@ def run(kind: str, name: str, options: Options, way: Way, microbatches: int = MI
                 drawn = [(y, torch.randn(y.shape).to(y)) for y in tensors(returned)]
                 wanted = [(y, grad) for y, grad in drawn if y.requires_grad]
                 torch.autograd.backward(*zip(*wanted, strict=True))
+                if options.get("delay_wgrad_compute"):
+                    layer.backward_dw()
             results += [copy(y) for each in outputs for y in tensors(each)]
             results += [copy(x.grad) for batch in batches for x in batch]
             results += update(layer)

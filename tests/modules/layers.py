@@ -1,0 +1,52 @@
+"""What tests of layers share: recipes by name, and a step of training to compare with another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fp8core import autocast, recipe
+
+RECIPES: dict[str, recipe.Recipe | None] = {
+    "none": None,
+    **{name: recipe.by_name(name) for name in recipe.names()},
+}
+"""Every recipe by its name; ``none`` is high precision."""
+
+
+def active(chosen: str | recipe.Recipe | None) -> autocast:
+    """Return the autocast of a recipe, or of its name; of high precision for None."""
+    found = RECIPES[chosen] if isinstance(chosen, str) else chosen
+    return autocast(enabled=found is not None, recipe=found)
+
+
+def step(
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    chosen: str | recipe.Recipe | None,
+    *arguments: Any,
+    **keywords: Any,
+) -> list[torch.Tensor | None]:
+    """Return the first result and the gradients of ``x`` and of the parameters of one step.
+
+    The numbers that layers draw, and the gradient of the result, are the same in each call.
+    """
+    layer.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    torch.manual_seed(11)
+    with active(chosen):
+        y = layer(x, *arguments, **keywords)
+    y = y[0] if isinstance(y, tuple) else y
+    torch.manual_seed(12)
+    y.backward(torch.randn(y.shape).to(y))
+    return [y.detach(), x.grad, *(own.grad for own in layer.parameters())]
+
+
+def assert_same(got: Iterable[torch.Tensor | None], want: Iterable[torch.Tensor | None]) -> None:
+    """Assert that tensors are equal bit for bit, and None where the others are."""
+    for number, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        assert (mine is None) == (theirs is None), number
+        if mine is not None and theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
