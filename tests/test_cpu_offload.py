@@ -34,14 +34,6 @@ def torch_layers(count: int = 4) -> list[torch.nn.Module]:
     ]
 
 
-def fp8_layers(count: int = 4) -> list[torch.nn.Module]:
-    torch.manual_seed(1)
-    return [
-        fp8core.LayerNormMLP(32, 64, params_dtype=BF16, device=DEVICE, normalization="RMSNorm")
-        for _ in range(count)
-    ]
-
-
 def forward(layers: list[torch.nn.Module], x: torch.Tensor, context: Any, sync: Any) -> Any:
     for layer in layers:
         with context:
@@ -80,26 +72,6 @@ def test_gradients_are_the_same(num_layers: int | None, retains: bool, doubles: 
     for _ in range(3):
         found = gradients(layers, lambda x: forward(layers, x, context, sync))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "name", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"]
-)
-def test_operands_of_low_precision_are_offloaded(name: str) -> None:
-    chosen = getattr(recipe, name)()
-    results = []
-    for offloads in (False, True):
-        layers = fp8_layers()
-        context, sync = get_cpu_offload_context(offloads, 2, 4)
-
-        def run(x: torch.Tensor, layers: Any = layers, c: Any = context, s: Any = sync) -> Any:
-            with fp8core.autocast(recipe=chosen):
-                return forward(layers, x, c, s)
-
-        results.append([gradients(layers, run) for _ in range(2)])
-        if offloads:
-            assert context.synchronizer.get_offloaded_total_size_mb() > 0
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
 class Watched(torch.autograd.Function):

@@ -206,14 +206,6 @@ def test_recompute_with_dropout_is_left_out_of_the_graph() -> None:
     equal(*results)
 
 
-def test_compiled_layer_returns_the_largest_logits() -> None:
-    torch._dynamo.reset()
-    q, k, v = qkv(5, 2, dtype=torch.float32)
-    attend = layer(return_max_logit=True)
-    out, largest = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
-    equal([out, largest], list(attend(q, k, v)))
-
-
 def test_layers_of_one_shape_share_a_graph() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
