@@ -337,19 +337,7 @@ def test_a_channel_leads_to_a_later_operation(is_public: bool) -> None:
         made(x, x)
 
 
-def test_a_channel_that_nothing_fills_is_named() -> None:
-    made = ops.Sequential(
-        ops.AddExtraInput().set_extra_input_channel(0, "skip"),
-        ops.MakeExtraOutput().set_extra_output_channel(0, "skip"),
-    )
-    with pytest.raises(OperandError, match="no operation before it fills channel 'skip'"):
-        made(torch.zeros(2, 2))
-
-
-@pytest.mark.parametrize(("index", "channel"), [(1, "skip"), (-1, "skip"), (0, ""), (0, 3)])
-def test_a_channel_has_a_slot_and_a_name(index: int, channel: Any) -> None:
-    with pytest.raises(OperandError, match=r"AddExtraInput: (extra input|channel)"):
-        ops.AddExtraInput().set_extra_input_channel(index, channel)
+def test_a_channel_can_be_taken_back() -> None:
     add = ops.AddExtraInput().set_extra_input_channel(0, "skip").set_extra_input_channel(0, None)
     assert add.input_channels == [None]
 
@@ -409,11 +397,6 @@ def test_under_torch_autocast_nothing_is_cast_to_a_parameter() -> None:
     made = ops.Sequential(ops.LayerNorm(8), ops.Linear(8, 8))
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         assert made(torch.randn(2, 8)).dtype == torch.bfloat16
-
-
-def test_an_integer_input_is_still_refused() -> None:
-    with pytest.raises(OperandError, match="expected bfloat16, float16 or float32"):
-        ops.Linear(8, 8)(torch.zeros(2, 8, dtype=torch.int64))
 
 
 # --- around it ---

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-import fp8core
-from fp8core import OperandError, UnsupportedError, autocast, ops
+from fp8core import autocast, ops
 from fp8core.modules.sequences.head_split import make_qk_norms
 from tests.pairs import turns
-from tests.refusals import unrefused
 
 BF16 = torch.bfloat16
 
@@ -171,10 +169,6 @@ def test_interleaved_halves_are_put_together(make: Any) -> None:
         both(make(glu_interleave_size=4), [x]), both(lambda _: make()(joined), [x]), strict=True
     ):
         assert torch.equal(mine, theirs)
-    with pytest.raises(OperandError, match="multiple of 8 columns"):
-        make(glu_interleave_size=4)(torch.zeros(2, 12))
-    with pytest.raises(OperandError, match=r"operation 1.*a multiple of 8 columns"):
-        ops.Sequential(ops.Linear(8, 12), make(glu_interleave_size=4))
 
 
 def test_interleaved_halves_are_scaled_too() -> None:
@@ -187,15 +181,6 @@ def test_scales_reach_only_those_that_ask_for_them() -> None:
     made = ops.Sequential(ops.Linear(16, 16), ops.ScaledSwiGLU(), ops.Linear(8, 8))
     x, scales = torch.randn(4, 16), torch.zeros(4)
     assert torch.equal(made(x, scales), made[2](torch.zeros(4, 8)))
-    with pytest.raises(OperandError, match="got 0 extra inputs for 1"):
-        made(x)
-
-
-def test_scales_of_another_number_are_refused() -> None:
-    x = torch.randn(2, 3, 16)
-    for shape in ((3,), (2, 4), (8, 1, 1), ()):
-        with pytest.raises(OperandError, match=r"scales \[.*\] for 6 rows"):
-            ops.ScaledSwiGLU()(x, torch.ones(shape))
 
 
 def test_an_add_in_place_writes_to_the_extra_input() -> None:
@@ -209,38 +194,6 @@ def test_an_add_in_place_writes_to_the_extra_input() -> None:
     y.sum().backward()
     assert torch.equal(leaf.grad, torch.full((4, 8), 2.0))
     assert torch.equal(x.grad, torch.ones(4, 8))
-
-
-def test_an_add_in_place_refuses_a_leaf_and_another_shape() -> None:
-    add = ops.AddExtraInput(in_place=True)
-    with pytest.raises(OperandError, match="leaf that requires a gradient"):
-        add(torch.zeros(2, 2), torch.zeros(2, 2, requires_grad=True))
-    with pytest.raises(OperandError, match=r"\[1, 2\]; expected the input's \[2, 2\]"):
-        add(torch.zeros(2, 2), torch.zeros(1, 2))
-
-
-def test_a_shape_that_does_not_fit_is_refused() -> None:
-    for shape in ((5, -1), (7, 7), (-1, 0), (0, -1)):
-        with pytest.raises(OperandError, match=r"input \[2, 3\] has no shape"):
-            ops.Reshape(shape)(torch.zeros(2, 3))
-
-
-NONSENSE: dict[str, Callable[[], Any]] = {
-    "two sizes to infer": lambda: ops.Reshape((-1, -1)),
-    "a negative size": lambda: ops.Reshape((-2, 3)),
-    "a fractional size": lambda: ops.Reshape((2.0, 3)),  # type: ignore[arg-type]
-    "a word for a scale": lambda: ops.ConstantScale("2"),  # type: ignore[arg-type]
-    "a negative eps": lambda: ops.L2Normalization(eps=-1.0),
-    "a cap of zero": lambda: ops.SiTUGLU(beta1=0.0),
-    "an infinite cap": lambda: ops.ScaledSiTUGLU(beta2=float("inf")),
-    "a negative cap": lambda: ops.ScaledTanhSReLU(tanh_clamp_scale=-2.0),
-    "blocks of nothing": lambda: ops.SwiGLU(glu_interleave_size=0),
-}
-
-
-def test_values_without_a_meaning_are_refused() -> None:
-    table = {name: (call, OperandError, "expected") for name, call in NONSENSE.items()}
-    assert unrefused(table) == {}
 
 
 def test_a_basic_linear_is_a_linear_without_bias() -> None:
@@ -259,8 +212,6 @@ def test_a_grouped_linear_has_the_names_and_values_of_theirs() -> None:
     assert list(made.state_dict()) == ["weight0", "bias0", "weight1", "bias1"]
     x = torch.randn(6, 8, dtype=BF16)
     assert made(x, [2, 4]).dtype == torch.float32
-    with pytest.raises(UnsupportedError, match=r"ops\.GroupedLinear\(single_grouped_weight=True\)"):
-        ops.GroupedLinear(2, 8, 4, single_grouped_weight=True)
 
 
 # --- norms over several dimensions ---
@@ -289,15 +240,3 @@ def test_a_norm_over_several_dimensions_takes_a_residual_and_a_place_in_a_sequen
     torch.testing.assert_close(made(x, residual=residual), made(x + residual))
     chain = ops.Sequential(ops.Bias(8), made, ops.Linear(8, 4))
     assert torch.equal(chain(x), chain[2](made(chain[0](x))))
-
-
-def test_a_norm_over_several_dimensions_looks_at_all_of_them() -> None:
-    for shape in ((2, 8, 3), (3, 8, 1), (8,)):
-        with pytest.raises(OperandError, match=r"the layer takes \[\.\.\., 3, 8\]"):
-            ops.LayerNorm((3, 8))(torch.zeros(shape))
-
-
-def test_sizes_of_a_norm_are_positive_integers() -> None:
-    for sizes in ((), (3, 0), (3, 2.5)):
-        with pytest.raises(OperandError, match="normalized_shape"):
-            fp8core.LayerNorm(sizes)
