@@ -89,3 +89,4 @@ def test_parametrized_parameters_are_what_is_computed(kind: str, chosen: str) ->
     want, got = train(whole, RECIPES[chosen]), train(own, RECIPES[chosen])
     for mine, theirs in zip(got, want, strict=True):
         assert torch.equal(mine, theirs)
+    assert all(parameter.grad is not None for parameter in own.parameters())

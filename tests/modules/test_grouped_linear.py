@@ -1,35 +1,27 @@
-"""GroupedLinear: constructor, ragged and empty groups, and what m_splits may be."""
+"""GroupedLinear: ragged and empty groups, what m_splits may be, given memory, and padding."""
 
 from __future__ import annotations
 
-import copy
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fp8core import GroupedLinear, Linear, OperandError, UnsupportedError, autocast, recipe
+from fp8core import GroupedLinear, Linear, OperandError, UnsupportedError, autocast, monitor
+from fp8core.modules.layers import grouped_linear
+from fp8core.modules.layers.padding import Fp8Padding, Fp8Unpadding
+from fp8core.torch_ops.private import PASSES_DATACLASSES
 from tests.device import DEVICE, assert_same_sums
+from tests.modules.layers import RECIPES, active, assert_same, step
+from tests.pairs import pairs, turns
+from tests.refusals import Refusal, unrefused
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
-RECIPES = {"none": None, **{name: recipe.by_name(name) for name in recipe.names()}}
-DETERMINISTIC = [name for name in RECIPES if name != "nvfp4"]
 SPLITS = [5, 0, 3]
-
-
-def forward(layer: GroupedLinear, x: torch.Tensor, splits: Any, name: str) -> Any:
-    chosen = RECIPES[name]
-    torch.manual_seed(11)
-    with autocast(enabled=chosen is not None, recipe=chosen):
-        return layer(x, splits)
-
-
-def test_an_argument_that_is_not_offered_is_refused_by_name() -> None:
-    for name in ["single_grouped_weight", "single_grouped_bias"]:
-        with pytest.raises(UnsupportedError, match=rf"GroupedLinear\({name}=.*not offered"):
-            GroupedLinear(2, 8, 8, **{name: 2})
+DETERMINISTIC = [name for name in RECIPES if name != "nvfp4"]
 
 
 def test_a_rank_has_its_share_of_the_features() -> None:
@@ -41,221 +33,298 @@ def test_a_rank_has_its_share_of_the_features() -> None:
         assert layer(torch.ones(3, k), [1, 2]).shape == (3, shape[0]), (mode, shape)
 
 
-def test_a_bias_that_each_rank_would_add_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"GroupedLinear\(bias=True\) in a row-parallel"):
-        GroupedLinear(2, 8, 8, tp_size=2, parallel_mode="row")
-
-
-def test_use_grouped_tensor_is_refused_and_without_it_taken() -> None:
-    GroupedLinear(2, 8, 8, use_grouped_tensor=False)
-    with pytest.raises(UnsupportedError, match=r"GroupedLinear\(use_grouped_tensor=True\)"):
-        GroupedLinear(2, 8, 8, use_grouped_tensor=True)
-
-
-def test_parameters_have_transformer_engine_s_order() -> None:
-    names = ["weight0", "bias0", "weight1", "bias1", "weight2", "bias2"]
-    layer = GroupedLinear(3, 8, 4)
-    assert [name for name, _ in layer.named_parameters()] == names
-    assert list(layer.state_dict()) == names
-
-
-def test_a_count_that_is_no_positive_integer_is_refused() -> None:
-    with pytest.raises(OperandError, match="num_gemms=0"):
-        GroupedLinear(0, 8, 8)
-
-
-def test_parameters_are_one_weight_and_bias_a_group() -> None:
-    shapes = {name: tuple(p.shape) for name, p in GroupedLinear(2, 6, 4).named_parameters()}
-    assert shapes == {"weight0": (4, 6), "weight1": (4, 6), "bias0": (4,), "bias1": (4,)}
-
-
-def test_without_bias_there_are_only_weights() -> None:
-    layer = GroupedLinear(2, 6, 4, bias=False)
-    assert list(layer.state_dict()) == ["weight0", "weight1"]
-    assert layer.bias0 is None
-
-
-def test_init_method_fills_every_weight() -> None:
-    layer = GroupedLinear(3, 6, 4, init_method=torch.nn.init.ones_)
-    assert all(getattr(layer, f"weight{group}").eq(1).all() for group in range(3))
-
-
-def test_print_says_the_number_of_groups() -> None:
-    text = "GroupedLinear(num_gemms=3, in_features=8, out_features=4, bias=False, dtype=float32)"
-    assert repr(GroupedLinear(3, 8, 4, bias=False)) == text
-
-
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_each_group_has_the_bits_of_a_linear_of_its_own(name: str) -> None:
     layer = GroupedLinear(3, 32, 16)
     for group in range(3):
         torch.nn.init.normal_(getattr(layer, f"bias{group}"))
     x, dy = torch.randn(8, 32, requires_grad=True), torch.randn(8, 16)
-    y = forward(layer, x, SPLITS, name)
+    with active(name):
+        y = layer(x, SPLITS)
     y.backward(dy)
     rows = [part.split(SPLITS) for part in (x.detach(), dy, y, x.grad)]
     for group, (x_g, dy_g, y_g, dx_g) in enumerate(zip(*rows, strict=True)):
         alone, leaf = Linear(32, 16), x_g.clone().requires_grad_()
         own = {kind: getattr(layer, f"{kind}{group}") for kind in ("weight", "bias")}
         alone.load_state_dict(own)
-        with autocast(enabled=name != "none", recipe=RECIPES[name]):
+        with active(name):
             wanted = alone(leaf)
         wanted.backward(dy_g)
         got = (y_g, dx_g, own["weight"].grad, own["bias"].grad)
         want = (wanted, leaf.grad, alone.weight.grad, alone.bias.grad)
         for mine, its in zip(got, want, strict=True):
             torch.testing.assert_close(mine, its, rtol=0, atol=1e-6 if name == "none" else 0)
+        if not len(x_g):
+            assert not own["weight"].grad.any()
+            assert not own["bias"].grad.any()
 
 
 def test_m_splits_may_be_a_list_a_tuple_or_a_tensor() -> None:
     for name in RECIPES:
         layer, x = GroupedLinear(3, 32, 16), torch.randn(8, 32)
-        with torch.no_grad():
-            want = forward(layer, x, SPLITS, name)
-            for splits in (tuple(SPLITS), torch.tensor(SPLITS), torch.tensor(SPLITS).int()):
-                layer.reset_delayed_state()
-                assert_same_sums([forward(layer, x, splits, name)], [want])
-
-
-@pytest.mark.parametrize(
-    "splits",
-    [[5, 3], [5, 0, 3, 0], [5, 0, 4], [9, -1, 0], [5.0, 0.0, 3.0], [[5, 0, 3]], []],
-    ids=str,
-)
-@pytest.mark.parametrize("as_tensor", [False, True], ids=["list", "tensor"])
-def test_m_splits_that_do_not_fit_are_refused(splits: Any, as_tensor: bool) -> None:
-    given = torch.tensor(splits) if as_tensor else splits
-    said = r"m_splits=.* for 8 rows; expected 3 integers|m_splits is .* an integer tensor \[3\]"
-    with pytest.raises(OperandError, match=said):
-        GroupedLinear(3, 32, 16)(torch.randn(8, 32), given)
-
-
-def test_m_splits_that_are_no_sizes_are_refused() -> None:
-    for splits in [None, 8, "508", [True, True, 6], [True, 5, 0, 3]]:
-        with pytest.raises(OperandError, match="expected 3 integers"):
-            GroupedLinear(3, 32, 16)(torch.randn(8, 32), splits)
+        want = step(layer, x, name, SPLITS)[:1]
+        for splits in (tuple(SPLITS), torch.tensor(SPLITS), torch.tensor(SPLITS).int()):
+            layer.reset_delayed_state()
+            assert_same_sums(step(layer, x, name, splits)[:1], want)
 
 
 def test_m_splits_may_be_whatever_counts_as_an_integer() -> None:
-    for splits in [
-        np.array(SPLITS),
-        [np.int64(size) for size in SPLITS],
-        list(torch.tensor(SPLITS)),
-    ]:
-        layer, x = GroupedLinear(3, 32, 16), torch.randn(8, 32)
+    layer, x = GroupedLinear(3, 32, 16), torch.randn(8, 32)
+    integers = [np.int64(size) for size in SPLITS]
+    for splits in [np.array(SPLITS), integers, list(torch.tensor(SPLITS))]:
         assert torch.equal(layer(x, splits), layer(x, SPLITS)), splits
-
-
-def test_m_splits_on_meta_are_refused_by_name() -> None:
-    layer = GroupedLinear(3, 32, 16, device="meta")
-    with pytest.raises(OperandError, match="has no values"), autocast(recipe="current"):
-        layer(torch.randn(8, 32, device="meta"), torch.tensor(SPLITS, device="meta"))
-
-
-def test_an_empty_group_gets_zero_gradients() -> None:
-    for name in RECIPES:
-        layer = GroupedLinear(3, 32, 16)
-        forward(layer, torch.randn(8, 32), SPLITS, name).sum().backward()
-        assert not layer.weight1.grad.any(), name
-        assert not layer.bias1.grad.any(), name
-
-
-def test_all_groups_may_be_empty() -> None:
-    for name in RECIPES:
-        layer, x = GroupedLinear(3, 32, 16), torch.randn(0, 32, requires_grad=True)
-        y = forward(layer, x, [0, 0, 0], name)
-        y.sum().backward()
-        assert (y.shape, x.grad.shape) == ((0, 16), (0, 32)), name
-        assert not layer.weight0.grad.any(), name
 
 
 def test_groups_may_change_from_call_to_call() -> None:
     for name in RECIPES:
         layer = GroupedLinear(3, 32, 16)
         for splits in ([1, 2, 3], [0, 0, 7], [4, 0, 0]):
-            assert forward(layer, torch.randn(sum(splits), 32), splits, name).shape == (
-                sum(splits),
-                16,
-            ), name
+            y, *_ = step(layer, torch.randn(sum(splits), 32), name, splits)
+            assert y.shape == (sum(splits), 16), name
 
 
-def test_leading_dimensions_are_rows() -> None:
-    for name in RECIPES:
-        layer, x = GroupedLinear(3, 32, 16), torch.randn(8, 32)
-        with torch.no_grad():
-            want = forward(layer, x, SPLITS, name)
-            layer.reset_delayed_state()
-            assert torch.equal(
-                forward(layer, x.reshape(2, 4, 32), SPLITS, name).reshape(8, 16), want
-            ), name
+TWO_AND_SEVEN = torch.cat([torch.full((5, 32), 2.0), torch.full((3, 32), 7.0)])
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_return_bias_returns_the_biases_that_were_not_added(name: str) -> None:
-    layer = GroupedLinear(3, 32, 16, return_bias=True)
-    x = torch.randn(8, 32)
-    with torch.no_grad():
-        for group in range(3):
-            getattr(layer, f"bias{group}").fill_(1000.0)
-        y, biases = forward(layer, x, SPLITS, name)
-    assert all(bias is getattr(layer, f"bias{group}") for group, bias in enumerate(biases))
-    assert y.abs().max() < 100
-
-
-def test_torch_autocast_gives_its_dtype_and_gradients_in_the_parameters() -> None:
-    for name in RECIPES:
-        layer = GroupedLinear(3, 32, 16)
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            y = forward(layer, torch.randn(8, 32), SPLITS, name)
-        y.sum().backward()
-        assert (y.dtype, layer.weight0.grad.dtype) == (torch.bfloat16, torch.float32), name
-
-
-def test_shape_is_known_on_meta() -> None:
-    for name in RECIPES:
-        layer = GroupedLinear(3, 40, 24, device="meta")
-        y = forward(layer, torch.empty(8, 40, device="meta"), SPLITS, name)
-        assert (y.shape, y.device.type) == ((8, 24), "meta"), name
-
-
-def test_each_group_has_slots_of_its_own() -> None:
+@pytest.mark.parametrize("calibrates", [False, True])
+def test_each_group_has_slots_of_its_own(calibrates: bool) -> None:
     layer = GroupedLinear(3, 32, 16)
-    x = torch.cat([torch.full((5, 32), 2.0), torch.full((3, 32), 7.0)])
-    forward(layer, x, SPLITS, "delayed").sum().backward()
+    with autocast(enabled=not calibrates, calibrating=calibrates, recipe=RECIPES["delayed"]):
+        y = layer(TWO_AND_SEVEN, SPLITS)
     assert layer.scale_fwd.shape == (9,)
     assert layer.amax_history_fwd[-1, 0::3].tolist() == [2.0, 0.0, 7.0]
-    assert layer.amax_history_bwd[-1, 0::2].tolist() == [1.0, 0.0, 1.0]
+    if calibrates:
+        weights = [getattr(layer, f"weight{group}").abs().max().item() for group in range(3)]
+        assert layer.amax_history_fwd[-1, 1::3].tolist() == weights
+    else:
+        y.sum().backward()
+        assert layer.amax_history_bwd[-1, 0::2].tolist() == [1.0, 0.0, 1.0]
 
 
 def test_an_empty_group_keeps_the_scale_of_its_input() -> None:
     layer = GroupedLinear(2, 32, 16)
-    forward(layer, torch.full((4, 32), 7.0), [2, 2], "delayed")
+    step(layer, torch.full((4, 32), 7.0), "delayed", [2, 2])
     before = layer.scale_fwd[3].item()
-    forward(layer, torch.full((4, 32), 1.0), [4, 0], "delayed")
+    step(layer, torch.full((4, 32), 1.0), "delayed", [4, 0])
     assert layer.scale_fwd[3].item() == before == 64.0
 
 
-def test_calibrating_records_each_group() -> None:
+# --- results in memory that the caller gives ---
+
+
+@pytest.mark.parametrize(
+    ("chosen", "splits", "sizes"),
+    pairs([None, "current", "mxfp8", "nvfp4"], [[7, 0, 33], [0, 0, 40]], [(64, 32), (50, 31)]),
+    ids=str,
+)
+def test_results_are_written_there(chosen: Any, splits: Any, sizes: tuple[int, int]) -> None:
+    layer, x = GroupedLinear(3, *sizes), torch.randn(40, sizes[0])
+    want = step(layer, x, chosen, splits)
+    out, dgrad_out = torch.full((40, sizes[1]), 9.0), torch.full((40, sizes[0]), 9.0)
+    got = step(layer, x, chosen, splits, out=out, dgrad_out=dgrad_out)
+    assert_same(got, want)
+    assert_same([out, dgrad_out], want[:2])
+    assert got[0].data_ptr() == out.data_ptr()  # type: ignore[union-attr]  # a tensor
+
+
+def test_a_buffer_stays_without_history_and_can_be_given_again() -> None:
+    layer, x = GroupedLinear(2, 32, 32), torch.randn(8, 4, 32)
+    out = torch.empty(8, 4, 32)
+    for _ in range(2):
+        y = layer(x, [16, 16], out=out)
+        assert isinstance(y, torch.Tensor)
+        assert y.shape == out.shape
+        assert y.requires_grad
+        assert not out.requires_grad
+
+
+BAD = {
+    "shape": torch.empty(8, 31),
+    "dtype": torch.empty(8, 32, dtype=torch.bfloat16),
+    "strides": torch.empty(32, 8).t(),
+    "a gradient": torch.empty(8, 32, requires_grad=True),
+    "device": torch.empty(8, 32, device="meta"),
+}
+
+
+def test_a_buffer_that_does_not_fit_is_refused() -> None:
+    for bad, name in turns(BAD, ["out", "dgrad_out"]):
+        layer = GroupedLinear(2, 32, 32)
+        with pytest.raises(
+            OperandError, match=rf"{name} is torch\..*expected torch.float32 \[8, 32\]"
+        ):
+            layer(torch.randn(8, 32), [4, 4], **{name: BAD[bad]})
+
+
+@pytest.mark.skipif(not PASSES_DATACLASSES, reason="an older torch raises before it is asked")
+def test_a_graph_refuses_a_buffer() -> None:
+    layer, out = GroupedLinear(2, 32, 32), torch.empty(8, 32)
+    compiled = torch.compile(lambda x: layer(x, [4, 4], out=out), backend="eager")
+    with pytest.raises(UnsupportedError, match=r"not offered under torch\.compile"):
+        compiled(torch.randn(8, 32))
+
+
+# --- sizes that stay on the device, here played by the CPU ---
+
+WITHOUT_PADDING = ["delayed", "current", "block", "rowwise"]
+SIZES = ([5, 0, 3], [0, 0, 8], [1, 1, 6], [130, 0, 70])
+on_device = pytest.mark.usefixtures("device_sizes")
+
+
+@pytest.fixture
+def device_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_linear, "_stays_on_device", lambda sizes: True)
+
+
+@on_device
+@pytest.mark.parametrize(("sizes", "name"), turns(SIZES, ["none", *WITHOUT_PADDING]), ids=str)
+def test_sizes_on_the_device_give_what_a_list_gives(sizes: list[int], name: str) -> None:
+    layer, x = GroupedLinear(3, 144, 32), torch.randn(sum(sizes), 144)
+    want = step(layer, x, name, sizes)
+    layer.reset_delayed_state()
+    got = step(layer, x, name, torch.tensor(sizes))
+    for mine, its in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-5)
+
+
+@on_device
+@pytest.mark.parametrize("name", WITHOUT_PADDING)
+def test_rows_beyond_the_groups_are_zeros_and_change_nothing(name: str) -> None:
+    layer, x = GroupedLinear(3, 144, 32), torch.randn(12, 144)
+    x[8:] = float("nan")
+    y, dx, *_ = step(layer, x, name, torch.tensor(SPLITS))
+    layer.reset_delayed_state()
+    want, *_ = step(layer, x[:8], name, torch.tensor(SPLITS))
+    assert not y[8:].any()
+    assert not dx[8:].any()
+    assert torch.equal(y[:8], want)
+
+
+@on_device
+def test_sizes_that_do_not_fit_are_cut_off() -> None:
+    for sizes in [[5, 0, 4], [100, 100, 100], [-3, 5, 3], [2**62, 2**62, 2**62]]:
+        layer, x = GroupedLinear(3, 144, 32), torch.randn(8, 144)
+        ends = torch.tensor(sizes).clamp(0, 8).cumsum(0).clamp(max=8)
+        cut = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+        assert_same(step(layer, x, "block", torch.tensor(sizes)), step(layer, x, "block", cut))
+
+
+@on_device
+def test_no_row_at_all_gives_zero_gradients() -> None:
+    layer = GroupedLinear(3, 144, 32)
+    y, _, *grads = step(layer, torch.randn(0, 144), "block", torch.tensor([0, 0, 0]))
+    assert y.shape == (0, 32)
+    assert not any(grad.any() for grad in grads)
+
+
+@on_device
+@pytest.mark.parametrize("name", WITHOUT_PADDING)
+def test_gradients_are_added_to_main_grad(name: str) -> None:
+    layer, x = GroupedLinear(3, 144, 32, fuse_wgrad_accumulation=True), torch.randn(8, 144)
+    plain = GroupedLinear(3, 144, 32)
+    plain.load_state_dict(layer.state_dict())
+    for weight in layer.parameters():
+        weight.main_grad = torch.ones_like(weight)
+    for one in (layer, plain):
+        step(one, x, name, torch.tensor(SPLITS))
+    for group in range(3):
+        found = getattr(layer, f"weight{group}").main_grad
+        grad = getattr(plain, f"weight{group}").grad
+        torch.testing.assert_close(found, grad + 1, rtol=1e-6, atol=1e-5)
+
+
+def sized(sizes: torch.Tensor, name: str = "none", dtype: torch.dtype = torch.float32) -> Any:
+    layer, x = GroupedLinear(3, 32, 32, params_dtype=dtype), torch.randn(8, 32).to(dtype)
+    with active(name):
+        return layer(x, sizes)
+
+
+def monitored(sizes: torch.Tensor) -> Any:
     layer = GroupedLinear(3, 32, 16)
-    x = torch.cat([torch.full((5, 32), 2.0), torch.full((3, 32), 7.0)])
-    with autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
-        layer(x, SPLITS)
-    assert layer.amax_history_fwd[-1, 0::3].tolist() == [2.0, 0.0, 7.0]
-    weights = [getattr(layer, f"weight{group}").abs().max().item() for group in range(3)]
-    assert layer.amax_history_fwd[-1, 1::3].tolist() == weights
+    with monitor(layer):
+        return layer(torch.randn(8, 32), sizes)
 
 
-def test_a_deep_copy_has_a_state_of_its_own() -> None:
-    layer = GroupedLinear(3, 32, 16)
-    forward(layer, torch.full((8, 32), 2.0), SPLITS, "delayed")
-    twin = copy.deepcopy(layer)
-    forward(twin, torch.full((8, 32), 7.0), SPLITS, "delayed")
-    assert layer.amax_history_fwd[-1, 0] == 2.0
-    assert twin.amax_history_fwd[-1, 0] == 7.0
+@on_device
+def test_sizes_on_the_device_that_cannot_be_taken_are_refused() -> None:
+    no_sizes = r"expected an integer tensor \[3\]"
+    sizes = torch.tensor(SPLITS)
+    table: dict[str, Refusal] = {
+        "two": (lambda: sized(torch.tensor([5, 3])), OperandError, no_sizes),
+        "floats": (lambda: sized(torch.tensor([5.0, 0.0, 3.0])), OperandError, no_sizes),
+        "booleans": (lambda: sized(torch.tensor([True, False, True])), OperandError, no_sizes),
+        "another device": (
+            lambda: sized(torch.empty(3, dtype=torch.int64, device="meta")),
+            *(OperandError, f"m_splits is on meta, the input on {DEVICE}"),
+        ),
+        "rows to pad": (
+            lambda: sized(sizes, "mxfp8", torch.bfloat16),
+            *(UnsupportedError, "only the device knows cannot be padded"),
+        ),
+        "a monitor": (
+            lambda: monitored(sizes),
+            *(UnsupportedError, "a monitor has to read m_splits"),
+        ),
+    }
+    assert unrefused(table) == {}
 
 
-def test_a_parametrized_weight_is_used() -> None:
-    layer = GroupedLinear(3, 32, 16)
-    torch.nn.utils.parametrizations.weight_norm(layer, "weight0")
-    forward(layer, torch.randn(8, 32), SPLITS, "current").sum().backward()
-    assert layer.parametrizations.weight0.original0.grad is not None
+# --- zero rows behind the tokens of each expert, and their removal ---
+
+
+def test_each_group_is_padded_with_zeros_and_unpadded() -> None:
+    x = torch.randn(10, 3)
+    padded, sizes = Fp8Padding(3, 4)(x, [3, 0, 7])
+    assert sizes == [4, 0, 8]
+    assert torch.equal(padded[:3], x[:3])
+    assert torch.equal(padded[4:11], x[3:])
+    assert not padded[[3, 11]].any()
+    assert torch.equal(Fp8Unpadding(3, 4)(padded, [3, 0, 7]), x)
+    padded, sizes = Fp8Padding(2, 4)(torch.empty(0, 3), [0, 0])
+    assert (padded.shape, sizes) == ((0, 3), [0, 0])
+
+
+def test_rows_that_need_no_padding_are_returned() -> None:
+    x, splits = torch.randn(12, 3), [4, 8]
+    padded, sizes = Fp8Padding(2, 4)(x, splits)
+    assert padded is x
+    assert sizes is splits
+    assert Fp8Unpadding(2, 4)(x, splits) is x
+
+
+@pytest.mark.parametrize("layer", [Fp8Padding, Fp8Unpadding])
+def test_gradients_of_padding(layer: Any) -> None:
+    rows = 10 if layer is Fp8Padding else 12
+    x = torch.randn(rows, 3, dtype=torch.float64, requires_grad=True)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = layer(3, 4)(x, [3, 0, 7])
+        return y[0] if isinstance(y, tuple) else y
+
+    assert torch.autograd.gradcheck(run, (x,))
+
+
+def test_multiple_is_what_the_recipe_needs() -> None:
+    for name, size in {
+        **dict.fromkeys(("delayed", "current", "block"), 16),
+        **{"mxfp8": 32, "nvfp4": 128},
+    }.items():
+        layer = Fp8Padding(1)
+        with active(name):
+            layer(torch.randn(3, 5), [3])
+        assert layer.align_size == size, name
+
+
+X = torch.zeros(3, 5)
+PADDED: dict[str, Any] = {
+    "expected 2 numbers": lambda: Fp8Padding(2, 4)(X, [3]),
+    "m_splits [-1, 4]": lambda: Fp8Padding(2, 4)(X, [-1, 4]),
+    "has 3 rows; expected 7": lambda: Fp8Padding(2, 4)(X, [3, 4]),
+    "expected 8, those of the groups [4, 4]": lambda: Fp8Unpadding(2, 4)(X, [3, 4]),
+    "align_size=0": lambda: Fp8Padding(2, 0),
+}
+
+
+def test_what_cannot_be_padded_is_named() -> None:
+    table = {words: (call, OperandError, re.escape(words)) for words, call in PADDED.items()}
+    assert unrefused(table) == {}

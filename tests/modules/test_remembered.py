@@ -422,6 +422,7 @@ CASES = [
         [*(other for other in OTHERS if other not in LACKING), *ATTENTION],
     ),
     *turns(["TransformerLayer"], ["delayed", "current", "block"], [*JOINED, *TRANSFORMER]),
+    ("TransformerLayer", "delayed", "reset"),
 ]
 
 
