@@ -47,7 +47,7 @@ from fp8core.tensors.delayed_state import BUFFERS
 __all__ = ["from_hugging_face", "layer_arguments", "rotary_arguments", "to_hugging_face"]
 
 
-def their_shapes(rule: Rule, shapes: Mapping[str, Shape]) -> list[Shape]:
+def _their_shapes(rule: Rule, shapes: Mapping[str, Shape]) -> list[Shape]:
     """Return the shape of each of ``rule.theirs``."""
     ours = [shapes[in_layer(name)] for name in rule.ours]
     if len(rule.theirs) > 1:
@@ -59,7 +59,7 @@ def their_shapes(rule: Rule, shapes: Mapping[str, Shape]) -> list[Shape]:
     return [shape[::-1] for shape in result] if rule.transposed else result
 
 
-def check_shape(owner: str, name: str, value: object, shape: Shape) -> None:
+def _check_shape(owner: str, name: str, value: object, shape: Shape) -> None:
     """Refuse a tensor of another shape than the config says."""
     if not isinstance(value, torch.Tensor):
         raise OperandError(f"{owner}: {name} is {type(value).__name__}; expected a torch.Tensor.")
@@ -71,22 +71,25 @@ def check_shape(owner: str, name: str, value: object, shape: Shape) -> None:
         raise OperandError(f"{owner}: {name} is {list(value.shape)}; the config says [{sizes}].")
 
 
-def full_name(name: str, prefix: str) -> str:
+def _full_name(name: str, prefix: str) -> str:
     """Return the name of a tensor in the state_dict of a model with a head."""
     return name if name == "lm_head.weight" else prefix + name
 
 
-def popped(
-    state: dict[str, torch.Tensor], names: Sequence[str], owner: str, prefix: str
+def _popped(
+    state: dict[str, torch.Tensor], shapes: Mapping[str, Shape], owner: str, prefix: str = ""
 ) -> list[torch.Tensor]:
-    """Remove ``names`` from ``state`` and return their tensors."""
-    missing = [full_name(name, prefix) for name in names if name not in state]
+    """Remove the names of ``shapes`` from ``state``, and return their tensors, of these shapes."""
+    missing = [_full_name(name, prefix) for name in shapes if name not in state]
     if missing:
         raise OperandError(f"{owner}: the state_dict lacks {some(missing)}.")
-    return [state.pop(name) for name in names]
+    values = {name: state.pop(name) for name in shapes}
+    for name, shape in shapes.items():
+        _check_shape(owner, _full_name(name, prefix), values[name], shape)
+    return list(values.values())
 
 
-def parted(values: Sequence[torch.Tensor], rule: Rule) -> list[torch.Tensor]:
+def _parted(values: Sequence[torch.Tensor], rule: Rule) -> list[torch.Tensor]:
     """Return the rows of ``values`` in the parts of the other side of ``rule``."""
     if not rule.sizes:
         return list(values)
@@ -96,7 +99,7 @@ def parted(values: Sequence[torch.Tensor], rule: Rule) -> list[torch.Tensor]:
     return list(torch.split(value, list(rule.sizes)))
 
 
-def check_empty(state: Mapping[str, torch.Tensor], owner: str) -> None:
+def _check_empty(state: Mapping[str, torch.Tensor], owner: str) -> None:
     """Refuse tensors that no rule has taken."""
     if state:
         raise OperandError(
@@ -104,7 +107,7 @@ def check_empty(state: Mapping[str, torch.Tensor], owner: str) -> None:
         )
 
 
-def fuse(state: dict[str, torch.Tensor], sizes: HeadSizes) -> None:
+def _fuse(state: dict[str, torch.Tensor], sizes: HeadSizes) -> None:
     """Put one weight in the place of each query, key and value; biases likewise."""
     for name in [name for name in state if f"{QKV}.query_" in name]:
         parts = [
@@ -113,7 +116,7 @@ def fuse(state: dict[str, torch.Tensor], sizes: HeadSizes) -> None:
         state[name.replace(".query_", ".")] = join_query_key_value(parts, sizes)
 
 
-def split(state: dict[str, torch.Tensor], sizes: HeadSizes, shapes: Mapping[str, Shape]) -> None:
+def _split(state: dict[str, torch.Tensor], sizes: HeadSizes, shapes: Mapping[str, Shape]) -> None:
     """Put query, key and value in the place of each fused weight; biases likewise."""
     for name in [name for name in state if name.endswith((f"{QKV}.weight", f"{QKV}.bias"))]:
         prefix, _, kind = name.rpartition(".")
@@ -126,7 +129,7 @@ def split(state: dict[str, torch.Tensor], sizes: HeadSizes, shapes: Mapping[str,
             )
         _, *columns = shapes[f"{QKV}.query_{kind}"]
         rows = sizes.query_size + 2 * sizes.key_size
-        check_shape("to_hugging_face", name, state[name], (rows, *columns))
+        _check_shape("to_hugging_face", name, state[name], (rows, *columns))
         parts = separate_query_key_value(state.pop(name), sizes)
         for role, part in zip(("query", "key", "value"), parts, strict=True):
             state[f"{prefix}.{role}_{kind}"] = part
@@ -198,15 +201,14 @@ def from_hugging_face(
     ours: dict[str, torch.Tensor] = {}
     shapes = shapes_of(family, get)
     for rule in rules_of(family, get):
-        values = popped(short, rule.theirs, "from_hugging_face", family.prefix)
-        for name, value, shape in zip(rule.theirs, values, their_shapes(rule, shapes), strict=True):
-            check_shape("from_hugging_face", full_name(name, family.prefix), value, shape)
+        of_theirs = dict(zip(rule.theirs, _their_shapes(rule, shapes), strict=True))
+        values = _popped(short, of_theirs, "from_hugging_face", family.prefix)
         if rule.transposed:
             values = [value.mT if value.dim() == 2 else value for value in values]
-        ours.update(zip(rule.ours, parted(values, rule), strict=True))
-    check_empty(short, "from_hugging_face")
+        ours.update(zip(rule.ours, _parted(values, rule), strict=True))
+    _check_empty(short, "from_hugging_face")
     if fuse_qkv_params:
-        fuse(ours, _with_order(family.head_sizes, qkv_weight_interleaved))
+        _fuse(ours, _with_order(family.head_sizes, qkv_weight_interleaved))
     return ours
 
 
@@ -229,18 +231,16 @@ def to_hugging_face(
     family, get = _family_of(config), reader(config)
     ours = {name: value for name, value in state_dict.items() if not _is_state(name)}
     shapes = shapes_of(family, get)
-    split(ours, _with_order(family.head_sizes, qkv_weight_interleaved), shapes)
+    _split(ours, _with_order(family.head_sizes, qkv_weight_interleaved), shapes)
     theirs: dict[str, torch.Tensor] = {}
     for rule in rules_of(family, get):
-        values = popped(ours, rule.ours, "to_hugging_face", "")
-        for name, value in zip(rule.ours, values, strict=True):
-            check_shape("to_hugging_face", name, value, shapes[in_layer(name)])
-        values = parted(values, rule)
+        of_ours = {name: shapes[in_layer(name)] for name in rule.ours}
+        values = _parted(_popped(ours, of_ours, "to_hugging_face"), rule)
         if rule.transposed:
             values = [value.mT.contiguous() if value.dim() == 2 else value for value in values]
         for name, value in zip(rule.theirs, values, strict=True):
-            theirs[full_name(name, family.prefix)] = value
-    check_empty(ours, "to_hugging_face")
+            theirs[_full_name(name, family.prefix)] = value
+    _check_empty(ours, "to_hugging_face")
     return theirs
 
 

@@ -192,9 +192,7 @@ class Monitor:
                 "rows_over_ranks() needs torch.distributed.init_process_group(). The rows of this "
                 "process alone are in rows."
             )
-        layer = next(iter(self._layers.values()))
-        device = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
-        return rows_of(self._latest_step, over_ranks(self._latest, group, device))
+        return rows_of(self._latest_step, over_ranks(self._latest, group))
 
     def gemm_counts(self) -> dict[str, int]:
         """Return how many GEMMs ran in the latest step, ``quantized`` and ``high_precision``."""

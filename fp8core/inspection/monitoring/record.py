@@ -94,7 +94,7 @@ class Tally:
 
     def add(self, tally: Tally) -> None:
         """Add the casts of ``tally``."""
-        for name in SUMS:
+        for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(tally, name))
         self.amax = max(self.amax, tally.amax)
         if not tally.worst_row >= self.worst_row:  # NaN: no row yet
@@ -136,8 +136,7 @@ class Tally:
 
 
 _COUNTS = ("elements", "nan", "inf", "nonzero", "underflow", "saturated")
-SUMS = ("casts", *_COUNTS, "blocks", "zero_blocks", "signal", "noise")
-"""The fields of a tally that add up."""
+_SUMS = ("casts", *_COUNTS, "blocks", "zero_blocks", "signal", "noise")  # what adds up
 
 
 def decibels(signal: float, noise: float) -> float:

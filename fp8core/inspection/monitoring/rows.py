@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from fp8core.errors import OperandError
 from fp8core.inspection.monitoring.record import (
-    EXPONENTS,
-    SUMS,
     CastKey,
     GemmCount,
     GemmKey,
@@ -25,84 +22,26 @@ from fp8core.inspection.monitoring.record import (
 )
 
 
-def over_ranks(
-    record: StepRecord, group: dist.ProcessGroup | None, device: torch.device
-) -> StepRecord:
-    """Return the combined record of all ranks, as :meth:`Monitor.rows_over_ranks` describes.
-
-    ``device`` is one that the group communicates on.
-    """
-    casts, gemms = sorted(record.tallies), sorted(record.gemms)
-    _check_equal((casts, gemms), group, device)
-    tallies = [record.tallies[key] for key in casts]
-    counted = [record.gemms[key] for key in gemms]
-
-    def reduce(values: object, op: dist.ReduceOp.RedOpType, columns: int) -> list[list[float]]:
-        tensor = torch.tensor(values, dtype=torch.float64, device=device).reshape(-1, columns)
-        dist.all_reduce(tensor, op=op, group=group)
-        return tensor.tolist()
-
-    sums = reduce(
-        [[getattr(t, name) for name in SUMS] for t in tallies], dist.ReduceOp.SUM, len(SUMS)
-    )
-    largest = reduce([t.amax for t in tallies], dist.ReduceOp.MAX, 1)
-    rows = [[math.inf if math.isnan(t.worst_row) else t.worst_row, t.is_compared] for t in tallies]
-    least = reduce(rows, dist.ReduceOp.MIN, 2)
-    has_row = reduce([not math.isnan(t.worst_row) for t in tallies], dist.ReduceOp.MAX, 1)
-    numbers = reduce([[c.quantized, c.high_precision] for c in counted], dist.ReduceOp.SUM, 2)
-    exponents = [
-        torch.zeros(len(EXPONENTS)) if t.exponents is None else t.exponents for t in tallies
-    ]
-    counts = [tensor.tolist() for tensor in exponents]
-    histograms = reduce(counts, dist.ReduceOp.SUM, len(EXPONENTS))
-    scales = _all_scales(tallies, group, device)
-    total = StepRecord(formats=dict(record.formats))
-    for at, key in enumerate(casts):
-        tally = Tally(amax=largest[at][0], scales=[scales[at]], is_compared=bool(least[at][1]))
-        for name, value in zip(SUMS, sums[at], strict=True):
-            setattr(tally, name, value if name in ("signal", "noise") else int(value))
-        tally.worst_row = least[at][0] if has_row[at][0] else math.nan
-        tally.exponents = torch.tensor(histograms[at], dtype=torch.int64)
-        total.tallies[key] = tally
-    for gemm, count, (low, high) in zip(gemms, counted, numbers, strict=True):
-        total.gemms[gemm] = dataclasses.replace(count, quantized=int(low), high_precision=int(high))
-    return total
-
-
-def _check_equal(
-    keys: tuple[list[CastKey], list[GemmKey]], group: dist.ProcessGroup | None, device: torch.device
-) -> None:
-    hashed = hashlib.sha256(repr(keys).encode()).digest()[:7]
-    digest = torch.tensor([int.from_bytes(hashed, "big"), len(keys[0])], device=device)
-    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(digests, digest, group=group)
-    if any(not torch.equal(digest, of_rank) for of_rank in digests):
-        counts = [int(of_rank[1]) for of_rank in digests]
+def over_ranks(record: StepRecord, group: dist.ProcessGroup | None) -> StepRecord:
+    """Return the combined record of all ranks, as :meth:`Monitor.rows_over_ranks` describes."""
+    records: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(records, record, group)
+    keys = record.tallies.keys(), record.gemms.keys()
+    if any((of_rank.tallies.keys(), of_rank.gemms.keys()) != keys for of_rank in records):
+        counts = [len(of_rank.tallies) for of_rank in records]
         raise OperandError(
             f"the ranks observed different operands, {counts} of them by rank. Reduce over the "
             f"ranks that run the same layers, and pass their group."
         )
-
-
-def _all_scales(
-    tallies: list[Tally], group: dist.ProcessGroup | None, device: torch.device
-) -> list[torch.Tensor]:
-    """Return the scales of each operand's nonzero blocks on all ranks, float64 on the CPU."""
-    by_operand = [torch.cat(t.scales) if t.scales else torch.empty(0) for t in tallies]
-    sizes = torch.tensor([part.numel() for part in by_operand], device=device)
-    ranks = range(dist.get_world_size(group))
-    all_sizes = [torch.empty_like(sizes) for _ in ranks]
-    dist.all_gather(all_sizes, sizes, group=group)
-    longest = max(int(part_sizes.sum()) for part_sizes in all_sizes)
-    flat = torch.cat([*by_operand, torch.empty(0)]).to(device, torch.float64)
-    flat = torch.nn.functional.pad(flat, (0, longest - flat.numel()))
-    gathered = [torch.empty_like(flat) for _ in ranks]
-    dist.all_gather(gathered, flat, group=group)
-    parts = [
-        torch.split(values[: int(size.sum())].cpu(), size.tolist())
-        for values, size in zip(gathered, all_sizes, strict=True)
-    ]
-    return [torch.cat(list(of_ranks)) for of_ranks in zip(*parts, strict=True)]
+    total = StepRecord(formats=dict(record.formats))
+    for of_rank in records:
+        for key in sorted(record.tallies):
+            total.tallies.setdefault(key, Tally()).add(of_rank.tallies[key])
+        for gemm in sorted(record.gemms):
+            count = total.gemms.setdefault(gemm, GemmCount(record.gemms[gemm].backend))
+            count.quantized += of_rank.gemms[gemm].quantized
+            count.high_precision += of_rank.gemms[gemm].high_precision
+    return total
 
 
 _GEMMS = {
