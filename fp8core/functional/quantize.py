@@ -17,6 +17,7 @@ from fp8core.functional.quantizers.base import Quantizer, quantize_in_graph
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.checks import bytes_of, format_of_dtype, tensor_plan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.storage import entries
 from fp8core.torch_ops.operators import constant_in_graph, taking_dataclasses
 
 
@@ -205,9 +206,7 @@ def _spec_by_scales(
     kinds = {torch.float32: "float32", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
     kind = kinds.get(dtype)
     for block in blocks.get(kind or "", ()):
-        counts = [
-            -(-size // step) if step else 1 for size, step in zip((rows, k), block, strict=True)
-        ]
+        counts = [*map(entries, (rows, k), block)]
         if counts == [math.prod(scales.shape[:-1]), scales.shape[-1] if scales.dim() else 1]:
             return OperandSpec(name, block, element.max, kind or "")
     raise OperandError(

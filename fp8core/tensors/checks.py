@@ -20,7 +20,7 @@ from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
-from fp8core.tensors.storage import FLOATS, PARTS, per_byte, split, storage_plan, turn
+from fp8core.tensors.storage import FLOATS, PARTS, entries, per_byte, split, storage_plan, turn
 from fp8core.torch_ops.private import FakeTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -55,8 +55,7 @@ def check_stored(parts: Sequence[Any], plan: TensorPlan, dtype: Any) -> None:
 
     Parts have to be plain tensors with memory for each element, and scales as casts write them.
     """
-    error = _part_error(parts, plan) or next(_memory_errors(parts), None)
-    error = error or next(_scale_errors(parts, plan), None)
+    error = fault_of(parts, plan)
     if error is None and dtype not in FLOATS:
         error = f"its dtype is {reprlib.repr(dtype)}, expected float32, bfloat16 or float16"
     if error is not None:
@@ -169,9 +168,7 @@ def _operand_errors(
 ) -> Iterator[str]:
     """Yield the faults of ``operand [rows, k]``, where ``size`` is ``(rows, k)``."""
     rows, k = size
-    counts = tuple(
-        -(-length // block) if block else 1 for length, block in zip(size, spec.block, strict=True)
-    )
+    counts = tuple(map(entries, size, spec.block))
     is_float, has_two_levels = spec.scale_format == "float32", spec.scale_format == "e4m3"
     forms = (
         ((rows, k // per_byte(spec)), torch.uint8),
@@ -378,9 +375,7 @@ def _fitted(
     """Return the operand of matrices; None if the scales are not those of ``spec``."""
     rows, packed = math.prod(data.shape[:-1]), data.shape[-1] if data.dim() else 0
     k = packed * per_byte(spec)
-    counts = [
-        -(-size // block) if block else 1 for size, block in zip((rows, k), spec.block, strict=True)
-    ]
+    counts = [*map(entries, (rows, k), spec.block)]
     scale_dtype = torch.float32 if spec.scale_format == "float32" else torch.uint8
     if scales.dtype != scale_dtype or scales.numel() != math.prod(counts) or not data.dim():
         return None

@@ -17,65 +17,19 @@ from fp8core.tensors.quantizer import Orientations, Slot
 from fp8core.tensors.storage import PARTS, StoredOperands, decode_operand, matrix_shape, split, turn
 from fp8core.torch_ops.private import IS_PARAMETER, make_wrapper, no_torch_function, refuse_address
 
-
-class Casts(torch.Tensor):
-    """A tensor whose conversions to a dtype, also to its nominal one, return plain tensors.
-
-    torch's methods return the tensor itself if it has the dtype already. A master copy taken by
-    such a conversion would then be in low precision.
-    """
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # torch's has no dtype
-        """Return the values as a plain tensor, in the nominal dtype if ``dtype`` is None."""
-        raise NotImplementedError
-
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return a plain tensor, rounded once, if a dtype, or a tensor that has one, is given.
-
-        A move to another device alone, or a copy, stays quantized.
-        """
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.dtype | torch.Tensor):
-                dtype = value.dtype if isinstance(value, torch.Tensor) else value
-                return self.dequantize(dtype).to(*args, **kwargs)
-        return super().to(*args, **kwargs)
-
-    def type(self, dtype: Any = None, non_blocking: bool = False) -> Any:
-        """Return the values as a plain tensor of ``dtype``; without one, the type's name."""
-        if dtype is None:
-            return super().type()
-        return self.dequantize(torch.float32).type(dtype, non_blocking)
-
-    def type_as(self, other: torch.Tensor) -> torch.Tensor:
-        """Return the values as a plain tensor with dtype and device of ``other``."""
-        return self.to(other)
-
-    def float(self, memory_format: Any = None) -> torch.Tensor:
-        """Return the values as a plain float32 tensor, without rounding."""
-        return self.dequantize(torch.float32)
-
-    def double(self, memory_format: Any = None) -> torch.Tensor:
-        """Return the values of :meth:`float` as a plain float64 tensor."""
-        return self.dequantize(torch.float64)
-
-    def bfloat16(self, memory_format: Any = None) -> torch.Tensor:
-        """Return the values as a plain bfloat16 tensor, rounded once."""
-        return self.dequantize(torch.bfloat16)
-
-    def half(self, memory_format: Any = None) -> torch.Tensor:
-        """Return the values as a plain float16 tensor, rounded once."""
-        return self.dequantize(torch.float16)
-
-
 _Self = TypeVar("_Self", bound="OperandTensor")
 
 
-class OperandTensor(Casts):
+class OperandTensor(torch.Tensor):
     """A tensor ``[..., k]`` without memory of its own, of the plain tensors of its operands.
 
     Its methods answer for the operands, where torch's would read memory of its own. A change of
     shape is a view where blocks allow it, as in torch where strides do. What it does in torch's
     operators is its subclass's, :class:`fp8core.QuantizedTensor`.
+
+    Conversions to a dtype, also to its nominal one, return plain tensors. torch's methods return
+    the tensor itself if it has the dtype already: a master copy taken by such a conversion would
+    then be in low precision.
     """
 
     plan: TensorPlan
@@ -186,6 +140,52 @@ class OperandTensor(Casts):
             assert column is not None
             values = decode_operand(columnwise, column, dtype).t().contiguous()
         return values if self.dim() == 2 else values.reshape(self.shape)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # torch's has no dtype
+        """Return the values as a plain tensor in ``dtype``, the nominal one if None."""
+        dtype = dtype or self.dtype
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self.decoded(dtype)
+        if dtype == self.dtype:
+            return self * 1  # differentiable, and exact
+        return torch.ops.aten._to_copy.default(self, dtype=dtype)  # type: ignore[no-any-return]
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return a plain tensor, rounded once, if a dtype, or a tensor that has one, is given.
+
+        A move to another device alone, or a copy, stays quantized.
+        """
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.dtype | torch.Tensor):
+                dtype = value.dtype if isinstance(value, torch.Tensor) else value
+                return self.dequantize(dtype).to(*args, **kwargs)
+        return super().to(*args, **kwargs)
+
+    def type(self, dtype: Any = None, non_blocking: bool = False) -> Any:
+        """Return the values as a plain tensor of ``dtype``; without one, the type's name."""
+        if dtype is None:
+            return super().type()
+        return self.dequantize(torch.float32).type(dtype, non_blocking)
+
+    def type_as(self, other: torch.Tensor) -> torch.Tensor:
+        """Return the values as a plain tensor with dtype and device of ``other``."""
+        return self.to(other)
+
+    def float(self, memory_format: Any = None) -> torch.Tensor:
+        """Return the values as a plain float32 tensor, without rounding."""
+        return self.dequantize(torch.float32)
+
+    def double(self, memory_format: Any = None) -> torch.Tensor:
+        """Return the values of :meth:`float` as a plain float64 tensor."""
+        return self.dequantize(torch.float64)
+
+    def bfloat16(self, memory_format: Any = None) -> torch.Tensor:
+        """Return the values as a plain bfloat16 tensor, rounded once."""
+        return self.dequantize(torch.bfloat16)
+
+    def half(self, memory_format: Any = None) -> torch.Tensor:
+        """Return the values as a plain float16 tensor, rounded once."""
+        return self.dequantize(torch.float16)
 
     def rebuilt(
         self: _Self,

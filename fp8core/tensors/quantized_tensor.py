@@ -168,15 +168,6 @@ class QuantizedTensor(OperandTensor):
         operand, plan, shape = fit_codes(codes, scale_inv, *arguments)
         return cls(operand, None, plan, dtype, shape=shape)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the values as a plain tensor in ``dtype``, the nominal one if None."""
-        dtype = dtype or self.dtype
-        if not (torch.is_grad_enabled() and self.requires_grad):
-            return self.decoded(dtype)
-        if dtype == self.dtype:
-            return self * 1  # differentiable, and exact
-        return torch.ops.aten._to_copy.default(self, dtype=dtype)  # type: ignore[no-any-return]
-
     @staticmethod
     def check_sizes(shape: Sequence[int], plan: TensorPlan) -> None:
         """Raise unless blocks of ``plan`` divide a tensor of ``shape``.
@@ -395,7 +386,8 @@ _turns = threading.Lock()
 class ObjectQuantizer(TensorQuantizer):
     """Quantizes by ``maker``, an object with ``set_usage`` and a call that quantizes.
 
-    ``plan`` is how it stores both orientations, ``role`` what messages call it.
+    ``plan`` is how it stores both orientations, ``role`` what messages call it. A call raises
+    OperandError if the object makes something else.
     """
 
     __slots__ = ("_maker", "_plan", "_role", "choices")
@@ -411,20 +403,9 @@ class ObjectQuantizer(TensorQuantizer):
         """The specs by which ``maker`` stores both orientations."""
         return self._plan
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
+    def _cast(
+        self, x: torch.Tensor, groups: Groups, rng: Any, *, rowwise: bool, columnwise: bool
     ) -> Orientations:
-        """Return what the object makes of ``x``, in the orientations asked for.
-
-        Raises:
-            OperandError: it makes something else.
-        """
         with _turns, torch.no_grad():
             self._maker.set_usage(rowwise=rowwise, columnwise=columnwise)
             quantized = self._maker(x)

@@ -81,6 +81,11 @@ class TensorQuantizer:
         rng: torch.Tensor | None = None,
     ) -> Orientations:
         """Return the orientations asked for; ``rng`` as in QuantizeDesc."""
+        return self._cast(x, groups, rng, rowwise=rowwise, columnwise=columnwise)
+
+    def _cast(
+        self, x: torch.Tensor, groups: Groups, rng: Any, *, rowwise: bool, columnwise: bool
+    ) -> Orientations:
         raise NotImplementedError
 
     def cast_to(self, *, rowwise: bool, columnwise: bool) -> Cast:
@@ -164,16 +169,9 @@ class MixedPrecision(TensorQuantizer):
         self._columnwise = columnwise
         self.choices = (*rowwise.choices, *columnwise.choices)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
+    def _cast(
+        self, x: torch.Tensor, groups: Groups, rng: Any, *, rowwise: bool, columnwise: bool
     ) -> Orientations:
-        """Make each orientation by its own quantizer."""
         row = self._rowwise(x, groups, columnwise=False, rng=rng).rowwise if rowwise else None
         if not columnwise:
             return Orientations(row, None)
@@ -190,16 +188,9 @@ class RowwiseTwice(TensorQuantizer):
         self._rowwise = rowwise
         self.choices = rowwise.choices
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
+    def _cast(
+        self, x: torch.Tensor, groups: Groups, rng: Any, *, rowwise: bool, columnwise: bool
     ) -> Orientations:
-        """Quantize ``x`` rowwise."""
         operand = self._rowwise(x, groups, columnwise=False, rng=rng).rowwise
         return Orientations(operand if rowwise else None, operand if columnwise else None)
 
@@ -217,15 +208,8 @@ class Observer(TensorQuantizer):
         self._recorded = recorded
         self.choices = inner.choices
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
+    def _cast(
+        self, x: torch.Tensor, groups: Groups, rng: Any, *, rowwise: bool, columnwise: bool
     ) -> Orientations:
-        """Record, then quantize."""
         self._recorded.copy_(torch.maximum(self._recorded, self._amax(x, *groups)))
         return self._inner(x, groups, rowwise=rowwise, columnwise=columnwise, rng=rng)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import warnings
-from collections.abc import Callable
 
 import torch
 import torch.distributed
@@ -67,33 +66,18 @@ def format_of(dtype: object, asked_by: str) -> str:
     )
 
 
-def _spec(name: str, block: tuple[int, int], **fields: object) -> OperandSpec:
-    return OperandSpec(name, block, formats.by_name(name).max, **fields)  # type: ignore[arg-type]  # fields by name
+def _plan_of(name: str, block: tuple[int, int], **fields: object) -> TensorPlan:
+    """Return the plan of both orientations in one format, scaled to its maximum."""
+    spec = OperandSpec(name, block, formats.by_name(name).max, **fields)  # type: ignore[arg-type]  # fields by name
+    return TensorPlan(spec, spec)
 
 
-def _check_bits(owner: str, name: str, bits: int) -> str:
-    if formats.by_name(name).bits != bits:
-        raise RecipeError(f"{owner}({name!r}): expected a format of {bits} bits.")
+def _byte_format_of(dtype: object, quantizer: Quantizer) -> str:
+    owner = type(quantizer).__name__
+    name = format_of(dtype, owner)
+    if formats.by_name(name).bits != 8:
+        raise RecipeError(f"{owner}({name!r}): expected a format of 8 bits.")
     return name
-
-
-def _maximum_over(group: torch.distributed.ProcessGroup | None) -> ReduceAmax:
-    """Return what takes the maximum of amaxes over ``group``, all processes if None.
-
-    Raises:
-        OperandError: when it is called, torch.distributed is not initialized.
-    """
-
-    def reduce_amax(amaxes: torch.Tensor) -> torch.Tensor:
-        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-            raise OperandError(
-                "with_amax_reduction=True needs torch.distributed.init_process_group first."
-            )
-        reduced = amaxes.contiguous()
-        torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=group)
-        return reduced
-
-    return reduce_amax
 
 
 class Float8Quantizer(Quantizer):
@@ -120,7 +104,7 @@ class Float8Quantizer(Quantizer):
         columnwise: bool = True,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        self._format = _check_bits("Float8Quantizer", format_of(fp8_dtype, "Float8Quantizer"), 8)
+        self._format = _byte_format_of(fp8_dtype, self)
         self.dtype = fp8_dtype
         for name, one in (("scale", scale), ("amax", amax)):
             _check_entry(name, one)
@@ -134,8 +118,7 @@ class Float8Quantizer(Quantizer):
     @property
     def plan(self) -> TensorPlan:
         """A float32 scale for the tensor."""
-        spec = _spec(self._format, (0, 0))
-        return TensorPlan(spec, spec)
+        return _plan_of(self._format, (0, 0))
 
     @property
     def slot(self) -> Slot:
@@ -199,11 +182,19 @@ class ReducingQuantizer(Quantizer):
     amax_reduction_group: torch.distributed.ProcessGroup | None
 
     @property
-    def reduce_amax(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The maximum over the group, if asked for."""
-        if not self.with_amax_reduction:
-            return None
-        return _maximum_over(self.amax_reduction_group)
+    def reduce_amax(self) -> ReduceAmax | None:
+        """The maximum over the group, if asked for; raises OperandError when it is called and
+        torch.distributed is not initialized."""
+        return self._maximum if self.with_amax_reduction else None
+
+    def _maximum(self, amaxes: torch.Tensor) -> torch.Tensor:
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            raise OperandError(
+                "with_amax_reduction=True needs torch.distributed.init_process_group first."
+            )
+        reduced, group = amaxes.contiguous(), self.amax_reduction_group
+        torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=group)
+        return reduced
 
     def __getstate__(self) -> dict[str, object]:
         # A process group cannot be pickled.
@@ -247,8 +238,7 @@ class Float8CurrentScalingQuantizer(ReducingQuantizer):
                 DeprecationWarning,
                 stacklevel=2,
             )
-        owner = type(self).__name__
-        self._format = _check_bits(owner, format_of(fp8_dtype, owner), 8)
+        self._format = _byte_format_of(fp8_dtype, self)
         self.dtype = fp8_dtype
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group
@@ -259,13 +249,12 @@ class Float8CurrentScalingQuantizer(ReducingQuantizer):
     @property
     def plan(self) -> TensorPlan:
         """A float32 scale for the tensor."""
-        spec = _spec(
+        return _plan_of(
             self._format,
             (0, 0),
             power_of_two=self.force_pow_2_scales,
             amax_epsilon=self.amax_epsilon,
         )
-        return TensorPlan(spec, spec)
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -293,12 +282,13 @@ class Float8BlockQuantizer(Quantizer):
         block_scaling_dim: int = 2,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        owner = type(self).__name__
-        self._format = _check_bits(owner, format_of(fp8_dtype, owner), 8)
+        self._format = _byte_format_of(fp8_dtype, self)
         self.dtype = fp8_dtype
         self.block_len = 128
         if block_scaling_dim not in (1, 2):
-            raise RecipeError(f"{owner}(block_scaling_dim={block_scaling_dim!r}): expected 1 or 2.")
+            raise RecipeError(
+                f"{type(self).__name__}(block_scaling_dim={block_scaling_dim!r}): expected 1 or 2."
+            )
         self.amax_epsilon = amax_epsilon
         self.force_pow_2_scales = force_pow_2_scales
         self.block_scaling_dim = block_scaling_dim
@@ -307,13 +297,12 @@ class Float8BlockQuantizer(Quantizer):
     @property
     def plan(self) -> TensorPlan:
         """Float32 scales of blocks."""
-        spec = _spec(
+        return _plan_of(
             self._format,
             (1, 128) if self.block_scaling_dim == 1 else (128, 128),
             power_of_two=self.force_pow_2_scales,
             amax_epsilon=self.amax_epsilon,
         )
-        return TensorPlan(spec, spec)
 
 
 class MXFP8Quantizer(Quantizer):
@@ -334,8 +323,7 @@ class MXFP8Quantizer(Quantizer):
         with_2d_quantization: bool = False,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        owner = type(self).__name__
-        self._format = _check_bits(owner, format_of(fp8_dtype, owner), 8)
+        self._format = _byte_format_of(fp8_dtype, self)
         self.dtype = fp8_dtype
         self.with_2d_quantization = with_2d_quantization
 
@@ -343,8 +331,7 @@ class MXFP8Quantizer(Quantizer):
     def plan(self) -> TensorPlan:
         """Scales in e8m0."""
         block = (32, 32) if self.with_2d_quantization else (1, 32)
-        spec = _spec(self._format, block, scale_format="e8m0")
-        return TensorPlan(spec, spec)
+        return _plan_of(self._format, block, scale_format="e8m0")
 
 
 class NVFP4Quantizer(ReducingQuantizer):
@@ -413,18 +400,18 @@ class NVFP4Quantizer(ReducingQuantizer):
     @property
     def plan(self) -> TensorPlan:
         """Scales of two levels."""
-        row = OperandSpec(
+        plan = _plan_of(
             "e2m1",
             (16, 16) if self.with_2d_quantization else (1, 16),
-            6.0,
             scale_format="e4m3",
             stochastic=self.stochastic_rounding,
             row_scaled=self.row_scaled_nvfp4,
             four_over_six=self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else None,
             scale_max=float(self.nvfp4_e4m3_max),
         )
-        if not self.with_rht:
-            return TensorPlan(row, row)
+        row = plan.rowwise
+        if not self.with_rht or row is None:
+            return plan
         name = "hadamard16" if self.with_random_sign_mask else "hadamard16_unsigned"
         return TensorPlan(row, dataclasses.replace(row, transform=name))
 

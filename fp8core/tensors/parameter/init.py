@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -151,16 +152,16 @@ def make_weight(
 
 
 class _Name(TensorMeta):
+    """A class of which every QuantizedTensor is an instance that ``describes``, a function of its
+    plan and of its first spec, says yes to."""
+
+    describes: Callable[[TensorPlan, OperandSpec], bool]
+
     def __instancecheck__(cls, instance: object) -> bool:
         if not isinstance(instance, QuantizedTensor):
             return False
-        plan = instance.plan
-        spec = plan.rowwise or plan.columnwise
-        asks_both: Any = getattr(cls, "describes_both", None)
-        if asks_both is not None:
-            return bool(asks_both(plan))
-        describes: Any = cls.describes  # type: ignore[attr-defined]  # each other name defines it
-        return spec is not None and bool(describes(spec))
+        spec = instance.plan.rowwise or instance.plan.columnwise
+        return spec is not None and cls.describes(instance.plan, spec)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
@@ -172,47 +173,35 @@ class _Name(TensorMeta):
 class Float8Tensor(QuantizedTensor, metaclass=_Name):
     """A QuantizedTensor with one float32 scale: delayed and current scaling."""
 
-    @staticmethod
-    def describes(spec: OperandSpec) -> bool:
-        """Return whether tensors stored as ``spec`` go by this name."""
-        return spec.block == (0, 0)
+    describes = staticmethod(lambda plan, spec: spec.block == (0, 0))
 
 
 class MXFP8Tensor(QuantizedTensor, metaclass=_Name):
     """A QuantizedTensor with e8m0 scales: OCP microscaling."""
 
-    @staticmethod
-    def describes(spec: OperandSpec) -> bool:
-        """Return whether tensors stored as ``spec`` go by this name."""
-        return spec.scale_format == "e8m0"
+    describes = staticmethod(lambda plan, spec: spec.scale_format == "e8m0")
 
 
 class Float8BlockwiseQTensor(QuantizedTensor, metaclass=_Name):
     """A QuantizedTensor with a float32 scale for every 1 x 128 or 128 x 128 elements."""
 
-    @staticmethod
-    def describes(spec: OperandSpec) -> bool:
-        """Return whether tensors stored as ``spec`` go by this name."""
-        return spec.scale_format == "float32" and spec.block[1] == 128
+    describes = staticmethod(
+        lambda plan, spec: spec.scale_format == "float32" and spec.block[1] == 128
+    )
 
 
 class NVFP4Tensor(QuantizedTensor, metaclass=_Name):
     """A QuantizedTensor with e4m3 scales under a float32 scale: NVIDIA's FP4."""
 
-    @staticmethod
-    def describes(spec: OperandSpec) -> bool:
-        """Return whether tensors stored as ``spec`` go by this name."""
-        return spec.scale_format == "e4m3"
+    describes = staticmethod(lambda plan, spec: spec.scale_format == "e4m3")
 
 
 class HybridQuantizedTensor(QuantizedTensor, metaclass=_Name):
     """A QuantizedTensor whose two operands have different formats."""
 
-    @staticmethod
-    def describes_both(plan: TensorPlan) -> bool:
-        """Return whether a tensor stored by ``plan`` goes by this name."""
-        row, column = plan
-        return row is not None and column is not None and _format(row) != _format(column)
+    describes = staticmethod(
+        lambda plan, spec: None not in plan and _format(plan.rowwise) != _format(plan.columnwise)
+    )
 
 
 def _format(spec: OperandSpec) -> tuple[object, ...]:
