@@ -18,8 +18,8 @@ from fp8core.permutation import (
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
-    routes,
 )
+from fp8core.training import permutation
 from tests.device import VALUES_ARE_READ
 from tests.refusals import unrefused
 
@@ -209,9 +209,9 @@ def test_backward_does_not_invert_a_map_that_was_made_by_a_mask(
 ) -> None:
     output, row_id_map = moe_permute(rand(7, 5), routing(), 14)
     kinds: list[str] = []
-    route = routes.route
+    route = permutation.route
     monkeypatch.setattr(
-        routes, "route", lambda kind, *rest: [kinds.append(kind), route(kind, *rest)][1]
+        permutation, "route", lambda kind, *rest: [kinds.append(kind), route(kind, *rest)][1]
     )
     moe_unpermute(output.requires_grad_(), row_id_map).sum().backward()
     assert kinds == []
