@@ -19,14 +19,12 @@ A backend is described by a :class:`BackendSpec`, registered by a plug-in's
 ``fp8core_register_backends`` hook, and implements :class:`Backend`. A backend sees no module,
 recipe, autograd graph, process group or global state.
 
-The minimum is in four files: ``backend`` (what a backend class implements), ``descriptors``
-(quantize, dequantize and the product), ``operand_spec`` (how an operand is quantized) and
-``operands`` (the tensors that an operand consists of). A backend that denies everything else is
-complete. The other files have one subject each: ``amax``, ``attention``, ``delayed``, ``grouped``,
-``layers`` (norms, activations, gradients of biases), ``rotary`` and ``transforms`` for more
-operations and options of layers; ``cross_entropy``, ``optimizers``, ``permutation`` and ``router``
-for what training needs around them; ``fused`` and ``optional`` for speed; ``numerics`` for results
-that differ by design.
+The minimum is in three files: ``spec`` (what a backend class implements, and how it is registered),
+``descriptors`` (quantize, dequantize and the product; groups) and ``operand_spec`` (how an operand
+is quantized, and the tensors that it consists of). A backend that denies everything else is
+complete. The other files have one subject each: ``amax``, ``attention`` and ``layers`` (norms,
+activations, gradients of biases, their fusions) for more operations of layers; ``training`` for
+what training needs around them; ``optional`` for speed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 from fp8core.backend_api.descriptors import QuantizeDesc
-from fp8core.backend_api.operand_spec import OperandSpec, text
+from fp8core.backend_api.operand_spec import OperandSpec, plain_text
 from fp8core.errors import OperandError
 
 
@@ -38,9 +38,7 @@ class ScaleUpdateDesc:
     op: ClassVar[str] = "scale_update"
     low_precision: ClassVar[bool] = False
     algorithm: str
-
-    def __str__(self) -> str:
-        return f"ScaleUpdateDesc({self.algorithm})"
+    __str__ = plain_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +68,7 @@ class AmaxDesc:
     op: ClassVar[str] = "amax"
     low_precision: ClassVar[bool] = False
     quantize: QuantizeDesc
-
-    def __str__(self) -> str:
-        return text(self, str(self.quantize))
+    __str__ = plain_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from fp8core.backend_api.operand_spec import OperandSpec, dtype_text, text
+from fp8core.backend_api.operand_spec import OperandSpec, dtype_text, plain_text, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,7 @@ class RotaryDesc:
     layout: str
     interleaved: bool = False
     inverse: bool = False
-
-    def __str__(self) -> str:
-        return text(self, dtype_text(self.dtype), self.layout)
+    __str__ = plain_text
 
 
 ATTENTION_LAYOUTS = ("sbhd", "bshd", "thd")
@@ -195,14 +193,12 @@ class AttentionBackwardDesc:
     bias_grad: bool = False
     grad_output: OperandSpec | None = None
     dp: OperandSpec | None = None
+    __str__ = plain_text
 
     @property
     def low_precision(self) -> bool:
         """Whether the tensors that it multiplies are quantized."""
         return self.attention.low_precision
-
-    def __str__(self) -> str:
-        return text(self, str(self.attention))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from fp8core.backend_api.descriptors import QuantizeDesc
-from fp8core.backend_api.operand_spec import dtype_text, text
+from fp8core.backend_api.operand_spec import dtype_text, plain_text, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,7 @@ class AddNormDesc:
     op: ClassVar[str] = "add_norm"
     low_precision: ClassVar[bool] = False
     norm: NormDesc
-
-    def __str__(self) -> str:
-        return f"AddNormDesc({self.norm})"
+    __str__ = plain_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +83,7 @@ class NormBackwardDesc:
     op: ClassVar[str] = "norm_backward"
     low_precision: ClassVar[bool] = False
     norm: NormDesc
-
-    def __str__(self) -> str:
-        return f"NormBackwardDesc({self.norm})"
+    __str__ = plain_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +133,7 @@ class ColumnSumsDesc:
     op: ClassVar[str] = "column_sums"
     low_precision: ClassVar[bool] = False
     dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return text(self, dtype_text(self.dtype))
+    __str__ = plain_text
 
 
 ACTIVATIONS: tuple[str, ...] = (

@@ -26,6 +26,12 @@ def text(desc: Any, *words: str) -> str:
     return f"{type(desc).__name__}({', '.join([*words, *_unusual(desc, 'dtype')])})"
 
 
+def plain_text(desc: Any) -> str:
+    """Return the :func:`text` whose words are the fields without a default, as they print."""
+    values = [getattr(desc, part.name) for part in fields(desc) if part.default is MISSING]
+    return text(desc, *(dtype_text(v) if isinstance(v, torch.dtype) else str(v) for v in values))
+
+
 def spec_text(spec: Any) -> str:
     """Return the text of an OperandSpec: ``e4m3 block=(1,32) e8m0``."""
     words = [spec.format, f"block={spec.block}".replace(" ", "")]

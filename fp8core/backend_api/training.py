@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from fp8core.backend_api.operand_spec import dtype_text, text
+from fp8core.backend_api.operand_spec import dtype_text, plain_text, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,7 @@ class CrossEntropyDesc:
     dtype: torch.dtype
     label_smoothing: float = 0.0
     ignore_index: int = -100
-
-    def __str__(self) -> str:
-        return text(self, dtype_text(self.dtype))
+    __str__ = plain_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +63,7 @@ class CrossEntropyBackwardDesc:
     dtype: torch.dtype
     label_smoothing: float = 0.0
     ignore_index: int = -100
-
-    def __str__(self) -> str:
-        return text(self, dtype_text(self.dtype))
+    __str__ = plain_text
 
 
 SCORE_FUNCTIONS: tuple[str, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -164,9 +160,7 @@ class RouteDesc:
     low_precision: ClassVar[bool] = False
     dtype: torch.dtype
     kind: str
-
-    def __str__(self) -> str:
-        return text(self, dtype_text(self.dtype), self.kind)
+    __str__ = plain_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +179,7 @@ class DispatchDesc:
     low_precision: ClassVar[bool] = False
     dtype: torch.dtype
     skips_improbable: bool = False
-
-    def __str__(self) -> str:
-        return text(self, dtype_text(self.dtype))
+    __str__ = plain_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +196,7 @@ class CombineDesc:
     op: ClassVar[str] = "combine_rows"
     low_precision: ClassVar[bool] = False
     dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return text(self, dtype_text(self.dtype))
+    __str__ = plain_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +213,7 @@ class CombineBackwardDesc:
     op: ClassVar[str] = "combine_rows_backward"
     low_precision: ClassVar[bool] = False
     dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return text(self, dtype_text(self.dtype))
+    __str__ = plain_text
 
 
 MASTER_KINDS: tuple[str, ...] = ("none", "float32", "remainder")
@@ -273,6 +261,4 @@ class AdamDesc:
     state_dtype: torch.dtype = torch.float32
     master: str = "none"
     decoupled: bool = True
-
-    def __str__(self) -> str:
-        return text(self, dtype_text(self.dtype), dtype_text(self.grad_dtype))
+    __str__ = plain_text
