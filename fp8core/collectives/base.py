@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 from weakref import ReferenceType
 
 import torch
@@ -37,6 +37,12 @@ from fp8core.torch_ops.shapes import is_captured
 
 GroupReference: TypeAlias = ReferenceType["dist.ProcessGroup"]
 """``weakref.ref(group)``: the same object each time, as long as the group exists."""
+
+
+def is_process_group(value: object) -> TypeGuard[dist.ProcessGroup]:
+    """Say whether ``value`` is a group of torch.distributed, of which a build of torch may lack
+    all."""
+    return dist.is_available() and isinstance(value, dist.ProcessGroup)
 
 
 def existing(reference: GroupReference, use: str) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed
 
-from fp8core.collectives.base import GroupReference
+from fp8core.collectives.base import GroupReference, is_process_group
 from fp8core.context import timeline
 from fp8core.context.scopes import close_scope, open_scope
 from fp8core.errors import RecipeError
@@ -304,7 +304,7 @@ def _check(
                 f"name: autocast(recipe=...)."
             )
     recipe = recipe_from(argument, "autocast(recipe=...)")
-    if group is not None and not _is_group(group):
+    if group is not None and not is_process_group(group):
         raise RecipeError(
             f"autocast(amax_reduction_group={group!r}): expected a process "
             f"group from torch.distributed.new_group, or None to reduce nothing."
@@ -331,7 +331,3 @@ def fp8_autocast(
 ) -> autocast:
     """Return :class:`autocast` under the argument names of Transformer Engine's older function."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
-
-
-def _is_group(group: object) -> bool:
-    return torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)

@@ -296,15 +296,13 @@ def _is_import_path(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"\w[\w.]*:\w[\w.]*", value) is not None
 
 
-def _is_device_type(word: str) -> bool:
-    return re.fullmatch(r"[a-z]\w*", word) is not None
-
-
 # The fields of a BackendSpec that are read before the backend is used, in a search for any backend.
 _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "name": (_is_name, "a name of letters, digits and ._+-"),
     "device_types": (
-        lambda value: _is_words(value) and len(value) > 0 and all(map(_is_device_type, value)),
+        lambda value: (
+            _is_words(value) and bool(value) and all(re.fullmatch(r"[a-z]\w*", v) for v in value)
+        ),
         "a tuple of one or more device types, such as 'cuda'",
     ),
     "factory": (_is_import_path, "'module:Class'"),

@@ -48,13 +48,9 @@ class Choice:
         lines = [f"{self.desc} on {self.device}: {self.backend} ({self.because})"]
         if self.substitution:
             lines.append(f"  substitution: {self.substitution}")
-        lines += [
-            f"  {v.backend}: {self._why_not(v)}" for v in self.verdicts if self._is_not_chosen(v)
-        ]
+        others = (verdict for verdict in self.verdicts if verdict.backend != self.backend)
+        lines += [f"  {verdict.backend}: {self._why_not(verdict)}" for verdict in others]
         return "\n".join(lines)
-
-    def _is_not_chosen(self, verdict: Verdict) -> bool:
-        return verdict.backend != self.backend
 
     def _why_not(self, verdict: Verdict) -> str:
         """Say why a backend was not taken: it cannot, or another came first."""
@@ -92,7 +88,8 @@ def choose(
     emulating = [v.backend for v in verdicts if v.reason is None and v.emulated]
     is_low_precision_product = is_product(desc)
     if native and not (substitution and is_low_precision_product):
-        backend, because = _site_or_first(registry, desc, device, native)
+        picked = site_pick(registry, desc, device, tuple(native))
+        backend, because = (native[0], _BY_PRIORITY) if picked is None else (picked, "site policy")
     elif emulating and not is_low_precision_product:
         backend, because = emulating[0], _EMULATES
         substitution = substitution or f"no native backend for {device}"
@@ -189,13 +186,6 @@ def _named(
         (environment.backend, "FP8CORE_BACKEND"),
     )
     return next(((name, by) for name, by in names if name is not None), (None, ""))
-
-
-def _site_or_first(
-    registry: Registry, desc: OpDesc, device: torch.device, candidates: list[str]
-) -> tuple[str, str]:
-    picked = site_pick(registry, desc, device, tuple(candidates))
-    return (candidates[0], _BY_PRIORITY) if picked is None else (picked, "site policy")
 
 
 def site_pick(

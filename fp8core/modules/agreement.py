@@ -102,7 +102,11 @@ def agree(
     }
     lasting = _joined(parts)
     # Experts on other ranks have scales of their own.
-    shared = "" if any(x.splits_experts for x in shapes) else _scales_text(scales)
+    are_split = any(shape.splits_experts for shape in shapes)
+    present = (
+        () if are_split else (scale for scale in scales if scale is not None and not scale.is_meta)
+    )
+    shared = "; ".join(str(scale.tolist()) for scale in present)
     text = _joined({"": lasting, "delayed scales": shared}) if shared else lasting
     for communicator in communicators_of(shapes):
         if not once:
@@ -147,7 +151,3 @@ def _plan_text(plan: Plan) -> str:
     shown = re.sub(r" at 0x[0-9a-f]+", "", repr(plan))
     rest = hashlib.sha256(shown.encode()).hexdigest()[:8]
     return f"{'; '.join(words) or 'high precision'} (plan {rest})"
-
-
-def _scales_text(scales: Sequence[torch.Tensor | None]) -> str:
-    return "; ".join(str(one.tolist()) for one in scales if one is not None and not one.is_meta)

@@ -24,6 +24,17 @@ _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 # The other ub_ arguments refine ub_tp_comm_overlap, and have no effect without it.
 _NOT_OFFERED = ("ub_tp_comm_overlap",)
 _NOTHING = (None,) * 17
+# The arguments that attention and feed-forward block take as they are, and those of attention.
+_OF_BLOCKS = (
+    *("bias", "normalization", "zero_centered_gamma", "fuse_wgrad_accumulation", "init_method"),
+    *("output_layer_init_method", "params_dtype", "device", "set_parallel_mode", "tp_group"),
+    *("tp_size", "sequence_parallel", "get_rng_state_tracker"),
+)
+_OF_ATTENTION = (
+    *("kv_channels", "num_gqa_groups", "attention_dropout", "layernorm_epsilon", "layer_number"),
+    *("softcap", "softmax_type", "fuse_qkv_params", "qkv_weight_interleaved"),
+    *("rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"),
+)
 
 
 class TransformerLayer(torch.nn.Module):
@@ -135,7 +146,8 @@ class TransformerLayer(torch.nn.Module):
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        refuse_arguments(TransformerLayer.__init__, locals(), _NOT_OFFERED)
+        arguments = locals()
+        refuse_arguments(TransformerLayer.__init__, arguments, _NOT_OFFERED)
         _check_layer_type(layer_type)
         if parallel_attention_mlp:
             _check_parallel(
@@ -152,39 +164,10 @@ class TransformerLayer(torch.nn.Module):
         self.hidden_dropout = check_probability(
             "TransformerLayer", "hidden_dropout", hidden_dropout
         )
-        common: dict[str, Any] = {
-            "bias": bias,
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
-            "return_layernorm_output": apply_residual_connection_post_layernorm,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "init_method": init_method,
-            "output_layer_init_method": output_layer_init_method,
-            "params_dtype": params_dtype,
-            "device": device,
-            "set_parallel_mode": set_parallel_mode,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "sequence_parallel": sequence_parallel,
-            "get_rng_state_tracker": get_rng_state_tracker,
-        }
-        attention: dict[str, Any] = {
-            "kv_channels": kv_channels,
-            "num_gqa_groups": num_gqa_groups,
-            "attention_dropout": attention_dropout,
-            "layernorm_epsilon": layernorm_epsilon,
-            "layer_number": layer_number,
-            "softcap": softcap,
-            "softmax_type": softmax_type,
-            "qkv_format": attn_input_format,
-            "fuse_qkv_params": fuse_qkv_params,
-            "qkv_weight_interleaved": qkv_weight_interleaved,
-            "rotary_pos_interleaved": rotary_pos_interleaved,
-            "qk_norm_type": qk_norm_type,
-            "qk_norm_eps": qk_norm_eps,
-            "qk_norm_before_rope": qk_norm_before_rope,
-            **common,
-        }
+        common: dict[str, Any] = {argument: arguments[argument] for argument in _OF_BLOCKS}
+        common["return_layernorm_output"] = apply_residual_connection_post_layernorm
+        attention = common | {argument: arguments[argument] for argument in _OF_ATTENTION}
+        attention["qkv_format"] = attn_input_format
         self.self_attention = MultiheadAttention(
             hidden_size,
             num_attention_heads,

@@ -329,8 +329,20 @@ def check_attention(recipe: Any) -> None:
             raise RecipeError(f"{owner}({name}={value!r}) needs fp8_dpa=True.")
 
 
-def check_delayed(recipe: str, plan: DelayedPlan) -> None:
-    """Raise RecipeError unless the fields of delayed scaling in ``plan`` are valid."""
+def delayed_plan(recipe: Any) -> DelayedPlan:
+    """Return the plan of the layer's delayed state by the fields of ``recipe``."""
+    return DelayedPlan(
+        recipe.amax_history_len,
+        recipe.margin,
+        recipe.amax_compute_algo,
+        recipe.scaling_factor_compute_algo,
+        recipe.reduce_amax,
+    )
+
+
+def check_delayed(fields: Any) -> None:
+    """Raise RecipeError unless the fields of delayed scaling are valid."""
+    recipe, plan = type(fields).__name__, delayed_plan(fields)
     length, margin, algorithm = plan.history_len, plan.margin, plan.amax_algorithm
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise RecipeError(f"{recipe}(amax_history_len={length!r}): expected an integer >= 1.")

@@ -21,6 +21,7 @@ from fp8core.recipe.base import (
     check_delayed,
     check_format,
     delayed_linear_plan,
+    delayed_plan,
     element,
     explains_writes,
     linear_plan,
@@ -169,17 +170,11 @@ class DelayedScalingRequest(QuantizerRequest):
     def __post_init__(self) -> None:
         """Check the fields."""
         check_format(self)
-        check_delayed(type(self).__name__, self.delayed())
+        check_delayed(self)
 
     def delayed(self) -> DelayedPlan:
         """Return the plan of the layer's delayed state."""
-        return DelayedPlan(
-            self.amax_history_len,
-            self.margin,
-            self.amax_compute_algo,
-            self.scaling_factor_compute_algo,
-            self.reduce_amax,
-        )
+        return delayed_plan(self)
 
 
 class QuantizerObject(Protocol):
@@ -284,7 +279,7 @@ class CustomRecipe(Recipe):
         """
         if self.qfactory is None:
             request = self._request()
-            return delayed_linear_plan(self, request.fp8_format, request.delayed())
+            return delayed_linear_plan(self, request.fp8_format, delayed_plan(request))
         names = _names_of(role)
         plan, *rest = [self._plan_of_product(role, name, self.qfactory) for name in names]
         if any(_without_objects(second) != _without_objects(plan) for second in rest):
@@ -305,7 +300,7 @@ class CustomRecipe(Recipe):
             for tensor in ("input", "weight", "grad_output")
         }
         delayed = [a for a in answers.values() if isinstance(a, DelayedScalingRequest)]
-        requests = {request.delayed() for request in delayed}
+        requests = set(map(delayed_plan, delayed))
         if len(requests) > 1:
             raise RecipeError(
                 f"CustomRecipe: the delayed slots of one layer share their history, "

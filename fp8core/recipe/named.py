@@ -33,13 +33,13 @@ from fp8core.recipe.base import (
     check_delayed,
     check_format,
     delayed_linear_plan,
+    delayed_plan,
     element,
     explains_writes,
     linear_plan,
 )
 from fp8core.recipe.plan import (
     AmaxAlgorithm,
-    DelayedPlan,
     LayerRole,
     LinearPlan,
     Plan,
@@ -93,22 +93,13 @@ class DelayedScaling(Recipe):
         check_format(self, refuse=("e5m2",))
         check_common(self, (None,))
         check_attention(self)
-        check_delayed(type(self).__name__, self._delayed())
-
-    def _delayed(self) -> DelayedPlan:
-        return DelayedPlan(
-            self.amax_history_len,
-            self.margin,
-            self.amax_compute_algo,
-            self.scaling_factor_compute_algo,
-            self.reduce_amax,
-        )
+        check_delayed(self)
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> Plan:
         """Return tensorwise delayed scaling; a fused norm or activation casts from float32."""
         if role.kind == "attention" and (self.fp8_dpa or self.fp8_mha):
-            return attention_plan(self, self._delayed())
-        return delayed_linear_plan(self, self.fp8_format, self._delayed())
+            return attention_plan(self, delayed_plan(self))
+        return delayed_linear_plan(self, self.fp8_format, delayed_plan(self))
 
 
 @explains_writes

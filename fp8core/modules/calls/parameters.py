@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fp8core.collectives.base import is_process_group
 from fp8core.dispatch import policy, select
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.tensors.parameter.init import parameter_dtype
@@ -158,23 +159,18 @@ def refuse_arguments(
     owner = owner or function.__qualname__.removesuffix(".__init__")
     for name in names:
         value, default = arguments[name], parameters[name].default
-        if _asks_for_nothing(value, default) or _is_idle(name, value):
+        is_tensor = isinstance(value, torch.Tensor)  # which has no truth value
+        if not is_tensor and (value == default or not (value or default) or _is_idle(name, value)):
             continue
-        shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        shown = "a tensor" if is_tensor else repr(value)
         raise UnsupportedError(f"{owner}({name}={shown}) is not offered; leave it at {default!r}.")
-
-
-def _asks_for_nothing(value: object, default: object) -> bool:
-    if isinstance(value, torch.Tensor):  # which has no truth value
-        return False
-    return value == default or (not value and not default)
 
 
 def _is_idle(name: str, value: object) -> bool:
     """Return whether ``value``, which is not the default, changes nothing on a single rank."""
     match name:
         case "tp_group" | "tensor_parallel_group" | "dist_process_group":
-            return _is_single_rank(value)
+            return is_process_group(value) and value.size() == 1
         case "parallel_mode" | "tensor_parallel_mode":
             return value in ("column", "row")
         case "set_parallel_mode" | "return_layernorm_output_gathered":
@@ -182,9 +178,3 @@ def _is_idle(name: str, value: object) -> bool:
         case "rng_tracker_name" | "ub_name":
             return isinstance(value, str)
     return False
-
-
-def _is_single_rank(group: object) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    return isinstance(group, torch.distributed.ProcessGroup) and group.size() == 1

@@ -168,21 +168,10 @@ class GroupedLinear(ParallelModule, ExtraTensors):
 
     @override
     def link_shapes(self) -> tuple[LinearShape]:
-        dtype = self.dtype_of(self._names_of("weight")[0])
+        sizes, weight = (self.in_features, self.out_features), self._names_of("weight")[0]
         has_bias = self.use_bias and not self.return_bias
-        bias_dtype = self.dtype_of(self._names_of("bias")[0]) if has_bias else None
-        sizes = self.in_features, self.out_features
-        return (
-            LinearShape(
-                *sizes,
-                dtype,
-                bias_dtype,
-                self.num_gemms,
-                accumulates=self.fuse_wgrad_accumulation,
-                delays_wgrad=self.wgrad_queue is not None,
-                saves_input=self.save_original_input,
-            ),
-        )
+        bias = self._names_of("bias")[0] if has_bias else None
+        return (self._linear_shape(sizes, weight, bias, self.num_gemms),)
 
     def link_params(self) -> list[torch.Tensor]:
         """Return the weights, then the biases unless the caller adds those."""

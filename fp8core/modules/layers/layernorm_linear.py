@@ -23,6 +23,14 @@ from fp8core.modules.layers.linear import NOT_OFFERED, Linear
 from fp8core.modules.layers.parallel import mark_norm
 from fp8core.modules.run import run_layer
 
+_OF_LINEAR = (
+    *("in_features", "out_features", "sequence_parallel", "tp_group", "tp_size", "bias", "name"),
+    *("get_rng_state_tracker", "rng_tracker_name", "parallel_mode", "fuse_wgrad_accumulation"),
+    *("init_method", "return_bias", "params_dtype", "parameters_split", "device"),
+    "delay_wgrad_compute",
+)
+"""The arguments that the linear takes as they are."""
+
 
 class LayerNormLinear(Linear):
     """``Linear(norm(x))``; the norm's result is quantized for the linear in one step.
@@ -75,7 +83,8 @@ class LayerNormLinear(Linear):
         *,
         rng_tracker_name: str | None = None,
     ) -> None:
-        refuse_arguments(LayerNormLinear.__init__, locals(), NOT_OFFERED)
+        arguments = locals()
+        refuse_arguments(LayerNormLinear.__init__, arguments, NOT_OFFERED)
         self._norm = (check_normalization("LayerNormLinear", normalization), eps)
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
@@ -85,25 +94,7 @@ class LayerNormLinear(Linear):
                 "LayerNormLinear(parallel_mode='row'): a norm takes whole rows, and a row-parallel "
                 "linear takes a part of each. Use a norm and fp8core.Linear."
             )
-        super().__init__(
-            in_features,
-            out_features,
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            parallel_mode=parallel_mode,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            init_method=init_method,
-            bias=bias,
-            return_bias=return_bias,
-            params_dtype=params_dtype,
-            parameters_split=parameters_split,
-            device=device,
-            delay_wgrad_compute=delay_wgrad_compute,
-            name=name,
-        )
+        super().__init__(**{argument: arguments[argument] for argument in _OF_LINEAR})
 
     def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
         if "layer_norm_" in (prefix for prefix, _ in self._parts):

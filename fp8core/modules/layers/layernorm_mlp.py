@@ -9,7 +9,6 @@ import torch
 import torch.utils.checkpoint
 
 from fp8core.chain.activation import activation_shape
-from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import BiasShape
 from fp8core.chain.shape import LinkShape
@@ -193,9 +192,12 @@ class LayerNormMLP(ParallelModule):
         inner = ffn * (2 if self._activation.is_gated else 1)
         norm_dtype = self.dtype_of("layer_norm_weight")
         before, after = self._spread.before_column, self._spread.after_row
-        fc1 = self._linear_shape("fc1", (hidden, inner), self.use_bias)
+        first, second = ("fc1_bias", "fc2_bias") if self.use_bias else (None, None)
+        fc1 = self._linear_shape((hidden, inner), "fc1_weight", first)
         adds_bias = self.use_bias and not self.return_bias
-        fc2 = self._linear_shape("fc2", (ffn, hidden), adds_bias and self._spread.size == 1)
+        if not adds_bias or self._spread.size > 1:
+            second = None
+        fc2 = self._linear_shape((ffn, hidden), "fc2_weight", second)
         bias: tuple[LinkShape, ...] = ()
         if after and adds_bias:  # once, and not by each rank
             bias = (BiasShape(hidden, self.dtype_of("fc2_bias")),)
@@ -204,17 +206,6 @@ class LayerNormMLP(ParallelModule):
             *with_output((*before, fc1), self),
             self._activation,
             *(fc2, *after, *bias),
-        )
-
-    def _linear_shape(self, name: str, features: tuple[int, int], has_bias: bool) -> LinearShape:
-        dtype = self.dtype_of(f"{name}_weight")
-        bias_dtype = self.dtype_of(f"{name}_bias") if has_bias else None
-        return LinearShape(
-            *features,
-            dtype,
-            bias_dtype,
-            accumulates=self.fuse_wgrad_accumulation,
-            delays_wgrad=self.wgrad_queue is not None,
         )
 
     def link_params(self) -> list[torch.Tensor]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.pointwise import BiasShape, QuantizeShape
 from fp8core.chain.shape import LinkShape
 from fp8core.errors import RecipeError, UnsupportedError
@@ -210,22 +209,13 @@ class Linear(ParallelModule):
             before = self.parallel.before_column
         elif self.parallel_mode == "row":
             after = self.parallel.after_row
-        first, has_bias = self._parts[0][0], self.use_bias and not self.return_bias
-        dtype = self.dtype_of(f"{first}weight")
-        bias_dtype = self.dtype_of(f"{first}bias") if has_bias else None
+        first = self._parts[0][0]
+        bias = f"{first}bias" if self.use_bias and not self.return_bias else None
         added: tuple[LinkShape, ...] = ()
-        if after and bias_dtype is not None:  # once, and not by each rank
-            added, bias_dtype = (BiasShape(self.out_features, bias_dtype),), None
+        if after and bias is not None:  # once, and not by each rank
+            added, bias = (BiasShape(self.out_features, self.dtype_of(bias)),), None
         sizes = self.in_features, self.out_features
-        linear = LinearShape(
-            *sizes,
-            dtype,
-            bias_dtype,
-            accumulates=self.fuse_wgrad_accumulation,
-            delays_wgrad=self.wgrad_queue is not None,
-            saves_input=self.save_original_input,
-        )
-        return (*before, linear, *after, *added)
+        return (*before, self._linear_shape(sizes, f"{first}weight", bias), *after, *added)
 
     def forward(
         self,

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.moving import AllReduceShape, GatherShape, ReplicateShape, ScatterShape
 from fp8core.chain.shape import LinkShape
 from fp8core.collectives import Communicator, named, of_group
+from fp8core.collectives.base import is_process_group
 from fp8core.errors import OperandError
 from fp8core.modules.calls.base import LowPrecisionModule
 
@@ -111,6 +113,7 @@ class ParallelModule(LowPrecisionModule):
 
     parallel: Parallel = ALONE
     parallel_mode: str | None = None
+    save_original_input = False
     # Who forks the random state for weights that differ between ranks, and under which name.
     _tracker: tuple[Callable[[], Any] | None, str | None] = (None, None)
 
@@ -183,6 +186,20 @@ class ParallelModule(LowPrecisionModule):
         self.parallel = Parallel.of(owner, *arguments)
         self._tracker = (tracker, rng_tracker_name)
 
+    def _linear_shape(
+        self, features: tuple[int, int], weight: str, bias: str | None, groups: int = 0
+    ) -> LinearShape:
+        """Return the shape of a linear whose parameters have these names; None: it adds no bias."""
+        return LinearShape(
+            *features,
+            self.dtype_of(weight),
+            None if bias is None else self.dtype_of(bias),
+            groups,
+            accumulates=self.fuse_wgrad_accumulation,
+            delays_wgrad=self.wgrad_queue is not None,
+            saves_input=self.save_original_input,
+        )
+
     def _forked(self) -> AbstractContextManager[Any]:
         """Return the context in which weights that differ between ranks are filled."""
         get_tracker, name = self._tracker
@@ -202,12 +219,11 @@ def set_group(module: torch.nn.Module, tp_group: object | None) -> None:
 
 def is_group(value: object) -> bool:
     """Say whether ``value`` is a process group, or a communicator."""
-    if isinstance(value, Communicator):
-        return True
-    if not torch.distributed.is_available():
-        return False
     # The value of a group for ranks outside of it is an integer.
-    return isinstance(value, torch.distributed.ProcessGroup | int) and not isinstance(value, bool)
+    is_outside = isinstance(value, int) and not isinstance(value, bool)
+    if is_outside and torch.distributed.is_available():
+        return True
+    return isinstance(value, Communicator) or is_process_group(value)
 
 
 def mark_weight(parameter: torch.Tensor | None, dim: int) -> None:

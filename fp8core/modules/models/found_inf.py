@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.models.inventory import layers_in
 from fp8core.torch_ops import counted
 from fp8core.torch_ops.private import UNSCALE_GRADS
 
@@ -180,7 +181,7 @@ def layers_of(model: torch.nn.Module, caller: str) -> list[LowPrecisionModule]:
     Raises:
         OperandError: there is none.
     """
-    layers = [module for module in model.modules() if isinstance(module, LowPrecisionModule)]
+    layers = list(layers_in(model).values())
     if not layers:
         raise OperandError(
             f"{caller}: {type(model).__name__} has no layer of fp8core, so no cast counts NaN and "

@@ -10,6 +10,7 @@ import torch
 from fp8core.chain.unwrap import PLAIN
 from fp8core.errors import OperandError
 from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.models.inventory import layers_in
 from fp8core.reporting import some
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.weights import WeightStore
@@ -76,7 +77,7 @@ class frozen_weights:
     def __init__(self, model: torch.nn.Module) -> None:
         if not isinstance(model, torch.nn.Module):
             raise OperandError(f"frozen_weights({model!r}): expected a torch.nn.Module.")
-        if not _layers(model):
+        if not layers_in(model):
             raise OperandError(
                 f"frozen_weights({type(model).__name__}): it holds no layer of fp8core. Convert it "
                 f"first, with fp8core.convert."
@@ -85,7 +86,7 @@ class frozen_weights:
         self._open: list[_Frozen] = []
 
     def __enter__(self) -> None:
-        layers = _layers(self._model)
+        layers = layers_in(self._model)
         frozen = _Frozen([layer._bindings.weights for layer in layers.values()], _look(layers))
         for store in frozen.stores:
             store.open_scope()
@@ -102,18 +103,13 @@ class frozen_weights:
             store.close_scope()
         if error is not None:
             return
-        written = _differing(frozen.parameters, _look(_layers(self._model)))
+        written = _differing(frozen.parameters, _look(layers_in(self._model)))
         if written:
             raise OperandError(
                 f"frozen_weights({type(self._model).__name__}): {some(written)} changed inside, so "
                 f"that layers may have multiplied by the weight of before. Write to weights "
                 f"outside of it only."
             )
-
-
-def _layers(model: torch.nn.Module) -> dict[str, LowPrecisionModule]:
-    modules = model.named_modules()
-    return {path: layer for path, layer in modules if isinstance(layer, LowPrecisionModule)}
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch.distributed
 from fp8core.context.autocast import autocast
 from fp8core.context.capture import Hooks, Pass, Schedule, passes_of
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
-from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.models.inventory import layers_in
 from fp8core.recipe import Recipe
 from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.tensors.weights import WeightStore
@@ -164,8 +164,7 @@ def _check_modules(modules: Sequence[torch.nn.Module]) -> None:
                 f"make_graphed_callables: {type(module).__name__} has hooks, which a replay would "
                 f"not call. Register them afterwards, or give capture_time_hooks."
             )
-        layers = [layer for layer in module.modules() if isinstance(layer, LowPrecisionModule)]
-        if any(layer.need_backward_dw() for layer in layers):
+        if any(layer.need_backward_dw() for layer in layers_in(module).values()):
             raise UnsupportedError(
                 f"make_graphed_callables: {type(module).__name__} has a layer with "
                 f"delay_wgrad_compute=True, whose weight gradients no graph computes. Leave it out."
@@ -273,8 +272,7 @@ def _forward(
 
 
 def _stores(module: torch.nn.Module) -> list[WeightStore]:
-    layers = [layer for layer in module.modules() if isinstance(layer, LowPrecisionModule)]
-    return [layer._bindings.weights for layer in layers]
+    return [layer._bindings.weights for layer in layers_in(module).values()]
 
 
 @contextmanager

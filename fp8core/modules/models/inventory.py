@@ -180,6 +180,12 @@ def keyed_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
         yield ".".join(name for name in path.split(".") if name not in RENAMED_MODULES), module
 
 
+def layers_in(model: torch.nn.Module) -> dict[str, LowPrecisionModule]:
+    """Return the layers of fp8core in ``model`` by path, itself included."""
+    modules = model.named_modules()
+    return {path: layer for path, layer in modules if isinstance(layer, LowPrecisionModule)}
+
+
 def flops_of(module: torch.nn.Module) -> int:
     """Return the forward matmul FLOPs of the linear layer ``module`` for one token, ``2 k n`` a
     GEMM; 0 for another module. A grouped layer counts the groups that a token goes through.

@@ -18,7 +18,7 @@ from fp8core.context.autocast import is_switched_off
 from fp8core.errors import Fp8CoreError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bound import Bound, check_rules, engine_of
-from fp8core.modules.models.inventory import flops_of, module_nodes
+from fp8core.modules.models.inventory import flops_of, layers_in, module_nodes
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
@@ -152,16 +152,14 @@ def prepare(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch
             names then, and no new state.
     """
     chosen = recipe_from(recipe, "prepare(recipe=...)")
-    layers = {
-        module: path
-        for path, module in model.named_modules()
-        if isinstance(module, LowPrecisionModule)
-    }
-    for layer, path in layers.items():
+    layers = layers_in(model)
+    for path, layer in layers.items():
         layer.name = path or layer.name
         layer.unbind()
-    peers = "\n".join(f"{layer.kind} {layer.name}" for layer in layers if layer.name is not None)
-    for layer in layers:
+    peers = "\n".join(
+        f"{layer.kind} {layer.name}" for layer in layers.values() if layer.name is not None
+    )
+    for layer in layers.values():
         layer.peers = peers
     check_rules(chosen, peers)
     if chosen is not None:

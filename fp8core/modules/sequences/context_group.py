@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fp8core.chain.attention.shape import AttentionShape
 from fp8core.chain.context_binding import CONTEXT_WAYS
 from fp8core.collectives import of_group
+from fp8core.collectives.base import is_process_group
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.sequences.attention_inputs import Lengths, Qkv
 
@@ -49,10 +50,7 @@ class ContextGroup(NamedTuple):
             return cls(way)
         count = 2 if way == "a2a+p2p" else 1
         groups = list(group) if isinstance(group, list | tuple) else [group]
-        are_groups = dist.is_available() and all(
-            isinstance(member, dist.ProcessGroup) for member in groups
-        )
-        if len(groups) != count or not are_groups:
+        if len(groups) != count or not all(map(is_process_group, groups)):
             expected = "a list of two process groups" if count == 2 else "a process group"
             raise OperandError(
                 f"{owner}(cp_group={group!r}, cp_comm_type={way!r}): expected {expected} of "
@@ -151,20 +149,16 @@ def _check_packed(owner: object, group: ContextGroup, qkv: Qkv, lengths: Lengths
         begins = cu_seqlens if padded is None else padded
         assert begins is not None
         values = _values(begins)
-        if x.shape[0] % 2 or (values is not None and _are_cut(values, 2 * group.size)):
+        chunks = 2 * group.size
+        if x.shape[0] % 2 or any(start % chunks for start in values or ()):  # a chunk is cut short
             raise OperandError(
                 f"{owner}: {x.shape[0]} tokens of {name} on this rank, sequences that begin at "
                 f"{values}: expected two chunks of each sequence. Pad every sequence to a multiple "
-                f"of {2 * group.size} tokens, with cu_seqlens_{name}_padded, and split them by "
+                f"of {chunks} tokens, with cu_seqlens_{name}_padded, and split them by "
                 f"fp8core.distributed.thd_get_partitioned_indices."
             )
         starts.append(values)
     return starts
-
-
-def _are_cut(starts: Sequence[int], chunks: int) -> bool:
-    """Return whether a chunk would be cut short."""
-    return any(start % chunks for start in starts)
 
 
 def _check_same(

@@ -445,7 +445,8 @@ def _layers_below(
     a wrapped module.
     """
     hooks = [hook.hook for hook in load_pre_hooks(module).values()]
-    if not all(map(_is_of_a_library, [*hooks, module._load_from_state_dict])):
+    defined_in = [getattr(f, "__module__", "") for f in (*hooks, module._load_from_state_dict)]
+    if not all(str(place).startswith(("torch.", "fp8core.")) for place in defined_in):
         return
     if hooks and CHECKPOINTED_MODULE not in module._modules:
         gets_parameters = False
@@ -455,11 +456,6 @@ def _layers_below(
         if child is not None:
             below = prefix if name in RENAMED_MODULES else f"{prefix}{name}."
             yield from _layers_below(child, below, gets_parameters)
-
-
-def _is_of_a_library(function: Any) -> bool:
-    """Return whether ``function`` is one of torch or fp8core, by the module that defines it."""
-    return str(getattr(function, "__module__", None)).startswith(("torch.", "fp8core."))
 
 
 def check_load(model: torch.nn.Module, state_dict: Any, *, assigns: bool) -> None:

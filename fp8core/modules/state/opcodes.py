@@ -157,6 +157,9 @@ class _Machine:
                 return values
         raise OperandError("it is damaged: an opcode takes values up to a mark that is not there")
 
+    def pop_pair(self) -> list[Any]:
+        return [self.pop(), self.pop()][::-1]
+
     def pop_tuple(self, count: int) -> None:
         self.push(tuple([self.pop() for _ in range(count)][::-1]))
 
@@ -214,10 +217,6 @@ class _Machine:
             raise OperandError("it refers to a storage that is not in it")
         self.push(self._persistent(identity))
 
-    def store_item(self) -> None:
-        value, key = self.pop(), self.pop()
-        self.store([key, value])
-
     def append(self, values: list[Any]) -> None:
         self.top(list).extend(values)
 
@@ -226,32 +225,15 @@ def _constant(value: Any) -> Callable[[_Machine, Any], None]:
     return lambda machine, _: machine.push(value)
 
 
-def _stack_class(machine: _Machine, _: Any) -> None:
-    name, module = machine.pop(), machine.pop()
-    machine.name_class(module, name)
-
-
-def _ignore(machine: _Machine, _: Any) -> None:
-    """Do nothing: the opcode concerns the reader of the bytes alone."""
-
-
-def _push(machine: _Machine, argument: Any) -> None:
-    machine.push(argument)
-
-
-def _append_item(machine: _Machine, _: Any) -> None:
-    value = machine.pop()
-    machine.append([value])
-
-
 _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), _ignore),
+    # These concern the reader of the bytes alone.
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda machine, _: None),
     **dict.fromkeys(
         (
             *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE"),
             *("SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
         ),
-        _push,
+        lambda machine, argument: machine.push(argument),
     ),
     "NONE": _constant(None),
     "NEWTRUE": _constant(True),
@@ -270,12 +252,12 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, key: machine.recall(key)),
     # pickletools writes the module and the name with a blank between them.
     "GLOBAL": lambda machine, text: machine.name_class(*text.split(" ", 1)),
-    "STACK_GLOBAL": _stack_class,
+    "STACK_GLOBAL": lambda machine, _: machine.name_class(*machine.pop_pair()),
     **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda machine, _: machine.call()),
     "BUILD": lambda machine, _: machine.build(),
-    "SETITEM": lambda machine, _: machine.store_item(),
+    "SETITEM": lambda machine, _: machine.store(machine.pop_pair()),
     "SETITEMS": lambda machine, _: machine.store(machine.pop_mark()),
-    "APPEND": _append_item,
+    "APPEND": lambda machine, _: machine.append([machine.pop()]),
     "APPENDS": lambda machine, _: machine.append(machine.pop_mark()),
     "BINPERSID": lambda machine, _: machine.resolve(),
 }
