@@ -26,13 +26,21 @@ EMPTY = ((0, 16), (16, 0), (0, 0))
 
 
 def spec(name: str, element: str = "e4m3", power_of_two: bool = False) -> OperandSpec:
-    """Return the operand spec of a recipe's tensors."""
-    block = {"delayed": (0, 0), "current": (0, 0), "rowwise": (1, 0)}
-    block |= {"vector": (1, 128), "square": (128, 128)}
+    """Return the spec of a recipe's operand, those with scales of bytes among them."""
+    if name.startswith("fp4"):
+        block = (16, 16) if name == "fp4 square" else (1, 16)
+        transform = "hadamard16" if name == "fp4 transformed" else None
+        return OperandSpec("e2m1", block, 6.0, scale_format="e4m3", transform=transform)
+    largest = formats.by_name(element).max
+    if name.startswith("mx"):
+        block = (32, 32) if name == "mx square" else (1, 32)
+        return OperandSpec(element, block, largest, scale_format="e8m0")
+    blocks = {"delayed": (0, 0), "current": (0, 0), "rowwise": (1, 0)}
+    blocks |= {"vector": (1, 128), "square": (128, 128)}
     return OperandSpec(
         element,
-        block[name],
-        formats.by_name(element).max,
+        blocks[name],
+        largest,
         delayed=name == "delayed",
         power_of_two=power_of_two,
     )

@@ -29,8 +29,7 @@ from fp8core.backend_api import (
 from fp8core.conformance.calls import Case, arguments
 from fp8core.conformance.laws.alone import outcome
 from fp8core.torch_ops.private import pytree
-from tests.backends.cuda.cuda_cases import DEVICE, same_bits, subject
-from tests.backends.cuda.test_sizes import spec
+from tests.backends.cuda.cuda_cases import DEVICE, same_bits, spec, subject
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
 BF16, F32 = torch.bfloat16, torch.float32

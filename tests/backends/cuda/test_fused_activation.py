@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core import formats
 from fp8core.backend_api import (
     ACTIVATIONS,
     GATED,
@@ -19,11 +18,9 @@ from fp8core.backend_api import (
     ActivationDesc,
     ColumnSumsDesc,
     FusedDesc,
-    OperandSpec,
     QuantizeDesc,
 )
-from tests.backends.cuda import cuda_cases
-from tests.backends.cuda.cuda_cases import DEVICE, backend, differs, same_bits
+from tests.backends.cuda.cuda_cases import DEVICE, backend, differs, same_bits, spec
 from tests.pairs import turns
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
@@ -31,14 +28,6 @@ pytestmark = pytest.mark.needs_accelerator("cuda")
 PARAMS = {"clamped_swiglu": (7.0, 1.702, 1.0)}
 RECIPES = ("delayed", "current", "rowwise", "vector", "mx", "mx square")
 NAMES = ("gelu", "swiglu")
-
-
-def spec(name: str, element: str = "e4m3", power_of_two: bool = False) -> OperandSpec:
-    """Return the operand spec of a recipe's tensors, those of MXFP8 among them."""
-    if not name.startswith("mx"):
-        return cuda_cases.spec(name, element, power_of_two)
-    block = (32, 32) if name == "mx square" else (1, 32)
-    return OperandSpec(element, block, formats.by_name(element).max, scale_format="e8m0")
 
 
 def fused(

@@ -62,37 +62,6 @@ def test_grouped_linear_is_within_the_bound(name: str, linears: Arrays) -> None:
     assert max(errors.values()) < BOUND, errors
 
 
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # a capture is elsewhere
-@pytest.mark.parametrize("name", ["delayed", "current", "block"])
-def test_a_layer_can_be_captured_in_a_cuda_graph(name: str) -> None:
-    chosen = golden_layers.RECIPES[name]
-    layer = fp8core.Linear(256, 128, params_dtype=torch.bfloat16, device="cuda")
-    x = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    grad = torch.randn(64, 128, dtype=torch.bfloat16, device="cuda")
-
-    def step() -> tuple[torch.Tensor, ...]:
-        with fp8core.autocast(recipe=chosen):
-            y = layer(x)
-        return (y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), grad))
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    state = {key: value.clone() for key, value in layer.state_dict().items()}
-    with torch.cuda.graph(graph):
-        captured = step()
-    layer.load_state_dict(state)
-    graph.replay()
-    replayed = [tensor.clone() for tensor in captured]
-    layer.load_state_dict(state)
-    for ours, theirs in zip(replayed, step(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_what_ran_is_the_cuda_backend() -> None:
     layer = fp8core.Linear(64, 64, device="cuda", params_dtype=torch.bfloat16)
     with fp8core.autocast(recipe=golden_layers.RECIPES["current"]):

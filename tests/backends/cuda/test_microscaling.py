@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fp8core
-from fp8core import formats, recipe
+from fp8core import recipe
 from fp8core.backend_api import (
     GemmDesc,
     Operand,
@@ -25,7 +25,7 @@ from fp8core.conformance import inputs
 from fp8core.conformance.subject import on_cpu
 from fp8core_backends.cuda import native
 from fp8core_backends.cuda.microscaling import TiledGemm
-from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, SHAPES, backend, differs, same_bits
+from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, SHAPES, backend, differs, same_bits, spec
 from tests.backends.reference import test_golden as golden_vectors
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
@@ -35,27 +35,23 @@ KINDS = (*inputs.KINDS, "grid", "zeros", "nan")
 RNGS = ((7, 9), (2**62 + 12345, 2**33 + 1), (-1, 0))
 
 
-def mx(element: str = "e4m3", block: tuple[int, int] = (1, 32)) -> OperandSpec:
-    return OperandSpec(element, block, formats.by_name(element).max, scale_format="e8m0")
-
-
-def fp4(**changed: object) -> OperandSpec:
-    return dataclasses.replace(OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3"), **changed)
-
-
-TURNED = fp4(transform="hadamard16")
-RANDOM = fp4(stochastic=True)
-SQUARE = fp4(block=(16, 16))
+MX, PLAIN = spec("mx"), spec("fp4")
+TURNED = spec("fp4 transformed")
+RANDOM = dataclasses.replace(PLAIN, stochastic=True)
+SQUARE = spec("fp4 square")
 FP4 = {
-    "plain": (fp4(), fp4()),
-    "input": (fp4(), TURNED),
+    "plain": (PLAIN, PLAIN),
+    "input": (PLAIN, TURNED),
     "gradient": (RANDOM, dataclasses.replace(TURNED, stochastic=True)),
     "gradient without transform": (RANDOM, RANDOM),
     "weight": (SQUARE, SQUARE),
     "square, transformed": (SQUARE, dataclasses.replace(SQUARE, transform="hadamard16")),
     "square, stochastic": (dataclasses.replace(SQUARE, stochastic=True),) * 2,
-    "blocks apart": (fp4(), SQUARE),
-    "target of 4": (fp4(target=4.0), dataclasses.replace(RANDOM, target=4.0)),
+    "blocks apart": (PLAIN, SQUARE),
+    "target of 4": (
+        dataclasses.replace(PLAIN, target=4.0),
+        dataclasses.replace(RANDOM, target=4.0),
+    ),
 }
 
 
@@ -104,9 +100,9 @@ def check(
 def fits(desc: QuantizeDesc, shape: tuple[int, int]) -> tuple[int, int]:
     """Return the shape, enlarged where packed codes or the transform need it."""
     steps = [1, 1]
-    for dim, spec in ((1, desc.rowwise), (0, desc.columnwise)):
-        if spec is not None and spec.format == "e2m1":
-            steps[dim] = 16 if spec.transform else 2
+    for dim, own in ((1, desc.rowwise), (0, desc.columnwise)):
+        if own is not None and own.format == "e2m1":
+            steps[dim] = 16 if own.transform else 2
     return tuple(-(-size // step) * step for size, step in zip(shape, steps, strict=True))
 
 
@@ -126,8 +122,8 @@ def test_mxfp8_rounds_scales_up_at_every_boundary() -> None:
     tiny = torch.arange(1, 200).int().view(torch.float32)  # subnormal
     column = torch.cat((amaxes, *beside, tiny, torch.tensor([torch.finfo(torch.float32).max])))
     x = column[:, None] * torch.linspace(-1, 1, 32)
-    check(QuantizeDesc(torch.float32, mx(), None), x)
-    check(QuantizeDesc(torch.float32, None, mx("e5m2")), x.t().contiguous())
+    check(QuantizeDesc(torch.float32, MX, None), x)
+    check(QuantizeDesc(torch.float32, None, spec("mx", "e5m2")), x.t().contiguous())
 
 
 # --- NVFP4 ---
@@ -163,8 +159,8 @@ def test_nvfp4_makes_nan_of_either_sign_the_largest_value() -> None:
 
 def test_nvfp4_refuses_what_it_cannot_pack() -> None:
     for desc, shape in (
-        (QuantizeDesc(torch.bfloat16, fp4(), None), (16, 17)),
-        (QuantizeDesc(torch.bfloat16, None, fp4()), (17, 16)),
+        (QuantizeDesc(torch.bfloat16, PLAIN, None), (16, 17)),
+        (QuantizeDesc(torch.bfloat16, None, PLAIN), (17, 16)),
         (QuantizeDesc(torch.bfloat16, None, TURNED), (24, 16)),
     ):
         with pytest.raises(OperandError, match="must be a multiple of"):
@@ -174,8 +170,8 @@ def test_nvfp4_refuses_what_it_cannot_pack() -> None:
 # --- both ---
 
 BOTH = {
-    "mxfp8": (mx(), mx()),
-    "mxfp8 square": (mx(block=(32, 32)),) * 2,
+    "mxfp8": (MX, MX),
+    "mxfp8 square": (spec("mx square"),) * 2,
     "input": FP4["input"],
     "gradient": FP4["gradient"],
     "weight": FP4["weight"],
@@ -225,20 +221,20 @@ def in_tiles(scales: torch.Tensor, rows: int, block_rows: int) -> list[int]:
 @pytest.mark.parametrize("shapes", [((1, 1), (5, 3)), ((130, 9), (256, 8)), ((33, 5), (300, 1))])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8 square", "plain", "weight"])
 def test_scales_are_arranged_as_defined(name: str, shapes: tuple[tuple[int, int], ...]) -> None:
-    specs = {"plain": (fp4(), SQUARE)} | BOTH
+    specs = {"plain": (PLAIN, SQUARE)} | BOTH
     a_spec, b_spec = specs[name]
     run = TiledGemm(GemmDesc(a_spec, b_spec, torch.bfloat16), DEVICE, native.load())
     operands = []
-    for spec, (rows, blocks) in zip((a_spec, b_spec), shapes, strict=True):
-        stored = -(-rows // spec.block[0])
+    for own, (rows, blocks) in zip((a_spec, b_spec), shapes, strict=True):
+        stored = -(-rows // own.block[0])
         scales = torch.randint(0, 256, (blocks, stored), dtype=torch.uint8, device=DEVICE).t()
-        whole = torch.rand(1, 1, device=DEVICE) if spec.format == "e2m1" else None
-        block = spec.block[1] // (2 if spec.format == "e2m1" else 1)  # two codes a byte
+        whole = torch.rand(1, 1, device=DEVICE) if own.format == "e2m1" else None
+        block = own.block[1] // (2 if own.format == "e2m1" else 1)  # two codes a byte
         data = torch.zeros(rows, blocks * block, dtype=torch.uint8, device=DEVICE)
         operands.append(Operand(data, scales, whole))
     tiled = run._tiled(*operands)
-    for operand, made, spec in zip(operands, tiled, (a_spec, b_spec), strict=True):
-        expected = in_tiles(operand.scale_inv.cpu(), operand.data.shape[0], spec.block[0])
+    for operand, made, own in zip(operands, tiled, (a_spec, b_spec), strict=True):
+        expected = in_tiles(operand.scale_inv.cpu(), operand.data.shape[0], own.block[0])
         assert made.scale_inv.tolist() == expected
         assert made.scale_inv.data_ptr() % 512 == 0
     if a_spec.format == "e2m1":

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
-from fp8core import formats
 from fp8core.backend_api import (
     ACTIVATIONS,
     ATTENTION_LAYOUTS,
@@ -29,7 +28,6 @@ from fp8core.backend_api import (
     NormBackwardDesc,
     NormDesc,
     OpDesc,
-    OperandSpec,
     QuantizeDesc,
     RotaryDesc,
     RouteDesc,
@@ -41,8 +39,7 @@ from fp8core.conformance.subject import Size, Subject
 from fp8core.recipe import NVFP4BlockScaling
 from fp8core.recipe.plan import LayerRole
 from fp8core_backends.cuda import fused_chunked, quantize_chunked
-from tests.backends.cuda.cuda_cases import DTYPES, EMPTY, SHAPES, subject
-from tests.backends.cuda.cuda_cases import spec as float_scaled
+from tests.backends.cuda.cuda_cases import DTYPES, EMPTY, SHAPES, spec, subject
 from tests.pairs import pairs, turns
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
@@ -98,18 +95,6 @@ ROUTE_SIZES = (
     *((33, 1), (2048, 8), (2049, 32), (16383, 8), (16384, 31), (16385, 32), (33000, 8)),
 )
 CASTS = ("delayed", "current", "rowwise", "vector", "square")
-
-
-def spec(name: str, element: str = "e4m3", power_of_two: bool = False) -> OperandSpec:
-    """Return the spec of a recipe's operand, those with scales of bytes among them."""
-    if name.startswith("fp4"):
-        block = (16, 16) if name == "fp4 square" else (1, 16)
-        transform = "hadamard16" if name == "fp4 transformed" else None
-        return OperandSpec("e2m1", block, 6.0, scale_format="e4m3", transform=transform)
-    if name.startswith("mx"):
-        block = (32, 32) if name == "mx square" else (1, 32)
-        return OperandSpec(element, block, formats.by_name(element).max, scale_format="e8m0")
-    return float_scaled(name, element, power_of_two)
 
 
 def casts() -> Iterator[QuantizeDesc]:
