@@ -177,10 +177,6 @@ def _weight_obstacle(module: torch.nn.Module, name: str) -> str:
     if weight.dtype not in _DTYPES:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         return f"its weight is {weight.dtype}; low precision computes from {dtypes}"
-    return _size_obstacle(module, weight)
-
-
-def _size_obstacle(module: torch.nn.Module, weight: torch.Tensor) -> str:
     if weight.numel() == 0:
         return f"its weight is empty, {list(weight.shape)}"
     if not isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):

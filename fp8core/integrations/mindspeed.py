@@ -147,18 +147,12 @@ def get_fp8_recipe_wrapper(original: Callable[[Any], Any]) -> Callable[[Any], An
 
 
 def get_fp8_context_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Megatron's ``get_fp8_context``, ``original``, with the recipes that MindSpeed adds.
-
-    For a Megatron without ``get_fp8_recipe``, whose context chooses the recipe itself.
-    """
+    """Return ``get_fp8_context``, for a Megatron whose context chooses the recipe itself, with the
+    recipes and refusals of :func:`get_fp8_recipe_wrapper`."""
 
     @functools.wraps(original)
     def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> Any:
-        """Return the context of a layer, by a ``TransformerConfig``.
-
-        Raises:
-            UnsupportedError: as :func:`get_fp8_recipe_wrapper`.
-        """
+        """Return the context of a layer, by a ``TransformerConfig``."""
         recipe = _added_recipe(config)
         if recipe is None:
             return original(config, layer_no, is_init)

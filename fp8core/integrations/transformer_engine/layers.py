@@ -135,6 +135,25 @@ class _Layer(torch.nn.Module):
         return value
 
 
+class _ParallelOption:
+    """An attribute of all layers: of those that can be spread over ranks what ``read`` says of
+    them, of others what was written, else the option of a single rank."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        if layer is None or isinstance(layer, ParallelModule):
+            return self if layer is None else self._read(layer)
+        return vars(layer).get(self._name, _SINGLE_RANK[self._name])
+
+    def __set__(self, layer: Any, value: object) -> None:
+        vars(layer)[self._name] = value
+
+
 @_named("module.base")
 class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
     """Base of the layers with GEMMs, with the attributes that frameworks read.
@@ -143,41 +162,10 @@ class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
     constructor. A layer that can be spread over ranks keeps the arguments of its constructor.
     """
 
-    @property
-    def tp_size(self) -> int:
-        """Over how many ranks the layer is spread."""
-        size: int = self._parallel_option("tp_size", "size")
-        return size
-
-    @tp_size.setter
-    def tp_size(self, value: int) -> None:
-        vars(self)["tp_size"] = value
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether rows outside of the parallel linears are split over the ranks."""
-        is_split: bool = self._parallel_option("sequence_parallel", "sequence")
-        return is_split
-
-    @sequence_parallel.setter
-    def sequence_parallel(self, value: bool) -> None:
-        vars(self)["sequence_parallel"] = value
-
-    @property
-    def tp_group(self) -> object | None:
-        """The group of ranks, or None."""
-        if isinstance(self, ParallelModule):
-            return ParallelModule.tp_group.fget(self)  # type: ignore[attr-defined, no-any-return]  # a property
-        return vars(self).get("tp_group")
-
-    @tp_group.setter
-    def tp_group(self, value: object | None) -> None:
-        vars(self)["tp_group"] = value
-
-    def _parallel_option(self, name: str, field: str) -> Any:
-        if isinstance(self, ParallelModule):
-            return getattr(self.parallel, field)
-        return vars(self).get(name, _SINGLE_RANK[name])
+    tp_size: Any = _ParallelOption(lambda layer: layer.parallel.size)
+    tp_group: Any = _ParallelOption(ParallelModule.tp_group.fget)  # type: ignore[attr-defined]  # a property
+    # Whether rows outside of the parallel linears are split over the ranks.
+    sequence_parallel: Any = _ParallelOption(lambda layer: layer.parallel.sequence)
 
     @property
     def fp8(self) -> bool:

@@ -9,7 +9,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -85,12 +84,6 @@ def _has_recipe(bounds: Mapping[LowPrecisionModule, Bound]) -> bool:
     return any(bound.recipe is not None for bound in bounds.values())
 
 
-def _is_overridden(layer: LowPrecisionModule, bound: Bound) -> bool:
-    """Whether the layer has a recipe outside any autocast, and ran without one."""
-    outside = layer.outside_autocast
-    return bound.recipe is None and outside is not None and outside.quantize is not None
-
-
 def _summarize(model: torch.nn.Module) -> tuple[str, bool]:
     """Return the line, and whether no layer ran in low precision, with no autocast to forbid it."""
     names: dict[torch.nn.Module, str] = {}
@@ -119,7 +112,11 @@ def _summarize(model: torch.nn.Module) -> tuple[str, bool]:
     )
     if low or not high:
         return "; ".join(parts), False
-    is_off = is_switched_off() or any(starmap(_is_overridden, bounds.items()))
+    # Layers with a recipe outside any autocast that ran without one.
+    outsides = [layer.outside_autocast for layer, bound in bounds.items() if bound.recipe is None]
+    is_off = is_switched_off() or any(
+        request is not None and request.quantize is not None for request in outsides
+    )
     if is_off:
         parts.append("fp8core.autocast(enabled=False) switched it off")
     elif _has_recipe(bounds):
