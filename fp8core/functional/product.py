@@ -13,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from fp8core.backend_api import ColumnSumsDesc, GemmDesc, GroupedGemmDesc, Operand, OperandSpec
-from fp8core.chain.differentiable import gradients_once, refuse_transform
+from fp8core.chain.differentiable import gradients_once
 from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.run import is_under_torch_autocast
 from fp8core.chain.shape import LinkShape
@@ -22,6 +22,7 @@ from fp8core.context.autocast import active
 from fp8core.dispatch import table
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.functional.quantize import dequantize
+from fp8core.functional.quantizers.base import readable
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.run import run_layer
 from fp8core.recipe.base import plan_of
@@ -235,13 +236,10 @@ def checked(owner: str, role: str, x: Any) -> torch.Tensor:
     name = f"{owner}: {role}"
     if isinstance(x, QuantizedTensor):
         return x
-    if not isinstance(x, torch.Tensor):
-        raise OperandError(f"{name} is {type(x).__name__}; expected a tensor.")
-    refuse_transform(x, name, "Use torch.nn.functional.linear on dequantized tensors.")
-    plain = unwrap(x, name)
+    plain = readable(x, name, "Use torch.nn.functional.linear on dequantized tensors.")
     if plain.dtype not in FLOATS:
         raise OperandError(f"{name} is {plain.dtype}; expected float32, bfloat16 or float16.")
-    return made_readable(plain, plain.device, name)
+    return plain
 
 
 def unbound(x: Sequence[torch.Tensor] | torch.Tensor) -> Sequence[torch.Tensor]:

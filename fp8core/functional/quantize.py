@@ -8,30 +8,15 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from typing_extensions import override
 
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import OperandError
-from fp8core.functional.quantizers.base import Quantizer, quantize_in_graph
-from fp8core.recipe.plan import TensorPlan
+from fp8core.functional.quantizers.base import PlannedQuantizer, Quantizer, quantize_in_graph
 from fp8core.tensors.checks import bytes_of, format_of_dtype, tensor_plan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import entries
 from fp8core.torch_ops.operators import constant_in_graph, taking_dataclasses
-
-
-class _PlannedQuantizer(Quantizer):
-    """A quantizer of any plan."""
-
-    def __init__(self, plan: TensorPlan, *, rowwise: bool = True, columnwise: bool = True) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
-        self._plan = plan
-
-    @property
-    @override
-    def plan(self) -> TensorPlan:
-        return self._plan
 
 
 def quantize(
@@ -72,10 +57,10 @@ def quantize(
 
 def _planned(
     by: Any, tensor: str, dtype: torch.dtype, rowwise: bool, columnwise: bool
-) -> _PlannedQuantizer:
+) -> PlannedQuantizer:
     plan = tensor_plan(by, tensor, dtype)
     used = (rowwise and plan.rowwise is not None, columnwise and plan.columnwise is not None)
-    return _PlannedQuantizer(plan, rowwise=used[0], columnwise=used[1])
+    return PlannedQuantizer(plan, rowwise=used[0], columnwise=used[1])
 
 
 _of_graphs = functools.lru_cache(_planned)  # graphs name their quantizers, and do not hold them

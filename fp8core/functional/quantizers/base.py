@@ -120,7 +120,7 @@ class Quantizer:
         return self._quantized(tensor, dtype)
 
     def _quantized(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> QuantizedTensor:
-        value = _readable(tensor, f"{type(self).__name__}: the tensor")
+        value = readable(tensor, f"{type(self).__name__}: the tensor")
         with table.capturing() if is_captured(value) else contextlib.nullcontext():
             if torch.is_grad_enabled() and value.requires_grad:
                 made: QuantizedTensor = _StraightThrough.apply(value, self, dtype)  # type: ignore[no-untyped-call]  # torch's
@@ -128,10 +128,22 @@ class Quantizer:
             return _named(self.quantize_impl(value), dtype)
 
     def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensor:
-        """Return the plain ``tensor`` quantized, without its history."""
-        return QuantizedTensor.of(
-            tensor, self.used_plan, slot=self.slot, reduce_amax=self.reduce_amax
-        )
+        """Return the plain ``tensor`` quantized, without its history.
+
+        Raises:
+            OperandError: the scale of :attr:`slot` is on another device.
+        """
+        slot = self._slot_on(tensor.device)
+        return QuantizedTensor.of(tensor, self.used_plan, slot=slot, reduce_amax=self.reduce_amax)
+
+    def _slot_on(self, device: torch.device) -> Slot | None:
+        slot = self.slot
+        if slot is not None and slot.scale.device != device:
+            raise OperandError(
+                f"{type(self).__name__}: the tensor is on {device}, the scale on "
+                f"{slot.scale.device}. Move one of them; nothing is moved silently."
+            )
+        return slot
 
     def multi_quantize(self, list_of_tensors: Iterable[torch.Tensor]) -> list[QuantizedTensor]:
         """Quantize each of the tensors."""
@@ -178,8 +190,9 @@ class Quantizer:
                 f"{type(self).__name__}.update_quantized: {list(src.shape)} into "
                 f"{list(dst.shape)}. Views of whole rows can be written one by one."
             )
-        value = _readable(src.detach(), f"{type(self).__name__}: the tensor")
-        return dst.write(value, slot=self.slot, reduce_amax=self.reduce_amax, noop_flag=noop_flag)
+        value = readable(src.detach(), f"{type(self).__name__}: the tensor")
+        slot, reduce_amax = self._slot_on(dst.device), self.reduce_amax
+        return dst.write(value, slot=slot, reduce_amax=reduce_amax, noop_flag=noop_flag)
 
     def make_empty(
         self,
@@ -286,6 +299,19 @@ class Quantizer:
         return f"{type(self).__name__}({self.plan.rowwise}, {' and '.join(ways) or 'no usage'})"
 
 
+class PlannedQuantizer(Quantizer):
+    """A quantizer of any plan."""
+
+    def __init__(self, plan: TensorPlan, *, rowwise: bool = True, columnwise: bool = True) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._plan = plan
+
+    @property
+    def plan(self) -> TensorPlan:
+        """The plan that the quantizer was made of."""
+        return self._plan
+
+
 _registered: weakref.WeakValueDictionary[str, Quantizer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -358,15 +384,15 @@ def _planned(number: str) -> Quantizer:
     return quantizer
 
 
-def _readable(tensor: torch.Tensor, role: str) -> torch.Tensor:
-    """Return ``tensor`` as one whose memory a backend can read.
+def readable(tensor: Any, role: str, remedy: str = "Quantize outside of it.") -> torch.Tensor:
+    """Return ``tensor`` as one whose memory a backend can read; ``remedy`` is for transforms.
 
     Raises:
         OperandError: it is none, or has no memory of its own.
     """
     if not isinstance(tensor, torch.Tensor):
         raise OperandError(f"{role} is {type(tensor).__name__}; expected a torch.Tensor.")
-    refuse_transform(tensor, role, "Quantize outside of it.")
+    refuse_transform(tensor, role, remedy)
     plain = unwrap(tensor, role)
     return made_readable(plain, plain.device, role)
 

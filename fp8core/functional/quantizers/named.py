@@ -13,9 +13,8 @@ from fp8core import formats
 from fp8core.backend_api import AmaxDesc, OperandSpec, QuantizeDesc
 from fp8core.dispatch import table
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
-from fp8core.functional.quantizers.base import Quantizer
+from fp8core.functional.quantizers.base import PlannedQuantizer, Quantizer
 from fp8core.recipe.plan import TensorPlan
-from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
 from fp8core.tensors.storage import matrix_shape
@@ -125,30 +124,10 @@ class Float8Quantizer(Quantizer):
         """The given scale and amax, as views of one entry."""
         return Slot(self.scale.detach().view(1), self.amax.detach().view(1))
 
-    def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensor:
-        """Return ``tensor`` quantized by the scale, and record its amax.
-
-        Raises:
-            OperandError: the scale is on another device.
-        """
-        self._check_device(tensor)
-        return super().quantize_impl(tensor)
-
     @property
     def cell(self) -> None:
         """None, as the scale is the quantizer's own."""
         return
-
-    def update_quantized(
-        self,
-        src: torch.Tensor,
-        dst: QuantizedTensor,
-        *,
-        noop_flag: torch.Tensor | None = None,
-    ) -> QuantizedTensor:
-        """Quantize ``src`` into ``dst`` by the scale, and record its amax; see the base."""
-        self._check_device(dst)
-        return super().update_quantized(src, dst, noop_flag=noop_flag)
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Set ``amax`` to that of ``tensor``."""
@@ -156,13 +135,6 @@ class Float8Quantizer(Quantizer):
         matrix = tensor.detach().reshape(matrix_shape(tensor.shape))
         amax = table.resolve(desc, tensor.device).run(matrix)
         self.amax.detach().copy_(amax.reshape(self.amax.shape))
-
-    def _check_device(self, tensor: torch.Tensor) -> None:
-        if tensor.device != self.scale.device:
-            raise OperandError(
-                f"Float8Quantizer: the tensor is on {tensor.device}, the scale on "
-                f"{self.scale.device}. Move one of them; nothing is moved silently."
-            )
 
 
 def _check_entry(name: str, tensor: object) -> None:
@@ -448,7 +420,7 @@ class IdentityQuantizer(Quantizer):
         return "IdentityQuantizer()" if self.dtype is None else f"IdentityQuantizer({self.dtype})"
 
 
-class HybridQuantizer(Quantizer):
+class HybridQuantizer(PlannedQuantizer):
     """Quantizes rowwise as one quantizer does, and columnwise as another.
 
     Args:
@@ -465,7 +437,6 @@ class HybridQuantizer(Quantizer):
         columnwise_quantizer: Quantizer,
         columnwise_source: str = "original",
     ) -> None:
-        super().__init__()
         cells = []
         for way, given in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
             cell = given.cell if isinstance(given, Quantizer) else None
@@ -484,12 +455,7 @@ class HybridQuantizer(Quantizer):
             raise RecipeError(
                 f"HybridQuantizer(columnwise_source={columnwise_source!r}): expected 'original'."
             )
+        super().__init__(TensorPlan(cells[0].rowwise, cells[1].columnwise))
         self.rowwise_quantizer = rowwise_quantizer
         self.columnwise_quantizer = columnwise_quantizer
         self.columnwise_source = columnwise_source
-        self._plan = TensorPlan(cells[0].rowwise, cells[1].columnwise)
-
-    @property
-    def plan(self) -> TensorPlan:
-        """The rowwise half of one plan, and the columnwise half of the other."""
-        return self._plan
