@@ -205,15 +205,18 @@ class _Boundary:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the input, the first argument or ``input=``; forward refuses one that is no
         tensor, or none."""
-        if not isinstance(arguments[0] if arguments else keywords.get("input"), torch.Tensor):
+        x = arguments[0] if arguments else keywords.get("input")
+        if not isinstance(x, torch.Tensor):
             return arguments, keywords
+        local = self._input(module, x)
+        local = local.transpose(0, 1) if self.dim == 1 else local
         if arguments:
-            return (self._input(module, arguments[0]), *arguments[1:]), keywords
-        return (), {**keywords, "input": self._input(module, keywords["input"])}
+            return (local, *arguments[1:]), keywords
+        return (), {**keywords, "input": local}
 
     def leave(self, module: Any, arguments: object, output: Any) -> Any:
         """Replace the output."""
-        return self._output(module, output)
+        return self._output(module, output.transpose(0, 1) if self.dim == 1 else output)
 
     def _placed(self, module: LowPrecisionModule, x: Any, layout: Placement) -> DTensor:
         """Return ``x`` as a DTensor of the style's mesh; a plain one has ``layout``."""
@@ -268,11 +271,9 @@ class Columns(_Boundary):
         if is_sequence != module.sequence_parallel:
             module.set_sequence(is_sequence)
             module.local_part = LocalPart(self.norm if is_sequence else frozenset())
-        local = placed.to_local()
-        return local.transpose(0, 1) if self.dim == 1 else local
+        return placed.to_local()
 
     def _output(self, module: Any, y: torch.Tensor) -> torch.Tensor:
-        y = y.transpose(0, 1) if self.dim == 1 else y
         target = self.style.output_layouts[0]
         last = y.dim() - 1
         if isinstance(target, Shard) and target.dim in (-1, last):
@@ -299,11 +300,9 @@ class Rows(_Boundary):
                 "It takes columns, Shard(-1), as ColwiseParallel returns them.",
             )
         self.dim = sequence_dim(self.spread, module, self.style.output_layouts[0], x.dim())
-        local = placed.to_local()
-        return local.transpose(0, 1) if self.dim == 1 else local
+        return placed.to_local()
 
     def _output(self, module: Any, y: torch.Tensor) -> torch.Tensor:
-        y = y.transpose(0, 1) if self.dim == 1 else y
         (layout,) = self.style.output_layouts
         return self._finished(y, layout, layout)
 

@@ -53,14 +53,151 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 
 
-class AdamState(FusedOptimizer):
-    """Holds each state as a tensor, as codes with one scale, or as the bits that a bfloat16
-    parameter lacks; saves and loads values."""
+def _value_of(param: torch.Tensor) -> torch.Tensor:
+    """Return the initial value of a master: of a quantized parameter, the one that it kept."""
+    local = local_part(param.detach())
+    if not isinstance(local, QuantizedTensor):
+        return local.float()
+    kept = local.get_high_precision_init_val()
+    return local.dequantize(torch.float32) if kept is None else kept.to(local.device).float()
 
-    master_weights: bool
-    store_param_remainders: bool
-    # The dtype in which each state is held; uint8 stands for FP8 (e4m3).
-    name_to_dtype_map: dict[str, torch.dtype]
+
+_STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam; AdamW with ``adam_w_mode``, as ``torch.optim.AdamW``.
+
+    Computed in float32. A group has one number of steps, ``group["step"]``. Quantized parameters
+    are written directly from their masters: rounded once, from float32. A state is a tensor, codes
+    with one scale, or the bits that a bfloat16 parameter lacks; values are saved and loaded.
+
+    Args:
+        params: parameters, or groups of them, in float32, bfloat16, float16 or quantized.
+        lr, betas, eps, weight_decay: as of ``torch.optim.AdamW``.
+        amsgrad: not offered.
+        bias_correction: divide the averages by ``1 - beta ** step``.
+        adam_w_mode: decoupled weight decay; else it is added to the gradients.
+        capturable: the number of steps and ``lr`` are tensors on the device, and a step with an
+            infinite gradient of ``torch.amp.GradScaler`` is skipped there, so that a CUDA graph can
+            record the step.
+        master_weights: hold the value of each parameter below float32 in ``master_weight_dtype``.
+            Quantized parameters need it. A master starts as the value that
+            ``quantized_model_init(preserve_high_precision_init_val=True)`` kept, else as the
+            parameter's.
+        master_weight_dtype: float32, or float16 with one scale a tensor.
+        exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, or with one scale a tensor float16 or
+            ``torch.uint8``, which stands for FP8 (e4m3).
+        use_decoupled_grad: take ``param.decoupled_grad`` in the place of ``param.grad``.
+        store_param_remainders: of a bfloat16 parameter with a float32 master, hold only the 16 bits
+            that the parameter lacks; no effect for others.
+        set_grad_none: deprecated; give ``zero_grad`` its argument.
+
+    Raises:
+        UnsupportedError: ``amsgrad``, or a combination of dtypes that cannot be stepped.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
+        problems = (
+            (amsgrad, "amsgrad=True"),
+            (
+                master_weights and master_weight_dtype not in (torch.float32, torch.float16),
+                f"master_weight_dtype={master_weight_dtype}",
+            ),
+            (exp_avg_dtype not in _STATE_DTYPES, f"exp_avg_dtype={exp_avg_dtype}"),
+            (exp_avg_sq_dtype not in _STATE_DTYPES, f"exp_avg_sq_dtype={exp_avg_sq_dtype}"),
+            (
+                capturable and dtypes not in ((torch.float32,) * 2, (torch.bfloat16,) * 2),
+                f"capturable=True with exp_avg_dtype={exp_avg_dtype} and "
+                f"exp_avg_sq_dtype={exp_avg_sq_dtype}, which are not both float32 or both bfloat16",
+            ),
+            (
+                capturable and master_weights and master_weight_dtype != torch.float32,
+                f"capturable=True with master_weight_dtype={master_weight_dtype}",
+            ),
+        )
+        for is_wrong, text in problems:
+            if is_wrong:
+                raise UnsupportedError(f"FusedAdam: {text} is not offered.")
+        self._note_set_grad_none(set_grad_none)
+        self.capturable = capturable
+        self.master_weights = master_weights
+        self.adam_w_mode = bool(adam_w_mode)
+        self.use_decoupled_grad = use_decoupled_grad
+        # The dtype in which each state is held; uint8 stands for FP8 (e4m3).
+        self.name_to_dtype_map = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            MASTER: master_weight_dtype,
+        }
+        is_single = master_weights and master_weight_dtype == torch.float32
+        self.store_param_remainders = store_param_remainders and is_single
+        if capturable and self.store_param_remainders:
+            raise UnsupportedError(
+                "FusedAdam: capturable=True with store_param_remainders=True is not offered."
+            )
+        defaults = {
+            "lr": torch.tensor(float(lr)) if capturable else lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+        if capturable:
+            self._step_supports_amp_scaling = True  # torch.amp.GradScaler asks for it
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of the base; with ``capturable`` its ``lr`` becomes a tensor on the device."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if self.capturable and group["params"]:
+            device = group["params"][0].device
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        check_positive("FusedAdam", group, "lr", "eps", "weight_decay")
+        betas = group["betas"]
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise OperandError(f"FusedAdam(betas={betas}): expected two numbers from 0 to below 1.")
+
+    def _check_parameter(self, param: torch.Tensor) -> None:
+        local = local_part(param)
+        if isinstance(local, QuantizedTensor):
+            if not self.master_weights:
+                raise UnsupportedError(
+                    "FusedAdam of quantized parameters without masters is not offered; set "
+                    "master_weights=True."
+                )
+            if self.capturable:
+                raise UnsupportedError(
+                    "FusedAdam(capturable=True) of quantized parameters is not offered."
+                )
+        elif param.dtype not in FLOATS:
+            raise OperandError(
+                f"FusedAdam: a parameter of {param.dtype}; expected float32, bfloat16, float16 or "
+                f"a quantized one."
+            )
 
     def get_unscaled_state(
         self, param: torch.Tensor, state_name: str, skip_unscale: bool = False
@@ -169,151 +306,6 @@ class AdamState(FusedOptimizer):
 
     def _is_remainder(self, param: torch.Tensor, name: str) -> bool:
         return name == MASTER and self._has_remainder(param)
-
-
-def _value_of(param: torch.Tensor) -> torch.Tensor:
-    """Return the initial value of a master: of a quantized parameter, the one that it kept."""
-    local = local_part(param.detach())
-    if not isinstance(local, QuantizedTensor):
-        return local.float()
-    kept = local.get_high_precision_init_val()
-    return local.dequantize(torch.float32) if kept is None else kept.to(local.device).float()
-
-
-_STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
-
-
-class FusedAdam(AdamState):
-    """Adam; AdamW with ``adam_w_mode``, as ``torch.optim.AdamW``.
-
-    Computed in float32. A group has one number of steps, ``group["step"]``. Quantized parameters
-    are written directly from their masters: rounded once, from float32.
-
-    Args:
-        params: parameters, or groups of them, in float32, bfloat16, float16 or quantized.
-        lr, betas, eps, weight_decay: as of ``torch.optim.AdamW``.
-        amsgrad: not offered.
-        bias_correction: divide the averages by ``1 - beta ** step``.
-        adam_w_mode: decoupled weight decay; else it is added to the gradients.
-        capturable: the number of steps and ``lr`` are tensors on the device, and a step with an
-            infinite gradient of ``torch.amp.GradScaler`` is skipped there, so that a CUDA graph can
-            record the step.
-        master_weights: hold the value of each parameter below float32 in ``master_weight_dtype``.
-            Quantized parameters need it. A master starts as the value that
-            ``quantized_model_init(preserve_high_precision_init_val=True)`` kept, else as the
-            parameter's.
-        master_weight_dtype: float32, or float16 with one scale a tensor.
-        exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, or with one scale a tensor float16 or
-            ``torch.uint8``, which stands for FP8 (e4m3).
-        use_decoupled_grad: take ``param.decoupled_grad`` in the place of ``param.grad``.
-        store_param_remainders: of a bfloat16 parameter with a float32 master, hold only the 16 bits
-            that the parameter lacks; no effect for others.
-        set_grad_none: deprecated; give ``zero_grad`` its argument.
-
-    Raises:
-        UnsupportedError: ``amsgrad``, or a combination of dtypes that cannot be stepped.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        bias_correction: bool = True,
-        adam_w_mode: bool = True,
-        capturable: bool = False,
-        master_weights: bool = False,
-        master_weight_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
-        use_decoupled_grad: bool = False,
-        store_param_remainders: bool = False,
-        set_grad_none: bool | None = None,
-    ) -> None:
-        dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
-        problems = (
-            (amsgrad, "amsgrad=True"),
-            (
-                master_weights and master_weight_dtype not in (torch.float32, torch.float16),
-                f"master_weight_dtype={master_weight_dtype}",
-            ),
-            (exp_avg_dtype not in _STATE_DTYPES, f"exp_avg_dtype={exp_avg_dtype}"),
-            (exp_avg_sq_dtype not in _STATE_DTYPES, f"exp_avg_sq_dtype={exp_avg_sq_dtype}"),
-            (
-                capturable and dtypes not in ((torch.float32,) * 2, (torch.bfloat16,) * 2),
-                f"capturable=True with exp_avg_dtype={exp_avg_dtype} and "
-                f"exp_avg_sq_dtype={exp_avg_sq_dtype}, which are not both float32 or both bfloat16",
-            ),
-            (
-                capturable and master_weights and master_weight_dtype != torch.float32,
-                f"capturable=True with master_weight_dtype={master_weight_dtype}",
-            ),
-        )
-        for is_wrong, text in problems:
-            if is_wrong:
-                raise UnsupportedError(f"FusedAdam: {text} is not offered.")
-        self._note_set_grad_none(set_grad_none)
-        self.capturable = capturable
-        self.master_weights = master_weights
-        self.adam_w_mode = bool(adam_w_mode)
-        self.use_decoupled_grad = use_decoupled_grad
-        self.name_to_dtype_map = {
-            "exp_avg": exp_avg_dtype,
-            "exp_avg_sq": exp_avg_sq_dtype,
-            MASTER: master_weight_dtype,
-        }
-        is_single = master_weights and master_weight_dtype == torch.float32
-        self.store_param_remainders = store_param_remainders and is_single
-        if capturable and self.store_param_remainders:
-            raise UnsupportedError(
-                "FusedAdam: capturable=True with store_param_remainders=True is not offered."
-            )
-        defaults = {
-            "lr": torch.tensor(float(lr)) if capturable else lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
-        if capturable:
-            self._step_supports_amp_scaling = True  # torch.amp.GradScaler asks for it
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of the base; with ``capturable`` its ``lr`` becomes a tensor on the device."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if self.capturable and group["params"]:
-            device = group["params"][0].device
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
-
-    def _check_options(self, group: dict[str, Any]) -> None:
-        check_positive("FusedAdam", group, "lr", "eps", "weight_decay")
-        betas = group["betas"]
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise OperandError(f"FusedAdam(betas={betas}): expected two numbers from 0 to below 1.")
-
-    def _check_parameter(self, param: torch.Tensor) -> None:
-        local = local_part(param)
-        if isinstance(local, QuantizedTensor):
-            if not self.master_weights:
-                raise UnsupportedError(
-                    "FusedAdam of quantized parameters without masters is not offered; set "
-                    "master_weights=True."
-                )
-            if self.capturable:
-                raise UnsupportedError(
-                    "FusedAdam(capturable=True) of quantized parameters is not offered."
-                )
-        elif param.dtype not in FLOATS:
-            raise OperandError(
-                f"FusedAdam: a parameter of {param.dtype}; expected float32, bfloat16, float16 or "
-                f"a quantized one."
-            )
 
     def _clear_gradients(self, *, to_none: bool) -> None:
         if not self.use_decoupled_grad:
