@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
-from fp8core import InferenceParams, OperandError, recipe
+from fp8core import OperandError, recipe
 from fp8core.__main__ import main
-from fp8core.cli import byte_gpt
-from fp8core.cli.byte_gpt import ByteGPT, RunResult, Settings, Training, continue_text
-from fp8core.cli.demo import progress
+from fp8core.cli.demo import ByteGPT, Run, Settings, Training, load
 
 TINY = Settings(steps=3, batch_size=2, num_heldout_windows=8, d_model=32, num_heads=2, context=16)
 CPU = torch.device("cpu")
@@ -31,10 +27,9 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def train(name: str, text: Path) -> RunResult:
-    corpus = byte_gpt.load_text(text, TINY.context)
+def train(name: str, text: Path, settings: Settings = TINY) -> Run:
     chosen = None if name == "bf16" else recipe.by_name(name)
-    return Training(corpus, TINY, CPU).run(name, chosen)
+    return Training(*load(text, settings.context), settings, CPU).run(name, chosen)
 
 
 def demo(text: Path, folder: Path, *more: str) -> int:
@@ -42,41 +37,45 @@ def demo(text: Path, folder: Path, *more: str) -> int:
     return main(["demo", *arguments, *more])
 
 
-def test_standard_library_is_split_by_file_and_alike_each_time() -> None:
-    first, again = (byte_gpt.load_stdlib(64) for _ in range(2))
-    assert torch.equal(first.train, again.train)
-    assert torch.equal(first.heldout, again.heldout)
-    kept, heldout = byte_gpt.split_files([Path(f"{index}.py") for index in range(40)])
-    assert not set(kept) & set(heldout)
+def test_standard_library_is_alike_each_time() -> None:
+    first, again = (load(None, 64) for _ in range(2))
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert first[2] == again[2]
 
 
 def test_heldout_part_of_a_text_is_its_end(text: Path) -> None:
-    corpus = byte_gpt.load_text(text, TINY.context)
-    assert bytes(corpus.train.tolist()) + bytes(corpus.heldout.tolist()) == text.read_bytes()
+    parts = [bytes(part.tolist()) for part in load(text, TINY.context)[:2]]
+    assert b"".join(parts) == text.read_bytes()
+    assert len(parts[1]) == len(text.read_bytes()) // 10
 
 
 @pytest.mark.parametrize("name", ["bf16", "delayed", "nvfp4"])
 def test_one_seed_gives_one_result(name: str, text: Path) -> None:
     first, again = train(name, text), train(name, text)
-    assert (first.losses, first.heldout_loss) == (again.losses, again.heldout_loss)
+    del first["tokens_per_s"], again["tokens_per_s"]
+    assert first == again
 
 
 def test_first_loss_is_that_of_knowing_nothing(text: Path) -> None:
-    first = train("bf16", text).losses[0]
+    first = train("bf16", text)["losses"][0]
     assert first == pytest.approx(torch.log(torch.tensor(256.0)).item(), rel=2**-8)
 
 
 def test_recipe_changes_the_training(text: Path) -> None:
-    assert train("current", text).losses[1:] != train("bf16", text).losses[1:]
+    assert train("current", text)["losses"][1:] != train("bf16", text)["losses"][1:]
 
 
 def test_held_bytes_of_fp8_are_fewer_than_of_bf16(text: Path) -> None:
-    assert train("current", text).held_bytes < train("bf16", text).held_bytes
+    assert train("current", text)["held_bytes"] < train("bf16", text)["held_bytes"]
 
 
 def test_weights_follow_from_the_seed() -> None:
-    first, again = (ByteGPT(replace(TINY, seed=3), CPU).state_dict() for _ in range(2))
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    states = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        states.append(ByteGPT(TINY, CPU).state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 def test_results_hold_a_run_for_bf16_and_each_recipe(text: Path, tmp_path: Path) -> None:
@@ -103,32 +102,6 @@ def test_table_names_every_run(
     assert "held-out loss" in output
     assert "current" in output
     assert "reference" in output
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_shows_the_time_that_is_left_of_all_runs() -> None:
-    console = Console(file=Terminal(), force_terminal=True, width=100)
-    with progress(console, num_runs=2, num_steps=3) as start:
-        for name in ("bf16", "current"):
-            on_step = start(name)
-            for _ in range(3):
-                on_step(5.5)
-    *_, total = (line for line in console.file.getvalue().splitlines() if "all runs" in line)
-    assert "6/6" in total
-    assert "0:00:00" in total
-
-
-def test_a_diverged_run_counts_as_done() -> None:
-    console = Console(file=Terminal(), force_terminal=True, width=100)
-    with progress(console, num_runs=2, num_steps=3) as start:
-        start("bf16")(float("nan"))
-        start("current")(5.5)
-    *_, total = (line for line in console.file.getvalue().splitlines() if "all runs" in line)
-    assert "4/6" in total
 
 
 def test_threads_are_given_back(text: Path, tmp_path: Path) -> None:
@@ -163,41 +136,17 @@ def test_wrong_name_is_one_message_and_a_status(
 @pytest.mark.parametrize("name", ["bf16", "current", "delayed"])
 def test_a_trained_model_draws_text(name: str, text: Path) -> None:
     settings = replace(TINY, sample_bytes=3 * TINY.context)
-    corpus = byte_gpt.load_text(text, TINY.context)
-    chosen = None if name == "bf16" else recipe.by_name(name)
-    drawn = [Training(corpus, settings, CPU).run(name, chosen).sample for _ in range(2)]
-    assert len(drawn[0]) == 3 * TINY.context
-    assert drawn[0] == drawn[1]
+    first, again = (train(name, text, settings)["sample"] for _ in range(2))
+    assert len(first) >= 3 * TINY.context
+    assert first == again
 
 
-def test_a_cached_step_scores_as_the_whole_text_does() -> None:
-    torch.manual_seed(0)
-    model = ByteGPT(TINY, CPU).double()
-    torch.nn.init.normal_(model.head.weight)
-    tokens = torch.randint(256, (1, TINY.context))
-    cache = InferenceParams(1, TINY.context, TINY.num_heads, 16, torch.float64)
-    steps = []
-    with torch.no_grad():
-        for length in (5, 6, 7, TINY.context):
-            cache.pre_step(OrderedDict({0: length - sum(part.shape[1] for part in steps)}))
-            steps.append(model(tokens[:, :length], cache))
-        torch.testing.assert_close(torch.cat(steps, dim=1), model(tokens))
-
-
-def test_a_memorized_text_is_continued() -> None:
-    torch.manual_seed(0)
-    model = ByteGPT(TINY, CPU)
-    line = torch.tensor(list(b"abcdefgh" * 20), dtype=torch.uint8)
-    windows = line.long().unfold(0, TINY.context + 1, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(60):
-        logits = model(windows[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    drawn = continue_text(model, TINY, line[:8], 40)
-    assert drawn == b"abcdefgh" * 5
+@pytest.mark.parametrize("name", ["bf16", "current"])
+def test_a_memorized_text_is_continued(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "memorized.txt"
+    path.write_bytes(b"abcdefgh" * 250)
+    settings = replace(TINY, steps=60, batch_size=8, learning_rate=1e-2, sample_bytes=40)
+    assert train(name, path, settings)["sample"] == "abcdefgh" * 5
 
 
 def test_samples_are_printed_and_stored(
@@ -220,8 +169,8 @@ def test_no_steps_is_bad_usage(text: Path, tmp_path: Path) -> None:
 def test_text_too_small_says_how_much_is_needed(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_bytes(b"short")
-    with pytest.raises(OperandError, match=str(byte_gpt.minimum_part(64))):
-        byte_gpt.load_text(path, 64)
+    with pytest.raises(OperandError, match="5130 are needed"):
+        load(path, 64)
 
 
 def test_missing_package_is_named_with_the_remedy(
@@ -244,7 +193,8 @@ def test_diverged_run_is_told_and_status_1(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("fp8core.cli.byte_gpt.learning_rate_at", lambda *_: float("nan"))
+    too_fast = partial(Settings, learning_rate=float("inf"))
+    monkeypatch.setattr("fp8core.cli.demo.Settings", too_fast)
     assert demo(text, tmp_path, "--recipe", "current", "--steps", "2") == 1
     assert "diverged" in capsys.readouterr().out
     runs = json.loads((tmp_path / "results.json").read_text())["runs"]
