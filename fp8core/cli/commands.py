@@ -148,7 +148,7 @@ def _over_ranks(args: argparse.Namespace) -> int:
             )
         device = find(args.backend, args.device).device
         device = collectives.device_for(device, count)
-        outcomes = collectives.run_laws(args.backend, count, device, args.deadline)
+        outcomes = collectives.apart(count, device, args.deadline, args.backend)
     except (Fp8CoreError, argparse.ArgumentTypeError) as error:
         print(f"fp8core conformance: {error}", file=sys.stderr)
         return USAGE_ERROR

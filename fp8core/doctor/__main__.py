@@ -17,30 +17,27 @@ def main() -> None:
     parser.add_argument("--to", required=True)
     parts = parser.add_subparsers(dest="part", required=True)
     backend, all_plugins = parts.add_parser("backend"), parts.add_parser("plugins")
-    ranks, laws = parts.add_parser("collectives"), parts.add_parser("laws")
-    for part in (backend, all_plugins, ranks, laws):
+    ranks = parts.add_parser("ranks")
+    for part in (backend, all_plugins, ranks):
         part.add_argument("--without", nargs="*", default=[])
     backend.add_argument("name")
     backend.add_argument("--device", type=device_argument)
     backend.add_argument("--done", nargs="*", default=[])
     all_plugins.add_argument("--muted", nargs="*", default=[])
-    laws.add_argument("name")
-    for part in (ranks, laws):
-        part.add_argument("--rank", type=int)
-        part.add_argument("--size", type=int)
-        part.add_argument("--device", type=device_argument)
-        part.add_argument("--folder")
+    ranks.add_argument("--backend")
+    ranks.add_argument("--rank", type=int)
+    ranks.add_argument("--size", type=int)
+    ranks.add_argument("--device", type=device_argument)
+    ranks.add_argument("--folder")
     args = parser.parse_args()
     plugins.set_aside(dict.fromkeys(args.without, "set aside by the doctor"))
     with process.writing(args.to) as put:
         if args.part == "plugins":
             consult.watch_loading(put)
             results = consult.records(args.muted)
-        elif args.part == "collectives":
-            results = collectives.records(args.rank, args.size, args.device, args.folder)
-        elif args.part == "laws":
+        elif args.part == "ranks":
             group = (args.rank, args.size, args.device, args.folder)
-            results = collectives.law_records(args.name, *group)
+            results = collectives.records(args.backend, *group)
         else:
             # On a busy machine a second thread costs small operations many times their work.
             torch.set_num_threads(1)

@@ -33,11 +33,13 @@ _CODES = 120  # byte patterns from 0 on, none of which is a NaN of float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
-    """The result for one collective: ``failure`` is None if every rank received what was due."""
+class Outcome:
+    """How one collective or law ended: ``failure`` says on which rank it is broken, ``skipped`` why
+    no rank could judge it; both None if it holds."""
 
     name: str
     failure: str | None
+    skipped: str | None = None
 
 
 class _Case(NamedTuple):
@@ -123,14 +125,35 @@ NAMES = tuple(case.name for case in _CASES)
 """The tested collectives, in their order."""
 
 
-def records(rank: int, size: int, device: torch.device, folder: str) -> Iterator[Record]:
-    """Yield the results of rank ``rank`` of ``size``; each collective is announced before it.
+def records(
+    backend: str | None, rank: int, size: int, device: torch.device, folder: str
+) -> Iterator[Record]:
+    """Yield the results of rank ``rank`` of ``size``: of its group's collectives, then, with a
+    ``backend``, of its laws; each is announced before it.
 
     The ranks meet through a file in ``folder``.
     """
     yield {"begin": "joining the group"}
     with joined(rank, size, device, folder) as (communicator, mine):
-        yield from tested(communicator, mine)
+        for case in _CASES:
+            yield {"begin": case.name}
+            inputs = [_input(case, of, size) for of in range(size)]
+            received = case.run(communicator, inputs[rank].to(mine)).cpu()
+            yield {"collective": case.name, "failure": _compare(received, case.due(inputs, rank))}
+        if backend is None:
+            return
+        yield {"begin": "binding the backend"}
+        subject = subject_of(find(backend, str(mine)), communicator)
+        for name, law in LAWS.items():
+            yield {"begin": name}
+            failure = skipped = None
+            try:
+                law(subject)
+            except Broken as error:
+                failure = str(error)
+            except Unjudged as error:
+                skipped = str(error)
+            yield {"collective": name, "failure": failure, "skipped": skipped}
 
 
 @contextmanager
@@ -152,16 +175,6 @@ def joined(
     )
     yield of_group(), device
     dist.destroy_process_group()
-
-
-def tested(communicator: Communicator, device: torch.device) -> Iterator[Record]:
-    """Yield the result of each collective, which is announced before it."""
-    rank, size = communicator.rank, communicator.size
-    for case in _CASES:
-        yield {"begin": case.name}
-        inputs = [_input(case, of, size) for of in range(size)]
-        received = case.run(communicator, inputs[rank].to(device)).cpu()
-        yield {"collective": case.name, "failure": _compare(received, case.due(inputs, rank))}
 
 
 def _compare(received: torch.Tensor, due: torch.Tensor) -> str | None:
@@ -198,24 +211,28 @@ def device_for(asked: torch.device | None, processes: int) -> torch.device:
     return torch.device(asked.type)
 
 
-def apart(processes: int, device: torch.device, deadline: float) -> list[Collective]:
-    """Test every collective between ``processes`` processes, each on a ``device`` of its own.
+def apart(
+    processes: int, device: torch.device, deadline: float, backend: str | None = None
+) -> list[Outcome]:
+    """Test every collective between ``processes`` processes, each on a ``device`` of its own; with
+    a ``backend``, its laws too.
 
-    A rank that crashes, or makes no progress for ``deadline`` seconds, is a failure of the
-    collective that it had begun; later ones count as not run.
+    A rank that crashes, or makes no progress for ``deadline`` seconds, is a failure of what it had
+    begun; what comes later counts as not run.
     """
-    outcomes = _outcomes(["collectives"], processes, device, deadline)
-    return [Collective(case.name, _failures(case.name, outcomes)) for case in _CASES]
-
-
-def _outcomes(
-    part: Sequence[str], processes: int, device: torch.device, deadline: float
-) -> list[tuple[list[Record], Ending | None]]:
-    """Run a part of the doctor on every rank; return what each wrote and how it ended."""
     with TemporaryDirectory() as folder:
         shared = ["--size", str(processes), "--device", device.type, "--folder", folder]
-        commands = [[*part, "--rank", str(rank), *shared] for rank in range(processes)]
-        return process.run_together(commands, deadline)
+        shared += [] if backend is None else ["--backend", backend]
+        commands = [["ranks", "--rank", str(rank), *shared] for rank in range(processes)]
+        ranks = process.run_together(commands, deadline)
+    skipped = {
+        record["collective"]: record["skipped"]
+        for seen, _ in reversed(ranks)
+        for record in seen
+        if record.get("skipped")
+    }
+    names = (*NAMES, *(() if backend is None else LAWS))
+    return [Outcome(name, _failures(name, ranks), skipped.get(name)) for name in names]
 
 
 def _failures(name: str, outcomes: Sequence[tuple[list[Record], Ending | None]]) -> str | None:
@@ -233,60 +250,6 @@ def _failure(rank: int, name: str, seen: list[Record], ending: Ending | None) ->
     step = process.last_step(seen)["begin"]
     text = "it did not run" if ending is None else ending.text
     return f"rank {rank}: {text}" if step == name else f"rank {rank}: not run, after {step}: {text}"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How one law ended: ``failure`` says on which rank it is broken, ``skipped`` why no rank could
-    judge it; both None if it holds."""
-
-    name: str
-    failure: str | None
-    skipped: str | None = None
-
-
-def law_records(
-    backend: str, rank: int, size: int, device: torch.device, folder: str
-) -> Iterator[Record]:
-    """Yield the results of rank ``rank`` of ``size``: of its group's collectives, then of the laws
-    of ``backend``; each is announced before it."""
-    yield {"begin": "joining the group"}
-    with joined(rank, size, device, folder) as (communicator, mine):
-        yield from tested(communicator, mine)
-        yield {"begin": "binding the backend"}
-        subject = subject_of(find(backend, str(mine)), communicator)
-        for name, law in LAWS.items():
-            yield {"begin": name}
-            failure = skipped = None
-            try:
-                law(subject)
-            except Broken as error:
-                failure = str(error)
-            except Unjudged as error:
-                skipped = str(error)
-            yield {"collective": name, "failure": failure, "skipped": skipped}
-
-
-def run_laws(backend: str, processes: int, device: torch.device, deadline: float) -> list[Outcome]:
-    """Run the laws of ``backend`` between ``processes`` processes, each on a ``device`` of its own.
-
-    A rank that crashes, or makes no progress for ``deadline`` seconds, breaks the law that it had
-    begun; later ones count as not run.
-    """
-    outcomes = _outcomes(["laws", backend], processes, device, deadline)
-    results = []
-    for name in (*NAMES, *LAWS):
-        skipped = next(
-            (
-                record["skipped"]
-                for seen, _ in outcomes
-                for record in seen
-                if record.get("collective") == name and record.get("skipped")
-            ),
-            None,
-        )
-        results.append(Outcome(name, _failures(name, outcomes), skipped))
-    return results
 
 
 def laws_text(backend: str, processes: int, device: torch.device, outcomes: list[Outcome]) -> str:

@@ -21,7 +21,7 @@ from fp8core.backend_api import BackendSpec
 from fp8core.dispatch import plugins, policy, select, settings
 from fp8core.dispatch.registry import Registry
 from fp8core.doctor import consult
-from fp8core.doctor.collectives import Collective
+from fp8core.doctor.collectives import Outcome
 from fp8core.doctor.findings import Check, Findings, absent
 from fp8core.doctor.matrix import Cell, cell_from, rows, unanswered
 from fp8core.errors import Fp8CoreError, RecipeError
@@ -71,7 +71,7 @@ class Report:
 
 
 def with_collectives(
-    report: Report, results: Sequence[Collective], processes: int, device: str
+    report: Report, results: Sequence[Outcome], processes: int, device: str
 ) -> Report:
     """Return ``report`` with the results of the collectives between ``processes`` processes."""
     group = {"processes": processes, "device": device}
@@ -79,7 +79,7 @@ def with_collectives(
     problems = [f"the collectives fail between {processes} processes on {device}: "] * bool(failed)
     return dataclasses.replace(
         report,
-        collectives=[{**group, **dataclasses.asdict(one)} for one in results],
+        collectives=[{**group, "name": one.name, "failure": one.failure} for one in results],
         problems=[*report.problems, *(text + ", ".join(failed) for text in problems)],
     )
 

@@ -11,7 +11,7 @@ import torch
 
 from fp8core.cli.commands import number_of_processes
 from fp8core.doctor import collectives
-from fp8core.doctor.collectives import Collective
+from fp8core.doctor.collectives import Outcome
 from fp8core.doctor.report import with_collectives
 from fp8core.errors import Fp8CoreError
 from tests.doctor.test_report import examine
@@ -58,7 +58,7 @@ def wild(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forking_doctor: None) 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_collectives_of_the_cpu_pass(processes: int, forking_doctor: None) -> None:
     results = collectives.apart(processes, CPU, deadline=60)
-    assert results == [Collective(name, None) for name in NAMES]
+    assert results == [Outcome(name, None) for name in NAMES]
 
 
 def test_a_wrong_sum_on_one_rank_is_named(wild: Path) -> None:
@@ -77,14 +77,14 @@ def test_a_rank_that_dies_is_named_and_the_rest_did_not_run(wild: Path) -> None:
 
 
 def test_a_failed_collective_is_a_problem() -> None:
-    results = [Collective("sum of float32", "rank 1: wrong"), Collective("gather", None)]
+    results = [Outcome("sum of float32", "rank 1: wrong"), Outcome("gather", None)]
     report = with_collectives(examine(), results, 2, "cpu")
     assert report.problems[-1] == "the collectives fail between 2 processes on cpu: sum of float32"
     assert [one["processes"] for one in report.collectives] == [2, 2]
 
 
 def test_passing_collectives_are_no_problem() -> None:
-    report = with_collectives(examine(), [Collective("gather", None)], 2, "cpu")
+    report = with_collectives(examine(), [Outcome("gather", None)], 2, "cpu")
     assert report.problems == []
 
 

@@ -55,7 +55,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forking_doctor: None
 
 def outcomes(plugin: Path, change: str = "") -> dict[str, Outcome]:
     plugin.write_text(BROKEN.format(change=change))
-    return {one.name: one for one in collectives.run_laws("overlapping", 2, CPU, deadline=60)}
+    return {one.name: one for one in collectives.apart(2, CPU, 60, "overlapping")}
 
 
 def test_a_backend_that_moves_rows_holds_every_law(plugin: Path) -> None:
