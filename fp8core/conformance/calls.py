@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.conformance import inputs
+from fp8core.conformance.compare import F64
 from fp8core.conformance.operands import (
     SEED,
     gemm_operands,
@@ -451,6 +453,25 @@ _MAKERS: dict[type, Callable[[Subject, Any, Case], OpCall]] = {
     AttentionPartBackwardDesc: _attention_part_backward,
     **dict.fromkeys(TRAINING_DESCS, _training),
 }
+
+
+def exact(subject: Subject, desc: OpDesc, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return what the judge computes in float64, and the arguments in it, on the CPU."""
+    wide: tuple[Any, ...] = pytree.tree_map_only(
+        torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, on_cpu(arguments)
+    )
+    return subject.judged(_wide(desc), *wide), wide
+
+
+def _wide(desc: Any) -> Any:
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(desc):
+        value = getattr(desc, field.name)
+        if field.name in ("dtype", "out_dtype"):
+            changes[field.name] = F64
+        elif isinstance(value, NormDesc):
+            changes[field.name] = _wide(value)
+    return dataclasses.replace(desc, **changes)
 
 
 def arguments(subject: Subject, desc: OpDesc, case: Case = ORDINARY) -> OpCall:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc, QuantizeByAmaxDesc
 from fp8core.conformance.catalogue import CatalogueEntry, catalogue
@@ -55,21 +57,31 @@ def law(
     applies: Callable[..., bool] = lambda desc: True,
     is_strict: bool = False,
     is_core: bool = False,
-) -> Callable[[Callable[..., float | None]], Callable[..., float | None]]:
+) -> Callable[[Callable[..., Any]], Callable[..., float | None]]:
     """Add a function to the kit's tests, for those descriptors of ``ops`` that ``applies`` accepts.
 
     The function's name becomes part of the check ids, the first line of its docstring is printed
-    with a failure.
+    with a failure. A function may yield errors as shares of the allowed ones, of which the law's
+    test returns the largest.
     """
 
-    def add(test: Callable[..., float | None]) -> Callable[..., float | None]:
-        name = test.__name__
+    def add(function: Callable[..., Any]) -> Callable[..., float | None]:
+        name = function.__name__
         assert name not in LAWS, name
-        meaning = (test.__doc__ or "").strip().partition("\n")[0]
+        meaning = (function.__doc__ or "").strip().partition("\n")[0]
+        test = _largest_of(function) if inspect.isgeneratorfunction(function) else function
         LAWS[name] = Law(number, name, ops, meaning, test, applies, is_strict, is_core)
         return test
 
     return add
+
+
+def _largest_of(shares: Callable[..., Iterator[float]]) -> Callable[..., float]:
+    @functools.wraps(shares)
+    def test(*arguments: Any) -> float:
+        return max(shares(*arguments), default=0.0)
+
+    return test
 
 
 class Check(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import textwrap
 import traceback
 from collections.abc import Iterable, Sequence
@@ -23,14 +24,62 @@ import torch
 
 import fp8core
 from fp8core.backend_api import API_VERSION
-from fp8core.conformance import expected as expected_failures
 from fp8core.conformance.checks import Check, Support, checks, supported
 from fp8core.conformance.compare import Broken, Unjudged
-from fp8core.conformance.expected import Expected
 from fp8core.conformance.laws import LAWS
 from fp8core.conformance.subject import Subject, find
 from fp8core.dispatch import settings
-from fp8core.errors import Fp8CoreError
+from fp8core.errors import Fp8CoreError, OperandError
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A line of the file."""
+
+    pattern: str
+    reason: str
+    line: int
+
+    def matches(self, check: str) -> bool:
+        """Whether the pattern matches this check's id."""
+        text = ".*".join(map(re.escape, self.pattern.split("*")))
+        return re.fullmatch(text, check) is not None
+
+
+def read_expected(path: Path) -> list[Expected]:
+    """Return the lines of the file.
+
+    Raises:
+        OperandError: it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OperandError(f"file of expected failures {str(path)!r}: {error}") from None
+    lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        pattern, _, reason = (part.strip() for part in line.partition("#"))
+        if pattern:
+            lines.append(Expected(pattern, reason, number))
+    return lines
+
+
+def matching(expected: Iterable[Expected], check: str) -> Expected | None:
+    """Return the first line whose pattern matches this check's id, None if there is none."""
+    return next((line for line in expected if line.matches(check)), None)
+
+
+def complaints(expected: Iterable[Expected], checks: Iterable[str]) -> list[str]:
+    """Return the faults of the file: lines without a reason, and lines that match no check."""
+    ids = list(checks)
+    faults = []
+    for line in expected:
+        if not line.reason:
+            faults.append(f"line {line.line}: {line.pattern!r} gives no reason, after a '#'")
+        if not any(map(line.matches, ids)):
+            faults.append(f"line {line.line}: {line.pattern!r} matches no check")
+    return faults
+
 
 OUTCOMES = ("passed", "failed", "xfailed", "skipped")
 MAX_NAMED = 5
@@ -271,7 +320,7 @@ class Kit:
         try:
             subject = find(options.fp8core_backend, options.fp8core_device)
             path = options.fp8core_xfail
-            expected = expected_failures.read(Path(path)) if path else []
+            expected = read_expected(Path(path)) if path else []
             is_strict = options.fp8core_strict or settings.read().strict
         except Fp8CoreError as error:
             raise pytest.UsageError(str(error)) from None
@@ -287,16 +336,14 @@ class Kit:
         nodeid = f"fp8core[{self._subject.name}]"
         parent = KitCollector.from_parent(session, name="fp8core", nodeid=nodeid)
         for check in self._checks.values():
-            line = expected_failures.find(self._expected, check.id)
+            line = matching(self._expected, check.id)
             item = CheckItem.from_parent(
                 parent, name=check.id, check=check, expected=line, is_strict=self._is_strict
             )
             items.append(item)
         if self._expected:
-            complaints = expected_failures.complaints(self._expected, self._checks)
-            items.append(
-                FileItem.from_parent(parent, name="expected_failures", complaints=complaints)
-            )
+            faults = complaints(self._expected, self._checks)
+            items.append(FileItem.from_parent(parent, name="expected_failures", complaints=faults))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Record whether -k and -m have left any item of the kit."""

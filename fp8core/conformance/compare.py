@@ -8,6 +8,10 @@ import torch
 
 from fp8core.torch_ops.private import pytree
 
+F64 = torch.float64
+ROUND = 2.0**-24  # largest relative error of one float32 rounding
+FUNCTION = 2.0**-20  # error of a float32 exponential or tanh, as a share of its argument
+
 
 class Broken(AssertionError):
     """A law does not hold; ``worst`` is the error as a share of the allowed error, if any."""

@@ -17,7 +17,7 @@ from fp8core.backend_api import GemmDesc, Operand, QuantizeDesc, Transfers
 from fp8core.collectives import Communicator
 from fp8core.conformance.catalogue import catalogue
 from fp8core.conformance.compare import Unjudged, require, same_bits
-from fp8core.conformance.laws.parts import repeatable, rows_of
+from fp8core.conformance.laws.gemm import repeatable, rows_of
 from fp8core.conformance.operands import gemm_operands
 from fp8core.conformance.subject import Subject
 from fp8core.dispatch import plugins

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8core.conformance.expected import Expected, complaints, find, read
+from fp8core.conformance.collection import Expected, complaints, matching, read_expected
 from fp8core.errors import OperandError
 
 TEXT = """
@@ -22,7 +22,7 @@ law9_nothing/*  # never
 def expected(tmp_path: Path) -> list[Expected]:
     path = tmp_path / "expected.txt"
     path.write_text(TEXT, encoding="utf-8")
-    return read(path)
+    return read_expected(path)
 
 
 def test_lines_are_patterns_and_reasons(expected: list[Expected]) -> None:
@@ -34,10 +34,10 @@ def test_lines_are_patterns_and_reasons(expected: list[Expected]) -> None:
 
 
 def test_star_matches_anything_and_the_rest_itself(expected: list[Expected]) -> None:
-    assert find(expected, "law4_gemm_adds_the_bias/plain.fprop.float32") is expected[0]
-    assert find(expected, "law1_codes/mxfp8.input.[x]") is expected[1]
-    assert find(expected, "law1_codes/mxfp8.input.x") is None
-    assert find(expected, "law4_gemm_adds_the_biass/plain") is None
+    assert matching(expected, "law4_gemm_adds_the_bias/plain.fprop.float32") is expected[0]
+    assert matching(expected, "law1_codes/mxfp8.input.[x]") is expected[1]
+    assert matching(expected, "law1_codes/mxfp8.input.x") is None
+    assert matching(expected, "law4_gemm_adds_the_biass/plain") is None
 
 
 def test_line_without_a_reason_and_line_without_a_match_are_complaints(
@@ -52,4 +52,4 @@ def test_line_without_a_reason_and_line_without_a_match_are_complaints(
 
 def test_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OperandError, match=r"expected failures.*nowhere\.txt"):
-        read(tmp_path / "nowhere.txt")
+        read_expected(tmp_path / "nowhere.txt")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fp8core.conformance.checks import LAWS
 from fp8core.conformance.laws import (  # noqa: F401  each defines its laws when it is imported
-    alone,
     amax,
     attention,
     declaration,
@@ -14,13 +13,9 @@ from fp8core.conformance.laws import (  # noqa: F401  each defines its laws when
     memory,
     nonfinite,
     optimizers,
-    parts,
-    permutation,
     pointwise,
     quantize,
-    rotary,
     router,
-    sizes,
 )
 
 __all__ = ["LAWS"]

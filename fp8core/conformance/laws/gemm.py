@@ -1,9 +1,12 @@
-"""Law 4 for products, dense and of each group, against float64 products of dequantized operands."""
+"""Law 4 for products, dense and of each group, against float64 products of dequantized operands;
+also of many rows, terms and groups, in any strides, and computed some rows at a time."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from fp8core.conformance.operands import (
     up,
 )
 from fp8core.conformance.subject import Subject, on_cpu
+from fp8core.torch_ops.private import pytree
 
 
 def each_within(
@@ -30,7 +34,7 @@ def each_within(
     groups: Groups,
     results: Any,
     terms: list[torch.Tensor] | None = None,
-) -> float:
+) -> Iterator[float]:
     """Require every group's product, plus its entry of ``terms``, to be within the bound."""
     a, b, offsets = on_cpu(groups.arguments)
     bounds = offsets.tolist()
@@ -40,32 +44,32 @@ def each_within(
     else:
         seconds, parts = b, list(torch.split(results, groups.sizes))
     require(len(parts) == len(groups.sizes), f"{len(parts)} results for {len(groups.sizes)} groups")
-    worst = 0.0
     for group, operands in enumerate(zip(firsts, seconds, strict=True)):
         term = None if terms is None else terms[group]
         name = f"group {group} of sizes {groups.sizes}"
-        worst = max(worst, product_within(subject, desc, name, parts[group], operands, term))
-    return worst
+        yield product_within(subject, desc, name, parts[group], operands, term)
 
 
 @law(4, "grouped_gemm", applies=lambda desc: not desc.accumulate, is_core=True)
 def grouped_gemm_product_of_each_group_is_within_the_bound(
     subject: Subject, desc: GroupedGemmDesc
-) -> float:
+) -> Iterator[float]:
     """Groups that are empty, one step long, or end in the middle of a block give their products."""
     groups = grouped_operands(subject, desc)
-    return each_within(subject, desc, groups, subject.run(desc, *groups.arguments))
+    yield from each_within(subject, desc, groups, subject.run(desc, *groups.arguments))
 
 
 @law(4, "grouped_gemm", applies=lambda desc: not desc.accumulate and not desc.contract_groups)
-def grouped_gemm_adds_the_bias_of_each_group(subject: Subject, desc: GroupedGemmDesc) -> float:
+def grouped_gemm_adds_the_bias_of_each_group(
+    subject: Subject, desc: GroupedGemmDesc
+) -> Iterator[float]:
     """Each group's bias is added to the product of that group."""
     groups = grouped_operands(subject, desc)
     biases = subject.here(
         list(inputs.moderate(len(groups.sizes), groups.n, desc.out_dtype, 2) * 10)
     )
     results = subject.run(desc, *groups.arguments, bias=biases)
-    return each_within(subject, desc, groups, results, biases)
+    yield from each_within(subject, desc, groups, results, biases)
 
 
 def _out(subject: Subject, desc: GroupedGemmDesc, groups: Groups, fill: float | None) -> Any:
@@ -82,16 +86,16 @@ def _out(subject: Subject, desc: GroupedGemmDesc, groups: Groups, fill: float | 
 
 
 @law(4, "grouped_gemm", applies=lambda desc: not desc.accumulate)
-def grouped_gemm_writes_into_out(subject: Subject, desc: GroupedGemmDesc) -> float:
+def grouped_gemm_writes_into_out(subject: Subject, desc: GroupedGemmDesc) -> Iterator[float]:
     """The products replace the values of out; a sum over an empty group gives zeros."""
     groups = grouped_operands(subject, desc)
     out = _out(subject, desc, groups, math.nan)
     subject.run(desc, *groups.arguments, out=out)
-    return each_within(subject, desc, groups, out)
+    yield from each_within(subject, desc, groups, out)
 
 
 @law(4, "grouped_gemm", applies=lambda desc: desc.accumulate)
-def grouped_gemm_accumulates_into_out(subject: Subject, desc: GroupedGemmDesc) -> float:
+def grouped_gemm_accumulates_into_out(subject: Subject, desc: GroupedGemmDesc) -> Iterator[float]:
     """With accumulate each product is added to out; an empty group leaves out unchanged."""
     groups = grouped_operands(subject, desc)
     out = _out(subject, desc, groups, None)
@@ -104,7 +108,7 @@ def grouped_gemm_accumulates_into_out(subject: Subject, desc: GroupedGemmDesc) -
         for group, size in enumerate(groups.sizes):
             if size == 0:
                 same_bits(f"out of the empty group {group}", out[group], before[group])
-    return each_within(subject, desc, groups, out, before)
+    yield from each_within(subject, desc, groups, out, before)
 
 
 @law(4, "grouped_gemm", applies=lambda desc: not desc.accumulate)
@@ -120,7 +124,9 @@ def grouped_gemm_takes_groups_that_are_all_empty(subject: Subject, desc: Grouped
 
 
 @law(4, "grouped_gemm", applies=lambda desc: desc.offsets_on_device and not desc.contract_groups)
-def grouped_gemm_of_rows_of_no_group_is_zero(subject: Subject, desc: GroupedGemmDesc) -> float:
+def grouped_gemm_of_rows_of_no_group_is_zero(
+    subject: Subject, desc: GroupedGemmDesc
+) -> Iterator[float]:
     """Rows behind the last group are zeros, also in out, or stay where the product is added."""
     groups = grouped_operands(subject, desc, behind=32)
     used = sum(groups.sizes)
@@ -130,11 +136,10 @@ def grouped_gemm_of_rows_of_no_group_is_zero(subject: Subject, desc: GroupedGemm
     rest = before[used:] if desc.accumulate else torch.zeros_like(before[used:])
     same_bits("out behind the last group", out[used:] + 0.0, rest + 0.0)  # +0 for -0
     terms = list(torch.split(before[:used], groups.sizes)) if desc.accumulate else None
-    worst = each_within(subject, desc, groups, out[:used], terms)
+    yield from each_within(subject, desc, groups, out[:used], terms)
     if not desc.accumulate:
         result = subject.run(desc, *groups.arguments)
         require(not bool(result[used:].any()), "a row behind the last group is not zero")
-    return worst
 
 
 def _keeps_nan(desc: GroupedGemmDesc) -> bool:
@@ -197,28 +202,24 @@ def aligned(subject: Subject, desc: GemmDesc, m: int, n: int, k: int) -> tuple[i
 
 
 @law(4, "gemm", applies=lambda desc: not desc.accumulate, is_core=True)
-def gemm_product_is_within_the_bound(subject: Subject, desc: GemmDesc) -> float:
+def gemm_product_is_within_the_bound(subject: Subject, desc: GemmDesc) -> Iterator[float]:
     """``a @ b.T`` in small and odd sizes, for rows of many magnitudes, in both orientations."""
-    worst = 0.0
     for size, columnwise in itertools.product(subject.sizes("gemm", *SIZES), (False, True)):
         a, b = gemm_operands(subject, desc, *aligned(subject, desc, *size), columnwise=columnwise)
         product = subject.run(desc, a, b)
         name = f"{'columnwise' if columnwise else 'rowwise'} operands, m n k {size}"
-        worst = max(worst, product_within(subject, desc, name, product, (a, b)))
-    return worst
+        yield product_within(subject, desc, name, product, (a, b))
 
 
 @law(4, "gemm", applies=lambda desc: not desc.accumulate)
-def gemm_adds_the_bias(subject: Subject, desc: GemmDesc) -> float:
+def gemm_adds_the_bias(subject: Subject, desc: GemmDesc) -> Iterator[float]:
     """``a @ b.T + bias``, for a bias of the output's dtype and one in float32."""
-    worst = 0.0
     m, n, k = aligned(subject, desc, 5, 7, 160)
     a, b = gemm_operands(subject, desc, m, n, k)
     for dtype in dict.fromkeys((desc.out_dtype, torch.float32)):
         bias = subject.here(inputs.moderate(1, n, dtype, 2)[0] * 10)
         result = subject.run(desc, a, b, bias=bias)
-        worst = max(worst, product_within(subject, desc, f"bias {dtype}", result, (a, b), bias))
-    return worst
+        yield product_within(subject, desc, f"bias {dtype}", result, (a, b), bias)
 
 
 @law(4, "gemm", applies=lambda desc: not desc.accumulate)
@@ -339,3 +340,166 @@ def gemm_keeps_nan_in_its_row(subject: Subject, desc: GemmDesc) -> None:
 def has_nan(format: str) -> bool:
     """Whether a format has a NaN."""
     return any(map(math.isnan, formats.by_name(format).values))
+
+
+LONG = 4100
+VERY_LONG = 66000  # above 65535, the largest extent of a grid of thread blocks in y and z
+STEP = 1031  # the distance between the terms of a very long sum that are not zero
+MANY_GROUPS = (0, 2, 1, 33, 0, 1, 1) * 10
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda x: x.contiguous(),
+    "transposed": inputs.transposed,
+    "spaced": inputs.spaced,
+    "shifted": inputs.shifted,
+}
+
+
+@law(4, "gemm", applies=lambda desc: not desc.accumulate)
+def gemm_takes_any_m_n_and_k(subject: Subject, desc: GemmDesc) -> Iterator[float]:
+    """Thousands of rows, of columns or of terms are within the same bound as few."""
+    for size in ((LONG, 9, 64), (9, LONG, 64), (9, 9, LONG)):
+        m, n, k = aligned(subject, desc, *size)
+        a, b = gemm_operands(subject, desc, m, n, k)
+        product = subject.run(desc, a, b)
+        yield product_within(subject, desc, f"m n k {(m, n, k)}", product, (a, b))
+    if desc.out_dtype != torch.bfloat16:
+        return  # one dtype stands for the others
+    for size in ((VERY_LONG, 3, 32), (3, VERY_LONG, 32), (3, 3, VERY_LONG)):
+        m, n, k = aligned(subject, desc, *size)
+        operands = (_sparse(subject, desc, 0, m, k), _sparse(subject, desc, 1, n, k))
+        product = subject.run(desc, *operands)
+        name = f"m n k {(m, n, k)}, every {STEP}th term"
+        yield product_within(subject, desc, name, product, operands)
+
+
+def _sparse(subject: Subject, desc: GemmDesc, at: int, rows: int, k: int) -> Operand:
+    """Return operand a (0) or b (1); of a very long k, most terms are zero.
+
+    The bound grows with the magnitudes of all terms, so that among many terms of one size a
+    missing one would stay within it.
+    """
+    dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    x = inputs.moderate(rows, min(k, 64), dtype, 20 + 20 * at)
+    if k > x.shape[1]:
+        wide = torch.zeros(rows, k, dtype=dtype)
+        columns = [*range(0, k, STEP), k - 1]
+        wide[:, columns] = x.repeat(1, 2)[:, : len(columns)]
+        x = wide
+    return operand(subject, (desc.a, desc.b)[at], subject.here(x))
+
+
+@law(4, "gemm", applies=lambda desc: not desc.accumulate)
+def gemm_of_as_many_rows_as_columns(subject: Subject, desc: GemmDesc) -> Iterator[float]:
+    """With m = n, and with m = n = k, operands, scales and orientations are not confused."""
+    for size, columnwise in itertools.product(((96, 96, 160), (128, 128, 128)), (False, True)):
+        m, n, k = aligned(subject, desc, *size)
+        size = (max(m, n), max(m, n), k)
+        a, b = gemm_operands(subject, desc, *size, columnwise=columnwise)
+        result = subject.run(desc, a, b)
+        yield product_within(subject, desc, f"m n k {size}", result, (a, b))
+
+
+@law(4, "gemm", applies=lambda desc: not desc.accumulate)
+def gemm_takes_operands_of_any_strides(subject: Subject, desc: GemmDesc) -> Iterator[float]:
+    """Operands that another backend laid out by rows, by columns or with gaps are read right."""
+    for size in ((5, 7, 160), (64, 64, 64)):
+        m, n, k = aligned(subject, desc, *size)
+        operands = gemm_operands(subject, desc, m, n, k)
+        for layout, lay in LAYOUTS.items():
+            laid = pytree.tree_map_only(torch.Tensor, lay, operands)
+            pairs = {"a and b": laid, "a": (laid[0], operands[1]), "b": (operands[0], laid[1])}
+            for which, (a, b) in pairs.items():
+                product = subject.run(desc, a, b)
+                name = f"{layout} {which}, m n k {(m, n, k)}"
+                yield product_within(subject, desc, name, product, (a, b))
+
+
+def _is_no_float16(desc: GroupedGemmDesc) -> bool:
+    return not desc.accumulate and desc.out_dtype != torch.float16
+
+
+@law(4, "grouped_gemm", applies=_is_no_float16)
+def grouped_gemm_takes_many_groups(subject: Subject, desc: GroupedGemmDesc) -> Iterator[float]:
+    """Dozens of groups, some of them empty, some of equal length."""
+    groups = grouped_operands(subject, desc, MANY_GROUPS, (6, 10, 64))
+    yield from each_within(subject, desc, groups, subject.run(desc, *groups.arguments))
+
+
+@law(4, "grouped_gemm", applies=_is_no_float16)
+def grouped_gemm_takes_groups_of_any_size(
+    subject: Subject, desc: GroupedGemmDesc
+) -> Iterator[float]:
+    """A group of thousands of rows, and groups with hundreds of columns and terms."""
+    groups = grouped_operands(subject, desc, (3, LONG, 33), (6, 10, 64))
+    yield from each_within(subject, desc, groups, subject.run(desc, *groups.arguments))
+    wide = grouped_operands(subject, desc, (33, 1, 64), (530, 530, 530))
+    yield from each_within(subject, desc, wide, subject.run(desc, *wide.arguments))
+
+
+@law(4, "grouped_gemm", applies=lambda desc: not desc.accumulate)
+def grouped_gemm_takes_operands_of_any_strides(
+    subject: Subject, desc: GroupedGemmDesc
+) -> Iterator[float]:
+    """Operands laid out by rows, by columns or with gaps, in groups as long as they are wide."""
+    groups = grouped_operands(subject, desc, (32, 0, 32), (64, 64, 64))
+    a, b, offsets = groups.arguments
+    for lay in LAYOUTS.values():
+        laid = pytree.tree_map_only(torch.Tensor, lay, (a, b))
+        laid_out = groups._replace(arguments=(*laid, offsets))
+        yield from each_within(subject, desc, laid_out, subject.run(desc, *laid_out.arguments))
+
+
+PARTS = 2, 4
+# Rows of a part, columns and what is contracted; parts end with blocks of any recipe.
+PART_SIZES = (128, 48, 160), (256, 256, 512)
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Torch's setting for algorithms that are the same in every process."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def rows_of(a: Operand, at: int, rows: int, whole: int) -> Operand:
+    """Return ``rows`` of the ``whole`` rows of a rowwise operand, from row ``at`` on."""
+    data, *scales = (
+        part if part is None or part.shape[0] == 1 else _of_rows(part, at, rows, whole)
+        for part in a
+    )
+    assert data is not None
+    return Operand(data, *scales)
+
+
+def _of_rows(x: torch.Tensor, at: int, rows: int, whole: int) -> torch.Tensor:
+    step = whole // x.shape[0]
+    return x[at // step : (at + rows) // step]
+
+
+@law(4, "gemm", applies=lambda desc: type(desc) is GemmDesc and not desc.accumulate)
+def gemm_parts_have_the_bits_of_the_whole(subject: Subject, desc: GemmDesc) -> None:
+    """``gemm_part``, if offered, writes what the call gives these rows, and nothing beside them.
+
+    With and without a bias.
+    """
+    gemm_part = subject.offers(desc).gemm_part
+    if gemm_part is None:
+        return
+    with repeatable():
+        for (rows, n, k), parts in ((size, parts) for size in PART_SIZES for parts in PARTS):
+            m, n, k = aligned(subject, desc, rows * parts, n, k)
+            a, b = gemm_operands(subject, desc, m, n, k)
+            for bias in (None, subject.here(inputs.normal((n,), desc.out_dtype, 5))):
+                whole = subject.run(desc, a, b, bias=bias)
+                out = torch.full_like(whole, 77.0)
+                for at in reversed(range(0, m, m // parts)):
+                    untouched = out[:at].clone()
+                    part = out[at : at + m // parts]
+                    result = gemm_part(m, rows_of(a, at, m // parts, m), b, bias=bias, out=part)
+                    require(result is part, "gemm_part returned another tensor than out")
+                    require(torch.equal(out[:at], untouched), "wrote beside out")
+                same_bits(f"{parts} parts of {m} rows, n {n}, k {k}", out, whole)

@@ -70,24 +70,21 @@ def _outs(subject: Subject, desc: GemmDesc, shape: tuple[int, int]) -> Iterator[
 
 
 @law(4, "gemm")
-def gemm_writes_into_out_of_any_strides(subject: Subject, desc: GemmDesc) -> float:
+def gemm_writes_into_out_of_any_strides(subject: Subject, desc: GemmDesc) -> Iterator[float]:
     """An out that is part of a tensor, or transposed, gets the result; entries beside it stay."""
-    worst = 0.0
     for m, n, k in (aligned(subject, desc, 5, 7, 160), aligned(subject, desc, 32, 32, 64)):
         a, b = gemm_operands(subject, desc, m, n, k)
         for name, out in _outs(subject, desc, (m, n)):
             before = out.view.clone() if desc.accumulate else None
             result = subject.run(desc, a, b, out=out.view)
             require(result is out.view, f"{name}: returned another tensor than out")
-            worst = max(worst, product_within(subject, desc, name, out.view, (a, b), before))
+            yield product_within(subject, desc, name, out.view, (a, b), before)
             out.require_rest_untouched(name)
-    return worst
 
 
 @law(4, "gemm")
-def gemm_adds_the_bias_into_out(subject: Subject, desc: GemmDesc) -> float:
+def gemm_adds_the_bias_into_out(subject: Subject, desc: GemmDesc) -> Iterator[float]:
     """The bias is added also with out, and also with accumulate."""
-    worst = 0.0
     m, n, k = aligned(subject, desc, 5, 7, 160)
     a, b = gemm_operands(subject, desc, m, n, k)
     for dtype in dict.fromkeys((desc.out_dtype, torch.float32)):
@@ -99,8 +96,7 @@ def gemm_adds_the_bias_into_out(subject: Subject, desc: GemmDesc) -> float:
             term = term + out.cpu().double()
         subject.run(desc, a, b, bias=bias, out=out)
         name = f"out with bias {dtype}"
-        worst = max(worst, product_within(subject, desc, name, out, (a, b), term))
-    return worst
+        yield product_within(subject, desc, name, out, (a, b), term)
 
 
 def _grouped_outs(
@@ -113,9 +109,10 @@ def _grouped_outs(
 
 
 @law(4, "grouped_gemm")
-def grouped_gemm_writes_into_out_of_any_strides(subject: Subject, desc: GroupedGemmDesc) -> float:
+def grouped_gemm_writes_into_out_of_any_strides(
+    subject: Subject, desc: GroupedGemmDesc
+) -> Iterator[float]:
     """An out that is part of a tensor, or transposed, gets the results; entries beside it stay."""
-    worst = 0.0
     groups = grouped_operands(subject, desc, (0, 35, 1), (6, 10, 64))
     for name, outs in _grouped_outs(subject, desc, groups):
         views = [out.view for out in outs]
@@ -125,14 +122,15 @@ def grouped_gemm_writes_into_out_of_any_strides(subject: Subject, desc: GroupedG
         terms = None
         if desc.accumulate:
             terms = before if desc.contract_groups else list(torch.split(before[0], groups.sizes))
-        worst = max(worst, each_within(subject, desc, groups, target, terms))
+        yield from each_within(subject, desc, groups, target, terms)
         for out in outs:
             out.require_rest_untouched(name)
-    return worst
 
 
 @law(4, "grouped_gemm", applies=lambda desc: not desc.contract_groups)
-def grouped_gemm_adds_the_biases_into_out(subject: Subject, desc: GroupedGemmDesc) -> float:
+def grouped_gemm_adds_the_biases_into_out(
+    subject: Subject, desc: GroupedGemmDesc
+) -> Iterator[float]:
     """Each group's bias is added also with out, and also with accumulate."""
     groups = grouped_operands(subject, desc)
     biases = inputs.moderate(len(groups.sizes), groups.n, desc.out_dtype, 2).abs() * 10 + 1
@@ -146,7 +144,7 @@ def grouped_gemm_adds_the_biases_into_out(subject: Subject, desc: GroupedGemmDes
         parts = torch.split(out.cpu().double(), groups.sizes)
         terms = [term + part for term, part in zip(terms, parts, strict=True)]
     subject.run(desc, *groups.arguments, bias=list(subject.here(biases)), out=out)
-    return each_within(subject, desc, groups, out, terms)
+    yield from each_within(subject, desc, groups, out, terms)
 
 
 SIZE = 64

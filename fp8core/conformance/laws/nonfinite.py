@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from fp8core.backend_api import (
     split_groups,
 )
 from fp8core.conformance import inputs
-from fp8core.conformance.calls import ORDINARY, OpCall, arguments
+from fp8core.conformance.calls import ORDINARY, OpCall, arguments, exact
 from fp8core.conformance.checks import law
 from fp8core.conformance.compare import Broken, require, within
 from fp8core.conformance.judged import MANY_GROUPS, group_sizes, same_operands
@@ -43,7 +42,7 @@ from fp8core.conformance.operands import (
 )
 from fp8core.conformance.subject import Subject, on_cpu, storage_step
 
-F16, F64 = torch.float16, torch.float64
+F16 = torch.float16
 BEYOND = 1.05
 """A sum beyond this multiple of the largest value is infinity, in whatever order it is added."""
 
@@ -170,24 +169,15 @@ def norm_overflows_to_infinity(subject: Subject, desc: NormDesc) -> None:
     x, weight, *bias = arguments(subject, desc).arguments
     weight = torch.full_like(weight, 0.9 * torch.finfo(desc.dtype).max)
     y, *_ = subject.run(desc, x, weight, *bias)
-    wide = [tensor.double() for tensor in on_cpu((x, weight, *bias))]
-    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), *wide)[0]
-    _overflows("y", y, expected)
+    _overflows("y", y, exact(subject, desc, x, weight, *bias)[0][0])
 
 
 @law(4, "norm_backward", applies=lambda desc: desc.norm.dtype == F16)
 def norm_backward_overflows_to_infinity(subject: Subject, desc: NormBackwardDesc) -> None:
     """A gradient beyond float16 is infinity, so that a loss scaler sees that it is too large."""
     grad, x, weight, mean, rstd = arguments(subject, desc).arguments
-    grad, weight = grad * 6000, weight * 6000
-    wide = [
-        None if tensor is None else tensor.double()
-        for tensor in on_cpu((grad, x, weight, mean, rstd))
-    ]
-    expected = subject.judged(
-        NormBackwardDesc(replace(desc.norm, dtype=F64, out_dtype=F64)), *wide
-    )[0]
-    _overflows("grad_x", subject.run(desc, grad, x, weight, mean, rstd)[0], expected)
+    operands = (grad * 6000, x, weight * 6000, mean, rstd)
+    _overflows("grad_x", subject.run(desc, *operands)[0], exact(subject, desc, *operands)[0][0])
 
 
 def _is_unbounded(desc: ActivationDesc | ActivationBackwardDesc) -> bool:
@@ -203,8 +193,7 @@ def activation_overflows_to_infinity(subject: Subject, desc: ActivationDesc) -> 
     (x,) = arguments(subject, desc, ORDINARY).arguments
     largest = math.sqrt(torch.finfo(desc.dtype).max)
     x = (x.double() * largest).to(desc.dtype)
-    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), x.double())
-    _overflows("y", subject.run(desc, x), expected)
+    _overflows("y", subject.run(desc, x), exact(subject, desc, x)[0])
 
 
 @law(4, "activation_backward", applies=lambda desc: desc.dtype == desc.out_dtype == F16)
@@ -215,7 +204,7 @@ def activation_backward_overflows_to_infinity(
     grad, x = arguments(subject, desc).arguments
     grad = torch.where(grad == 0, 1.0, grad.sign()) * torch.finfo(F16).max
     x = (x.abs() + 2).to(F16)
-    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), grad.double(), x.double())
+    expected, _ = exact(subject, desc, grad, x)
     if bool((expected.abs() > BEYOND * torch.finfo(F16).max).any()):
         _overflows("grad_x", subject.run(desc, grad, x), expected)
 

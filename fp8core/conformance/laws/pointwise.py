@@ -1,10 +1,11 @@
-"""Law 4 for operations that are no products: within a few float32 roundings of float64."""
+"""Law 4 for operations that are no products: within a few float32 roundings of float64; in rotary
+embedding, each pair turned by its own angles."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,17 +18,15 @@ from fp8core.backend_api import (
     NormBackwardDesc,
     NormDesc,
     OpDesc,
+    RotaryDesc,
     ScaleUpdateDesc,
 )
 from fp8core.conformance import inputs
-from fp8core.conformance.calls import Case, OpCall, arguments
+from fp8core.conformance.calls import Case, OpCall, arguments, exact, rotary_angles, rotary_input
 from fp8core.conformance.checks import law
-from fp8core.conformance.compare import require, same_bits, same_form, ulp, within
+from fp8core.conformance.compare import FUNCTION, ROUND, require, same_bits, same_form, ulp, within
 from fp8core.conformance.subject import Subject, on_cpu
 
-ROUND = 2.0**-24  # largest relative error of one float32 rounding
-FUNCTION = 2.0**-20  # error of a float32 exponential or tanh, as a share of its argument
-F64 = torch.float64
 SIZES = ((9, 70), (64, 64), (4100, 24), (5, 4100))
 EMPTY = tuple(Case(size=size) for size in ((0, 9), (9, 0), (0, 0)))
 VERY_LONG = ((66000, 6), (2, 66000))  # above 65535; in bfloat16 alone, which costs less
@@ -41,17 +40,15 @@ def _cases(subject: Subject, desc: OpDesc, dtype: torch.dtype) -> Iterator[Case]
 
 
 @law(4, "dequantize", is_core=True)
-def dequantize_rounds_once(subject: Subject, desc: DequantizeDesc) -> float:
+def dequantize_rounds_once(subject: Subject, desc: DequantizeDesc) -> Iterator[float]:
     """Element times scale in float32, rounded once to the output's dtype."""
-    worst = 0.0
     for case in _cases(subject, desc, desc.dtype):
         call = arguments(subject, desc, case)
         x = call.run(subject)
         expected = subject.values(desc.operand, *call.arguments)
         same_form("x", x, torch.empty(expected.shape, dtype=desc.dtype))
         bound = ulp(expected, desc.dtype) / 2 + 4 * ROUND * expected.abs()
-        worst = max(worst, within(f"x {list(x.shape)}", x, expected, bound))
-    return worst
+        yield within(f"x {list(x.shape)}", x, expected, bound)
 
 
 @law(4, "scale_update", is_core=True)
@@ -88,10 +85,6 @@ def _many_states() -> tuple[list[torch.Tensor], ...]:
     return histories, scales, targets, [torch.full((1,), at) for at in range(70)]
 
 
-def _wide(desc: NormDesc) -> NormDesc:
-    return replace(desc, dtype=F64, out_dtype=F64)
-
-
 @law(4, "norm", is_core=True)
 def norm_is_within_the_bound(subject: Subject, desc: NormDesc) -> float:
     """Computed in float32 whatever the dtypes, rounded once; statistics in float32."""
@@ -102,33 +95,29 @@ def norm_is_within_the_bound(subject: Subject, desc: NormDesc) -> float:
 
 
 @law(4, "norm")
-def norm_is_exact_where_the_mean_is_large(subject: Subject, desc: NormDesc) -> float:
+def norm_is_exact_where_the_mean_is_large(subject: Subject, desc: NormDesc) -> Iterator[float]:
     """Rows that hardly differ from their mean, where E[x^2] - E[x]^2 would lose every digit."""
-    worst = 0.0
     for rows, cols in subject.sizes(desc.op, (33, 16), (33, 70)):
         _, *parameters = arguments(subject, desc, Case(size=(rows, cols))).arguments
         x = subject.here(inputs.far_from_zero(rows, cols, desc.dtype))
-        worst = max(worst, _norm_within(subject, desc, OpCall(desc, (x, *parameters), {})))
-    return worst
+        yield _norm_within(subject, desc, OpCall(desc, (x, *parameters), {}))
 
 
 @law(4, "norm", "norm_backward")
 def norm_takes_parameters_of_any_float_dtype(
     subject: Subject, desc: NormDesc | NormBackwardDesc
-) -> float:
+) -> Iterator[float]:
     """A weight and a bias in float32 beside 16 bits, and the other way round."""
-    worst = 0.0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         call = arguments(subject, desc)
         if isinstance(desc, NormDesc):
             x, *parameters = call.arguments
             call = call._replace(arguments=(x, *(parameter.to(dtype) for parameter in parameters)))
-            worst = max(worst, _norm_within(subject, desc, call))
+            yield _norm_within(subject, desc, call)
         else:
             grad, x, weight, *rest = call.arguments
             call = call._replace(arguments=(grad, x, weight.to(dtype), *rest))
-            worst = max(worst, _norm_backward_within(subject, desc, call))
-    return worst
+            yield _norm_backward_within(subject, desc, call)
 
 
 @law(4, "norm")
@@ -173,8 +162,7 @@ def norm_of_nothing_has_the_form_of_the_reference(
 
 def _norm_within(subject: Subject, desc: NormDesc, call: OpCall) -> float:
     y, mean, rstd = call.run(subject)
-    x, weight, *bias = (tensor.double() for tensor in on_cpu(call.arguments))
-    wide = subject.judged(_wide(desc), x, weight, *bias)
+    wide, (x, weight, *bias) = exact(subject, desc, *call.arguments)
     n = x.shape[1]
     gamma = weight + 1 if desc.zero_centered else weight
     center = x.new_zeros(len(x)) if wide[1] is None else wide[1]
@@ -201,13 +189,7 @@ def norm_backward_is_within_the_bound(subject: Subject, desc: NormBackwardDesc) 
 
 def _norm_backward_within(subject: Subject, desc: NormBackwardDesc, call: OpCall) -> float:
     results = call.run(subject)
-    wide = tuple(None if tensor is None else tensor.double() for tensor in on_cpu(call.arguments))
-    expected = subject.judged(NormBackwardDesc(_wide(desc.norm)), *wide)
-    grad, x, weight, mean, rstd = wide
-    assert grad is not None
-    assert x is not None
-    assert weight is not None
-    assert rstd is not None
+    expected, (grad, x, weight, mean, rstd) = exact(subject, desc, *call.arguments)
     z = ((x if mean is None else x - mean[:, None]) * rstd[:, None]).abs()
     g = (grad * (weight + 1 if desc.norm.zero_centered else weight)).abs()
     size = rstd[:, None] * (g + z * (g * z).mean(-1, keepdim=True) + g.mean(-1, keepdim=True))
@@ -242,17 +224,15 @@ def a_norm_adds_gradients_as_the_pair(subject: Subject, desc: NormBackwardDesc) 
 
 
 @law(4, "column_sums", is_core=True)
-def column_sums_are_within_the_bound(subject: Subject, desc: ColumnSumsDesc) -> float:
+def column_sums_are_within_the_bound(subject: Subject, desc: ColumnSumsDesc) -> Iterator[float]:
     """Added in float32 whatever the dtype, of any number of rows and columns, none included."""
-    worst = 0.0
     for case in (*_cases(subject, desc, desc.dtype), *EMPTY):
         call = arguments(subject, desc, case)
         (x,) = (tensor.double() for tensor in on_cpu(call.arguments))
         sums = call.run(subject)
         same_form("sums", sums, torch.empty(x.shape[1], dtype=torch.float32))
         bound = (len(x) + 4) * ROUND * x.abs().sum(0)
-        worst = max(worst, within(f"sums of {list(x.shape)}", sums, x.sum(0), bound))
-    return worst
+        yield within(f"sums of {list(x.shape)}", sums, x.sum(0), bound)
 
 
 @law(4, "column_sums")
@@ -291,8 +271,7 @@ def activation_is_within_the_bound(subject: Subject, desc: ActivationDesc) -> fl
 def activation_within(subject: Subject, desc: ActivationDesc, call: OpCall) -> float:
     """Require the result of a call to be within the bound of the formula in float64."""
     y = call.run(subject)
-    (x,) = (tensor.double() for tensor in on_cpu(call.arguments))
-    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), x)
+    expected, (x,) = exact(subject, desc, *call.arguments)
     same_form("y", y, torch.empty(expected.shape, dtype=desc.out_dtype))
     bound = FUNCTION * _parts(desc, x) + ulp(expected, desc.out_dtype)
     return within("y", y, expected, bound)
@@ -314,8 +293,7 @@ def activation_backward_within(
 ) -> float:
     """Require the gradient of a call to be within the bound of the formula in float64."""
     grad_x = call.run(subject)
-    grad, x = (tensor.double() for tensor in on_cpu(call.arguments))
-    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), grad, x)
+    expected, (grad, x) = exact(subject, desc, *call.arguments)
     same_form("grad_x", grad_x, torch.empty(expected.shape, dtype=desc.out_dtype))
     size = grad.abs() * _parts(desc, x) ** 2
     size = torch.cat((size, size), -1) if desc.name in GATED else size
@@ -339,3 +317,166 @@ def activation_takes_every_bfloat16(
         return activation_within(subject, desc, OpCall(desc, (subject.here(x),), {}))
     operands = subject.here((torch.ones(256, 256, dtype=torch.bfloat16), x))
     return activation_backward_within(subject, desc, OpCall(desc, operands, {}))
+
+
+# Sequence, batch, heads, head size, and how many elements of a head are rotated.
+ROTARY_SIZES = (
+    (7, 3, 2, 10, 6),
+    (4, 4, 4, 4, 4),
+    (33, 2, 5, 64, 64),
+    (5, 2, 3, 130, 32),
+    (1, 1, 1, 2, 2),
+)
+UNROTATED = ((0, 3, 2, 8, 8), (5, 0, 2, 8, 8))
+LONG = ((4100, 1, 1, 4, 2), (1, 1100, 1, 4, 4), (2, 2, 530, 4, 2))
+LONGEST = ((70000, 1, 1, 2, 2),)  # above 65535; in bfloat16 alone, which costs less
+
+
+@law(4, "rotary", is_core=True)
+def rotary_is_within_the_bound(subject: Subject, desc: RotaryDesc) -> Iterator[float]:
+    """The pairs are turned in float32, also by angles of many turns, and the rest is copied."""
+    very_long = LONGEST if desc.dtype == torch.bfloat16 else ()
+    for *sizes, rotated in subject.sizes("rotary", *ROTARY_SIZES, *UNROTATED, *LONG, *very_long):
+        length, batch = sizes[:2]
+        call = _Call(desc, tuple(sizes), rotated, length + 3)
+        if desc.layout == "thd":
+            call.keywords["cu_seqlens"] = torch.arange(batch + 1, dtype=torch.int32) * length
+        yield call.within_the_bound(subject, f"{sizes}, {rotated} rotated")
+
+
+@law(4, "rotary")
+def rotary_starts_at_the_given_positions(subject: Subject, desc: RotaryDesc) -> Iterator[float]:
+    """Each sequence begins at its own position, the first and the last that there is among them."""
+    for *sizes, rotated in subject.sizes("rotary", *ROTARY_SIZES):
+        length, batch = sizes[:2]
+        call = _Call(desc, tuple(sizes), rotated, length + 2 * batch)
+        starts = 2 * batch - torch.arange(batch, dtype=torch.int32).flip(0) * 2
+        call.keywords["start_positions"] = starts
+        if desc.layout == "thd":
+            call.keywords["cu_seqlens"] = torch.arange(batch + 1, dtype=torch.int32) * length
+        yield call.within_the_bound(subject, f"{sizes} from {starts.tolist()}")
+
+
+@law(4, "rotary", applies=lambda desc: desc.layout == "thd")
+def rotary_of_sequences_of_any_length(subject: Subject, desc: RotaryDesc) -> Iterator[float]:
+    """Positions begin anew in each sequence, also behind empty ones; a token of none has zeros."""
+    for bounds in ([0, 0, 2, 2, 9, 12], [3, 4, 4, 11], [0], [5], [0, 12], [0, 1100, 1100, 1103]):
+        tokens = max(12, bounds[-1])
+        call = _Call(desc, (tokens, 1, 2, 8), 8, max(12, tokens) + 4)
+        call.keywords["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
+        yield call.within_the_bound(subject, f"cu_seqlens {bounds}")
+        starts = torch.arange(len(bounds) - 1, dtype=torch.int32).flip(0)
+        call.keywords["start_positions"] = starts
+        name = f"cu_seqlens {bounds} from {starts.tolist()}"
+        yield call.within_the_bound(subject, name)
+
+
+@law(4, "rotary")
+def rotary_is_nan_at_positions_without_angles(
+    subject: Subject, desc: RotaryDesc
+) -> Iterator[float]:
+    """A position below 0 or behind the last angle gives NaN; the rest of the head is copied."""
+    far = torch.iinfo(torch.int32).max - 16
+    for first in (-3, 5, -far, far):
+        call = _Call(desc, (4, 2, 3, 10), 6, 8)
+        call.keywords["start_positions"] = torch.tensor([first, 1], dtype=torch.int32)
+        if desc.layout == "thd":
+            call.keywords["cu_seqlens"] = torch.tensor([0, 4, 8], dtype=torch.int32)
+        yield call.within_the_bound(subject, f"sequences from {first} and 1")
+
+
+@law(4, "rotary")
+def rotary_passes_on_nan_and_inf(subject: Subject, desc: RotaryDesc) -> None:
+    """A NaN or inf of x stays in its pair, or in its element where nothing is rotated."""
+    for value in (torch.nan, torch.inf):
+        call = arguments(subject, desc)
+        x = call.arguments[0]
+        plain = on_cpu(call.run(subject))
+        for element in (1, x.shape[-1] - 1):
+            spoilt = x.clone()
+            spoilt[2, ..., 0, element] = value
+            y = on_cpu(subject.run(desc, spoilt, *call.arguments[1:], **call.keywords))
+            size = call.arguments[1].shape[-1]
+            pair = {element}
+            if element < size:
+                pair = {0, 1} if desc.interleaved else {1, 1 + size // 2}
+            outside = [at for at in range(x.shape[-1]) if at not in pair]
+            name = f"{value} in element {element}"
+            require(
+                torch.equal(y[..., outside], plain[..., outside]), f"{name} changes other elements"
+            )
+            hit = ~y[2, ..., 0, sorted(pair)].isfinite()
+            require(bool(hit.all()), f"{name} is lost")
+
+
+class _Call:
+    """A call of ``desc`` with x of ``sizes`` and angles of ``positions`` for ``rotated`` elements.
+
+    ``keywords`` may be added to; all tensors are on the CPU.
+    """
+
+    def __init__(
+        self, desc: RotaryDesc, sizes: tuple[int, ...], rotated: int, positions: int
+    ) -> None:
+        self.desc = desc
+        self.x = rotary_input(desc, sizes, 31)
+        self.freqs = rotary_angles(positions, rotated)
+        self.keywords: dict[str, Any] = {}
+
+    def within_the_bound(self, subject: Subject, name: str) -> float:
+        """Require the backend's result to be within the bound of the formula in float64."""
+        positional, keywords = subject.here(((self.x, self.freqs), self.keywords))
+        y = subject.run(self.desc, *positional, **keywords)
+        same_form(f"y of {name}", y, self.x)
+        require(y.is_contiguous(), f"y of {name} is not contiguous")
+        expected, size = self._in_float64()
+        # The parts that are copied, and zeros, are exact: their size is 0.
+        bound = FUNCTION * size + ulp(expected, self.desc.dtype) * (size > 0)
+        return within(f"y of {name}", y, expected, bound)
+
+    def _in_float64(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rotated x, and the magnitudes that its rounding errors grow with."""
+        x, rotated = self.x.double(), self.freqs.shape[-1]
+        is_token, positions = self._positions()
+        table = self.freqs.double().reshape(-1, rotated)
+        is_valid = (positions >= 0) & (positions < len(table))
+        angles = table[torch.where(is_valid, positions, 0)]
+        angles = torch.where(is_valid[..., None], angles, torch.nan)[..., None, :]
+        first, second = self._pairs(rotated)
+        a, b, at_a, at_b = x[..., first], x[..., second], angles[..., first], angles[..., second]
+        y, size = x.clone(), torch.zeros_like(x)
+        if self.desc.inverse:
+            y[..., first] = a * at_a.cos() + b * at_b.sin()
+            y[..., second] = b * at_b.cos() - a * at_a.sin()
+        else:
+            y[..., first] = a * at_a.cos() - b * at_a.sin()
+            y[..., second] = b * at_b.cos() + a * at_b.sin()
+        size[..., first] = size[..., second] = a.abs() + b.abs()
+        is_token = is_token[..., None, None]
+        return torch.where(is_token, y, 0), torch.where(is_token, size, 0)
+
+    def _pairs(self, rotated: int) -> tuple[list[int], list[int]]:
+        """Return the first and the second elements of the pairs."""
+        if self.desc.interleaved:
+            return [*range(0, rotated, 2)], [*range(1, rotated, 2)]
+        return [*range(rotated // 2)], [*range(rotated // 2, rotated)]
+
+    def _positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return for each token whether it is of a sequence, and its position in it."""
+        layout, sizes = self.desc.layout, self.x.shape[:-2]
+        positions = torch.zeros(sizes, dtype=torch.int64)
+        is_token = torch.ones(sizes, dtype=torch.bool)
+        starts = self.keywords.get("start_positions")
+        if layout != "thd":
+            view, is_seen = (positions if layout == "bshd" else positions.t()), is_token
+            view += torch.arange(view.shape[1])
+            if starts is not None:
+                view += starts[:, None]
+            return is_seen, positions
+        bounds = self.keywords["cu_seqlens"].tolist()
+        is_token[:] = False
+        for at, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            is_token[begin:end] = True
+            first = 0 if starts is None else int(starts[at])
+            positions[begin:end] = torch.arange(first, first + end - begin)
+        return is_token, positions

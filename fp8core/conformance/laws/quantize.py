@@ -106,16 +106,14 @@ def stochastic_rounding_differs_between_equal_groups(subject: Subject, desc: Qua
 @law(1, "quantize", applies=_is_dense)
 def stochastic_rounding_takes_a_neighbour_and_keeps_the_mean(
     subject: Subject, desc: QuantizeDesc
-) -> float:
+) -> Iterator[float]:
     """Over many draws, the mean of each element is the reference's, whose mean is the value."""
-    worst = 0.0
     halves = desc.halves()
     for name, spec, half in zip(
         Quantized._fields, (desc.rowwise, desc.columnwise), halves, strict=True
     ):
         if spec is not None and spec.stochastic:
-            worst = max(worst, _compare_means(subject, spec, half, name))
-    return worst
+            yield _compare_means(subject, spec, half, name)
 
 
 def _compare_means(subject: Subject, spec: OperandSpec, half: QuantizeDesc, name: str) -> float:
@@ -325,15 +323,14 @@ def quantize_stops_blocks_at_group_boundaries(subject: Subject, desc: QuantizeDe
 @law(1, "quantize", applies=is_nearest)
 def quantize_of_zeros_or_nan_alone_equals_the_reference(
     subject: Subject, desc: QuantizeDesc
-) -> float:
+) -> Iterator[float]:
     """A tensor of nothing but 0, -0 or NaN has the reference's codes and scales."""
     sizes = group_sizes(subject, desc) if desc.grouped else ()
-    shape, worst = quantize_size(subject, desc, sum(sizes) or 33, 70), 0.0
+    shape = quantize_size(subject, desc, sum(sizes) or 33, 70)
     for value in (0.0, -0.0, math.nan):
         judged = both(subject, desc, torch.full(shape, value, dtype=desc.dtype), *sizes)
-        worst = max(worst, same_codes(subject, desc, f"{value} alone", judged))
-        worst = max(worst, same_scales(subject, desc, f"{value} alone", judged))
-    return worst
+        yield same_codes(subject, desc, f"{value} alone", judged)
+        yield same_scales(subject, desc, f"{value} alone", judged)
 
 
 WILD = ((0, 300, 100), (5, 20, -7, 9), (0, 2**40, 2**62), (-(2**62), 3, 40, 2**31))
@@ -341,9 +338,9 @@ WILD = ((0, 300, 100), (5, 20, -7, 9), (0, 2**40, 2**62), (-(2**62), 3, 40, 2**3
 
 
 @law(1, "quantize", applies=lambda desc: desc.offsets_on_device and is_nearest(desc))
-def quantize_takes_offsets_of_any_values(subject: Subject, desc: QuantizeDesc) -> float:
+def quantize_takes_offsets_of_any_values(subject: Subject, desc: QuantizeDesc) -> Iterator[float]:
     """Rows of no group have codes of 0 and scales of 1; offsets that lead out of x read nothing."""
-    step, worst = storage_step(subject, desc.columnwise), 0.0
+    step = storage_step(subject, desc.columnwise)
     sizes = group_sizes(subject, desc)
     rows, cols = quantize_size(subject, desc, sum(sizes) + 2 * step, 70)
     x = inputs.matrix("decades", rows, cols, desc.dtype).clone()
@@ -359,11 +356,10 @@ def quantize_takes_offsets_of_any_values(subject: Subject, desc: QuantizeDesc) -
         theirs = subject.judging(desc)(x, offsets, **keywords[1])
         judged = Judged(on_cpu(ours), theirs, (None, None), x)
         title = f"{rows} rows in groups at {offsets.tolist()}"
-        worst = max(worst, same_codes(subject, desc, title, judged))
-        worst = max(worst, same_scales(subject, desc, title, judged))
+        yield same_codes(subject, desc, title, judged)
+        yield same_scales(subject, desc, title, judged)
         for name, value in keywords[0].items():
             same_bits(f"{title}: {name}", value, keywords[1][name])
-    return worst
 
 
 def _has_both(desc: QuantizeDesc) -> bool:
@@ -435,16 +431,17 @@ def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> N
 
 
 @law(3, "quantize", applies=lambda desc: not desc.grouped and is_nearest(desc))
-def quantize_and_sum_equals_the_call_and_sums(subject: Subject, desc: QuantizeDesc) -> float:
+def quantize_and_sum_equals_the_call_and_sums(
+    subject: Subject, desc: QuantizeDesc
+) -> Iterator[float]:
     """The operands and the count of the call, and column sums of x within the bound of float32."""
-    offers, worst = subject.offers(desc), 0.0
+    offers = subject.offers(desc)
     for method in (offers.quantize_and_sum, offers.quantize_chunked_and_sum):
         if method is not None:
             sizes = subject.sizes("quantize", (5, 7), (0, 5), LARGE)
             for kind, shape in itertools.product(("decades", "nonfinite"), sizes):
                 x = inputs.matrix(kind, *quantize_size(subject, desc, *shape), desc.dtype)
-                worst = max(worst, _sums_within(subject, desc, method, f"{kind} {list(shape)}", x))
-    return worst
+                yield _sums_within(subject, desc, method, f"{kind} {list(shape)}", x)
 
 
 def _sums_within(

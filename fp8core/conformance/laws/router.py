@@ -1,45 +1,55 @@
-"""Law 4 for routers, which choose experts as the reference does, with scores within the bound, and
-for the cross entropy of logits and its gradient."""
+"""Law 4 for routers, which choose experts as the reference does, with scores within the bound; for
+the rows of experts, routes and copies bit for bit; and for cross entropy and its gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fp8core.backend_api import (
+    CombineBackwardDesc,
+    CombineDesc,
     CrossEntropyBackwardDesc,
     CrossEntropyDesc,
+    DispatchDesc,
+    RouteDesc,
     RouterBackwardDesc,
     RouterDesc,
 )
 from fp8core.conformance import inputs
-from fp8core.conformance.calls import Case, arguments
+from fp8core.conformance.calls import Case, OpCall, arguments, exact
 from fp8core.conformance.checks import law
-from fp8core.conformance.compare import require, same_bits, same_form, ulp, within
-from fp8core.conformance.laws.pointwise import FUNCTION, ROUND
-from fp8core.conformance.subject import Subject, on_cpu
-from fp8core.conformance.training_calls import sums_of
+from fp8core.conformance.compare import (
+    F64,
+    FUNCTION,
+    ROUND,
+    require,
+    same_bits,
+    same_form,
+    ulp,
+    within,
+)
+from fp8core.conformance.subject import Size, Subject, on_cpu
+from fp8core.conformance.training_calls import Route, route_of, routing_of, sums_of
 
-F64 = torch.float64
 SIZES = ((9, 70), (64, 64), (1, 1), (4100, 3), (5, 4100), (3, 33000), (0, 9))
 
 
 @law(4, "cross_entropy", is_core=True)
-def cross_entropy_is_within_the_bound(subject: Subject, desc: CrossEntropyDesc) -> float:
+def cross_entropy_is_within_the_bound(subject: Subject, desc: CrossEntropyDesc) -> Iterator[float]:
     """Computed in float32, of any number of classes, ignored and unknown targets among them."""
-    worst = 0.0
     for size in subject.sizes(desc.op, *SIZES):
         call = arguments(subject, desc, Case(size=size))
-        worst = max(worst, _cross_entropy_within(subject, desc, *on_cpu(call.arguments)))
+        yield from _cross_entropy_within(subject, desc, *on_cpu(call.arguments))
     x = inputs.moderate(9, 70, desc.dtype)
     far = torch.tensor([0, 69, 70, -1, -100, 2**62, -(2**62), 2**31, 5])
-    worst = max(worst, _cross_entropy_within(subject, desc, x, far))
+    yield from _cross_entropy_within(subject, desc, x, far)
     large = (x * 1e3).clamp(-6e4, 6e4)
     for logits in (large, _far_from_zero(desc.dtype)):
-        worst = max(worst, _cross_entropy_within(subject, desc, logits, torch.arange(9)))
-    return worst
+        yield from _cross_entropy_within(subject, desc, logits, torch.arange(9))
 
 
 def _far_from_zero(dtype: torch.dtype) -> torch.Tensor:
@@ -50,18 +60,15 @@ def _far_from_zero(dtype: torch.dtype) -> torch.Tensor:
 
 def _cross_entropy_within(
     subject: Subject, desc: CrossEntropyDesc, x: torch.Tensor, target: torch.Tensor
-) -> float:
+) -> Iterator[float]:
     results = subject.run(desc, subject.here(x), subject.here(target))
-    expected = subject.judged(replace(desc, dtype=F64), x.double(), target)
-    wide = x.double()
+    expected, (wide, _) = exact(subject, desc, x, target)
     spread = wide.amax(1) - wide.amin(1) if x.shape[1] else wide.new_zeros(len(x))
     steps = torch.full((len(x),), (x.shape[1] + 64) * ROUND, dtype=F64)
     bounds = {"loss": steps * (1 + 2 * spread), "largest": 0 * steps, "log_sum": steps}
-    worst = 0.0
-    for (name, bound), result, exact in zip(bounds.items(), results, expected, strict=True):
+    for (name, bound), result, want in zip(bounds.items(), results, expected, strict=True):
         same_form(name, result, torch.empty(len(x)))
-        worst = max(worst, within(f"{name} {list(x.shape)}", result, exact, bound))
-    return worst
+        yield within(f"{name} {list(x.shape)}", result, want, bound)
 
 
 @law(4, "cross_entropy")
@@ -73,7 +80,7 @@ def cross_entropy_takes_infinite_logits(subject: Subject, desc: CrossEntropyDesc
     x[4] = -torch.inf
     target = torch.tensor([3, 3, 3, 3, 3, 3])
     loss, _, log_sum = on_cpu(subject.run(desc, subject.here(x), subject.here(target)))
-    wide = subject.judged(replace(desc, dtype=F64), x.double(), target)
+    wide, _ = exact(subject, desc, x, target)
     finite = [0, 5] if desc.label_smoothing else [0, 1, 5]
     rows = torch.tensor(finite)
     within("loss", loss[rows], wide[0][rows], wide[0][rows].abs() * 2.0**-12)
@@ -106,19 +113,17 @@ def cross_entropy_takes_the_largest_floats(
 @law(4, "cross_entropy_backward", is_core=True)
 def cross_entropy_backward_is_within_the_bound(
     subject: Subject, desc: CrossEntropyBackwardDesc
-) -> float:
+) -> Iterator[float]:
     """Computed in float32, rounded once; a gradient of stride 0 is read right."""
-    worst = 0.0
     for size in subject.sizes(desc.op, *SIZES):
         call = arguments(subject, desc, Case(size=size))
-        worst = max(worst, _cross_entropy_backward_within(subject, desc, on_cpu(call.arguments)))
+        yield _cross_entropy_backward_within(subject, desc, on_cpu(call.arguments))
     far = torch.tensor([0, 69, 70, -1, -100, 2**62, -(2**62), 2**31, 5])
     grad = torch.tensor(0.125).expand(9)
     for x in (inputs.moderate(9, 70, desc.dtype), _far_from_zero(desc.dtype)):
         largest, log_sum = sums_of(x.float())
         operands = (grad, x, far, largest, log_sum)
-        worst = max(worst, _cross_entropy_backward_within(subject, desc, operands))
-    return worst
+        yield _cross_entropy_backward_within(subject, desc, operands)
 
 
 def _cross_entropy_backward_within(
@@ -127,13 +132,11 @@ def _cross_entropy_backward_within(
     grad, x, target, largest, log_sum = operands
     moved = grad.to(subject.device)  # its stride is kept
     result = subject.run(desc, moved, *subject.here((x, target, largest, log_sum)))
-    wide = replace(desc, dtype=F64)
-    sums = largest.double(), log_sum.double()
-    expected = subject.judged(wide, grad.double(), x.double(), target, *sums)
+    expected, wide = exact(subject, desc, *operands)
     same_form("grad_x", result, x)
-    below, log_sums = sums[0][:, None] - x.double(), sums[1][:, None]
+    below, log_sums = wide[3][:, None] - wide[1], wide[4][:, None]
     near = (below + log_sums.abs() + 4) * (-below - log_sums).exp() + 1
-    bound = FUNCTION * grad.double().abs()[:, None] * near + ulp(expected, desc.dtype)
+    bound = FUNCTION * wide[0].abs()[:, None] * near + ulp(expected, desc.dtype)
     return within(f"grad_x {list(x.shape)}", result, expected, bound)
 
 
@@ -153,21 +156,19 @@ def _apart(desc: RouterDesc, tokens: int, experts: int, seed: int) -> torch.Tens
 
 
 @law(4, "router", is_core=True)
-def router_chooses_as_the_reference(subject: Subject, desc: RouterDesc) -> float:
+def router_chooses_as_the_reference(subject: Subject, desc: RouterDesc) -> Iterator[float]:
     """The experts with the highest scores, of any number, and their probabilities."""
-    worst = 0.0
     for tokens, experts in ((9, count) for count in _experts(desc)):
         # 16 bits do not tell this many logits apart: equal logits are in the order of
         # their experts, which functions of them may lose.
         is_exact = desc.dtype == torch.float32 and experts <= 129
         logits = _apart(desc, tokens, experts, experts)
         if is_exact or desc.score_function == "softmax":
-            worst = max(worst, _router_within(subject, desc, logits, {}, f"{experts} experts"))
+            yield _router_within(subject, desc, logits, {}, f"{experts} experts")
     for tokens in (0, 1, 1030):
         call = arguments(subject, desc, Case(size=(tokens, 1)))
         logits = on_cpu(call.arguments)[0]
-        worst = max(worst, _router_within(subject, desc, logits, call.keywords, f"{tokens} tokens"))
-    return worst
+        yield _router_within(subject, desc, logits, call.keywords, f"{tokens} tokens")
 
 
 def _router_within(
@@ -187,9 +188,10 @@ def _router_within(
 
 
 @law(4, "router")
-def router_takes_the_lower_expert_of_two_alike(subject: Subject, desc: RouterDesc) -> float:
+def router_takes_the_lower_expert_of_two_alike(
+    subject: Subject, desc: RouterDesc
+) -> Iterator[float]:
     """Of equal scores the expert with the lower number comes first; -inf ranks as a number."""
-    worst = 0.0
     for experts in _experts(desc)[:4]:
         logits = torch.zeros(5, experts, dtype=desc.dtype)
         logits[1, experts // 2 :] = 1.0
@@ -198,8 +200,7 @@ def router_takes_the_lower_expert_of_two_alike(subject: Subject, desc: RouterDes
         logits[4, 1::3] = -torch.inf
         if desc.topk > 2 * experts // 3:
             logits[4] = 0.0
-        worst = max(worst, _router_within(subject, desc, logits, {}, f"{experts} alike experts"))
-    return worst
+        yield _router_within(subject, desc, logits, {}, f"{experts} alike experts")
 
 
 @law(4, "router")
@@ -217,9 +218,10 @@ def router_passes_on_nan(subject: Subject, desc: RouterDesc) -> None:
 
 
 @law(4, "router_backward", is_core=True)
-def router_backward_is_within_the_bound(subject: Subject, desc: RouterBackwardDesc) -> float:
+def router_backward_is_within_the_bound(
+    subject: Subject, desc: RouterBackwardDesc
+) -> Iterator[float]:
     """Computed in float32, rounded once; the choice has no gradient."""
-    worst = 0.0
     for tokens in (9, 0, 1, 1030):
         call = arguments(subject, desc, Case(size=(tokens, 1)))
         grad, chosen, scores = on_cpu(call.arguments)
@@ -228,8 +230,7 @@ def router_backward_is_within_the_bound(subject: Subject, desc: RouterBackwardDe
         result = call.run(subject)
         same_form("grad_logits", result, torch.empty(scores.shape, dtype=desc.dtype))
         bound = 64 * ROUND * size.abs() + ulp(expected, desc.dtype)
-        worst = max(worst, within(f"grad_logits of {tokens} tokens", result, expected, bound))
-    return worst
+        yield within(f"grad_logits of {tokens} tokens", result, expected, bound)
 
 
 @law(4, "router_backward")
@@ -263,3 +264,169 @@ def _router_gradient(
     if desc.score_function == "sigmoid":
         return grad * scores * (1 - sign * scores)
     return grad * -torch.expm1(-scores.square()) / (2 * scores)
+
+
+ROWS = ((9, 70), (64, 64), (1, 1), (300, 8), (33, 1030), (3, 4100))
+NO_ROWS = ((0, 9), (9, 0), (0, 0))
+
+
+@law(4, "route", is_core=True)
+def route_equals_the_reference(subject: Subject, desc: RouteDesc) -> None:
+    """Every number of tokens and experts, with rows that are too few and too many."""
+    sizes = ((9, 6), (1, 1), (70, 3), (1030, 8), (33, 260), (0, 4), (5, 1), (4100, 2))
+    for tokens, experts in subject.sizes("route", *sizes):
+        routing = routing_of(desc, tokens, experts, 3)
+        for rows in sorted({0, 1, tokens, 2 * tokens + 5}):
+            _same_route(subject, desc, f"{tokens} tokens, {experts} experts", routing, rows)
+
+
+@law(4, "route", applies=lambda desc: desc.kind != "rows")
+def route_of_all_or_nothing_equals_the_reference(subject: Subject, desc: RouteDesc) -> None:
+    """All tokens go to every expert, to one, and nowhere."""
+    nowhere = -1 if desc.kind == "experts" else 0
+    for tokens, experts in ((9, 6), (130, 40), (2050, 3)):
+        every = torch.arange(experts).expand(tokens, -1) if desc.kind == "experts" else 1
+        for values in (torch.full((tokens, experts), nowhere), torch.ones(tokens, experts) * every):
+            routing = values.to(desc.dtype)
+            _same_route(subject, desc, f"{tokens} alike tokens", routing, tokens * experts)
+        routing = torch.full((tokens, experts), nowhere)
+        routing[:, -1] = experts - 1 if desc.kind == "experts" else 1
+        _same_route(subject, desc, f"{tokens} of one", routing.to(desc.dtype), tokens)
+
+
+@law(4, "route", applies=lambda desc: desc.kind == "rows")
+def route_of_rows_is_inverted(subject: Subject, desc: RouteDesc) -> None:
+    """A permutation of many rows, and numbers that are no rows."""
+    order = torch.randperm(4100, generator=torch.Generator().manual_seed(1)).to(desc.dtype)
+    for routing in (order[:, None], order.reshape(-1, 2)):
+        _same_route(subject, desc, "a permutation", routing, 4100)
+    strange = order[:9].reshape(3, 3).clone()
+    limits = torch.iinfo(desc.dtype)
+    strange[0, 0], strange[1, 1], strange[2, 2] = limits.max, limits.min, 4100
+    _same_route(subject, desc, "strange numbers", strange, 4100)
+
+
+def _same_route(
+    subject: Subject, desc: RouteDesc, name: str, routing: torch.Tensor, rows: int
+) -> None:
+    expected = subject.judged(desc, routing, rows)
+    results = subject.run(desc, subject.here(routing), rows)
+    for word, ours, theirs in zip(("index", "sources"), results, expected, strict=True):
+        same_bits(f"{word} of {name} to {rows} rows", ours, theirs)
+
+
+def _strange(route: Route) -> Route:
+    """Return ``route`` with numbers that are no rows and no entries."""
+    index, sources = (numbers.clone() for numbers in route)
+    lowest, highest = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+    index[0, 0], index[-1, -1], index[1, 0] = highest, lowest, len(sources)
+    sources[0], sources[-1], sources[1] = highest, lowest, index.numel()
+    return Route(index, sources)
+
+
+@law(4, "dispatch_rows", is_core=True)
+def dispatch_copies_the_rows(subject: Subject, desc: DispatchDesc) -> None:
+    """Bit for bit, inf and NaN too; zeros where no token goes, or an improbable one."""
+    for size in subject.sizes(desc.op, *ROWS, *NO_ROWS):
+        call = arguments(subject, desc, Case(size=size))
+        _same_rows(subject, call, f"{list(size)}")
+        _same_rows(subject, call._replace(keywords={}), f"{list(size)} without probs")
+    route = _strange(route_of(9, 6, 1))
+    x = inputs.matrix("nonfinite", 9, 70, desc.dtype) if desc.dtype != F64 else None
+    assert x is not None
+    operands = subject.here((x, *route))
+    _same_rows(subject, OpCall(desc, operands, {}), "a route with strange numbers")
+
+
+def _same_rows(subject: Subject, call: OpCall, name: str) -> None:
+    expected = subject.judged(call.desc, *call.arguments, **call.keywords)
+    y, permuted = call.run(subject)
+    require(y.is_contiguous(), f"y of {name} is not contiguous")
+    same_bits(f"y of {name}", y, expected[0])
+    require((permuted is None) == (expected[1] is None), f"probs of {name}: None or not")
+    if permuted is not None:
+        same_bits(f"probs of {name}", permuted, expected[1])
+
+
+@law(4, "combine_rows", is_core=True)
+def combine_is_within_the_bound(subject: Subject, desc: CombineDesc) -> Iterator[float]:
+    """Added in float32, in the order of the slots, and rounded once; values are copied."""
+    for size in subject.sizes(desc.op, *ROWS, *NO_ROWS):
+        call = arguments(subject, desc, Case(size=size))
+        yield _combine_within(subject, call, f"{list(size)}")
+        plain = call._replace(keywords={})
+        yield _combine_within(subject, plain, f"{list(size)} without weights")
+    route = _strange(route_of(9, 6, 1))
+    x = subject.here(inputs.moderate(len(route.sources), 70, desc.dtype))
+    call = OpCall(desc, (x, subject.here(route.places)), {})
+    yield _combine_within(subject, call, "a route with strange numbers")
+
+
+def _combine_within(subject: Subject, call: OpCall, name: str) -> float:
+    desc: Any = call.desc
+    y, values = call.run(subject)
+    (x, index), keywords = on_cpu((call.arguments, call.keywords))
+    weights, row_values = keywords.get("weights"), keywords.get("row_values")
+    is_row = (index >= 0) & (index < len(x))
+    padded = torch.cat((x.double(), torch.zeros(1, x.shape[1], dtype=F64)))
+    rows = padded[torch.where(is_row, index, len(x)).long()]  # [t, k, n]
+    scaled = rows if weights is None else rows * weights.double()[..., None]
+    expected, size = scaled.sum(1), scaled.abs().sum(1)
+    same_form(f"y of {name}", y, torch.empty(expected.shape, dtype=desc.dtype))
+    require(y.is_contiguous(), f"y of {name} is not contiguous")
+    bound = (index.shape[1] + 2) * ROUND * size + ulp(expected, desc.dtype) / 2 * (size > 0)
+    if row_values is not None:
+        expected_values = torch.where(is_row, row_values[torch.where(is_row, index, 0).long()], 0)
+        same_bits(f"values of {name}", values, expected_values) if len(x) else None
+    else:
+        require(values is None, f"values of {name}: expected None")
+    return within(f"y of {name}", y, expected, bound)
+
+
+@law(4, "combine_rows")
+def combine_passes_on_nan_and_inf(subject: Subject, desc: CombineDesc) -> None:
+    """NaN and inf reach their token alone, also with a weight of 0; of a row of nobody, none."""
+    route = route_of(9, 6, 2)
+    x = inputs.moderate(len(route.sources), 70, desc.dtype).clone()
+    hit = int((route.sources >= 0).nonzero()[0])
+    idle = int((route.sources < 0).nonzero()[0])
+    weights = torch.ones(9, 6)
+    weights.view(-1)[int(route.sources[hit])] = 0.0
+    index = subject.here(route.places)
+    plain, _ = on_cpu(subject.run(desc, subject.here(x), index, weights=subject.here(weights)))
+    for value in (torch.nan, torch.inf):
+        x[hit, 3] = x[idle, 5] = value
+        y, _ = on_cpu(subject.run(desc, subject.here(x), index, weights=subject.here(weights)))
+        token = int(route.sources[hit]) // 6
+        require(bool(y[token, 3].isnan()), f"{value} times 0 is not NaN")
+        y[token, 3] = plain[token, 3]
+        same_bits(f"the other values beside {value}", y, plain)
+
+
+@law(4, "combine_rows_backward", is_core=True)
+def combine_backward_is_within_the_bound(
+    subject: Subject, desc: CombineBackwardDesc
+) -> Iterator[float]:
+    """Products and sums in float32, rounded once; zeros where no token goes."""
+    for size in subject.sizes(desc.op, *ROWS, *NO_ROWS):
+        yield _combine_backward_within(subject, desc, size)
+
+
+def _combine_backward_within(subject: Subject, desc: CombineBackwardDesc, size: Size) -> float:
+    call = arguments(subject, desc, Case(size=size))
+    grad_x, grad_weights = call.run(subject)
+    _, x, _, _, weights = call.arguments
+    expected, wide = exact(subject, desc, *call.arguments)
+    sizes, _ = exact(
+        subject,
+        desc,
+        *(operand.abs() if operand.is_floating_point() else operand for operand in wide),
+    )
+    same_form("grad_x", grad_x, x)
+    same_form("grad_weights", grad_weights, weights)
+    bounds = (
+        2 * ROUND * sizes[0] + ulp(expected[0], desc.dtype) / 2 * (sizes[0] > 0),
+        (x.shape[1] + 4) * ROUND * sizes[1] + ulp(expected[1], weights.dtype) * (sizes[1] > 0),
+    )
+    results = zip(("grad_x", "grad_weights"), (grad_x, grad_weights), expected, bounds, strict=True)
+    return max(within(f"{name} {list(size)}", *rest) for name, *rest in results)
