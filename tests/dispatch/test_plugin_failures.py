@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -167,13 +164,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_plugin_is_a_row_with_its_reason_and_leaves_nothing_behind(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch, install: toys.Install
 ) -> None:
     source, reason = BROKEN[name]
-    (tmp_path / "toy_broken.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_broken")
+    install(toy_broken=source)
     registry = plugins.load()
     reference, row = registry.rows
     assert reference.reason is None
@@ -196,34 +190,25 @@ def test_broken_plugin_is_a_row_with_its_reason_and_leaves_nothing_behind(
 
 
 def test_asking_for_the_backend_that_a_refused_plugin_brings_gives_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    install: toys.Install,
 ) -> None:
-    (tmp_path / "toy_broken.py").write_text(BROKEN["newer_major"][0])
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_broken")
+    install(toy_broken=BROKEN["newer_major"][0])
     with pytest.raises(PluginError, match=f"backend 'toy'.* written for backend API {MAJOR + 1}.0"):
         fp8core.use_backend("toy")
 
 
 def test_asking_for_an_unknown_backend_names_the_plugins_that_are_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    install: toys.Install,
 ) -> None:
-    (tmp_path / "toy_broken.py").write_text("import toy_nowhere")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_broken")
+    install(toy_broken="import toy_nowhere")
     with pytest.raises(RecipeError, match="see `fp8core doctor`: toy_broken"):
         fp8core.use_backend("toy")
 
 
-def test_corrected_plugin_is_taken_on_reload(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_broken")
-    (tmp_path / "toy_broken.py").write_text("import toy_nowhere")
+def test_corrected_plugin_is_taken_on_reload(install: toys.Install) -> None:
+    install(toy_broken="import toy_nowhere")
     assert plugins.load().rows[1].reason is not None
-    (tmp_path / "toy_broken.py").write_text(backends("'toy', ('cpu',), FACTORY"))
+    install(toy_broken=backends("'toy', ('cpu',), FACTORY"))
     assert plugins.reload().rows[1].reason is None
 
 

@@ -27,14 +27,6 @@ def exits(*args: object, **kwargs: object) -> NoReturn:
     raise SystemExit(7)
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose modules can be imported."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    return tmp_path
-
-
 # --- Ctrl-C while plug-ins load ---
 
 WITH_FORMAT = """
@@ -67,13 +59,11 @@ def fp8core_doctor(report):
 
 
 @pytest.fixture
-def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def interrupted(folder: Path, install: toys.Install) -> Iterator[Path]:
     """Have the user press Ctrl-C while the second plug-in is imported for the first time."""
     # A shell has its background jobs ignore it, and their children.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    (folder / "toy_format.py").write_text(WITH_FORMAT)
-    (folder / "toy_slow.py").write_text(INTERRUPTED)
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_format,toy_slow")
+    install(toy_format=WITH_FORMAT, toy_slow=INTERRUPTED)
     yield folder
     signal.signal(signal.SIGINT, before)
 
@@ -177,10 +167,9 @@ def test_ctrl_c_while_one_is_registered_by_hand_keeps_nothing_of_it() -> None:
 
 
 def test_reloading_forgets_the_formats_of_plugins(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, install: toys.Install
 ) -> None:
-    (folder / "toy_format.py").write_text(WITH_FORMAT)
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_format")
+    install(toy_format=WITH_FORMAT)
     assert "toy8" in formats.names()
     assert plugins.reload().rows[1].reason is None  # no clash with its own format of before
     monkeypatch.setenv("FP8CORE_PLUGINS", "")
@@ -333,9 +322,9 @@ def test_exit_in_a_doctor_hook_is_a_note() -> None:
 
 @pytest.mark.parametrize("name", ["toy_nope", "toy_nope.below", "torch.toy_nope", "..toy", "toy_"])
 def test_a_module_that_does_not_exist_is_an_error_that_lists_what_does(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch, install: toys.Install
 ) -> None:
-    (folder / "toy_format.py").write_text(WITH_FORMAT)
+    install(toy_format=WITH_FORMAT)
     monkeypatch.setenv("FP8CORE_PLUGINS", f"{name},toy_format")
     for _ in range(2):  # nothing is half loaded after the first
         with pytest.raises(RecipeError) as caught:
@@ -361,9 +350,6 @@ def test_a_disabled_name_need_not_exist(monkeypatch: pytest.MonkeyPatch) -> None
     assert plugins.load().rows[1].reason == "disabled by FP8CORE_DISABLE_PLUGINS"
 
 
-def test_a_module_that_lacks_another_is_a_row(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "toy_lacking.py").write_text("import toy_lacking_more")
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_lacking")
+def test_a_module_that_lacks_another_is_a_row(install: toys.Install) -> None:
+    install(toy_lacking="import toy_lacking_more")
     assert "No module named 'toy_lacking_more'" in (plugins.load().rows[1].reason or "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,14 +31,6 @@ def fp8core_register_backends(register):
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder to import plug-in modules from; they are called ``toy_...``."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    return tmp_path
-
-
 def test_reference_is_found_as_an_entry_point() -> None:
     (row,) = plugins.load().rows
     assert row == PluginRow("reference", "entry point fp8core_backends.reference", None)
@@ -60,20 +51,17 @@ def test_loading_in_many_threads_discovers_once() -> None:
     assert len(set(map(id, found))) == 1
 
 
-def test_module_named_by_the_environment_is_loaded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "toy_module.py").write_text(MODULE)
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_module")
+def test_module_named_by_the_environment_is_loaded(install: toys.Install) -> None:
+    install(toy_module=MODULE)
     registry = plugins.load()
     assert PluginRow("toy_module", "FP8CORE_PLUGINS=toy_module", None) in registry.rows
     assert "toy" in registry.backends
 
 
 def test_plugin_named_twice_is_loaded_once_and_says_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, install: toys.Install
 ) -> None:
-    (folder / "toy_module.py").write_text(MODULE)
+    install(toy_module=MODULE)
     monkeypatch.setenv("FP8CORE_PLUGINS", "toy_module,toy_module")
     registry = plugins.load()
     reasons = [row.reason for row in registry.rows if row.name == "toy_module"]
@@ -92,19 +80,19 @@ def test_module_that_is_also_an_entry_point_is_loaded_once_and_says_so(
 
 @pytest.mark.parametrize("disabled", ["reference", "toy_module"])
 def test_disabled_plugin_is_left_out(
-    disabled: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    disabled: str, monkeypatch: pytest.MonkeyPatch, install: toys.Install
 ) -> None:
-    (folder / "toy_module.py").write_text(MODULE)
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_module")
+    install(toy_module=MODULE)
     monkeypatch.setenv("FP8CORE_DISABLE_PLUGINS", disabled)
     registry = plugins.load()
     kept = {"reference", "toy"} - {"toy" if disabled == "toy_module" else disabled}
     assert registry.backends.keys() == kept
 
 
-def test_disabled_plugin_is_not_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "toy_module.py").write_text(MODULE)
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_module")
+def test_disabled_plugin_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch, install: toys.Install
+) -> None:
+    install(toy_module=MODULE)
     monkeypatch.setenv("FP8CORE_DISABLE_PLUGINS", "toy_module")
     plugins.load()
     assert "toy_module" not in sys.modules
@@ -139,17 +127,15 @@ def test_reload_follows_the_environment(folder: Path, monkeypatch: pytest.Monkey
     assert "toy" in plugins.reload().backends
 
 
-def test_format_of_a_plugin_is_known_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "toy_module.py").write_text(MODULE)
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_module")
+def test_format_of_a_plugin_is_known_by_name(install: toys.Install) -> None:
+    install(toy_module=MODULE)
     assert formats.by_name("toy8").max == 31.0
 
 
 def test_format_is_still_found_after_an_invalid_setting_is_corrected(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, install: toys.Install
 ) -> None:
-    (folder / "toy_module.py").write_text(MODULE)
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_module")
+    install(toy_module=MODULE)
     monkeypatch.setenv("FP8CORE_STRICT", "perhaps")
     with pytest.raises(RecipeError, match="FP8CORE_STRICT"):
         formats.by_name("toy8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -155,12 +154,8 @@ def test_refused_request_changes_nothing() -> None:
         assert policy.current() == Policy("one")
 
 
-def test_backend_of_a_broken_plugin_is_refused_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "toy_broken.py").write_text("import toy_nowhere")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_broken")
+def test_backend_of_a_broken_plugin_is_refused_with_its_reason(install: toys.Install) -> None:
+    install(toy_broken="import toy_nowhere")
     fp8core.dispatch.plugins.reload()
     with pytest.raises(PluginError, match="No module named 'toy_nowhere'"):
         fp8core.use_backend("toy_broken")

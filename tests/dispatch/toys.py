@@ -56,6 +56,8 @@ TOY8 = formats.minifloat("toy8", 3, 4, specials="finite")
 
 Refusal = Callable[[OpDesc], str | None]
 Bind = Callable[["ToyBackend", OpDesc, torch.device], Callable[..., Any]]
+Install = Callable[..., None]
+"""The fixture ``install``: the source of each module by its name."""
 
 
 def _reference_alone(group: str) -> list[EntryPoint]:
