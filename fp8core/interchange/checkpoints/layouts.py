@@ -45,17 +45,13 @@ class Layout:
     """A way to store a weight.
 
     Attributes:
-        name: in messages and reports.
+        name: in messages and reports; its first word is compressed-tensors' name of the format.
         method: the ``quant_method`` of the config.
         element: the element's format.
         blocks: the sizes of the blocks, as in OperandSpec; None for any two sizes.
         scale_format: of the scales, as in OperandSpec.
-        suffixes: of the codes, the scales, and the tensor's scale; they follow the weight's name
-            without its last word ``weight``.
-        scale_shape: ``"scalar"``, ``"vector"`` of one, ``"column"``, or ``"grid"`` of the blocks.
         scheme: fields of compressed-tensors' scheme for weights and for activations, None for
             those in high precision: NVFP4's would need a scale from a calibration.
-        file_format: compressed-tensors' name of the format.
     """
 
     name: str
@@ -63,10 +59,7 @@ class Layout:
     element: str
     blocks: Block | None
     scale_format: str
-    suffixes: tuple[str, ...]
-    scale_shape: str
     scheme: tuple[Mapping[str, Any], Mapping[str, Any] | None] | None = None
-    file_format: str | None = None
 
     def accepts(self, spec: OperandSpec) -> bool:
         """Say whether codes quantized as ``spec`` can be stored like this."""
@@ -86,6 +79,7 @@ class Layout:
             return self._fp8_config(spec, left)
         assert self.scheme is not None
         weights, activations = self.scheme
+        file_format = self.name.partition(" ")[0]
         is_block = weights["strategy"] == "block"
         blocks = {"block_structure": list(spec.block)} if is_block else {}
         groups = {"group_size": spec.block[1]} if is_block else {}
@@ -94,11 +88,11 @@ class Layout:
             "weights": {**weights, **blocks, "dynamic": False},
             "input_activations": None if activations is None else {**activations, **groups},
             "output_activations": None,
-            "format": self.file_format,
+            "format": file_format,
         }
         return {
             "quant_method": self.method,
-            "format": self.file_format,
+            "format": file_format,
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
             "ignore": left,
@@ -124,8 +118,6 @@ class Layout:
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
 _TOKEN = {**_FP8, "strategy": "token", "dynamic": True}
-_INVERSE, _SCALE = ("weight", "weight_scale_inv"), ("weight", "weight_scale")
-_PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
 _E4M3 = "torch.float8_e4m3fn"
 
 
@@ -135,38 +127,28 @@ def _group(first: Mapping[str, Any], **more: Any) -> tuple[dict[str, Any], dict[
 
 
 LAYOUTS = (
-    Layout("fp8 block", "fp8", "e4m3", None, "float32", _INVERSE, "grid"),
-    Layout("fp8 tensor", "fp8", "e4m3", (0, 0), "float32", _INVERSE, "scalar"),
-    Layout("fp8 microscaling", "fp8", "e4m3", (1, 32), "e8m0", _INVERSE, "grid"),
+    Layout("fp8 block", "fp8", "e4m3", None, "float32"),
+    Layout("fp8 tensor", "fp8", "e4m3", (0, 0), "float32"),
+    Layout("fp8 microscaling", "fp8", "e4m3", (1, 32), "e8m0"),
     Layout(
         *("float-quantized tensor", "compressed-tensors", "e4m3", (0, 0), "float32"),
-        *(_SCALE, "vector"),
         scheme=({**_FP8, "strategy": "tensor"}, _TOKEN),
-        file_format="float-quantized",
     ),
     Layout(
         *("float-quantized channel", "compressed-tensors", "e4m3", (1, 0), "float32"),
-        *(_SCALE, "column"),
         scheme=({**_FP8, "strategy": "channel"}, _TOKEN),
-        file_format="float-quantized",
     ),
     Layout(
         *("float-quantized block", "compressed-tensors", "e4m3", None, "float32"),
-        *(_SCALE, "grid"),
         scheme=({**_FP8, "strategy": "block"}, {**_FP8, "strategy": "group", "dynamic": True}),
-        file_format="float-quantized",
     ),
     Layout(
         *("mxfp8-quantized", "compressed-tensors", "e4m3", (1, 32), "e8m0"),
-        *(_SCALE, "grid"),
         scheme=_group(_FP8, strategy="group", group_size=32, scale_dtype="torch.uint8"),
-        file_format="mxfp8-quantized",
     ),
     Layout(
         *("nvfp4-pack-quantized", "compressed-tensors", "e2m1", (1, 16), "e4m3"),
-        *(_PACKED, "grid"),
         scheme=({**_FP4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": _E4M3}, None),
-        file_format="nvfp4-pack-quantized",
     ),
 )
 """The layouts, the first that accepts a spec is its default."""
@@ -196,15 +178,6 @@ def layout_of(spec: OperandSpec, method: str | None = None) -> Layout:
     )
 
 
-def stem_of(name: str) -> str:
-    """Return the stem before suffixes: the weight's name without its last word ``weight``.
-
-    >>> stem_of("layers.0.fc1.weight"), stem_of("experts.gate_up_proj"), stem_of("mlp.fc1_weight")
-    ('layers.0.fc1.', 'experts.gate_up_proj_', 'mlp.fc1_')
-    """
-    return name.removesuffix("weight") if name.endswith("weight") else f"{name}_"
-
-
 class Stored(NamedTuple):
     """The names of one weight's tensors in the files: codes, scales, and the tensor's scale."""
 
@@ -219,12 +192,11 @@ def stored_names(name: str, headers: Mapping[str, Header]) -> Stored | None:
     Raises:
         OperandError: there are codes without scales, or scales without codes.
     """
-    stem = stem_of(name)
-    bare = stem.removesuffix("weight_") if name.endswith("weight") else stem
-    packed = f"{stem}weight_packed" if name.endswith("weight") else f"{name}_packed"
-    first = f"{stem}weight_" if name.endswith("weight") else stem
-    scales = [f"{first}scale_inv", f"{first}scale", f"{bare}scale", f"{bare}qscale_weight"]
+    # Some files leave out the last word: "layers.0.fc1.scale" of "layers.0.fc1.weight".
+    bare = name.removesuffix("weight") if name.endswith("weight") else f"{name}_"
+    scales = [f"{name}_scale_inv", f"{name}_scale", f"{bare}scale", f"{bare}qscale_weight"]
     present = [scale for scale in dict.fromkeys(scales) if scale in headers]
+    packed = f"{name}_packed"
     codes = packed if packed in headers else name
     is_coded = codes in headers and (codes == packed or headers[codes].dtype in CODES)
     if not is_coded:
@@ -234,7 +206,7 @@ def stored_names(name: str, headers: Mapping[str, Header]) -> Stored | None:
             f"{codes!r} holds codes of {headers[codes].dtype}, and has {len(present)} scales: "
             f"expected one of {', '.join(scales)}."
         )
-    outer = f"{first}global_scale"
+    outer = f"{name}_global_scale"
     if (codes == packed) != (outer in headers):
         raise OperandError(
             f"{codes!r} is stored {'without' if codes == packed else 'with'} {outer}."
@@ -259,28 +231,25 @@ def file_tensors(
     layout: Layout, name: str, operand: Operand, spec: OperandSpec, shape: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
     """Return the tensors that a file holds for the weight ``name``, without those of padding."""
-    stem = stem_of(name)
-    names = [stem + suffix for suffix in layout.suffixes]
-    if not name.endswith("weight"):
-        rest = [suffix.removeprefix("weight_") for suffix in layout.suffixes]
-        names = [name if suffix == "weight" else stem + suffix for suffix in rest]
     rows, columns = shape
     assert operand.scale_inv is not None
+    codes_name, scale_name = name, f"{name}_{'scale_inv' if layout.method == 'fp8' else 'scale'}"
     if layout.element == "e4m3":
         codes = operand.data[:rows, :columns].contiguous()
         codes = codes.view(formats.by_name("e4m3").torch_dtype or torch.uint8)
     else:
-        codes = operand.data[:rows, : columns // 2]
+        codes_name, codes = f"{name}_packed", operand.data[:rows, : columns // 2]
     block = layout.blocks or spec.block
     counts = grid(shape, block)
     scale = expanded(operand.scale_inv, spec.block, rows, block)[: counts[0], : counts[1]]
-    scale = scale.reshape({"scalar": (), "vector": (1,)}.get(layout.scale_shape, counts))
+    if layout.blocks == (0, 0):
+        scale = scale.reshape(() if layout.method == "fp8" else (1,))
     if layout.scale_format == "e4m3":
         scale = scale.contiguous().view(torch.float8_e4m3fn)
-    tensors = [codes.contiguous(), scale.contiguous()]
+    tensors = {codes_name: codes.contiguous(), scale_name: scale.contiguous()}
     if operand.global_scale_inv is not None:
-        tensors.append(_divisor(operand.global_scale_inv).reshape(1))
-    return dict(zip(names, tensors, strict=True))
+        tensors[f"{name}_global_scale"] = _divisor(operand.global_scale_inv).reshape(1)
+    return tensors
 
 
 def _divisor(scale_inv: torch.Tensor) -> torch.Tensor:
