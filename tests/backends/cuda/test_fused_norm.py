@@ -134,24 +134,6 @@ def test_nan_and_inf_are_counted_and_keep_their_places(kind: str, name: str) -> 
         check(desc, [x, *parameters])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", RECIPES)
-def test_strides_and_addresses_change_no_bit(kind: str, name: str) -> None:
-    desc = fused(kind, spec(name), torch.bfloat16)
-    for rows, n in ((70, 520), (130, 2048)):
-        x, *parameters = drawn(desc, rows, n)
-        spaced = torch.zeros(rows, n + 24, dtype=x.dtype, device=DEVICE)
-        spaced[:, 8 : n + 8] = x
-        shifted = torch.zeros(rows, n + 3, dtype=x.dtype, device=DEVICE)
-        shifted[:, 1 : n + 1] = x
-        views = (spaced[:, 8 : n + 8], shifted[:, 1 : n + 1], x.t().contiguous().t(), x[:1])
-        for view in views:
-            check(desc, [view, *parameters])
-        odd = [torch.cat((one[:1], one))[1:] for one in parameters]
-        check(desc, [x, *odd])
-        check(desc, [x, *(one.repeat_interleave(2)[::2] for one in parameters)])
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_large_tensors_equal_the_pair(name: str) -> None:
     desc = fused("rmsnorm", spec(name), torch.bfloat16)
