@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import types
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
+import pytest
 import torch
 
 from fp8core import formats
@@ -57,6 +61,18 @@ def backend(name: str) -> object:
 def subject() -> Subject:
     """Return the backend as the conformance kit's laws take it."""
     return find("cuda")
+
+
+def put_on_the_host(patch: pytest.MonkeyPatch, *modules: types.ModuleType) -> None:
+    """Have modules of the backend allocate on the CPU, and call a library without a stream."""
+
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    stand_ins = {"raw_stream": lambda index: 0, "allocator": lambda index: empty}
+    for module, (name, stand_in) in itertools.product(modules, stand_ins.items()):
+        if hasattr(module, name):
+            patch.setattr(module, name, stand_in)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch
 import fp8core
 from fp8core.backend_api import ColumnSumsDesc, OperandError
 from fp8core_backends.cuda import column_sums
-from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, EMPTY, backend
+from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, EMPTY, backend, put_on_the_host
 
 on_device = pytest.mark.needs_accelerator("cuda")
 # Vectors at aligned addresses; else elements, in the same order.
@@ -97,12 +97,7 @@ class Native:
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Native:
-    monkeypatch.setattr(column_sums, "raw_stream", lambda index: 0)
-    monkeypatch.setattr(
-        column_sums,
-        "allocator",
-        lambda index: lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
-    )
+    put_on_the_host(monkeypatch, column_sums)
     return Native()
 
 

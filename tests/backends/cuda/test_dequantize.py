@@ -13,7 +13,7 @@ from fp8core import formats
 from fp8core.backend_api import DequantizeDesc, Operand, OperandError, OperandSpec
 from fp8core.conformance.compare import same_bits
 from fp8core_backends.cuda import dequantize
-from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, EMPTY, backend, spec
+from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, EMPTY, backend, put_on_the_host, spec
 
 RECIPES = ("delayed", "current", "rowwise", "vector", "square")
 MX, FP4 = spec("mx"), spec("fp4")
@@ -78,12 +78,7 @@ class Recorder:
 @pytest.fixture
 def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[OperandSpec], tuple[Recorder, Any]]:
     """Bind on the CPU, for a library that takes down its arguments."""
-    monkeypatch.setattr(dequantize, "raw_stream", lambda index: 0)
-    monkeypatch.setattr(
-        dequantize,
-        "allocator",
-        lambda index: lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
-    )
+    put_on_the_host(monkeypatch, dequantize)
 
     def bound(own: OperandSpec) -> tuple[Recorder, Any]:
         native = Recorder()

@@ -30,7 +30,7 @@ from fp8core_backends.cuda import (
     quantize_chunked,
 )
 from fp8core_backends.cuda.quantize import Quantize
-from tests.backends.cuda.cuda_cases import spec
+from tests.backends.cuda.cuda_cases import put_on_the_host, spec
 
 CUDA = torch.device("cuda", 0)
 BF16 = torch.bfloat16
@@ -67,16 +67,10 @@ class _Entry:
         return _Entry(self._native)
 
 
-def on_cpu(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-
-
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Native:
-    for module in (activation, amax, gemm, microscaling, quantize, quantize_chunked):
-        monkeypatch.setattr(module, "raw_stream", lambda index: 0)
-    for module in (quantize, quantize_chunked, quantize_and_sum):
-        monkeypatch.setattr(module, "allocator", lambda index: on_cpu)
+    casts = (quantize, quantize_and_sum, quantize_chunked, microscaling)
+    put_on_the_host(monkeypatch, activation, amax, gemm, *casts)
     return Native()
 
 

@@ -12,11 +12,7 @@ import fp8core
 from fp8core.backend_api import ColumnSumsDesc, Quantized, QuantizeDesc
 from fp8core_backends.cuda import quantize_and_sum, quantize_chunked
 from fp8core_backends.cuda.quantize_chunked import QuantizeChunked, QuantizeChunkedAndSum
-from tests.backends.cuda.cuda_cases import (
-    DEVICE,
-    backend,
-    spec,
-)
+from tests.backends.cuda.cuda_cases import DEVICE, backend, put_on_the_host, spec
 
 on_device = pytest.mark.needs_accelerator("cuda")
 
@@ -76,12 +72,7 @@ class Native:
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Native:
-    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype)
-
-    for module in (quantize_and_sum, quantize_chunked):
-        monkeypatch.setattr(module, "raw_stream", lambda index: 0)
-        monkeypatch.setattr(module, "allocator", lambda index: empty)
+    put_on_the_host(monkeypatch, quantize_and_sum, quantize_chunked)
     monkeypatch.setattr(quantize_chunked, "CHUNK_ROWS", 256)
     monkeypatch.setattr(quantize_chunked, "LEAST_SAVED", 1)
     return Native()

@@ -9,6 +9,7 @@ import torch
 
 from fp8core.backend_api import ScaleUpdateDesc
 from fp8core_backends.cuda import scale_update
+from tests.backends.cuda.cuda_cases import put_on_the_host
 
 
 class Native:
@@ -29,7 +30,7 @@ class Native:
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Native:
-    monkeypatch.setattr(scale_update, "raw_stream", lambda index: 0)
+    put_on_the_host(monkeypatch, scale_update)
     return Native()
 
 
