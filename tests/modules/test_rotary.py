@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from fp8core import (
 from fp8core.chain.sequence_chunks import Chunks
 from fp8core.modules.sequences.rotary import Rotary
 from tests.device import DEVICE, VALUES_ARE_READ
+from tests.refusals import Refusal, unrefused
 
 BF16 = torch.bfloat16
 F64 = torch.float64
@@ -416,71 +418,92 @@ def test_a_layer_can_be_copied() -> None:
 
 # What is refused
 
-READS = VALUES_ARE_READ
 ONE = torch.ones(2, dtype=torch.int64)
 GOOD = RotaryPositionEmbedding(8)(16)
+T, TOKENS = torch.zeros(5, 2, 3, 8), torch.zeros(10, 3, 8)
+DENSE: list[tuple[dict[str, Any], str]] = [
+    ({"tensor_format": "bhsd"}, "tensor_format='bhsd'.*sbhd, bshd, thd"),
+    ({"t": torch.zeros(5, 3, 8)}, r"t is \[5, 3, 8\]; expected s, b, h, d"),
+    ({"t": torch.zeros(5, 2, 0, 8)}, r"t is \[5, 2, 0, 8\]"),
+    ({"t": torch.zeros(5, 2, 3, 8, dtype=torch.int32)}, "int32"),
+    ({"freqs": GOOD[..., :5]}, "rotates 5 of the 8 elements"),
+    ({"freqs": RotaryPositionEmbedding(10)(16)}, "rotates 10 of the 8 elements"),
+    ({"freqs": GOOD[:, 0]}, r"freqs is \[16, 1, 8\]; expected \[positions, 1, 1, r\]"),
+    ({"freqs": GOOD.expand(16, 2, 1, 8)}, r"freqs is \[16, 2, 1, 8\]"),
+    ({"freqs": GOOD.to("meta")}, f"freqs is on meta, t on {DEVICE}"),
+    ({"freqs": GOOD[:4]}, "reaches position 4, but freqs has the angles of 4 positions"),
+    ({"freqs": None}, "freqs is NoneType"),
+    ({"start_positions": ints(0)}, "has 1 entries; expected one for each of the 2 sequences"),
+    ({"start_positions": torch.zeros(2)}, "expected a vector of int32"),
+    ({"start_positions": ints(0, 1).to("meta")}, "on meta"),
+    ({"start_positions": [0, 1]}, "start_positions is list"),
+    ({"cu_seqlens": ints(0, 5)}, "cu_seqlens has 2 entries"),
+    ({"t": torch.zeros(6, 2, 3, 8), "freqs": GOOD[:8], "cp_size": 2}, "angles of 12 positions"),
+]
+PACKED: list[tuple[dict[str, Any], str]] = [
+    ({"cu_seqlens": None}, "cu_seqlens is None for tensor_format='thd'"),
+    ({"cu_seqlens": ints()}, "cu_seqlens has 0 entries"),
+    ({"start_positions": ints(1, 2, 3)}, "expected one for each of the 2 sequences"),
+]
+# What is refused for the values of tensors, which are not read on a GPU.
+DENSE_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"start_positions": ints(0, 12)}, "reaches position 16.*at least 17"),
+    ({"start_positions": ints(0, -1)}, "one below 0"),
+    ({"cu_seqlens": ints(0, 5, 11)}, r"cu_seqlens \[0, 5, 11\] of 5 tokens"),
+]
+PACKED_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"cu_seqlens": ints(0, 4, 3)}, r"cu_seqlens \[0, 4, 3\] of 10 tokens"),
+    ({"cu_seqlens": ints(-1, 4)}, r"cu_seqlens \[-1, 4\]"),
+    ({"cu_seqlens": ints(0, 11)}, r"cu_seqlens \[0, 11\] of 10 tokens"),
+    ({"freqs": GOOD[:4]}, "reaches position 4"),
+]
+PACKED_CALL = {"t": TOKENS, "tensor_format": "thd", "cu_seqlens": ints(0, 5, 10)}
+NOT_OFFERED: list[tuple[dict[str, Any], str]] = [
+    ({"cp_size": 2, "cp_rank": 2}, r"apply_rotary_pos_emb\(cp_size="),
+    ({"cp_rank": 1}, r"apply_rotary_pos_emb\(cp_size="),
+    ({"cp_size": 2, "start_positions": ONE}, r"apply_rotary_pos_emb\(cp_size="),
+    ({"freqs": GOOD.clone().requires_grad_()}, r"freqs\.detach"),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"tensor_format": "bhsd"}, "tensor_format='bhsd'.*sbhd, bshd, thd"),
-        ({"t": torch.zeros(5, 3, 8)}, r"t is \[5, 3, 8\]; expected s, b, h, d"),
-        ({"t": torch.zeros(5, 2, 0, 8)}, r"t is \[5, 2, 0, 8\]"),
-        ({"t": torch.zeros(5, 2, 3, 8, dtype=torch.int32)}, "int32"),
-        ({"freqs": GOOD[..., :5]}, "rotates 5 of the 8 elements"),
-        ({"freqs": RotaryPositionEmbedding(10)(16)}, "rotates 10 of the 8 elements"),
-        ({"freqs": GOOD[:, 0]}, r"freqs is \[16, 1, 8\]; expected \[positions, 1, 1, r\]"),
-        ({"freqs": GOOD.expand(16, 2, 1, 8)}, r"freqs is \[16, 2, 1, 8\]"),
-        ({"freqs": GOOD.to("meta")}, f"freqs is on meta, t on {DEVICE}"),
-        ({"freqs": GOOD[:4]}, "reaches position 4, but freqs has the angles of 4 positions"),
-        ({"freqs": None}, "freqs is NoneType"),
-        pytest.param(
-            {"start_positions": ints(0, 12)},
-            "reaches position 16.*at least 17",
-            marks=VALUES_ARE_READ,
-        ),
-        pytest.param({"start_positions": ints(0, -1)}, "one below 0", marks=READS),
-        ({"start_positions": ints(0)}, "has 1 entries; expected one for each of the 2 sequences"),
-        ({"start_positions": torch.zeros(2)}, "expected a vector of int32"),
-        ({"start_positions": ints(0, 1).to("meta")}, "on meta"),
-        ({"start_positions": [0, 1]}, "start_positions is list"),
-        ({"cu_seqlens": ints(0, 5)}, "cu_seqlens has 2 entries"),
-        pytest.param(
-            {"cu_seqlens": ints(0, 5, 11)},
-            r"cu_seqlens \[0, 5, 11\] of 5 tokens",
-            marks=VALUES_ARE_READ,
-        ),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(given: dict[str, Any], text: str) -> None:
-    arguments = {"t": torch.zeros(5, 2, 3, 8), "freqs": GOOD, **given}
-    with pytest.raises(OperandError, match=text):
-        apply_rotary_pos_emb(**arguments)
+def refused(
+    rows: list[tuple[dict[str, Any], str]], error: type[Exception] = OperandError, **call: Any
+) -> dict[str, Refusal]:
+    given = {"t": torch.zeros(6, 2, 3, 8) if error is UnsupportedError else T, "freqs": GOOD}
+    return {
+        f"{number} {text}": (
+            partial(apply_rotary_pos_emb, **{**given, **call, **more}),
+            error,
+            text,
+        )
+        for number, (more, text) in enumerate(rows)
+    }
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"cu_seqlens": None}, "cu_seqlens is None for tensor_format='thd'"),
-        ({"cu_seqlens": ints()}, "cu_seqlens has 0 entries"),
-        pytest.param(
-            {"cu_seqlens": ints(0, 4, 3)},
-            r"cu_seqlens \[0, 4, 3\] of 10 tokens",
-            marks=VALUES_ARE_READ,
-        ),
-        pytest.param({"cu_seqlens": ints(-1, 4)}, r"cu_seqlens \[-1, 4\]", marks=READS),
-        pytest.param(
-            {"cu_seqlens": ints(0, 11)}, r"cu_seqlens \[0, 11\] of 10 tokens", marks=VALUES_ARE_READ
-        ),
-        pytest.param({"freqs": GOOD[:4]}, "reaches position 4", marks=READS),
-        ({"start_positions": ints(1, 2, 3)}, "expected one for each of the 2 sequences"),
-    ],
-)
-def test_sequences_that_do_not_fit_are_named(given: dict[str, Any], text: str) -> None:
-    arguments = {"freqs": GOOD, "cu_seqlens": ints(0, 5, 10), **given}
-    with pytest.raises(OperandError, match=text):
-        apply_rotary_pos_emb(torch.zeros(10, 3, 8), tensor_format="thd", **arguments)
+def test_arguments_that_do_not_fit_are_named() -> None:
+    assert unrefused(refused(DENSE)) == {}
+    assert unrefused(refused(PACKED, **PACKED_CALL)) == {}
+
+
+@VALUES_ARE_READ
+def test_values_that_do_not_fit_are_named() -> None:
+    assert unrefused(refused(DENSE_VALUES)) == {}
+    assert unrefused(refused(PACKED_VALUES, **PACKED_CALL)) == {}
+
+
+def test_what_is_not_offered_is_refused() -> None:
+    assert unrefused(refused(NOT_OFFERED, UnsupportedError)) == {}
+
+
+def test_packed_projections_that_do_not_fit_are_refused() -> None:
+    rotate = partial(apply_fused_qkv_rotary_pos_emb, T, GOOD, GOOD)
+    table: dict[str, Refusal] = {
+        f"sizes {sizes}": (partial(rotate, sizes), OperandError, "qkv_split_arg_list")
+        for sizes in ([4, 4], [4, 4, 1], [6, 4, 2], [8, 0, 0])
+    }
+    packed_call = partial(rotate, [4, 2, 2], "thd")
+    table["packed sequences"] = packed_call, UnsupportedError, "tensor_format='thd'"
+    assert unrefused(table) == {}
 
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
@@ -513,39 +536,6 @@ def test_a_rank_of_a_context_parallel_group_rotates_a_packed_projection() -> Non
         results = apply_fused_qkv_rotary_pos_emb(part, freqs, freqs, [8, 4, 4], **ranks)
         for y, want in zip(results, expected, strict=True):
             assert torch.equal(y, chunks.parts(want)[rank])
-
-
-def test_a_rank_outside_of_its_group_and_later_starts_are_refused() -> None:
-    for given in [
-        {"cp_size": 2, "cp_rank": 2},
-        {"cp_rank": 1},
-        {"cp_size": 2, "start_positions": ONE},
-    ]:
-        x = torch.zeros(6, 2, 3, 8)
-        with pytest.raises(UnsupportedError, match=r"apply_rotary_pos_emb\(cp_size="):
-            apply_rotary_pos_emb(x, GOOD, **given)
-
-
-def test_angles_that_are_too_few_for_whole_sequences_are_named() -> None:
-    x = torch.zeros(6, 2, 3, 8)
-    with pytest.raises(OperandError, match="expected angles of 12 positions"):
-        apply_rotary_pos_emb(x, GOOD[:8], cp_size=2)
-
-
-def test_a_gradient_of_the_angles_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"freqs\.detach"):
-        apply_rotary_pos_emb(torch.zeros(5, 2, 3, 8), GOOD.clone().requires_grad_())
-
-
-def test_a_split_that_does_not_fit_is_named() -> None:
-    for sizes in [[4, 4], [4, 4, 1], [6, 4, 2], [8, 0, 0]]:
-        with pytest.raises(OperandError, match="qkv_split_arg_list"):
-            apply_fused_qkv_rotary_pos_emb(torch.zeros(5, 2, 3, 8), GOOD, GOOD, sizes)
-
-
-def test_packed_projections_of_packed_sequences_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="tensor_format='thd'"):
-        apply_fused_qkv_rotary_pos_emb(torch.zeros(5, 2, 3, 8), GOOD, GOOD, [4, 2, 2], "thd")
 
 
 def test_the_operation_is_shown_with_its_options() -> None:
