@@ -125,22 +125,6 @@ def test_high_precision_steps_do_not_touch_the_state() -> None:
     assert_same_state(layer, before)
 
 
-def test_copies_train_independently() -> None:
-    layer = trained()
-    twin, before = copy.deepcopy(layer), state(layer)
-    step(twin, torch.full((4, 32), 99.0))
-    assert_same_state(layer, before)
-    assert twin.amax_history_fwd[-1, 0] == 99.0
-
-
-def test_a_copy_continues_where_the_original_was() -> None:
-    layer = trained()
-    twin = copy.deepcopy(layer)
-    for x in torch.randn(3, 4, 32):
-        assert torch.equal(step(layer, x), step(twin, x))
-    assert_same_state(twin, state(layer))
-
-
 MOVES: dict[str, Callable[[Linear], object]] = {
     "bfloat16": lambda layer: layer.bfloat16(),
     "half": lambda layer: layer.half(),
@@ -176,16 +160,31 @@ def test_a_move_that_fails_loses_no_state() -> None:
     assert_same_state(layer, before)
 
 
-def test_a_layer_emptied_through_meta_starts_fresh() -> None:
-    layer = trained().to("meta").to_empty(device=DEVICE)
-    assert list(layer.state_dict()) == ["weight", "bias"]
-
-
-def test_a_layer_from_meta_starts_fresh() -> None:
+def made_on_meta() -> Linear:
     layer = Linear(32, 16, device="meta")
     with autocast(recipe=RECIPE):
         layer(torch.empty(4, 32, device="meta"))
-    layer.to_empty(device=DEVICE)
+    return layer
+
+
+FRESH: dict[str, tuple[Callable[[], Linear], Callable[[Linear], object]]] = {
+    "a layer from meta": (made_on_meta, lambda layer: layer.to_empty(device=DEVICE)),
+    "a layer emptied through meta": (
+        trained,
+        lambda layer: layer.to("meta").to_empty(device=DEVICE),
+    ),
+    "a layer with other memory": (trained, lambda layer: layer.to_empty(device=DEVICE)),
+    "a layer without state": (trained, Linear.reset_delayed_state),
+}
+
+
+@pytest.mark.parametrize("case", FRESH)
+def test_what_forgets_the_state_has_it_start_fresh(case: str) -> None:
+    make, forget = FRESH[case]
+    layer = make()
+    forget(layer)
+    if case not in ("a layer from meta", "a layer with other memory"):
+        assert list(layer.state_dict()) == ["weight", "bias"]
     layer.reset_parameters()
     step(layer, torch.full((4, 32), 7.0))
     assert layer.amax_history_fwd[:, 0].tolist() == [0.0, 0.0, 0.0, 7.0]
@@ -196,22 +195,6 @@ def test_two_kinds_of_use_work_on_meta() -> None:
     for mode in (torch.enable_grad, torch.no_grad):
         with mode(), autocast(recipe=RECIPE):
             assert layer(torch.empty(4, 32, device="meta")).shape == (4, 16)
-
-
-def test_resetting_the_parameters_forgets_the_state() -> None:
-    layer = trained()
-    layer.to_empty(device=DEVICE)
-    layer.reset_parameters()
-    step(layer, torch.full((4, 32), 7.0))
-    assert layer.amax_history_fwd[:, 0].tolist() == [0.0, 0.0, 0.0, 7.0]
-
-
-def test_resetting_the_state_starts_fresh() -> None:
-    layer = trained()
-    layer.reset_delayed_state()
-    assert list(layer.state_dict()) == ["weight", "bias"]
-    step(layer, torch.full((4, 32), 7.0))
-    assert layer.amax_history_fwd[:, 0].tolist() == [0.0, 0.0, 0.0, 7.0]
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ class Subclass(torch.Tensor):
     pass
 
 
+ABSENT = object()
 NOT_FP8CORES = "delayed_meta is not fp8core's"
 BAD_SCALE = "scale_.wd holds scales that are NaN, infinite, zero or negative"
 BAD_AMAX = "amax_history_.wd holds amaxes that are NaN, infinite or negative"
@@ -100,6 +101,17 @@ WRONG: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {
         for name in ("amax_history_fwd", "amax_history_bwd")
         for value in (math.nan, math.inf, -1.0)
     },
+    "scale of another shape": ("scale_fwd", lambda own: torch.ones(6), r"scale_fwd is .* \[6\]"),
+    "history of another length": (
+        *("amax_history_bwd", lambda own: torch.zeros(3, 2), "amax_history_bwd is"),
+    ),
+    "scale in another dtype": ("scale_fwd", torch.Tensor.bfloat16, "scale_fwd is torch.bfl"),
+    "half of a state": ("scale_bwd", lambda own: ABSENT, "lacks scale_bwd"),
+    "no meta": ("delayed_meta", lambda own: ABSENT, "lacks delayed_meta"),
+    "meta of another origin": ("delayed_meta", torch.zeros_like, NOT_FP8CORES),
+    "weight of another shape": (
+        *("weight", lambda own: own[:, 1:], r"weight is \[16, 31\] in the"),
+    ),
     "newest amax nan": ("amax_history_fwd", with_value(0, math.nan), BAD_AMAX),
     "newest amax negative": ("amax_history_fwd", with_value(0, -1.0), BAD_AMAX),
     "scale is a number": ("scale_fwd", lambda own: 1.0, "scale_fwd is float .*expected a tensor"),
@@ -160,6 +172,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing() -> None:
         name, change, message = WRONG[case]
         saved: dict[str, Any] = dict(trained().state_dict())
         saved[name] = change(saved[name])
+        saved = {key: own for key, own in saved.items() if own is not ABSENT}
         layer = trained() if is_used else Linear(32, 16)
         before = snapshot(layer)
         with pytest.raises(RuntimeError, match=f"Linear.32, 16.: .*{message}"):

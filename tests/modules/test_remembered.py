@@ -680,6 +680,7 @@ def test_one_weight_makes_one_chain() -> None:
     [
         (None, {"enabled": False}),
         (recipe.Float8CurrentScaling(fp8_dpa=True), {}),
+        (recipe.Float8CurrentScaling(fp8_mha=True), {}),
         (recipe.DelayedScaling(), {"enabled": False, "calibrating": True}),
         (recipe.by_name("nvfp4"), {}),  # draws numbers
     ],

@@ -12,7 +12,6 @@ import torch
 import fp8core
 from fp8core import (
     MultiheadAttention,
-    OperandError,
     RotaryPositionEmbedding,
     TransformerLayer,
     UnsupportedError,
@@ -247,24 +246,6 @@ def test_attention_takes_the_recipe_if_that_says_so(kind: type[recipe.Recipe]) -
     assert 0 < (outputs[1] - outputs[0]).norm() < 0.1 * branch
 
 
-def test_first_and_later_microbatches_agree() -> None:
-    layer, x = new_layer(torch.bfloat16), states(dtype=torch.bfloat16)
-    with autocast(recipe=recipe.Float8CurrentScaling()):
-        first, later = (layer(x, is_first_microbatch=flag) for flag in (True, False))
-        with torch.no_grad():
-            layer.layernorm_mlp.fc1_weight.mul_(2)
-        with pytest.raises(OperandError, match="is_first_microbatch"):
-            layer(x, is_first_microbatch=False)
-    assert torch.equal(first, later)
-
-
-def test_torch_autocast_decides_the_dtype() -> None:
-    layer = new_layer(torch.float32)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        y = layer(states(dtype=torch.float32))
-    assert y.dtype == torch.bfloat16
-
-
 def test_quantized_weights_need_one_weight_for_query_key_and_value() -> None:
     chosen = recipe.Float8CurrentScaling()
     with fp8core.quantized_model_init(recipe=chosen):
@@ -305,11 +286,6 @@ def test_a_name_reaches_the_children() -> None:
     assert layer.inter_attention.key_value.name == "layers.3.inter_attention.key_value"
     assert layer.self_attention.core_attention.name == "layers.3.self_attention.core_attention"
     assert layer.layernorm_mlp.name == "layers.3.layernorm_mlp"
-
-
-def test_a_copy_computes_the_same() -> None:
-    layer = new_layer()
-    assert torch.equal(copy.deepcopy(layer)(states()), layer(states()))
 
 
 def test_a_layer_on_meta_gets_memory_and_values() -> None:
