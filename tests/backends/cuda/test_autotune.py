@@ -1,9 +1,14 @@
-"""Which algorithm runs: timed once, remembered, and the first one where nothing may be timed."""
+"""Which algorithm runs: timed once, remembered, and the first one where nothing may be timed; what
+was remembered and is not sound is said and not used."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,6 +73,15 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "_tables", {})
 
 
+def timed_anew(caplog: pytest.LogCaptureFixture) -> str:
+    """Choose the second of two algorithms by their times; return what is said."""
+    gemm = FakeGemm([2.0, 1.0])
+    with caplog.at_level(logging.WARNING, "fp8core.cuda"):
+        assert autotune.choose(gemm, "p", ADDRESSES, CPU) == 1
+    assert gemm.timed > 0
+    return caplog.text
+
+
 def test_the_fastest_runs_and_is_remembered(
     without_a_device: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,20 +117,7 @@ def test_a_remembered_algorithm_that_is_refused_is_timed_anew(
     kept: str, without_a_device: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     without_a_device.write_text(json.dumps({"p": kept}))
-    with caplog.at_level(logging.WARNING, "fp8core.cuda"):
-        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ADDRESSES, CPU) == 1
-    assert "timed anew" in caplog.text
-    assert json.loads(without_a_device.read_text()) == {"p": b"a1".hex()}
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"p": 3}', "\x00"])
-def test_a_corrupt_cache_is_said_and_replaced(
-    text: str, without_a_device: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    without_a_device.write_text(text)
-    with caplog.at_level(logging.WARNING, "fp8core.cuda"):
-        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ADDRESSES, CPU) == 1
-    assert "is not used" in caplog.text
+    assert "timed anew" in timed_anew(caplog)
     assert json.loads(without_a_device.read_text()) == {"p": b"a1".hex()}
 
 
@@ -125,9 +126,7 @@ def test_a_cache_that_cannot_be_written_is_said(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("FP8CORE_CACHE_DIR", str(tmp_path / "file" / "below"))
-    with caplog.at_level(logging.WARNING, "fp8core.cuda"):
-        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ADDRESSES, CPU) == 1
-    assert "cannot be written" in caplog.text
+    assert "cannot be written" in timed_anew(caplog)
 
 
 def test_nothing_is_timed_when_it_is_switched_off(
@@ -205,10 +204,9 @@ def test_a_cache_that_is_a_folder_is_said(
     without_a_device: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     without_a_device.mkdir()
-    with caplog.at_level(logging.WARNING, "fp8core.cuda"):
-        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ADDRESSES, CPU) == 1
-    assert "is not used" in caplog.text
-    assert "cannot be written" in caplog.text
+    said = timed_anew(caplog)
+    assert "is not used" in said
+    assert "cannot be written" in said
     assert list(without_a_device.parent.iterdir()) == [without_a_device]
 
 
@@ -237,3 +235,108 @@ def test_the_caller_s_sum_is_not_timed_on() -> None:
 def test_ragged_sizes_share_a_choice() -> None:
     assert {autotune.bucket(size) for size in range(8193, 10241)} == {10240}
     assert [autotune.bucket(1 << power) for power in range(20)] == [1 << p for p in range(20)]
+
+
+# --- choices that are not sound, or not the user's own ---
+
+
+@pytest.fixture
+def choices(without_a_device: Path) -> Path:
+    """The file of the algorithms that were timed, with one."""
+    without_a_device.write_text(json.dumps({"p": b"a0".hex()}))
+    without_a_device.chmod(0o644)
+    return without_a_device
+
+
+def test_sound_choices_are_used(choices: Path) -> None:
+    gemm = FakeGemm([2.0, 1.0])
+    assert autotune.choose(gemm, "p", ADDRESSES, CPU) == 0
+    assert gemm.timed == 0
+
+
+def test_choices_of_another_owner_are_not_used(
+    choices: Path, give_away: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    give_away(choices)
+    assert "belongs to" in timed_anew(caplog)
+
+
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_choices_that_others_can_write_are_not_used(
+    choices: Path, which: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (choices if which == "file" else choices.parent).chmod(0o777)
+    said = timed_anew(caplog)
+    assert "mode 777" in said
+    kept = choices.read_text()
+    if which == "folder":  # nor is anything put there
+        assert json.loads(kept) == {"p": b"a0".hex()}
+        assert list(choices.parent.iterdir()) == [choices]
+
+
+def test_choices_behind_a_link_are_not_used(
+    choices: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = choices.rename(tmp_path / "precious")
+    choices.symlink_to(target)
+    assert "is a symbolic link" in timed_anew(caplog)
+    assert json.loads(target.read_text()) == {"p": b"a0".hex()}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", '{"p": 3}', "\x00", '{"p": null}', "", "nul", "\ud800"),
+        *("[" * 200_000, '{"a":' * 100_000, "9" * 10_000),
+    ],
+)
+def test_hostile_choices_are_not_used(
+    text: str, choices: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    choices.write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert "is not used" in timed_anew(caplog)
+    assert json.loads(choices.read_text()) == {"p": b"a1".hex()}
+
+
+def test_choices_too_large_to_be_ours_are_not_read(
+    choices: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with choices.open("wb") as stream:
+        stream.truncate(1 << 40)  # a hole
+    assert "bytes" in timed_anew(caplog)
+
+
+def test_a_pipe_in_the_place_of_choices_is_not_waited_for(
+    choices: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    choices.unlink()
+    os.mkfifo(choices)
+    assert "is no regular file" in timed_anew(caplog)
+
+
+def test_a_full_disk_leaves_no_temporary_file(
+    choices: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    choices.unlink()
+    monkeypatch.setattr(json, "dump", full)
+    monkeypatch.setattr(json, "dumps", full)
+    assert "cannot be written: [Errno 28]" in timed_anew(caplog)
+    assert list(choices.parent.iterdir()) == []
+
+
+def test_temporary_files_of_killed_processes_go(
+    choices: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    choices.unlink()
+    for age, name in ((7200, "old"), (0, "new")):
+        file = choices.with_name(f".{choices.name}.{name}")
+        file.touch()
+        os.utime(file, (time.time() - age,) * 2)
+    timed_anew(caplog)
+    assert {file.name for file in choices.parent.iterdir()} == {
+        choices.name,
+        f".{choices.name}.new",
+    }

@@ -16,29 +16,15 @@ from fp8core.errors import RecipeError
 from fp8core_backends.cuda import build, native, settings
 from tests import forked
 
-FAKE_NVCC = """#!/bin/sh
-echo "$@" >> "{log}"
-case "$*" in
-  *-shared*) [ -f "{folder}/fail-link" ] && {{ echo "ld: no space left"; exit 1; }} ;;
-  *scale_update.cu*) [ -f "{folder}/fail" ] && {{ echo "scale_update: error: planted"; exit 2; }} ;;
-esac
-while [ $# -gt 1 ]; do [ "$1" = "-o" ] && echo made > "$2"; shift; done
-exit 0
+BUILDING = """
+import pathlib, sys
+from fp8core_backends.cuda import build
+folder = pathlib.Path(sys.argv[1])
+found = build.Toolchain(folder / "nvcc", (folder,), folder / "lib")
+build.find_toolchain = lambda: found
+print(build.build(("90a",)))
 """
-
-
-@pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a pretended nvcc, which fails while ``fail`` or ``fail-link`` is there."""
-    folder = tmp_path / "a toolkit"  # a path with a space
-    folder.mkdir()
-    nvcc = folder / "nvcc"
-    nvcc.write_text(FAKE_NVCC.format(log=folder / "log", folder=folder))
-    nvcc.chmod(0o755)
-    found = build.Toolchain(nvcc, (folder,), folder / "libcublasLt.so")
-    monkeypatch.setattr(build, "find_toolchain", lambda: found)
-    monkeypatch.setenv("FP8CORE_CACHE_DIR", str(tmp_path / "cache"))
-    return folder
+"""A program that builds with the compiler in the folder that it is given."""
 
 
 def test_a_build_is_made_once(compiler: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,12 +83,7 @@ def test_a_failed_build_says_why_and_leaves_nothing(compiler: Path, fault: str, 
 
 
 def test_processes_that_build_at_once_make_one_file(compiler: Path) -> None:
-    code = (
-        "import pathlib, sys; from fp8core_backends.cuda import build; folder = pathlib.Path("
-        "sys.argv[1]); found = build.Toolchain(folder / 'nvcc', (folder,), folder / 'lib');"
-        "build.find_toolchain = lambda: found; print(build.build(('90a',)))"
-    )
-    command = [sys.executable, "-c", code, str(compiler)]
+    command = [sys.executable, "-c", BUILDING, str(compiler)]
     outputs = [compiler / "said first", compiler / "said second"]
     with (
         outputs[0].open("w") as first,
@@ -178,17 +159,12 @@ def test_a_build_for_more_is_found(compiler: Path, source: Callable[..., native.
     assert source(("90a",), settings.read()).path == path
 
 
-def test_a_library_for_another_chip_is_refused(
-    compiler: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "_loaded", [])
-    monkeypatch.setattr(build, "present", lambda: ["90a"])
+@pytest.mark.usefixtures("compiler", "unloaded")
+def test_a_library_for_another_chip_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = SimpleNamespace(SOURCE_HASH=build.source_hash(), ARCHITECTURES="100a")
     monkeypatch.setattr(native, "_import", lambda path: made)
-    native._source.cache_clear()
     with pytest.raises(UnsupportedError, match="was built for 100a, this machine takes 90a"):
         native.load()
-    native._source.cache_clear()
 
 
 def test_a_folder_that_cannot_be_made_is_named(
@@ -202,29 +178,20 @@ def test_a_folder_that_cannot_be_made_is_named(
         build.build(("90a",))
 
 
-def test_a_failed_build_is_not_tried_again(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_loaded", [])
-    monkeypatch.setattr(build, "present", lambda: ["90a"])
-    native._source.cache_clear()
+@pytest.mark.usefixtures("unloaded")
+def test_a_failed_build_is_not_tried_again(compiler: Path) -> None:
     (compiler / "fail").touch()
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="error: planted"):
             native.load()
-    tried = (compiler / "log").read_text().count("scale_update.cu")
-    native._source.cache_clear()
-    assert tried == 1
+    assert (compiler / "log").read_text().count("scale_update.cu") == 1
 
 
-def test_a_library_of_other_sources_is_refused(
-    compiler: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "_loaded", [])
-    monkeypatch.setattr(build, "present", lambda: ["90a"])
+@pytest.mark.usefixtures("compiler", "unloaded")
+def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_import", lambda path: SimpleNamespace(SOURCE_HASH="older"))
-    native._source.cache_clear()
     with pytest.raises(UnsupportedError, match=r"other sources \(older"):
         native.load()
-    native._source.cache_clear()
 
 
 def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:

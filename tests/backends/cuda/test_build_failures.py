@@ -14,9 +14,7 @@ import pytest
 
 from fp8core import UnsupportedError
 from fp8core_backends.cuda import build
-from tests.backends.cuda.test_build import compiler
-
-__all__ = ["compiler"]
+from tests.backends.cuda.test_build import BUILDING
 
 # --- a build that is killed, or has no room ---
 
@@ -33,13 +31,8 @@ def test_a_killed_build_leaves_nothing_that_stays(compiler: Path, tmp_path: Path
     (compiler / "nvcc").write_text(SLOW_NVCC.format(folder=compiler))
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    code = (
-        "import pathlib, sys; from fp8core_backends.cuda import build; folder = pathlib.Path("
-        "sys.argv[1]); found = build.Toolchain(folder / 'nvcc', (folder,), folder / 'lib');"
-        "build.find_toolchain = lambda: found; print(build.build(('90a',)))"
-    )
     child = subprocess.Popen(
-        [sys.executable, "-c", code, str(compiler)],
+        [sys.executable, "-c", BUILDING, str(compiler)],
         env={**os.environ, "TMPDIR": str(temporary)},
         start_new_session=True,
     )

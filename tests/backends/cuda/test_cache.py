@@ -8,7 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,41 +16,18 @@ import pytest
 
 from fp8core import UnsupportedError
 from fp8core_backends.cuda import build, cache, native, settings
-from tests.backends.cuda.test_build import compiler
-
-__all__ = ["compiler"]
-
-STRANGER = 54321
 
 
 @pytest.fixture
-def give_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Make a path another user's. Who is not root becomes another user instead."""
-
-    def give(path: Path) -> None:
-        if os.geteuid() == 0:
-            os.chown(path, STRANGER, -1, follow_symlinks=False)
-        else:
-            monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
-
-    return give
-
-
-@pytest.fixture
-def built(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def built(compiler: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A library that was built earlier; loading a file fails the test."""
 
     def load(path: Path) -> None:
         raise AssertionError(f"{path} was loaded")
 
     monkeypatch.setattr(cache, "_is_private", lambda group: False)
-    monkeypatch.setattr(native, "_loaded", [])
-    monkeypatch.setattr(build, "present", lambda: ["90a"])
     monkeypatch.setattr(native, "_import", load)
-    native._source.cache_clear()
-    path = build.build(("90a",))
-    yield path
-    native._source.cache_clear()
+    return build.build(("90a",))
 
 
 def refused(said: str, path: Path) -> None:
