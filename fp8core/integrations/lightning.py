@@ -100,19 +100,14 @@ class Fp8CorePrecision(Precision):
         return module
 
     def tensor_init_context(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which tensors are created in ``weights_dtype``."""
+        """Return a context in which tensors, and parameters, are created in ``weights_dtype``."""
         return _default_dtype(self.weights_dtype)
 
-    def module_init_context(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which parameters are created in ``weights_dtype``."""
-        return _default_dtype(self.weights_dtype)
-
-    def forward_context(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of one forward."""
-        return self._forward()
+    module_init_context = tensor_init_context
 
     @contextlib.contextmanager
-    def _forward(self) -> Iterator[None]:
+    def forward_context(self) -> Iterator[None]:
+        """Run one forward inside."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(_default_dtype(self.weights_dtype))
             if self.compute_dtype != self.weights_dtype:

@@ -80,7 +80,7 @@ class LayerWatch:
         values["_programs"] = {}
         values["takes_chunks"] = False  # the whole operand is looked at
         for gemm in _RESULTS:
-            values[gemm] = _WatchedGemm(getattr(link, gemm), probe, gemm)
+            values[gemm] = _watched(getattr(link, gemm), probe, gemm)
         return WatchedLink(**values, probe=probe)
 
 
@@ -196,21 +196,16 @@ class _WatchedWeight(WeightWrapper):
         return flat
 
 
-class _WatchedGemm:
-    """A GEMM of the three, which the probe counts and whose result it checks."""
+def _watched(run: Callable[..., Any], probe: _Probe, name: str) -> Callable[..., Any]:
+    """Return a GEMM of the three, which the probe counts and whose result it checks."""
 
-    __slots__ = ("_name", "_probe", "_run")
-
-    def __init__(self, run: Callable[..., Any], probe: _Probe, name: str) -> None:
-        self._run = run
-        self._probe = probe
-        self._name = name
-
-    def __call__(self, *operands: Any, **keywords: Any) -> Any:
-        result = self._run(*operands, **keywords)
-        if not (self._name == "fprop" and _is_repeat()):
-            self._probe.gemm(self._name, [result] if isinstance(result, torch.Tensor) else result)
+    def gemm(*operands: Any, **keywords: Any) -> Any:
+        result = run(*operands, **keywords)
+        if not (name == "fprop" and _is_repeat()):
+            probe.gemm(name, [result] if isinstance(result, torch.Tensor) else result)
         return result
+
+    return gemm
 
 
 class _Probe:

@@ -189,16 +189,13 @@ def measure(cast: ObservedCast) -> Tally:
 def _saturated(cast: ObservedCast, x: torch.Tensor, lost: torch.Tensor) -> torch.Tensor | int:
     if cast.spec is None or cast.factors is None or not x.numel():
         return 0
-    largest, below = sorted({abs(v) for v in _finite_values(cast.spec.format)})[:-3:-1]
+    values = formats.by_name(cast.spec.format).values
+    largest, below = sorted({abs(value) for value in values if math.isfinite(value)})[:-3:-1]
     factors = cast.factors.to(torch.float64)
     for dim, (size, block) in enumerate(zip(x.shape, cast.spec.block, strict=True)):
         if block:
             factors = factors.repeat_interleave(block, dim).narrow(dim, 0, size)
     return ((x.abs() > (largest + (largest - below) / 2) * factors) & ~lost).sum()
-
-
-def _finite_values(name: str) -> list[float]:
-    return [value for value in formats.by_name(name).values if math.isfinite(value)]
 
 
 def _exponents(x: torch.Tensor) -> torch.Tensor:

@@ -255,18 +255,6 @@ class Fp8CoreNorm:
         return norm
 
 
-def _arguments(config: Any, init_method: Any, bias: bool, skip_bias_add: bool) -> dict[str, Any]:
-    """Return the arguments that every linear of fp8core gets from Megatron's."""
-    return {
-        "init_method": init_method if config.perform_initialization else _leave,
-        "bias": bias,
-        "return_bias": skip_bias_add and bias,
-        "params_dtype": config.params_dtype,
-        "fuse_wgrad_accumulation": bool(config.gradient_accumulation_fusion),
-        "device": _device_of(config),
-    }
-
-
 def _leave(weight: torch.Tensor) -> None:
     """Leave ``weight`` unfilled, as a checkpoint fills it."""
 
@@ -299,10 +287,18 @@ class _MegatronLinear:
             gather_output=(gather_output, False),
             skip_weight_param_allocation=(skip_weight_param_allocation, False),
         )
-        arguments = _arguments(config, init_method, bias, skip_bias_add)
-        arguments |= self.more_arguments(config, is_expert=is_expert)
         layer: Any = super()
-        layer.__init__(input_size, output_size, **arguments)
+        layer.__init__(
+            input_size,
+            output_size,
+            init_method=init_method if config.perform_initialization else _leave,
+            bias=bias,
+            return_bias=skip_bias_add and bias,
+            params_dtype=config.params_dtype,
+            fuse_wgrad_accumulation=bool(config.gradient_accumulation_fusion),
+            device=_device_of(config),
+            **self.more_arguments(config, is_expert=is_expert),
+        )
         self._finish(config, is_expert=is_expert)
 
     def more_arguments(self, config: Any, *, is_expert: bool) -> dict[str, Any]:
