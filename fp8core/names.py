@@ -34,10 +34,11 @@ SHORT = {
 PICKLED = {
     "conversion.report": "conversion.convert",
     "functional.exchange": "functional.quantize",
-    "functional.quantizers.composed": "functional.quantizers.named",
-    "functional.quantizers.dtype": "functional.quantizers.named",
-    "functional.quantizers.float8": "functional.quantizers.named",
-    "functional.quantizers.nvfp4": "functional.quantizers.named",
+    "functional.quantizers.composed": "functional.quantizers",
+    "functional.quantizers.dtype": "functional.quantizers",
+    "functional.quantizers.float8": "functional.quantizers",
+    "functional.quantizers.named": "functional.quantizers",
+    "functional.quantizers.nvfp4": "functional.quantizers",
     "integrations.megatron.linears": "integrations.megatron",
     "modules.activation": "ops.activation",
     "modules.extra_state.attention": "modules.state.extra_state",
@@ -50,6 +51,7 @@ PICKLED = {
     "parameter": "tensors.parameter",
     "tensors.parameter.names": "tensors.parameter.init",
     "training.optimizers.fused_sgd": "training.optimizers.fused",
+    "training.optimizers.multi_tensor": "training.optimizers",
     **{
         f"modules.{module}": f"modules.{room}.{module}"
         for room, modules in {

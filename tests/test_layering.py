@@ -92,7 +92,7 @@ LONG_SIGNATURES = {
         )
     },
     "fp8core.modules.sequences.inference.InferenceParams.__init__": "Transformer Engine's order",
-    "fp8core.functional.quantizers.named.NVFP4Quantizer.__init__": "Transformer Engine's order",
+    "fp8core.functional.quantizers.NVFP4Quantizer.__init__": "Transformer Engine's order",
     "fp8core.modules.sequences.rotary.apply_rotary_pos_emb": "Transformer Engine's order",
     "fp8core.modules.sequences.rotary.apply_fused_qkv_rotary_pos_emb": "Transformer Engine's order",
     "fp8core.modules.attention.DotProductAttention.__init__": "Transformer Engine's order",
@@ -107,7 +107,7 @@ LONG_SIGNATURES = {
     "fp8core.training.cpu_offload.get_cpu_offload_context": "Transformer Engine's order",
     "fp8core.training.cross_entropy.parallel_cross_entropy": "Transformer Engine's order",
     **{
-        f"fp8core.training.optimizers.multi_tensor.multi_tensor_{name}": "its order of arguments"
+        f"fp8core.training.optimizers.multi_tensor_{name}": "its order of arguments"
         for name in ("adam", "adam_capturable", "adam_fp8", "sgd")
     },
     "fp8core.training.permutation.moe_unpermute": "Transformer Engine's order",

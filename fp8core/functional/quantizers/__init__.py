@@ -6,17 +6,22 @@ plan's orientations to make. Backends compute, as for layers.
 
 from __future__ import annotations
 
-from fp8core.functional.quantizers.base import Quantizer
-from fp8core.functional.quantizers.named import (
-    DType,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-)
+import dataclasses
+import enum
+import warnings
+
+import torch
+import torch.distributed
+
+from fp8core import formats
+from fp8core.backend_api import AmaxDesc, OperandSpec, QuantizeDesc
+from fp8core.dispatch import table
+from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
+from fp8core.functional.quantizers.base import PlannedQuantizer, Quantizer
+from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.quantizer import Slot
+from fp8core.tensors.quantizer_binding import ReduceAmax
+from fp8core.tensors.storage import matrix_shape
 
 __all__ = [
     "DType",
@@ -29,6 +34,447 @@ __all__ = [
     "NVFP4Quantizer",
     "Quantizer",
 ]
+
+
+class DType(enum.IntEnum):
+    """Data types by the numbers that Transformer Engine gives them."""
+
+    kByte = 0
+    kInt32 = 2
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat4E2M1 = 10
+
+
+_FORMATS = {
+    DType.kFloat8E4M3: "e4m3",
+    DType.kFloat8E5M2: "e5m2",
+    DType.kFloat4E2M1: "e2m1",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+
+
+def format_of(dtype: object, asked_by: str) -> str:
+    """Return the name of the format that ``dtype`` is: a DType or its number, one of torch's FP8
+    dtypes, or a format's name.
+
+    Raises:
+        RecipeError: it is something else.
+
+    >>> format_of(DType.kFloat8E5M2, "doctest"), format_of(torch.float8_e4m3fn, "doctest")
+    ('e5m2', 'e4m3')
+    """
+    name = dtype if isinstance(dtype, str) else None
+    if isinstance(dtype, int | torch.dtype) and not isinstance(dtype, bool):
+        name = _FORMATS.get(dtype)
+    names = [one for one in formats.names() if one != "e8m0"]
+    if name in names:
+        return name
+    near = did_you_mean(dtype, names) if isinstance(dtype, str) else ""
+    raise RecipeError(
+        f"{asked_by}: {dtype!r} is no format for elements. Expected fp8core.DType.kFloat8E4M3, "
+        f"kFloat8E5M2 or kFloat4E2M1, a torch FP8 dtype, or one of {', '.join(names)}.{near}"
+    )
+
+
+def _plan_of(name: str, block: tuple[int, int], **fields: object) -> TensorPlan:
+    """Return the plan of both orientations in one format, scaled to its maximum."""
+    spec = OperandSpec(name, block, formats.by_name(name).max, **fields)  # type: ignore[arg-type]  # fields by name
+    return TensorPlan(spec, spec)
+
+
+def _byte_format_of(dtype: object, quantizer: Quantizer) -> str:
+    owner = type(quantizer).__name__
+    name = format_of(dtype, owner)
+    if formats.by_name(name).bits != 8:
+        raise RecipeError(f"{owner}({name!r}): expected a format of 8 bits.")
+    return name
+
+
+class Float8Quantizer(Quantizer):
+    """A given scale for the tensor: that of delayed scaling, or a constant.
+
+    Args:
+        scale: float32, one entry; elements are multiplied by it. Read in each cast.
+        amax: float32, one entry, on the device of ``scale``; becomes the largest magnitude of it
+            and of each tensor that is cast.
+        fp8_dtype: the element format, as ``DType.kFloat8E4M3``.
+        rowwise, columnwise: which orientations are made.
+
+    Raises:
+        OperandError: ``scale`` or ``amax`` is something else.
+    """
+
+    def __init__(
+        self,
+        scale: torch.Tensor,
+        amax: torch.Tensor,
+        fp8_dtype: object,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._format = _byte_format_of(fp8_dtype, self)
+        self.dtype = fp8_dtype
+        for name, one in (("scale", scale), ("amax", amax)):
+            _check_entry(name, one)
+        if scale.device != amax.device:
+            raise OperandError(
+                f"Float8Quantizer: scale is on {scale.device}, amax on {amax.device}. Move one."
+            )
+        self.scale = scale
+        self.amax = amax
+
+    @property
+    def plan(self) -> TensorPlan:
+        """A float32 scale for the tensor."""
+        return _plan_of(self._format, (0, 0))
+
+    @property
+    def slot(self) -> Slot:
+        """The given scale and amax, as views of one entry."""
+        return Slot(self.scale.detach().view(1), self.amax.detach().view(1))
+
+    @property
+    def cell(self) -> None:
+        """None, as the scale is the quantizer's own."""
+        return
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        """Set ``amax`` to that of ``tensor``."""
+        desc = AmaxDesc(QuantizeDesc(tensor.dtype, self.plan.rowwise, None))
+        matrix = tensor.detach().reshape(matrix_shape(tensor.shape))
+        amax = table.resolve(desc, tensor.device).run(matrix)
+        self.amax.detach().copy_(amax.reshape(self.amax.shape))
+
+
+def _check_entry(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32 or tensor.numel() != 1:
+        found = (
+            f"{tensor.dtype} {list(tensor.shape)}"
+            if isinstance(tensor, torch.Tensor)
+            else type(tensor).__name__
+        )
+        raise OperandError(f"Float8Quantizer({name}={found}): expected one entry in float32.")
+
+
+class ReducingQuantizer(Quantizer):
+    """A quantizer whose amax can be that of a tensor that several processes hold in parts."""
+
+    with_amax_reduction: bool
+    amax_reduction_group: torch.distributed.ProcessGroup | None
+
+    @property
+    def reduce_amax(self) -> ReduceAmax | None:
+        """The maximum over the group, if asked for; raises OperandError when it is called and
+        torch.distributed is not initialized."""
+        return self._maximum if self.with_amax_reduction else None
+
+    def _maximum(self, amaxes: torch.Tensor) -> torch.Tensor:
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            raise OperandError(
+                "with_amax_reduction=True needs torch.distributed.init_process_group first."
+            )
+        reduced, group = amaxes.contiguous(), self.amax_reduction_group
+        torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=group)
+        return reduced
+
+    def __getstate__(self) -> dict[str, object]:
+        # A process group cannot be pickled.
+        return {**self.__dict__, "amax_reduction_group": None}
+
+
+class Float8CurrentScalingQuantizer(ReducingQuantizer):
+    """A scale for the tensor, from the amax of the tensor itself.
+
+    Args:
+        fp8_dtype: the element format, as ``DType.kFloat8E4M3``.
+        device: accepted and unused, as in Transformer Engine: a cast runs where its tensor is.
+        rowwise, columnwise: which orientations are made.
+        with_amax_reduction: take the maximum of amaxes over ``amax_reduction_group``, of all
+            processes if that is None; each holds a part of one tensor.
+        force_pow_2_scales: round scales down to powers of two.
+        amax_epsilon: lower bound of the amax.
+        use_existing_amax, scale, amax: ignored with a DeprecationWarning, as in Transformer Engine.
+    """
+
+    def __init__(
+        self,
+        fp8_dtype: object,
+        device: torch.device | str | int | None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        use_existing_amax: bool = False,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: torch.distributed.ProcessGroup | None = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if use_existing_amax or scale is not None or amax is not None:
+            warnings.warn(
+                "Float8CurrentScalingQuantizer ignores use_existing_amax, scale and amax: its "
+                "scale follows from the tensor. Float8Quantizer takes a scale.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        self._format = _byte_format_of(fp8_dtype, self)
+        self.dtype = fp8_dtype
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.force_pow_2_scales = force_pow_2_scales
+        self.amax_epsilon = amax_epsilon
+        _ = self.plan  # a RecipeError belongs here
+
+    @property
+    def plan(self) -> TensorPlan:
+        """A float32 scale for the tensor."""
+        return _plan_of(
+            self._format,
+            (0, 0),
+            power_of_two=self.force_pow_2_scales,
+            amax_epsilon=self.amax_epsilon,
+        )
+
+
+class Float8BlockQuantizer(Quantizer):
+    """A float32 scale for every 128 elements along the contraction, or for 128 x 128.
+
+    Args:
+        fp8_dtype: the element format, as ``DType.kFloat8E4M3``.
+        rowwise, columnwise: which orientations are made.
+        amax_epsilon: lower bound of a block's amax.
+        force_pow_2_scales: round scales down to powers of two.
+        block_scaling_dim: 1 for 1 x 128 blocks, 2 for 128 x 128.
+
+    Raises:
+        RecipeError: another ``block_scaling_dim``, or no 8-bit format.
+    """
+
+    def __init__(
+        self,
+        fp8_dtype: object,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._format = _byte_format_of(fp8_dtype, self)
+        self.dtype = fp8_dtype
+        self.block_len = 128
+        if block_scaling_dim not in (1, 2):
+            raise RecipeError(
+                f"{type(self).__name__}(block_scaling_dim={block_scaling_dim!r}): expected 1 or 2."
+            )
+        self.amax_epsilon = amax_epsilon
+        self.force_pow_2_scales = force_pow_2_scales
+        self.block_scaling_dim = block_scaling_dim
+        _ = self.plan  # a RecipeError belongs here
+
+    @property
+    def plan(self) -> TensorPlan:
+        """Float32 scales of blocks."""
+        return _plan_of(
+            self._format,
+            (1, 128) if self.block_scaling_dim == 1 else (128, 128),
+            power_of_two=self.force_pow_2_scales,
+            amax_epsilon=self.amax_epsilon,
+        )
+
+
+class MXFP8Quantizer(Quantizer):
+    """A power-of-two scale in a byte for every 32 elements along the contraction.
+
+    Args:
+        fp8_dtype: the element format, as ``DType.kFloat8E4M3``.
+        rowwise, columnwise: which orientations are made.
+        with_2d_quantization: blocks of 32 x 32, which hold the same codes both ways.
+    """
+
+    def __init__(
+        self,
+        fp8_dtype: object,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_2d_quantization: bool = False,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._format = _byte_format_of(fp8_dtype, self)
+        self.dtype = fp8_dtype
+        self.with_2d_quantization = with_2d_quantization
+
+    @property
+    def plan(self) -> TensorPlan:
+        """Scales in e8m0."""
+        block = (32, 32) if self.with_2d_quantization else (1, 32)
+        return _plan_of(self._format, block, scale_format="e8m0")
+
+
+class NVFP4Quantizer(ReducingQuantizer):
+    """e2m1 elements, an e4m3 scale for every 16 along the contraction, one float32 scale above.
+
+    Args:
+        fp4_dtype: ``DType.kFloat4E2M1``.
+        rowwise, columnwise: which orientations are made.
+        with_amax_reduction: take the maximum of amaxes over ``amax_reduction_group``, of all
+            processes if that is None; each holds a part of one tensor.
+        with_rht: the columnwise operand is transformed by a Hadamard matrix of 16 along its rows'
+            contraction first. Its amax is always that of the transformed elements, so
+            ``with_post_rht_amax`` says nothing more.
+        with_2d_quantization: blocks of 16 x 16.
+        stochastic_rounding: elements are rounded up or down with probabilities that keep the mean.
+        row_scaled_nvfp4: a float32 scale for each row instead of one for the tensor.
+        nvfp4_use_4over6: each block maps its amax to 6 or to 4, whichever loses less.
+        nvfp4_e4m3_max: with ``nvfp4_use_4over6`` the value that the largest block scale maps to,
+            448 or 256; unused without it.
+        nvfp4_4over6_err_mode: what is compared, ``"MAE"`` or ``"MSE"``.
+        with_random_sign_mask: the transform takes its fixed signs; False leaves them out.
+
+    Raises:
+        RecipeError: an option has another value, or rules another one out; see
+            :class:`fp8core.backend_api.OperandSpec`.
+    """
+
+    def __init__(
+        self,
+        fp4_dtype: object = DType.kFloat4E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: torch.distributed.ProcessGroup | None = None,
+        with_rht: bool = False,
+        with_post_rht_amax: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        with_random_sign_mask: bool = True,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        owner = type(self).__name__
+        if format_of(fp4_dtype, owner) != "e2m1":
+            raise RecipeError(f"{owner}(fp4_dtype={fp4_dtype!r}): expected DType.kFloat4E2M1.")
+        mode = nvfp4_4over6_err_mode
+        if not isinstance(mode, str) or mode.upper() not in ("MAE", "MSE"):
+            raise RecipeError(f"{owner}(nvfp4_4over6_err_mode={mode!r}): expected 'MAE' or 'MSE'.")
+        self.dtype = fp4_dtype
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.with_rht = with_rht
+        self.with_post_rht_amax = with_post_rht_amax
+        self.with_2d_quantization = with_2d_quantization
+        self.stochastic_rounding = stochastic_rounding
+        self.row_scaled_nvfp4 = row_scaled_nvfp4
+        self.nvfp4_use_4over6 = nvfp4_use_4over6
+        self.nvfp4_e4m3_max = nvfp4_e4m3_max if nvfp4_use_4over6 else 448
+        self.nvfp4_4over6_err_mode = mode.upper()
+        self.with_random_sign_mask = with_random_sign_mask
+        _ = self.plan  # a RecipeError belongs here
+
+    @property
+    def plan(self) -> TensorPlan:
+        """Scales of two levels."""
+        plan = _plan_of(
+            "e2m1",
+            (16, 16) if self.with_2d_quantization else (1, 16),
+            scale_format="e4m3",
+            stochastic=self.stochastic_rounding,
+            row_scaled=self.row_scaled_nvfp4,
+            four_over_six=self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else None,
+            scale_max=float(self.nvfp4_e4m3_max),
+        )
+        row = plan.rowwise
+        if not self.with_rht or row is None:
+            return plan
+        name = "hadamard16" if self.with_random_sign_mask else "hadamard16_unsigned"
+        return TensorPlan(row, dataclasses.replace(row, transform=name))
+
+
+class IdentityQuantizer(Quantizer):
+    """Leaves a tensor in high precision: for a factory's answer, or one half of a HybridQuantizer.
+
+    Called, it returns the tensor, in ``dtype`` if that is given.
+    """
+
+    def __init__(
+        self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise RecipeError(f"IdentityQuantizer(dtype={dtype!r}): expected a floating dtype.")
+        self.dtype = dtype
+
+    @property
+    def plan(self) -> TensorPlan:
+        """No orientation is quantized."""
+        return TensorPlan(None, None)
+
+    @property
+    def cell(self) -> TensorPlan:
+        """The plan, which says all that a layer does with it."""
+        return self.plan
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # no QuantizedTensor
+        """Return ``tensor``."""
+        return tensor if self.dtype is None else tensor.to(self.dtype)
+
+    def __repr__(self) -> str:
+        return "IdentityQuantizer()" if self.dtype is None else f"IdentityQuantizer({self.dtype})"
+
+
+class HybridQuantizer(PlannedQuantizer):
+    """Quantizes rowwise as one quantizer does, and columnwise as another.
+
+    Args:
+        rowwise_quantizer, columnwise_quantizer: quantizers whose plans say all that they do; their
+            usages do not matter.
+        columnwise_source: ``"original"``; the columnwise operand of a dequantized rowwise one is
+            not offered, as no product here reads one.
+    """
+
+    def __init__(
+        self,
+        *,
+        rowwise_quantizer: Quantizer,
+        columnwise_quantizer: Quantizer,
+        columnwise_source: str = "original",
+    ) -> None:
+        cells = []
+        for way, given in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
+            cell = given.cell if isinstance(given, Quantizer) else None
+            if cell is None:
+                raise OperandError(
+                    f"HybridQuantizer({way}_quantizer={given!r}): expected a quantizer of fp8core "
+                    f"without a state or code of its own."
+                )
+            cells.append(cell)
+        if columnwise_source == "rowwise_dequantized":
+            raise UnsupportedError(
+                "HybridQuantizer(columnwise_source='rowwise_dequantized') is not offered; a recipe "
+                "with backward_override='dequantized' multiplies by the dequantized operand."
+            )
+        if columnwise_source != "original":
+            raise RecipeError(
+                f"HybridQuantizer(columnwise_source={columnwise_source!r}): expected 'original'."
+            )
+        super().__init__(TensorPlan(cells[0].rowwise, cells[1].columnwise))
+        self.rowwise_quantizer = rowwise_quantizer
+        self.columnwise_quantizer = columnwise_quantizer
+        self.columnwise_source = columnwise_source
 
 
 def __dir__() -> list[str]:
