@@ -49,7 +49,8 @@ PICKLED = {
     "modules.sequential": "ops.sequential",
     "modules.tensor_operations": "modules.layers.operation",
     "parameter": "tensors.parameter",
-    "tensors.parameter.names": "tensors.parameter.init",
+    "tensors.parameter.init": "tensors.parameter",
+    "tensors.parameter.names": "tensors.parameter",
     "training.optimizers.fused_sgd": "training.optimizers.fused",
     "training.optimizers.multi_tensor": "training.optimizers",
     **{

@@ -16,7 +16,7 @@ from fp8core.errors import UnsupportedError
 from fp8core.modules.layers.grouped_linear import GroupedLinear
 from fp8core.modules.models.inventory import Experts, ExpertWeight, experts_of
 from fp8core.reporting import log_once
-from fp8core.tensors.parameter.init import quantized_model_init
+from fp8core.tensors.parameter import quantized_model_init
 
 _SUFFIX = "_linear"
 

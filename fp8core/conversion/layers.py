@@ -26,7 +26,7 @@ from fp8core.modules.calls.parameters import fill
 from fp8core.modules.layers.linear import Linear
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
 from fp8core.modules.models.inventory import conv1d_sizes
-from fp8core.tensors.parameter.init import quantized_model_init
+from fp8core.tensors.parameter import quantized_model_init
 from fp8core.torch_ops.private import (
     MODULE_CALL,
     always_called_hooks,

@@ -29,7 +29,7 @@ from fp8core.integrations import transformer_engine
 from fp8core.integrations.transformer_engine import recipes
 from fp8core.recipe.base import Recipe
 from fp8core.reporting import log_once
-from fp8core.tensors.parameter.init import quantized_model_init
+from fp8core.tensors.parameter import quantized_model_init
 
 _EXTENSION = "megatron.core.extensions.transformer_engine"
 CLASSES: Mapping[str, str] = {

@@ -22,7 +22,7 @@ from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.base import explains_writes
 from fp8core.recipe.plan import GemmPlan, LayerRole, LinearPlan, Plan
 from fp8core.reporting import log_once
-from fp8core.tensors.parameter.init import is_initializing_quantized
+from fp8core.tensors.parameter import is_initializing_quantized
 
 
 def check_fp8_support() -> tuple[bool, str]:

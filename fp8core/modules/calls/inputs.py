@@ -11,7 +11,7 @@ from fp8core.chain.shape import input_columns_of
 from fp8core.chain.unwrap import PLAIN
 from fp8core.errors import OperandError
 from fp8core.modules.calls.base import LowPrecisionModule
-from fp8core.tensors.parameter.init import DTYPES
+from fp8core.tensors.parameter import DTYPES
 
 
 def check_input(

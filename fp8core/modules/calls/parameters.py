@@ -18,7 +18,7 @@ import torch
 from fp8core.collectives.base import is_process_group
 from fp8core.dispatch import policy, select
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
-from fp8core.tensors.parameter.init import parameter_dtype
+from fp8core.tensors.parameter import parameter_dtype
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.private import DeviceContext, function_modes
 
@@ -36,7 +36,7 @@ def make_parameter(
     """Return an unfilled parameter; torch's default dtype if None.
 
     Raises:
-        OperandError: see :func:`fp8core.tensors.parameter.init.parameter_dtype`.
+        OperandError: see :func:`fp8core.tensors.parameter.parameter_dtype`.
     """
     return torch.nn.Parameter(torch.empty(size, device=device, dtype=parameter_dtype(dtype)))
 

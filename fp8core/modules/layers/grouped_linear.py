@@ -29,7 +29,7 @@ from fp8core.modules.layers.operation import ExtraTensors
 from fp8core.modules.layers.parallel import ParallelModule, mark_weight
 from fp8core.modules.run import delaying, remember_call, run_again, run_links
 from fp8core.recipe.plan import LayerRole
-from fp8core.tensors.parameter.init import make_weight
+from fp8core.tensors.parameter import make_weight
 
 KINDS = ("weight", "bias")
 """The prefixes of the names of parameters; the number of a group follows."""

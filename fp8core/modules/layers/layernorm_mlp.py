@@ -32,7 +32,7 @@ from fp8core.modules.layers.layernorm_linear import (
 from fp8core.modules.layers.parallel import ALONE, Parallel, ParallelModule, mark_norm, mark_weight
 from fp8core.modules.run import run_layer
 from fp8core.recipe.plan import LayerRole
-from fp8core.tensors.parameter.init import make_weight
+from fp8core.tensors.parameter import make_weight
 
 _NOT_OFFERED = (
     "ub_overlap_ag",

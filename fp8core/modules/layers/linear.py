@@ -23,7 +23,7 @@ from fp8core.modules.calls.parameters import (
 from fp8core.modules.layers.parallel import Parallel, ParallelModule, mark_norm, mark_weight
 from fp8core.modules.run import run_layer
 from fp8core.recipe.plan import LayerRole
-from fp8core.tensors.parameter.init import make_weight
+from fp8core.tensors.parameter import make_weight
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 NOT_OFFERED = (

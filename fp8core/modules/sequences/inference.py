@@ -21,7 +21,7 @@ from fp8core.modules.sequences.kv_cache import (
     Sequences,
     gathered,
 )
-from fp8core.tensors.parameter.init import DTYPES
+from fp8core.tensors.parameter import DTYPES
 from fp8core.torch_ops.untraced import untraced
 
 _FORMATS = ("bshd", "sbhd", "thd")
