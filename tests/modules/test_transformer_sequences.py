@@ -10,7 +10,6 @@ import torch
 
 from fp8core import (
     InferenceParams,
-    OperandError,
     RotaryPositionEmbedding,
     UnsupportedError,
     autocast,
@@ -88,16 +87,6 @@ def test_prompts_of_different_lengths_share_a_batch() -> None:
     for row, length in enumerate(lengths):
         torch.testing.assert_close(first[row, :length], full[row, :length])
         torch.testing.assert_close(second[row, 0], full[row, length])
-
-
-def test_two_layers_of_one_number_are_refused() -> None:
-    first, second = (new_layer(attn_input_format="bshd", layer_number=number) for number in (1, 1))
-    cache = InferenceParams(B, S, HEADS, H // HEADS, F64)
-    cache.pre_step(OrderedDict(enumerate([S] * B)))
-    with torch.no_grad():
-        x = first(states(B, S, H), inference_params=cache)
-        with pytest.raises(OperandError, match="two layers have layer_number=1"):
-            second(x, inference_params=cache)
 
 
 def test_a_cache_that_was_reset_serves_another_model() -> None:
