@@ -1,4 +1,4 @@
-"""Parameters that are computed from others or have several dtypes: what is cast is what they are."""
+"""Parameters that are computed from others, or have several dtypes, are cast as what they are."""
 
 from __future__ import annotations
 

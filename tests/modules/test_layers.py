@@ -165,9 +165,11 @@ def test_init_method_fills_each_weight_and_no_bias(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("centered", "value"), [(False, 1.0), (True, 0.0)])
-@pytest.mark.parametrize("kind", NORMS)
-def test_gamma_starts_as_the_identity(kind: type, centered: bool, value: float) -> None:
-    assert torch.equal(kind(3, zero_centered_gamma=centered).weight, torch.full((3,), value))
+def test_gamma_starts_as_the_identity(centered: bool, value: float) -> None:
+    gammas = [kind(32, zero_centered_gamma=centered).weight for kind in NORMS]
+    gammas += [LAYERS[kind](zero_centered_gamma=centered).layer_norm_weight for kind in NORMED]
+    for gamma in gammas:
+        assert torch.equal(gamma, torch.full((32,), value))
 
 
 # --- results beside the output ---
