@@ -66,8 +66,7 @@ NOT_ON_CUDA: dict[str, str] = {
     "test_a_pass_that_raises_after_one_of_another_thread_ended_leaves_no_amax": (
         "passes of a GPU share a thread of autograd, in which one would wait for the other"
     ),
-    "tests/context/test_graph_breaks.py::"
-    "test_an_autocast_around_a_graph_break_holds[nested]": _ORACLE,
+    "tests/context/test_capture.py::test_an_autocast_around_a_graph_break_holds[nested]": _ORACLE,
     "tests/context/test_timeline.py::test_a_hook_may_evaluate_the_layer_in_another_recipe": (
         "hooks of a GPU run in a thread of autograd, where no device is torch's default"
     ),
@@ -76,10 +75,7 @@ NOT_ON_CUDA: dict[str, str] = {
     "tests/context/test_timeline.py::test_a_recipe_around_forward_and_backward_is_repeated": (
         _THREAD
     ),
-    "tests/context/test_timeline.py::"
-    "test_another_recipe_around_backward_is_refused_whatever_ran_before": _THREAD,
-    "tests/context/test_timeline.py::"
-    "test_its_high_half_in_an_autocast_around_backward_is_refused": _THREAD,
+    "tests/context/test_timeline.py::test_another_recipe_around_backward_is_refused": _THREAD,
     "tests/conversion/test_first_step.py::test_a_substituted_backend_is_in_the_line": _STAND_IN,
     **{
         f"tests/test_permutation.py::{name}": (
@@ -105,7 +101,7 @@ NOT_ON_CUDA: dict[str, str] = {
     "tests/tensors/test_scaling.py::test_an_infinite_amax_is_reported_with_the_layer": (
         "a kernel counts the amaxes that are not finite, and the host does not wait to log them"
     ),
-    "tests/tensors/test_shards.py::test_memory_that_is_not_there_is_not_read": (
+    "tests/tensors/test_stored.py::test_memory_that_is_not_there_is_not_read": (
         "gloo reads the memory of the CPU"
     ),
     "tests/tensors/test_views.py::test_one_scale_a_tensor_takes_views_of_other_columns": (

@@ -33,7 +33,7 @@ SHOWN_CHARACTERS = 6000
 SHOWN_FAILURES = 100
 SHOWN_REASONS = 8
 
-PAGES = ("tests/docs/test_pages.py", "tests/docs/test_examples.py", "tests/inspection/test_page.py")
+PAGES = ("tests/docs/test_pages.py",)
 CUDA_TESTS = "tests/backends/cuda"
 LAYERS = (
     *("tests/chain", "tests/context", "tests/conversion", "tests/functional", "tests/inspection"),
@@ -53,8 +53,7 @@ LEFT_OUT = {
     "tests/conformance": "the kit itself, with backends of the CPU that break its laws",
     "tests/dispatch": "which backend is chosen, with toys",
     "tests/distributed": "processes joined by gloo, or by NCCL with TEST_DEVICE=cuda and two GPUs",
-    "tests/docs/test_architecture.py": "names, and a step of the reference",
-    "tests/docs/test_logs.py": "source text",
+    "tests/docs/test_architecture.py": "source text, names, and a step of the reference",
     "tests/docs/test_site.py": "pages built by Sphinx",
     "tests/doctor": "reports of broken plug-ins; the part `doctor` is the report of this machine",
     "tests/formats": "encoding in torch's operators, bit for bit against ml_dtypes on the CPU",

@@ -95,15 +95,6 @@ def test_high_precision_is_not_padded() -> None:
     assert bind(Linear(33, 7), DEVICE, torch.float32).linears[0].padding is None
 
 
-def test_padding_is_reported_once_whatever_the_rows(caplog: pytest.LogCaptureFixture) -> None:
-    layer = Linear(40, 24, name="padding_is_reported_once")
-    with autocast(recipe=recipe.MXFP8BlockScaling()):
-        for rows in (3, 3, 5):
-            layer(torch.randn(rows, 40))
-    lines = [line for line in caplog.messages if "padding_is_reported_once" in line]
-    assert len(lines) == 1
-
-
 def test_the_report_names_the_layer_and_what_is_added(caplog: pytest.LogCaptureFixture) -> None:
     layer = Linear(40, 24, name="decoder.3.fc1")
     with autocast(recipe=recipe.MXFP8BlockScaling()):
@@ -197,10 +188,6 @@ def test_padded_rows_leave_the_weight_alone(name: str, monkeypatch: pytest.Monke
         layer(x).sum().backward()
     assert padded
     assert all(one is not layer.weight and one.shape != layer.weight.shape for one in padded)
-
-
-def test_alignment_takes_any_size_unless_told() -> None:
-    assert Alignment() == (1, 1, 1)
 
 
 @pytest.mark.parametrize(("name", "kind"), turns(WHOLE_BLOCKS, ["linear", "grouped"]))

@@ -440,28 +440,6 @@ def test_a_weight_of_inference_mode_is_held_as_codes() -> None:
     assert torch.equal(x.grad, want.grad)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("name", ["delayed", "current"])
-def test_a_checkpoint_of_microbatches_uses_what_is_kept(name: str, use_reentrant: bool) -> None:
-    def grads(chosen: Any) -> list[torch.Tensor]:
-        own, x, is_first = layer(), values(), True
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = own(x, is_first_microbatch=is_first)
-            return y
-
-        outputs = []
-        for is_first in (True, False):  # noqa: B007  run reads it
-            with autocast(recipe=chosen):
-                outputs.append(fp8core.checkpoint(run, x, use_reentrant=use_reentrant))
-        for y in outputs:
-            y.square().sum().backward()
-        return [x.grad, own.weight.grad, *own.buffers()]  # type: ignore[list-item]  # both have one
-
-    held, again = recipes(name)
-    assert_same(grads(again), grads(held))
-
-
 def test_a_recompute_outside_of_the_frozen_weights_of_its_forward_is_refused() -> None:
     """Forward saved the codes that the scope keeps, the recompute would save the weight."""
     own = layer()

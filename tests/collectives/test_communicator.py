@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import time
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 from weakref import ref
@@ -13,7 +15,8 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fp8core.collectives import Communicator, named, of_group
+from fp8core.collectives import Communicator, named, of_group, process_group
+from fp8core.collectives.process_group import wait_patiently
 from fp8core.conformance.in_process import run_in_threads
 from fp8core.errors import CollectiveError, OperandError
 from tests.ranks import device, run_ranks
@@ -290,3 +293,51 @@ def test_a_collective_that_is_waited_for_at_once_takes_the_current_stream() -> N
         assert calls.beside == [False] * 4 + [True] * 4
     finally:
         dist.destroy_process_group()
+
+
+class Work:
+    """A collective that ends after ``waits`` waits, by ``error`` if there is one."""
+
+    def __init__(self, waits: int, error: str = "") -> None:
+        self.waits, self.error = waits, error
+
+    def is_completed(self) -> bool:
+        return self.waits <= 0
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.waits -= 1
+        if self.waits >= 0:
+            assert timeout is not None
+            time.sleep(timeout.total_seconds())
+            raise RuntimeError("the time of this wait is over")
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "_PATIENCE", timedelta(seconds=0.01))
+
+
+@pytest.mark.usefixtures("short_patience")
+def test_it_looks_each_time_that_the_collective_has_not_ended() -> None:
+    looks: list[int] = []
+    wait_patiently(Work(3), lambda: looks.append(1))
+    assert len(looks) == 2  # it has ended when the third wait is over
+
+
+@pytest.mark.usefixtures("short_patience")
+def test_what_a_look_raises_ends_the_wait() -> None:
+    def look() -> None:
+        raise ValueError("another rank compares")
+
+    with pytest.raises(ValueError, match="another rank compares"):
+        wait_patiently(Work(2), look)
+
+
+@pytest.mark.usefixtures("short_patience")
+def test_a_collective_that_failed_raises() -> None:
+    for waits in [0, 2]:
+        work = Work(waits, "connection closed")
+        with pytest.raises(RuntimeError, match="connection closed"):
+            wait_patiently(work, lambda: None)

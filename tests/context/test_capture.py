@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import fp8core
-from fp8core import OperandError, UnsupportedError, autocast
+from fp8core import OperandError, UnsupportedError, autocast, recipe, use_backend
+from fp8core.context import timeline
 from fp8core.context.capture import Graph, Pass, Schedule, passes_of
 from fp8core.modules.models import graphs
 
@@ -148,8 +149,6 @@ def test_a_hook_that_returns_a_value_is_refused() -> None:
 
 
 # --- the order ---
-
-
 def test_one_batch_goes_forward_and_back() -> None:
     schedule = Schedule.of([1, 2, -2, -1], 2, 2, None)
     assert passes_of(schedule) == [(0, 0, True), (1, 1, True), (1, 1, False), (0, 0, False)]
@@ -181,8 +180,6 @@ def test_an_order_that_does_not_fit_is_refused() -> None:
 
 
 # --- weights that are quantized outside of the graph ---
-
-
 @pytest.mark.parametrize(("name", "features"), [("current", 32), ("mxfp8", 50)])
 def test_weights_for_graphs_keep_their_memory(name: str, features: int) -> None:
     layer, x = fp8core.Linear(features, 32), torch.randn(32, features)
@@ -226,3 +223,67 @@ def test_a_call_says_which_microbatch_it_is() -> None:
         forward(torch.zeros(4, 16))
     layer.eval()
     assert forward(torch.zeros(5, 16)).shape == (5, 16)  # runs the module
+
+
+CURRENT = recipe.by_name("current")
+Run = Callable[[fp8core.Linear, torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def inside(layer: fp8core.Linear, x: torch.Tensor) -> torch.Tensor:
+    with autocast(recipe=CURRENT):
+        torch._dynamo.graph_break()
+        made: torch.Tensor = layer(x)
+    return made
+
+
+def before(layer: fp8core.Linear, x: torch.Tensor) -> torch.Tensor:
+    context = autocast(recipe=CURRENT)
+    torch._dynamo.graph_break()
+    with context:
+        made: torch.Tensor = layer(x)
+    return made
+
+
+def between(layer: fp8core.Linear, x: torch.Tensor) -> torch.Tensor:
+    with autocast(recipe=CURRENT):
+        layer(x)
+        torch._dynamo.graph_break()
+        made: torch.Tensor = layer(x)
+    return made
+
+
+def nested(layer: fp8core.Linear, x: torch.Tensor) -> torch.Tensor:
+    with autocast(enabled=False), use_backend("reference"):
+        torch._dynamo.graph_break()
+        with autocast(recipe=CURRENT):
+            torch._dynamo.graph_break()
+            made: torch.Tensor = layer(x)
+    return made
+
+
+@autocast(recipe=CURRENT)
+def decorated(layer: fp8core.Linear, x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    made: torch.Tensor = layer(x)
+    return made
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("run", [inside, before, between, nested, decorated])
+def test_an_autocast_around_a_graph_break_holds(run: Run) -> None:
+    layer, x = fp8core.Linear(32, 16), torch.randn(32, 32)
+    outside = layer(x)
+    with autocast(recipe=CURRENT):
+        want = layer(x)
+    compiled = torch.compile(run, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(compiled(layer, x), want)
+    assert torch.equal(layer(x), outside)
+    assert timeline._thread.history is None or timeline._thread.history.entered is None

@@ -10,10 +10,7 @@ import torch.utils.checkpoint
 
 import fp8core
 from fp8core import OperandError, UnsupportedError, autocast, ops, recipe
-from tests.pairs import turns
 
-RECIPES = recipe.names()
-STATELESS = [name for name in RECIPES if name != "delayed"]
 Run = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 BOTH = pytest.mark.parametrize("use_reentrant", [True, False])
 
@@ -59,48 +56,30 @@ def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     return len(got) == len(want) and all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize(("name", "use_reentrant"), turns([None, *RECIPES], [True, False]))
-def test_three_steps_equal_those_without_it_bit_for_bit(
-    name: str | None, use_reentrant: bool
-) -> None:
-    chosen = None if name is None else recipe.by_name(name)
-    x, one, other = torch.randn(32, 32), model(), model()
-    for index in range(3):
-        want = step(one, x + index, chosen, plain)
-        assert same(step(other, x + index, chosen, checkpointed(use_reentrant)), want)
+def around_all(use_reentrant: bool) -> Run:
+    return lambda layers, x: fp8core.checkpoint(layers, x, use_reentrant=use_reentrant)
+
+
+def nested(use_reentrant: bool) -> Run:
+    inner = checkpointed(use_reentrant)
+    return lambda layers, x: fp8core.checkpoint(inner, layers, x, use_reentrant=use_reentrant)
+
+
+def twice(run: Run) -> Run:
+    return lambda layers, x: run(layers, run(layers, x))
 
 
 @BOTH
-def test_a_checkpoint_around_all_layers_equals_none(use_reentrant: bool) -> None:
-    chosen, x = recipe.DelayedScaling(amax_history_len=2), torch.randn(32, 32)
-
-    def whole(layers: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return fp8core.checkpoint(layers, x, use_reentrant=use_reentrant)
-
-    assert same(step(model(), x, chosen, whole), step(model(), x, chosen, plain))
-
-
-@BOTH
-def test_a_layer_used_twice_equals_no_checkpoint(use_reentrant: bool) -> None:
-    chosen, x = recipe.DelayedScaling(amax_history_len=2), torch.randn(32, 32)
-
-    def twice(run: Run) -> Run:
-        return lambda layers, x: run(layers, run(layers, x))
-
-    got = step(model(), x, chosen, twice(checkpointed(use_reentrant)))
-    assert same(got, step(model(), x, chosen, twice(plain)))
-
-
-@BOTH
+@pytest.mark.parametrize("is_used_twice", [False, True])
+@pytest.mark.parametrize("place", [checkpointed, around_all, nested])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch, of the inner
-def test_nested_checkpoints_equal_none(use_reentrant: bool) -> None:
+def test_a_step_equals_one_without_a_checkpoint(
+    place: Callable[[bool], Run], is_used_twice: bool, use_reentrant: bool
+) -> None:
     chosen, x = recipe.DelayedScaling(amax_history_len=2), torch.randn(32, 32)
-
-    def nested(layers: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        inner = checkpointed(use_reentrant)
-        return fp8core.checkpoint(inner, layers, x, use_reentrant=use_reentrant)
-
-    assert same(step(model(), x, chosen, nested), step(model(), x, chosen, plain))
+    runs = [place(use_reentrant), plain]
+    found = [step(model(), x, chosen, twice(run) if is_used_twice else run) for run in runs]
+    assert same(*found)
 
 
 @BOTH
@@ -160,23 +139,14 @@ def forward(
 
 
 @BOTH
-@pytest.mark.parametrize("parameter", ["weight", "bias"])
+@pytest.mark.parametrize("parameter", ["weight", "bias", "key_weight"])
 def test_a_parameter_written_in_between_is_refused(parameter: str, use_reentrant: bool) -> None:
-    layer = fp8core.Linear(32, 32)
+    split = {"parameters_split": ("query", "key")} if parameter == "key_weight" else {}
+    layer = fp8core.Linear(32, 32, **split)
     y = forward(layer, use_reentrant=use_reentrant)
     with torch.no_grad():
         getattr(layer, parameter).add_(1)
     with pytest.raises(OperandError, match=r"Linear.*written between forward and backward"):
-        y.sum().backward()
-
-
-@BOTH
-def test_a_part_of_a_split_weight_written_in_between_is_refused(use_reentrant: bool) -> None:
-    layer = fp8core.Linear(32, 32, parameters_split=("query", "key"))
-    y = forward(layer, use_reentrant=use_reentrant)
-    with torch.no_grad():
-        layer.key_weight.add_(1)
-    with pytest.raises(OperandError, match="written between forward and backward"):
         y.sum().backward()
 
 
@@ -205,28 +175,6 @@ def test_another_layer_in_the_recompute_is_refused(use_reentrant: bool) -> None:
     )
     with pytest.raises(OperandError, match=r"'second'.*'first'"):
         y.sum().backward()
-
-
-def torchs(
-    layer: torch.nn.Module, x: torch.Tensor, chosen: recipe.Recipe, use_reentrant: bool
-) -> torch.Tensor:
-    """torch's own checkpoint with the autocast inside the function; more in test_timeline.py."""
-
-    def inside(x: torch.Tensor) -> torch.Tensor:
-        with autocast(recipe=chosen):
-            return layer(x)
-
-    return torch.utils.checkpoint.checkpoint(inside, x, use_reentrant=use_reentrant)
-
-
-@pytest.mark.parametrize(("name", "use_reentrant"), turns(STATELESS, [True, False]))
-def test_torchs_checkpoint_with_autocast_inside_equals_none(name: str, use_reentrant: bool) -> None:
-    chosen, x = recipe.by_name(name), torch.randn(32, 32)
-
-    def run(layers: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torchs(layers, x, chosen, use_reentrant)
-
-    assert same(step(model(), x, None, run), step(model(), x, chosen, plain))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

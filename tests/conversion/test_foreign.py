@@ -13,8 +13,6 @@ from torch import nn
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -30,27 +28,10 @@ import fp8core
 from fp8core import OperandError, UnsupportedError
 from fp8core.conversion.layers import similar_norm
 from fp8core.recipe import DelayedScaling, PerLayer
+from tests.conversion.hugging_face import SIZES, TOKENS, gpt2, train
 from tests.device import DEVICE
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-TOKENS = torch.arange(3, 35).reshape(2, 16)
 DELAYED = DelayedScaling(amax_history_len=4)
-
-
-def gpt2() -> Any:
-    ids = {"bos_token_id": 1, "eos_token_id": 2}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=2, **ids))
 
 
 def mixtral() -> Any:
@@ -91,18 +72,6 @@ def results(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return output.logits.detach(), grads
 
 
-def train(model: Any, steps: int = 4) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(steps):
-        loss = model(TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 @EACH
 def test_without_a_recipe_it_computes_as_before(make: Callable[[], Any]) -> None:
     model = make()
@@ -128,7 +97,7 @@ def test_an_optimizer_trains_it_and_unconvert_goes_back(
     state = [key for key in model.state_dict() if "scale_" not in key and "amax_" not in key]
     assert state == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    losses = train(model)
+    losses = train(model, 4)
     assert losses[-1] < losses[0]
     fp8core.unconvert(model)
     assert list(model.state_dict()) == keys

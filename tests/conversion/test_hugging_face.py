@@ -11,9 +11,6 @@ import safetensors.torch
 import torch
 from torch import nn
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
@@ -22,39 +19,10 @@ from transformers.pytorch_utils import Conv1D
 
 import fp8core
 from fp8core import OperandError, recipe
+from tests.conversion.hugging_face import SIZES, TOKENS, gpt2, llama, train
 
 # `activation_checkpointing_enable` is its name from transformers 5 on.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-TOKENS = torch.arange(3, 35).reshape(2, 16)
-
-
-def llama() -> Any:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
-
-
-def train(own: Any, optimizer: torch.optim.Optimizer, steps: int = 6) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        loss = own(input_ids=TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def test_the_report_names_every_layer_that_was_left() -> None:
@@ -75,7 +43,7 @@ def test_an_optimizer_made_before_trains_it(chosen: str) -> None:
     own = llama()
     optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
     fp8core.convert(own, chosen)
-    losses = train(own, optimizer)
+    losses = train(own, 6, optimizer)
     assert losses[-1] < 0.8 * losses[0]
 
 
@@ -101,7 +69,7 @@ def test_gradient_checkpointing_changes_nothing(chosen: str) -> None:
         if is_checkpointed:
             own.gradient_checkpointing_enable({"use_reentrant": False})
         fp8core.convert(own, chosen)
-        train(own, torch.optim.SGD(own.parameters(), lr=0.1), steps=3)
+        train(own, 3, torch.optim.SGD(own.parameters(), lr=0.1))
         trained.append(own.state_dict())
     assert trained[0].keys() == trained[1].keys()
     assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
@@ -110,7 +78,7 @@ def test_gradient_checkpointing_changes_nothing(chosen: str) -> None:
 def test_it_saves_as_a_plain_model_after_unconvert(tmp_path: Path) -> None:
     own = llama()
     fp8core.convert(own, "delayed")
-    train(own, torch.optim.SGD(own.parameters(), lr=0.1), steps=2)
+    train(own, 2, torch.optim.SGD(own.parameters(), lr=0.1))
     fp8core.unconvert(own).save_pretrained(tmp_path)
     loaded, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["unexpected_keys"]
@@ -122,7 +90,7 @@ def test_it_saves_as_a_plain_model_after_unconvert(tmp_path: Path) -> None:
 def saved_with_its_state(folder: Path) -> Any:
     own = llama()
     fp8core.convert(own, "delayed")
-    train(own, torch.optim.SGD(own.parameters(), lr=0.1), steps=2)
+    train(own, 2, torch.optim.SGD(own.parameters(), lr=0.1))
     own.save_pretrained(folder)
     return own
 
@@ -153,7 +121,7 @@ def test_saved_with_its_state_it_goes_on_where_it_was(tmp_path: Path) -> None:
         safetensors.torch.load_file(tmp_path / "model.safetensors"), strict=False
     )
     for model in (own, loaded):
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+        train(model, 2, torch.optim.SGD(model.parameters(), lr=0.1))
     state = own.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
 
@@ -166,9 +134,7 @@ def test_routers_that_are_no_linear_layers_are_in_the_report() -> None:
 
 
 def test_a_model_without_linear_layers_is_refused_and_says_what_it_has() -> None:
-    own = GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=3, bos_token_id=1, eos_token_id=2)
-    )
+    own = gpt2(layers=3)
     for module in own.modules():
         if type(module) is Conv1D:
             module.__class__ = type("Convolution", (Conv1D,), {})

@@ -217,22 +217,6 @@ def test_configs_of_older_versions_give_the_same_angles() -> None:
     assert rotary_arguments(older)["seq_len_interpolation_factor"] == 2.0
 
 
-@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
-def test_a_recipe_trains_the_mapped_model(name: str) -> None:
-    mine = ours(theirs("llama")).train()
-    optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(6):
-        with autocast(recipe=recipe.by_name(name)):
-            logits = mine(TOKENS[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-
-
 # ---- generation ----
 
 
@@ -264,18 +248,6 @@ def test_cached_logits_are_those_of_the_full_forward(name: str, prompt: int) -> 
     with torch.no_grad():
         full, cached = model(TOKENS), cached_logits(model, TOKENS, prompt)
     assert ((cached - full).abs().amax(-1) / full.abs().amax(-1)).max() < 1e-12
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_cached_logits_in_bfloat16_are_within_two_ulp(name: str) -> None:
-    model = ours(theirs(name, torch.bfloat16))
-    with torch.no_grad():
-        full, cached = model(TOKENS).float(), cached_logits(model, TOKENS, 7).float()
-    ulp = 2.0 ** (full.abs().amax(-1).log2().floor() - 7)
-    assert ((cached - full).abs().amax(-1) <= 2 * ulp).all()
-    best, second = full.topk(2).values.unbind(-1)
-    is_clear = best - second > 2 * ulp
-    assert torch.equal(cached.argmax(-1)[is_clear], full.argmax(-1)[is_clear])
 
 
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -12,7 +13,47 @@ from torch import nn
 
 import fp8core
 from fp8core import UnsupportedError, recipe
-from tests.conversion.models import CHOSEN, E4M3_MAX, NEWEST, converted, rows, same, state
+
+CHOSEN = recipe.DelayedScaling(amax_history_len=4)
+NEWEST = recipe.DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
+E4M3_MAX = 448.0
+
+
+class Twice(nn.Module):
+    """One layer used twice, and one that may raise after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.error: BaseException | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.shared(self.shared(x))
+        if self.error is not None:
+            raise self.error
+        made: torch.Tensor = self.last(y)
+        return made
+
+
+def converted(chosen: recipe.Recipe = CHOSEN) -> Twice:
+    torch.manual_seed(0)
+    own = Twice()
+    fp8core.convert(own, chosen)
+    return own
+
+
+def rows(scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(4)) * scale
+
+
+def state(own: nn.Module) -> dict[str, torch.Tensor]:
+    buffers = dict(own.named_buffers())
+    assert buffers
+    return {name: value.clone() for name, value in buffers.items()}
+
+
+def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
+    return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_a_forward_of_the_model_is_what_an_autocast_around_it_is() -> None:
@@ -220,17 +261,6 @@ def test_recompute_repeats_the_forward_bit_for_bit(name: str) -> None:
                 parameter.sub_(parameter.grad)
 
 
-def test_recompute_under_microbatches_that_each_run_backward() -> None:
-    plain, own = Checkpointed(None), Checkpointed(False)
-    for module in (plain, own):
-        fp8core.convert(module, "delayed")
-        for factor in (1.0, 5.0, 0.1):
-            module(rows(factor))["loss"].backward()
-    grads = zip(own.parameters(), plain.parameters(), strict=True)
-    assert all(torch.equal(a.grad, b.grad) for a, b in grads)
-    assert same(state(own), state(plain))
-
-
 def test_recompute_in_the_order_of_another_forward_finds_its_own_scales() -> None:
     plain, own = Checkpointed(None), Checkpointed(False)
     for module in (plain, own):
@@ -309,3 +339,113 @@ def test_fp8core_checkpoint_takes_the_recipe_along() -> None:
         assert own[0]._bindings.last[1].recipe == recipe.by_name(name)
         grads = zip(own.parameters(), plain.parameters(), strict=True)
         assert all(torch.equal(a.grad, b.grad) for a, b in grads), name
+
+
+@pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("is_used_before", [False, True])
+def test_a_forward_that_raises_in_an_autocast_is_forgotten(
+    error: BaseException, is_used_before: bool
+) -> None:
+    own, smooth = converted(), converted()
+    with fp8core.autocast(recipe=CHOSEN):
+        if is_used_before:
+            own(rows())
+        own.error = error
+        with pytest.raises(type(error)):
+            own(rows(100.0))
+        own.error = None
+        own(rows(2.0))
+    with fp8core.autocast(recipe=CHOSEN):
+        for factor in (1.0, 2.0)[not is_used_before :]:
+            smooth(rows(factor))
+    assert same(state(own), state(smooth))
+
+
+def test_an_autocast_that_raises_in_a_step_leaves_the_step_s_amaxes() -> None:
+    class Retrying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
+            y: torch.Tensor = self.a(x)
+            for factor in factors:
+                with contextlib.suppress(KeyError), fp8core.autocast(recipe=CHOSEN):
+                    self.a(x * factor)
+                    raise KeyError
+            return y
+
+    own = Retrying()
+    fp8core.convert(own, CHOSEN)
+    own(rows(), (100.0, 1000.0))
+    assert own.a.scale_fwd[0] == E4M3_MAX / rows().abs().max()
+    assert torch.count_nonzero(own.a.amax_history_fwd[:, 0]) == 1
+
+
+def test_a_step_that_raises_forgets_nothing_of_an_autocast_that_ended_in_it() -> None:
+    class Twofold(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.a(x * 100)
+            with fp8core.autocast(recipe=CHOSEN):
+                self.a(x)
+            raise KeyError
+
+    own = Twofold()
+    fp8core.convert(own, CHOSEN)
+    with pytest.raises(KeyError):
+        own(rows())
+    assert own.a.amax_history_fwd[:, 0].tolist() == [0, 0, 0, rows().abs().max()]
+
+
+def interrupted() -> nn.Module:
+    own = converted()
+    own(rows())
+    own.error = KeyboardInterrupt()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):  # torch calls no hook for it
+            own(rows(100.0))
+    own.error = None
+    return own
+
+
+def test_a_checkpoint_after_an_interrupt_knows_nothing_of_it() -> None:
+    own, smooth = interrupted(), converted()
+    smooth(rows())
+    assert same(own.state_dict(), smooth.state_dict())
+
+
+def test_another_model_s_step_forgets_an_interrupted_one() -> None:
+    own, other = interrupted(), converted()
+    other(rows())
+    assert not own.shared.amax_history_fwd[0].any()
+
+
+def test_a_checkpoint_in_a_step_leaves_the_step_as_it_is() -> None:
+    class Saving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = converted()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.inner.shared(x)
+            assert self.state_dict()["inner.shared.amax_history_fwd"][0].any()
+            return y
+
+    own = Saving()
+    fp8core.unconvert(own.inner)
+    fp8core.convert(own, CHOSEN)
+    own(rows())
+    assert own.inner.shared.scale_fwd[0] == E4M3_MAX / rows().abs().max()
+
+
+def test_a_layer_called_alone_after_an_interrupt_is_a_step_by_itself() -> None:
+    own, smooth = interrupted(), converted()
+    smooth(rows())
+    for model in (own, smooth):
+        model.shared(rows(3.0))
+    assert own.shared.scale_fwd[0] != 1.0
+    assert same(state(own), state(smooth))

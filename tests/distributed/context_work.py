@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ import fp8core
 from fp8core.chain.sequence_chunks import Chunks
 from fp8core.collectives import of_group
 from fp8core.distributed import gather_from_cp_ranks, get_batch_on_this_cp_rank
-from fp8core.errors import Fp8CoreError
 from fp8core.modules.layers.residual import DropPath, SampleSplit
 from fp8core.recipe import DelayedScaling, Float8CurrentScaling, Format
+from tests.distributed.programs import raised
 
 SEED = 3
 HEADS, GROUPS, DIM = 8, 4, 16
@@ -155,14 +155,6 @@ def expected(case: Case) -> dict[str, torch.Tensor]:
 def of_rank(case: Case, size: int, rank: int) -> Tensors:
     chunks = chunks_of(case, size)
     return Tensors(*(chunks.parts(x)[rank] for x in tensors_of(case)))
-
-
-def raised(run: Callable[[], Any]) -> str:
-    try:
-        run()
-    except Fp8CoreError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def block() -> fp8core.TransformerLayer:

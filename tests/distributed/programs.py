@@ -151,3 +151,12 @@ def counted_gathers() -> Iterator[list[int]]:
         yield counts
     finally:
         setattr(dist, name, original)
+
+
+def raised(call: Callable[[], object]) -> str:
+    """The error of the library that a call raises, as text; empty if there is none."""
+    try:
+        call()
+    except fp8core.Fp8CoreError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,28 +1,22 @@
-"""Masters, quantized parameters, DDP, FSDP1 and checkpoints of sharded models, in two processes."""
+"""Masters, quantized parameters, DDP and FSDP1, in two processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fp8core
-from fp8core import recipe
-from fp8core.distributed import gather_quantized
+from fp8core import UnsupportedError, recipe
 from tests.distributed.programs import (
     average_gradients,
     batch,
@@ -33,12 +27,11 @@ from tests.distributed.programs import (
     train_step,
     whole,
 )
-from tests.ranks import run_ranks
+from tests.ranks import device, emulated, run_ranks
 
 COLUMNS = 128
 CURRENT = recipe.Float8CurrentScaling()
 BLOCK = recipe.Float8BlockScaling()
-DELAYED = recipe.DelayedScaling(amax_history_len=4)
 make = partial(linears, COLUMNS, 129, COLUMNS, bias=True)
 
 
@@ -48,8 +41,6 @@ def quantized() -> nn.Sequential:
 
 
 # Wrappers and masters
-
-
 def wrapped(wrap: Callable[[nn.Module], Any]) -> bool:
     """Whether a wrapper trains as the module by itself does on the average of the gradients."""
     model, reference = wrap(make()), make()
@@ -124,97 +115,7 @@ def new_linear() -> nn.Module:
     return fp8core.Linear(COLUMNS, 2 * COLUMNS, **sizes)
 
 
-# Checkpoints
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, 0.1),
-    "FusedAdam": lambda parameters: fp8core.optimizers.FusedAdam(parameters, 0.1),
-    "FusedAdam, masters": lambda parameters: fp8core.optimizers.FusedAdam(
-        parameters, 0.1, master_weights=True
-    ),
-}
-
-
-def all_rows(step: int, columns: int) -> torch.Tensor:
-    return torch.cat([batch(step, columns, rank) for rank in range(2)])
-
-
-def steps(
-    model: Any,
-    optimizer: Any,
-    chosen: Any,
-    numbers: range,
-    rows: Callable[[int, int], torch.Tensor] = batch,
-) -> list[torch.Tensor]:
-    """Train; the outputs. Delayed amaxes are reduced over the ranks."""
-    outputs = []
-    for step in numbers:
-        with fp8core.autocast(recipe=chosen, amax_reduction_group=dist.group.WORLD):
-            y = model(rows(step, COLUMNS))
-        y.float().square().mean().backward()
-        outputs.append(y.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return outputs
-
-
-def resumed(name: str, chosen: Any, folder: str) -> bool:
-    """Whether a fresh model continues a run from its checkpoint, bit for bit."""
-
-    def begin() -> tuple[Any, Any]:
-        model = sharded(make(), chosen)
-        return model, OPTIMIZERS[name](model.parameters())
-
-    model, optimizer = begin()
-    steps(model, optimizer, chosen, range(2))
-    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(saved, checkpoint_id=folder)
-    fresh, own = begin()
-    steps(fresh, own, chosen, range(5, 6))  # another state, all of which is replaced
-    state = dict(zip(("model", "optimizer"), get_state_dict(fresh, own), strict=True))
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(fresh, own, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    pairs = [steps(one, by, chosen, range(2, 4)) for one, by in ((model, optimizer), (fresh, own))]
-    return all(map(torch.equal, *pairs))
-
-
-def moved(chosen: Any, folder: str, *, from_all: bool) -> list[bool]:
-    """A checkpoint of two ranks on one, or the other way: whether both compute the same."""
-    one = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    alone = DeviceMesh.from_group(one, "cpu")
-    everyone = init_device_mesh("cpu", (2,))
-
-    def on(mesh: DeviceMesh) -> Any:
-        return fully_shard(gather_quantized(make(), chosen), mesh=mesh)
-
-    first, second = (everyone, alone) if from_all else (alone, everyone)
-    saved, loaded = on(first), on(second)
-    steps(saved, sgd(saved.parameters()), chosen, range(2), rows=batch if from_all else all_rows)
-    mine = f"{folder}/{'all' if from_all else dist.get_rank()}"
-    dcp.save(get_model_state_dict(saved), checkpoint_id=mine, process_group=first.get_group())
-    dist.barrier()
-    mine = mine if from_all else f"{folder}/0"
-    state = get_model_state_dict(loaded)
-    dcp.load(state, checkpoint_id=mine, process_group=second.get_group())
-    set_model_state_dict(loaded, state)
-    return [
-        *[
-            torch.equal(whole(a), whole(b))
-            for a, b in zip(saved.parameters(), loaded.parameters(), strict=True)
-        ],
-        *[torch.equal(a, b) for a, b in zip(saved.buffers(), loaded.buffers(), strict=True)],
-        any(bool((b != 1).any()) for n, b in loaded.named_buffers() if n.endswith("scale_fwd"))
-        or chosen is not DELAYED,
-        torch.equal(*steps_of_both(saved, loaded, chosen)),
-    ]
-
-
-def steps_of_both(saved: Any, loaded: Any, chosen: Any) -> list[torch.Tensor]:
-    with torch.no_grad(), fp8core.autocast(recipe=chosen):
-        return [one(batch(9, COLUMNS)) for one in (saved, loaded)]
-
-
-def work(rank: int, folder: str) -> dict[str, Any]:
+def work(rank: int) -> dict[str, Any]:
     return {
         "ddp": wrapped(nn.parallel.DistributedDataParallel),
         "fsdp1": wrapped(fsdp1),
@@ -232,31 +133,13 @@ def work(rank: int, folder: str) -> dict[str, Any]:
             ),
             "quantized, ddp": with_masters(ddp_of_quantized, quantized),
         },
-        "resumed": {
-            f"{name}, {label}": resumed(name, chosen, f"{folder}/{name}-{label}")
-            for name, label, chosen in RESUMED
-        },
-        "moved": {
-            f"{label}, {way}": moved(chosen, f"{folder}/{label}-{way}", from_all=way == "to one")
-            for label, chosen in (("block", BLOCK), ("delayed", DELAYED))
-            for way in ("to one", "to two")
-        },
     }
-
-
-RESUMED = (
-    ("AdamW", "block", BLOCK),
-    ("AdamW", "delayed", DELAYED),
-    ("FusedAdam", "current", CURRENT),
-    ("FusedAdam, masters", "current", CURRENT),
-)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes computed."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return run_ranks(work, folder, str(folder / "checkpoints"))
+    return run_ranks(work, tmp_path_factory.mktemp("ranks"))
 
 
 def test_other_wrappers_train_as_the_module_by_itself(ranks: list[dict[str, Any]]) -> None:
@@ -281,15 +164,143 @@ def test_fsdp1_refuses_quantized_parameters(ranks: list[dict[str, Any]]) -> None
     assert all("Quantized" in rank["quantized, fsdp1"] for rank in ranks)
 
 
-def test_a_run_continues_from_a_distributed_checkpoint(ranks: list[dict[str, Any]]) -> None:
-    for name in [f"{name}, {label}" for name, label, _ in RESUMED]:
-        assert [rank["resumed"][name] for rank in ranks] == [True, True], name
+MICROBATCHES = 2
 
 
-@pytest.mark.parametrize("way", ["to one", "to two"])
-@pytest.mark.parametrize("name", ["block", "delayed"])
-def test_a_checkpoint_loads_on_another_number_of_ranks(
-    ranks: list[dict[str, Any]], name: str, way: str
-) -> None:
-    for rank in ranks:
-        assert all(rank["moved"][f"{name}, {way}"]), rank["moved"][f"{name}, {way}"]
+class Model(nn.Module):
+    """MLPs, each recomputed in backward if ``recomputes``."""
+
+    def __init__(self, recomputes: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"device": device(), "params_dtype": torch.bfloat16}
+        given = {"normalization": "RMSNorm", "activation": "swiglu", **sizes}
+        self.layers = nn.ModuleList(
+            [fp8core.LayerNormMLP(COLUMNS, 2 * COLUMNS, **given) for _ in range(2)]
+        )
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor, *, first: bool | None = None) -> torch.Tensor:
+        """Return the output; ``first`` is ``is_first_microbatch`` of the layers."""
+        for layer in self.layers:
+            x = self.run(layer, x, first)
+        return x
+
+    def run(self, layer: nn.Module, x: torch.Tensor, first: bool | None) -> torch.Tensor:
+        if not self.recomputes:
+            return layer(x, is_first_microbatch=first)  # type: ignore[no-any-return]  # torch's
+        is_reentrant = self.recomputes == "reentrant"
+        result: torch.Tensor = fp8core.checkpoint(layer, x, use_reentrant=is_reentrant)
+        return result
+
+
+RECIPES: dict[str, Callable[[], Any]] = {
+    "current": recipe.Float8CurrentScaling,
+    "delayed": lambda: recipe.DelayedScaling(amax_history_len=4),
+    "block": recipe.Float8BlockScaling,
+    "mxfp8": recipe.MXFP8BlockScaling,
+}
+CASES = {
+    **{f"recomputes {name}": {"name": name, "recomputes": "not reentrant"} for name in RECIPES},
+    "recomputes reentrant": {"name": "delayed", "recomputes": "reentrant"},
+    "keeps gathered weights": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "as one parameter": {"use_orig_params": False},
+    "as one parameter, recomputes": {"use_orig_params": False, "recomputes": "not reentrant"},
+    "microbatches": {"by_microbatch": True},
+}
+
+
+def trained(
+    name: str = "current",
+    *,
+    recomputes: str = "",
+    by_microbatch: bool = False,
+    use_orig_params: bool = True,
+    **options: Any,
+) -> list[bool]:
+    """Whether each output of three steps is that of the model by itself."""
+    model: Any = FullyShardedDataParallel(
+        Model(recomputes),
+        use_orig_params=use_orig_params,
+        device_id=device(),
+        auto_wrap_policy=ModuleWrapPolicy({fp8core.LayerNormMLP}),
+        **options,
+    )
+    reference, equal = Model(), []
+    recipes = [RECIPES[name]() for _ in range(2)]
+    optimizers = [sgd(one.parameters()) for one in (model, reference)]
+    for step in range(3):
+        for at in range(MICROBATCHES if by_microbatch else 1):
+            x, first = batch(10 * step + at, COLUMNS), at == 0 if by_microbatch else None
+            with unless_last(model, at) if by_microbatch else contextlib.nullcontext():
+                y = stepped(model, recipes[0], x, first)
+            equal.append(torch.equal(y, stepped(reference, recipes[1], x, first)))
+        average_gradients(reference)
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        if by_microbatch:
+            break  # sums of rounded gradients have another order
+    return equal
+
+
+@contextlib.contextmanager
+def unless_last(model: Any, at: int) -> Iterator[None]:
+    """Gradients stay on their rank before the last microbatch."""
+    with contextlib.nullcontext() if at + 1 == MICROBATCHES else model.no_sync():
+        yield
+
+
+def stepped(model: Any, chosen: Any, x: torch.Tensor, first: bool | None) -> torch.Tensor:
+    with fp8core.autocast(recipe=chosen, amax_reduction_group=dist.group.WORLD):
+        y: torch.Tensor = model(x.requires_grad_(), first=first)
+    y.float().square().mean().backward()
+    return y.detach()
+
+
+def fsdp1_work(rank: int) -> dict[str, Any]:
+    found = {}
+    for case, options in CASES.items():
+        name: Any = options.get("name", "current")
+        with emulated(name):
+            found[case] = trained(**options)
+    for split in (False, True):
+        found[f"refused {split}"] = refused(split=split)
+    return found
+
+
+def refused(*, split: bool) -> list[str]:
+    """What is said of weight gradients that backward leaves to later, as one parameter and not;
+    ``split``: the weight is computed from several."""
+    said = []
+    for use_orig_params in (True, False):
+        sizes: dict[str, Any] = {"device": device(), "params_dtype": torch.bfloat16, "bias": False}
+        parts = {"parameters_split": {"a": COLUMNS, "b": COLUMNS}} if split else {}
+        late = fp8core.Linear(COLUMNS, 2 * COLUMNS, delay_wgrad_compute=True, **parts, **sizes)
+        model = FullyShardedDataParallel(late, use_orig_params=use_orig_params, device_id=device())
+        try:
+            model(batch(0, COLUMNS))
+        except UnsupportedError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.fixture(scope="module")
+def fsdp1_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes computed."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    return run_ranks(fsdp1_work, folder)
+
+
+def test_a_wrapped_model_trains_as_by_itself(fsdp1_ranks: list[dict[str, Any]]) -> None:
+    for name in CASES:
+        for rank in fsdp1_ranks:
+            assert all(rank[name]), rank[name]
+
+
+def test_weight_gradients_after_backward_are_refused(fsdp1_ranks: list[dict[str, Any]]) -> None:
+    for split in [False, True]:
+        for rank in fsdp1_ranks:
+            first, second = rank[f"refused {split}"]
+            assert "Leave out delay_wgrad_compute" in first
+            assert "Leave out delay_wgrad_compute" in second

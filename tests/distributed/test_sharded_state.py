@@ -17,7 +17,8 @@ import fp8core
 from fp8core import UnsupportedError, recipe
 from fp8core.collectives import Communicator
 from fp8core.conformance.in_process import run_in_threads
-from fp8core.distributed import ShardLayout, shard_layout, sharded_state_dict
+from fp8core.distributed import ShardLayout, gather_quantized, shard_layout, sharded_state_dict
+from fp8core.tensors.sharded_weight import ShardedWeight, local_part
 from tests.ranks import run_ranks
 
 HIDDEN, FFN = 64, 96
@@ -57,13 +58,6 @@ def fill(filled: nn.Module) -> None:
                 for dim, (first, size) in enumerate(zip(part.offset, rows.shape, strict=True)):
                     whole = whole.narrow(dim, first, size)
                 rows.copy_((whole + len(part.key)).remainder(7) / 64)
-
-
-def outputs(of: nn.Module) -> torch.Tensor:
-    x = torch.randn(8, 2, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
-    with fp8core.autocast(recipe=DELAYED), torch.no_grad():
-        y: torch.Tensor = of(x)
-    return y
 
 
 def loads(saved: nn.Module, loaded: nn.Module, folder: str, saves: Any, reads: Any) -> list[bool]:
@@ -170,8 +164,6 @@ def test_parts_under_a_mesh_of_other_ranks_are_saved_by_each(ranks: list[dict[st
 
 
 # In one process
-
-
 def test_parts_state_axis_and_offset() -> None:
     def layouts(communicator: Communicator) -> Any:
         return shard_layout(model(communicator))
@@ -235,3 +227,91 @@ def test_a_quantized_parameter_of_several_parts_is_refused() -> None:
         mlp = fp8core.LayerNormMLP(64, 64, activation="swiglu", **CPU)
     with pytest.raises(UnsupportedError, match="fc1_weight is stored quantized"):
         sharded_state_dict(mlp)
+
+
+CURRENT = recipe.Float8CurrentScaling()
+WIDTH = 64
+
+
+def new_model(
+    seed: int, *, is_gathered: bool = True, dtype: torch.dtype = torch.bfloat16
+) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [
+        fp8core.Linear(WIDTH, WIDTH, device="cpu", params_dtype=dtype, bias=bias)
+        for bias in (True, False)
+    ]
+    model = torch.nn.Sequential(*layers)
+    if is_gathered:
+        gather_quantized(model, CURRENT)
+    for layer in (*model, model):
+        fully_shard(layer)
+    return model
+
+
+def run(model: torch.nn.Module) -> torch.Tensor:
+    with fp8core.autocast(recipe=CURRENT):
+        y: torch.Tensor = model(torch.ones(32, WIDTH, dtype=torch.bfloat16))
+    y.float().sum().backward()
+    return y
+
+
+def shards(model: Any) -> list[ShardedWeight]:
+    return [layer.weight.to_local() for layer in model]
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_assigned_weights_are_gathered_quantized(has_run: bool, is_gathered: bool) -> None:
+    model, other = new_model(0), new_model(1, is_gathered=is_gathered)
+    if has_run:
+        run(model)
+    given = other.state_dict()
+    assert model.load_state_dict(given, assign=True).missing_keys == []
+    model.zero_grad()
+    expected = run(new_model(1))
+    assert torch.equal(run(model), expected)
+    for shard, value in zip(shards(model), (given["0.weight"], given["1.weight"]), strict=True):
+        assert type(shard) is ShardedWeight
+        assert shard.gathering is not getattr(value.to_local(), "gathering", None)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_layer_takes_assigned_weights_alone() -> None:
+    model, other = new_model(0), new_model(1)
+    run(model)
+    model[0].load_state_dict(other[0].state_dict(), assign=True)
+    model[1].load_state_dict(other[1].state_dict())
+    assert torch.equal(run(model), run(new_model(1)))
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_what_does_not_fit_is_refused_before_anything_is_assigned() -> None:
+    for given, message in [
+        ("dtype", "1.weight is a shard torch.float32"),
+        ("whole", "1.weight is a Tensor; the parameter is a DTensor"),
+    ]:
+        model = new_model(0)
+        before = run(model)
+        values = new_model(1).state_dict()
+        if given == "dtype":
+            values["1.weight"] = new_model(1, dtype=torch.float32).state_dict()["1.weight"]
+        else:
+            values["1.weight"] = torch.zeros(WIDTH, WIDTH, dtype=torch.bfloat16)
+        with pytest.raises(fp8core.OperandError, match="assign=True") as caught:
+            model.load_state_dict(values, assign=True)
+        assert message in str(caught.value)
+        model.zero_grad()
+        assert torch.equal(run(model), before)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_shards_are_loaded_where_forward_has_left_whole_weights() -> None:
+    model, other = (fp8core.Linear(WIDTH, WIDTH, device="cpu") for _ in range(2))
+    for layer in (model, other):
+        fully_shard(layer, reshard_after_forward=False)
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH))
+    model.load_state_dict({key: own.clone() for key, own in other.state_dict().items()})
+    assert torch.equal(*(local_part(layer.weight) for layer in (model, other)))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from fp8core.__main__ import main
 from fp8core.cli.commands import number_of_processes
+from fp8core.conformance.ranks import LAWS
 from fp8core.doctor import collectives
 from fp8core.doctor.collectives import Outcome
 from fp8core.doctor.report import with_collectives
@@ -25,7 +28,6 @@ NAMES = [
     "maximum of float32",
     "exchange of float8_e4m3fn",
 ]
-
 # A plug-in changes what the communicator of rank 1 does.
 WILD = """
 import os, sys
@@ -101,3 +103,103 @@ def test_ranks_without_a_device_each_are_refused(monkeypatch: pytest.MonkeyPatch
 def test_a_bad_number_of_processes_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected a number from 2 to 64"):
         number_of_processes(text)
+
+
+# Rank 1 receives other rows, sums are too large, maxima are of one rank, parts of products are not
+# those of the whole.
+BROKEN = """
+from tests import overlapping_backend as rightly
+from tests.overlapping_backend import fp8core_register_backends
+
+gather, finish = rightly.Transfers.gather, rightly.Sending.finish
+gemm_part = rightly.ProductInParts.gemm_part
+
+def shifted(self, x):
+    result, arrive = gather(self, x)
+    def late(rank):
+        arrive(rank)
+        result[0] = result[1]
+    return result, late if self._rank else arrive
+
+def doubled(self, mine):
+    return finish(self, mine * 2)
+
+def of_this_rank(self, x):
+    return x.clone()
+
+def rounded(self, rows, a, b, *, bias=None, out):
+    return gemm_part(self, rows, a, b, bias=bias, out=out).mul_(1.01)
+
+{change}
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forking_doctor: None) -> Path:
+    """The file of a plug-in that the processes of the ranks load."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}", prepend=os.pathsep)
+    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_moving")
+    return tmp_path / "toy_moving.py"
+
+
+def outcomes(plugin: Path, change: str = "") -> dict[str, Outcome]:
+    plugin.write_text(BROKEN.format(change=change))
+    return {one.name: one for one in collectives.apart(2, CPU, 60, "overlapping")}
+
+
+def test_a_backend_that_moves_rows_holds_every_law(plugin: Path) -> None:
+    found = outcomes(plugin)
+    assert list(found) == [*collectives.NAMES, *LAWS]
+    assert {name: one.failure or one.skipped for name, one in found.items()} == dict.fromkeys(found)
+
+
+def test_a_broken_law_is_named_with_its_ranks(plugin: Path) -> None:
+    found = outcomes(
+        plugin,
+        "rightly.Transfers.gather = shifted\n"
+        "rightly.Sending.finish = doubled\n"
+        "rightly.Transfers.maximum = of_this_rank\n"
+        "rightly.ProductInParts.gemm_part = rounded",
+    )
+    broken = {name: one.failure for name, one in found.items() if one.failure is not None}
+    assert list(broken) == list(LAWS)[1:]
+    assert str(broken["rows_gathered_beside_products"]).startswith("rank 1: ")
+    for name in ("sums_scattered_beside_products", "products_of_rows_that_arrive"):
+        assert str(broken[name]).startswith("rank 0: ")
+
+
+def test_a_rank_that_dies_breaks_the_law_that_it_had_begun(plugin: Path) -> None:
+    leave = "import os\nrightly.Transfers.scatter = lambda self, size, dtype: os._exit(3)"
+    found = outcomes(plugin, leave)
+    assert "exited with status 3" in str(found["sums_scattered_beside_products"].failure)
+    assert found["rows_gathered_beside_products"].failure is None
+    assert "not run, after" in str(found["products_of_rows_that_arrive"].failure)
+
+
+def test_the_command_prints_what_the_reference_leaves_to_the_group(
+    tmp_path: Path, forking_doctor: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "laws.json"
+    assert main(["conformance", "reference", "--processes", "2", "--json", str(written)]) == 0
+    said = capsys.readouterr().out
+    assert "reference between 2 processes on cpu" in said
+    assert "not judged: the backend moves no rows between these ranks" in said
+    assert f"{len(collectives.NAMES) + 1} hold, 0 are broken" in said
+    names = [one["name"] for one in json.loads(written.read_text())]
+    assert names == [*collectives.NAMES, *LAWS]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["reference", "--processes", "1"], "expected a number from 2 to"),
+        (["reference", "--processes", "2", "-k", "gemm"], "--processes takes no --k"),
+        (["nobody", "--processes", "2"], "nobody"),
+    ],
+)
+def test_what_cannot_be_tested_is_refused(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["conformance", *arguments]) == 2
+    assert text in capsys.readouterr().err

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import fp8core
+from fp8core import recipe
+from fp8core.backend_api import (
+    OPS,
+    OPTIONAL_OPS,
+    BackendSpec,
+    FusedDesc,
+    GemmDesc,
+    OpDesc,
+    QuantizeDesc,
+)
 from fp8core.dispatch import plugins
+from fp8core.doctor import matrix
 from fp8core.doctor import report as doctor
-from fp8core.doctor.findings import Check, Findings
+from fp8core.doctor.findings import Check, Findings, absent, here, records
 from fp8core.doctor.report import WIDTH, render
+from tests.chain import fused_toy
 from tests.dispatch import toys
 
 CPU = torch.device("cpu")
@@ -267,3 +280,158 @@ def test_long_reasons_are_broken_into_lines_and_kept_whole() -> None:
     assert max(map(len, text.splitlines())) <= WIDTH
     assert [word for word in text.split() if word.startswith("word")] == words * 3
     assert backend(report, "toy")["unusable"] == reason  # as JSON has it
+
+
+def test_backend_is_asked_and_tested_on_its_own_device() -> None:
+    found = here("reference", None)
+    assert (found.device, found.untested, found.failed) == ("cpu", None, [])
+    assert [own.op for own in found.checks] == list(OPS)
+    for own in found.checks:
+        assert own.cases > 0, own.op
+        assert own.worst is not None, own.op
+        assert 0 <= own.worst <= 1, own.op
+    assert {cell.op for cell in found.cells} == {*OPS, *OPTIONAL_OPS}
+
+
+def test_fusions_are_tested_where_they_are_offered() -> None:
+    with fused_toy.installed("norm_quantize"):
+        found = [one["check"] for one in records("fused_toy", None, done=OPS) if "check" in one]
+    assert [own["op"] for own in found] == ["norm_quantize"]
+
+
+def test_backend_that_cannot_be_used_is_not_asked() -> None:
+    toys.register(toys.backend("toy", probe=lambda: "there is no driver"))
+    found = here("toy", None)
+    assert (found.unusable, found.cells, found.checks) == ("there is no driver", [], [])
+
+
+def test_backend_of_another_device_is_asked_and_not_tested() -> None:
+    toys.register(toys.backend("toy", device_types=("cuda",)))
+    found = here("toy", torch.device("cpu"))
+    assert found.untested == "it runs on cuda, not on cpu"
+    assert found.cells
+    assert found.checks == []
+
+
+def test_nothing_is_tested_on_meta() -> None:
+    found = here("reference", torch.device("meta"))
+    assert found.untested == "meta tensors hold no values"
+    assert found.checks == []
+
+
+def test_accelerator_that_is_not_here_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **options: None)
+    assert absent(torch.device("cpu")) is None
+    assert absent(torch.device("cuda:1")) == "torch finds no cuda device here"
+
+
+def test_accelerator_of_a_high_index_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **options: own)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert absent(torch.device("cuda:1")) is None
+    reason = absent(torch.device("cuda:2"))
+    assert reason == "there is no cuda:2: torch finds 2 cuda devices here"
+
+
+with toys.isolation():
+    RECIPES = recipe.names()  # those that no plug-in brings
+SCALES_NEED_NO_AMAX = {("mxfp8", "amax"), ("block", "amax")}
+PLACE, CUDA = torch.device("cpu"), torch.device("cuda:0")
+
+
+def cells(spec: BackendSpec, device: torch.device) -> list[matrix.Cell]:
+    return matrix.cells(spec, device, matrix.needs_by_recipe())
+
+
+def states(name: str, device: torch.device = PLACE) -> dict[tuple[str, str], str]:
+    found = cells(plugins.load().backends[name], device)
+    return {(cell.recipe, cell.op): cell.state for cell in found}
+
+
+def test_reference_runs_every_recipe_on_the_cpu() -> None:
+    found = states("reference")
+    assert {cell: found[cell] for cell in itertools.product(RECIPES, OPS)} == {
+        (name, op): "unused" if (name, op) in SCALES_NEED_NO_AMAX else "native"
+        for name in RECIPES
+        for op in OPS
+    }
+
+
+def test_high_precision_has_no_use_for_casts() -> None:
+    assert states("reference")["none", "quantize"] == "unused"
+
+
+def test_portable_backend_emulates_low_precision_elsewhere() -> None:
+    found = states("reference", CUDA)
+    assert found["mxfp8", "gemm"] == "emulated"
+    assert found["none", "gemm"] == "native"
+
+
+def test_cells_are_the_backends_answers() -> None:
+    def refuse(desc: OpDesc) -> str | None:
+        is_block = isinstance(desc, GemmDesc) and desc.a is not None and desc.a.block != (0, 0)
+        return "no blocks here" if is_block else None
+
+    toys.register(toys.backend("toy", refuse=refuse))
+    found = states("toy")
+    answers = {name: found[name, "gemm"] for name in recipe.names()}
+    assert answers == {
+        "delayed": "native",
+        "current": "native",
+        "mxfp8": "no",
+        "block": "no",
+        "nvfp4": "no",
+        "rowwise": "no",
+    }
+
+
+def test_refusal_of_some_uses_names_them() -> None:
+    def refuse(desc: OpDesc) -> str | None:
+        is_rounded = isinstance(desc, QuantizeDesc) and desc.rowwise and desc.rowwise.stochastic
+        return "rounds to the nearest alone" if is_rounded else None
+
+    toys.register(toys.backend("toy", refuse=refuse))
+    (cell,) = [
+        cell
+        for cell in cells(plugins.load().backends["toy"], PLACE)
+        if (cell.recipe, cell.op) == ("nvfp4", "quantize")
+    ]
+    assert cell.state == "partly"
+    assert cell.reasons == ("grad_output, grad_output of groups: rounds to the nearest alone",)
+    assert matrix.unanswered([cell]) == [f"quantize of nvfp4: {cell.reasons[0]}"]
+
+
+def test_backend_of_another_device_runs_nothing() -> None:
+    toys.register(toys.backend("toy", device_types=("cuda",)))
+    assert set(states("toy").values()) == {"no", "unused"}
+
+
+def test_table_has_a_row_for_each_operation_and_a_column_for_each_recipe() -> None:
+    found = cells(plugins.load().backends["reference"], PLACE)
+    table = matrix.rows(found)
+    assert table[0] == ["", "none", *recipe.names()]
+    assert [row[0] for row in table[1:]] == list(OPS)  # fusions that nobody offers are left out
+
+
+def test_fusions_that_are_offered_are_asked_as_layers_ask() -> None:
+    def refuse(desc: OpDesc) -> str | None:
+        return None if isinstance(desc, FusedDesc) else "fusions alone"
+
+    toys.register(toys.backend("toy", refuse=refuse))
+    found = cells(plugins.load().backends["toy"], PLACE)
+    offered = {row[0] for row in matrix.rows(found)} - {"", *OPS}
+    assert offered == {
+        "activation_backward_quantize",
+        "activation_quantize",
+        "norm_backward_quantize",
+        "norm_quantize",
+    }
+
+
+def test_recipe_that_cannot_be_made_is_a_refusal_with_its_reason() -> None:
+    def factory() -> object:
+        raise OSError("no table")
+
+    plugins.register(toys.plugin(recipes={"toy_recipe": factory}), "toy")
+    assert states("reference")["toy_recipe", "gemm"] == "no"

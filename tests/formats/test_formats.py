@@ -90,13 +90,6 @@ def test_decode_of_every_code_has_the_sign_of_the_code(name: str) -> None:
     assert torch.equal(torch.signbit(values), all_codes(spec) >= 2 ** (spec.bits - 1))
 
 
-@pytest.mark.parametrize("name", TORCH_DTYPES)
-def test_decode_of_every_code_equals_torch(name: str) -> None:
-    codes = all_codes(by_name(name))
-    theirs = codes.view(TORCH_DTYPES[name]).float()
-    torch.testing.assert_close(by_name(name).decode(codes), theirs, rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize("name", ML_DTYPES)
 def test_decode_of_every_code_equals_the_values(name: str) -> None:
     spec = by_name(name)
@@ -141,14 +134,6 @@ def test_encode_equals_ml_dtypes_and_torch_in_range_and_its_table_everywhere(
     assert torch.equal(spec.encode(x), judged(name, x.float()))
     if name in TORCH_DTYPES:
         assert torch.equal(spec.encode(x), x.float().to(TORCH_DTYPES[name]).view(torch.uint8))
-
-
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e8m0"])
-def test_fast_decode_equals_table_decode(name: str) -> None:
-    spec = by_name(name)
-    table = FormatSpec(name, spec.bits, spec.values, spec.ties, None)
-    ours, theirs = spec.decode(all_codes(spec)), table.decode(all_codes(spec))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", INPUTS)
@@ -202,13 +187,6 @@ def test_zero_keeps_its_sign(name: str) -> None:
     assert spec.encode(x).tolist() == [0, minus, 0, minus]
 
 
-@pytest.mark.parametrize(("name", "codes"), [("e4m3", [0x7E, 0x7F]), ("e5m2", [0x7B, 0x7F])])
-def test_inf_and_nan_become_the_bytes_of_transformer_engine(name: str, codes: list[int]) -> None:
-    # what TE 2.20.2 on an H200 makes of these two bfloat16 with scale 1
-    x = torch.tensor([0x7F80, 0x7FFF], dtype=torch.int16).view(torch.bfloat16)
-    assert by_name(name).encode(x).tolist() == codes
-
-
 def test_encode_refuses_other_dtypes() -> None:
     for dtype in (torch.int32, torch.bool, torch.float64, torch.float8_e4m3fn):
         with pytest.raises(OperandError, match=f"x is {dtype}, expected float32"):
@@ -239,13 +217,6 @@ def test_e8m0_nearest_equals_ml_dtypes() -> None:
     x = positive_finite(torch.cat([e8m0_inputs(), random_exponents()]))
     x = x[x < 1.5 * 2.0**127]
     assert torch.equal(by_name("e8m0").encode(x), judged("e8m0", x))
-
-
-def test_e8m0_nearest_equals_torch() -> None:
-    x = positive_finite(torch.cat([e8m0_inputs(), random_exponents()]))
-    x = x[x < 1.5 * 2.0**127]
-    theirs = x.to(torch.float8_e8m0fnu).view(torch.uint8)
-    assert torch.equal(by_name("e8m0").encode(x), theirs)
 
 
 def test_e8m0_nearest_takes_a_midpoint_up_whatever_its_parity() -> None:

@@ -10,16 +10,34 @@ import pytest
 import torch
 
 import fp8core
-from fp8core import ops, recipe
+from fp8core import autocast, ops, recipe
+from fp8core.backend_api import (
+    OPTIONAL_OPS,
+    AddNormDesc,
+    DequantizeDesc,
+    FusedDesc,
+    OpDesc,
+    QuantizeDesc,
+)
+from fp8core.chain.bind import bind_chain
+from fp8core.chain.shape import BindContext
+from fp8core.collectives import Communicator
+from fp8core.conformance.in_process import communicators, run_in_threads
+from fp8core.dispatch.table import DISPATCH, Purpose, Resolved
+from fp8core.inspection.descriptors import layer_needs, record
+from fp8core.inspection.explain import explain
 from fp8core.inspection.on_meta import SavedBytes
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.recipe import Recipe
+from fp8core.recipe.plan import LayerRole
+from fp8core.tensors.quantizer_binding import Binding
 from tests.device import DEVICE
 from tests.dispatch import toys
-from tests.pairs import pairs
+from tests.pairs import pairs, turns
 
 BF16 = torch.bfloat16
 K, N, GROUPS, ROWS = 128, 384, 2, 1024
 RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")
-
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "Linear": lambda: fp8core.Linear(K, N, params_dtype=BF16),
     "LayerNormLinear": lambda: fp8core.LayerNormLinear(K, N, params_dtype=BF16),
@@ -195,3 +213,139 @@ def test_units_are_bytes_and_mebibytes() -> None:
     assert text == (
         "holds 1,536 bytes a row from forward to backward, and 3.0 MiB of weights' copies"
     )
+
+
+RECORDED = {
+    "linear": lambda: fp8core.Linear(32, 32),
+    "grouped": lambda: fp8core.GroupedLinear(2, 32, 32),
+    "layernorm_linear": lambda: fp8core.LayerNormLinear(32, 32),
+    "layernorm_mlp": lambda: fp8core.LayerNormMLP(32, 32, activation="swiglu"),
+    "sequential": lambda: ops.Sequential(
+        ops.AddExtraInput(), ops.RMSNorm(32), ops.Linear(32, 32), ops.GELU(), ops.Quantize()
+    ),
+}
+
+
+class Spy:
+    """Dispatch, which offers no optional operation, and what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: set[OpDesc] = set()
+
+    def resolve(self, desc: OpDesc, device: torch.device, purpose: Purpose) -> Resolved:
+        self.asked.add(desc)
+        return DISPATCH.resolve(desc, device, purpose)
+
+    def resolve_optional(self, desc: OpDesc, *where: Any) -> None:
+        self.asked.add(desc)
+
+
+def plan_of(layer: LowPrecisionModule, chosen: Recipe) -> Any:
+    return chosen.plan(LayerRole(layer.kind), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*turns(recipe.names(), RECORDED), *turns(["nvfp4"], list(RECORDED)[:4])]
+)
+def test_a_record_holds_what_dispatch_is_asked_for(name: str, kind: str) -> None:
+    layer, spy = RECORDED[kind](), Spy()
+    plan = plan_of(layer, recipe.by_name(name))
+    binding = Binding(DEVICE, torch.bfloat16, resolver=spy)
+    bind_chain(layer.link_shapes(), BindContext(plan, binding, "a layer"))
+    recorded = {desc for _, desc in record(layer.link_shapes(), plan, torch.bfloat16)}
+    casts = [desc for desc in spy.asked if isinstance(desc, QuantizeDesc)]
+    halves = {
+        half for desc in casts if all((desc.rowwise, desc.columnwise)) for half in desc.halves()
+    }
+    assert recorded == spy.asked - halves
+
+
+def test_a_record_is_in_the_order_of_the_chain() -> None:
+    layer = RECORDED["layernorm_mlp"]()
+    requests = record(
+        layer.link_shapes(), plan_of(layer, recipe.MXFP8BlockScaling()), torch.bfloat16
+    )
+    positions = [purpose.position for purpose, _ in requests]
+    assert positions == sorted(positions)
+    assert set(positions) == {0, 1, 2, 3}
+
+
+def descs(layer: LowPrecisionModule, chosen: Recipe) -> list[OpDesc]:
+    return [need.desc for need in layer_needs(layer, chosen, torch.bfloat16)]
+
+
+def test_a_layer_with_backward_in_high_precision_is_said_to_cast_as_it_does() -> None:
+    chosen = recipe.Float8CurrentScaling(backward_override="high_precision")
+    asked = descs(fp8core.LayerNormLinear(32, 32), chosen)
+    casts = [desc for desc in asked if isinstance(desc, QuantizeDesc)]
+    assert casts  # the backend is asked for both orientations, and one of them is used
+    assert all(cast.rowwise == cast.columnwise is not None for cast in casts)
+    assert not any(desc.op in OPTIONAL_OPS for desc in asked)
+
+
+def test_a_cast_that_counts_for_itself_is_in_no_fusion() -> None:
+    layer = fp8core.LayerNormLinear(32, 32)
+    assert any(isinstance(d, FusedDesc) for d in descs(layer, recipe.MXFP8BlockScaling()))
+    propagating = recipe.MXFP8BlockScaling(nonfinite="propagate")
+    assert not any(isinstance(d, FusedDesc) for d in descs(layer, propagating))
+
+
+def test_an_operation_that_rounds_asks_for_the_cast_and_for_what_decodes_it() -> None:
+    asked = descs(ops.Quantize(), recipe.MXFP8BlockScaling())
+    assert {type(desc) for desc in asked} == {QuantizeDesc, DequantizeDesc}
+
+
+def test_a_norm_behind_a_residual_add_asks_for_both_in_one() -> None:
+    layer = ops.Sequential(ops.AddExtraInput(), ops.RMSNorm(32))
+    assert any(isinstance(desc, AddNormDesc) for desc in descs(layer, recipe.MXFP8BlockScaling()))
+
+
+SENT_ROWS = 256
+SENT_BY = {name: recipe.by_name(name) for name in ("current", "rowwise", "block", "mxfp8", "nvfp4")}
+TWO = communicators(2)  # named by the layers, and found as long as they live
+
+
+def new_mlp(communicator: Communicator) -> Any:
+    return fp8core.LayerNormMLP(
+        256,
+        512,
+        bias=False,
+        tp_group=communicator,
+        sequence_parallel=True,
+        set_parallel_mode=True,
+        params_dtype=torch.bfloat16,
+        device=DEVICE,
+    )
+
+
+def counted(communicator: Communicator, name: str) -> dict[tuple[str, str], tuple[int, int]]:
+    mlp = new_mlp(communicator)
+    x = torch.ones(SENT_ROWS, 256, dtype=torch.bfloat16, requires_grad=True)
+    with communicator.counting() as traffic:
+        with autocast(recipe=SENT_BY[name]):
+            y = mlp(x)
+        y.sum().backward()
+    return {key: tuple(count) for key, count in traffic}
+
+
+@pytest.mark.parametrize("name", SENT_BY)
+def test_explain_says_what_a_step_sends(name: str) -> None:
+    sent = [one for _, one in explain(new_mlp(TWO[0]), SENT_BY[name]).sent]
+    said = {
+        (one.collective, one.tensor): (one.calls, round(one.a_row * SENT_ROWS) + one.fixed)
+        for one in sent
+    }
+    assert run_in_threads(lambda one: counted(one, name), 2) == [said, said]
+
+
+def test_a_line_names_group_format_and_bytes() -> None:
+    mlp = new_mlp(TWO[0])
+    lines = str(explain(mlp, recipe.Float8BlockScaling())).splitlines()
+    line = next(one for one in lines if "gather of input over" in one)
+    assert "over 2 ranks of group 'threads" in line
+    assert line.endswith(": e4m3 block=(1,128) power_of_two, sends 256.00 bytes a row, plain")
+
+
+def test_a_layer_of_one_rank_sends_nothing() -> None:
+    layer = fp8core.Linear(32, 32, device=DEVICE)
+    assert explain(layer, recipe.Float8CurrentScaling()).sent == ()

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics as plain
+from collections import defaultdict
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
-from fp8core.backend_api import DequantizeDesc, OperandSpec, QuantizeDesc, scale_inverses
-from fp8core.inspection.monitoring.record import EXPONENTS, ObservedCast, Tally, measure
+from fp8core import formats
+from fp8core.backend_api import (
+    DequantizeDesc,
+    Operand,
+    OperandSpec,
+    QuantizeDesc,
+    scale_inverses,
+)
+from fp8core.inspection.monitoring.record import (
+    EXPONENTS,
+    ObservedCast,
+    Tally,
+    decibels,
+    measure,
+)
 from fp8core_backends.reference.backend import ReferenceBackend
 
 REFERENCE = ReferenceBackend()
@@ -33,34 +51,6 @@ def cast(
     return measure(ObservedCast(x, decoded, spec, scale_inverses(spec, made), real))
 
 
-def test_underflow_counts_nonzero_values_that_became_zero() -> None:
-    # At scale 1 the least e4m3 is 2^-9; half of it is a tie to 0, a little more is not.
-    x = torch.tensor([[0.0, 0.0, 1.0, 2.0**-9, 2.0**-10, -(2.0**-10), 2.0**-11, 1.01 * 2.0**-10]])
-    tally = cast(x, DELAYED, scale=1.0)
-    assert (tally.elements, tally.nonzero, tally.underflow) == (8, 6, 3)
-    assert tally.share(tally.underflow) == 0.5
-
-
-def test_saturation_counts_what_rounding_alone_would_take_beyond_the_maximum() -> None:
-    # e4m3: 448 is the largest, the next would be 480. 464 is the tie, and rounds to 448.
-    x = torch.tensor([[1.0, 448.0, 460.0, 464.0, 465.0, -500.0, 1e6, 0.0]])
-    tally = cast(x, DELAYED, scale=1.0)
-    assert tally.saturated == 3
-    assert tally.share(tally.saturated) == 3 / 7
-
-
-def test_saturation_follows_the_scale() -> None:
-    x = torch.tensor([[1.0, 224.0, 232.0, 233.0, -300.0]])
-    assert cast(x, DELAYED, scale=2.0).saturated == 2
-    assert cast(x, DELAYED, scale=0.5).saturated == 0
-
-
-def test_a_value_that_became_zero_is_not_saturated() -> None:
-    value, decoded = torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2)
-    tally = measure(ObservedCast(value, decoded, TENSORWISE, torch.zeros(1, 1)))
-    assert (tally.underflow, tally.saturated) == (2, 0)
-
-
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1"])
 def test_current_scaling_saturates_nothing(name: str) -> None:
     spec = OperandSpec(name, (0, 0), {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}[name])
@@ -78,14 +68,6 @@ def test_sqnr_of_a_known_error() -> None:
     assert tally.noise == 2
     assert tally.sqnr_db == 10 * math.log10(tally.signal / 2)
     assert tally.worst_row == pytest.approx(10 * math.log10(289), abs=1e-12)
-
-
-def test_worst_row_shows_what_the_whole_hides() -> None:
-    x = torch.tensor([[448.0] * 4, [2.0**-10] * 4])
-    tally = cast(x, TENSORWISE)
-    assert tally.worst_row == 0.0  # all of it lost: the noise is the signal
-    assert tally.sqnr_db > 100
-    assert cast(x, ROWWISE).worst_row == math.inf
 
 
 def test_all_zero_has_no_sqnr_and_lost_nothing() -> None:
@@ -111,36 +93,10 @@ def test_exact_cast_has_infinite_sqnr() -> None:
     assert tally.sqnr_db == tally.worst_row == math.inf
 
 
-def test_nan_and_inf_are_counted_and_left_out() -> None:
-    x = torch.tensor([[math.nan, math.inf, -math.inf, 17.0], [16.0, 0.0, 0.0, math.nan]])
-    tally = cast(x, DELAYED, scale=1.0)
-    assert (tally.nan, tally.inf, tally.nonzero, tally.saturated) == (2, 2, 2, 0)
-    assert (tally.amax, tally.signal, tally.noise) == (17.0, 289.0 + 256.0, 1.0)
-
-
 def test_a_finite_value_that_became_nan_is_the_worst_error() -> None:
     value, decoded = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, math.nan]])
     tally = measure(ObservedCast(value, decoded, None, None))
     assert tally.sqnr_db == tally.worst_row == -math.inf
-
-
-def test_scales_and_zero_blocks() -> None:
-    # Blocks of 4 with amaxes 448, 224, 0, 112: scales 1, 2, none, 4.
-    x = torch.zeros(2, 8)
-    x[0, 0], x[0, 5], x[1, 6] = 448.0, -224.0, 112.0
-    tally = cast(x, BLOCKS)
-    assert (tally.blocks, tally.zero_blocks, tally.zero_block_share) == (4, 1, 0.25)
-    least, median, largest, deviation = tally.scale_spread()
-    assert (least, median, largest) == (1.0, 2.0, 4.0)
-    assert deviation == pytest.approx(math.sqrt(2 / 3), abs=1e-15)  # of log2: 0, 1, 2
-    assert tally.grid is not None
-    assert tally.grid.nan_to_num(-1.0).tolist() == [[0.0, 1.0], [-1.0, 2.0]]
-
-
-def test_median_of_an_even_number_is_the_lower() -> None:
-    tally = cast(torch.tensor([[448.0, 0.0, 0.0, 0.0, 112.0, 0.0, 0.0, 0.0]]), BLOCKS)
-    assert tally.scale_spread()[:3] == (1.0, 1.0, 4.0)
-    assert tally.scale_spread()[3] == 1.0
 
 
 def test_partial_blocks_at_the_end() -> None:
@@ -149,12 +105,6 @@ def test_partial_blocks_at_the_end() -> None:
     tally = cast(x, BLOCKS)
     assert (tally.blocks, tally.zero_blocks) == (2, 1)
     assert tally.scale_spread()[1] == 1.0
-
-
-def test_square_blocks_larger_than_the_tensor() -> None:
-    spec = OperandSpec("e4m3", (128, 128), 448.0)
-    tally = cast(torch.full((3, 5), 448.0), spec)
-    assert (tally.blocks, tally.zero_blocks, tally.sqnr_db) == (1, 0, math.inf)
 
 
 def test_padding_and_its_blocks_are_left_out() -> None:
@@ -200,3 +150,95 @@ def test_what_was_not_compared_is_nan() -> None:
     tally = measure(ObservedCast(value, value, TENSORWISE, torch.ones(1, 1), is_compared=False))
     assert all(math.isnan(n) for n in (tally.sqnr_db, tally.worst_row, tally.share(0)))
     assert (tally.amax, tally.blocks) == (1.0, 1)
+
+
+SPECS = {
+    "tensorwise": OperandSpec("e4m3", (0, 0), 448.0),
+    "delayed": OperandSpec("e5m2", (0, 0), 57344.0, delayed=True),
+    "rowwise": OperandSpec("e4m3", (1, 0), 448.0, power_of_two=True),
+    "blocks": OperandSpec("e4m3", (1, 16), 448.0),
+    "squares": OperandSpec("e5m2", (4, 4), 57344.0),
+    "mx": OperandSpec("e4m3", (1, 32), 448.0, scale_format="e8m0"),
+    "two levels": OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3"),
+}
+
+
+def by_loops(x: torch.Tensor, q: torch.Tensor, spec: OperandSpec, operand: Operand) -> Tally:
+    """Count one element at a time; the block of an element is found by division."""
+    values = sorted({abs(v) for v in formats.by_name(spec.format).values if math.isfinite(v)})
+    limit = values[-1] + (values[-1] - values[-2]) / 2
+    factors = scale_inverses(spec, operand).tolist()
+    tally, signal, noise = Tally(casts=1), defaultdict(list), defaultdict(list)
+    blocks: dict[tuple[int, int], bool] = {}
+    for i, j in itertools.product(*map(range, x.shape)):
+        value, made = float(x[i, j]), float(q[i, j])
+        block = (
+            i // spec.block[0] if spec.block[0] else 0,
+            j // spec.block[1] if spec.block[1] else 0,
+        )
+        blocks.setdefault(block, False)
+        tally.elements += 1
+        tally.nan += math.isnan(value)
+        tally.inf += math.isinf(value)
+        if not math.isfinite(value):
+            continue
+        blocks[block] |= value != 0
+        tally.amax = max(tally.amax, abs(value))
+        tally.nonzero += value != 0
+        tally.underflow += value != 0 and made == 0
+        tally.saturated += abs(value) > limit * factors[block[0]][block[1]] and made != 0
+        signal[i].append(value * value)
+        noise[i].append((value - made) ** 2)
+    tally.signal, tally.noise = (
+        math.fsum(v for r in e.values() for v in r) for e in (signal, noise)
+    )
+    rows = [decibels(math.fsum(signal[i]), math.fsum(noise[i])) for i in signal if any(signal[i])]
+    tally.worst_row = min(rows, default=math.nan)
+    tally.blocks, tally.zero_blocks = len(blocks), sum(not any_ for any_ in blocks.values())
+    scales = [1 / factors[r][c] for (r, c), any_ in blocks.items() if any_ and factors[r][c]]
+    tally.scales = [torch.tensor(scales, dtype=torch.float64)]
+    return tally
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    rows, seed = draw(st.integers(1, 6)), draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    spread = 10.0 ** torch.randint(-12, 6, (rows, 64), generator=generator)
+    x = torch.randn(rows, 64, generator=generator) * spread
+    kind = torch.rand(rows, 64, generator=generator)
+    x[kind < draw(st.sampled_from((0.0, 0.3, 0.97)))] = 0.0
+    if draw(st.booleans()):
+        x[0, 5], x[-1, 40], x[-1, 41] = math.nan, math.inf, -math.inf
+    if draw(st.booleans()):
+        x[:, 16:32] = 0.0
+    return x
+
+
+@pytest.mark.parametrize("name", SPECS)
+@hypothesis.given(x=tensors(), scale=st.sampled_from((1.0, 0.25, 4096.0)))
+@hypothesis.settings(max_examples=15)
+def test_figures_equal_loops(name: str, x: torch.Tensor, scale: float) -> None:
+    spec = SPECS[name]
+    given = torch.tensor([scale]) if spec.delayed else None
+    made = REFERENCE.quantize(QuantizeDesc(x.dtype, spec, None), x, scale=given).rowwise
+    assert made is not None
+    q = REFERENCE.dequantize(DequantizeDesc(spec), made)
+    got, want = (
+        measure(ObservedCast(x, q, spec, scale_inverses(spec, made))),
+        by_loops(x, q, spec, made),
+    )
+    for field in ("elements", "nan", "inf", "nonzero", "underflow", "saturated", "blocks"):
+        assert getattr(got, field) == getattr(want, field), field
+    assert (got.zero_blocks, got.amax) == (want.zero_blocks, want.amax)
+    assert got.signal == pytest.approx(want.signal, rel=1e-12)
+    assert got.noise == pytest.approx(want.noise, rel=1e-12)
+    assert got.worst_row == pytest.approx(want.worst_row, rel=1e-9, nan_ok=True)
+    (scales,) = got.scales
+    assert sorted(scales.tolist()) == sorted(want.scales[0].tolist())
+    if scales.numel():
+        least, median, largest, deviation = got.scale_spread()
+        known = sorted(scales.tolist())
+        assert (least, median, largest) == (known[0], plain.median_low(known), known[-1])
+        logs = [math.log2(own) for own in known]
+        assert deviation == pytest.approx(plain.pstdev(logs), rel=1e-9, abs=1e-12)

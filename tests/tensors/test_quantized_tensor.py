@@ -343,11 +343,6 @@ def test_a_file_holds_nothing_but_tensors_and_plain_values(tmp_path: Path) -> No
     assert found == []
 
 
-def test_share_memory_shares_the_operands() -> None:
-    tensor = quantized("mxfp8").share_memory_()
-    assert all(part.is_shared() for part in tensor.tensors())
-
-
 def test_assigning_data_of_another_shape_is_refused() -> None:
     with pytest.raises(fp8core.OperandError, match="cannot become"):
         parameter("current").data = torch.zeros(())

@@ -49,28 +49,53 @@ def test_the_first_step_uses_scale_1() -> None:
         assert torch.equal(layer.scale_fwd, torch.ones(3))
 
 
-def test_the_scale_is_the_maximum_over_the_amax() -> None:
-    assert windows(Linear(8, 8), 3.0) == [torch.tensor(E4M3_MAX / 3.0).item()]
+def smallest(history: torch.Tensor) -> torch.Tensor:
+    assert history.shape == (4, 3)
+    return torch.where(history > 0, history, math.inf).amin(0)
 
 
-def test_the_margin_halves_the_scale() -> None:
-    assert windows(Linear(8, 8), 7.0, margin=1) == [E4M3_MAX / 7.0 / 2]
-
-
-def test_max_remembers_an_amax_for_the_length_of_the_history() -> None:
+WINDOWS: dict[str, tuple[tuple[float, ...], dict[str, Any], list[float]]] = {
+    "the maximum over the amax": ((3.0,), {}, [E4M3_MAX / 3.0]),
+    "a margin halves": ((7.0,), {"margin": 1}, [E4M3_MAX / 7.0 / 2]),
     # The window is the length, though one row less stays stored.
-    scales = windows(Linear(8, 8), 8.0, 1.0, 1.0, 1.0, 1.0, amax_history_len=4)
-    assert scales == [E4M3_MAX / amax for amax in (8.0, 8.0, 8.0, 8.0, 1.0)]
+    "max remembers for the length of the history": (
+        (8.0, 1.0, 1.0, 1.0, 1.0),
+        {"amax_history_len": 4},
+        [E4M3_MAX / amax for amax in (8.0, 8.0, 8.0, 8.0, 1.0)],
+    ),
+    "most_recent forgets at once": (
+        (8.0, 1.0, 2.0),
+        {"amax_compute_algo": "most_recent"},
+        [E4M3_MAX / amax for amax in (8.0, 1.0, 2.0)],
+    ),
+    "a history of one": ((8.0, 1.0), {"amax_history_len": 1}, [E4M3_MAX / 8.0, E4M3_MAX]),
+    "a tiny amax": ((1e-40,), {}, [torch.finfo(torch.float32).max]),
+    "inf freezes nothing": (
+        (2.0, math.inf, 7.0),
+        {},
+        [E4M3_MAX / 2.0, E4M3_MAX / 2.0, E4M3_MAX / 7.0],
+    ),
+    "nor does -inf": ((2.0, -math.inf), {}, [E4M3_MAX / 2.0] * 2),
+    "nan alone": ((7.0, math.nan), {}, [E4M3_MAX / 7.0] * 2),
+    "a function computes the amax": (
+        (2.0, 7.0),
+        {"amax_compute_algo": smallest},
+        [E4M3_MAX / 2.0] * 2,
+    ),
+    "a function's nonsense": (
+        (7.0,),
+        {"scaling_factor_compute_algo": lambda amax, *_: torch.full_like(amax, math.nan)},
+        [1.0],
+    ),
+}
 
 
-def test_most_recent_forgets_at_once() -> None:
-    scales = windows(Linear(8, 8), 8.0, 1.0, 2.0, amax_compute_algo="most_recent")
-    assert scales == [E4M3_MAX / amax for amax in (8.0, 1.0, 2.0)]
-
-
-def test_a_history_of_one_remembers_nothing() -> None:
-    scales = windows(Linear(8, 8), 8.0, 1.0, amax_history_len=1)
-    assert scales == [E4M3_MAX / 8.0, E4M3_MAX]
+@pytest.mark.parametrize("name", WINDOWS)
+def test_scales_of_several_steps_follow_from_their_amaxes(name: str) -> None:
+    amaxes, fields, scales = WINDOWS[name]
+    layer = Linear(8, 8)
+    assert windows(layer, *amaxes, **fields) == torch.tensor(scales).tolist()
+    assert layer.amax_history_fwd.isfinite().all()
 
 
 def test_an_amax_of_zero_changes_nothing() -> None:
@@ -89,11 +114,6 @@ def test_an_empty_batch_changes_nothing() -> None:
     assert before == layer.amax_history_fwd[:, INPUT].tolist()
 
 
-def test_a_tiny_amax_gives_a_finite_scale() -> None:
-    scale = windows(Linear(8, 8), 1e-40)[0]
-    assert scale == torch.finfo(torch.float32).max
-
-
 def test_one_update_over_microbatches_takes_their_maximum() -> None:
     layer = Linear(8, 8)
     forward(layer, filled(2.0), filled(7.0), filled(1.0))
@@ -107,14 +127,6 @@ def test_slots_follow_input_weight_and_an_unused_output() -> None:
     assert layer.amax_history_fwd[3].tolist() == [2.0, weight, 0.0]
     assert layer.amax_history_bwd[3].tolist() == [1.0, 0.0]
     assert layer.scale_bwd.tolist() == [E5M2_MAX, 1.0]
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf])
-def test_an_infinite_amax_does_not_freeze_the_scale(value: float) -> None:
-    layer = Linear(8, 8)
-    scales = windows(layer, 2.0, value, 7.0)
-    assert scales == [E4M3_MAX / 2.0, E4M3_MAX / 2.0, E4M3_MAX / 7.0]
-    assert torch.isfinite(layer.amax_history_fwd).all()
 
 
 def test_an_infinite_amax_is_counted() -> None:
@@ -159,22 +171,6 @@ def test_a_nan_is_ignored_by_the_amax() -> None:
     assert layer.scale_fwd[INPUT] == E4M3_MAX / 7.0
 
 
-def test_nan_alone_changes_nothing() -> None:
-    assert windows(Linear(8, 8), 7.0, math.nan) == [E4M3_MAX / 7.0] * 2
-
-
-def test_a_function_may_compute_the_amax() -> None:
-    seen = []
-
-    def smallest(history: torch.Tensor) -> torch.Tensor:
-        seen.append(history.shape)
-        return torch.where(history > 0, history, math.inf).amin(0)
-
-    scales = windows(Linear(8, 8), 2.0, 7.0, amax_compute_algo=smallest)
-    assert scales == [E4M3_MAX / 2.0] * 2
-    assert seen[0] == (4, 3)
-
-
 def test_a_function_gets_the_newest_amax_in_row_0_and_older_ones_the_oldest_first() -> None:
     seen = []
 
@@ -214,14 +210,6 @@ def test_a_function_may_compute_the_scale() -> None:
     amax, scale, fp8_max, chosen = seen[0]
     assert (amax[INPUT], scale, fp8_max[INPUT]) == (7.0, [1.0] * 3, E4M3_MAX)
     assert chosen.scaling_factor_compute_algo is quarter
-
-
-def test_a_function_that_gives_nonsense_changes_no_scale() -> None:
-    def nonsense(amax: torch.Tensor, *_: object) -> torch.Tensor:
-        return torch.full_like(amax, math.nan)
-
-    layer = Linear(8, 8)
-    assert windows(layer, 7.0, scaling_factor_compute_algo=nonsense) == [1.0]
 
 
 def test_functions_follow_the_same_rules_as_the_built_in() -> None:

@@ -81,18 +81,6 @@ def test_masters_are_stepped_in_float32(remainders: bool) -> None:
         assert bool((difference <= master.abs() * 2.0**-8).all())
 
 
-def test_remainders_and_float32_masters_train_alike() -> None:
-    results = []
-    for remainders in (False, True):
-        params = parameters(BF16)
-        trained(
-            FusedAdam, params, 6, master_weights=True, store_param_remainders=remainders, **OPTIONS
-        )
-        results.append([p.detach() for p in params])
-    for one, other in zip(*results, strict=True):
-        assert bool(((one.float() - other.float()).abs() <= one.float().abs() * 2.0**-8).all())
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8])
 def test_averages_of_fewer_bits_are_near(dtype: torch.dtype) -> None:
     ours, theirs = parameters(), parameters()
@@ -277,13 +265,6 @@ def test_empty_and_strided_parameters() -> None:
     FusedAdam(params, **OPTIONS).step()
     FusedAdam([other], **OPTIONS).step()
     assert torch.equal(wide.detach(), other.detach())
-
-
-def test_a_copy_steps_on_its_own() -> None:
-    params = parameters()
-    optimizer = trained(FusedAdam, params, 1, **OPTIONS)
-    copied = copy.deepcopy(optimizer)
-    assert copied.param_groups[0]["step"] == 1
 
 
 ERRORS: dict[str, Any] = {

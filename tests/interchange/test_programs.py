@@ -1,16 +1,18 @@
-"""Codes and scales of an ONNX file, run by onnxruntime, against those of the reference backend."""
+"""Programs that leave fp8core: an ONNX file's codes and scales, and a package of AOTInductor."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import fp8core as te
-from fp8core import formats
+from fp8core import formats, recipe
 from fp8core.backend_api import OperandSpec, Quantized, QuantizeDesc
 from fp8core.export import operands
 from fp8core.torch_ops.definition import bound
@@ -18,13 +20,11 @@ from fp8core.torch_ops.encoding import Operation, encode
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
-
 # torch's own, about the containers that it copies.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
 ]
-
 SPECS = {
     "tensorwise": OperandSpec("e4m3", (0, 0), 448.0),
     "e5m2": OperandSpec("e5m2", (0, 0), 57344.0),
@@ -145,3 +145,26 @@ def test_codes_and_scales_equal_the_reference_backends(kind: str) -> None:
         assert want.values.shape == (ROWS, K)
         codes = 2 ** formats.by_name(SPECS[kind].format).bits
         assert want.values.nan_to_num().unique().numel() <= codes, given
+
+
+@pytest.mark.skipif(
+    not os.environ.get("FP8CORE_TEST_AOT_INDUCTOR"), reason="set FP8CORE_TEST_AOT_INDUCTOR=1"
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_package_of_a_transformer_layer_equals_forward(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, x = te.TransformerLayer(64, 128, 4).eval().to(dtype), torch.randn(8, 4, 64).to(dtype)
+    with torch.no_grad(), te.autocast(recipe=recipe.Float8CurrentScaling()):
+        want, program = model(x), torch.export.export(model, (x,))
+    path = torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(tmp_path / "model.pt2"),
+        inductor_configs={
+            "aot_inductor.compile_wrapper_opt_level": "O0",
+            "emulate_precision_casts": True,
+        },
+    )
+    assert torch.equal(torch._inductor.aoti_load_package(path)(x), want)
