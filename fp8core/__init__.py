@@ -50,12 +50,11 @@ from fp8core.inspection.explain import (
 )
 from fp8core.inspection.monitoring import monitor
 from fp8core.modules.attention import DotProductAttention
-from fp8core.modules.layers.grouped_linear import GroupedLinear
+from fp8core.modules.layers.grouped_linear import Fp8Padding, Fp8Unpadding, GroupedLinear
 from fp8core.modules.layers.layernorm_linear import LayerNormLinear
 from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
 from fp8core.modules.layers.linear import Linear
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
-from fp8core.modules.layers.padding import Fp8Padding, Fp8Unpadding
 from fp8core.modules.models.found_inf import clear_found_inf, found_inf, watch_grad_scaler
 from fp8core.modules.models.frozen import frozen_weights
 from fp8core.modules.models.graphs import make_graphed_callables

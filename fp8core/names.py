@@ -45,6 +45,7 @@ PICKLED = {
     "modules.extra_state.state": "modules.state.extra_state",
     "modules.extra_state": "modules.state",
     "modules.first_step": "modules.models.prepare",
+    "modules.padding": "modules.layers.grouped_linear",
     "modules.refusals": "modules.calls.parameters",
     "modules.sequential": "ops.sequential",
     "modules.tensor_operations": "modules.layers.operation",
@@ -57,7 +58,7 @@ PICKLED = {
         f"modules.{module}": f"modules.{room}.{module}"
         for room, modules in {
             "calls": "base bind bound inputs parameters",
-            "layers": "grouped_linear layernorm_linear layernorm_mlp linear norm operation padding "
+            "layers": "grouped_linear layernorm_linear layernorm_mlp linear norm operation "
             "parallel residual",
             "models": "found_inf frozen graphs inventory prepare",
             "sequences": "attention_arguments attention_inputs context_group head_split inference "

@@ -137,26 +137,25 @@ def _transformed(x: torch.Tensor, dim: int, by: tuple[int, ...]) -> torch.Tensor
     along = 1 if dim == 0 else 2
     signs = make(x.device, by)
     signed = values.reshape(shape) * (signs[:, None] if dim == 0 else signs)
-    parts = list(signed.unbind(along))
+    transformed = torch.stack(_hadamard(signed.unbind(along)), along) * 4
+    return transformed.reshape(rows, cols).to(torch.bfloat16)
+
+
+def _hadamard(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``H`` times 16 values, by sums of two at a time."""
+    parts = list(values)
     for half in (1, 2, 4, 8):  # H of 2 h elements is [[H, H], [H, -H]] of h
         for first in range(16):
             if not first & half:
-                second = first | half
-                upper, lower = parts[first], parts[second]
-                parts[first], parts[second] = upper + lower, upper - lower
-    transformed = torch.stack(parts, along) * 4
-    return transformed.reshape(rows, cols).to(torch.bfloat16)
+                upper, lower = parts[first], parts[first | half]
+                parts[first], parts[first | half] = upper + lower, upper - lower
+    return parts
 
 
 def _inverse(x: torch.Tensor, by: tuple[int, ...]) -> torch.Tensor:
     """Return ``x [rows, k]``, float32, transformed back: ``H / 4`` is its own inverse."""
     rows, k = x.shape
-    parts = list(x.reshape(rows, k // 16, 16).unbind(2))
-    for half in (1, 2, 4, 8):
-        for first in range(16):
-            if not first & half:
-                upper, lower = parts[first], parts[first | half]
-                parts[first], parts[first | half] = upper + lower, upper - lower
+    parts = _hadamard(x.reshape(rows, k // 16, 16).unbind(2))
     signed = [part * (sign / 4) for part, sign in zip(parts, by, strict=True)]
     return torch.stack(signed, 2).reshape(rows, k)
 

@@ -11,7 +11,7 @@ import torch
 
 from fp8core import GroupedLinear, Linear, OperandError, UnsupportedError, autocast, monitor
 from fp8core.modules.layers import grouped_linear
-from fp8core.modules.layers.padding import Fp8Padding, Fp8Unpadding
+from fp8core.modules.layers.grouped_linear import Fp8Padding, Fp8Unpadding
 from fp8core.torch_ops.private import PASSES_DATACLASSES
 from tests.device import DEVICE, assert_same_sums
 from tests.modules.layers import RECIPES, active, assert_same, step

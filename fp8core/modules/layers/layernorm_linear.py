@@ -16,10 +16,10 @@ from fp8core.modules.calls.parameters import (
     InitMethod,
     check_normalization,
     fill,
-    make_parameter,
     refuse_arguments,
 )
 from fp8core.modules.layers.linear import NOT_OFFERED, Linear
+from fp8core.modules.layers.norm import register_norm
 from fp8core.modules.layers.parallel import mark_norm
 from fp8core.modules.run import run_layer
 
@@ -101,7 +101,7 @@ class LayerNormLinear(Linear):
             raise RecipeError(
                 "LayerNormLinear(parameters_split=...): 'layer_norm' is the norm's own name."
             )
-        register_norm(self, self._norm[0], self.in_features, device, dtype)
+        register_norm(self, self._norm[0], (self.in_features,), device, dtype)
         super()._make_parameters(device, dtype)
 
     def _mark_parameters(self) -> None:
@@ -165,21 +165,6 @@ def with_output(shapes: tuple[LinkShape, ...], layer: _ReturnsNorm) -> tuple[Lin
         return shapes
     is_gathered = layer.return_layernorm_output_gathered and shapes[0].gathers_rows
     return (*shapes[:is_gathered], OutputShape(), *shapes[is_gathered:])
-
-
-def register_norm(
-    module: torch.nn.Module,
-    kind: str,
-    size: int,
-    device: torch.device,
-    dtype: torch.dtype | None,
-) -> None:
-    """Give ``module`` the parameters ``layer_norm_weight``, and for a LayerNorm its bias."""
-    gamma = make_parameter(size, device=device, dtype=dtype)
-    module.register_parameter("layer_norm_weight", gamma)
-    if kind == "layernorm":
-        beta = make_parameter(size, device=device, dtype=dtype)
-        module.register_parameter("layer_norm_bias", beta)
 
 
 def reset_norm(module: torch.nn.Module, zero_centered: bool) -> None:

@@ -23,12 +23,8 @@ from fp8core.modules.calls.parameters import (
     refuse_arguments,
     resolve_device,
 )
-from fp8core.modules.layers.layernorm_linear import (
-    norm_params,
-    register_norm,
-    reset_norm,
-    with_output,
-)
+from fp8core.modules.layers.layernorm_linear import norm_params, reset_norm, with_output
+from fp8core.modules.layers.norm import register_norm
 from fp8core.modules.layers.parallel import ALONE, Parallel, ParallelModule, mark_norm, mark_weight
 from fp8core.modules.run import run_layer
 from fp8core.recipe.plan import LayerRole
@@ -146,7 +142,7 @@ class LayerNormMLP(ParallelModule):
             self.reset_parameters()
 
     def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        register_norm(self, self._norm[0], self.hidden_size, device, dtype)
+        register_norm(self, self._norm[0], (self.hidden_size,), device, dtype)
         inner = self._ffn * (2 if self._activation.is_gated else 1)
         sizes = (inner, self.hidden_size), (self.hidden_size, self._ffn)
         for name, (rows, columns) in zip(("fc1", "fc2"), sizes, strict=True):

@@ -20,6 +20,22 @@ from fp8core.modules.layers.parallel import mark_norm
 from fp8core.modules.run import run_layer, run_links
 
 
+def register_norm(
+    module: torch.nn.Module,
+    kind: str,
+    sizes: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    prefix: str = "layer_norm_",
+) -> None:
+    """Give ``module`` the parameters of a norm of ``kind``: a weight, and for a LayerNorm a bias,
+    whose names begin with ``prefix``."""
+    for name in ("weight", "bias") if kind == "layernorm" else ("weight",):
+        parameter = make_parameter(*sizes, device=device, dtype=dtype)
+        module.register_parameter(f"{prefix}{name}", parameter)
+
+
 class _Norm(LowPrecisionModule):
     kind = "norm"
     weight: torch.nn.Parameter
@@ -56,11 +72,7 @@ class _Norm(LowPrecisionModule):
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         target = resolve_device(device)
-        gamma = make_parameter(*sizes, device=target, dtype=params_dtype or dtype)
-        self.register_parameter("weight", gamma)
-        if self.norm_kind == "layernorm":
-            beta = make_parameter(*sizes, device=target, dtype=params_dtype or dtype)
-            self.register_parameter("bias", beta)
+        register_norm(self, self.norm_kind, sizes, target, params_dtype or dtype, prefix="")
         if sequence_parallel is not None:
             mark_norm(self.parameters(), sequence_parallel)
         if target.type != "meta":
