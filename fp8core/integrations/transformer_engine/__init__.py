@@ -20,10 +20,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
 
+import fp8core
+from fp8core import names, ops, recipe
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.integrations.transformer_engine import finder
 from fp8core.reporting import log_once, logger
+from fp8core.training import optimizers, permutation, router
 
 __all__ = ["VERSION", "install", "is_installed", "uninstall"]
 
@@ -84,3 +90,173 @@ def uninstall() -> None:
 def is_installed() -> bool:
     """Return whether ``import transformer_engine`` gives fp8core in this process."""
     return finder.installed() is not None
+
+
+_ROOT = "transformer_engine"
+_TORCH = f"{_ROOT}.pytorch"
+
+# Public names of fp8core that Transformer Engine does not have.
+_NATIVE = {
+    *("ConversionReport", "Fp8CoreError", "KVCacheManager", "MasterWeights", "NonFiniteError"),
+    *("OperandError", "PluginError", "RecipeError", "UnsupportedError", "__version__"),
+    *("clear_found_inf", "convert", "errors", "explain", "formats", "found_inf"),
+    *("frozen_weights", "functional", "monitor", "ops", "optimizers", "prepare", "recipe"),
+    *("router", "unconvert", "use_backend", "watch_grad_scaler"),
+}
+
+
+def _from(source: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
+def _public(module: ModuleType) -> dict[str, Any]:
+    return _from(module, *module.__all__)
+
+
+def _starting(prefixes: tuple[str, ...]) -> dict[str, Any]:
+    return _from(fp8core, *(name for name in fp8core.__all__ if name.startswith(prefixes)))
+
+
+_LAYERS = {
+    **_from(layers, "DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear"),
+    **_from(layers, "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm", "TransformerLayer"),
+}
+_RECIPES = {
+    **{name: value for name, value in _public(recipe).items() if name in ("Format", "Recipe")},
+    **_from(recipe, "MMParams", "QParams"),
+    **_from(recipes, "CustomRecipe", "DelayedScaling", "Float8BlockScaling"),
+    **_from(recipes, "Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"),
+}
+_DISTRIBUTED = {
+    **_from(distributed, "CudaRNGStatesTracker", "checkpoint", "get_all_rng_states"),
+    **_from(distributed, "activation_recompute_forward", "in_fp8_activation_recompute_phase"),
+    **_from(distributed, "is_fp8_activation_recompute_enabled"),
+}
+_QUANTIZATION = {
+    **_from(recipes, "FP8GlobalStateManager", "check_fp8_block_scaling_support"),
+    **_from(recipes, "check_fp8_support", "check_mxfp8_support", "check_nvfp4_support"),
+    **_from(fp8core, "autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"),
+    **_starting(("is_", "get_default_recipe", "QuantizerRole", "QuantizerRequest")),
+    "get_default_fp8_recipe": fp8core.get_default_recipe,
+    **_RECIPES,
+}
+_TENSORS = {
+    **_starting(("Float8", "MXFP8", "NVFP4", "Hybrid", "Identity", "Quantize", "prepare_for")),
+    **_starting(("restore_from", "Quantizer")),
+}
+_ROTARY = _from(
+    fp8core,
+    *("RotaryPositionEmbedding", "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"),
+)
+_TOP = {
+    **{name: getattr(fp8core, name) for name in fp8core.__all__ if name not in _NATIVE},
+    **_LAYERS,
+    **_from(distributed, "checkpoint", "CudaRNGStatesTracker"),
+}
+_OFFLOAD = _from(
+    fp8core, "ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload"
+)
+_INFERENCE = _from(fp8core, "InferenceParams", "KVCacheManager")
+
+_MODULES: Mapping[str, Mapping[str, Any]] = {
+    _ROOT: {},
+    f"{_ROOT}.common": {},
+    f"{_ROOT}.common.recipe": _RECIPES,
+    _TORCH: _TOP,
+    # Each class by the module that it names.
+    **{
+        kind.__module__: {kind.__name__: kind}
+        for kind in (*_LAYERS.values(), layers.TransformerEngineBaseModule)
+    },
+    **{
+        f"{_TORCH}.{name}": names
+        for name, names in {
+            "attention": {
+                **_from(layers, "DotProductAttention", "MultiheadAttention"),
+                **_from(fp8core, "InferenceParams"),
+                **_ROTARY,
+            },
+            "attention.dot_product_attention": _from(layers, "DotProductAttention"),
+            "attention.inference": _INFERENCE,
+            "attention.rope": _ROTARY,
+            "cpu_offload": _OFFLOAD,
+            "cross_entropy": _from(fp8core, "parallel_cross_entropy"),
+            "distributed": _DISTRIBUTED,
+            "float8_tensor": _from(fp8core, "Float8Tensor"),
+            "fp8": _QUANTIZATION,
+            "graph": _from(fp8core, "make_graphed_callables"),
+            "module": {
+                **_from(layers, "Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"),
+                **_from(layers, "LayerNorm", "RMSNorm"),
+                **_from(fp8core, "Fp8Padding", "Fp8Unpadding"),
+            },
+            "module.fp8_padding": _from(fp8core, "Fp8Padding"),
+            "module.fp8_unpadding": _from(fp8core, "Fp8Unpadding"),
+            "ops": _public(ops),
+            "optimizers": _public(optimizers),
+            "permutation": {
+                name: getattr(permutation, name)
+                for name in permutation.__all__
+                if name.startswith("moe_")
+            },
+            "quantization": _QUANTIZATION,
+            "quantized_tensor": _TENSORS,
+            "router": {
+                **_from(router, "RoutingMapFormat", "fused_topk_with_score_function"),
+                **_from(router, "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"),
+            },
+            "tensor": _TENSORS,
+            "tensor.float8_blockwise_tensor": _starting(("Float8Block",)),
+            "tensor.float8_tensor": _starting(("Float8",)),
+            "tensor.hybrid_tensor": _starting(("Hybrid",)),
+            "tensor.mxfp8_tensor": _starting(("MXFP8",)),
+            "tensor.nvfp4_tensor": _starting(("NVFP4",)),
+            "tensor.quantized_tensor": _TENSORS,
+        }.items()
+    },
+}
+"""The names of each module, by its full name."""
+
+
+def has_module(name: str) -> bool:
+    """Return whether ``transformer_engine`` has the module ``name`` here."""
+    return name in _MODULES
+
+
+def children(name: str) -> list[str]:
+    """Return the modules one level below the module ``name``."""
+    return [module for module in _MODULES if module.rpartition(".")[0] == name]
+
+
+def fill(module: ModuleType, version: str) -> None:
+    """Give a new module of the package its names, and the error for all others."""
+    names = _MODULES[module.__name__]
+    module.__doc__ = f"fp8core under the name {module.__name__}."
+    module.__file__ = __file__  # which Python's message names where an import fails
+    vars(module).update(names)
+    module.__all__ = sorted(names)  # type: ignore[attr-defined]  # as any module may have it
+    if module.__name__ == _ROOT:
+        module.__version__ = version  # type: ignore[attr-defined]  # likewise
+
+    def refuse(name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}", name=name)
+        raise AttributeError(refusal(f"{module.__name__}.{name}"))
+
+    module.__getattr__ = refuse  # type: ignore[method-assign]  # torch's own modules do so too
+
+
+def refusal(name: str) -> str:
+    """Return the message that the package has no ``name``, a full name, and what to use instead."""
+    inside = name.removeprefix(f"{_TORCH}.").removeprefix(f"{_ROOT}.common.")
+    remedy = names.refusal(inside)
+    if remedy is not None:
+        return f"{name}: {remedy}"
+    word = name.rpartition(".")[2]
+    elsewhere = [module for module, names in _MODULES.items() if word in names]
+    if elsewhere:
+        return f"{name} does not exist under fp8core; {word} is in {elsewhere[0]}."
+    return (
+        f"{name}: fp8core does not offer it under Transformer Engine's name. docs/te-surface.md "
+        f"lists what it offers; leave the feature out, or run it with Transformer Engine."
+    )

@@ -25,7 +25,7 @@ ENVIRONMENT = "FP8CORE_AS_TRANSFORMER_ENGINE"
 fp8core.dispatch.settings."""
 
 # Not imported by name: this file is loaded without the package while Python starts.
-_SURFACE = "fp8core.integrations.transformer_engine.surface"
+_SURFACE = "fp8core.integrations.transformer_engine"
 _ORIGIN = Path(__file__).with_name("surface.py")
 _MINIMUM = (2, 0)
 _DISTRIBUTIONS = (
