@@ -19,7 +19,6 @@ import torch
 import fp8core
 from fp8core import transformer_engine as alias
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
-from fp8core.integrations import transformer_engine
 from fp8core.integrations.transformer_engine import finder
 from tests.refusals import unrefused
 from tests.te_surface import Name, stored
@@ -199,7 +198,7 @@ def test_modules_are_attributes_of_their_packages(te: Any) -> None:
         "transformer_engine.pytorch.attention.rope"
     )
     assert te.common.recipe.Format.HYBRID == "hybrid"
-    for name in transformer_engine.children("transformer_engine.pytorch"):
+    for name in alias.children("transformer_engine.pytorch"):
         assert getattr(te.pytorch, name.rpartition(".")[2]).__name__ == name
 
 

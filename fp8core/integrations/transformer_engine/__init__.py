@@ -27,7 +27,7 @@ from typing import Any
 import fp8core
 from fp8core import names, ops, recipe
 from fp8core.errors import RecipeError, UnsupportedError
-from fp8core.integrations.transformer_engine import finder
+from fp8core.integrations.transformer_engine import distributed, finder, layers, recipes
 from fp8core.reporting import log_once, logger
 from fp8core.training import optimizers, permutation, router
 
@@ -92,7 +92,7 @@ def is_installed() -> bool:
     return finder.installed() is not None
 
 
-_ROOT = "transformer_engine"
+_ROOT = finder.ROOT
 _TORCH = f"{_ROOT}.pytorch"
 
 # Public names of fp8core that Transformer Engine does not have.

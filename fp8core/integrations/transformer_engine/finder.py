@@ -25,8 +25,8 @@ ENVIRONMENT = "FP8CORE_AS_TRANSFORMER_ENGINE"
 fp8core.dispatch.settings."""
 
 # Not imported by name: this file is loaded without the package while Python starts.
-_SURFACE = "fp8core.integrations.transformer_engine"
-_ORIGIN = Path(__file__).with_name("surface.py")
+_PACKAGE = "fp8core.integrations.transformer_engine"
+_ORIGIN = Path(__file__).with_name("__init__.py")
 _MINIMUM = (2, 0)
 _DISTRIBUTIONS = (
     *("transformer-engine", "transformer-engine-torch"),
@@ -87,17 +87,17 @@ class Finder(MetaPathFinder, Loader):
         if not is_within(fullname):
             return None
         if fullname != ROOT:  # a search for the package itself does not import torch
-            surface = importlib.import_module(_SURFACE)
-            if not surface.has_module(fullname):
-                raise ModuleNotFoundError(surface.refusal(fullname))
+            package = importlib.import_module(_PACKAGE)
+            if not package.has_module(fullname):
+                raise ModuleNotFoundError(package.refusal(fullname))
         # A package each: Python asks this finder about names that a package does not have.
         return ModuleSpec(fullname, self, origin=str(_ORIGIN), is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
         """Give ``module`` its names, and load the modules below it."""
-        surface = importlib.import_module(_SURFACE)
-        surface.fill(module, self.version)
-        for child in surface.children(module.__name__):
+        package = importlib.import_module(_PACKAGE)
+        package.fill(module, self.version)
+        for child in package.children(module.__name__):
             # Importing binds a name only where it loads the module; a module of before stays
             # loaded where a program, as MindSpeed does, takes the package out of sys.modules.
             setattr(module, child.rpartition(".")[2], importlib.import_module(child))
