@@ -23,7 +23,7 @@ from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.reporting import log_once, some
-from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.quantized_tensor import QuantizedTensor, initial_value
 from fp8core.tensors.sharded_weight import ShardedWeight, local_part
 from fp8core.tensors.storage import check_parameter, per_byte, storage_plan
 from fp8core.torch_ops.private import forward_root, reshards_to_fewer_ranks
@@ -253,12 +253,7 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
 
 
 def _value_of(local: torch.Tensor) -> torch.Tensor:
-    if not isinstance(local, QuantizedTensor):
-        return local
-    initial = local.get_high_precision_init_val()
-    if initial is None:
-        return local.dequantize()
-    return initial.to(local.device, local.dtype)
+    return initial_value(local, local.dtype) if isinstance(local, QuantizedTensor) else local
 
 
 def _described(weights: Iterable[GatheredWeight]) -> str:

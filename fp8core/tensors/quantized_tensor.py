@@ -364,6 +364,12 @@ def _rebuild_part(stored: Sequence[Any]) -> torch.Tensor:
     return tensor
 
 
+def initial_value(tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the initial value that ``tensor`` keeps, on its device, or its value, in ``dtype``."""
+    initial = tensor.get_high_precision_init_val()
+    return tensor.dequantize(dtype) if initial is None else initial.to(tensor.device, dtype)
+
+
 torch.serialization.add_safe_globals([_rebuild, _rebuild_part])
 
 

@@ -11,7 +11,7 @@ import torch
 from fp8core.backend_api import AdamDesc
 from fp8core.chain.alone import bound
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.quantized_tensor import QuantizedTensor, initial_value
 from fp8core.tensors.sharded_weight import as_part_of, local_part, plain_for_writing
 from fp8core.training.optimizers.fused import FLOATS, FusedOptimizer, check_positive
 
@@ -56,10 +56,9 @@ MASTER = "master_param"
 def _value_of(param: torch.Tensor) -> torch.Tensor:
     """Return the initial value of a master: of a quantized parameter, the one that it kept."""
     local = local_part(param.detach())
-    if not isinstance(local, QuantizedTensor):
-        return local.float()
-    kept = local.get_high_precision_init_val()
-    return local.dequantize(torch.float32) if kept is None else kept.to(local.device).float()
+    if isinstance(local, QuantizedTensor):
+        return initial_value(local, torch.float32)
+    return local.float()
 
 
 _STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
