@@ -14,7 +14,7 @@ import torch
 
 from fp8core import OperandError, recipe
 from fp8core.__main__ import main
-from fp8core.cli.demo import ByteGPT, Run, Settings, Training, load
+from fp8core.cli.demo import Run, Settings, Training, load
 
 TINY = Settings(steps=3, batch_size=2, num_heldout_windows=8, d_model=32, num_heads=2, context=16)
 CPU = torch.device("cpu")
@@ -70,44 +70,24 @@ def test_held_bytes_of_fp8_are_fewer_than_of_bf16(text: Path) -> None:
     assert train("current", text)["held_bytes"] < train("bf16", text)["held_bytes"]
 
 
-def test_weights_follow_from_the_seed() -> None:
-    states = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        states.append(ByteGPT(TINY, CPU).state_dict())
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-def test_results_hold_a_run_for_bf16_and_each_recipe(text: Path, tmp_path: Path) -> None:
-    file = tmp_path / "own.json"
-    assert demo(text, tmp_path / "out", "--recipe", "current", "block", "--json", str(file)) == 0
+def test_results_hold_a_run_for_bf16_and_each_recipe(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out, threads = tmp_path / "own.json", tmp_path / "out", torch.get_num_threads()
+    options = ("--json", str(file), "--sample", "7", "--backend", "reference")
+    assert demo(text, out, "--recipe", "current", "block", *options) == 0
     runs = json.loads(file.read_text())["runs"]
     assert [run["recipe"] for run in runs] == ["bf16", "current", "block"]
     for run in runs:
         assert {"recipe", "heldout_loss", "tokens_per_s", "steps", "held_bytes"} <= set(run)
         assert run["steps"] == 1
         assert run["tokens_per_s"] > 0
-
-
-def test_picture_is_a_png(text: Path, tmp_path: Path) -> None:
-    assert demo(text, tmp_path / "out", "--recipe", "current") == 0
-    assert (tmp_path / "out" / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_table_names_every_run(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    demo(text, tmp_path, "--recipe", "current", "--backend", "reference")
-    output = capsys.readouterr().out
-    assert "held-out loss" in output
-    assert "current" in output
-    assert "reference" in output
-
-
-def test_threads_are_given_back(text: Path, tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    demo(text, tmp_path, "--recipe", "current")
-    assert torch.get_num_threads() == before
+        assert run["sample"]
+    assert (out / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    for words in ("held-out loss", "reference", "bf16 continues", "current continues"):
+        assert words in printed
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize(
@@ -147,17 +127,6 @@ def test_a_memorized_text_is_continued(name: str, tmp_path: Path) -> None:
     path.write_bytes(b"abcdefgh" * 250)
     settings = replace(TINY, steps=60, batch_size=8, learning_rate=1e-2, sample_bytes=40)
     assert train(name, path, settings)["sample"] == "abcdefgh" * 5
-
-
-def test_samples_are_printed_and_stored(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert demo(text, tmp_path, "--recipe", "current", "--sample", "7") == 0
-    output = capsys.readouterr().out
-    assert "bf16 continues" in output
-    assert "current continues" in output
-    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert all(run["sample"] for run in runs)
 
 
 def test_no_steps_is_bad_usage(text: Path, tmp_path: Path) -> None:

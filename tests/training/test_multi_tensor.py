@@ -405,26 +405,3 @@ def test_what_does_not_fit_is_named(words: str) -> None:
 def test_a_decay_behind_the_momentum_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="multiply the parameters by 1 - lr"):
         FusedSGD(parameters(), 0.1, weight_decay=0.1, wd_after_momentum=True)
-
-
-def test_a_refused_gradient_leaves_every_parameter_unstepped() -> None:
-    first, second = parameters()[:2]
-    optimizer = FusedSGD([{"params": [first]}, {"params": [second]}], lr=0.1)
-    first.grad, second.grad = torch.ones_like(first), torch.ones_like(second).to_sparse()
-    before = first.detach().clone()
-    with pytest.raises(OperandError, match=r"^FusedSGD: .* is sparse"):
-        optimizer.step()
-    assert torch.equal(first, before)
-
-
-def test_a_copy_of_the_optimizer_steps_as_the_optimizer() -> None:
-    params = parameters()
-    optimizer = FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
-    other = copy.deepcopy(optimizer)
-    copies = other.param_groups[0]["params"]
-    for param, its_copy in zip(params, copies, strict=True):
-        param.grad = torch.ones_like(param)
-        its_copy.grad = torch.ones_like(param)
-    optimizer.step()
-    other.step()
-    assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
