@@ -50,19 +50,6 @@ _SINGLE_RANK: Mapping[str, Any] = {
 }
 
 
-def _named(module: str) -> Callable[[type], type]:
-    """Return a decorator that gives a class the module that it has in Transformer Engine.
-
-    Lightning and others recognise converted layers by it.
-    """
-
-    def name(kind: type) -> type:
-        kind.__module__ = f"transformer_engine.pytorch.{module}"
-        return kind
-
-    return name
-
-
 def _named_arguments(
     native: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
@@ -90,14 +77,18 @@ def _ranks(arguments: Mapping[str, Any]) -> int:
 
 
 class _Layer(torch.nn.Module):
-    """The base of all layers here; ``_native`` is the class of fp8core that does the work."""
+    """The base of all layers here; ``_native``, the last base, is fp8core's layer, which does all
+    the work. ``module`` is the layer's in Transformer Engine, by which Lightning and others
+    recognise converted layers."""
 
     _native: ClassVar[Any]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, module: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "_native" not in vars(cls):
+        if module is None:  # a base of several, or a framework's
             return
+        cls.__module__ = f"transformer_engine.pytorch.{module}"
+        cls._native = cls.__bases__[-1]
 
         # Megatron asks for the names of a constructor's arguments.
         @functools.wraps(cls._native.__init__)
@@ -154,7 +145,6 @@ class _ParallelOption:
         vars(layer)[self._name] = value
 
 
-@_named("module.base")
 class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
     """Base of the layers with GEMMs, with the attributes that frameworks read.
 
@@ -220,6 +210,9 @@ class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
             missing.remove(key)
 
 
+TransformerEngineBaseModule.__module__ = "transformer_engine.pytorch.module.base"
+
+
 class _Biased(TransformerEngineBaseModule):
     """A layer whose call returns its bias too, if asked: an empty tensor if it has none."""
 
@@ -234,36 +227,26 @@ class _Biased(TransformerEngineBaseModule):
         return result
 
 
-@_named("module.linear")
-class Linear(_Biased, linear.Linear):
+class Linear(_Biased, linear.Linear, module="module.linear"):
     """:class:`fp8core.Linear` under Transformer Engine's name."""
 
-    _native = linear.Linear
 
-
-@_named("module.layernorm_linear")
-class LayerNormLinear(_Biased, layernorm_linear.LayerNormLinear):
+class LayerNormLinear(_Biased, layernorm_linear.LayerNormLinear, module="module.layernorm_linear"):
     """:class:`fp8core.LayerNormLinear` under Transformer Engine's name."""
 
-    _native = layernorm_linear.LayerNormLinear
 
-
-@_named("module.layernorm_mlp")
-class LayerNormMLP(_Biased, layernorm_mlp.LayerNormMLP):
+class LayerNormMLP(_Biased, layernorm_mlp.LayerNormMLP, module="module.layernorm_mlp"):
     """:class:`fp8core.LayerNormMLP` under Transformer Engine's name."""
 
-    _native = layernorm_mlp.LayerNormMLP
 
-
-@_named("module.grouped_linear")
-class GroupedLinear(TransformerEngineBaseModule, grouped_linear.GroupedLinear):
+class GroupedLinear(
+    TransformerEngineBaseModule, grouped_linear.GroupedLinear, module="module.grouped_linear"
+):
     """:class:`fp8core.GroupedLinear` under Transformer Engine's name.
 
     Megatron's subclass saves a state for each expert, from a pickle of Transformer Engine's; here
     Megatron's method gives way to a method that writes the layer's delayed scales.
     """
-
-    _native = grouped_linear.GroupedLinear
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -307,28 +290,23 @@ class _Norm(_Layer):
             parameter.sequence_parallel = is_split  # type: ignore[attr-defined]  # Megatron reads it
 
 
-@_named("module.layernorm")
-class LayerNorm(_Norm, norm.LayerNorm):
+class LayerNorm(_Norm, norm.LayerNorm, module="module.layernorm"):
     """:class:`fp8core.LayerNorm` under Transformer Engine's name."""
 
-    _native = norm.LayerNorm
 
-
-@_named("module.rmsnorm")
-class RMSNorm(_Norm, norm.RMSNorm):
+class RMSNorm(_Norm, norm.RMSNorm, module="module.rmsnorm"):
     """:class:`fp8core.RMSNorm` under Transformer Engine's name."""
 
-    _native = norm.RMSNorm
 
-
-@_named("attention.dot_product_attention.dot_product_attention")
-class DotProductAttention(TransformerEngineBaseModule, attention.DotProductAttention):
+class DotProductAttention(
+    TransformerEngineBaseModule,
+    attention.DotProductAttention,
+    module="attention.dot_product_attention.dot_product_attention",
+):
     """:class:`fp8core.DotProductAttention` under Transformer Engine's name.
 
     Dropout draws within the ``fork()`` of the tracker that the constructor gets.
     """
-
-    _native = attention.DotProductAttention
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend as fp8core's layer does."""
@@ -339,15 +317,11 @@ class DotProductAttention(TransformerEngineBaseModule, attention.DotProductAtten
             return super().forward(*args, **kwargs)
 
 
-@_named("attention.multi_head_attention")
-class MultiheadAttention(_Layer, multihead_attention.MultiheadAttention):
+class MultiheadAttention(
+    _Layer, multihead_attention.MultiheadAttention, module="attention.multi_head_attention"
+):
     """:class:`fp8core.MultiheadAttention` under Transformer Engine's name."""
 
-    _native = multihead_attention.MultiheadAttention
 
-
-@_named("transformer")
-class TransformerLayer(_Layer, transformer_layer.TransformerLayer):
+class TransformerLayer(_Layer, transformer_layer.TransformerLayer, module="transformer"):
     """:class:`fp8core.TransformerLayer` under Transformer Engine's name."""
-
-    _native = transformer_layer.TransformerLayer
