@@ -30,6 +30,8 @@ from fp8core_backends.reference.norm import norm_backward
 from fp8core_backends.reference.quantize import quantize
 
 Run = Callable[..., Any]
+CAUGHT_BY: dict[type[Sound], str] = {}
+"""Each fault, and the test of the kit whose name says what it is."""
 
 
 class Sound(ReferenceBackend):
@@ -52,6 +54,27 @@ class Sound(ReferenceBackend):
 
     def part(self, desc: OpDesc, *arguments: Any, **keywords: Any) -> Any:
         return self.bind(desc, torch.device("cpu"))(*arguments, **keywords)
+
+
+def caught_by(law: str) -> Callable[[type[Sound]], type[Sound]]:
+    """Name the test of the kit that catches a fault."""
+
+    def note(broken: type[Sound]) -> type[Sound]:
+        CAUGHT_BY[broken] = law
+        return broken
+
+    return note
+
+
+def fault(op: str, law: str) -> Callable[[Run], Run]:
+    """Have a backend compute ``op`` with the function, and name the test that catches it."""
+
+    def note(run: Run) -> Run:
+        members = {op: staticmethod(run), "__module__": run.__module__, "__doc__": run.__doc__}
+        CAUGHT_BY[type(run.__name__, (Sound,), members)] = law
+        return run
+
+    return note
 
 
 class Chunked:
@@ -116,6 +139,7 @@ class GivesChunks(Sound):
         return whole
 
 
+@caught_by("law3_quantize_and_sum_equals_the_call_and_sums")
 class SumsWithoutTheLastRow(GivesChunks):
     """Its sums beside a cast stop before the last row, which is no whole tile."""
 
@@ -123,12 +147,14 @@ class SumsWithoutTheLastRow(GivesChunks):
         return super().sums(x[:-1])
 
 
+@caught_by("law3_quantize_pair_equals_two_calls")
 class TakesTheOthersSlots(GivesChunks):
     """Records the amax of a pair's second tensor for the first, and takes the first's scale."""
 
     second = 0
 
 
+@caught_by("law3_quantize_chunked_equals_the_whole")
 class LeavesOutTheLastChunk(GivesChunks):
     class chunks(Chunked):
         def __iter__(self) -> Iterator[tuple[int, int, Operand]]:
@@ -197,12 +223,14 @@ class GivesFusedChunks(GivesChunks):
         return whole
 
 
+@caught_by("law6_fused_chunks_equal_the_call")
 class LeavesOutTheLastFusedChunk(GivesFusedChunks):
     class fused_chunks(FusedChunks):
         def __iter__(self) -> Iterator[tuple[int, int, Operand]]:
             yield from list(super().__iter__())[:-1]
 
 
+@caught_by("law7_optional_methods_can_be_called")
 class PairsNeedAStream(GivesChunks):
     """Its pairs take an argument that the contract does not give."""
 
@@ -217,27 +245,27 @@ def operands(made: Quantized, change: Callable[[Operand], Operand]) -> Quantized
     return Quantized(*(None if one is None else change(one) for one in made))
 
 
-class WrongScale(Sound):
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        made = quantize(desc, x, *groups, **given)
-        return operands(made, lambda one: one._replace(scale_inv=one.scale_inv * 2))
+@fault("quantize", "law1_quantize_scales_equal_the_reference")
+def wrong_scale(desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+    made = quantize(desc, x, *groups, **given)
+    return operands(made, lambda one: one._replace(scale_inv=one.scale_inv * 2))
 
 
-class DroppedBias(Sound):
-    def gemm(self, desc: GemmDesc, a: Operand, b: Operand, *, bias: Any = None, **out: Any) -> Any:
-        return gemm(desc, a, b, **out)
+@fault("gemm", "law4_gemm_adds_the_bias")
+def dropped_bias(desc: GemmDesc, a: Operand, b: Operand, *, bias: Any = None, **out: Any) -> Any:
+    return gemm(desc, a, b, **out)
 
 
-class SwappedOrientation(Sound):
+@fault("quantize", "law3_quantize_columnwise_is_the_operand_of_the_transpose")
+def swapped_orientation(desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
     """Hands out the columnwise operand as the rowwise one: shapes show it unless x is square."""
-
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        made = quantize(desc, x, *groups, **given)
-        both = made.rowwise is not None and made.columnwise is not None
-        swap = both and x.shape[0] == x.shape[1] and not groups
-        return Quantized(made.columnwise, made.rowwise) if swap else made
+    made = quantize(desc, x, *groups, **given)
+    both = made.rowwise is not None and made.columnwise is not None
+    swap = both and x.shape[0] == x.shape[1] and not groups
+    return Quantized(made.columnwise, made.rowwise) if swap else made
 
 
+@caught_by("law4_gemm_parts_have_the_bits_of_the_whole")
 class EnlargesParts(Sound):
     """Parts of its products are larger than the same rows of the whole."""
 
@@ -258,6 +286,7 @@ class EnlargesParts(Sound):
         return whole
 
 
+@caught_by("law4_a_norm_adds_gradients_as_the_pair")
 class AddsGradientsOfAResidualTwice(Sound):
     def bind(self, desc: OpDesc, device: torch.device) -> Run:
         run = super().bind(desc, device)
@@ -277,11 +306,10 @@ class AddsGradientsOfAResidualTwice(Sound):
         return gradients
 
 
-class WritesAnInput(Sound):
+@fault("quantize", "law5_inputs_are_not_written")
+def writes_an_input(desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
     """Turns -0 into +0 where it lies."""
-
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        return quantize(desc, x.masked_fill_(x == 0, 0.0), *groups, **given)
+    return quantize(desc, x.masked_fill_(x == 0, 0.0), *groups, **given)
 
 
 def scaled(spec: OperandSpec, x: torch.Tensor, operand: Operand) -> torch.Tensor | None:
@@ -310,6 +338,7 @@ class Rewritten(Sound):
         return Quantized(*kept)
 
 
+@caught_by("law1_quantize_rounds_to_the_nearest_ties_to_even")
 class Truncates(Rewritten):
     """Rounds towards zero; one code down is one value nearer to it."""
 
@@ -320,6 +349,7 @@ class Truncates(Rewritten):
         return torch.where(is_away, codes - 1, codes)
 
 
+@caught_by("law1_quantize_saturates_beyond_the_range")
 class SaturatesToNan(Rewritten):
     """Makes NaN of what is beyond the range, as a cast without saturation does."""
 
@@ -329,69 +359,72 @@ class SaturatesToNan(Rewritten):
         return codes.masked_fill(values.abs() > element.max, 0x7F)
 
 
-class LosesNan(Sound):
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        return quantize(desc, torch.where(x.isnan(), 0.0, x), *groups, **given)
+@fault("quantize", "law1_quantize_keeps_nan_in_its_place")
+def loses_nan(desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+    return quantize(desc, torch.where(x.isnan(), 0.0, x), *groups, **given)
 
 
-class IgnoresGroupBoundaries(Sound):
+@fault("quantize", "law1_quantize_stops_blocks_at_group_boundaries")
+def ignores_group_boundaries(
+    desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any
+) -> Any:
     """Takes one amax over all groups, and hands it out for each."""
-
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        made = quantize(desc, x, *groups, **given)
-        specs = (desc.rowwise, desc.columnwise)
-        if not groups or any(spec is not None and spec.block != (0, 0) for spec in specs):
-            return made
-        dense = quantize(replace(desc, grouped=False), x, **{k: v[:1] for k, v in given.items()})
-        return Quantized(
-            *(
-                None if own is None else Operand(whole.data, whole.scale_inv.expand_as(own[1]))
-                for own, whole in zip(made, dense, strict=True)
-            )
+    made = quantize(desc, x, *groups, **given)
+    specs = (desc.rowwise, desc.columnwise)
+    if not groups or any(spec is not None and spec.block != (0, 0) for spec in specs):
+        return made
+    dense = quantize(replace(desc, grouped=False), x, **{k: v[:1] for k, v in given.items()})
+    return Quantized(
+        *(
+            None if own is None else Operand(whole.data, whole.scale_inv.expand_as(own[1]))
+            for own, whole in zip(made, dense, strict=True)
         )
+    )
 
 
-class CountsNothing(Sound):
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        return quantize(desc, x, *groups, **{**given, "nonfinite_out": None})
+@fault("quantize", "law1_quantize_counts_nan_and_inf")
+def counts_nothing(desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+    return quantize(desc, x, *groups, **{**given, "nonfinite_out": None})
 
 
-class CountsInsteadOfCasting(Sound):
+@fault("quantize", "law1_quantize_counts_nan_and_inf")
+def counts_instead_of_casting(
+    desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any
+) -> Any:
     """Casts zeros for what it counts."""
-
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        made = quantize(desc, x, *groups, **given)
-        if given.get("nonfinite_out") is None:
-            return made
-        return quantize(desc, x.nan_to_num(0.0, 0.0, 0.0), *groups, **given | {"amax_out": None})
+    made = quantize(desc, x, *groups, **given)
+    if given.get("nonfinite_out") is None:
+        return made
+    return quantize(desc, x.nan_to_num(0.0, 0.0, 0.0), *groups, **given | {"amax_out": None})
 
 
-class CountsEachOrientation(Sound):
+@fault("quantize", "law1_quantize_counts_nan_and_inf")
+def counts_each_orientation(desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
     """Counts where it makes an operand, so twice where it makes two."""
-
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        if None not in (desc.rowwise, desc.columnwise) and not groups:
-            quantize(replace(desc, columnwise=None), x, **{**given, "amax_out": None})
-        return quantize(desc, x, *groups, **given)
+    if None not in (desc.rowwise, desc.columnwise) and not groups:
+        quantize(replace(desc, columnwise=None), x, **{**given, "amax_out": None})
+    return quantize(desc, x, *groups, **given)
 
 
-class SetsTheCount(Sound):
+@fault("quantize", "law1_quantize_counts_nan_and_inf")
+def sets_the_count(desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
     """Forgets what was counted before."""
-
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        if given.get("nonfinite_out") is not None:
-            given["nonfinite_out"].zero_()
-        return quantize(desc, x, *groups, **given)
+    if given.get("nonfinite_out") is not None:
+        given["nonfinite_out"].zero_()
+    return quantize(desc, x, *groups, **given)
 
 
-class CountsBehindTheLastGroup(Sound):
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        count = given.pop("nonfinite_out", None)
-        if count is not None:
-            count += (~x.isfinite()).sum()
-        return quantize(desc, x, *groups, **given)
+@fault("quantize", "law1_quantize_counts_nan_and_inf_of_groups")
+def counts_behind_the_last_group(
+    desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any
+) -> Any:
+    count = given.pop("nonfinite_out", None)
+    if count is not None:
+        count += (~x.isfinite()).sum()
+    return quantize(desc, x, *groups, **given)
 
 
+@caught_by("law3_quantize_pair_counts_for_each")
 class CountsTheFirstOfAPair(GivesChunks):
     def bind(self, desc: OpDesc, device: torch.device) -> Run:
         run = super().bind(desc, device)
@@ -412,34 +445,32 @@ class CountsTheFirstOfAPair(GivesChunks):
         return run
 
 
-class DropsAccumulation(Sound):
-    def gemm(self, desc: GemmDesc, a: Operand, b: Operand, **given: Any) -> Any:
-        return gemm(replace(desc, accumulate=False), a, b, **given)
+@fault("gemm", "law4_gemm_accumulates_into_out")
+def drops_accumulation(desc: GemmDesc, a: Operand, b: Operand, **given: Any) -> Any:
+    return gemm(replace(desc, accumulate=False), a, b, **given)
 
 
-class ReadsUninitialisedMemory(Sound):
+@fault("norm_backward", "law7_no_result_depends_on_uninitialised_memory")
+def reads_uninitialised_memory(desc: Any, grad: torch.Tensor, *saved: Any) -> Any:
     """Adds the gradient of the weight to a buffer that nobody has cleared."""
-
-    def norm_backward(self, desc: Any, grad: torch.Tensor, *saved: Any) -> Any:
-        grad_x, grad_weight, grad_bias = norm_backward(desc, grad, *saved)
-        total = torch.empty_like(grad_weight)
-        return grad_x, total + grad_weight, grad_bias
+    grad_x, grad_weight, grad_bias = norm_backward(desc, grad, *saved)
+    total = torch.empty_like(grad_weight)
+    return grad_x, total + grad_weight, grad_bias
 
 
-class RoundsSums(Sound):
+@fault("column_sums", "law4_column_sums_are_within_the_bound")
+def rounds_sums(desc: Any, x: torch.Tensor) -> Any:
     """Rounds the gradient of a bias to the dtype of the activations."""
-
-    def column_sums(self, desc: Any, x: torch.Tensor) -> Any:
-        return column_sums(desc, x).to(torch.bfloat16).float()
+    return column_sums(desc, x).to(torch.bfloat16).float()
 
 
-class LosesNanInSums(Sound):
+@fault("column_sums", "law4_column_sums_pass_on_nan_and_inf")
+def loses_nan_in_sums(desc: Any, x: torch.Tensor) -> Any:
     """Leaves out what is not finite, so that a step that should be skipped is taken."""
-
-    def column_sums(self, desc: Any, x: torch.Tensor) -> Any:
-        return column_sums(desc, x.nan_to_num(0.0, 0.0, 0.0))
+    return column_sums(desc, x.nan_to_num(0.0, 0.0, 0.0))
 
 
+@caught_by("law7_unknown_descriptors_are_denied")
 class ClaimsEverything(Sound):
     """Supports whatever it is asked about, so what it has never heard of, too."""
 
@@ -447,13 +478,13 @@ class ClaimsEverything(Sound):
         return None
 
 
-class RefusesWhenRun(Sound):
+@fault("grouped_gemm", "law7_what_is_declared_runs")
+def refuses_when_run(desc: Any, *arguments: Any, **given: Any) -> Any:
     """Says that it supports grouped products, and gives up when one comes."""
-
-    def grouped_gemm(self, desc: Any, *arguments: Any, **given: Any) -> Any:
-        raise NotImplementedError("groups are not implemented")
+    raise NotImplementedError("groups are not implemented")
 
 
+@caught_by("law6_fused_equals_its_unfused_pair")
 class FusedRoundsTwice(Sound):
     """Rounds what the norm makes to the activations' dtype before the cast, whatever the plan."""
 
@@ -470,36 +501,3 @@ class FusedRoundsTwice(Sound):
             return pair(rounded, OpCall(desc, arguments, keywords))
 
         return run
-
-
-CAUGHT_BY: dict[type[Sound], str] = {
-    WrongScale: "law1_quantize_scales_equal_the_reference",
-    DroppedBias: "law4_gemm_adds_the_bias",
-    TakesTheOthersSlots: "law3_quantize_pair_equals_two_calls",
-    SumsWithoutTheLastRow: "law3_quantize_and_sum_equals_the_call_and_sums",
-    LeavesOutTheLastChunk: "law3_quantize_chunked_equals_the_whole",
-    LeavesOutTheLastFusedChunk: "law6_fused_chunks_equal_the_call",
-    EnlargesParts: "law4_gemm_parts_have_the_bits_of_the_whole",
-    AddsGradientsOfAResidualTwice: "law4_a_norm_adds_gradients_as_the_pair",
-    PairsNeedAStream: "law7_optional_methods_can_be_called",
-    SwappedOrientation: "law3_quantize_columnwise_is_the_operand_of_the_transpose",
-    WritesAnInput: "law5_inputs_are_not_written",
-    Truncates: "law1_quantize_rounds_to_the_nearest_ties_to_even",
-    SaturatesToNan: "law1_quantize_saturates_beyond_the_range",
-    LosesNan: "law1_quantize_keeps_nan_in_its_place",
-    IgnoresGroupBoundaries: "law1_quantize_stops_blocks_at_group_boundaries",
-    CountsNothing: "law1_quantize_counts_nan_and_inf",
-    CountsInsteadOfCasting: "law1_quantize_counts_nan_and_inf",
-    CountsEachOrientation: "law1_quantize_counts_nan_and_inf",
-    SetsTheCount: "law1_quantize_counts_nan_and_inf",
-    CountsBehindTheLastGroup: "law1_quantize_counts_nan_and_inf_of_groups",
-    CountsTheFirstOfAPair: "law3_quantize_pair_counts_for_each",
-    DropsAccumulation: "law4_gemm_accumulates_into_out",
-    ReadsUninitialisedMemory: "law7_no_result_depends_on_uninitialised_memory",
-    RoundsSums: "law4_column_sums_are_within_the_bound",
-    LosesNanInSums: "law4_column_sums_pass_on_nan_and_inf",
-    ClaimsEverything: "law7_unknown_descriptors_are_denied",
-    RefusesWhenRun: "law7_what_is_declared_runs",
-    FusedRoundsTwice: "law6_fused_equals_its_unfused_pair",
-}
-"""Each fault, and the test of the kit whose name says what it is."""

@@ -16,46 +16,51 @@ from fp8core.backend_api import (
     split_amax,
 )
 from fp8core_backends.reference.quantize import amax, quantize
-from tests.conformance.broken import Sound
+from tests.conformance.broken import Sound, caught_by, fault
 
 
-class GivesOneAmaxForAllGroups(Sound):
+@fault("amax", "law4_amax_is_exact")
+def gives_one_amax_for_all_groups(
+    desc: AmaxDesc, x: torch.Tensor, *groups: torch.Tensor
+) -> torch.Tensor:
     """Takes the amax over all groups, and hands it out for each."""
-
-    def amax(self, desc: AmaxDesc, x: torch.Tensor, *groups: torch.Tensor) -> torch.Tensor:
-        found = amax(desc, x, *groups)
-        is_of_tensors = amax_extent(desc.quantize.rowwise) == "tensor"
-        return found.max().expand_as(found).clone() if groups and is_of_tensors else found
+    found = amax(desc, x, *groups)
+    is_of_tensors = amax_extent(desc.quantize.rowwise) == "tensor"
+    return found.max().expand_as(found).clone() if groups and is_of_tensors else found
 
 
-class GivesNanAsAmax(Sound):
-    def amax(self, desc: AmaxDesc, x: torch.Tensor, *groups: torch.Tensor) -> torch.Tensor:
-        found = amax(desc, x, *groups)
-        return torch.where(x.isnan().any(), torch.nan, found)
+@fault("amax", "law4_amax_is_exact")
+def gives_nan_as_amax(desc: AmaxDesc, x: torch.Tensor, *groups: torch.Tensor) -> torch.Tensor:
+    found = amax(desc, x, *groups)
+    return torch.where(x.isnan().any(), torch.nan, found)
 
 
-class GivesTheAmaxBeforeTheTransform(Sound):
-    def amax(self, desc: AmaxDesc, x: torch.Tensor, *groups: torch.Tensor) -> torch.Tensor:
-        found = amax(desc, x, *groups)
-        column = desc.quantize.columnwise
-        if column is None or column.transform is None:
-            return found
-        plain = replace(desc.quantize, columnwise=replace(column, transform=None))
-        rowwise = amax(AmaxDesc(plain), x, *groups)
-        return rowwise.repeat(len(found) // len(rowwise))
+@fault("amax", "law4_amax_is_exact")
+def gives_the_amax_before_the_transform(
+    desc: AmaxDesc, x: torch.Tensor, *groups: torch.Tensor
+) -> torch.Tensor:
+    found = amax(desc, x, *groups)
+    column = desc.quantize.columnwise
+    if column is None or column.transform is None:
+        return found
+    plain = replace(desc.quantize, columnwise=replace(column, transform=None))
+    rowwise = amax(AmaxDesc(plain), x, *groups)
+    return rowwise.repeat(len(found) // len(rowwise))
 
 
-class CountsRowsBehindTheLastGroup(Sound):
+@fault("amax", "law4_amax_leaves_out_rows_of_no_group")
+def counts_rows_behind_the_last_group(
+    desc: AmaxDesc, x: torch.Tensor, *groups: torch.Tensor
+) -> torch.Tensor:
     """Has the last group reach to the last row."""
-
-    def amax(self, desc: AmaxDesc, x: torch.Tensor, *groups: torch.Tensor) -> torch.Tensor:
-        if groups and len(groups[0]) < 10:
-            offsets = groups[0].clone()
-            offsets[-1] = len(x)
-            groups = (offsets,)
-        return amax(desc, x, *groups)
+    if groups and len(groups[0]) < 10:
+        offsets = groups[0].clone()
+        offsets[-1] = len(x)
+        groups = (offsets,)
+    return amax(desc, x, *groups)
 
 
+@caught_by("law2_amax_of_either_half_is_supported")
 class GivesNoAmaxOfAHalf(Sound):
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         if type(desc) is AmaxDesc and desc.quantize.rowwise is None:
@@ -63,72 +68,54 @@ class GivesNoAmaxOfAHalf(Sound):
         return super().unsupported(desc, device)
 
 
-class PutsColumnsFirst(Sound):
+@fault("amax", "law3_amax_of_both_orientations_equals_two_calls")
+def puts_columns_first(desc: AmaxDesc, x: torch.Tensor, *groups: torch.Tensor) -> torch.Tensor:
     """Gives the amaxes of the columns, then those of the rows."""
-
-    def amax(self, desc: AmaxDesc, x: torch.Tensor, *groups: torch.Tensor) -> torch.Tensor:
-        found = amax(desc, x, *groups)
-        return found if groups else found.roll(len(found) - len(x)) if len(found) > 1 else found
+    found = amax(desc, x, *groups)
+    return found if groups else found.roll(len(found) - len(x)) if len(found) > 1 else found
 
 
-class LooksAtX(Sound):
+@fault("quantize", "law6_quantize_by_the_amaxes_of_the_whole_gives_its_part")
+def looks_at_x(desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
     """Ignores the amax that it is given."""
-
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        return quantize(desc, x, *groups, **{**given, "amax": None})
+    return quantize(desc, x, *groups, **{**given, "amax": None})
 
 
-class TakesTheLarger(Sound):
+@fault("quantize", "law1_quantize_by_amax_takes_no_amax_from_x")
+def takes_the_larger(desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
     """Takes the amax of x where that is larger than the given one."""
-
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        if given.get("amax") is not None:
-            assert isinstance(desc, QuantizeByAmaxDesc)
-            own = amax(AmaxDesc(desc.plain()), x, *groups)
-            given["amax"] = torch.maximum(own, given["amax"])
-        return quantize(desc, x, *groups, **given)
+    if given.get("amax") is not None:
+        assert isinstance(desc, QuantizeByAmaxDesc)
+        own = amax(AmaxDesc(desc.plain()), x, *groups)
+        given["amax"] = torch.maximum(own, given["amax"])
+    return quantize(desc, x, *groups, **given)
 
 
-class TakesOneAmaxForBoth(Sound):
+@fault("quantize", "law6_quantize_by_its_amaxes_equals_quantize")
+def takes_one_amax_for_both(desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
     """Quantizes the columnwise orientation by the first of the rowwise amaxes."""
-
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        if given.get("amax") is not None and not groups:
-            given["amax"] = given["amax"].clone()
-            rowwise, columnwise = split_amax(desc, given["amax"], *x.shape)
-            if rowwise is not None and columnwise is not None:
-                columnwise.copy_(rowwise[:1].expand_as(columnwise))
-        return quantize(desc, x, *groups, **given)
+    if given.get("amax") is not None and not groups:
+        given["amax"] = given["amax"].clone()
+        rowwise, columnwise = split_amax(desc, given["amax"], *x.shape)
+        if rowwise is not None and columnwise is not None:
+            columnwise.copy_(rowwise[:1].expand_as(columnwise))
+    return quantize(desc, x, *groups, **given)
 
 
-class DerivesTheOuterScaleFromX(Sound):
+@fault("quantize", "law6_quantize_by_the_amaxes_of_the_whole_gives_its_part")
+def derives_the_outer_scale_from_x(
+    desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any
+) -> Any:
     """Ignores the amax that it is given for two levels of scales."""
-
-    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
-        specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
-        if all(spec.scale_format == "e4m3" for spec in specs):
-            given["amax"] = None
-        return quantize(desc, x, *groups, **given)
+    specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
+    if all(spec.scale_format == "e4m3" for spec in specs):
+        given["amax"] = None
+    return quantize(desc, x, *groups, **given)
 
 
+@caught_by("law2_quantize_by_amax_is_supported_besides_quantize")
 class QuantizesByAmaxBothWaysAlone(Sound):
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         if isinstance(desc, QuantizeByAmaxDesc) and None in (desc.rowwise, desc.columnwise):
             return "one orientation alone is not written"
         return super().unsupported(desc, device)
-
-
-CAUGHT_BY: dict[type[Sound], str] = {
-    GivesOneAmaxForAllGroups: "law4_amax_is_exact",
-    GivesNanAsAmax: "law4_amax_is_exact",
-    GivesTheAmaxBeforeTheTransform: "law4_amax_is_exact",
-    CountsRowsBehindTheLastGroup: "law4_amax_leaves_out_rows_of_no_group",
-    GivesNoAmaxOfAHalf: "law2_amax_of_either_half_is_supported",
-    PutsColumnsFirst: "law3_amax_of_both_orientations_equals_two_calls",
-    LooksAtX: "law6_quantize_by_the_amaxes_of_the_whole_gives_its_part",
-    TakesTheLarger: "law1_quantize_by_amax_takes_no_amax_from_x",
-    TakesOneAmaxForBoth: "law6_quantize_by_its_amaxes_equals_quantize",
-    DerivesTheOuterScaleFromX: "law6_quantize_by_the_amaxes_of_the_whole_gives_its_part",
-    QuantizesByAmaxBothWaysAlone: "law2_quantize_by_amax_is_supported_besides_quantize",
-}
-"""Each fault, and the test of the kit whose name says what it is."""

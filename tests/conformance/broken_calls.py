@@ -16,7 +16,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
 )
 from fp8core_backends.reference.quantize import quantize
-from tests.conformance.broken import Run, Sound
+from tests.conformance.broken import Run, Sound, caught_by
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -43,6 +43,7 @@ class Wrapped(Sound):
         raise NotImplementedError
 
 
+@caught_by("law7_no_result_is_kept_from_another_call")
 class KeepsResults(Wrapped):
     """Takes a call of the same descriptor and the same shapes for the one before."""
 
@@ -53,6 +54,7 @@ class KeepsResults(Wrapped):
         return self.kept[key]
 
 
+@caught_by("law7_no_result_is_kept_from_another_call")
 class KeepsResultsByVersion(Wrapped):
     """Takes tensors of the same address and version for the ones before."""
 
@@ -64,6 +66,7 @@ class KeepsResultsByVersion(Wrapped):
         return self.kept[key][0]
 
 
+@caught_by("law7_no_result_is_kept_from_another_call")
 class KeepsScales(Sound):
     """Quantizes with the scales of the first tensor of a shape."""
 
@@ -79,6 +82,7 @@ class KeepsScales(Sound):
         )
 
 
+@caught_by("law7_results_stay_when_it_runs_again")
 class ReusesItsBuffer(Wrapped):
     """Returns the same memory from every call."""
 
@@ -93,6 +97,7 @@ class ReusesItsBuffer(Wrapped):
         return buffers
 
 
+@caught_by("law7_every_thread_gets_the_same_results")
 class FailsInASecondThread(Wrapped):
     def call(self, desc: OpDesc, run: Run, given: Any, named: Any) -> Any:
         made = run(*given, **named)
@@ -101,6 +106,7 @@ class FailsInASecondThread(Wrapped):
         return floats(made, torch.zeros_like)
 
 
+@caught_by("law7_every_thread_gets_the_same_results")
 class SharesItsWorkspace(Wrapped):
     """Leaves its arguments where another thread's call finds them."""
 
@@ -112,18 +118,21 @@ class SharesItsWorkspace(Wrapped):
         return run(*self.given, **named)
 
 
+@caught_by("law7_no_global_generator_is_used")
 class DrawsFromTheGenerator(Wrapped):
     def call(self, desc: OpDesc, run: Run, given: Any, named: Any) -> Any:
         torch.rand(1)
         return run(*given, **named)
 
 
+@caught_by("law7_no_global_generator_is_used")
 class DrawsFromPython(Wrapped):
     def call(self, desc: OpDesc, run: Run, given: Any, named: Any) -> Any:
         random.random()
         return run(*given, **named)
 
 
+@caught_by("law7_no_global_generator_is_used")
 class FollowsTheGenerator(Wrapped):
     """Disturbs results by torch's generator, whose state it gives back."""
 
@@ -133,6 +142,7 @@ class FollowsTheGenerator(Wrapped):
         return floats(run(*given, **named), lambda x: (x * noise).to(x.dtype))
 
 
+@caught_by("law7_every_run_gives_the_same_bits")
 class DiffersFromRunToRun(Wrapped):
     """Every other result is rounded another way, well within its bound."""
 
@@ -144,18 +154,3 @@ class DiffersFromRunToRun(Wrapped):
         if not isinstance(desc, GemmDesc) or self.count % 2:
             return made
         return floats(made, lambda x: torch.nextafter(x, torch.zeros_like(x)))
-
-
-CAUGHT_BY: dict[type[Sound], str] = {
-    KeepsResults: "law7_no_result_is_kept_from_another_call",
-    KeepsResultsByVersion: "law7_no_result_is_kept_from_another_call",
-    KeepsScales: "law7_no_result_is_kept_from_another_call",
-    ReusesItsBuffer: "law7_results_stay_when_it_runs_again",
-    FailsInASecondThread: "law7_every_thread_gets_the_same_results",
-    SharesItsWorkspace: "law7_every_thread_gets_the_same_results",
-    DrawsFromTheGenerator: "law7_no_global_generator_is_used",
-    DrawsFromPython: "law7_no_global_generator_is_used",
-    FollowsTheGenerator: "law7_no_global_generator_is_used",
-    DiffersFromRunToRun: "law7_every_run_gives_the_same_bits",
-}
-"""Each fault, and the test of the kit whose name says what it is."""
