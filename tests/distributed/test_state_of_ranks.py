@@ -369,27 +369,46 @@ def equal(one: torch.Tensor, other: torch.Tensor, is_scaled: bool) -> bool:
     return torch.allclose(one, other, rtol=2.0**-4, atol=amax / 448 * 2.0**-10)
 
 
-def work(rank: int, folder: str) -> dict[str, list[str]]:
+def work(rank: int, folder: str, *names: str) -> dict[str, list[str]]:
     gc.freeze()  # what was imported, which the collections between cases leave out then
     for size in (1, 2, 3, 4):
         MESHES[size] = DeviceMesh("cpu", list(range(size)))
     for ranks in ([[0, 1], [2, 3]], [[0], [1], [2]], [[0, 1]]):
         mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
         MESHES[-mesh.size()] = mesh
-    return {name: differences(case, f"{folder}/{name}") for name, case in CASES.items()}
+    return {name: differences(CASES[name], f"{folder}/{name}") for name in names}
+
+
+ALWAYS = {
+    *("delayed, gathered, masters", "averages in uint8, masters in float16"),
+    *("averages in bfloat16", "capturable", "momentum", "MasterWeights"),
+    *("hybrid", "two dimensions"),
+    *("tensor parallel, three", "experts, three", "experts, in one file"),
+    *("stored, delayed", "stored, nvfp4"),
+}
+"""Cases with each model, each optimizer and each way to save: the others are slow."""
 
 
 @pytest.fixture(scope="module")
-def found_by_case(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """By case what differs after the load, as the first of four processes finds it."""
+def found_by_case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[str]]:
+    """By chosen case what differs after the load, as the first of four processes finds it."""
     folder = tmp_path_factory.mktemp("ranks")
+    names = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
     found: dict[str, list[str]] = run_ranks(
-        work, folder, str(folder / "checkpoints"), world_size=RANKS
+        work, folder, str(folder / "checkpoints"), *names, world_size=RANKS
     )[0]
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in CASES]
+)
 def test_state_is_whole_on_another_number_of_ranks(
     found_by_case: dict[str, list[str]], name: str
 ) -> None:

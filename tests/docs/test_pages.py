@@ -43,6 +43,11 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def marks(page: Path) -> list[pytest.MarkDecorator]:
+    """Of the pages about frameworks one runs always."""
+    return [pytest.mark.slow] if name(page) in FRAMEWORKS and page.stem != "transformers" else []
+
+
 def run(code: str, folder: Path, filename: str, *options: str) -> None:
     (folder / filename).write_text(code, encoding="utf-8")
     device.run_program(folder / filename, options=options, folder=folder)
@@ -57,7 +62,9 @@ def test_readme_example_runs_in_a_process_of_its_own(code: str, tmp_path: Path) 
     run(code, tmp_path, "readme.py", "-W", "error")
 
 
-@pytest.mark.parametrize("page", RUNNING, ids=name)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=marks(page), id=name(page)) for page in RUNNING]
+)
 def test_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
     if name(page) in FRAMEWORKS:
         framework = FRAMEWORKS[name(page)]

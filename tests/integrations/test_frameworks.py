@@ -1,6 +1,7 @@
 """Accelerate, Lightning, PEFT and DeepSpeed train on fp8core, unmodified.
 
 Each is skipped where it is not installed; pyproject.toml's extra `compat` has the versions run.
+One of them runs always, the others with ``python -m tests --all``.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def trains(losses: list[float]) -> bool:
     return all(later < earlier for earlier, later in itertools.pairwise(losses))
 
 
+@pytest.mark.slow
 @needs("accelerate")
 def test_accelerate_by_keywords() -> None:
     result = run("-m", "tests.integrations.frameworks", "accelerate")
@@ -87,6 +89,7 @@ def lightning() -> dict[str, Any]:
     return run("-m", "tests.integrations.frameworks", "lightning")
 
 
+@pytest.mark.slow
 @needs("lightning")
 @pytest.mark.parametrize("kind", ["fabric", "trainer"])
 def test_lightning_trains_with_delayed_scales(lightning: dict[str, Any], kind: str) -> None:
@@ -95,11 +98,13 @@ def test_lightning_trains_with_delayed_scales(lightning: dict[str, Any], kind: s
     assert min(lightning[f"{kind} amaxes"]) > 0
 
 
+@pytest.mark.slow
 @needs("lightning")
 def test_lightning_constructs_layers_by_its_context(lightning: dict[str, Any]) -> None:
     assert lightning["built"] == "transformer_engine.pytorch.module.linear"
 
 
+@pytest.mark.slow
 @needs("peft")
 def test_peft_adapts_layers() -> None:
     result = run("-m", "tests.integrations.frameworks", "peft")
@@ -109,6 +114,7 @@ def test_peft_adapts_layers() -> None:
     assert trains(result["losses"])
 
 
+@pytest.mark.slow
 @needs("deepspeed")
 def test_deepspeed_has_equal_losses_at_each_stage() -> None:
     result = run("-m", "tests.integrations.frameworks", "deepspeed")

@@ -146,6 +146,7 @@ def test_a_new_model_resumes_with_the_delayed_scales(alone: dict[str, Any], name
     assert resumed["losses"][0] == resumed["losses"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks_train_as_one(
     alone: dict[str, Any], ranks: list[dict[str, Any]], name: str

@@ -361,11 +361,13 @@ def transformer(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[flo
     return distances(path, model, inputs, MIXED), onnx.load(path).graph.node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1], ids=["transformer_layer", "grouped_linear"])
 def test_a_transformer_model_equals_forward(transformer: Any, at: int) -> None:
     assert max(one[at] for one in transformer[0]) < BOUND
 
 
+@pytest.mark.slow
 def test_attention_multiplies_in_float32(transformer: Any) -> None:
     nodes = transformer[1]
     assert "MatMul" in {node.op_type for node in nodes}

@@ -254,8 +254,7 @@ def _dense_inputs(subject: Subject, desc: QuantizeDesc) -> list[tuple[str, torch
 
 @law(1, "quantize", applies=lambda desc: not desc.grouped)
 def quantize_counts_nan_and_inf(subject: Subject, desc: QuantizeDesc) -> None:
-    """nonfinite_out grows by the NaN and inf of x, each counted once in either orientation; the
-    operands are those of a call that counts nothing."""
+    """nonfinite_out grows by the NaN and inf of x, each counted once; operands are unchanged."""
     every = _dense_inputs(subject, desc)
     many = every[: len(subject.sizes("quantize", *SHAPES))]
     halves = desc.halves() if desc.rowwise and desc.columnwise else ()

@@ -28,11 +28,16 @@ class Ran(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def ran(softcann_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def ran(
+    softcann_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    pytestconfig: pytest.Config,
+) -> Ran:
     report = tmp_path_factory.mktemp("npu") / "report.xml"
     command = [str(softcann_folder / "bin" / "python"), "-m", "pytest", "-q", "--tb=short"]
+    chosen = ("-m", pytestconfig.option.markexpr)
     process = subprocess.run(
-        [*command, "-p", "no:cacheprovider", f"--junit-xml={report}", FOLDER],
+        [*command, "-p", "no:cacheprovider", f"--junit-xml={report}", *chosen, FOLDER],
         cwd=ROOT,
         env=environment(softcann_folder),
         capture_output=True,
@@ -57,6 +62,7 @@ def test_file_passes_on_the_software_device(name: str, ran: Ran) -> None:
     assert [fault for fault in faults if fault is not None] == []
 
 
+@pytest.mark.slow  # the tests of two files once more, in another mode
 def test_layers_run_from_the_queue_that_devices_have(softcann_folder: Path) -> None:
     # The formulas are Python, so that a call which waits with Python's lock would wait forever.
     # A transformer's layer has the operators of the others.

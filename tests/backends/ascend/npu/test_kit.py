@@ -1,17 +1,15 @@
-"""The laws of the conformance kit, for few of the descriptors that the backend runs."""
+"""A sample of the conformance kit, of which ``../test_npu.py`` runs all."""
 
 from __future__ import annotations
 
 from fp8core.conformance.catalogue import catalogue
-from fp8core.conformance.checks import checks
-from fp8core.conformance.laws import LAWS
 from fp8core.conformance.subject import find
-from tests.conformance.test_reference import failure, with_each_value
+from tests.conformance.test_reference import failure, sample
 
 
 def test_backend_keeps_the_laws() -> None:
     subject = find("ascend")
     entries = [entry for entry in catalogue() if subject.refuses(entry.desc) is None]
-    made = list(checks(subject, LAWS.values(), with_each_value(entries)))
-    assert len(made) > 1000
+    made = sample(subject, entries, 3)
+    assert len(made) > 400
     assert [text for check in made for text in failure(check)] == []
