@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 import fp8core
 from fp8core import cpu_offload, ops, recipe
 from fp8core.chain import run as chain
+from fp8core.modules.bindings import Bindings
 from fp8core.modules.transformer_chain import TransformerChain
 from tests.pairs import pairs
 from tests.recording_backend import NAME as RECORDING
@@ -242,6 +243,8 @@ Way = Callable[[torch.nn.Module], contextlib.AbstractContextManager[Call]]
 @contextlib.contextmanager
 def plain(layer: torch.nn.Module) -> Iterator[Call]:
     with pytest.MonkeyPatch.context() as patch:
+        nothing = property(lambda bindings: None, lambda bindings, repeat: None)
+        patch.setattr(Bindings, "repeat", nothing)
         patch.setattr(chain, "likeness_to", lambda *tensors: None)
         patch.setattr(TransformerChain, "run", lambda *arguments: None)
         yield layer
