@@ -248,12 +248,9 @@ class _Options:
 
     def __init__(self, at_once: bool) -> None:
         self.gather, self.scatter = gather_options(), scatter_options()
-        self.reduce = {op: _reduce_options(op) for op in ("sum", "max")}
+        self.reduce: dict[str, Any] = {}  # the stubs want another class of operations
+        for op, operation in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
+            self.reduce[op] = dist.AllreduceOptions()
+            self.reduce[op].reduceOp = operation
         for options in (self.gather, self.scatter, *self.reduce.values()):
             options.asyncOp = not at_once
-
-
-def _reduce_options(name: str) -> Any:
-    options: Any = dist.AllreduceOptions()  # the stubs want another class of operations
-    options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[name]
-    return options

@@ -73,33 +73,23 @@ _thread = _Thread()
 
 
 @contextmanager
-def capturing() -> Iterator[None]:
-    """Have the calling thread resolve to operators, as for a graph that torch is capturing.
-
-    torch.compiler.is_compiling() does not say so everywhere: torch 2.11 calls functions of
-    constants with it off.
-    """
-    with _resolving_to(is_captured=True):
-        yield
-
-
-@contextmanager
-def in_eager() -> Iterator[None]:
-    """Have the calling thread resolve to the backends' own callables, also while torch captures.
-
-    For those that torch itself is to look into: an operator shows it nothing to differentiate.
-    """
-    with _resolving_to(is_captured=False):
-        yield
-
-
-@contextmanager
 def _resolving_to(*, is_captured: bool) -> Iterator[None]:
     outer, _thread.is_capturing = _thread.is_capturing, is_captured
     try:
         yield
     finally:
         _thread.is_capturing = outer
+
+
+capturing = functools.partial(_resolving_to, is_captured=True)
+"""Have the calling thread resolve to operators, as for a graph that torch is capturing.
+
+torch.compiler.is_compiling() does not say so everywhere: torch 2.11 calls functions of constants
+with it off."""
+
+in_eager = functools.partial(_resolving_to, is_captured=False)
+"""Have the calling thread resolve to the backends' own callables, also while torch captures: for
+those that torch itself is to look into, as an operator shows it nothing to differentiate."""
 
 
 def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -> Resolved:

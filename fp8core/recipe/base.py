@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -314,6 +314,13 @@ def attention_plan(
     return AttentionPlan(forward, forward, gradient, gradient, out, delayed, recipe.nonfinite)
 
 
+def check_choice(recipe: Any, field: str, choices: Collection[object]) -> None:
+    """Raise RecipeError unless ``field`` of ``recipe`` is one of ``choices``."""
+    value = getattr(recipe, field)
+    if value not in choices:
+        raise RecipeError(f"{type(recipe).__name__}({field}={value!r}): expected one of {choices}.")
+
+
 def check_attention(recipe: Any) -> None:
     """Raise RecipeError unless the options of ``fp8_dpa`` are known and have something to decide.
 
@@ -322,9 +329,8 @@ def check_attention(recipe: Any) -> None:
     owner = type(recipe).__name__
     options = {"fp8_dpa_backward": ATTENTION_BACKWARDS, "fp8_dpa_output": ATTENTION_OUTPUTS}
     for name, choices in options.items():
+        check_choice(recipe, name, choices)
         value = getattr(recipe, name)
-        if value not in choices:
-            raise RecipeError(f"{owner}({name}={value!r}): expected one of {choices}.")
         if value != choices[0] and not (recipe.fp8_dpa or recipe.fp8_mha):
             raise RecipeError(f"{owner}({name}={value!r}) needs fp8_dpa=True.")
 
@@ -403,12 +409,8 @@ def check_common(recipe: Any, overrides: tuple[str | None, ...] = _OVERRIDES) ->
                 f"{owner}({name}=True) is not offered: attention has one scale a tensor. "
                 f"Use DelayedScaling or Float8CurrentScaling, for attention alone by PerLayer."
             )
-    if recipe.backward_override not in overrides:
-        raise RecipeError(
-            f"{owner}(backward_override={recipe.backward_override!r}): expected one of {overrides}."
-        )
-    if recipe.nonfinite not in NONFINITE:
-        raise RecipeError(f"{owner}(nonfinite={recipe.nonfinite!r}): expected one of {NONFINITE}.")
+    check_choice(recipe, "backward_override", overrides)
+    check_choice(recipe, "nonfinite", NONFINITE)
     if not isinstance(recipe.requantize_weights, bool):
         raise RecipeError(
             f"{owner}(requantize_weights={recipe.requantize_weights!r}): expected True or False."

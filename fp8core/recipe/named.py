@@ -29,6 +29,7 @@ from fp8core.recipe.base import (
     Recipe,
     attention_plan,
     check_attention,
+    check_choice,
     check_common,
     check_delayed,
     check_format,
@@ -353,11 +354,7 @@ class NVFP4BlockScaling(Recipe):
         """Check the fields."""
         check_common(self)
         for name, choices in _FOUR_OVER_SIX.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise RecipeError(
-                    f"NVFP4BlockScaling({name}={value!r}): expected one of {choices}."
-                )
+            check_choice(self, name, choices)
         if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
             raise RecipeError(
                 f"NVFP4BlockScaling(nvfp4_4over6={self.nvfp4_4over6!r}) needs disable_rht=True: "

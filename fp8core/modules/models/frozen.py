@@ -35,13 +35,6 @@ _Parameters: TypeAlias = "dict[str, _Fingerprint]"
 """The parameters of the layers, by path."""
 
 
-class _Frozen(NamedTuple):
-    """The layers' stores and parameters when the scope was entered."""
-
-    stores: list[WeightStore]
-    parameters: _Parameters
-
-
 class frozen_weights:
     """Context manager for evaluation and generation, in which no weight of ``model`` changes.
 
@@ -83,14 +76,15 @@ class frozen_weights:
                 f"first, with fp8core.convert."
             )
         self._model = model
-        self._open: list[_Frozen] = []
+        # Of each open scope the layers' stores and parameters when it was entered.
+        self._open: list[tuple[list[WeightStore], _Parameters]] = []
 
     def __enter__(self) -> None:
         layers = layers_in(self._model)
-        frozen = _Frozen([layer._bindings.weights for layer in layers.values()], _look(layers))
-        for store in frozen.stores:
+        stores, parameters = [layer._bindings.weights for layer in layers.values()], _look(layers)
+        for store in stores:
             store.open_scope()
-        self._open.append(frozen)
+        self._open.append((stores, parameters))
 
     def __exit__(
         self,
@@ -98,12 +92,12 @@ class frozen_weights:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        frozen = self._open.pop()
-        for store in frozen.stores:
+        stores, parameters = self._open.pop()
+        for store in stores:
             store.close_scope()
         if error is not None:
             return
-        written = _differing(frozen.parameters, _look(layers_in(self._model)))
+        written = _differing(parameters, _look(layers_in(self._model)))
         if written:
             raise OperandError(
                 f"frozen_weights({type(self._model).__name__}): {some(written)} changed inside, so "

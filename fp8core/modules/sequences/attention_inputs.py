@@ -213,12 +213,7 @@ def lengths_of(
         _check_starts(owner, "cu_seqlens_kv_padded", lengths.cu_seqlens_kv_padded, cu_kv)
     if layout != "thd":
         _check_batch(owner, "cu_seqlens_q", cu_q, q.shape[layout.index("b")])
-        return lengths._replace(
-            cu_seqlens_q_padded=None,
-            cu_seqlens_kv_padded=None,
-            max_seqlen_q=None,
-            max_seqlen_kv=None,
-        )
+        return Lengths(cu_q, cu_kv)
     return lengths._replace(
         max_seqlen_q=_longest(
             owner, "max_seqlen_q", lengths.max_seqlen_q, cu_q, num_ranks * q.shape[0]

@@ -189,7 +189,8 @@ class Rotary(LowPrecisionModule):
         call = Call(tensors=tensors, sizes=t.shape)
         y = run_links(self, bound, bound.parts[0], t.flatten(-2), [freqs], call)
         is_unchanged = spans.starts is start_positions and spans.cu_seqlens is cu_seqlens
-        if is_unchanged and sources[0] is freqs and not _reads_values(t):
+        # On a CPU the host reads positions, to refuse those that have no angle.
+        if is_unchanged and sources[0] is freqs and not t.is_cpu:
             self._remember(bound, t, sources, options)
         return y.view(t.shape)
 
@@ -221,11 +222,6 @@ class Rotary(LowPrecisionModule):
 
         prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, rotate)
         remember(self, bound, prepared, len(sources), options)
-
-
-def _reads_values(t: torch.Tensor) -> bool:
-    """Whether the host reads positions, to refuse those that have no angle."""
-    return t.device.type == "cpu"
 
 
 def apply_rotary_pos_emb(
