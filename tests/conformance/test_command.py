@@ -7,7 +7,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from fp8core.__main__ import main
 from fp8core.backend_api import GemmDesc, OpDesc, QuantizeDesc
 from fp8core.recipe import Recipe
 from fp8core.recipe.plan import GemmPlan, LayerRole, LinearPlan
+from fp8core_backends.reference.backend import ReferenceBackend
 from tests.dispatch import toys
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -79,15 +80,10 @@ def test_words_do_not_match_the_name_of_the_backend(capsys: pytest.CaptureFixtur
 
 
 def test_failures_are_cut_and_summed_up_by_law(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = toys.backend("toy", refuse=only_gemm)
-    toys.register(spec)
-    module = sys.modules[spec.factory.partition(":")[0]]
+    def bind(backend: toys.ToyBackend, desc: OpDesc, device: torch.device) -> NoReturn:
+        raise OSError("no driver\n" + "a line\n" * 99 + "x" * 9999)
 
-    class Talkative(toys.ToyBackend):
-        def bind(self, desc: Any, device: Any) -> Any:
-            raise OSError("no driver\n" + "a line\n" * 99 + "x" * 9999)
-
-    module.Made = lambda: Talkative(only_gemm, [])  # type: ignore[attr-defined]
+    toys.register(toys.backend("toy", refuse=only_gemm, bind=bind))
     status, found = report("-k", "law4_gemm_product or law4_gemm_adds")
     assert status == 1
     messages = [one["message"].splitlines() for one in found["not_passed"]]
@@ -105,15 +101,10 @@ def test_failures_are_cut_and_summed_up_by_law(capsys: pytest.CaptureFixture[str
 
 
 def test_error_of_a_backend_is_shown_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = toys.backend("toy", refuse=only_gemm)
-    toys.register(spec)
-    module = sys.modules[spec.factory.partition(":")[0]]
+    def bind(backend: toys.ToyBackend, desc: OpDesc, device: torch.device) -> NoReturn:
+        raise OSError("no driver")
 
-    class Failing(toys.ToyBackend):
-        def bind(self, desc: Any, device: Any) -> Any:
-            raise OSError("no driver")
-
-    module.Made = lambda: Failing(only_gemm, [])  # type: ignore[attr-defined]
+    toys.register(toys.backend("toy", refuse=only_gemm, bind=bind))
     assert conformance("toy", "-k", "law4_gemm_adds") == 1
     out = capsys.readouterr().out
     assert "raised OSError: no driver" in out
@@ -185,16 +176,11 @@ def test_json_holds_versions_support_laws_and_failures() -> None:
 
 
 def test_json_of_a_worst_error_that_is_infinite_is_valid() -> None:
-    spoilt = toys.backend("toy", refuse=only_gemm)
-    toys.register(spoilt)
-    module = sys.modules[spoilt.factory.partition(":")[0]]
+    def bind(backend: toys.ToyBackend, desc: OpDesc, device: torch.device) -> Any:
+        run = ReferenceBackend().bind(desc, device)
+        return lambda *given, **words: run(*given, **words).fill_(float("nan"))
 
-    class Nan(toys.ToyBackend):
-        def bind(self, desc: Any, device: Any) -> Any:
-            run = super().bind(desc, device)
-            return lambda *given, **words: run(*given, **words).fill_(float("nan"))
-
-    module.Made = lambda: Nan(only_gemm, [])  # type: ignore[attr-defined]
+    toys.register(toys.backend("toy", refuse=only_gemm, bind=bind))
     status, found = report("-k", "law4_gemm_product")
     assert status == 1
     assert found["laws"][0]["worst"] == "inf"
