@@ -24,8 +24,10 @@ PACKAGES = {
     "fp8core_backends": ROOT / "backends",
     "fp8core_pytest": ROOT / "fp8core_pytest",
 }
-# Files are spread over a few cores, each whole on one: its tests share what they prepare.
+# Files are spread over a few cores, each whole on one: its tests share what they prepare. The long
+# ones begin, in the order of conftest.py.
 PARALLEL = ("--numprocesses", "logical", "--maxprocesses", "4", "--dist", "loadfile")
+PARALLEL += ("--no-loadscope-reorder",)
 
 
 def status_of(*command: str, cwd: Path = ROOT, output: IO[str] | None = None) -> int:

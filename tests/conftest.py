@@ -77,6 +77,22 @@ def pytest_sessionstart() -> None:
         )
 
 
+LONG = (
+    *("backends/ascend/test_npu.py", "backends/cuda/test_attention_host.py"),
+    *("chain/test_differentiable.py", "conformance/test_broken_backends.py"),
+    *("conformance/test_reference.py", "distributed/test_state_of_ranks.py", "docs/test_pages.py"),
+    *("doctor/test_collectives.py", "doctor/test_command.py", "integrations/test_megatron.py"),
+    *("interchange/test_onnx_file.py", "test_compile.py", "test_ways.py"),
+)
+"""Files that take ten seconds of processor time and more."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the long files: the last ones to begin decide how long a core has no work."""
+    long = {ROOT / "tests" / name for name in LONG}
+    items.sort(key=lambda item: item.path not in long)
+
+
 def pytest_collection_finish() -> None:
     """Spare Python's collector the thousands of tests, which it would visit again and again."""
     gc.collect()

@@ -99,10 +99,11 @@ def run(
     cwd: str | Path | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
+    imports: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run what ``subprocess.run`` would with ``capture_output=True, text=True, check=False``."""
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
-        child = start(command, cwd=cwd, env=env, stdout=out, stderr=err)
+        child = start(command, cwd=cwd, env=env, stdout=out, stderr=err, imports=imports)
         try:
             status = child.wait(timeout)
         finally:

@@ -103,6 +103,11 @@ def test_tests_that_ran_before_the_limit_are_counted(tmp_path: Path) -> None:
     assert "| 1 | 1, stopped after 8 s | 0 |" in outcome.row("toy", "", "")
 
 
+def test_files_that_begin_the_suite_are_there(pytestconfig: pytest.Config) -> None:
+    conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    assert [name for name in conftest.LONG if not (ROOT / "tests" / name).is_file()] == []
+
+
 def test_part_without_time_is_not_run(tmp_path: Path) -> None:
     outcome = run(Part("", ("-c", "raise SystemExit(1)")), "late", tmp_path, 0.0)
     assert outcome.ending == "not run: no time was left"

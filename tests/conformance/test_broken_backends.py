@@ -141,6 +141,7 @@ def test_broken_backends_fail_the_test_that_names_their_fault(module: Any) -> No
     assert uncaught == []
 
 
+@pytest.mark.slow  # all of what the tests above run a part of
 def test_the_whole_kit_reports_nothing_but_the_fault() -> None:
     fault = broken.FusedRoundsTwice
     assert {*failing(fault(), entries())} == {CAUGHT_BY[fault]}

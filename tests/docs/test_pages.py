@@ -225,6 +225,7 @@ def test_layer_over_two_ranks_learns_and_says_what_it_sends(tmp_path: Path) -> N
     assert float(rows[-1][2]) < 0.85 * float(rows[0][2])
 
 
+@SLOW
 def test_sharded_gpt_learns_and_is_saved(tmp_path: Path) -> None:
     settings = ["--steps", "6", "--hidden", "64", "--checkpoint", "saved"]
     settings += ["--device", device.DEVICE_TYPE]

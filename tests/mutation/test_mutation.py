@@ -308,6 +308,7 @@ def test_map_has_the_lines_of_each_test_that_passes(checkout: Path) -> None:
     assert reaching[12] == reaching[15] == ["test_outer"]  # the first in a process of its own
 
 
+@pytest.mark.slow
 def test_run_judges_each_mutant_by_its_tests(checkout: Path) -> None:
     options = ("--map", "map", "--sample", "sample.json", "--out", "results.json", "--jobs", "2")
     printed = tool(checkout, "run", *options)
