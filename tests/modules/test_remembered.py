@@ -284,23 +284,20 @@ MASK = torch.rand(1, 1, *ENTRIES, generator=torch.Generator().manual_seed(6)) > 
 WHOLE = torch.ones(*ways.MAIN["DotProductAttention"].shapes[0][:2], 3, HEADS, ways.HEAD).bfloat16()
 
 
-def changed(name: str, value: Any) -> Other:
-    """Train with another value of an attribute of attention."""
+def modified(change: Callable[[Any], Any]) -> Other:
+    """Train the layer after a change that stays."""
 
     def train(story: Story) -> Any:
-        attend = next(
-            module
-            for module in story.layer.modules()
-            if isinstance(module, fp8core.DotProductAttention)
-        )
-        before = getattr(attend, name)
-        setattr(attend, name, value)
-        try:
-            return story.train()
-        finally:
-            setattr(attend, name, before)
+        change(story.layer)
+        return story.train()
 
     return train
+
+
+def having(path: str, value: Any) -> Other:
+    """Train with another attribute of the layer or of one within."""
+    module, _, name = path.rpartition(".")
+    return modified(lambda layer: setattr(layer.get_submodule(module), name, value))
 
 
 ATTENTION: dict[str, Other] = {
@@ -326,7 +323,7 @@ ATTENTION: dict[str, Other] = {
         )
     },
     **{
-        f"attribute {name}": changed(name, value)
+        f"attribute {name}": having(name, value)
         for name, value in {
             **{"attn_mask_type": "no_mask", "softmax_scale": 1.0, "softcap": 0.5},
             **{"window_size": (1, 0), "qkv_format": "bshd", "return_max_logit": True},
@@ -345,16 +342,7 @@ class TwiceProjected(torch.nn.Module):
         return 2 * self.proj(x, is_first_microbatch)
 
 
-def modified(change: Callable[[Any], Any]) -> Other:
-    """Train the layer after a change that stays."""
-
-    def train(story: Story) -> Any:
-        change(story.layer)
-        return story.train()
-
-    return train
-
-
+CORE = "self_attention.core_attention"
 TRANSFORMER: dict[str, Other] = {
     "mask type": given(self_attn_mask_type="no_mask"),
     "window": given(window_size=(2, 0)),
@@ -366,8 +354,8 @@ TRANSFORMER: dict[str, Other] = {
     ),
     "alibi": given(core_attention_bias_type="alibi"),
     "cap": given(softcap=2.0),
-    "attribute mask": changed("attn_mask_type", "no_mask"),
-    "attribute scale": changed("softmax_scale", 1.0),
+    "attribute mask": having(f"{CORE}.attn_mask_type", "no_mask"),
+    "attribute scale": having(f"{CORE}.softmax_scale", 1.0),
     "unbound": modified(lambda layer: layer.layernorm_mlp.unbind()),
     "a hook": modified(
         lambda layer: layer.self_attention.proj.register_forward_hook(
@@ -382,23 +370,17 @@ TRANSFORMER: dict[str, Other] = {
             lambda module, grad_input, grad_output: (grad_input[0] * 2, *grad_input[1:])
         )
     ),
-    "a forward of its own": modified(
-        lambda layer: setattr(
-            layer.self_attention.core_attention,
-            "forward",
-            lambda query, key, value, mask, **arguments: value.flatten(-2),
-        )
+    "a forward of its own": having(
+        f"{CORE}.forward", lambda query, key, value, mask, **arguments: value.flatten(-2)
     ),
     "a module of another class": modified(
         lambda layer: setattr(
             layer.self_attention, "proj", TwiceProjected(layer.self_attention.proj)
         )
     ),
-    "dropout": modified(lambda layer: setattr(layer, "hidden_dropout", 0.5)),
-    "dropped paths": modified(lambda layer: setattr(layer, "drop_path", DropPath(0.5, "sbhd"))),
-    "dropout of attention": modified(
-        lambda layer: setattr(layer.self_attention.core_attention, "attention_dropout", 0.5)
-    ),
+    "dropout": having("hidden_dropout", 0.5),
+    "dropped paths": having("drop_path", DropPath(0.5, "sbhd")),
+    "dropout of attention": having(f"{CORE}.attention_dropout", 0.5),
     "a delayed weight gradient": modified(
         lambda layer: (layer.layernorm_mlp._delay_wgrads(), layer.layernorm_mlp.unbind())
     ),
