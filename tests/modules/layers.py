@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from fp8core import autocast, recipe
+from fp8core import Linear, autocast, recipe
 
 RECIPES: dict[str, recipe.Recipe | None] = {
     "none": None,
     **{name: recipe.by_name(name) for name in recipe.names()},
 }
 """Every recipe by its name; ``none`` is high precision."""
+DELAYED = recipe.DelayedScaling(amax_history_len=4)
 
 
 def active(chosen: str | recipe.Recipe | None) -> autocast:
@@ -50,3 +51,31 @@ def assert_same(got: Iterable[torch.Tensor | None], want: Iterable[torch.Tensor 
         assert (mine is None) == (theirs is None), number
         if mine is not None and theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+# --- layers with delayed state ---
+
+
+def train(layer: torch.nn.Module, x: torch.Tensor, chosen: recipe.Recipe = DELAYED) -> torch.Tensor:
+    """Take a step down the gradients, and return the layer's result of before."""
+    layer.zero_grad()
+    with autocast(recipe=chosen):
+        y: torch.Tensor = layer(x)
+    y.square().sum().backward()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.sub_(parameter.grad, alpha=1e-3)
+    return y.detach()
+
+
+def trained(steps: int = 2, chosen: recipe.Recipe = DELAYED, **arguments: Any) -> Linear:
+    """Return a linear of 32 and 16 features after some steps."""
+    layer = Linear(32, 16, **arguments)
+    for _ in range(steps):
+        train(layer, torch.randn(4, 32, dtype=layer.weight.dtype), chosen)
+    return layer
+
+
+def snapshot(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of the state."""
+    return {key: value.clone() for key, value in layer.state_dict().items()}

@@ -9,30 +9,12 @@ import pytest
 import torch
 
 from fp8core import GroupedLinear, Linear, RecipeError, autocast, recipe
+from tests.modules.layers import DELAYED, snapshot, train, trained
 from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
-RECIPE = recipe.DelayedScaling(amax_history_len=4)
 STATE = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", "delayed_meta")
-
-
-def step(layer: torch.nn.Module, x: torch.Tensor, chosen: recipe.Recipe = RECIPE) -> torch.Tensor:
-    layer.zero_grad()
-    with autocast(recipe=chosen):
-        y = layer(x)
-    y.square().sum().backward()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.sub_(parameter.grad, alpha=1e-3)
-    return y.detach()
-
-
-def trained(steps: int = 2, chosen: recipe.Recipe = RECIPE, **arguments: Any) -> Linear:
-    layer = Linear(32, 16, **arguments)
-    for _ in range(steps):
-        step(layer, torch.randn(4, 32), chosen)
-    return layer
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
@@ -41,10 +23,6 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-def snapshot(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in layer.state_dict().items()}
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -67,14 +45,14 @@ def test_training_goes_on_bit_for_bit_after_loading() -> None:
         assert not unexpected, is_used
         assert_same(other.state_dict(), layer.state_dict())
         for x in torch.randn(3, 4, 32):
-            assert torch.equal(step(layer, x), step(other, x)), is_used
+            assert torch.equal(train(layer, x), train(other, x)), is_used
         assert_same(other.state_dict(), layer.state_dict())
 
 
 def test_a_grouped_layer_makes_the_round_trip() -> None:
     layer, other = GroupedLinear(2, 32, 16), GroupedLinear(2, 32, 16)
     for one in (layer, other):
-        with autocast(recipe=RECIPE):
+        with autocast(recipe=DELAYED):
             one(torch.randn(4, 32), [1, 3]).sum().backward()
     other.load_state_dict(through_a_file(layer.state_dict()))
     assert_same(other.state_dict(), layer.state_dict())
@@ -86,7 +64,7 @@ def test_loading_does_not_alias_the_checkpoint() -> None:
     other = Linear(32, 16)
     other.load_state_dict(saved)
     before = {key: value.clone() for key, value in saved.items()}
-    step(other, torch.full((4, 32), 99.0))
+    train(other, torch.full((4, 32), 99.0))
     assert_same(saved, before)
 
 
@@ -108,7 +86,7 @@ def test_assigning_to_a_layer_on_meta_makes_it_real() -> None:
     layer, other = trained(), Linear(32, 16, device="meta")
     other.load_state_dict(through_a_file(layer.state_dict()), assign=True)
     x = torch.randn(4, 32)
-    assert torch.equal(step(other, x), step(layer, x))
+    assert torch.equal(train(other, x), train(layer, x))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +115,7 @@ def test_a_checkpoint_without_state_starts_it_fresh(caplog: pytest.LogCaptureFix
     layer = trained(name="without_state")
     layer.load_state_dict(Linear(32, 16).state_dict())
     assert any("without_state" in line and "starts fresh" in line for line in caplog.messages)
-    with autocast(recipe=RECIPE):
+    with autocast(recipe=DELAYED):
         layer(torch.full((4, 32), 7.0))
     assert layer.amax_history_fwd[:, 0].tolist() == [0.0, 0.0, 0.0, 7.0]
 
@@ -177,7 +155,7 @@ def test_another_recipe_s_checkpoint_is_refused_when_it_is_used() -> None:
         with pytest.raises(
             RecipeError, match=r"'decoder.0'.*checkpoint is for .*, the recipe needs"
         ):
-            step(layer, torch.randn(4, 32))
+            train(layer, torch.randn(4, 32))
         assert_same(snapshot(layer), before)
 
 
@@ -185,7 +163,7 @@ def test_a_refused_state_can_be_reset() -> None:
     layer = Linear(32, 16)
     layer.load_state_dict(trained(chosen=OTHER_RECIPES["length"]).state_dict())
     layer.reset_delayed_state()
-    step(layer, torch.full((4, 32), 7.0))
+    train(layer, torch.full((4, 32), 7.0))
     assert layer.amax_history_fwd[:, 0].tolist() == [0.0, 0.0, 0.0, 7.0]
 
 
@@ -193,7 +171,7 @@ def test_a_state_from_a_checkpoint_serves_recipes_without_state() -> None:
     layer = Linear(32, 16)
     layer.load_state_dict(trained().state_dict())
     before = layer.scale_fwd.clone()
-    step(layer, torch.randn(4, 32), recipe.MXFP8BlockScaling())
+    train(layer, torch.randn(4, 32), recipe.MXFP8BlockScaling())
     assert torch.equal(layer.scale_fwd, before)
 
 

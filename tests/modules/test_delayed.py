@@ -12,35 +12,16 @@ import torch
 from fp8core import GroupedLinear, Linear, RecipeError, UnsupportedError, autocast, recipe
 from fp8core.modules.calls.bind import bind
 from tests.device import DEVICE
+from tests.modules.layers import DELAYED, train, trained
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
-RECIPE = recipe.DelayedScaling(amax_history_len=4)
 STATE = {
     "scale_fwd": ((3,), torch.float32),
     "amax_history_fwd": ((4, 3), torch.float32),
     "scale_bwd": ((2,), torch.float32),
     "amax_history_bwd": ((4, 2), torch.float32),
 }
-
-
-def step(layer: Linear, x: torch.Tensor, chosen: recipe.Recipe = RECIPE) -> torch.Tensor:
-    """Train one step on ``x`` and return y."""
-    layer.zero_grad()
-    with autocast(recipe=chosen):
-        y = layer(x)
-    y.square().sum().backward()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.sub_(parameter.grad, alpha=1e-3)
-    return y.detach()
-
-
-def trained(steps: int = 2, **arguments: Any) -> Linear:
-    layer = Linear(32, 16, **arguments)
-    for _ in range(steps):
-        step(layer, torch.randn(4, 32, dtype=layer.weight.dtype))
-    return layer
 
 
 def state(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -72,7 +53,7 @@ def test_the_buffers_are_float32_whatever_torch_s_default_is(dtype: torch.dtype)
     torch.set_default_dtype(dtype)
     try:
         layer = Linear(32, 16, params_dtype=torch.float32)
-        step(layer, torch.randn(4, 32, dtype=torch.float32))
+        train(layer, torch.randn(4, 32, dtype=torch.float32))
     finally:
         torch.set_default_dtype(torch.float32)
     assert {getattr(layer, name).dtype for name in STATE} == {torch.float32}
@@ -80,7 +61,7 @@ def test_the_buffers_are_float32_whatever_torch_s_default_is(dtype: torch.dtype)
 
 def test_slots_are_transformer_engine_s_for_every_group() -> None:
     layer = GroupedLinear(3, 32, 16)
-    with autocast(recipe=RECIPE):
+    with autocast(recipe=DELAYED):
         layer(torch.randn(4, 32), [1, 1, 2])
     assert {name: tuple(getattr(layer, name).shape) for name in STATE} == {
         "scale_fwd": (9,),
@@ -94,7 +75,7 @@ def test_evaluation_does_not_touch_the_state() -> None:
     for mode in [torch.no_grad, torch.inference_mode]:
         layer = trained()
         before = state(layer)
-        with mode(), autocast(recipe=RECIPE):
+        with mode(), autocast(recipe=DELAYED):
             layer(torch.full((4, 32), 1e4))
         assert_same_state(layer, before)
 
@@ -104,17 +85,17 @@ def test_evaluation_between_steps_changes_no_bit_of_training(mode: Callable[[], 
     plain = Linear(32, 16)
     evaluated = copy.deepcopy(plain)
     for x in torch.randn(3, 4, 32):
-        with mode(), autocast(recipe=RECIPE):
+        with mode(), autocast(recipe=DELAYED):
             evaluated(x * 1e4)
-        assert torch.equal(step(plain, x), step(evaluated, x))
+        assert torch.equal(train(plain, x), train(evaluated, x))
     assert_same_state(evaluated, state(plain))
 
 
 def test_evaluation_uses_the_scales_of_training() -> None:
     layer, x = trained(), torch.randn(4, 32)
-    with torch.no_grad(), autocast(recipe=RECIPE):
+    with torch.no_grad(), autocast(recipe=DELAYED):
         y = layer(x)
-    with autocast(recipe=RECIPE):
+    with autocast(recipe=DELAYED):
         assert torch.equal(y, layer(x))
 
 
@@ -144,7 +125,7 @@ def test_moving_keeps_the_state_in_float32() -> None:
 
 def test_a_moved_layer_goes_on_updating_its_buffers() -> None:
     layer = trained().bfloat16()
-    step(layer, torch.full((4, 32), 7.0).bfloat16())
+    train(layer, torch.full((4, 32), 7.0).bfloat16())
     assert layer.amax_history_fwd[-1, 0] == 7.0
 
 
@@ -162,7 +143,7 @@ def test_a_move_that_fails_loses_no_state() -> None:
 
 def made_on_meta() -> Linear:
     layer = Linear(32, 16, device="meta")
-    with autocast(recipe=RECIPE):
+    with autocast(recipe=DELAYED):
         layer(torch.empty(4, 32, device="meta"))
     return layer
 
@@ -186,14 +167,14 @@ def test_what_forgets_the_state_has_it_start_fresh(case: str) -> None:
     if case not in ("a layer from meta", "a layer with other memory"):
         assert list(layer.state_dict()) == ["weight", "bias"]
     layer.reset_parameters()
-    step(layer, torch.full((4, 32), 7.0))
+    train(layer, torch.full((4, 32), 7.0))
     assert layer.amax_history_fwd[:, 0].tolist() == [0.0, 0.0, 0.0, 7.0]
 
 
 def test_two_kinds_of_use_work_on_meta() -> None:
     layer = Linear(32, 16, device="meta")
     for mode in (torch.enable_grad, torch.no_grad):
-        with mode(), autocast(recipe=RECIPE):
+        with mode(), autocast(recipe=DELAYED):
             assert layer(torch.empty(4, 32, device="meta")).shape == (4, 16)
 
 
@@ -208,7 +189,7 @@ def test_two_kinds_of_use_work_on_meta() -> None:
 def test_a_change_that_fits_the_history_keeps_it(changed: recipe.Recipe) -> None:
     layer = trained(steps=1)
     before = layer.amax_history_fwd[-1].clone()
-    step(layer, torch.full((4, 32), 7.0), changed)
+    train(layer, torch.full((4, 32), 7.0), changed)
     assert torch.equal(layer.amax_history_fwd[-2], before)
     amax = max(7.0, before[0].item()) if changed.amax_compute_algo == "max" else 7.0
     want = torch.tensor(448.0 * 2.0**-changed.margin) / torch.tensor(amax)
@@ -231,7 +212,7 @@ def test_a_change_that_does_not_fit_starts_fresh() -> None:
 def test_a_recipe_without_state_leaves_it_for_later() -> None:
     layer = trained()
     before = state(layer)
-    step(layer, torch.randn(4, 32), recipe.Float8CurrentScaling())
+    train(layer, torch.randn(4, 32), recipe.Float8CurrentScaling())
     assert_same_state(layer, before)
 
 
@@ -246,7 +227,7 @@ def test_equal_recipes_share_what_is_bound() -> None:
 
 def test_backward_after_the_state_was_reset_is_harmless() -> None:
     layer = Linear(32, 16)
-    with autocast(recipe=RECIPE):
+    with autocast(recipe=DELAYED):
         y = layer(torch.randn(4, 32))
     layer.reset_delayed_state()
     y.sum().backward()
@@ -269,13 +250,13 @@ def test_an_evaluation_with_another_window_forgets_nothing() -> None:
 
 def test_a_step_that_no_backend_runs_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = trained()
-    step(layer, torch.ones(4, 32))
+    train(layer, torch.ones(4, 32))
     before = {name: own.clone() for name, own in layer.named_buffers()}
     with monkeypatch.context() as patch:
         patch.setenv("FP8CORE_BACKEND", "cuda")  # which runs nothing on the CPU
         with pytest.raises(UnsupportedError, match="no backend runs"):
-            step(layer, torch.ones(4, 32), recipe.DelayedScaling(amax_history_len=8))
+            train(layer, torch.ones(4, 32), recipe.DelayedScaling(amax_history_len=8))
     assert all(torch.equal(own, before[name]) for name, own in layer.named_buffers())
-    step(layer, torch.ones(4, 32))
+    train(layer, torch.ones(4, 32))
     assert layer.amax_history_fwd.shape == (4, 3)
     assert layer.amax_history_fwd[-2:, 0].tolist() == [1.0, 1.0]

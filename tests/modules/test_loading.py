@@ -15,35 +15,17 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import fp8core
 from fp8core import GroupedLinear, Linear, autocast, ops, recipe
 from fp8core.modules.layers.linear import Linear as Base
+from tests.modules.layers import snapshot, train, trained
 from tests.pairs import turns
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
-RECIPE = recipe.DelayedScaling(amax_history_len=4)
 MXFP8 = recipe.MXFP8BlockScaling()
-
-
-def step(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with autocast(recipe=RECIPE):
-        y: torch.Tensor = layer(x)
-    y.square().sum().backward()
-    return y.detach()
-
-
-def trained() -> Linear:
-    layer = Linear(32, 16)
-    for x in torch.randn(2, 4, 32):
-        step(layer, x)
-    return layer
 
 
 def stored_in_mxfp8() -> Linear:
     with fp8core.quantized_model_init(recipe=MXFP8):
         return Linear(32, 64, params_dtype=torch.bfloat16)
-
-
-def snapshot(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in layer.state_dict().items()}
 
 
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
@@ -193,7 +175,7 @@ def test_a_step_in_progress_may_have_met_infinity() -> None:
     saved["amax_history_fwd"] = with_value(0, math.inf)(saved["amax_history_fwd"])
     layer = Linear(32, 16)
     layer.load_state_dict(saved)
-    step(layer, torch.randn(4, 32))
+    train(layer, torch.randn(4, 32))
     assert layer.amax_history_fwd.isfinite().all()
 
 
@@ -205,7 +187,7 @@ def test_equal_metadata_in_another_order_loads(is_used: bool) -> None:
     layer = trained() if is_used else Linear(32, 16)
     layer.load_state_dict(saved)
     assert torch.equal(layer.scale_fwd, saved["scale_fwd"])
-    step(layer, torch.full((4, 32), 7.0))
+    train(layer, torch.full((4, 32), 7.0))
     assert torch.equal(layer.amax_history_fwd[-2], saved["amax_history_fwd"][-1])
     assert layer.amax_history_fwd[-1, 0] == 7.0
 
@@ -263,7 +245,7 @@ class Model(torch.nn.Module):
 
 def used_model() -> Model:
     model = Model()
-    step(model, torch.tensor([0, 3, 5, 7]))
+    train(model, torch.tensor([0, 3, 5, 7]))
     return model
 
 
