@@ -12,14 +12,15 @@ import torch.distributed as dist
 import fp8core
 from fp8core import autocast, recipe
 from fp8core.collectives import Communicator, of_group
-from tests.ranks import DEVICE_TYPE, device, run_ranks
+from tests.modules.test_parallel_layers import HIDDEN, new_mlp, values
+from tests.ranks import DEVICE_TYPE, run_ranks
 
 pytestmark = [
     pytest.mark.needs_accelerator("cuda"),
     pytest.mark.skipif(DEVICE_TYPE != "cuda", reason="TEST_DEVICE=cuda starts NCCL ranks"),
 ]
 
-HIDDEN, FFN, ROWS = 256, 512, 128
+ROWS = 128
 RECIPES: dict[str, Callable[[], Any]] = {
     "none": lambda: None,
     "current": recipe.Float8CurrentScaling,
@@ -28,24 +29,8 @@ RECIPES: dict[str, Callable[[], Any]] = {
 }
 
 
-def new_mlp(communicator: Communicator) -> Any:
-    torch.manual_seed(communicator.rank)
-    return fp8core.LayerNormMLP(
-        HIDDEN,
-        FFN,
-        bias=False,
-        params_dtype=torch.bfloat16,
-        device=device(),
-        tp_group=communicator,
-        sequence_parallel=True,
-        set_parallel_mode=True,
-    )
-
-
-def values(seed: int) -> torch.Tensor:
-    return torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(
-        device(), torch.bfloat16
-    )
+def rows_of(seed: int) -> torch.Tensor:
+    return values(ROWS, HIDDEN, seed=seed)
 
 
 def step(run: Callable[[torch.Tensor], Any], mlp: Any, x: Any, dy: torch.Tensor) -> list[Any]:
@@ -59,7 +44,7 @@ def step(run: Callable[[torch.Tensor], Any], mlp: Any, x: Any, dy: torch.Tensor)
 def replays(communicator: Communicator, chosen: Any) -> list[bool]:
     """Whether the results of a whole step, captured once, are those of eager steps on new data."""
     mlp = new_mlp(communicator)
-    x, dy = values(1).requires_grad_(), values(2)
+    x, dy = rows_of(1).requires_grad_(), rows_of(2)
 
     def run(x: torch.Tensor) -> Any:
         with autocast(enabled=chosen is not None, recipe=chosen):
@@ -76,7 +61,7 @@ def replays(communicator: Communicator, chosen: Any) -> list[bool]:
         captured = step(run, mlp, x, dy)
     equal = []
     for seed in range(3):
-        new_x = values(10 + seed + 100 * communicator.rank)
+        new_x = rows_of(10 + seed + 100 * communicator.rank)
         with torch.no_grad():
             x.copy_(new_x)
         graph.replay()
@@ -90,11 +75,11 @@ def replays(communicator: Communicator, chosen: Any) -> list[bool]:
 def graphed(communicator: Communicator, chosen: Any) -> list[bool]:
     """As :func:`replays`, for the library's own graphs of forward and of backward."""
     mlp, alone = new_mlp(communicator), new_mlp(communicator)
-    sample = (values(1).requires_grad_(),)
+    sample = (rows_of(1).requires_grad_(),)
     run = fp8core.make_graphed_callables(mlp, sample, enabled=chosen is not None, recipe=chosen)
     equal = []
     for seed in range(3):
-        x, dy = values(20 + seed), values(30 + seed)
+        x, dy = rows_of(20 + seed), rows_of(30 + seed)
         found = step(run, mlp, x.clone().requires_grad_(), dy)
         with autocast(enabled=chosen is not None, recipe=chosen):
             expected = step(alone, alone, x.clone().requires_grad_(), dy)

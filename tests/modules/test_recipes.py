@@ -20,6 +20,7 @@ from fp8core import (
     reporting,
 )
 from fp8core.backend_api import OperandSpec
+from tests.modules.layers import assert_same, step
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -32,20 +33,6 @@ ROWWISE = OperandSpec("e4m3", (1, 0), 448.0)
 def make_model() -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(Linear(32, 32), torch.nn.ReLU(), Linear(32, 32))
-
-
-def step(model: torch.nn.Module, x: torch.Tensor, chosen: recipe.Recipe) -> list[torch.Tensor]:
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    with autocast(recipe=chosen):
-        y = model(x)
-    y.square().sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-
-def assert_same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    for mine, theirs in zip(got, want, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def test_prepare_names_the_layers_by_their_paths() -> None:
@@ -85,7 +72,7 @@ def test_per_layer_none_is_high_precision() -> None:
 def test_per_layer_of_one_recipe_equals_the_recipe() -> None:
     x = torch.randn(4, 32)
     got = step(prepare(make_model()), x, recipe.PerLayer({}, default=CURRENT))
-    assert_same_bits(got, step(make_model(), x, CURRENT))
+    assert_same(got, step(make_model(), x, CURRENT))
 
 
 def test_per_layer_chooses_by_kind_without_a_name() -> None:
@@ -127,7 +114,7 @@ def test_a_custom_recipe_of_scaling_fields_is_delayed_scaling() -> None:
     custom, delayed = make_model(), make_model()
     for x in torch.randn(3, 4, 32):
         got = step(custom, x, recipe.CustomRecipe(**fields))
-        assert_same_bits(got, step(delayed, x, recipe.DelayedScaling(**fields)))
+        assert_same(got, step(delayed, x, recipe.DelayedScaling(**fields)))
     assert torch.equal(custom[0].amax_history_fwd, delayed[0].amax_history_fwd)
 
 
@@ -177,7 +164,7 @@ def test_a_factory_is_asked_for_dense_products_as_linear(layer: torch.nn.Module)
 def test_a_factory_of_one_spec_has_the_bits_of_the_named_recipe() -> None:
     x = torch.randn(4, 32)
     got = step(make_model(), x, recipe.CustomRecipe(lambda role: ROWWISE))
-    assert_same_bits(got, step(make_model(), x, recipe.Float8RowwiseScaling()))
+    assert_same(got, step(make_model(), x, recipe.Float8RowwiseScaling()))
 
 
 def test_a_factory_of_delayed_requests_has_the_bits_of_delayed_scaling() -> None:
@@ -185,7 +172,7 @@ def test_a_factory_of_delayed_requests_has_the_bits_of_delayed_scaling() -> None
     chosen = recipe.CustomRecipe(lambda role: recipe.DelayedScalingRequest(amax_history_len=4))
     for x in torch.randn(2, 4, 32):
         got = step(custom, x, chosen)
-        assert_same_bits(got, step(delayed, x, recipe.DelayedScaling(amax_history_len=4)))
+        assert_same(got, step(delayed, x, recipe.DelayedScaling(amax_history_len=4)))
 
 
 def weight_only(role: recipe.QuantizerRole) -> recipe.TensorPlan:
@@ -234,7 +221,7 @@ def test_a_factory_may_quantize_for_backward_alone() -> None:
     leaf = x.detach().clone().requires_grad_()
     with autocast(recipe=recipe.Float8RowwiseScaling()):
         wanted(leaf).backward(dy)
-    assert_same_bits([x.grad, layer.weight.grad], [leaf.grad, wanted.weight.grad])
+    assert_same([x.grad, layer.weight.grad], [leaf.grad, wanted.weight.grad])
 
 
 def test_a_factory_may_mix_delayed_and_current() -> None:
