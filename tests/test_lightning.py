@@ -47,6 +47,18 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
+def fit(own: Any, model: Any, optimizer: Any, data: list[torch.Tensor]) -> list[float]:
+    """The losses of a loop of Fabric."""
+    losses = []
+    for batch in data:
+        loss = (model(batch) - batch).square().mean()
+        own.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def by_hand(recipe: Recipe | str, steps: int) -> list[float]:
     """The losses of a loop without Lightning, in float32 weights under autocast."""
     model, losses = network(), []
@@ -67,14 +79,7 @@ def by_hand(recipe: Recipe | str, steps: int) -> list[float]:
 def test_fabric_trains_an_optimizer_of_before_as_a_loop_by_hand(recipe: Recipe | str) -> None:
     own = fabric(recipe)
     model = network()
-    model, optimizer = own.setup(model, optimizer_of(model))
-    losses = []
-    for batch in batches(4):
-        loss = (model(batch) - batch).square().mean()
-        own.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = fit(own, *own.setup(model, optimizer_of(model)), batches(4))
     assert losses == by_hand(recipe, 4)
     assert losses[-1] < 0.9 * losses[0]  # it is not frozen
 
@@ -106,23 +111,13 @@ def test_fabric_resumes_from_a_checkpoint(tmp_path: Path) -> None:
         model = network()
         return (own, *own.setup(model, optimizer_of(model)))
 
-    def run(own: Any, model: Any, optimizer: Any, data: list[torch.Tensor]) -> list[float]:
-        losses = []
-        for batch in data:
-            loss = (model(batch) - batch).square().mean()
-            own.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
     own, model, optimizer = start()
-    run(own, model, optimizer, batches(4)[:2])
+    fit(own, model, optimizer, batches(4)[:2])
     own.save(tmp_path / "state.ckpt", {"model": model, "optimizer": optimizer})
-    want = run(own, model, optimizer, batches(4)[2:])
+    want = fit(own, model, optimizer, batches(4)[2:])
     own, model, optimizer = start()
     own.load(tmp_path / "state.ckpt", {"model": model, "optimizer": optimizer})
-    assert run(own, model, optimizer, batches(4)[2:]) == want
+    assert fit(own, model, optimizer, batches(4)[2:]) == want
 
 
 def test_a_delayed_scale_follows_the_largest_of_accumulated_microbatches() -> None:
