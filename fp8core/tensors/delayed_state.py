@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 import torch
 
 from fp8core import formats
-from fp8core.backend_api import ScaleUpdateDesc
+from fp8core.backend_api import OperandSpec, ScaleUpdateDesc
 from fp8core.collectives import Communicator
 from fp8core.collectives.base import GroupReference
 from fp8core.dispatch import table
-from fp8core.recipe.plan import DelayedPlan, Plan, SlotNames, TensorPlan
+from fp8core.recipe.plan import DelayedPlan, Plan, SlotNames
 from fp8core.tensors.quantizer import Slot
 
 Order: TypeAlias = "tuple[int, ...]"
@@ -174,19 +174,18 @@ _MAX_META = 4096
 """Bytes of the longest metadata that is read."""
 
 
-def _slots(plan: Plan) -> list[TensorPlan | None]:
-    """Return the plan of each slot's tensor, forward slots first; None for an unused slot."""
+def _slots(plan: Plan) -> list[OperandSpec | None]:
+    """Return the delayed spec of each slot's tensor, forward slots first; None for an unused
+    slot."""
     tensors = plan.tensors
-    return [tensors.get(name) for names in plan.slots for name in names]
+    of_slots = [tensors.get(name) or () for names in plan.slots for name in names]
+    return [next((spec for spec in specs if spec and spec.delayed), None) for specs in of_slots]
 
 
 def describe(plan: Plan) -> str:
     """Return the text that ``delayed_meta`` holds under ``plan``."""
     assert plan.delayed is not None
-    names = [
-        next((s.format for s in tensor if s is not None and s.delayed), None) if tensor else None
-        for tensor in _slots(plan)
-    ]
+    names = [None if spec is None else spec.format for spec in _slots(plan)]
     return meta_text(names, plan.delayed.history_len)
 
 
@@ -195,10 +194,8 @@ def maxima(plan: Plan) -> tuple[list[float], list[float]]:
 
     For an unused slot it is the largest value of e4m3.
     """
-    targets = []
-    for tensor in _slots(plan):
-        spec = next((s for s in tensor or () if s is not None and s.delayed), None)
-        targets.append(spec.target if spec is not None else formats.by_name("e4m3").max)
+    unused = formats.by_name("e4m3").max
+    targets = [unused if spec is None else spec.target for spec in _slots(plan)]
     num_forward = len(plan.slots.forward)
     return targets[:num_forward], targets[num_forward:]
 
