@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 
 from fp8core.formats import minifloat
+from tests import forked
+from tests.ranks import IMPORTS
 from tests.test_packaging import copy_tree, run, scratch_environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +64,28 @@ def test_format_is_what_ml_dtypes_calls_float8_e3m4() -> None:
     ours = np.array(minifloat("e3m4", 3, 4, specials="ieee").values)
     assert 'minifloat("e3m4", 3, 4, specials="ieee")' in "".join(SOURCES)
     assert np.array_equal(ours, theirs, equal_nan=True)
+
+
+def run_beside(*arguments: str, folder: Path) -> str:
+    """What Python prints in a fork that finds the example on its path and prefers its backend."""
+    variables = {"PYTHONPATH": str(EXAMPLE), "FP8CORE_PLUGINS": "fp8core_e3m4"}
+    command = [sys.executable, *arguments]
+    environment = {**os.environ, **variables, "FP8CORE_BACKEND": "e3m4"}
+    done = forked.run(command, cwd=folder, env=environment, imports=IMPORTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_example_holds_laws(tmp_path: Path) -> None:
+    command = ("-m", "fp8core", "conformance", "e3m4", "--strict", "-k", "float16")
+    assert re.search(r"^\d\d+ passed", run_beside(*command, folder=tmp_path), re.MULTILINE)
+
+
+def test_example_trains_a_layer(tmp_path: Path) -> None:
+    recipe, layer, losses = json.loads(run_beside("-c", TRAIN, folder=tmp_path))
+    assert "e3m4" in recipe
+    assert "on e3m4" in layer
+    assert losses[-1] < losses[0] / 100
 
 
 @pytest.fixture(scope="module")
