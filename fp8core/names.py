@@ -47,6 +47,7 @@ PICKLED = {
     "modules.first_step": "modules.models.prepare",
     "modules.padding": "modules.layers.grouped_linear",
     "modules.refusals": "modules.calls.parameters",
+    "modules.residual": "modules.layers.operation",
     "modules.sequential": "ops.sequential",
     "modules.tensor_operations": "modules.layers.operation",
     "parameter": "tensors.parameter",
@@ -59,7 +60,7 @@ PICKLED = {
         for room, modules in {
             "calls": "base bind bound inputs parameters",
             "layers": "grouped_linear layernorm_linear layernorm_mlp linear norm operation "
-            "parallel residual",
+            "parallel",
             "models": "found_inf frozen graphs inventory prepare",
             "sequences": "attention_arguments attention_inputs context_group head_split inference "
             "kv_cache rotary rotary_angles",

@@ -13,8 +13,8 @@ from fp8core.modules.calls.inputs import check_kind
 from fp8core.modules.calls.parameters import InitMethod, check_probability, refuse_arguments
 from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
+from fp8core.modules.layers.operation import DropPath, SampleSplit
 from fp8core.modules.layers.parallel import set_group
-from fp8core.modules.layers.residual import DropPath, SampleSplit
 from fp8core.modules.multihead_attention import MultiheadAttention, check_main_grad
 from fp8core.modules.sequences.inference import InferenceParams
 from fp8core.modules.transformer_chain import TransformerChain, TransformerParts

@@ -14,7 +14,7 @@ import fp8core
 from fp8core.chain.sequence_chunks import Chunks
 from fp8core.collectives import of_group
 from fp8core.distributed import gather_from_cp_ranks, get_batch_on_this_cp_rank
-from fp8core.modules.layers.residual import DropPath, SampleSplit
+from fp8core.modules.layers.operation import DropPath, SampleSplit
 from fp8core.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.distributed.programs import raised
 

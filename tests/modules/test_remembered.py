@@ -23,7 +23,7 @@ from fp8core.errors import Fp8CoreError, UnsupportedError
 from fp8core.modules import attention
 from fp8core.modules import run as module_run
 from fp8core.modules.layers import grouped_linear
-from fp8core.modules.layers.residual import DropPath
+from fp8core.modules.layers.operation import DropPath
 from fp8core.torch_ops.private import lazily_negated, lazy_zeros
 from tests import ways
 from tests.device import DEVICE
