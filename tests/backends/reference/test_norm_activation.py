@@ -1,4 +1,4 @@
-"""Norms and activations of the reference backend against torch's autograd in float64.
+"""Norms, activations and column sums of the reference backend against torch in float64.
 
 In float64 both sides take fewer than 64 roundings of intermediates below 512 (``|x| <= 8``, cubed),
 so they differ by less than ``64 * 512 * 2^-53``. In float32 the same with 2^-24.
@@ -17,6 +17,7 @@ from fp8core.backend_api import (
     ACTIVATIONS,
     ActivationBackwardDesc,
     ActivationDesc,
+    ColumnSumsDesc,
     NormBackwardDesc,
     NormDesc,
 )
@@ -208,3 +209,17 @@ def test_an_unknown_activation_or_number_of_parameters_is_refused(
 def test_an_unknown_norm_is_refused() -> None:
     desc = NormDesc("batchnorm", BF16, BF16, 1e-5)
     assert "batchnorm" in (ReferenceBackend().unsupported(desc, CPU) or "")
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16, F64], ids=str)
+def test_column_sums_are_torchs_in_float32_or_float64(dtype: torch.dtype) -> None:
+    x = (torch.full((300, 70), 1e-17, dtype=F64) + torch.randn(300, 70)).to(dtype)
+    wide = F64 if dtype == F64 else F32
+    sums = bind(ColumnSumsDesc(dtype))(x)
+    assert sums.dtype == wide
+    assert torch.equal(sums, x.sum(0, dtype=wide))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_column_sums_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    assert "no column sums" in (ReferenceBackend().unsupported(ColumnSumsDesc(dtype), CPU) or "")

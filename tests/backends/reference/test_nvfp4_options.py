@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from pathlib import Path
+from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
 from fp8core.backend_api import AmaxDesc, OperandSpec, QuantizeByAmaxDesc, QuantizeDesc
 from fp8core_backends.reference.quantize import amax, dequantize_float32, quantize
+from tests.backends.reference.test_golden import Arrays, as_input
 
-FILE = Path(__file__).parents[2] / "golden" / "nvfp4_options_seed0.npz"
 INPUTS = (
     *("normal.bf16", "wide.bf16", "zero_blocks.bf16", "outlier.bf16", "steps.bf16"),
     "normal.fp32",
@@ -21,17 +19,9 @@ INPUTS = (
 TRANSFORMS = {"0": None, "1": "hadamard16", "unsigned": "hadamard16_unsigned"}
 
 
-@functools.lru_cache(maxsize=1)
-def arrays() -> dict[str, np.ndarray]:
-    with np.load(FILE) as file:
-        return dict(file)
-
-
-def input_of(name: str) -> torch.Tensor:
-    stored = arrays()[f"x/{name}"]
-    if stored.dtype == np.float32:
-        return torch.from_numpy(stored)
-    return torch.from_numpy(stored.view(np.int16)).view(torch.bfloat16)
+@pytest.fixture(scope="module")
+def stored(golden: Callable[[str], Arrays]) -> Arrays:
+    return golden("nvfp4_options_seed0")
 
 
 def specs_of(case: str) -> tuple[OperandSpec, OperandSpec]:
@@ -49,17 +39,17 @@ def specs_of(case: str) -> tuple[OperandSpec, OperandSpec]:
     return row, dataclasses.replace(row, transform=TRANSFORMS[words["rht"]])
 
 
-def cases(name: str) -> list[str]:
+def cases(stored: Arrays, name: str) -> list[str]:
     start = f"nvfp4/{name}/"
-    keys = [key.removeprefix(start) for key in arrays() if key.startswith(start)]
+    keys = [key.removeprefix(start) for key in stored if key.startswith(start)]
     return list(dict.fromkeys(key.rpartition("/")[0] for key in keys))
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_codes_and_scales_equal_those_of_the_reference(name: str) -> None:
-    x, stored = input_of(name), arrays()
+def test_codes_and_scales_equal_those_of_the_reference(name: str, stored: Arrays) -> None:
+    x = as_input(stored[f"x/{name}"])
     wrong = []
-    for case in cases(name):
+    for case in cases(stored, name):
         row_spec, column_spec = specs_of(case)
         made = quantize(QuantizeDesc(x.dtype, row_spec, column_spec), x)
         for operand, spec, suffix in zip(made, (row_spec, column_spec), ("", "_t"), strict=True):
@@ -72,9 +62,9 @@ def test_codes_and_scales_equal_those_of_the_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_outer_scales_follow_from_the_amaxes_of_the_reference(name: str) -> None:
-    x, stored = input_of(name), arrays()
-    for case in cases(name):
+def test_outer_scales_follow_from_the_amaxes_of_the_reference(name: str, stored: Arrays) -> None:
+    x = as_input(stored[f"x/{name}"])
+    for case in cases(stored, name):
         row_spec, column_spec = specs_of(case)
         made = quantize(QuantizeDesc(x.dtype, row_spec, column_spec), x)
         for operand, key in zip(made, ("row", "col"), strict=True):
