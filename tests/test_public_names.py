@@ -11,6 +11,7 @@ import pytest
 
 import fp8core
 from fp8core.names import MOVED, SHORT
+from tests import forked
 
 MODULES = (
     "fp8core.backend_api",
@@ -93,7 +94,8 @@ def test_a_short_name_is_the_module_itself(statement: str) -> None:
         "from fp8core.training.optimizers.fused_adam import FusedAdam",
         "assert FusedAdam is fp8core.training.optimizers.FusedAdam",
     ]
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+    done = forked.run([sys.executable, "-c", "\n".join(lines)])
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("old", MOVED)
