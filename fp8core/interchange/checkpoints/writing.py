@@ -128,10 +128,6 @@ def _is_native(module: torch.nn.Module) -> bool:
     return isinstance(module, LowPrecisionModule) and bool(module.weight_names())
 
 
-def _is_foreign(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.Linear) or holds_experts(module)
-
-
 # Module, target, names and parts of a Weight, and the number of its GEMM in the layer.
 _Gemm: TypeAlias = tuple[torch.nn.Module, str, tuple[str, ...], tuple[torch.Tensor, ...], int]
 
