@@ -225,10 +225,8 @@ def _dequantize(subject: Subject, desc: DequantizeDesc, case: Case) -> OpCall:
 
 
 def _gemm(subject: Subject, desc: GemmDesc, case: Case) -> OpCall:
-    align = subject.alignment(desc)
-    sizes = zip(case.size or (5, 7, 160), align, strict=True)
-    m, n, k = (up(size, step) for size, step in sizes)
-    a, b = gemm_operands(subject, desc, m, n, k, seed=case.seed)
+    a, b = gemm_operands(subject, desc, *(case.size or (5, 7, 160)), seed=case.seed)
+    m, n = len(a.data), len(b.data)
     bias = inputs.moderate(1, n, desc.out_dtype, _seed(2, case))[0]
     keywords: dict[str, Any] = {"bias": subject.here(bias)}
     if desc.accumulate:

@@ -17,6 +17,7 @@ BY_AMAX = "quantize by amax"
 more, so that laws about ``quantize`` cannot call it."""
 
 EVERY_OP = (*OPS, *OPTIONAL_OPS, BY_AMAX)
+FUSED = tuple(op for op in EVERY_OP if op.endswith("_quantize"))
 BACKEND = "backend"
 
 Test = Callable[[Subject, OpDesc], float | None]

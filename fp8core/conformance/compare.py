@@ -78,6 +78,13 @@ def within(name: str, ours: torch.Tensor, expected: torch.Tensor, bound: torch.T
     return worst
 
 
+def column_sums_within(name: str, ours: torch.Tensor, x: torch.Tensor) -> float:
+    """Require the sums of the columns of ``x [rows, cols]``, on the CPU, added in float32."""
+    wide = x.double()
+    bound = (len(x) + 4) * ROUND * wide.abs().sum(0).nan_to_num(0.0, 0.0)
+    return within(name, ours, wide.sum(0), bound)
+
+
 def ulp(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the spacing of ``dtype`` at ``x`` (float64); below the smallest normal number, the
     spacing there."""

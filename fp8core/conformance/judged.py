@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,15 @@ def group_sizes(subject: Subject, desc: QuantizeDesc) -> tuple[int, ...]:
     """Return sizes of groups: two empty ones, one longer than a block, a step, and one between."""
     step = storage_step(subject, desc.columnwise)
     return tuple(up(size, step) for size in (0, 130, 1, 0, 33))
+
+
+def tensor_of(
+    subject: Subject, desc: QuantizeDesc, kind: str
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return ``x`` of one of the kit's kinds, on the CPU, and the rows of its groups, if any."""
+    sizes = group_sizes(subject, desc) if desc.grouped else ()
+    shape = quantize_size(subject, desc, sum(sizes) or 33, 70)
+    return inputs.matrix(kind, *shape, desc.dtype), sizes
 
 
 def every(subject: Subject, desc: QuantizeDesc) -> Iterator[tuple[str, Judged]]:
@@ -226,6 +235,19 @@ def same_operands(desc: QuantizeDesc, title: str, ours: Quantized, theirs: Quant
             _both_or_none(f"{title}: {name} {part}", mine, yours)
             if mine is not None:
                 same_bits(f"{title}: {name} {part}", mine, yours)
+
+
+def same_keywords(
+    title: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
+) -> None:
+    """Require equal bits in the keywords of two calls, some of which the calls have written."""
+    for name, value in ours.items():
+        same_bits(f"{title}: {name}", value, theirs[name])
+
+
+def has_both(desc: QuantizeDesc) -> bool:
+    """Whether ``desc`` casts in both orientations."""
+    return desc.rowwise is not None and desc.columnwise is not None
 
 
 def is_nearest(desc: QuantizeDesc) -> bool:

@@ -68,6 +68,13 @@ def offsets_for(
     return on_device
 
 
+def groups_of(
+    subject: Subject, desc: QuantizeDesc, sizes: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """Return the argument behind ``x`` of a cast of groups of these sizes, none without groups."""
+    return (offsets_for(subject, desc, sizes),) if sizes else ()
+
+
 def step_of(desc: QuantizeDesc | GroupedGemmDesc) -> int:
     """Return the step of :func:`split_groups` for operands of ``desc``."""
     return GROUP_STEP if desc.offsets_on_device else 1
@@ -96,6 +103,12 @@ def operand(
     return chosen
 
 
+def aligned(subject: Subject, desc: GemmDesc, m: int, n: int, k: int) -> tuple[int, int, int]:
+    """Return ``m``, ``n`` and ``k``, rounded up to sizes that the backend takes."""
+    align = subject.alignment(desc)
+    return up(m, align.m), up(n, align.n), up(k, align.k)
+
+
 def gemm_operands(
     subject: Subject,
     desc: GemmDesc,
@@ -106,10 +119,11 @@ def gemm_operands(
     columnwise: bool = False,
     seed: int = 0,
 ) -> tuple[Operand, Operand]:
-    """Return operands ``a [m, k]`` and ``b [n, k]``.
+    """Return operands ``a [m, k]`` and ``b [n, k]``, of the next sizes that the backend takes.
 
     With ``columnwise`` they are the columnwise operands of tensors ``[k, m]`` and ``[k, n]``.
     """
+    m, n, k = aligned(subject, desc, m, n, k)
     dtype = torch.float32 if desc.low_precision else desc.out_dtype
     operands = []
     for spec, rows, first in ((desc.a, m, 20), (desc.b, n, 40)):

@@ -33,9 +33,11 @@ from fp8core.conformance.judged import (
     same_codes,
     same_operands,
     same_scales,
+    tensor_of,
 )
 from fp8core.conformance.operands import (
     group_offsets,
+    groups_of,
     offsets_for,
     quantize_keywords,
     quantize_size,
@@ -51,7 +53,7 @@ SPLIT = 37  # the length of the first of two parts, before it is rounded up to w
 def amax_is_exact(subject: Subject, desc: AmaxDesc) -> None:
     """Every amax has the reference's bits: without NaN, with inf, and 0 for an empty tensor."""
     for title, x, sizes in every_input(subject, desc.quantize):
-        groups = (offsets_for(subject, desc.quantize, sizes),) if sizes else ()
+        groups = groups_of(subject, desc.quantize, sizes)
         amax = subject.run(desc, subject.here(x), *groups)
         same_bits(f"amax of {title}", amax, subject.judged(desc, x, *groups))
 
@@ -82,11 +84,9 @@ def amax_of_either_half_is_supported(subject: Subject, desc: AmaxDesc) -> None:
 def amax_of_both_orientations_equals_two_calls(subject: Subject, desc: AmaxDesc) -> None:
     """A call for both orientations gives the bits of a call for each."""
     cast = desc.quantize
-    sizes = group_sizes(subject, cast) if cast.grouped else ()
-    rows, cols = quantize_size(subject, cast, sum(sizes) or 33, 70)
-    x = subject.here(inputs.matrix("decades", rows, cols, cast.dtype))
-    groups = (offsets_for(subject, cast, sizes),) if sizes else ()
-    amaxes = split_amax(cast, subject.run(desc, x, *groups), rows, cols, len(sizes) or 1)
+    x, sizes = tensor_of(subject, cast, "decades")
+    x, groups = subject.here(x), groups_of(subject, cast, sizes)
+    amaxes = split_amax(cast, subject.run(desc, x, *groups), *x.shape, len(sizes) or 1)
     for name, half, part in zip(amaxes._fields, cast.halves(), amaxes, strict=True):
         if part is not None:
             same_bits(f"{name} amax", part, subject.run(AmaxDesc(half), x, *groups))
@@ -108,8 +108,7 @@ def quantize_by_its_amaxes_equals_quantize(subject: Subject, desc: QuantizeByAma
     """quantize(x, amax=amax(x)) has the bits of quantize(x)."""
     plain = desc.plain()
     for title, x, sizes in every_input(subject, plain):
-        groups = (offsets_for(subject, plain, sizes),) if sizes else ()
-        arguments = (subject.here(x), *groups)
+        arguments = (subject.here(x), *groups_of(subject, plain, sizes))
         keywords = quantize_keywords(subject, plain)
         amax = amax_of(subject, plain, *arguments)
         ours = subject.run(desc, *arguments, amax=amax, **keywords)
@@ -122,16 +121,13 @@ def quantize_by_amax_takes_no_amax_from_x(
 ) -> Iterator[float]:
     """Scales follow from the given amaxes, larger or smaller than those of x."""
     plain = desc.plain()
-    sizes = group_sizes(subject, plain) if plain.grouped else ()
-    shape = quantize_size(subject, plain, sum(sizes) or 33, 70)
-    x = inputs.matrix("decades", *shape, plain.dtype)
-    groups = (group_offsets(sizes),) if sizes else ()
-    offsets = (offsets_for(subject, plain, sizes),) if sizes else ()
+    x, sizes = tensor_of(subject, plain, "decades")
+    offsets = groups_of(subject, plain, sizes)
     for factor in (0.3, 5.0, 0.0, math.inf):
-        amax = subject.judged(AmaxDesc(plain), x, *groups) * factor
+        amax = subject.judged(AmaxDesc(plain), x, *offsets) * factor
         amax = amax.nan_to_num(0.0, posinf=math.inf)
         ours = subject.run(desc, subject.here(x), *offsets, amax=subject.here(amax))
-        theirs = subject.judged(desc, x, *groups, amax=amax)
+        theirs = subject.judged(desc, x, *offsets, amax=amax)
         judged = Judged(on_cpu(ours), theirs, (None, None), x, sizes)
         title = f"amax times {factor}"
         yield same_codes(subject, desc, title, judged)

@@ -22,13 +22,12 @@ from fp8core.backend_api import (
 )
 from fp8core.chain.fusion import variants
 from fp8core.conformance.catalogue import CatalogueEntry, catalogue
-from fp8core.conformance.checks import EVERY_OP, law
+from fp8core.conformance.checks import EVERY_OP, FUSED, law
 from fp8core.conformance.compare import Broken, require
 from fp8core.conformance.subject import Subject
 from fp8core.torch_ops.private import TorchDispatchMode
 
 GEMMS = ("gemm", "grouped_gemm")
-FUSED = tuple(op for op in EVERY_OP if op.endswith("_quantize"))
 
 
 class _NoTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no types

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import AddNormDesc, FusedDesc, Operand, Quantized
+from fp8core.backend_api import AddNormDesc, FusedDesc, Quantized
 from fp8core.conformance.calls import ORDINARY, Case, OpCall, arguments
-from fp8core.conformance.checks import EVERY_OP, law
-from fp8core.conformance.compare import require, same_bits, within
-from fp8core.conformance.judged import LARGE
+from fp8core.conformance.checks import FUSED, law
+from fp8core.conformance.compare import column_sums_within, require, same_bits
+from fp8core.conformance.judged import LARGE, has_both, same_keywords
 from fp8core.conformance.laws.quantize import ReadOnce, joined
 from fp8core.conformance.subject import Size, Subject, on_cpu
 from fp8core.torch_ops.private import pytree
 
-FUSED = tuple(op for op in EVERY_OP if op.endswith("_quantize"))
 SIZES = (ORDINARY.size, (136, 144))
 """Rows of no whole vectors, and of whole ones: kernels may be written for these alone."""
 
@@ -68,9 +67,8 @@ def _fused_equals_pair(subject: Subject, call: OpCall) -> float:
     worst = 0.0
     if desc.sums:
         first = subject.run(desc.producer, *call.arguments)
-        value = on_cpu(first[0] if isinstance(first, tuple) else first).double()
-        bound = (len(value) + 4) * 2.0**-24 * value.abs().sum(0)
-        worst = within("column sums", results.pop(), value.sum(0), bound)
+        value = on_cpu(first[0] if isinstance(first, tuple) else first)
+        worst = column_sums_within("column sums", results.pop(), value)
         expected.pop()
     _same(results, expected)
     if "amax_out" in call.keywords:
@@ -78,12 +76,11 @@ def _fused_equals_pair(subject: Subject, call: OpCall) -> float:
     return worst
 
 
-def _has_chunks(desc: FusedDesc) -> bool:
-    cast = desc.quantize
-    return cast.rowwise is not None and cast.columnwise is not None and not cast.grouped
-
-
-@law(6, "activation_backward_quantize", applies=_has_chunks)
+@law(
+    6,
+    "activation_backward_quantize",
+    applies=lambda desc: has_both(desc.quantize) and not desc.quantize.grouped,
+)
 def fused_chunks_equal_the_call(subject: Subject, desc: FusedDesc) -> float | None:
     """In chunks, of a gradient that is there or is computed while it is read, nothing changes."""
     run_chunked, worst = subject.offers(desc).run_chunked, 0.0
@@ -100,26 +97,20 @@ def _chunks_equal_call(
 ) -> float:
     desc, again = call.desc, call.again()
     assert isinstance(desc, FusedDesc)
-    assert desc.quantize.rowwise is not None
     grad, x = call.arguments
     counts = [torch.zeros(1, dtype=torch.int64, device=subject.device) for _ in range(2)]
     keywords = {**call.keywords, "nonfinite_out": counts[0]}
     quantized, *sums = run_chunked(ReadOnce(grad) if is_computed else grad, x, **keywords)
-    if not isinstance(quantized.rowwise, Operand):
-        quantized = Quantized(
-            joined(desc.quantize.rowwise, quantized.rowwise, len(x)), quantized.columnwise
-        )
+    rowwise = joined(desc.quantize.rowwise, quantized.rowwise, len(x))
+    quantized = Quantized(rowwise, quantized.columnwise)
     again = again._replace(keywords={**again.keywords, "nonfinite_out": counts[1]})
     expected, *totals = again.run(subject)
     _same(quantized, expected)
-    for name, value in keywords.items():
-        same_bits(name, value, again.keywords[name])
+    same_keywords("in chunks", keywords, again.keywords)
     if not desc.sums:
         return 0.0
-    value = on_cpu(subject.run(desc.producer, grad, x)).double()
-    bound = (len(value) + 4) * 2.0**-24 * value.abs().sum(0)
     require(len(sums) == len(totals) == 1, f"{len(sums)} column sums")
-    return within("column sums", sums[0], value.sum(0), bound)
+    return column_sums_within("column sums", sums[0], on_cpu(subject.run(desc.producer, grad, x)))
 
 
 @law(6, "add_norm", is_core=True)

@@ -26,12 +26,12 @@ from fp8core.backend_api import (
 )
 from fp8core.conformance import inputs
 from fp8core.conformance.calls import ORDINARY, OpCall, arguments, exact
-from fp8core.conformance.checks import law
+from fp8core.conformance.checks import FUSED, law
 from fp8core.conformance.compare import Broken, require, within
-from fp8core.conformance.judged import MANY_GROUPS, group_sizes, same_operands
-from fp8core.conformance.laws.fused import FUSED, cases, pair
-from fp8core.conformance.laws.gemm import aligned
+from fp8core.conformance.judged import MANY_GROUPS, group_sizes, has_both, same_operands
+from fp8core.conformance.laws.fused import cases, pair
 from fp8core.conformance.operands import (
+    aligned,
     grouped_operands,
     offsets_for,
     operand,
@@ -257,7 +257,7 @@ def quantize_counts_nan_and_inf(subject: Subject, desc: QuantizeDesc) -> None:
     """nonfinite_out grows by the NaN and inf of x, each counted once; operands are unchanged."""
     every = _dense_inputs(subject, desc)
     many = every[: len(subject.sizes("quantize", *SHAPES))]
-    halves = desc.halves() if desc.rowwise and desc.columnwise else ()
+    halves = desc.halves() if has_both(desc) else ()
     for cast, named in ((desc, every), *((half, many) for half in halves)):
         for name, x in named:
             count = _count(subject)
@@ -275,7 +275,7 @@ def quantize_counts_nan_and_inf_of_groups(subject: Subject, desc: QuantizeDesc) 
     step = storage_step(subject, desc.columnwise)
     few, many = group_sizes(subject, desc), [up(size, step) for size in MANY_GROUPS]
     behind = 2 * step if desc.offsets_on_device else 0
-    halves = desc.halves() if desc.rowwise and desc.columnwise else ()
+    halves = desc.halves() if has_both(desc) else ()
     for cast, sizes in ((desc, few), (desc, many), *((half, few) for half in halves)):
         rows, cols = quantize_size(subject, desc, sum(sizes) + behind, 70)
         x = inputs.matrix("nonfinite", rows, cols, desc.dtype).clone()
@@ -287,11 +287,7 @@ def quantize_counts_nan_and_inf_of_groups(subject: Subject, desc: QuantizeDesc) 
         _require_count(f"groups of {list(sizes)}", count, x[: sum(sizes)])
 
 
-def _has_methods(desc: QuantizeDesc) -> bool:
-    return desc.rowwise is not None and desc.columnwise is not None and not desc.grouped
-
-
-@law(3, "quantize", applies=_has_methods)
+@law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped)
 def quantize_pair_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
     """Two tensors quantized in one call are counted apart, either of them or both."""
     bind_pair = subject.offers(desc).bind_pair
@@ -314,7 +310,7 @@ def quantize_pair_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
                 _require_count(f"{list(x.shape)} of a pair", count, x)
 
 
-@law(3, "quantize", applies=_has_methods)
+@law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped)
 def quantize_chunked_counts_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
     """After the last chunk, each NaN and inf of x is counted once."""
     quantize_chunked = subject.offers(desc).quantize_chunked

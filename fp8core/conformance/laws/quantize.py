@@ -14,20 +14,24 @@ from fp8core import formats
 from fp8core.backend_api import Chunks, Operand, OperandSpec, Quantized, QuantizeDesc, split_groups
 from fp8core.conformance import inputs
 from fp8core.conformance.checks import law
-from fp8core.conformance.compare import require, same_bits, same_form, within
+from fp8core.conformance.compare import column_sums_within, require, same_bits, same_form, within
 from fp8core.conformance.judged import (
     LARGE,
     Judged,
     both,
     every,
     group_sizes,
+    has_both,
     is_nearest,
     same_codes,
+    same_keywords,
     same_operands,
     same_scales,
+    tensor_of,
 )
 from fp8core.conformance.operands import (
     group_offsets,
+    groups_of,
     offsets_for,
     quantize_keywords,
     quantize_size,
@@ -150,8 +154,12 @@ def _compare_means(subject: Subject, spec: OperandSpec, half: QuantizeDesc, name
     return within(f"{name}: mean of the elements", means[0], means[1], bound)
 
 
-def joined(spec: OperandSpec, chunks: Chunks, rows: int) -> Operand:
-    """Return the operand of all chunks, each copied before the next one overwrites it."""
+def joined(spec: OperandSpec | None, chunks: Chunks | Operand | None, rows: int) -> Operand | None:
+    """Return the operand of all chunks, each copied before the next one overwrites it; an operand
+    that is whole as it is."""
+    if isinstance(chunks, Operand | None):
+        return chunks
+    assert spec is not None
     require(chunks.rows == rows, f"the chunks have {chunks.rows} rows, x has {rows}")
     data, scales, at = [], [], 0
     for start, end, part in chunks:
@@ -358,26 +366,21 @@ def quantize_takes_offsets_of_any_values(subject: Subject, desc: QuantizeDesc) -
         title = f"{rows} rows in groups at {offsets.tolist()}"
         yield same_codes(subject, desc, title, judged)
         yield same_scales(subject, desc, title, judged)
-        for name, value in keywords[0].items():
-            same_bits(f"{title}: {name}", value, keywords[1][name])
+        same_keywords(title, *keywords)
 
 
-def _has_both(desc: QuantizeDesc) -> bool:
-    return desc.rowwise is not None and desc.columnwise is not None
-
-
-@law(3, "quantize", applies=_has_both)
+@law(3, "quantize", applies=has_both)
 def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
     """A call for both orientations gives the bits of a call for each."""
-    sizes = group_sizes(subject, desc) if desc.grouped else ()
-    shape = quantize_size(subject, desc, sum(sizes) or 33, 70)
     for kind in ("decades", "holes", "nonfinite"):
-        x = subject.here(inputs.matrix(kind, *shape, desc.dtype))
-        groups = (offsets_for(subject, desc, sizes),) if sizes else ()
+        x, sizes = tensor_of(subject, desc, kind)
+        operands = subject.here(x), *groups_of(subject, desc, sizes)
 
-        def run(cast: QuantizeDesc, x: Any = x, groups: Any = groups) -> Quantized:
-            keywords = quantize_keywords(subject, cast, max(len(sizes), 1))
-            quantized: Quantized = on_cpu(subject.run(cast, x, *groups, **keywords))
+        def run(
+            cast: QuantizeDesc, operands: Any = operands, groups: int = len(sizes)
+        ) -> Quantized:
+            keywords = quantize_keywords(subject, cast, max(groups, 1))
+            quantized: Quantized = on_cpu(subject.run(cast, *operands, **keywords))
             return quantized
 
         rowwise, columnwise = desc.halves()
@@ -385,7 +388,7 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
         same_operands(desc, kind, run(desc), halves)
 
 
-@law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and is_nearest(desc))
+@law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped and is_nearest(desc))
 def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
     """Two tensors quantized in one call have the bits of a call for each."""
     run, bind_pair = subject.bound(desc), subject.offers(desc).bind_pair
@@ -407,27 +410,22 @@ def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None
         )
         for number, size in enumerate((first, second)):
             same_operands(desc, f"{list(size)} of a pair", together[number], alone[number])
-            for name, value in options[number].items():
-                same_bits(f"{name} of {list(size)} of a pair", value, apart[number][name])
+            same_keywords(f"{list(size)} of a pair", options[number], apart[number])
 
 
-@law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and is_nearest(desc))
+@law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped and is_nearest(desc))
 def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
     """The chunks are the rowwise operand's rows; after the last, the columnwise one is complete."""
     run, quantize_chunked = subject.bound(desc), subject.offers(desc).quantize_chunked
     if quantize_chunked is None:
         return
-    assert desc.rowwise is not None
     for shape in subject.sizes("quantize", (5, 7), LARGE):
         x = inputs.matrix("decades", *quantize_size(subject, desc, *shape), desc.dtype)
         options = [quantize_keywords(subject, desc) for _ in range(2)]
         rowwise, columnwise = quantize_chunked(subject.here(x), **options[0])
-        if not isinstance(rowwise, Operand | None):
-            rowwise = joined(desc.rowwise, rowwise, len(x))
-        quantized = Quantized(rowwise, columnwise)
+        quantized = Quantized(joined(desc.rowwise, rowwise, len(x)), columnwise)
         same_operands(desc, f"{list(shape)}", quantized, run(subject.here(x), **options[1]))
-        for name, value in options[0].items():
-            same_bits(name, value, options[1][name])
+        same_keywords(f"{list(shape)}", *options)
 
 
 @law(3, "quantize", applies=lambda desc: not desc.grouped and is_nearest(desc))
@@ -450,20 +448,15 @@ def _sums_within(
     options = [quantize_keywords(subject, desc) for _ in range(2)]
     counts = [torch.zeros(1, dtype=torch.int64, device=subject.device) for _ in range(2)]
     (row, column), sums = method(subject.here(x), **options[0], nonfinite_out=counts[0])
-    if desc.rowwise is not None and not isinstance(row, Operand | None):
-        row = joined(desc.rowwise, row, len(x))
     alone = subject.run(desc, subject.here(x), **options[1], nonfinite_out=counts[1])
-    same_operands(desc, title, Quantized(row, column), alone)
-    for name, value in options[0].items():
-        same_bits(f"{name} of {title}", value, options[1][name])
+    same_operands(desc, title, Quantized(joined(desc.rowwise, row, len(x)), column), alone)
+    same_keywords(title, *options)
     same_bits(f"count of NaN and inf of {title}", *counts)
-    wide = x.double()
-    bound = (len(x) + 4) * 2.0**-24 * wide.abs().sum(0).nan_to_num(0.0, 0.0)
     same_form(f"sums of {title}", sums, torch.empty(x.shape[1], dtype=torch.float32))
-    return within(f"sums of {title}", sums, wide.sum(0), bound)
+    return column_sums_within(f"sums of {title}", sums, x)
 
 
-@law(3, "quantize", applies=lambda desc: _has_both(desc) and _is_plain(desc))
+@law(3, "quantize", applies=lambda desc: has_both(desc) and _is_plain(desc))
 def quantize_columnwise_is_the_operand_of_the_transpose(
     subject: Subject, desc: QuantizeDesc
 ) -> None:
