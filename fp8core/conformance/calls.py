@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ from fp8core.conformance.operands import (
     quantize_size,
     up,
 )
-from fp8core.conformance.subject import Subject, on_cpu, storage_step
+from fp8core.conformance.subject import Size, Subject, on_cpu, storage_step
 from fp8core.conformance.training_calls import TRAINING_DESCS, training_call
 from fp8core.torch_ops.private import pytree
 
@@ -475,3 +475,9 @@ def _wide(desc: Any) -> Any:
 def arguments(subject: Subject, desc: OpDesc, case: Case = ORDINARY) -> OpCall:
     """Return a call of ``desc``; the default has odd sizes, and zeros and -0 among the values."""
     return _MAKERS[type(desc)](subject, desc, case)
+
+
+def calls_of(subject: Subject, desc: OpDesc, *sizes: Size) -> Iterator[OpCall]:
+    """Yield a call in each of ``sizes``, or in each that ``subject`` gives for the operation."""
+    for size in subject.sizes(desc.op, *sizes):
+        yield arguments(subject, desc, Case(size=size))

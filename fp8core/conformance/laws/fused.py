@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fp8core.backend_api import AddNormDesc, FusedDesc, Quantized
-from fp8core.conformance.calls import ORDINARY, Case, OpCall, arguments
+from fp8core.conformance.calls import ORDINARY, OpCall, calls_of
 from fp8core.conformance.checks import FUSED, law
 from fp8core.conformance.compare import column_sums_within, require, same_bits
 from fp8core.conformance.judged import LARGE, has_both, same_keywords
 from fp8core.conformance.laws.quantize import ReadOnce, joined
-from fp8core.conformance.subject import Size, Subject, on_cpu
+from fp8core.conformance.subject import Subject, on_cpu
 from fp8core.torch_ops.private import pytree
 
 SIZES = (ORDINARY.size, (136, 144))
 """Rows of no whole vectors, and of whole ones: kernels may be written for these alone."""
-
-
-def cases(subject: Subject, desc: FusedDesc | AddNormDesc, *more: Size) -> list[Case]:
-    """Return the sizes that a fused operation is tried with."""
-    return [Case(size=size) for size in subject.sizes(desc.op, *SIZES, *more)]
 
 
 def pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
@@ -55,8 +49,7 @@ def _same(results: Any, expected: Any) -> None:
 @law(6, *FUSED, is_core=True)
 def fused_equals_its_unfused_pair(subject: Subject, desc: FusedDesc) -> float | None:
     """The producer and the cast in one call give the bits of two calls; column sums are float32."""
-    calls = (arguments(subject, desc, case) for case in cases(subject, desc))
-    worst = [_fused_equals_pair(subject, call) for call in calls]
+    worst = [_fused_equals_pair(subject, call) for call in calls_of(subject, desc, *SIZES)]
     return max(worst) if desc.sums else None
 
 
@@ -86,9 +79,10 @@ def fused_chunks_equal_the_call(subject: Subject, desc: FusedDesc) -> float | No
     run_chunked, worst = subject.offers(desc).run_chunked, 0.0
     if run_chunked is None:
         return None
-    for case, is_computed in itertools.product(cases(subject, desc, LARGE), (False, True)):
-        call = arguments(subject, desc, case)
-        worst = max(worst, _chunks_equal_call(subject, run_chunked, call, is_computed))
+    for call in calls_of(subject, desc, *SIZES, LARGE):
+        for is_computed in (False, True):
+            again = call.again()
+            worst = max(worst, _chunks_equal_call(subject, run_chunked, again, is_computed))
     return worst if desc.sums else None
 
 
@@ -116,6 +110,5 @@ def _chunks_equal_call(
 @law(6, "add_norm", is_core=True)
 def add_norm_equals_its_unfused_pair(subject: Subject, desc: AddNormDesc) -> None:
     """The residual's sum is rounded to the norm's dtype before it is normalized."""
-    for case in cases(subject, desc):
-        call = arguments(subject, desc, case)
+    for call in calls_of(subject, desc, *SIZES):
         _same(call.run(subject), add_pair(subject.run, call))

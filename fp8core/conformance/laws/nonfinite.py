@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ from fp8core.backend_api import (
     split_groups,
 )
 from fp8core.conformance import inputs
-from fp8core.conformance.calls import ORDINARY, OpCall, arguments, exact
+from fp8core.conformance.calls import ORDINARY, arguments, calls_of, exact
 from fp8core.conformance.checks import FUSED, law
 from fp8core.conformance.compare import Broken, require, within
 from fp8core.conformance.judged import MANY_GROUPS, group_sizes, has_both, same_operands
-from fp8core.conformance.laws.fused import cases, pair
+from fp8core.conformance.laws.fused import SIZES, pair
 from fp8core.conformance.operands import (
     aligned,
     grouped_operands,
@@ -329,23 +329,15 @@ def quantize_chunked_counts_the_whole(subject: Subject, desc: QuantizeDesc) -> N
 @law(6, *FUSED)
 def fused_counts_what_its_pair_counts(subject: Subject, desc: FusedDesc) -> None:
     """nonfinite_out grows by the NaN and inf of the producer's result, which the cast reads."""
-    for value, case in itertools.product((math.inf, math.nan), cases(subject, desc)):
-        call = arguments(subject, desc, case)
+    for call, value in itertools.product(calls_of(subject, desc, *SIZES), (math.inf, math.nan)):
         if call.arguments[0].numel():
             _with(call.arguments[0], value, (0, 0), (-1, -1))
-        counted, expected = (_counted(subject, call.again(), run) for run in (_fused, _paired))
+        counts = [_count(subject) for _ in range(2)]
+        fused, paired = (
+            call.again()._replace(keywords={**call.again().keywords, "nonfinite_out": count})
+            for count in counts
+        )
+        fused.run(subject)
+        pair(subject.run, paired)
+        counted, expected = (int(on_cpu(count)) - BEFORE for count in counts)
         require(counted == expected, f"counted {counted} of {value}, the pair counts {expected}")
-
-
-def _counted(subject: Subject, call: OpCall, run: Callable[[Subject, OpCall], Any]) -> int:
-    count = _count(subject)
-    run(subject, call._replace(keywords={**call.keywords, "nonfinite_out": count}))
-    return int(on_cpu(count)) - BEFORE
-
-
-def _fused(subject: Subject, call: OpCall) -> Any:
-    return call.run(subject)
-
-
-def _paired(subject: Subject, call: OpCall) -> Any:
-    return pair(subject.run, call)
