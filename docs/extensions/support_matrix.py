@@ -14,7 +14,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from fp8core.dispatch import plugins
-from fp8core.doctor import matrix
+from fp8core.doctor import findings
 
 
 class SupportMatrix(SphinxDirective):
@@ -32,7 +32,7 @@ def lines() -> list[str]:
     # torch knows the names of some devices, "npu" for one, by their plug-ins alone.
     usable = [spec for spec in specs if registry.unusable(spec) is None]
     kinds = dict.fromkeys(kind for spec in usable for kind in spec.device_types if kind != "meta")
-    needs = matrix.needs_by_recipe()
+    needs = findings.needs_by_recipe()
     text: list[str] = []
     for spec in specs:
         reason = registry.unusable(spec)
@@ -42,12 +42,12 @@ def lines() -> list[str]:
         native = [kind for kind in kinds if kind in spec.device_types]
         others = [kind for kind in (*kinds, "cuda") if kind not in native] if spec.portable else []
         for kind in dict.fromkeys([*native, *others]):
-            answers = matrix.cells(spec, torch.device(kind), needs)
-            heading, *rows = matrix.rows(answers)
+            answers = findings.cells(spec, torch.device(kind), needs)
+            heading, *rows = findings.rows(answers)
             text += [f"**{spec.name}** on `{kind}`", ""]
             text += [_row(["operation", *heading[1:]]), _row(["---"] * len(heading))]
             text += [_row([f"`{row[0]}`", *row[1:]]) for row in rows]
-            text += ["", *(f"- {line}" for line in matrix.unanswered(answers)), ""]
+            text += ["", *(f"- {line}" for line in findings.unanswered(answers)), ""]
     return text
 
 

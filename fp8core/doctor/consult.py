@@ -18,7 +18,7 @@ from fp8core.dispatch import plugins, process, select
 from fp8core.dispatch.isolation import Failure, attempt, plain
 from fp8core.dispatch.process import Record
 from fp8core.dispatch.registry import Registry
-from fp8core.doctor.matrix import DTYPE
+from fp8core.doctor.findings import DTYPE
 from fp8core.errors import RecipeError
 from fp8core.reporting import logger
 

@@ -22,8 +22,7 @@ from fp8core.dispatch import plugins, policy, select, settings
 from fp8core.dispatch.registry import Registry
 from fp8core.doctor import consult
 from fp8core.doctor.collectives import Outcome
-from fp8core.doctor.findings import Check, Findings, absent
-from fp8core.doctor.matrix import Cell, cell_from, rows, unanswered
+from fp8core.doctor.findings import Cell, Check, Findings, absent, cell_from, rows, unanswered
 from fp8core.errors import Fp8CoreError, RecipeError
 
 WIDTH = 120

@@ -21,7 +21,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
 )
 from fp8core.dispatch import plugins
-from fp8core.doctor import matrix
+from fp8core.doctor import findings
 from fp8core.doctor import report as doctor
 from fp8core.doctor.findings import Check, Findings, absent, here, records
 from fp8core.doctor.report import WIDTH, render
@@ -312,8 +312,8 @@ SCALES_NEED_NO_AMAX = {("mxfp8", "amax"), ("block", "amax")}
 PLACE, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 
-def cells(spec: BackendSpec, device: torch.device) -> list[matrix.Cell]:
-    return matrix.cells(spec, device, matrix.needs_by_recipe())
+def cells(spec: BackendSpec, device: torch.device) -> list[findings.Cell]:
+    return findings.cells(spec, device, findings.needs_by_recipe())
 
 
 def states(name: str, device: torch.device = PLACE) -> dict[tuple[str, str], str]:
@@ -371,7 +371,7 @@ def test_refusal_of_some_uses_names_them() -> None:
     ]
     assert cell.state == "partly"
     assert cell.reasons == ("grad_output, grad_output of groups: rounds to the nearest alone",)
-    assert matrix.unanswered([cell]) == [f"quantize of nvfp4: {cell.reasons[0]}"]
+    assert findings.unanswered([cell]) == [f"quantize of nvfp4: {cell.reasons[0]}"]
 
 
 def test_backend_of_another_device_runs_nothing() -> None:
@@ -381,7 +381,7 @@ def test_backend_of_another_device_runs_nothing() -> None:
 
 def test_table_has_a_row_for_each_operation_and_a_column_for_each_recipe() -> None:
     found = cells(plugins.load().backends["reference"], PLACE)
-    table = matrix.rows(found)
+    table = findings.rows(found)
     assert table[0] == ["", "none", *recipe.names()]
     assert [row[0] for row in table[1:]] == list(OPS)  # fusions that nobody offers are left out
 
@@ -392,7 +392,7 @@ def test_fusions_that_are_offered_are_asked_as_layers_ask() -> None:
 
     toys.register(toys.backend("toy", refuse=refuse))
     found = cells(plugins.load().backends["toy"], PLACE)
-    offered = {row[0] for row in matrix.rows(found)} - {"", *OPS}
+    offered = {row[0] for row in findings.rows(found)} - {"", *OPS}
     assert offered == {
         "activation_backward_quantize",
         "activation_quantize",

@@ -12,8 +12,7 @@ from fp8core.backend_api import OPTIONAL_OPS, OpDesc, Operand, Quantized
 from fp8core.conformance.laws import LAWS
 from fp8core.dispatch import plugins
 from fp8core.doctor import findings
-from fp8core.doctor.findings import Check
-from fp8core.doctor.matrix import needs_by_recipe
+from fp8core.doctor.findings import Check, needs_by_recipe
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.chain import fused_toy
 from tests.dispatch import toys
