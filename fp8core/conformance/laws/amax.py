@@ -86,7 +86,7 @@ def amax_of_both_orientations_equals_two_calls(subject: Subject, desc: AmaxDesc)
     cast = desc.quantize
     x, sizes = tensor_of(subject, cast, "decades")
     x, groups = subject.here(x), groups_of(subject, cast, sizes)
-    amaxes = split_amax(cast, subject.run(desc, x, *groups), *x.shape, len(sizes) or 1)
+    amaxes = split_amax(cast, subject.run(desc, x, *groups), len(x), x.shape[1], len(sizes) or 1)
     for name, half, part in zip(amaxes._fields, cast.halves(), amaxes, strict=True):
         if part is not None:
             same_bits(f"{name} amax", part, subject.run(AmaxDesc(half), x, *groups))

@@ -43,9 +43,9 @@ def _is_part(desc: AttentionBackwardDesc) -> bool:
 @law(4, "attention_backward", applies=_is_part)
 def attention_backward_of_a_part_uses_the_given_result(
     subject: Subject, desc: AttentionPartBackwardDesc
-) -> float:
+) -> Iterator[float]:
     """The gradients of the keys at hand, where the result and its statistics are of more keys."""
-    forward, shares = desc.attention, []
+    forward = desc.attention
     for case in cases():
         call = arguments(subject, desc, case)
         results = on_cpu(call.run(subject))
@@ -73,13 +73,9 @@ def attention_backward_of_a_part_uses_the_given_result(
                 offset += (sink * sums).sum(1)
                 sizes = (rows.grad.abs() * rows.out.abs()).sum(-1).t()
                 offset_bound += (sink * sizes).sum(1) * (forward.head_dim_v + 16) * 2 * ROUND
-        names = ("grad_q", "grad_k", "grad_v")
-        for name, got, want, limit in zip(names, results, expected, bound, strict=False):
-            same_form(name, got, torch.empty(want.shape, dtype=forward.dtype))
-            shares.append(within(name, got, want, limit + ulp(want, forward.dtype)))
+        yield from _grads_within(forward, results, expected, bound)
         if forward.softmax == "learnable":
-            shares.append(within("grad_softmax_offset", results[4], offset, offset_bound + ROUND))
-    return max(shares)
+            yield within("grad_softmax_offset", results[4], offset, offset_bound + ROUND)
 
 
 class _Rows:
@@ -108,21 +104,31 @@ def _gradients(
     off = 2 * exact.error + 4 * eps  # of the weights, which may be rounded to the dtype
     errors = 4 * forward.scale * weights * off * (size + mean)
 
-    def shared(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(len(x), forward.groups, repeats, x.shape[-1]).sum(2)
-
     def products(
         of_logits: torch.Tensor, q: torch.Tensor, keys: torch.Tensor
     ) -> list[torch.Tensor]:
         of_keys = torch.einsum("hij,ihd->jhd", of_logits, q)
-        return [torch.einsum("hij,jhd->ihd", of_logits, keys), shared(of_keys)]
+        return [torch.einsum("hij,jhd->ihd", of_logits, keys), _of_groups(forward, of_keys)]
 
-    of_values = shared(torch.einsum("hij,ihd->jhd", weights, rows.grad))
-    of_values_error = shared(torch.einsum("hij,ihd->jhd", off * weights, rows.grad.abs()))
+    of_values = torch.einsum("hij,ihd->jhd", weights, rows.grad)
+    of_values_error = torch.einsum("hij,ihd->jhd", off * weights, rows.grad.abs())
     return (
-        [*products(grads, q, keys), of_values],
-        [*products(errors, q.abs(), keys.abs()), of_values_error],
+        [*products(grads, q, keys), _of_groups(forward, of_values)],
+        [*products(errors, q.abs(), keys.abs()), _of_groups(forward, of_values_error)],
     )
+
+
+def _of_groups(desc: AttentionDesc, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x [s_kv, heads, d]``, summed over the heads that share a group of keys."""
+    return x.reshape(len(x), desc.groups, desc.heads // desc.groups, x.shape[-1]).sum(2)
+
+
+def _grads_within(desc: AttentionDesc, results: Any, expected: Any, bound: Any) -> Iterator[float]:
+    """Require the gradients of queries, keys and values to be within their bounds."""
+    names = ("grad_q", "grad_k", "grad_v")
+    for name, got, want, limit in zip(names, results, expected, bound, strict=False):
+        same_form(name, got, torch.empty(want.shape, dtype=desc.dtype))
+        yield within(name, got, want, limit + ulp(want, desc.dtype))
 
 
 SIZES = ((21, 37), (37, 21), (64, 64), (1, 70), (130, 5))
@@ -170,15 +176,16 @@ def _with_dropout(desc: AttentionDesc | AttentionBackwardDesc) -> bool:
 
 
 @law(4, "attention", applies=_without_dropout, is_core=True)
-def attention_is_within_the_bound(subject: Subject, desc: AttentionDesc) -> float:
+def attention_is_within_the_bound(subject: Subject, desc: AttentionDesc) -> Iterator[float]:
     """Result, statistics and largest logit of float64, zeros and -inf where nothing is seen.
 
     Also without queries, keys or sequences.
     """
-    return max(_attention_within(subject, arguments(subject, desc, case)) for case in cases())
+    for case in cases():
+        yield from _attention_within(subject, arguments(subject, desc, case))
 
 
-def _attention_within(subject: Subject, call: OpCall) -> float:
+def _attention_within(subject: Subject, call: OpCall) -> Iterator[float]:
     desc: Any = call.desc
     out, stats, max_logit = on_cpu(call.run(subject))
     q, k, v = (_values(subject, desc.qkv, x) for x in call.arguments)
@@ -209,7 +216,7 @@ def _attention_within(subject: Subject, call: OpCall) -> float:
             error = max(error, float(exact.error.max()))
     if desc.out is None:
         same_form("out", out, torch.empty(expected.shape, dtype=desc.dtype))
-        shares = [within("out", out, expected, bound + ulp(expected, desc.dtype))]
+        yield within("out", out, expected, bound + ulp(expected, desc.dtype))
     else:
         same_form("out", out, torch.empty(expected.shape, dtype=torch.uint8))
         scale_inv = on_cpu(call.arguments[2].scale_inv) / (1 - desc.dropout)
@@ -217,17 +224,14 @@ def _attention_within(subject: Subject, call: OpCall) -> float:
         # Half a step of normal and of subnormal codes.
         rounded = _rounding(desc.out) / 2 * (expected.abs() + bound)
         subnormal = _smallest(desc.out) / 2 * scale_inv.double()
-        shares = [within("out", out, expected, bound + rounded + subnormal)]
-    shares.append(within("stats", stats, logs, allowed + 16 * ROUND))
+        yield within("out", out, expected, bound + rounded + subnormal)
+    yield within("stats", stats, logs, allowed + 16 * ROUND)
     if desc.max_logit:
-        spread = torch.full_like(largest, error) + 4 * ROUND * largest.abs().nan_to_num(
-            0.0, 0.0, 0.0
-        )
-        shares.append(within("max_logit", max_logit, largest, spread))
+        spread = error + 4 * ROUND * largest.abs().nan_to_num(0.0, 0.0, 0.0)
+        yield within("max_logit", max_logit, largest, spread)
     require((max_logit is not None) == desc.max_logit, "max_logit is returned if it is asked for")
     if desc.s is not None:
-        shares.append(_record_within("s_amax_out", call, amax))
-    return max(shares)
+        yield _record_within("s_amax_out", call, amax)
 
 
 def _record_within(name: str, call: OpCall, amax: float) -> float:
@@ -250,12 +254,15 @@ def _wide(keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 @law(4, "attention_backward", applies=_without_dropout, is_core=True)
-def attention_backward_is_within_the_bound(subject: Subject, desc: AttentionBackwardDesc) -> float:
+def attention_backward_is_within_the_bound(
+    subject: Subject, desc: AttentionBackwardDesc
+) -> Iterator[float]:
     """The gradients of float64; zeros where nothing is seen, also of tensors without elements."""
-    return max(_backward_within(subject, arguments(subject, desc, case)) for case in cases())
+    for case in cases():
+        yield from _backward_within(subject, arguments(subject, desc, case))
 
 
-def _backward_within(subject: Subject, call: OpCall) -> float:
+def _backward_within(subject: Subject, call: OpCall) -> Iterator[float]:
     backward: Any = call.desc
     desc = backward.attention
     results = on_cpu(call.run(subject))
@@ -283,26 +290,20 @@ def _backward_within(subject: Subject, call: OpCall) -> float:
             amax = max(amax, float(_grad(exact.logits).abs().max()))
         bias_bound += float(limits[3].sum(0).max()) if limits[3].numel() else 0.0
         offset_bound += float(limits[3].sum((1, 2)).max()) if limits[3].numel() else 0.0
-    shares = []
-    for name, result, want, limit in zip(
-        ("grad_q", "grad_k", "grad_v"), results, expected, bound, strict=False
-    ):
-        same_form(name, result, torch.empty(want.shape, dtype=desc.dtype))
-        shares.append(within(name, result, want, limit + ulp(want, desc.dtype)))
+    yield from _grads_within(desc, results, expected, bound)
     if backward.dp is not None and backward.dp.delayed:
-        shares.append(_record_within("dp_amax_out", call, amax))
+        yield _record_within("dp_amax_out", call, amax)
     of_bias, of_offset = results[3:]
     require((of_bias is not None) == backward.bias_grad, "grad_bias is returned if it is asked for")
     if of_bias is not None:
         want = _grad(keywords["bias"])
         limit = torch.full_like(want, bias_bound) + ulp(want, of_bias.dtype)
-        shares.append(within("grad_bias", of_bias, want, limit))
+        yield within("grad_bias", of_bias, want, limit)
     if desc.softmax == "learnable":
         want = _grad(keywords["softmax_offset"])
         same_form("grad_softmax_offset", of_offset, torch.empty(desc.heads))
         limit = torch.full_like(want, offset_bound + ROUND)
-        shares.append(within("grad_softmax_offset", of_offset, want, limit))
-    return max(shares)
+        yield within("grad_softmax_offset", of_offset, want, limit)
 
 
 def _grad(leaf: torch.Tensor) -> torch.Tensor:
@@ -332,10 +333,7 @@ def _limits(
     of_k = torch.einsum("hij,ihd->jhd", scaled, q)
     of_q = torch.einsum("hij,jhd->ihd", scaled, keys)
 
-    def shared(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(len(x), desc.groups, repeats, x.shape[-1]).sum(2)
-
-    return [of_q, shared(of_k), shared(of_v), of_logits]
+    return [of_q, _of_groups(desc, of_k), _of_groups(desc, of_v), of_logits]
 
 
 @law(4, "attention", applies=_with_dropout)
@@ -407,13 +405,13 @@ def attention_backward_drops_what_forward_dropped(
     (q, k, v), weights = on_cpu(call.arguments), on_cpu(out).double()
     queries, keys = sides_of(call, forward, q, k)
     expected, bound = (torch.zeros(v.shape, dtype=F64) for _ in range(2))
-    repeats, eps = forward.heads // forward.groups, torch.finfo(forward.dtype).eps
+    eps = torch.finfo(forward.dtype).eps
     for at, length in enumerate(keys.lengths):
         passed = queries.part(weights, at)[..., :length]
         part = queries.part(grad, at).double()
         for target, addend in ((expected, part), (bound, part.abs() * (4 * eps + 2.0**-10))):
             sums = torch.einsum("ihj,ihd->jhd", passed, addend)
-            keys.part(target, at).copy_(sums.reshape(length, forward.groups, repeats, -1).sum(2))
+            keys.part(target, at).copy_(_of_groups(forward, sums))
     return within("grad_v", grad_v, expected, bound + ulp(expected, forward.dtype))
 
 
