@@ -208,16 +208,6 @@ def test_training_with_another_recipe_starts_fresh(caplog: pytest.LogCaptureFixt
     assert "starts fresh for" in caplog.text
 
 
-def test_an_evaluation_with_another_recipe_is_refused() -> None:
-    model = prepare(MODELS["linears"](), OTHER)
-    with (
-        torch.no_grad(),
-        autocast(recipe=RECIPE),
-        pytest.raises(RecipeError, match="Evaluate with the recipe of training"),
-    ):
-        model(rows(0))
-
-
 RESETS: dict[str, Callable[[nn.Module], object]] = {
     "reset_parameters": lambda layer: layer.reset_parameters(),
     "reset_delayed_state": lambda layer: layer.reset_delayed_state(),
