@@ -51,6 +51,8 @@ def cases(kinds: Iterable[str]) -> list[Case]:
 
 
 CASES = [*(case for kind in MAIN for case in cases([kind])), *cases(MORE)]
+# A graph takes as long as ten other cases; half of them have each layer and each recipe.
+SLOW = [case for case in CASES if case[2] == "compiled"][1::2]
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +72,10 @@ def assert_same(ours: Run, theirs: Run) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients:UserWarning")
-@pytest.mark.parametrize(("kind", "name", "way", "at"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "name", "way", "at"),
+    [pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES],
+)
 def test_a_way_gives_the_bits_of_the_plain_one(kind: str, name: str, way: str, at: int) -> None:
     ours, theirs = ran(kind, name, way, at), ran(kind, name, "plain", at)
     assert_same(ours, theirs)

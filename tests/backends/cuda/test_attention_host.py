@@ -30,6 +30,7 @@ from fp8core_backends.cuda import cudnn_frontend
 from fp8core_backends.cuda.attention_support import attention_problem
 from tests.backends.cuda.attention_stand_in import CPU, StandIn
 from tests.backends.cuda.cuda_cases import backend
+from tests.conformance.test_reference import with_each_value
 
 ENTRIES = [
     # Not a subclass, which asks for more: the backend declines it.
@@ -115,7 +116,18 @@ def forward_of(desc: AttentionDesc | AttentionBackwardDesc) -> AttentionDesc:
     return desc if isinstance(desc, AttentionDesc) else desc.attention
 
 
-@pytest.mark.parametrize("forward", dict.fromkeys(forward_of(one.desc) for one in ENTRIES), ids=str)
+FEW = {forward_of(one.desc) for one in with_each_value(ENTRIES)}
+"""Has each value of each field."""
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param(desc, marks=() if desc in FEW else pytest.mark.slow)
+        for desc in dict.fromkeys(forward_of(one.desc) for one in ENTRIES)
+    ],
+    ids=str,
+)
 def test_every_law_of_the_kit_holds(subject: Subject, forward: AttentionDesc) -> None:
     descs = [one.desc for one in ENTRIES if forward_of(one.desc) == forward]
     for desc in descs:
