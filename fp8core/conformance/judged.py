@@ -165,6 +165,11 @@ def _amaxes(x: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torc
     return amaxes, spread[: x.shape[0], : x.shape[1]]
 
 
+def finite_values(spec: OperandSpec) -> list[float]:
+    """Return the finite values of the format of ``spec``, in their order."""
+    return sorted(set(filter(math.isfinite, formats.by_name(spec.format).values)))
+
+
 def same_codes(subject: Subject, desc: QuantizeDesc, title: str, judged: Judged) -> float:
     """Require the judge's codes, or codes within the backend's declared error.
 
@@ -187,9 +192,8 @@ def same_codes(subject: Subject, desc: QuantizeDesc, title: str, judged: Judged)
         if allowed == 0:
             same_bits(where, *elements)
             continue
-        values = sorted(set(filter(math.isfinite, formats.by_name(spec.format).values)))
         same_bits(f"{where}: NaN", *(element.isnan() for element in elements))
-        grid = torch.tensor(values)
+        grid = torch.tensor(finite_values(spec))
         ranks = [torch.bucketize(element.contiguous(), grid).double() for element in elements]
         bound = torch.full_like(ranks[1], allowed)
         worst = max(worst, within(f"{where} in steps of the format", ranks[0], ranks[1], bound))

@@ -20,6 +20,7 @@ from fp8core.conformance.judged import (
     Judged,
     both,
     every,
+    finite_values,
     group_sizes,
     has_both,
     is_nearest,
@@ -130,7 +131,7 @@ def _compare_means(subject: Subject, spec: OperandSpec, half: QuantizeDesc, name
     step = storage_step(subject, spec)
     x = inputs.moderate(1, up(96, step), half.dtype).expand(REPEATS, -1)
     x = x if name == "rowwise" else x.t()
-    grid = torch.tensor(sorted(set(filter(math.isfinite, formats.by_name(spec.format).values))))
+    grid = torch.tensor(finite_values(spec))
     draws: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for seed in range(SEEDS):
         rng = torch.tensor([seed, 3])
@@ -262,8 +263,7 @@ def _midpoints(dtype: torch.dtype) -> Callable[[OperandSpec], list[float]]:
     ``dtype`` next to each midpoint."""
 
     def fill(spec: OperandSpec) -> list[float]:
-        values = sorted(set(filter(math.isfinite, formats.by_name(spec.format).values)))
-        middles = [(low + high) / 2 for low, high in itertools.pairwise(values)]
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(finite_values(spec))]
         usable = [x for x in middles if abs(x) <= min(spec.target, torch.finfo(dtype).max)]
         exact = torch.tensor(usable, dtype=torch.float64).to(dtype)
         above, below = (
