@@ -20,6 +20,7 @@ from hypothesis import settings
 
 from fp8core.dispatch import process
 from tests import device, forked
+from tests.dispatch import toys
 from tests.ranks import BACKENDS, DEVICE_TYPE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -188,6 +189,25 @@ def group_of_one() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def isolated() -> Iterator[None]:
+    """Plug-ins, formats, log lines and environment of the test's own."""
+    with toys.isolation():
+        yield
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """``cli("doctor", ...)`` returns exit status, output and errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = importlib.import_module("fp8core.__main__").main(arguments)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
 
 
 @pytest.fixture

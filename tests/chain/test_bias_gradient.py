@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,10 +27,7 @@ LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
 RECIPES = {"none": None, "delayed": recipe.DelayedScaling(), "mxfp8": recipe.MXFP8BlockScaling()}
 
 
-@pytest.fixture(autouse=True)
-def isolated() -> Iterator[None]:
-    with toys.isolation():
-        yield
+pytestmark = pytest.mark.usefixtures("isolated")
 
 
 def train(layer: torch.nn.Module, chosen: recipe.Recipe | None = None) -> list[torch.Tensor]:

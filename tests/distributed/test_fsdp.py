@@ -85,22 +85,26 @@ def test_all_weights_share_one_reduction_a_forward(ranks: list[dict[str, Any]]) 
         assert [rank["trained"][name]["reductions"] for rank in ranks] == [count] * 2, (name, count)
 
 
-def test_two_microbatches_and_an_evaluation_reduce_once_each(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["microbatches"] for rank in ranks] == [3, 3]
+FOUND: dict[str, Any] = {
+    "microbatches": 3,  # reductions: two, and that of an evaluation
+    "blocks alone": True,
+    "written by one rank": True,  # and seen by all
+    "unsharded first": True,  # gathered before forward, and up to date
+    "written": [True] * 6,  # in ways that torch does not count
+    "evaluated first": True,  # in inference mode
+    "replaced": True,  # by a state, and quantized by its values
+    "frozen": [True, True, True, False, True],
+    "mixed precision": [True, "torch.float32"],  # rounded once
+    "replicated": True,
+    "tensor parallel": ["QuantizedTensor", [256, COLUMNS], True],
+}
 
 
-def test_blocks_that_are_sharded_alone_train_as_unsharded(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["blocks alone"] for rank in ranks] == [True, True]
-
-
-def test_a_write_of_one_rank_alone_is_seen_by_all(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["written by one rank"] for rank in ranks] == [True, True]
-
-
-def test_a_weight_that_is_gathered_before_forward_is_up_to_date(
-    ranks: list[dict[str, Any]],
+@pytest.mark.parametrize("name", FOUND)
+def test_weights_are_those_of_the_unsharded_model_in_other_uses(
+    ranks: list[dict[str, Any]], name: str
 ) -> None:
-    assert [rank["unsharded first"] for rank in ranks] == [True, True]
+    assert [rank[name] for rank in ranks] == [FOUND[name]] * 2
 
 
 def test_gathered_weights_are_freed_after_forward_and_after_backward(
@@ -113,20 +117,6 @@ def test_gathered_weights_are_freed_after_forward_and_after_backward(
         assert sum(sizes["backward"]) == 0
 
 
-def test_writes_that_torch_does_not_count_are_seen(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["written"] for rank in ranks] == [[True] * 6] * 2
-
-
-def test_the_first_gather_may_be_in_inference_mode(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["evaluated first"] for rank in ranks] == [True, True]
-
-
-def test_shards_that_a_state_replaces_are_quantized_by_their_values(
-    ranks: list[dict[str, Any]],
-) -> None:
-    assert [rank["replaced"] for rank in ranks] == [True, True]
-
-
 @pytest.mark.parametrize("name", ["current", "block", "mxfp8"])
 @pytest.mark.parametrize("how", ["fp8core", "torch"])
 def test_a_recompute_gives_equal_gradients(
@@ -135,21 +125,11 @@ def test_a_recompute_gives_equal_gradients(
     assert [rank["recomputed"][name][how] for rank in ranks] == [True, True]
 
 
-def test_a_frozen_weight_stays_among_others(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["frozen"] for rank in ranks] == [[True, True, True, False, True]] * 2
-
-
 def test_optimizers_and_clipping_do_as_with_a_gather_in_high_precision(
     ranks: list[dict[str, Any]],
 ) -> None:
     for name in OPTIMIZERS:
         assert [rank["clipped"][name] for rank in ranks] == [True, True], name
-
-
-def test_float32_weights_are_rounded_once_under_mixed_precision(
-    ranks: list[dict[str, Any]],
-) -> None:
-    assert [rank["mixed precision"] for rank in ranks] == [[True, "torch.float32"]] * 2
 
 
 def test_layers_of_each_kind_train_as_unsharded(ranks: list[dict[str, Any]]) -> None:
@@ -161,15 +141,6 @@ def test_layers_of_each_kind_train_as_unsharded(ranks: list[dict[str, Any]]) -> 
             assert made["quantized"].count(True) == {"TransformerLayer": 4, "GroupedLinear": 2}.get(
                 name, 3
             ), name
-
-
-def test_replicas_of_shards_train_as_one_model(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["replicated"] for rank in ranks] == [True, True]
-
-
-def test_parts_of_tensor_parallel_weights_are_gathered(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank["tensor parallel"] == ["QuantizedTensor", [256, COLUMNS], True]
 
 
 def test_tied_weights_stay_tied(ranks: list[dict[str, Any]]) -> None:

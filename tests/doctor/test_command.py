@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,33 +16,17 @@ import fp8core
 from fp8core.backend_api import OPS
 from fp8core.doctor import report as doctor
 from fp8core.doctor.findings import here
-from tests.dispatch import toys
 
 Command = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(autouse=True)
-def isolated() -> Iterator[None]:
-    with toys.isolation():
-        yield
+pytestmark = pytest.mark.usefixtures("isolated")
 
 
 @pytest.fixture
-def command(whole_command: Command, forking_doctor: None) -> Command:
+def command(cli: Command, forking_doctor: None) -> Command:
     """The same, whose processes are forks with a short self-test."""
-    return whole_command
-
-
-@pytest.fixture
-def whole_command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """``whole_command("doctor", ...)`` returns exit status, output and errors."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = importlib.import_module("fp8core.__main__").main(arguments)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
+    return cli
 
 
 def as_json(report: doctor.Report) -> object:
@@ -51,12 +34,10 @@ def as_json(report: doctor.Report) -> object:
 
 
 @pytest.mark.slow  # the whole self-test, of which those of the forks are a part
-def test_command_prints_the_report_as_json(
-    whole_command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_prints_the_report_as_json(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     # The command's own process sees what is installed, also a plug-in that brings recipes.
     monkeypatch.setenv("FP8CORE_DISABLE_PLUGINS", "ascend")
-    status, out, _ = whole_command("doctor", "--json")
+    status, out, _ = cli("doctor", "--json")
     assert (status, json.loads(out)) == (0, as_json(doctor.examine(here)))
 
 
@@ -70,11 +51,11 @@ def test_a_plugin_that_does_not_exist_is_bad_usage(
 
 
 def test_command_prints_every_part_of_the_report(
-    whole_command: Command, monkeypatch: pytest.MonkeyPatch
+    cli: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FP8CORE_PLUGINS", "json")
     monkeypatch.setenv("FP8CORE_STRCT", "1")
-    status, out, _ = whole_command("doctor")
+    status, out, _ = cli("doctor")
     assert status == 0
     for part in (
         f"torch {torch.__version__}",

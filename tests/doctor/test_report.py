@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,10 +31,7 @@ from tests.dispatch import toys
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def isolated() -> Iterator[None]:
-    with toys.isolation():
-        yield
+pytestmark = pytest.mark.usefixtures("isolated")
 
 
 def glance(name: str, device: torch.device | None) -> Findings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,10 +22,7 @@ CPU = torch.device("cpu")
 REFERENCE = ReferenceBackend()
 
 
-@pytest.fixture(autouse=True)
-def isolated() -> Iterator[None]:
-    with toys.isolation():
-        yield
+pytestmark = pytest.mark.usefixtures("isolated")
 
 
 with toys.isolation():

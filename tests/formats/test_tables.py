@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import pickle
 from collections.abc import Callable
@@ -19,18 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp8core import formats
 from fp8core.errors import RecipeError
 from fp8core.formats import FormatSpec, by_name, minifloat
+from tests.formats.test_formats import around_boundaries
 
 BUILT_IN = ["e2m1", "e4m3", "e5m2", "e8m0"]
 SIGNED = ["e4m3", "e5m2", "e2m1"]
-
-
-def around_boundaries(spec: FormatSpec) -> torch.Tensor:
-    """Every value and every midpoint of two values, and the float32 one ulp to both sides."""
-    values = sorted({v for v in spec.values if math.isfinite(v)})
-    middles = [(a + b) / 2 for a, b in itertools.pairwise(values)]
-    x = torch.tensor(values + middles, dtype=torch.float32)
-    up, down = torch.tensor(math.inf), torch.tensor(-math.inf)
-    return torch.cat([x, torch.nextafter(x, up), torch.nextafter(x, down), torch.tensor([-0.0])])
 
 
 def nearest_by_search(spec: FormatSpec, xs: list[float]) -> list[float]:

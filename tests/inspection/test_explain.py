@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,22 +23,8 @@ TENSORS = ["input", "weight", "grad_output"]
 OF_GROUPS = ["input of groups", "grad_output of groups"]
 
 
-@pytest.fixture(autouse=True)
-def isolated() -> Iterator[None]:
-    with toys.isolation():
-        yield
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """``command("explain", ...)`` returns the exit status, what was printed, and the errors."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = importlib.import_module("fp8core.__main__").main(arguments)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
+Command = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("isolated")
 
 
 def backends(explanation: object) -> list[str | None]:
@@ -318,38 +303,40 @@ def test_layer_has_no_line_for_a_fusion_that_is_not_offered() -> None:
     assert fused_lines(("norm_quantize",), fp8core.Linear(32, 64)) == {}
 
 
-def test_command_prints_the_explanation(command: Callable[..., tuple[int, str, str]]) -> None:
-    status, out, _ = command("explain", "--op", "gemm", "--recipe", "mxfp8")
+def test_command_prints_the_explanation(cli: Command) -> None:
+    status, out, _ = cli("explain", "--op", "gemm", "--recipe", "mxfp8")
     assert (status, out) == (0, f"{fp8core.explain('gemm', MX)}\n")
 
 
 def test_command_fails_when_nothing_runs_a_line(
-    command: Callable[..., tuple[int, str, str]],
+    cli: Command,
 ) -> None:
-    status, out, _ = command("explain", "--op", "gemm", "--device", "cuda:0")
+    status, out, _ = cli("explain", "--op", "gemm", "--device", "cuda:0")
     assert status == 1
     assert "REFUSED" in out
 
 
 def test_wrong_backend_in_the_environment_is_bad_usage(
-    command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    cli: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FP8CORE_BACKEND", "refrence")
-    status, _, err = command("explain", "--op", "gemm")
+    status, _, err = cli("explain", "--op", "gemm")
     assert status == 2
     assert "Did you mean 'reference'?" in err
 
 
-def test_command_explains_high_precision(command: Callable[..., tuple[int, str, str]]) -> None:
-    status, out, _ = command("explain", "--op", "gemm", "--recipe", "none", "--device", "cuda:0")
+def test_command_explains_high_precision(
+    cli: Command,
+) -> None:
+    status, out, _ = cli("explain", "--op", "gemm", "--recipe", "none", "--device", "cuda:0")
     assert status == 0
     assert "GemmDesc(a=None, b=None, out=bfloat16) on cuda:0: reference" in out
 
 
 def test_command_says_that_a_recipe_has_no_use_for_an_operation(
-    command: Callable[..., tuple[int, str, str]],
+    cli: Command,
 ) -> None:
-    status, out, _ = command("explain", "--op", "quantize", "--recipe", "none")
+    status, out, _ = cli("explain", "--op", "quantize", "--recipe", "none")
     assert status == 0
     assert out.endswith("has no use for it\n")
 
@@ -366,20 +353,20 @@ def test_command_says_that_a_recipe_has_no_use_for_an_operation(
 def test_command_with_a_wrong_name_is_bad_usage(
     arguments: tuple[str, ...],
     message: str,
-    command: Callable[..., tuple[int, str, str]],
+    cli: Command,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        command("explain", *arguments)
+        cli("explain", *arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_command_without_an_operation_is_bad_usage(
-    command: Callable[..., tuple[int, str, str]],
+    cli: Command,
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        command("explain")
+        cli("explain")
     assert caught.value.code == 2
 
 

@@ -231,6 +231,8 @@ def test_figures_equal_loops(name: str, x: torch.Tensor, scale: float) -> None:
     for field in ("elements", "nan", "inf", "nonzero", "underflow", "saturated", "blocks"):
         assert getattr(got, field) == getattr(want, field), field
     assert (got.zero_blocks, got.amax) == (want.zero_blocks, want.amax)
+    assert got.zero_block_share == want.zero_blocks / want.blocks
+    assert got.share(got.underflow) == want.underflow / max(want.nonzero, 1)
     assert got.signal == pytest.approx(want.signal, rel=1e-12)
     assert got.noise == pytest.approx(want.noise, rel=1e-12)
     assert got.worst_row == pytest.approx(want.worst_row, rel=1e-9, nan_ok=True)

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fp8core
 from fp8core import QuantizedTensor
@@ -29,6 +31,7 @@ from tests.interchange.models import (
     write,
 )
 from tests.pairs import pairs, turns
+from tests.ranks import run_ranks
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 BLOCKS = {**FP8, "weight_block_size": [128, 128]}
@@ -433,3 +436,53 @@ def test_experts_in_high_precision_are_read_one_by_one(tmp_path: Path) -> None:
     load_pretrained(write(tmp_path, plain), net)
     first = net.get_parameter("layers.0.mlp.experts.down_proj")[2]
     assert torch.equal(first, plain["layers.0.mlp.experts.2.down_proj.weight"].bfloat16())
+
+
+# --- a model that FSDP2 has spread over two ranks ---
+
+
+class DownProjections(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.Module()
+        weight = torch.zeros(3, 128, 128, dtype=torch.bfloat16)
+        self.experts.down_proj = torch.nn.Parameter(weight)
+
+
+def load_share(rank: int, folder: str, experts: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    net = model(seed=1)
+    for expert in net.blocks[0].experts:
+        fully_shard(expert, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    loaded = load_pretrained(folder, net)
+    values = {name: one.full_tensor() for name, one in net.named_parameters()}
+    sizes = {name: one.to_local().numel() for name, one in net.named_parameters()}
+    mixture = DownProjections()
+    fully_shard(mixture, mesh=mesh)
+    load_pretrained(experts, mixture)
+    values["experts"] = mixture.experts.down_proj.full_tensor()
+    return {"values": values, "sizes": sizes, "dequantized": list(loaded.dequantized)}
+
+
+def test_each_rank_reads_its_share(tmp_path: Path) -> None:
+    folder, experts = tmp_path / "model", tmp_path / "experts"
+    save_pretrained(model(), folder, "block")
+    tensors = {}
+    for expert in range(3):
+        name = f"experts.{expert}.down_proj.weight"
+        tensors[name] = codes_of((128, 128), seed=expert)
+        tensors[f"{name}_scale_inv"] = torch.full((1, 1), 0.5)
+    write(experts, tensors, BLOCKS)
+    whole = model(seed=1)
+    load_pretrained(folder, whole)
+    mixture = DownProjections()
+    load_pretrained(experts, mixture)
+    expected = {**dict(whole.named_parameters()), "experts": mixture.experts.down_proj}
+    ranks = run_ranks(load_share, tmp_path, str(folder), str(experts))
+    for result in ranks:
+        assert result["dequantized"] == list(QUANTIZED)
+        for name, value in result["values"].items():
+            assert torch.equal(value, expected[name]), name
+    for name, size in ranks[0]["sizes"].items():
+        assert size + ranks[1]["sizes"][name] == expected[name].numel()

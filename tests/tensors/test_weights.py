@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -433,7 +434,7 @@ def test_a_recompute_takes_the_weight_of_its_forward() -> None:
     """Two steps in flight: the second keeps the weight at a scale that has moved meanwhile."""
     chosen = recipe.DelayedScaling(amax_history_len=2)
 
-    def grads(checkpoints: bool, flips: bool) -> list[torch.Tensor]:
+    def grads(depth: int, flips: bool) -> list[torch.Tensor]:
         torch.manual_seed(1)
         own, flag, outputs = Linear(32, 32), True, []
         xs = [tokens(at).requires_grad_() for at in range(4)]
@@ -442,10 +443,13 @@ def test_a_recompute_takes_the_weight_of_its_forward() -> None:
             y: torch.Tensor = own(x, is_first_microbatch=flag)
             return y
 
+        forward: Any = inside
+        for _ in range(depth):
+            forward = partial(fp8core.checkpoint, forward)
         for at, x in enumerate(xs):
             flag = at % 2 == 0
             with autocast(recipe=chosen):
-                outputs.append(fp8core.checkpoint(inside, x) if checkpoints else inside(x))
+                outputs.append(forward(x))
         for at, y in enumerate(outputs):
             flag = at % 2 == 0 and not flips
             y.square().sum().backward()
@@ -453,6 +457,6 @@ def test_a_recompute_takes_the_weight_of_its_forward() -> None:
             last = own(tokens(), is_first_microbatch=False)
         return [last.detach(), *[x.grad for x in xs], own.weight.grad]  # type: ignore[list-item]  # all have one
 
-    want = grads(False, False)
-    for flips in (False, True):
-        assert all(map(torch.equal, grads(True, flips), want))
+    want = grads(0, False)
+    for depth, flips in ((1, False), (1, True), (2, False), (2, True)):
+        assert all(map(torch.equal, grads(depth, flips), want)), (depth, flips)
