@@ -21,7 +21,7 @@ from hypothesis import settings
 from fp8core.dispatch import process
 from tests import device, forked
 from tests.dispatch import toys
-from tests.ranks import BACKENDS, DEVICE_TYPE
+from tests.ranks import BACKENDS, DEVICE_TYPE, IMPORTS
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_ACCELERATOR = "needs an accelerator"
@@ -213,7 +213,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 @pytest.fixture
 def forking_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes of ``fp8core doctor`` are forks with a short self-test: seconds a process."""
-    start = functools.partial(forked.start, imports=("tests.doctor.short",))
+    start = functools.partial(forked.start, imports=(*IMPORTS, "tests.doctor.short"))
     forking = types.SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr(process, "subprocess", forking)
 

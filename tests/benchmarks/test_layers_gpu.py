@@ -120,7 +120,13 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("trial")
-@pytest.mark.parametrize("layer", cases.LAYERS)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(layer, marks=() if layer == "transformer_layer" else pytest.mark.slow)
+        for layer in cases.LAYERS
+    ],
+)
 def test_a_trial_run_on_the_cpu_writes_all_measures(
     layer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

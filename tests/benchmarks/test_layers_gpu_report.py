@@ -221,7 +221,9 @@ def test_ideal_bytes_of_a_transformer_layer() -> None:
     assert not [name for name in names if "cast" in name]
 
 
-@pytest.mark.parametrize("name", ["picture.svg", "picture.png"])
+@pytest.mark.parametrize(
+    "name", ["picture.svg", pytest.param("picture.png", marks=pytest.mark.slow)]
+)
 def test_the_picture_is_small_and_the_same_each_time(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,6 +163,7 @@ def test_a_process_that_fails_does_not_stop_the_others(
     assert "linear tiny: failed with 1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_process_whose_input_ends_measures_nothing(tmp_path: Path) -> None:
     job = cases.Job(Case("linear", "tiny"), ("bf16",), ("graph",), ("fp8core",), str(tmp_path))
     process = command._start(job)
@@ -187,6 +188,7 @@ def test_the_command_imports_no_torch_to_measure(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_processes_are_python_modules() -> None:
     options = ["--bytes", "--module", "linear", "--size", "8B", "--recipe", "delayed"]
     process = subprocess.run(

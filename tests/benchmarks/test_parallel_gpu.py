@@ -72,18 +72,21 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     return run_ranks(work, folder, str(folder / "out")), folder / "out"
 
 
+@pytest.mark.slow
 def test_a_turn_takes_as_long_as_on_the_slowest_rank(
     trial: tuple[list[dict[str, Any]], Path],
 ) -> None:
     assert [one["slowest"] for one in trial[0]] == [[2.0, 4.0], [2.0, 4.0]]
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_rank_takes_part_on_none(
     trial: tuple[list[dict[str, Any]], Path],
 ) -> None:
     assert [one["entered"] for one in trial[0]] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_trial_run_measures_every_contestant(trial: tuple[list[dict[str, Any]], Path]) -> None:
     found = records.read(trial[1])
     (eager,) = [one for one in found if one["measure"] == "eager"]

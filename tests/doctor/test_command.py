@@ -50,12 +50,13 @@ def test_a_plugin_that_does_not_exist_is_bad_usage(
     assert "FP8CORE_PLUGINS names 'toy_nowhere'" in errors
 
 
+@pytest.mark.parametrize("runs", ["command", pytest.param("cli", marks=pytest.mark.slow)])
 def test_command_prints_every_part_of_the_report(
-    cli: Command, monkeypatch: pytest.MonkeyPatch
+    runs: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FP8CORE_PLUGINS", "json")
     monkeypatch.setenv("FP8CORE_STRCT", "1")
-    status, out, _ = cli("doctor")
+    status, out, _ = request.getfixturevalue(runs)("doctor")
     assert status == 0
     for part in (
         f"torch {torch.__version__}",
