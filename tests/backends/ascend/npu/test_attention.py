@@ -34,12 +34,24 @@ def values(*sizes: int, seed: int) -> torch.Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def test_attention_of_a_batch_is_one_kernel_each_way(calls: list[Call]) -> None:
-    desc = AttentionDesc(BF16, "bshd", HEADS, HEADS, SIZE, SIZE, 0.2, window=(-1, 0))
-    q, k, v, grad = (values(BATCH, 24, HEADS, SIZE, seed=seed).to(NPU) for seed in range(4))
-    out, stats, largest = resolve(desc, NPU).run(q, k, v)
-    assert largest is None
-    resolve(AttentionBackwardDesc(desc), NPU).run(grad, q, k, v, out, stats)
+@pytest.mark.parametrize("lengths", [(24, 24), (24, 9)])
+def test_attention_of_a_batch_is_one_kernel_each_way(
+    lengths: tuple[int, int], calls: list[Call]
+) -> None:
+    """Also of queries that see no key."""
+    mask = MASKS["causal bottom right"]
+    desc = AttentionDesc(BF16, "bshd", HEADS, HEADS, SIZE, SIZE, 0.2, **mask)
+    sizes = (lengths[0], *[lengths[1]] * 2, lengths[0])
+    tensors = [values(BATCH, of, HEADS, SIZE, seed=seed) for seed, of in enumerate(sizes)]
+    results = []
+    for device in (CPU, NPU):
+        *qkv, grad = (x.to(device) for x in tensors)
+        out, stats, largest = resolve(desc, device).run(*qkv)
+        assert largest is None
+        grads = resolve(AttentionBackwardDesc(desc), device).run(grad, *qkv, out, stats)
+        results.append([x.cpu().float() for x in (out, stats, *grads[:3])])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2.0**-6, atol=2.0**-6)
     names = [call.name for call in calls if "FlashAttention" in call.name]
     assert names == ["aclnnFlashAttentionScoreV4", "aclnnFlashAttentionScoreGradV4"]
 

@@ -54,11 +54,15 @@ def test_float32_is_cast_as_by_the_reference(
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RmsNorm"])
-def test_norms_are_kernels_of_cann(kind: str, calls: list[Call]) -> None:
-    desc = NormDesc(kind.lower(), BF16, BF16, 1e-5)
-    x, weight = values(33, 96).to(NPU), torch.ones(96, dtype=BF16, device=NPU)
-    _, mean, rstd = resolve(desc, NPU).run(x, weight, *[weight] * (kind == "LayerNorm"))
-    resolve(NormBackwardDesc(desc), NPU).run(x, x, weight, mean, rstd)
+def test_norms_of_any_strides_are_kernels_of_cann(kind: str, calls: list[Call]) -> None:
+    desc, results = NormDesc(kind.lower(), BF16, BF16, 1e-5), []
+    for device in (CPU, NPU):
+        x, weight = values(96, 33).to(device).t(), torch.ones(96, dtype=BF16, device=device)
+        y, mean, rstd = resolve(desc, device).run(x, weight, *[weight] * (kind == "LayerNorm"))
+        grad_x, *_ = resolve(NormBackwardDesc(desc), device).run(x, x, weight, mean, rstd)
+        results.append([one.cpu() for one in (y, rstd, grad_x)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=1e-3)
     back = "Backward" if kind == "LayerNorm" else "Grad"
     assert {call.name for call in calls} >= {f"aclnn{kind}", f"aclnn{kind}{back}"}
 
