@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -94,8 +95,18 @@ def test_second_derivatives_take_every_shape(shape: tuple[int, ...]) -> None:
     assert torch.autograd.gradgradcheck(pure(layer), (x, *layer.parameters()))
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias", "input", "all but the input"])
-@pytest.mark.parametrize("kind", ["linear", "sequential", "mlp"])
+TRAINED = ("linear", "sequential", "mlp")
+FROZEN = ("weight", "bias", "input", "all but the input")
+ALWAYS = turns(TRAINED, FROZEN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "frozen"),
+    [
+        pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow)
+        for case in itertools.product(TRAINED, FROZEN)
+    ],
+)
 def test_second_derivatives_of_what_is_trained(kind: str, frozen: str) -> None:
     layer = layer_of(kind)
     x = torch.randn(3, K, dtype=D, requires_grad=frozen != "input")
