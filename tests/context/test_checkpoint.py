@@ -10,6 +10,7 @@ import torch.utils.checkpoint
 
 import fp8core
 from fp8core import OperandError, UnsupportedError, autocast, ops, recipe
+from tests.dispatch import toys
 
 Run = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 BOTH = pytest.mark.parametrize("use_reentrant", [True, False])
@@ -163,6 +164,19 @@ def test_another_recipe_in_the_recompute_is_refused(use_reentrant: bool) -> None
     )
     with pytest.raises(OperandError, match="recipe, dtype, device or backend differ"):
         y.sum().backward()
+
+
+@BOTH
+@pytest.mark.usefixtures("isolated")
+def test_the_recompute_runs_on_the_backend_of_its_forward(use_reentrant: bool) -> None:
+    calls: list[str] = []
+    toys.register(toys.backend("toy", calls=calls, priority=-1))
+    layer, x = fp8core.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
+    with autocast(recipe=recipe.by_name("current")), fp8core.use_backend("toy"):
+        y = fp8core.checkpoint(layer, x, use_reentrant=use_reentrant)
+    calls.clear()
+    y.sum().backward()
+    assert calls.count("gemm") == 3
 
 
 @BOTH
