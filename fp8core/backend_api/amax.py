@@ -1,7 +1,7 @@
-"""The seam between amax and cast: amaxes apart from the cast that uses them.
+"""Amaxes, computed apart from the cast whose scales follow from them.
 
-Whoever holds a part of a tensor reduces its amaxes over all parts in between, and the cast then
-gives the part's share of the whole tensor's operands::
+A caller that has one part of a tensor reduces the part's amaxes over all parts before the cast; the
+cast then gives the part's share of the whole tensor's operands. Without a reduction::
 
     quantize(x) == quantize(x, amax=amax(x))
 """
@@ -43,26 +43,27 @@ class ScaleUpdateDesc:
 
 @dataclass(frozen=True, slots=True)
 class AmaxDesc:
-    """``amax(x, group_offsets=None) -> float32 [n]``: the amaxes that scales of ``quantize`` follow
-    from.
+    """``amax(x, group_offsets=None) -> float32 [n]``: the amaxes from which scales of ``quantize``
+    follow.
 
     ``x`` and ``group_offsets`` are those of ``quantize``, a plain :class:`QuantizeDesc`. Entries of
     the rowwise orientation come first, then those of the columnwise one:
 
-    - one for the tensor, or one a group, where a float32 scale covers the tensor, delayed ones
-      included, and where such a scale stands above the blocks' (two levels);
-    - one a row of the operand where a scale covers a row, the outer one of two levels included.
-      Rowwise these are the rows of ``x``; columnwise its columns, ``cols`` entries for each group
-      in turn;
-    - none where scales belong to blocks along k, which follow from each block alone. A descriptor
-      without any entry is unsupported.
+    - one for the tensor, or one a group, where a float32 scale covers the tensor: a delayed scale
+      too, and the outer scale of two levels;
+    - one a row of the operand where a scale covers a row: the outer scale of two levels too. Rows
+      of the rowwise operand are the rows of ``x``; those of the columnwise operand are its columns,
+      ``cols`` entries for each group in turn;
+    - none where every scale follows from its own block along k. A descriptor without any entry is
+      unsupported.
 
-    Orientations that both cover the tensor, neither with a transform, share their entries. An
+    Two orientations with an amax of the tensor, neither with a transform, share their entries. An
     orientation with a transform has the amaxes of the transformed elements. :func:`split_amax`
     gives the entries of each orientation.
 
-    An amax is the largest magnitude; NaN elements are ignored, inf is not. It is 0 where there are
-    no elements but NaN: in an empty tensor, an empty group, and a row that belongs to no group.
+    An amax is the largest magnitude; NaN elements are ignored, inf is not. The amax of no elements,
+    or of NaN alone, is 0: so for an empty tensor, an empty group, and a row that belongs to no
+    group.
     """
 
     op: ClassVar[str] = "amax"
@@ -75,20 +76,20 @@ class AmaxDesc:
 class QuantizeByAmaxDesc(QuantizeDesc):
     """Quantization by given amaxes: the call of :class:`QuantizeDesc` with ``amax``.
 
-    ``amax`` (float32 ``[n]``, contiguous) is what :class:`AmaxDesc` gives for ``x``, or larger: the
-    result of a reduction over the parts of a larger tensor. The scales that an amax covers follow
-    from it alone, never from ``x``; elements beyond it saturate. Scales of blocks, among them the
-    inner ones of two levels, follow from ``x`` as ever. Delayed specs, whose scale is given, and
-    specs without any amax are unsupported, and nothing is fused with this cast.
+    ``amax`` (float32 ``[n]``, contiguous) has the result of :class:`AmaxDesc` for ``x``, or larger
+    values: a reduction over the parts of a larger tensor. A scale with an amax follows from the
+    amax alone, never from ``x``; elements beyond the amax saturate. Scales of blocks, also the
+    inner scales of two levels, follow from ``x`` as without ``amax``. Delayed specs, whose scale is
+    an argument, and specs without any amax are unsupported, and nothing is fused with this cast.
     """
 
     @classmethod
     def of(cls, desc: QuantizeDesc) -> QuantizeByAmaxDesc:
-        """Return ``desc`` by given amaxes."""
+        """Return the descriptor of the cast of ``desc`` by amaxes of the caller."""
         return cls(desc.dtype, desc.rowwise, desc.columnwise, desc.grouped, desc.offsets_on_device)
 
     def plain(self) -> QuantizeDesc:
-        """Return the same quantization by amaxes of ``x``."""
+        """Return the descriptor of the same cast by the amaxes of ``x`` itself."""
         return QuantizeDesc(
             self.dtype, self.rowwise, self.columnwise, self.grouped, self.offsets_on_device
         )
@@ -122,12 +123,12 @@ def amax_extent(spec: OperandSpec | None) -> Literal["tensor", "row"] | None:
 
 
 def has_amax(desc: QuantizeDesc) -> bool:
-    """Say whether scales of ``desc`` follow from more than their blocks, so that it has amaxes."""
+    """Say whether ``desc`` has amaxes: a scale of the tensor or of a row, in an orientation."""
     return amax_extent(desc.rowwise) is not None or amax_extent(desc.columnwise) is not None
 
 
 def shares_amax(desc: QuantizeDesc) -> bool:
-    """Say whether both orientations have the same amaxes, which are then given once."""
+    """Say whether both orientations have the same amaxes, whose entries are then listed once."""
     return all(
         spec is not None and amax_extent(spec) == "tensor" and spec.transform is None
         for spec in (desc.rowwise, desc.columnwise)
@@ -143,10 +144,12 @@ def amax_sizes(desc: QuantizeDesc, rows: int, cols: int, groups: int = 1) -> tup
     >>> amax_sizes(QuantizeDesc(torch.bfloat16, rowwise, rowwise), 8, 5)
     (8, 5)
     """
-    row = {"tensor": groups, "row": rows, None: 0}[amax_extent(desc.rowwise)]
+    num_rowwise = {"tensor": groups, "row": rows, None: 0}[amax_extent(desc.rowwise)]
     if shares_amax(desc):
-        return row, 0
-    return row, {"tensor": groups, "row": cols * groups, None: 0}[amax_extent(desc.columnwise)]
+        return num_rowwise, 0
+    return num_rowwise, {"tensor": groups, "row": cols * groups, None: 0}[
+        amax_extent(desc.columnwise)
+    ]
 
 
 def split_amax(
@@ -157,28 +160,30 @@ def split_amax(
     Raises:
         OperandError: ``amax`` is not float32 of as many entries as a tensor ``[rows, cols]`` has.
     """
-    row, column = amax_sizes(desc, rows, cols, groups)
-    if amax.dtype != torch.float32 or amax.shape != (row + column,):
+    num_rowwise, num_columnwise = amax_sizes(desc, rows, cols, groups)
+    total = num_rowwise + num_columnwise
+    if amax.dtype != torch.float32 or amax.shape != (total,):
         raise OperandError(
             f"amax is {amax.dtype} {list(amax.shape)}, but {desc} of {rows} x {cols} in {groups} "
-            f"group(s) has float32 [{row + column}]: {row} rowwise, then {column}."
+            f"group(s) has float32 [{total}]: {num_rowwise} rowwise, then {num_columnwise}."
         )
-    rowwise = None if amax_extent(desc.rowwise) is None else amax[:row]
+    rowwise = None if amax_extent(desc.rowwise) is None else amax[:num_rowwise]
     if shares_amax(desc):
         return Amaxes(rowwise, rowwise)
-    return Amaxes(rowwise, None if amax_extent(desc.columnwise) is None else amax[row:])
+    return Amaxes(rowwise, None if amax_extent(desc.columnwise) is None else amax[num_rowwise:])
 
 
 def amax_of_groups(
     desc: QuantizeDesc, amax: torch.Tensor, bounds: Sequence[int], rows: int, cols: int
 ) -> list[torch.Tensor]:
-    """Return the amax of each group as that of a dense tensor; ``bounds`` are the group offsets.
+    """Return an amax for each group, with the entries of a dense tensor of the group's rows;
+    ``bounds`` are the group offsets.
 
     Raises:
         OperandError: as in :func:`split_amax`.
     """
     rowwise, columnwise = split_amax(desc, amax, rows, cols, len(bounds) - 1)
-    each: list[torch.Tensor] = []
+    of_groups: list[torch.Tensor] = []
     for group, (start, end) in enumerate(itertools.pairwise(bounds)):
         entry, columns = slice(group, group + 1), slice(group * cols, (group + 1) * cols)
         entries: list[torch.Tensor] = []
@@ -189,5 +194,5 @@ def amax_of_groups(
         if columnwise is not None and not shares_amax(desc):
             is_of_columns = amax_extent(desc.columnwise) == "row"
             entries.append(columnwise[columns if is_of_columns else entry])
-        each.append(entries[0] if len(entries) == 1 else torch.cat(entries))
-    return each
+        of_groups.append(entries[0] if len(entries) == 1 else torch.cat(entries))
+    return of_groups

@@ -1,5 +1,5 @@
-"""Laws 5 and 7 for any operation: a declared one runs, writes no input, reads no garbage, and its
-result depends on the arguments of its call, and on nothing else."""
+"""Laws 5 and 7 for every operation: a supported descriptor runs, no input is written, and a result
+depends on the arguments of its call alone: on no garbage, earlier call, thread or generator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fp8core.torch_ops.private import TorchDispatchMode, pytree
 TOLERANCE = 2.0**-6
 """The largest difference of two results of one computation, as a share of the largest value.
 
-Two runs may add in another order, so their bits may differ; garbage differs by more than this.
+Two runs may add in different orders, and differ in their bits; a result of garbage differs by more.
 """
 
 _EMPTY = {
@@ -42,7 +42,7 @@ class _Garbage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
     formats."""
 
     def __init__(self, byte: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
         self._byte = byte
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -108,7 +108,8 @@ def inputs_are_not_written(subject: Subject, desc: OpDesc) -> None:
 
 
 def _memory(leaf: Any) -> object:
-    """Return a key of the leaf's memory, which is equal for a tensor and its views."""
+    """Return a key of the memory of ``leaf``: equal for a tensor and its views, unique without
+    memory."""
     is_stored = isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes()
     return leaf.untyped_storage().data_ptr() if is_stored else object()
 
@@ -129,7 +130,7 @@ def no_result_depends_on_uninitialised_memory(subject: Subject, desc: OpDesc) ->
         _same_but_for_order(f"with new memory full of {byte:#x}", changed, outcomes[0])
 
 
-_NOT_VIEWED = ("gemm", "grouped_gemm", "scale_update", "adam")  # the last has its own law
+_NOT_VIEWED = ("gemm", "grouped_gemm", "scale_update", "adam")  # adam has a law of its own
 VIEWED = tuple(op for op in EVERY_OP if op not in _NOT_VIEWED)
 SIZES = ((), (64, 64))  # only strides tell the rows of a square matrix from its columns
 
@@ -147,19 +148,21 @@ def inputs_may_have_any_strides(subject: Subject, desc: OpDesc) -> None:
     for size, (layout, view) in itertools.product(SIZES, views.items()):
         call = arguments(subject, desc, Case(size=size))
 
-        def spread(x: torch.Tensor, view: Any = view) -> torch.Tensor:
-            is_repeatable = x.is_floating_point() or view is not inputs.expanded
-            return view(x) if x.dtype != torch.int64 and is_repeatable else x
+        def view_of(x: torch.Tensor, view: Any = view) -> torch.Tensor:
+            # Rows that repeat are no valid argument where they are indices.
+            is_viewable = x.is_floating_point() or view is not inputs.expanded
+            return view(x) if x.dtype != torch.int64 and is_viewable else x
 
-        viewed = call._replace(arguments=pytree.tree_map_only(torch.Tensor, spread, call.arguments))
+        views_of = pytree.tree_map_only(torch.Tensor, view_of, call.arguments)
+        viewed = call._replace(arguments=views_of)
         plain = viewed._replace(
             arguments=pytree.tree_map_only(torch.Tensor, _contiguous, viewed.arguments),
             keywords=viewed.again().keywords,
         )
-        first, second = viewed.run(subject), plain.run(subject)
+        of_views, of_copies = viewed.run(subject), plain.run(subject)
         shape = f" of {list(size)}" if size else ""
         _same_but_for_order(
-            f"{layout} input{shape}", outcome(viewed, first), outcome(plain, second)
+            f"{layout} input{shape}", outcome(viewed, of_views), outcome(plain, of_copies)
         )
 
 
@@ -169,7 +172,7 @@ def _contiguous(x: torch.Tensor) -> torch.Tensor:
 
 SECOND = Case(seed=1)
 ROUNDS = 2
-"""Calls of each of two threads that run at once."""
+"""Repeats of a call, and calls of each of two threads at once."""
 
 
 def outcome(call: OpCall, result: Any) -> Any:
@@ -180,7 +183,7 @@ def outcome(call: OpCall, result: Any) -> Any:
 
 
 def judged(subject: Subject, call: OpCall) -> Any:
-    """Return the :func:`outcome` of a call that the judge runs."""
+    """Return the :func:`outcome` of ``call`` on the judge, a fusion as its unfused pair."""
     on_host = call._replace(arguments=on_cpu(call.arguments), keywords=dict(on_cpu(call.keywords)))
 
     def run(desc: OpDesc, *positional: Any, **named: Any) -> Any:
@@ -204,7 +207,7 @@ def _same(title: str, ours: Any, theirs: Any) -> None:
 
 
 def _overwrite(call: OpCall, source: OpCall) -> None:
-    """Copy the values of ``source``'s tensors to those of ``call``, unseen by version counters."""
+    """Copy values from the tensors of ``source`` to those of ``call``, past version counters."""
     ours, theirs = (_leaves((op_call.arguments, op_call.keywords)) for op_call in (call, source))
     for target, value in zip(ours, theirs, strict=True):
         target.data.copy_(value)
@@ -219,7 +222,7 @@ def _num_different(first: torch.Tensor, second: torch.Tensor) -> int:
 
 @law(7, *EVERY_OP)
 def no_result_is_kept_from_another_call(subject: Subject, desc: OpDesc) -> None:
-    """Other values, in the same tensors or in others of their shapes, give other results."""
+    """New values give new results, whether in the same tensors or in new ones of their shapes."""
     call, second_call = (arguments(subject, desc, case).again() for case in (ORDINARY, SECOND))
     expected = [_leaves(judged(subject, op_call)) for op_call in (call, second_call)]
     again = second_call.again()
@@ -252,7 +255,7 @@ def results_stay_when_it_runs_again(subject: Subject, desc: OpDesc) -> None:
 
 @law(7, *EVERY_OP)
 def every_run_gives_the_same_bits(subject: Subject, desc: OpDesc) -> None:
-    """The same values give the same bits each time, as a recompute of activations relies on."""
+    """Each call with the same values gives the same bits: a recompute of activations needs them."""
     calls = [arguments(subject, desc)]
     calls += [calls[0].again() for _ in range(ROUNDS)]
     outcomes = [outcome(call, call.run(subject)) for call in calls]
@@ -261,16 +264,16 @@ def every_run_gives_the_same_bits(subject: Subject, desc: OpDesc) -> None:
 
 
 def _in_threads(*tasks: Callable[[], None]) -> None:
-    """Run each task in a thread, all at once; raise the first error of a task."""
+    """Run all tasks at once, each in a thread of its own; raise the first error of a task."""
     errors: list[BaseException] = []
 
-    def guarded(task: Callable[[], None]) -> None:
+    def run_task(task: Callable[[], None]) -> None:
         try:
             task()
         except BaseException as error:  # noqa: BLE001  raised again in the caller's thread
             errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(task,)) for task in tasks]
+    threads = [threading.Thread(target=run_task, args=(task,)) for task in tasks]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -291,30 +294,30 @@ def _switching_often() -> Iterator[None]:
 
 @law(7, *EVERY_OP)
 def every_thread_gets_the_same_results(subject: Subject, desc: OpDesc) -> None:
-    """A second thread gets the results of the first, also while both run at once.
+    """A call in a second thread gives the same results, also while two threads call at once.
 
     Autograd runs backward passes in threads that it starts itself.
     """
     calls = [arguments(subject, desc), arguments(subject, desc, SECOND)]
-    spare = [[call.again() for _ in range(ROUNDS)] for call in calls]
+    of_threads = [[call.again() for _ in range(ROUNDS)] for call in calls]
     alone = calls[0].again()
     expected = [outcome(call, call.run(subject)) for call in calls]
     results: list[list[Any]] = [[], []]
     gate = threading.Barrier(2)
 
-    def work(which: int) -> None:
-        for call in spare[which]:
+    def run_calls(thread: int) -> None:
+        for call in of_threads[thread]:
             gate.wait(60)
-            results[which].append(outcome(call, call.run(subject)))
+            results[thread].append(outcome(call, call.run(subject)))
 
     _in_threads(
         lambda: _same("in a second thread", outcome(alone, alone.run(subject)), expected[0])
     )
     with _switching_often():
-        _in_threads(lambda: work(0), lambda: work(1))
-    for which, of_thread in enumerate(results):
-        for result in of_thread:
-            _same("in one of two threads at once", result, expected[which])
+        _in_threads(lambda: run_calls(0), lambda: run_calls(1))
+    for results_of_thread, due in zip(results, expected, strict=True):
+        for result in results_of_thread:
+            _same("in one of two threads at once", result, due)
 
 
 def _generators(device: torch.device) -> list[Any]:
@@ -332,7 +335,7 @@ def _generators(device: torch.device) -> list[Any]:
 
 @law(7, *EVERY_OP)
 def no_global_generator_is_used(subject: Subject, desc: OpDesc) -> None:
-    """No operation draws from torch's, Python's or numpy's generator; rng alone gives noise."""
+    """Random numbers come from ``rng`` alone, never from torch's, Python's or numpy's generator."""
     call = arguments(subject, desc)
     before = _generators(subject.device)
     call.run(subject)

@@ -1,6 +1,7 @@
 """``prepare``: gives the layers of a model their paths as names, and their delayed state.
 
-The model's first step then logs a line: which layers ran in low precision, and on what.
+The model's first step then logs a line: which layers ran in low precision, by which recipe and
+backend.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from fp8core.torch_ops.private import DDP_IGNORED, forward_hooks
 def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
     """Have the model's next forward in eager log how its layers ran, by a hook that removes itself.
 
-    With ``is_wanted``, low precision is expected: the line is a warning if no layer ran in it and
-    no autocast switched it off. A later call without ``is_wanted`` does not change that. After such
-    a line the hook stays until the first forward that runs in low precision. In a graph of
-    torch.compile the hook logs nothing and stays.
+    With ``is_wanted`` the caller expects low precision: the line is a warning if no layer ran in
+    low precision and no autocast switched it off. A later call without ``is_wanted`` keeps the
+    warning. After a forward without a recipe a second line is logged for the first forward with
+    one. In a graph of torch.compile the hook logs nothing and stays.
     """
     is_wanted |= _Hook(logging.WARNING) in forward_hooks(model).values()
     silence(model)
@@ -49,9 +50,11 @@ def silence(model: torch.nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Hook:
-    """Logs the line, at ``level_if_idle`` if no layer ran in low precision though one could.
+    """Logs the line of :func:`announce`.
 
-    None waits for the first forward with a recipe, after a line of a forward without one.
+    ``level_if_idle`` is the level of the line if no layer ran in low precision and no autocast
+    switched it off. A hook with None follows the line of a forward without a recipe, and waits for
+    the first forward with one.
     """
 
     level_if_idle: int | None
@@ -59,18 +62,18 @@ class _Hook:
     def __call__(self, model: torch.nn.Module, arguments: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        # Cheap enough for each forward; layers inside others, as of attention, count as well.
+        # All modules, as layers inside other layers count too; the walk is short beside a forward.
         has_recipe = _has_recipe(_bounds(model.modules()))
         if self.level_if_idle is None and (is_switched_off() or not has_recipe):
             return
         silence(model)
         line, is_unexpected = _summarize(model)
         logger.log((is_unexpected and self.level_if_idle) or logging.INFO, "%s", line)
-        if not has_recipe:  # so that no layer ran in low precision
+        if not has_recipe:  # a later forward, under a recipe, is announced as well
             model.register_forward_hook(_Hook(None))
 
 
-# Pickled models of an earlier version name their hook so.
+# The names of the hooks in pickled models of an earlier version.
 _warn, _inform, _wait = _Hook(logging.WARNING), _Hook(logging.INFO), _Hook(None)
 
 
@@ -85,7 +88,8 @@ def _has_recipe(bounds: Mapping[LowPrecisionModule, Bound]) -> bool:
 
 
 def _summarize(model: torch.nn.Module) -> tuple[str, bool]:
-    """Return the line, and whether no layer ran in low precision, with no autocast to forbid it."""
+    """Return the line, and whether all layers ran in high precision though no autocast switched low
+    precision off."""
     names: dict[torch.nn.Module, str] = {}
     for path, module, _ in module_nodes(model):
         if flops_of(module):
@@ -112,10 +116,10 @@ def _summarize(model: torch.nn.Module) -> tuple[str, bool]:
     )
     if low or not high:
         return "; ".join(parts), False
-    # Layers with a recipe outside any autocast that ran without one.
-    outsides = [layer.outside_autocast for layer, bound in bounds.items() if bound.recipe is None]
+    # A layer that has a recipe outside of autocast, and ran without one, was switched off.
+    requests = [layer.outside_autocast for layer, bound in bounds.items() if bound.recipe is None]
     is_off = is_switched_off() or any(
-        request is not None and request.quantize is not None for request in outsides
+        request is not None and request.quantize is not None for request in requests
     )
     if is_off:
         parts.append("fp8core.autocast(enabled=False) switched it off")
@@ -145,8 +149,8 @@ def prepare(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch
 
     Raises:
         RecipeError: an unknown recipe, one with a pattern that matches no layer, or one that does
-            not fit the delayed state that a layer got from a checkpoint. The layers have their
-            names then, and no new state.
+            not fit the delayed state that a layer got from a checkpoint. After the error the layers
+            have their names, and no new state.
     """
     chosen = recipe_from(recipe, "prepare(recipe=...)")
     layers = layers_in(model)
@@ -167,7 +171,7 @@ def prepare(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch
 
 def _create_states(model: torch.nn.Module, recipe: Recipe) -> None:
     plans: dict[LowPrecisionModule, Plan] = {}
-    for layer in _stateful(model):
+    for layer in _layers_with_slots(model):
         dtype = next(
             (parameter.dtype for parameter in layer.parameters()), torch.get_default_dtype()
         )
@@ -191,13 +195,14 @@ def _create_states(model: torch.nn.Module, recipe: Recipe) -> None:
         setattr(model, DDP_IGNORED, [*ignored, *buffers])
 
 
-def _stateful(module: torch.nn.Module) -> Iterator[LowPrecisionModule]:
-    """Yield the layers with GEMMs; an ``ops.Sequential`` has the state of its chains."""
+def _layers_with_slots(module: torch.nn.Module) -> Iterator[LowPrecisionModule]:
+    """Yield the layers with slots for delayed scales; an ``ops.Sequential`` has the slots of the
+    operations in its chains."""
     children = list(module.children())
     if isinstance(module, LowPrecisionModule):
         if module.count_slot_sets():
             yield module
-        alone = module.runs_alone()
-        children = [child for name, child in module.named_children() if name in alone]
+        run_alone = module.runs_alone()
+        children = [child for name, child in module.named_children() if name in run_alone]
     for child in children:
-        yield from _stateful(child)
+        yield from _layers_with_slots(child)
