@@ -17,6 +17,7 @@ from fp8core.backend_api import (
     MASTER_KINDS,
     ROUTE_KINDS,
     SCORE_FUNCTIONS,
+    TRANSFORMS,
     ActivationBackwardDesc,
     ActivationDesc,
     AdamDesc,
@@ -64,7 +65,6 @@ from fp8core_backends.reference.permutation import (
 )
 from fp8core_backends.reference.quantize import amax, dequantize, quantize
 from fp8core_backends.reference.rotary import rotary
-from fp8core_backends.reference.rounding import TRANSFORMS
 from fp8core_backends.reference.router import router, router_backward
 from fp8core_backends.reference.scaling import scale_update
 

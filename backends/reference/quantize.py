@@ -13,6 +13,7 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import (
     GROUP_STEP,
+    TRANSFORMS,
     AmaxDesc,
     Amaxes,
     DequantizeDesc,
@@ -60,7 +61,7 @@ def _amax_of(spec: OperandSpec, x: torch.Tensor, dim: int) -> torch.Tensor:
     block = (0, 0)
     if amax_extent(spec) == "row":
         block = (1, 0) if dim == 1 else (0, 1)
-    x = x if spec.transform is None else rounding.TRANSFORMS[spec.transform](x, dim)
+    x = x if spec.transform is None else TRANSFORMS[spec.transform](x, dim)
     return blocks.amax(x, block).reshape(-1)
 
 
@@ -220,7 +221,7 @@ def _orient(
     dim = 0 if transposed else 1  # the dimension of x that the GEMM contracts
     block = (spec.block[1], spec.block[0]) if transposed else spec.block
     if spec.transform is not None:
-        x = rounding.TRANSFORMS[spec.transform](x, dim)
+        x = TRANSFORMS[spec.transform](x, dim)
     multiplier, scale_inv, global_scale_inv = _scales(spec, x, block, scale, amax, dim)
     scaled = blocks.multiply(x, multiplier, block)
     element = formats.by_name(spec.format)

@@ -8,12 +8,8 @@ from typing import Any
 import torch
 
 from fp8core import formats
-from fp8core.backend_api import hadamard16, hadamard16_unsigned
 
-__all__ = ["TRANSFORMS", "hadamard16", "pack", "stochastic_e2m1", "unpack"]
-
-TRANSFORMS = {"hadamard16": hadamard16, "hadamard16_unsigned": hadamard16_unsigned}
-"""The transforms along k that this backend knows, by name."""
+__all__ = ["pack", "stochastic_e2m1", "unpack"]
 
 _MASK = 0xFFFFFFFF
 

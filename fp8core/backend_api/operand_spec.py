@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -161,8 +162,8 @@ def _inverse(x: torch.Tensor, by: tuple[int, ...]) -> torch.Tensor:
 
 
 TRANSFORMS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
-    "hadamard16": hadamard16,
-    "hadamard16_unsigned": hadamard16_unsigned,
+    "hadamard16": partial(_transformed, by=_SIGNS),
+    "hadamard16_unsigned": partial(_transformed, by=_NO_SIGNS),
 }
 """``f(x [rows, cols], dim) -> [rows, cols]`` by the name that :class:`OperandSpec` has for it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,6 +55,8 @@ class LinearLink(LinearOperations, LinkDefaults):
     input_sent: SentCast | None = None
     grad_sent: SentCast | None = None
     only_once: OnlyOnce | None = None
+    # A subclass that looks at operands, however they are saved, returns a program that shows them.
+    observed: ClassVar[Callable[..., Program] | None] = None
     # Programs by chunks, by shards, by padding of wgrad, and by whose gradients are needed.
     _programs: dict[tuple[bool, ...], Program] = field(default_factory=dict)
 
@@ -137,15 +139,12 @@ class LinearLink(LinearOperations, LinkDefaults):
             )
         if padded is not None:
             program = Padded(program, padded, call, num_weights=count)
-        program = self.observed(program, call)
+        if self.observed is not None:
+            program = self.observed(program, call)
         if self.input_again is not None and True in needs_grad[1 : 1 + count]:
             program = SavingInput(program, self.input_again)
         if self.needs_rng and call.rng is not None:
             program = Stochastic(program, call.rng, self.index)
-        return program
-
-    def observed(self, program: Program, call: Call) -> Program:
-        """Return ``program``; a subclass may look at its operands, however they are saved."""
         return program
 
     def _exchanged(self, call: Call) -> tuple[Exchanged | None, Exchanged | None]:

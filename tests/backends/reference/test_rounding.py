@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8core.backend_api import DequantizeDesc, OperandSpec, QuantizeDesc, operand_spec
+from fp8core.backend_api import DequantizeDesc, OperandSpec, QuantizeDesc, hadamard16, operand_spec
 from fp8core_backends.reference import rounding
 from fp8core_backends.reference.backend import ReferenceBackend
 
@@ -179,14 +179,14 @@ def test_hadamard_equals_its_definition(dim: int) -> None:
     lines = (x.t() if dim == 0 else x).reshape(-1, 16)
     expected = torch.tensor([hadamard_by_definition(line.tolist()) for line in lines])
     expected = expected.reshape((32, 48) if dim == 0 else (48, 32)).to(torch.bfloat16)
-    made = rounding.hadamard16(x, dim)
+    made = hadamard16(x, dim)
     assert made.dtype == torch.bfloat16
     assert torch.equal(made, expected.t() if dim == 0 else expected)
 
 
 def test_hadamard_is_orthogonal() -> None:
     # Rows of H diag(signs) / 4 have entries +-1/4, exact in bfloat16: so are their products.
-    matrix = rounding.hadamard16(torch.eye(16), 1).double()
+    matrix = hadamard16(torch.eye(16), 1).double()
     assert torch.equal(matrix @ matrix.t(), torch.eye(16, dtype=torch.float64))
 
 
@@ -232,7 +232,7 @@ def hadamard_cases() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", hadamard_cases())
 def test_hadamard_has_the_bits_of_sums_divided_last_unless_those_overflow(case: str) -> None:
     x = hadamard_cases()[case]
-    made, expected = rounding.hadamard16(x, 1), hadamard_divided_last(x)
+    made, expected = hadamard16(x, 1), hadamard_divided_last(x)
     finite = x.double().nan_to_num(0.0, 0.0, 0.0)
     fits = finite.abs().sum(1) < torch.finfo(torch.float32).max
     assert fits.sum() > len(x) * 0.5
@@ -247,7 +247,7 @@ def test_hadamard_overflows_only_where_the_result_does() -> None:
     x = x.bfloat16()
     values = [hadamard_by_definition(line.tolist()) for line in x.double()]
     expected = torch.tensor(values, dtype=torch.float64)
-    made = rounding.hadamard16(x, 1).double()
+    made = hadamard16(x, 1).double()
     clearly = expected.abs() > 1.01 * largest
     fits = expected.abs() < 0.99 * largest
     assert clearly.any()
@@ -258,14 +258,14 @@ def test_hadamard_overflows_only_where_the_result_does() -> None:
 
 def test_hadamard_rounds_its_input_to_bfloat16_first() -> None:
     x = torch.randn(16, 16)
-    assert torch.equal(rounding.hadamard16(x, 1), rounding.hadamard16(x.bfloat16(), 1))
+    assert torch.equal(hadamard16(x, 1), hadamard16(x.bfloat16(), 1))
 
 
 def test_hadamard_under_a_fake_mode_leaves_no_fake_tensor_behind() -> None:
     operand_spec._signs.cache_clear()
     with FakeTensorMode():
-        rounding.hadamard16(torch.ones(16, 16), 1)
-    assert rounding.hadamard16(torch.ones(16, 16), 1).sum() == 16 * 4
+        hadamard16(torch.ones(16, 16), 1)
+    assert hadamard16(torch.ones(16, 16), 1).sum() == 16 * 4
 
 
 # --- packing ---
