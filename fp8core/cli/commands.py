@@ -1,7 +1,7 @@
 """The commands ``build``, ``conformance``, ``doctor``, ``run`` and ``selftest``.
 
-Each is a function of its parsed arguments that returns the exit status, beside a function that
-declares them.
+A command is a function that takes the parsed arguments and returns the exit status; a second
+function declares the arguments.
 """
 
 from __future__ import annotations
@@ -112,7 +112,10 @@ def conformance(args: argparse.Namespace) -> int:
         return USAGE_ERROR
     # The configuration and the conftest of the current folder stay out.
     options = ["-p", "fp8core_pytest", "-p", "no:cacheprovider", "-c", os.devnull, "--noconftest"]
-    options += ["-p", "no:logging"]  # it costs more than a short check, and there are thousands
+    options += [
+        "-p",
+        "no:logging",
+    ]  # logging costs more than a short check, of which there are thousands
     options += [
         f"--rootdir={os.getcwd()}",
         "-q",
@@ -139,6 +142,7 @@ def conformance(args: argparse.Namespace) -> int:
 
 
 def _over_ranks(args: argparse.Namespace) -> int:
+    """Run the laws between processes; return the exit status of :func:`conformance`."""
     try:
         count = number_of_processes(str(args.processes))
         unused = [name for name in ("xfail", "k", "strict") if getattr(args, name)]
@@ -199,8 +203,8 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
 def doctor(args: argparse.Namespace) -> int:
     """Print the report; return the exit status.
 
-    0, or 1 if a requested backend or the device cannot be used, or 2 if a name or setting is
-    unknown.
+    The status is 0, 1 if a requested backend or the device cannot be used, or 2 if a name or
+    setting is unknown.
     """
     ranks = None
     if args.processes is not None:
@@ -252,10 +256,10 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command in this process's place; return its exit status where it cannot be replaced.
+    """Replace this process by the command; outside POSIX run the command, and return its status.
 
     Raises:
-        RecipeError: no command, or no version number.
+        RecipeError: there is no command, or ``--version`` is not the number of a version.
         UnsupportedError: the environment has another ``transformer_engine``, or there is no such
             command.
     """
@@ -282,11 +286,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def environment(version: str, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return ``base``, by default this process's environment, in which Python processes begin with
-    fp8core as ``transformer_engine``.
+    """Return an environment whose Python processes import fp8core as ``transformer_engine``: a copy
+    of ``base``, by default of this process's environment, with two variables set.
 
-    A folder on PYTHONPATH holds a ``sitecustomize``, which Python imports while it starts, unless
-    it is told to ignore the environment (``-E``, ``-I``) or the site (``-S``).
+    PYTHONPATH begins with a folder that holds a ``sitecustomize``, which a starting Python imports
+    unless told to ignore the environment (``-E``, ``-I``) or the site (``-S``).
     """
     variables = dict(os.environ if base is None else base)
     assert startup.__file__ is not None

@@ -1,5 +1,9 @@
-"""Laws 1 and 3: quantize equals the reference, also at the edges, in both orientations and of
-operands in chunks of rows; stochastic rounding is compared in distribution."""
+"""Laws 1 and 3 for ``quantize``.
+
+Codes and scales equal the reference's, also at the edges of a format; stochastic rounding is
+compared in distribution. A call for both orientations, for two tensors or in chunks of rows equals
+the calls for each orientation, for each tensor and for the whole.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ def _is_stochastic(desc: QuantizeDesc) -> bool:
     return not is_nearest(desc)
 
 
-def _is_dense(desc: QuantizeDesc) -> bool:
+def _is_dense_and_stochastic(desc: QuantizeDesc) -> bool:
     return not desc.grouped and _is_stochastic(desc)
 
 
@@ -108,11 +112,12 @@ def stochastic_rounding_differs_between_equal_groups(subject: Subject, desc: Qua
         require(not torch.equal(first, second), "equal groups have equal codes")
 
 
-@law(1, "quantize", applies=_is_dense)
+@law(1, "quantize", applies=_is_dense_and_stochastic)
 def stochastic_rounding_takes_a_neighbour_and_keeps_the_mean(
     subject: Subject, desc: QuantizeDesc
 ) -> Iterator[float]:
-    """Over many draws, the mean of each element is the reference's, whose mean is the value."""
+    """An element is a neighbour of its value, and its mean over many draws is the reference's mean,
+    which approaches the value."""
     halves = desc.halves()
     for name, spec, half in zip(
         Quantized._fields, (desc.rowwise, desc.columnwise), halves, strict=True
@@ -126,7 +131,7 @@ def _compare_means(subject: Subject, spec: OperandSpec, half: QuantizeDesc, name
 
     A draw is one of two values that lie a step apart, so by Hoeffding's inequality the mean of n
     draws is within ``step sqrt(ln(2 / chance) / (2 n))`` of its expectation, here 3 % of a step.
-    The bound is twice that, as both means are drawn.
+    The bound is twice that distance, as the backend's and the judge's means are both of draws.
     """
     step = storage_step(subject, spec)
     x = inputs.moderate(1, up(96, step), half.dtype).expand(REPEATS, -1)
@@ -135,15 +140,15 @@ def _compare_means(subject: Subject, spec: OperandSpec, half: QuantizeDesc, name
     draws: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for seed in range(SEEDS):
         rng = torch.tensor([seed, 3])
-        both = (subject.run(half, subject.here(x), rng=rng), subject.judged(half, x, rng=rng))
-        for draws_of_way, quantized in zip(draws, both, strict=True):
-            draws_of_way.append(subject.elements(spec, getattr(quantized, name)))
-    ours, theirs = (torch.cat(draws_of_way) for draws_of_way in draws)  # [samples, values]
+        results = (subject.run(half, subject.here(x), rng=rng), subject.judged(half, x, rng=rng))
+        for draws_of_backend, quantized in zip(draws, results, strict=True):
+            draws_of_backend.append(subject.elements(spec, getattr(quantized, name)))
+    ours, theirs = (torch.cat(draws_of_backend) for draws_of_backend in draws)  # [samples, values]
     means = [values.double().mean(0) for values in (ours, theirs)]
     above = torch.bucketize(means[1].float(), grid).clamp(1, len(grid) - 1)
     steps = (grid[above] - grid[above - 1]).double()
     bound = 2 * steps * math.sqrt(math.log(2 * len(steps) / CHANCE) / (2 * len(ours)))
-    # A transform before the cast hides the value itself; the mean of the draws is near it.
+    # A transform before the cast hides the exact value; the mean of the judge's draws is near it.
     low, high = (
         torch.bucketize((means[1] + end * bound).float(), grid).clamp(0, len(grid) - 1)
         for end in (-1, 1)
@@ -156,8 +161,8 @@ def _compare_means(subject: Subject, spec: OperandSpec, half: QuantizeDesc, name
 
 
 def joined(spec: OperandSpec | None, chunks: Chunks | Operand | None, rows: int) -> Operand | None:
-    """Return the operand of all chunks, each copied before the next one overwrites it; an operand
-    that is whole as it is."""
+    """Return the operand that the chunks make up, each chunk copied before the next overwrites its
+    memory. An operand that is not in chunks is returned unchanged."""
     if isinstance(chunks, Operand | None):
         return chunks
     assert spec is not None
@@ -192,8 +197,8 @@ class ReadOnce:
         require(start == self._end, f"rows from {start} on are read, those before {self._end} were")
         if self._buffer is None:
             self._buffer = torch.empty_like(self._x[start:end])
-        most = len(self._buffer)
-        require(end - start <= most, f"{end - start} rows are read at once, {most} at first")
+        limit = len(self._buffer)
+        require(end - start <= limit, f"{end - start} rows are read at once, {limit} at first")
         self._end = end
         return self._buffer[: end - start].copy_(self._x[start:end])
 
@@ -201,8 +206,8 @@ class ReadOnce:
 SQUARE = 96
 
 
-def _is_plain(desc: QuantizeDesc) -> bool:
-    """Whether an element depends on itself and its scale alone."""
+def _is_elementwise(desc: QuantizeDesc) -> bool:
+    """Say whether a code depends on its own element and scale alone."""
     specs = (desc.rowwise, desc.columnwise)
     return not desc.grouped and not any(
         spec is not None and (spec.stochastic or spec.transform) for spec in specs
@@ -232,16 +237,17 @@ def quantize_records_the_amax(subject: Subject, desc: QuantizeDesc) -> None:
 
 
 def _edges(
-    subject: Subject, desc: QuantizeDesc, fill: Callable[[OperandSpec], list[float]]
+    subject: Subject, desc: QuantizeDesc, list_values: Callable[[OperandSpec], list[float]]
 ) -> Iterator[tuple[str, Judged]]:
-    """Yield, for each format, a tensor of the values ``fill(spec)``, quantized by both.
+    """Yield, for each format, the results of the backend and of the judge for a tensor of the
+    values ``list_values(spec)``.
 
-    Each block also holds ``spec.target``: its amax, so that its scale is 1, unless ``fill`` lists
-    larger values.
+    Each block also holds ``spec.target``, so that its scale is 1 unless ``list_values`` has larger
+    values.
     """
     for spec in dict.fromkeys(filter(None, (desc.rowwise, desc.columnwise))):
         limits = torch.finfo(desc.dtype)
-        values = torch.tensor(fill(spec), dtype=torch.float64)
+        values = torch.tensor(list_values(spec), dtype=torch.float64)
         finite = values.isfinite()
         values[finite] = values[finite].clamp(limits.min, limits.max)
         block = spec.block[1] or SQUARE
@@ -262,7 +268,7 @@ def _midpoints(dtype: torch.dtype) -> Callable[[OperandSpec], list[float]]:
     """Return a function that lists the midpoints between values of a format, and the values of
     ``dtype`` next to each midpoint."""
 
-    def fill(spec: OperandSpec) -> list[float]:
+    def list_values(spec: OperandSpec) -> list[float]:
         middles = [(low + high) / 2 for low, high in itertools.pairwise(finite_values(spec))]
         usable = [x for x in middles if abs(x) <= min(spec.target, torch.finfo(dtype).max)]
         exact = torch.tensor(usable, dtype=torch.float64).to(dtype)
@@ -271,32 +277,32 @@ def _midpoints(dtype: torch.dtype) -> Callable[[OperandSpec], list[float]]:
         )
         return torch.cat((exact, above, below)).tolist()
 
-    return fill
+    return list_values
 
 
-@law(1, "quantize", applies=_is_plain, is_core=True)
+@law(1, "quantize", applies=_is_elementwise, is_core=True)
 def quantize_rounds_to_the_nearest_ties_to_even(subject: Subject, desc: QuantizeDesc) -> float:
-    """Midpoints go to the even code, and the numbers next to them to the nearer one."""
+    """A midpoint goes to the even code, a number next to a midpoint to the nearer code."""
     edges = _edges(subject, desc, _midpoints(desc.dtype))
     return max(
         same_codes(subject, desc, f"midpoints of {format}", judged) for format, judged in edges
     )
 
 
-@law(1, "quantize", applies=_is_plain)
+@law(1, "quantize", applies=_is_elementwise)
 def quantize_saturates_beyond_the_range(subject: Subject, desc: QuantizeDesc) -> float:
-    """Values beyond the largest, inf included, become the largest."""
+    """Values beyond the format's largest, inf included, become the largest."""
 
-    def fill(spec: OperandSpec) -> list[float]:
+    def list_values(spec: OperandSpec) -> list[float]:
         largest = formats.by_name(spec.format).max
         beyond = [largest * factor for factor in (1.0, 1.03, 1.07, 1.2, 2.0, 1e4)]
         return [*beyond, *(-x for x in beyond), math.inf, -math.inf, 1.0]
 
-    edges = _edges(subject, desc, fill)
+    edges = _edges(subject, desc, list_values)
     return max(same_codes(subject, desc, f"beyond {format}", judged) for format, judged in edges)
 
 
-@law(1, "quantize", applies=_is_plain)
+@law(1, "quantize", applies=_is_elementwise)
 def quantize_keeps_nan_in_its_place(subject: Subject, desc: QuantizeDesc) -> float:
     """A NaN stays NaN, or the largest value in a format without NaN, and changes no neighbour."""
     edges = list(_edges(subject, desc, lambda spec: [math.nan, 1.0, -2.0, 0.0, -0.0]))
@@ -342,7 +348,7 @@ def quantize_of_zeros_or_nan_alone_equals_the_reference(
 
 
 WILD = ((0, 300, 100), (5, 20, -7, 9), (0, 2**40, 2**62), (-(2**62), 3, 40, 2**31))
-"""Offsets that lead out of a tensor, back, or beyond what 32 bits hold."""
+"""Group offsets that exceed a tensor's rows, descend, or do not fit in 32 bits."""
 
 
 @law(1, "quantize", applies=lambda desc: desc.offsets_on_device and is_nearest(desc))
@@ -357,7 +363,7 @@ def quantize_takes_offsets_of_any_values(subject: Subject, desc: QuantizeDesc) -
     wild = map(torch.tensor, WILD if step == 1 else ())
     for offsets in (group_offsets(sizes), group_offsets((0, 0)), *wild):
         keywords = [quantize_keywords(subject, desc, len(offsets) - 1) for _ in range(2)]
-        # As in a layer's state, where they are a column of a matrix.
+        # In a layer's delayed state the keywords' tensors are a column of a matrix.
         keywords[0] = {name: inputs.strided(strided) for name, strided in keywords[0].items()}
         ours = subject.run(desc, *subject.here((x, offsets)), **keywords[0])
         keywords[1] = on_cpu(keywords[1])
@@ -371,7 +377,7 @@ def quantize_takes_offsets_of_any_values(subject: Subject, desc: QuantizeDesc) -
 
 @law(3, "quantize", applies=has_both)
 def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
-    """A call for both orientations gives the bits of a call for each."""
+    """A call for both orientations gives the bits of two calls for one orientation each."""
     for kind in ("decades", "holes", "nonfinite"):
         x, sizes = tensor_of(subject, desc, kind)
         operands = subject.here(x), *groups_of(subject, desc, sizes)
@@ -415,7 +421,7 @@ def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None
 
 @law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped and is_nearest(desc))
 def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
-    """The chunks are the rowwise operand's rows; after the last, the columnwise one is complete."""
+    """The chunks make up the rowwise operand; after the last the columnwise operand is complete."""
     run, quantize_chunked = subject.bound(desc), subject.offers(desc).quantize_chunked
     if quantize_chunked is None:
         return
@@ -432,7 +438,8 @@ def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> N
 def quantize_and_sum_equals_the_call_and_sums(
     subject: Subject, desc: QuantizeDesc
 ) -> Iterator[float]:
-    """The operands and the count of the call, and column sums of x within the bound of float32."""
+    """The operands and the count of NaN and inf are those of the plain call, and the column sums of
+    x are within the bound of float32."""
     offers = subject.offers(desc)
     for method in (offers.quantize_and_sum, offers.quantize_chunked_and_sum):
         if method is not None:
@@ -456,11 +463,11 @@ def _sums_within(
     return column_sums_within(f"sums of {title}", sums, x)
 
 
-@law(3, "quantize", applies=lambda desc: has_both(desc) and _is_plain(desc))
+@law(3, "quantize", applies=lambda desc: has_both(desc) and _is_elementwise(desc))
 def quantize_columnwise_is_the_operand_of_the_transpose(
     subject: Subject, desc: QuantizeDesc
 ) -> None:
-    """Also for a square matrix, rowwise is the operand of x and columnwise that of x.T."""
+    """The columnwise operand of x is the rowwise operand of x.T, also for a square matrix."""
     size = max(quantize_size(subject, desc, SQUARE, SQUARE))
     x = inputs.matrix("decades", size, size, desc.dtype)
     ours = both(subject, desc, x).ours

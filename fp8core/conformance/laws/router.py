@@ -1,5 +1,8 @@
-"""Law 4 for routers, which choose experts as the reference does, with scores within the bound; for
-the rows of experts, routes and copies bit for bit; and for cross entropy and its gradient."""
+"""Law 4 for routers, routes and cross entropy.
+
+A router chooses the reference's experts, with scores within the bound. Routes and copied rows equal
+the reference's bit for bit; sums of rows, losses and gradients are within the bound.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +39,17 @@ from fp8core.conformance.subject import Subject, on_cpu
 from fp8core.conformance.training_calls import Route, route_of, routing_of, sums_of
 
 SIZES = ((9, 70), (64, 64), (1, 1), (4100, 3), (5, 4100), (3, 33000), (0, 9))
+TARGETS = torch.tensor([0, 69, 70, -1, -100, 2**62, -(2**62), 2**31, 5])
+"""Targets of 9 rows of 70 classes, some of which are no class."""
 
 
 @law(4, "cross_entropy", is_core=True)
 def cross_entropy_is_within_the_bound(subject: Subject, desc: CrossEntropyDesc) -> Iterator[float]:
-    """Computed in float32, of any number of classes, ignored and unknown targets among them."""
+    """The loss is of float32, for any number of classes, ignored and unknown targets too."""
     for call in calls_of(subject, desc, *SIZES):
         yield from _cross_entropy_within(subject, desc, *on_cpu(call.arguments))
     x = inputs.moderate(9, 70, desc.dtype)
-    far = torch.tensor([0, 69, 70, -1, -100, 2**62, -(2**62), 2**31, 5])
-    yield from _cross_entropy_within(subject, desc, x, far)
+    yield from _cross_entropy_within(subject, desc, x, TARGETS)
     large = (x * 1e3).clamp(-6e4, 6e4)
     for logits in (large, _far_from_zero(desc.dtype)):
         yield from _cross_entropy_within(subject, desc, logits, torch.arange(9))
@@ -113,14 +117,13 @@ def cross_entropy_takes_the_largest_floats(
 def cross_entropy_backward_is_within_the_bound(
     subject: Subject, desc: CrossEntropyBackwardDesc
 ) -> Iterator[float]:
-    """Computed in float32, rounded once; a gradient of stride 0 is read right."""
+    """The gradient is rounded once from float32; the backend reads the loss's gradient also with stride 0."""
     for call in calls_of(subject, desc, *SIZES):
         yield _cross_entropy_backward_within(subject, desc, on_cpu(call.arguments))
-    far = torch.tensor([0, 69, 70, -1, -100, 2**62, -(2**62), 2**31, 5])
     grad = torch.tensor(0.125).expand(9)
     for x in (inputs.moderate(9, 70, desc.dtype), _far_from_zero(desc.dtype)):
         largest, log_sum = sums_of(x.float())
-        operands = (grad, x, far, largest, log_sum)
+        operands = (grad, x, TARGETS, largest, log_sum)
         yield _cross_entropy_backward_within(subject, desc, operands)
 
 
@@ -128,8 +131,8 @@ def _cross_entropy_backward_within(
     subject: Subject, desc: CrossEntropyBackwardDesc, operands: tuple[torch.Tensor, ...]
 ) -> float:
     grad, x, target, largest, log_sum = operands
-    moved = grad.to(subject.device)  # its stride is kept
-    result = subject.run(desc, moved, *subject.here((x, target, largest, log_sum)))
+    of_loss = grad.to(subject.device)  # which keeps a stride of 0
+    result = subject.run(desc, of_loss, *subject.here((x, target, largest, log_sum)))
     expected, wide = exact(subject, desc, *operands)
     same_form("grad_x", result, x)
     below, log_sums = wide[3][:, None] - wide[1], wide[4][:, None]
@@ -139,15 +142,15 @@ def _cross_entropy_backward_within(
 
 
 EXPERTS = (6, 12, 30, 33, 129, 516)
-"""Numbers of experts, which the groups of the catalogue divide where they are a multiple of 3."""
+"""Numbers of experts, all multiples of 3; a law takes those that ``num_groups`` divides."""
 
 
 def _experts(desc: RouterDesc | RouterBackwardDesc) -> list[int]:
     return [count for count in EXPERTS if not desc.num_groups or count % desc.num_groups == 0]
 
 
-def _apart(desc: RouterDesc, tokens: int, experts: int, seed: int) -> torch.Tensor:
-    """Return logits that are all different in a row, in steps that the dtype tells apart."""
+def _permuted_logits(desc: RouterDesc, tokens: int, experts: int, seed: int) -> torch.Tensor:
+    """Return logits from -4 to 4 in equal steps, in an order of its own for each row."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(tokens, experts, generator=generator).argsort(1)
     return (order / experts * 8 - 4).to(desc.dtype)
@@ -155,12 +158,12 @@ def _apart(desc: RouterDesc, tokens: int, experts: int, seed: int) -> torch.Tens
 
 @law(4, "router", is_core=True)
 def router_chooses_as_the_reference(subject: Subject, desc: RouterDesc) -> Iterator[float]:
-    """The experts with the highest scores, of any number, and their probabilities."""
+    """The chosen experts have the highest scores, for any number of experts and of tokens."""
     for tokens, experts in ((9, count) for count in _experts(desc)):
-        # 16 bits do not tell this many logits apart: equal logits are in the order of
-        # their experts, which functions of them may lose.
+        # In 16 bits, or of many experts, logits lie close or are equal. Equal logits rank in the
+        # order of their experts, and a score function other than softmax may lose that order.
         is_exact = desc.dtype == torch.float32 and experts <= 129
-        logits = _apart(desc, tokens, experts, experts)
+        logits = _permuted_logits(desc, tokens, experts, experts)
         if is_exact or desc.score_function == "softmax":
             yield _router_within(subject, desc, logits, {}, f"{experts} experts")
     for tokens in (0, 1, 1030):
@@ -205,7 +208,7 @@ def router_takes_the_lower_expert_of_two_alike(
 def router_passes_on_nan(subject: Subject, desc: RouterDesc) -> None:
     """A token with a NaN still goes to topk different experts, and the NaN reaches probs."""
     for experts in _experts(desc)[:3]:
-        logits = _apart(desc, 4, experts, 7)
+        logits = _permuted_logits(desc, 4, experts, 7)
         logits[1, 2], logits[3] = torch.nan, torch.nan
         probs, chosen, _ = on_cpu(subject.run(desc, subject.here(logits)))
         counts = chosen.sum(1).tolist()
@@ -219,7 +222,7 @@ def router_passes_on_nan(subject: Subject, desc: RouterDesc) -> None:
 def router_backward_is_within_the_bound(
     subject: Subject, desc: RouterBackwardDesc
 ) -> Iterator[float]:
-    """Computed in float32, rounded once; the choice has no gradient."""
+    """The gradient is computed in float32 and rounded once; the choice of experts has none."""
     for tokens in (9, 0, 1, 1030):
         call = arguments(subject, desc, Case(size=(tokens, 1)))
         grad, chosen, scores = on_cpu(call.arguments)
@@ -249,7 +252,11 @@ def _router_gradient(
     scores: torch.Tensor,
     sign: int = 1,
 ) -> torch.Tensor:
-    """Return the gradient in float64; from magnitudes with ``sign`` -1, what errors grow with."""
+    """Return the gradient of the logits in float64.
+
+    From magnitudes, with ``sign`` -1, the sum of the magnitudes of its terms: rounding errors are
+    a share of that sum.
+    """
     if not desc.of_all:
         grad = torch.where(chosen, grad * desc.scaling_factor, 0)
     if desc.score_function == "softmax":
@@ -269,7 +276,7 @@ ROWS = ((9, 70), (64, 64), (1, 1), (300, 8), (33, 1030), (3, 4100), (0, 9), (9, 
 
 @law(4, "route", is_core=True)
 def route_equals_the_reference(subject: Subject, desc: RouteDesc) -> None:
-    """Every number of tokens and experts, with rows that are too few and too many."""
+    """Routes of any number of tokens and experts, to fewer and more rows than are taken."""
     sizes = ((9, 6), (1, 1), (70, 3), (1030, 8), (33, 260), (0, 4), (5, 1), (4100, 2))
     for tokens, experts in subject.sizes("route", *sizes):
         routing = routing_of(desc, tokens, experts, 3)
@@ -293,7 +300,7 @@ def route_of_all_or_nothing_equals_the_reference(subject: Subject, desc: RouteDe
 
 @law(4, "route", applies=lambda desc: desc.kind == "rows")
 def route_of_rows_is_inverted(subject: Subject, desc: RouteDesc) -> None:
-    """A permutation of many rows, and numbers that are no rows."""
+    """Routes from the rows' numbers: a permutation of many rows, and numbers out of range."""
     order = torch.randperm(4100, generator=torch.Generator().manual_seed(1)).to(desc.dtype)
     for routing in (order[:, None], order.reshape(-1, 2)):
         _same_route(subject, desc, "a permutation", routing, 4100)
@@ -313,7 +320,7 @@ def _same_route(
 
 
 def _strange(route: Route) -> Route:
-    """Return ``route`` with numbers that are no rows and no entries."""
+    """Return ``route`` with some row numbers and some sources out of range."""
     index, sources = (numbers.clone() for numbers in route)
     lowest, highest = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
     index[0, 0], index[-1, -1], index[1, 0] = highest, lowest, len(sources)
@@ -323,7 +330,8 @@ def _strange(route: Route) -> Route:
 
 @law(4, "dispatch_rows", is_core=True)
 def dispatch_copies_the_rows(subject: Subject, desc: DispatchDesc) -> None:
-    """Bit for bit, inf and NaN too; zeros where no token goes, or an improbable one."""
+    """Rows are copied bit for bit, with inf and NaN; a row without a token is zeros, and with
+    ``skips_improbable`` a row of probability 0."""
     for call in calls_of(subject, desc, *ROWS):
         name = f"{list(call.arguments[0].shape)}"
         _same_rows(subject, call, name)
@@ -345,7 +353,8 @@ def _same_rows(subject: Subject, call: OpCall, name: str) -> None:
 
 @law(4, "combine_rows", is_core=True)
 def combine_is_within_the_bound(subject: Subject, desc: CombineDesc) -> Iterator[float]:
-    """Added in float32, in the order of the slots, and rounded once; values are copied."""
+    """Rows are added in float32, in the order of a token's slots, and rounded once; ``row_values``
+    are copied."""
     for call in calls_of(subject, desc, *ROWS):
         name = f"rows {list(call.arguments[0].shape)}"
         yield _combine_within(subject, call, name)
@@ -379,19 +388,20 @@ def _combine_within(subject: Subject, call: OpCall, name: str) -> float:
 
 @law(4, "combine_rows")
 def combine_passes_on_nan_and_inf(subject: Subject, desc: CombineDesc) -> None:
-    """NaN and inf reach their token alone, also with a weight of 0; of a row of nobody, none."""
+    """NaN and inf of a row reach the row's token alone, also with a weight of 0; a row without a
+    token reaches none."""
     route = route_of(9, 6, 2)
     x = inputs.moderate(len(route.sources), 70, desc.dtype).clone()
-    hit = int((route.sources >= 0).nonzero()[0])
-    idle = int((route.sources < 0).nonzero()[0])
+    row_of_token = int((route.sources >= 0).nonzero()[0])
+    row_of_none = int((route.sources < 0).nonzero()[0])
     weights = torch.ones(9, 6)
-    weights.view(-1)[int(route.sources[hit])] = 0.0
+    weights.view(-1)[int(route.sources[row_of_token])] = 0.0
     index = subject.here(route.places)
     plain, _ = on_cpu(subject.run(desc, subject.here(x), index, weights=subject.here(weights)))
     for value in (torch.nan, torch.inf):
-        x[hit, 3] = x[idle, 5] = value
+        x[row_of_token, 3] = x[row_of_none, 5] = value
         y, _ = on_cpu(subject.run(desc, subject.here(x), index, weights=subject.here(weights)))
-        token = int(route.sources[hit]) // 6
+        token = int(route.sources[row_of_token]) // 6
         require(bool(y[token, 3].isnan()), f"{value} times 0 is not NaN")
         y[token, 3] = plain[token, 3]
         same_bits(f"the other values beside {value}", y, plain)
@@ -401,7 +411,8 @@ def combine_passes_on_nan_and_inf(subject: Subject, desc: CombineDesc) -> None:
 def combine_backward_is_within_the_bound(
     subject: Subject, desc: CombineBackwardDesc
 ) -> Iterator[float]:
-    """Products and sums in float32, rounded once; zeros where no token goes."""
+    """Products and sums are computed in float32 and rounded once; a row without a token has the
+    gradient 0."""
     for call in calls_of(subject, desc, *ROWS):
         yield from _combine_backward_within(subject, desc, call)
 

@@ -51,7 +51,7 @@ class Weight(NamedTuple):
     ``names`` are the names of the weight's parts in files, several where the parts are quantized as
     one tensor, and ``parts`` the values. The first part is the parameter ``target`` of the
     state_dict, or a slice of this parameter; ``module`` holds the parameter. ``scale`` is the
-    delayed scale, None for a scale of the weight's amax.
+    delayed scale, None if the scale follows from the weight's amax.
     """
 
     module: torch.nn.Module
@@ -68,7 +68,8 @@ def weights_of(
     """Return the weights that ``model`` multiplies in low precision, in the order of its modules.
 
     The weights are those of fp8core's layers, or, in a model without any, of the layers that
-    :func:`fp8core.convert` would convert. ``recipe`` None takes that of a converted model.
+    :func:`fp8core.convert` would convert. With ``recipe`` None a layer's own recipe is taken, which
+    :func:`fp8core.convert` gave to the layer.
 
     Raises:
         RecipeError: there is no recipe, a pattern matches nothing, or no weight is left.
@@ -78,16 +79,16 @@ def weights_of(
     naming = Naming(model)
     for node in _layers(model, filter, skip):
         layer = node.module
-        used = recipe
-        if used is None and isinstance(layer, LowPrecisionModule):
-            outside = layer.outside_autocast
-            used = None if outside is None else outside.quantize
-        if used is None:
+        recipe_of_layer = recipe
+        if recipe_of_layer is None and isinstance(layer, LowPrecisionModule):
+            request = layer.outside_autocast
+            recipe_of_layer = None if request is None else request.quantize
+        if recipe_of_layer is None:
             raise RecipeError(
                 f"save_pretrained: {node.path!r} has no recipe. Pass the one of training, as "
                 f"recipe='block'."
             )
-        weights += _weights(node, used, naming)
+        weights += _weights_of_layer(node, recipe_of_layer, naming)
     if not weights:
         raise RecipeError(
             f"save_pretrained({type(model).__name__}): the recipe quantizes no weight of it. Use "
@@ -100,7 +101,7 @@ def weights_of(
 def _layers(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> list[ModuleNode]:
     """Return the layers whose weights are stored quantized, each once."""
     parents: dict[str, torch.nn.Module] = dict(keyed_modules(model))
-    nodes = [  # also those inside fp8core's layers
+    nodes = [  # the modules inside fp8core's layers too
         ModuleNode(path, module, parents[path.rpartition(".")[0]] if path else None)
         for path, module in parents.items()
     ]
@@ -108,7 +109,7 @@ def _layers(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> list
         nodes = [node for node in nodes if _is_native(node.module)]
         check_patterns(filter, skip, [node.path for node in nodes], {})
         reason = unwanted(model, filter, skip, kinds=(torch.nn.Linear, LowPrecisionModule))
-        # Layers that convert() converted were chosen there, unless the caller chooses here.
+        # convert() has chosen the layers that it converted; the caller's filter or skip overrides.
         is_filtered = filter is not None or bool(skip)
         is_chosen = [(RECORD in vars(n.module) and not is_filtered) or not reason(n) for n in nodes]
     else:
@@ -153,7 +154,7 @@ def _gemms(node: ModuleNode, naming: Naming) -> Iterator[_Gemm]:
 
 
 def _expert_gemms(owner: torch.nn.Module, path: str, name: str, naming: Naming) -> Iterator[_Gemm]:
-    """Yield the weight of each expert, in the pieces that files have."""
+    """Yield the weight of each expert, in pieces as files name them."""
     prefix = f"{path}." if path else ""
     value = _parameter(owner, prefix, name)
     if isinstance(value, QuantizedTensor):
@@ -168,7 +169,7 @@ def _expert_gemms(owner: torch.nn.Module, path: str, name: str, naming: Naming) 
         yield owner, prefix + name, tuple(part.name for part in parts), values, expert
 
 
-def _weights(node: ModuleNode, recipe: Recipe, naming: Naming) -> Iterator[Weight]:
+def _weights_of_layer(node: ModuleNode, recipe: Recipe, naming: Naming) -> Iterator[Weight]:
     path, layer, _ = node
     kind = "linear" if isinstance(layer, torch.nn.Linear) else "grouped_linear"
     role = LayerRole(kind, path or None)
@@ -176,10 +177,10 @@ def _weights(node: ModuleNode, recipe: Recipe, naming: Naming) -> Iterator[Weigh
     if isinstance(layer, LowPrecisionModule):
         role = LayerRole(layer.kind, layer.name or path or None)
         scales = layer._buffers.get("scale_fwd")
-    used = recipe_in(recipe, role)
+    inner_recipe = recipe_in(recipe, role)
     for module, target, names, parts, number in _gemms(node, naming):
         first = parts[0]
-        plan = plan_of(LinearPlan, used, role, first.dtype)
+        plan = plan_of(LinearPlan, inner_recipe, role, first.dtype)
         spec = plan.weight.rowwise
         if isinstance(first, QuantizedTensor):
             spec = first.plan.rowwise
@@ -224,7 +225,7 @@ def _parameter(layer: torch.nn.Module, prefix: str, name: str) -> torch.Tensor:
 def operand_of(weight: Weight) -> Operand:
     """Return the rowwise operand of ``weight`` that the layer's forward multiplies.
 
-    The operand is padded with zeros to whole blocks where the format's scales are bytes.
+    Where scales are stored as bytes, the operand is padded with zeros to whole blocks.
 
     Raises:
         OperandError: the weight holds NaN or inf.
@@ -258,9 +259,9 @@ class Saved:
 
     Attributes:
         layout: how the quantized weights are stored.
-        quantized: the names of these weights.
-        high_precision: the modules that are listed as left in high precision.
-        uneven: quantized weights whose sizes blocks do not divide. fp8core and torch read them;
+        quantized: the names of the quantized weights.
+        high_precision: the modules that ``quantization_config`` lists as left in high precision.
+        uneven: the quantized weights with partial blocks. fp8core and torch read partial blocks;
             compressed-tensors 0.20 refuses them, transformers 5.23 refuses or misreads them.
     """
 
@@ -282,22 +283,24 @@ def save_pretrained(
 ) -> Saved:
     """Write ``model`` to ``directory`` with the weights of its linears quantized by ``recipe``.
 
-    The codes and scales are those that a forward under the recipe multiplies, bit for bit; under
-    delayed scaling by the weight's present scale, or by its amax where there is none yet. The files
-    are safetensors with an index, and ``config.json`` has the ``quantization_config``. Weights are
-    quantized one after the other, and held until their file is full.
+    The codes and scales are those that a forward under the recipe multiplies, bit for bit. Under
+    delayed scaling a weight is cast by its present scale, or by its amax before the first scale.
+    The files are safetensors with an index, and ``config.json`` has the ``quantization_config``.
+    Weights are quantized one after the other, and stay in memory until their file is full.
 
-    Embeddings, norms, output heads, routers of experts and biases stay in high precision and are
-    listed. In a model with fp8core's layers, converted or not, the weights of these layers are
-    quantized; in another model, the weights of the linears that :func:`fp8core.convert` would
-    convert. Tied weights are written once. Delayed scales and amax histories are not written.
+    Embeddings, norms, output heads, routers of experts and biases stay in high precision, and the
+    ``quantization_config`` lists their modules. In a model with fp8core's layers, converted or not,
+    the weights of these layers are quantized; in any other model, the weights of the linears that
+    :func:`fp8core.convert` would convert. Tied weights are written once. Delayed scales and amax
+    histories are not written.
 
     Args:
-        model: any module. Of a model of transformers the config is written, too.
-        directory: is created if needed; files of an older checkpoint in it are replaced.
-        recipe: a recipe or its name; None takes that of :func:`fp8core.convert`.
+        model: any module. For a model of transformers the config is written, too.
+        directory: a folder, created if needed; files of an older checkpoint there are replaced.
+        recipe: a recipe or its name; None takes the recipe of :func:`fp8core.convert`.
         method: the ``quant_method`` of the files, ``"fp8"`` (DeepSeek's names, which transformers,
-            vLLM and SGLang read) or ``"compressed-tensors"``; None: the first that has the format.
+            vLLM and SGLang read) or ``"compressed-tensors"``; None takes the first of these that
+            has the format.
         filter, skip: which layers, as in :func:`fp8core.convert`.
         max_shard_size: bytes of a file, as a number or as ``"5GB"``.
 
@@ -315,12 +318,12 @@ def save_pretrained(
     chosen = recipe_from(recipe, "save_pretrained(recipe=...)")
     weights = weights_of(model, chosen, filter, [skip] if isinstance(skip, str) else skip)
     layout, spec = _common_layout(weights, method)
-    left = _left(model, weights)
-    uneven = [name for weight in weights for name in _uneven(weight, layout, spec)]
+    high_precision = _high_precision_modules(model, weights)
+    uneven = [name for weight in weights for name in _uneven_parts(weight, layout, spec)]
     with ShardWriter(directory, limit) as writer:
         for tensors in _tensors(model, weights, layout):
             writer.add(tensors)
-        config = {**_config(model), "quantization_config": layout.config(spec, left)}
+        config = {**_config(model), "quantization_config": layout.config(spec, high_precision)}
         writer.finish(config)
     save = getattr(getattr(model, "generation_config", None), "save_pretrained", None)
     if callable(save):
@@ -335,7 +338,7 @@ def save_pretrained(
             some(uneven),
         )
     names = tuple(name for weight in weights for name in weight.names)
-    return Saved(layout.name, names, tuple(left), tuple(uneven))
+    return Saved(layout.name, names, tuple(high_precision), tuple(uneven))
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -370,13 +373,13 @@ def _common_layout(weights: Sequence[Weight], method: str | None) -> tuple[Layou
                 f"{weight.names[0]!r} as {weight.spec}. A file has one layout; leave the others "
                 f"out by skip= or by PerLayer."
             )
-    # The spec of a weight whose scales are not rounded to powers of two, if there is one.
+    # The config says whether scales are powers of two: so only if the scales of all weights are.
     specs = (weight.spec for weight in weights)
     return layout, next((spec for spec in specs if not spec.power_of_two), first.spec)
 
 
-def _left(model: torch.nn.Module, weights: Sequence[Weight]) -> list[str]:
-    """Return the paths of the modules with parameters of which none is quantized."""
+def _high_precision_modules(model: torch.nn.Module, weights: Sequence[Weight]) -> list[str]:
+    """Return the paths of the modules that have parameters, and no quantized one among them."""
     quantized = {weight.module for weight in weights}
     naming = Naming(model)
     paths: dict[torch.nn.Module, str] = {}
@@ -391,7 +394,8 @@ def _left(model: torch.nn.Module, weights: Sequence[Weight]) -> list[str]:
     ]
 
 
-def _uneven(weight: Weight, layout: Layout, spec: OperandSpec) -> Iterator[str]:
+def _uneven_parts(weight: Weight, layout: Layout, spec: OperandSpec) -> Iterator[str]:
+    """Yield the names of the parts of ``weight`` with partial blocks."""
     block = layout.blocks or spec.block
     for name, parameter in zip(weight.names, weight.parts, strict=True):
         sizes = zip(parameter.shape, block, strict=True)
@@ -433,17 +437,17 @@ def _tensors(
             continue
         if name in by_target:
             for weight in by_target[name]:
-                yield _quantized(weight, layout)
+                yield _quantized_tensors(weight, layout)
         elif naming.of(name) not in parts:
             plain = value.dequantize() if isinstance(value, QuantizedTensor) else value
-            yield _plain(naming, name, plain, is_of_experts=name in experts)
+            yield _plain_tensors(naming, name, plain, is_of_experts=name in experts)
         written.add(identity)
 
 
-def _plain(
+def _plain_tensors(
     naming: Naming, name: str, value: torch.Tensor, *, is_of_experts: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of ``value`` in high precision, a tensor for each expert."""
+    """Return ``value`` in high precision under its name in files; of experts a tensor for each."""
     pieces = naming.pieces(name, value.shape) if is_of_experts else []
     if not pieces:
         return {naming.of(name): value}
@@ -462,8 +466,8 @@ def _identity(value: torch.Tensor) -> Any:
     return (*place, value.dtype, tuple(value.shape), value.stride())
 
 
-def _quantized(weight: Weight, layout: Layout) -> dict[str, torch.Tensor]:
-    """Return the tensors of ``weight``, those of its parts apart."""
+def _quantized_tensors(weight: Weight, layout: Layout) -> dict[str, torch.Tensor]:
+    """Return the codes and scales of ``weight`` by their names in files, split into its parts."""
     operand = operand_of(weight)
     tensors: dict[str, torch.Tensor] = {}
     start = 0
@@ -481,7 +485,7 @@ def _quantized(weight: Weight, layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def _rows(operand: Operand, weight: Weight, start: int, rows: int) -> Operand:
-    """Return the operand of ``rows`` rows from ``start`` on, a part of a weight."""
+    """Return the rows ``start`` to ``start + rows`` of the operand: one part of ``weight``."""
     if len(weight.names) == 1:
         return operand
     step = weight.spec.block[0]
@@ -499,7 +503,7 @@ def _rows(operand: Operand, weight: Weight, start: int, rows: int) -> Operand:
 
 
 def _config(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the config of a model of transformers; empty for another one."""
+    """Return the config of a model of transformers; of any other model an empty dict."""
     config = getattr(model, "config", None)
     as_text = getattr(config, "to_json_string", None)
     if not callable(as_text):
