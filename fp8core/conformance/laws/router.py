@@ -117,7 +117,7 @@ def cross_entropy_takes_the_largest_floats(
 def cross_entropy_backward_is_within_the_bound(
     subject: Subject, desc: CrossEntropyBackwardDesc
 ) -> Iterator[float]:
-    """The gradient is rounded once from float32; the backend reads the loss's gradient also with stride 0."""
+    """The gradient is computed in float32 and rounded once; the argument may have stride 0."""
     for call in calls_of(subject, desc, *SIZES):
         yield _cross_entropy_backward_within(subject, desc, on_cpu(call.arguments))
     grad = torch.tensor(0.125).expand(9)
