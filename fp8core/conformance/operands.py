@@ -59,8 +59,8 @@ def group_offsets(sizes: Sequence[int]) -> torch.Tensor:
 def offsets_for(
     subject: Subject, desc: QuantizeDesc | GroupedGemmDesc, sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Return the offsets of groups of these sizes: on the CPU, or on the device if ``desc`` says
-    so."""
+    """Return the offsets of groups of these sizes: on the device under test with
+    ``desc.offsets_on_device``, else on the CPU."""
     offsets = group_offsets(sizes)
     if not desc.offsets_on_device:
         return offsets
@@ -71,7 +71,8 @@ def offsets_for(
 def groups_of(
     subject: Subject, desc: QuantizeDesc, sizes: Sequence[int]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the argument behind ``x`` of a cast of groups of these sizes, none without groups."""
+    """Return the arguments of a cast that follow ``x``: the offsets of groups of these sizes, or
+    nothing if there are no groups."""
     return (offsets_for(subject, desc, sizes),) if sizes else ()
 
 
@@ -98,9 +99,9 @@ def operand(
     desc = QuantizeDesc(x.dtype, None if columnwise else spec, spec if columnwise else None)
     run = subject.quantizer(desc)
     quantized: Quantized = run(desc, x, **quantize_keywords(subject, desc, seed=seed))
-    chosen = quantized.columnwise if columnwise else quantized.rowwise
-    assert chosen is not None
-    return chosen
+    result = quantized.columnwise if columnwise else quantized.rowwise
+    assert result is not None
+    return result
 
 
 def aligned(subject: Subject, desc: GemmDesc, m: int, n: int, k: int) -> tuple[int, int, int]:
@@ -119,9 +120,9 @@ def gemm_operands(
     columnwise: bool = False,
     seed: int = 0,
 ) -> tuple[Operand, Operand]:
-    """Return operands ``a [m, k]`` and ``b [n, k]``, of the next sizes that the backend takes.
+    """Return operands ``a [m, k]`` and ``b [n, k]``, with sizes rounded up by :func:`aligned`.
 
-    With ``columnwise`` they are the columnwise operands of tensors ``[k, m]`` and ``[k, n]``.
+    With ``columnwise`` these are the columnwise operands of tensors ``[k, m]`` and ``[k, n]``.
     """
     m, n, k = aligned(subject, desc, m, n, k)
     dtype = torch.float32 if desc.low_precision else desc.out_dtype
@@ -154,10 +155,10 @@ def grouped_operands(
 ) -> Groups:
     """Return operands of groups with these ``rows``, rounded up to the backend's alignment.
 
-    The default has empty groups, a group of one step and one longer than a block. ``size`` is
-    ``(m, n, k)`` of one product; the dimension along which the groups lie is not read from it.
-    ``behind`` rows, of no group, lie behind the last one. ``change(x, sizes)`` gives what is
-    quantized for the tensors that groups lie along.
+    The default has empty groups, a group of one step and a group longer than a block. ``size`` is
+    ``(m, n, k)`` of one product; of the dimension along which the groups lie, ``rows`` gives the
+    size instead. ``behind`` rows that belong to no group follow the last group. A grouped tensor
+    ``x`` is quantized as ``change(x, sizes)``.
     """
     align = subject.alignment(desc)
     step = align.k if desc.contract_groups else align.m
@@ -200,6 +201,6 @@ def _grouped_operand(
     desc = QuantizeDesc(x.dtype, rowwise, columnwise, grouped=True, offsets_on_device=on_device)
     keywords = quantize_keywords(subject, desc, len(offsets) - 1)
     quantized: Quantized = subject.quantizer(desc)(desc, x, offsets, **keywords)
-    chosen = quantized[dim]
-    assert chosen is not None
-    return chosen
+    result = quantized[dim]
+    assert result is not None
+    return result

@@ -1,6 +1,6 @@
-"""Resolved operations: a descriptor becomes a callable once, and is looked up by value after.
+"""Resolved operations: a descriptor is bound to a callable once, and then looked up by value.
 
-A *resolver* answers a descriptor with an operation: dispatch, or a record of requests.
+A *resolver* returns an operation for a descriptor. :data:`DISPATCH` is the resolver of backends.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ from fp8core.torch_ops.encoding import Operation
 from fp8core.torch_ops.lasting import lasting
 
 _Key: TypeAlias = "tuple[policy.Policy, settings.Settings, Registry, int]"
-"""What a choice depends on besides the descriptor: the last are the plug-ins and their number."""
+"""The part of a choice's cache key that is read anew each time: the thread's policy, the settings,
+the registry of plug-ins and the number of its rows."""
 
-# Another backend may need memory that is quadratic in the sequence length for them.
+# Announced in any precision: a fallback may need memory quadratic in the sequence length.
 _ATTENTION = (AttentionDesc, AttentionBackwardDesc)
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A bound operation: the callable for the hot path, what it offers besides its call, and how
-    it was chosen. An operator, in a captured graph, offers nothing."""
+    """A bound operation: the callable for the hot path, the callable's optional members, and the
+    choice of its backend. In a captured graph the callable is an operator, without members."""
 
     run: Callable[..., Any]
     offers: Offers
@@ -53,11 +54,11 @@ class Resolved:
     alignment: Alignment
 
     def pair_with(self, second: Resolved) -> PairCast | None:
-        """Return the cast of two dense tensors at once, the second as ``second`` does it, if the
-        backend has one for these two.
+        """Return the cast of two dense tensors in one call, the second tensor as ``second`` casts
+        it; None if the backend has no such cast.
 
         Raises:
-            PluginError: the backend failed at that, or returned something else.
+            PluginError: the backend's ``bind_pair`` failed, or returned no pair cast.
         """
         desc = self.choice.desc
         assert isinstance(desc, QuantizeDesc)
@@ -66,7 +67,7 @@ class Resolved:
 
 
 class _Thread(threading.local):
-    is_capturing: bool | None = None  # None: as torch says
+    is_capturing: bool | None = None  # None: torch.compiler.is_compiling() decides
 
 
 _thread = _Thread()
@@ -84,20 +85,20 @@ def _resolving_to(*, is_captured: bool) -> Iterator[None]:
 capturing = functools.partial(_resolving_to, is_captured=True)
 """Have the calling thread resolve to operators, as for a graph that torch is capturing.
 
-torch.compiler.is_compiling() does not say so everywhere: torch 2.11 calls functions of constants
-with it off."""
+torch.compiler.is_compiling() is not enough: it is off while torch 2.11 calls functions of
+constants."""
 
 in_eager = functools.partial(_resolving_to, is_captured=False)
-"""Have the calling thread resolve to the backends' own callables, also while torch captures: for
-those that torch itself is to look into, as an operator shows it nothing to differentiate."""
+"""Have the calling thread resolve to the backends' own callables, also while torch captures:
+for callables that torch is to trace and differentiate, which it cannot do inside an operator."""
 
 
 def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -> Resolved:
     """Bind ``desc`` for ``device`` under the thread's policy and the environment as it is now.
 
-    A substituted backend is logged, once a process, and so is one that declines a low-precision
-    product, or attention in any precision, which another runs. While torch compiles or exports,
-    the callable is an operator of ``torch.ops.fp8core``.
+    A substitution is logged, once a process. So is a backend that declines a product in low
+    precision, or attention in any precision, and leaves the operation to another backend. While
+    torch compiles or exports, the callable is an operator of ``torch.ops.fp8core``.
 
     Raises:
         UnsupportedError, RecipeError, PluginError: see :func:`fp8core.dispatch.select.choose`.
@@ -110,7 +111,7 @@ def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -
 
 
 def resolve_optional(desc: OpDesc, device: torch.device, backend: str) -> Resolved | None:
-    """Bind an optional operation by ``backend``, or return None if it does not offer it."""
+    """Bind an optional operation by ``backend``, or return None if ``backend`` does not run it."""
     registry = plugins.load()
     if registry.unsupported(registry.backends[backend], desc, device) is not None:
         return None
@@ -118,8 +119,9 @@ def resolve_optional(desc: OpDesc, device: torch.device, backend: str) -> Resolv
 
 
 def transfers(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
-    """Return what moves rows between ``ranks`` beside products: by the backend that multiplies
-    tensors of ``dtype``. None if it has nothing, and in a graph, whose collectives are torch's."""
+    """Return the transfers of rows between ``ranks`` beside products, by the backend that
+    multiplies tensors of ``dtype``. None if the backend has none, and in a graph, whose collectives
+    are torch's."""
     set_by_capture = _thread.is_capturing
     if torch.compiler.is_compiling() if set_by_capture is None else set_by_capture:
         return None
@@ -169,9 +171,9 @@ def forget() -> None:
 
 
 def _announce_declined(choice: select.Choice) -> None:
-    """Warn, once for each backend and reason, that another than the first one runs ``choice``.
+    """Warn, once for each backend and reason, that a backend of higher priority declines.
 
-    Without that, a training run by a slower backend looks like any other.
+    Without the warning, a run on a slower backend looks like any other.
     """
     for refusal in select.declined(choice):
         backend, reason = refusal.backend, refusal.reason
@@ -183,9 +185,10 @@ def _announce_declined(choice: select.Choice) -> None:
 
 
 def _announce_fallback(choice: select.Choice) -> None:
-    """Warn, once for each operation and device, that no backend for the device is there to run it.
+    """Warn, once for each operation and device, that no backend for the device precedes the chosen
+    one.
 
-    Where one is there and declines, that is said instead.
+    A backend for the device that declines is left to :func:`_announce_declined`.
     """
     if not select.declined(choice):
         log_once(
@@ -196,17 +199,18 @@ def _announce_fallback(choice: select.Choice) -> None:
 
 
 class Kernels(NamedTuple):
-    """The kernel that runs an operation, and those of its backend that do not, each with why."""
+    """The kernel that runs an operation, and the backend's other kernels with the reasons against
+    each."""
 
     name: str
     rejected: tuple[tuple[str, str], ...]
 
 
 def kernels_of(choice: select.Choice) -> Kernels:
-    """Return the kernels of ``choice``. The name is the ``kernel`` of its callable, else the name
-    of the callable.
+    """Return the kernels of ``choice``. The name is the callable's ``kernel``, or else the name of
+    the callable itself.
 
-    Binds the operation, as a layer does, and computes nothing.
+    The operation is bound, as by a layer, and not run.
     """
     registry = plugins.load()
     run, offers = registry.bind(registry.backends[choice.backend], choice.desc, choice.device)
@@ -214,8 +218,9 @@ def kernels_of(choice: select.Choice) -> Kernels:
         return Kernels(offers.kernel, offers.other_kernels)
     while isinstance(run, functools.partial):
         run = run.func
-    named = run if hasattr(run, "__qualname__") else type(run)
-    return Kernels(f"{named.__module__}.{named.__qualname__}", offers.other_kernels)
+    callee = run if hasattr(run, "__qualname__") else type(run)
+    name = f"{callee.__module__}.{callee.__qualname__}"
+    return Kernels(name, offers.other_kernels)
 
 
 def _bind_named(backend: str, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
@@ -238,8 +243,8 @@ definition.set_binder(_bind_named)
 
 
 class Purpose(NamedTuple):
-    """The purpose of an operation: the position of its link in the chain, and the link's step,
-    ``fprop``, ``weight``, ``gelu backward``."""
+    """The purpose of an operation: the position of its link in the chain, and the name of its step
+    within the link, as ``fprop``, ``weight`` or ``gelu backward``."""
 
     position: int = 0
     step: str = ""
@@ -250,7 +255,7 @@ UNNAMED = Purpose()
 
 
 class Resolver(Protocol):
-    """The interface that links and quantizers are bound with: an operation for each descriptor."""
+    """The source of operations for links and quantizers that are being bound."""
 
     def resolve(self, desc: OpDesc, device: torch.device, purpose: Purpose) -> Resolved:
         """Return the operation for ``desc``, or raise UnsupportedError."""
@@ -258,14 +263,14 @@ class Resolver(Protocol):
     def resolve_optional(
         self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
     ) -> Resolved | None:
-        """Return the operation for ``desc`` by ``backend``, None if not offered."""
+        """Return the operation for ``desc`` by ``backend``, None if ``backend`` does not run it."""
 
     def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
-        """Return what moves rows between ``ranks`` beside products of ``dtype``, if anything."""
+        """Return the transfers of rows between ``ranks`` beside products of ``dtype``, or None."""
 
 
 class TrackingResolver:
-    """A resolver that answers as another does, and notes who records calls of its operations."""
+    """A resolver that asks another resolver, and notes the recorders of the operations."""
 
     __slots__ = ("_recorders", "_resolver")
 
@@ -275,7 +280,7 @@ class TrackingResolver:
 
     @property
     def recorder(self) -> Recorder | None:
-        """The recorder of all operations so far; None where operations have several, or none."""
+        """The recorder of all operations so far; None if they have several, or one has none."""
         first, *rest = self._recorders or [None]
         return first if all(recorder is first for recorder in rest) else None
 
@@ -288,19 +293,19 @@ class TrackingResolver:
     def resolve_optional(
         self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
     ) -> Resolved | None:
-        """Return the operation for ``desc`` by ``backend``, None if not offered."""
+        """Return the operation for ``desc`` by ``backend``, None if ``backend`` does not run it."""
         resolved = self._resolver.resolve_optional(desc, device, backend, purpose)
         if resolved is not None:
             self._recorders.append(resolved.offers.recorder)
         return resolved
 
     def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
-        """Return what moves rows between ``ranks`` beside products of ``dtype``, if anything."""
+        """Return the transfers of rows between ``ranks`` beside products of ``dtype``, or None."""
         return self._resolver.transfers(ranks, device, dtype)
 
 
 class _Dispatch:
-    """The backends' own operations, by :mod:`fp8core.dispatch.table`."""
+    """The resolver of backends: :func:`resolve`, :func:`resolve_optional`, :func:`transfers`."""
 
     __slots__ = ()
 

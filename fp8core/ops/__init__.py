@@ -1,13 +1,13 @@
 """Operations to combine into a chain, which runs as one autograd node.
 
 ``ops.Sequential(ops.RMSNorm(512), ops.Linear(512, 2048), ops.SwiGLU(), ops.Linear(1024, 512))`` is
-such a chain; the library's layers are chains too. An operation can quantize its result for the
-linear that follows it, by a fused operation if the backend has one. Any layer of the library can be
-an operation, and torch modules and operations of one's own, :class:`BasicOperation`, run between
-the chains.
+a chain, as each of the library's layers is. An operation can quantize its result for the linear
+that follows, by a fused operation if the backend has one. Any layer of the library can be an
+operation. Modules of torch, and a user's own operations (:class:`BasicOperation`), run between the
+chains.
 
-An operation computes in the dtype of its parameters, to which its input is cast, and without
-parameters in that of its input; under torch.autocast in that of torch.autocast.
+An operation with parameters casts its input to their dtype and computes in it; an operation without
+parameters computes in the dtype of its input. Under torch.autocast both compute in its dtype.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Linear(LinearLayer):
         tensor_parallel_mode, sequence_parallel: ``parallel_mode`` and ``sequence_parallel`` of
             ``fp8core.Linear``, over the ranks of ``tensor_parallel_group``, the default group if
             None.
-        rng_state_tracker_function: ``get_rng_state_tracker`` there.
+        rng_state_tracker_function: ``get_rng_state_tracker`` of ``fp8core.Linear``.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class Linear(LinearLayer):
 
     def forward(self, input: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
         """Compute as :meth:`fp8core.Linear.forward` does, from an input of any dtype."""
-        like = self.parameter(f"{self._parts[0][0]}weight")
-        return super().forward(cast_to_weight(input, like), *arguments, **keywords)
+        weight = self.parameter(f"{self._parts[0][0]}weight")
+        return super().forward(cast_to_weight(input, weight), *arguments, **keywords)
 
 
 class BasicLinear(Linear):
@@ -197,8 +197,8 @@ class BasicLinear(Linear):
         accumulate_into_main_grad: bool = False,
         userbuffers_options: object | None = None,
     ) -> None:
-        names = ("userbuffers_options",)
-        refuse_arguments(BasicLinear.__init__, locals(), names, owner="ops.BasicLinear")
+        refused = ("userbuffers_options",)
+        refuse_arguments(BasicLinear.__init__, locals(), refused, owner="ops.BasicLinear")
         super().__init__(
             in_features,
             out_features,
@@ -221,8 +221,8 @@ class GroupedLinear(GroupedLinearLayer):
         num_groups, in_features, out_features, bias, device: as in :class:`fp8core.GroupedLinear`,
             where ``num_groups`` is ``num_gemms``.
         dtype: of the parameters, torch's default if None.
-        accumulate_into_main_grad, delay_wgrad_compute: as ``fuse_wgrad_accumulation`` and
-            ``delay_wgrad_compute`` there.
+        accumulate_into_main_grad, delay_wgrad_compute: ``fuse_wgrad_accumulation`` and
+            ``delay_wgrad_compute`` of :class:`fp8core.GroupedLinear`.
     """
 
     def __init__(
@@ -242,9 +242,9 @@ class GroupedLinear(GroupedLinearLayer):
         scale_bias: bool = False,
         name: str | None = None,
     ) -> None:
-        names = ("rng_state_tracker_function", "single_grouped_weight", "single_grouped_bias")
+        refused = ("rng_state_tracker_function", "single_grouped_weight", "single_grouped_bias")
         refuse_arguments(
-            GroupedLinear.__init__, locals(), (*names, "scale_bias"), owner="ops.GroupedLinear"
+            GroupedLinear.__init__, locals(), (*refused, "scale_bias"), owner="ops.GroupedLinear"
         )
         self.num_groups = num_groups
         super().__init__(
@@ -268,19 +268,19 @@ class GroupedLinear(GroupedLinearLayer):
         output: torch.Tensor | None = None,
         grad_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute as :meth:`fp8core.GroupedLinear.forward` does; ``output`` and ``grad_input`` are
-        its ``out`` and ``dgrad_out``."""
-        like = self._all("weight")[0]
+        """Compute as :meth:`fp8core.GroupedLinear.forward` does, with ``output`` for ``out`` and
+        ``grad_input`` for ``dgrad_out``."""
+        weight = self._all("weight")[0]
         result = super().forward(
-            cast_to_weight(input, like), split_sizes, out=output, dgrad_out=grad_input
+            cast_to_weight(input, weight), split_sizes, out=output, dgrad_out=grad_input
         )
         assert isinstance(result, torch.Tensor)  # the bias is never returned
         return result
 
 
 def _group(is_parallel: bool, group: object | None) -> object | None:
-    """Return the ranks of an operation, if it is spread over several: the default group if none is
-    given."""
+    """Return ``group``, for a parallel operation without a group the default group, if torch has
+    initialized that."""
     if not is_parallel or group is not None:
         return group
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -308,8 +308,8 @@ class Bias(Operation):
     ) -> None:
         super().__init__(None)
         group = _group(tensor_parallel, tensor_parallel_group) if tensor_parallel else None
-        spread = Parallel.of("ops.Bias", group, 1, sequence=False)
-        self.size = spread.part_of("ops.Bias", "size", check_size("ops.Bias", "size", size))
+        parallel = Parallel.of("ops.Bias", group, 1, sequence=False)
+        self.size = parallel.part_of("ops.Bias", "size", check_size("ops.Bias", "size", size))
         target = resolve_device(device)
         self.register_parameter("bias", make_parameter(self.size, device=target, dtype=dtype))
         if target.type != "meta":
@@ -330,7 +330,8 @@ class Bias(Operation):
 class Dropout(Operation):
     """Zeroes elements with probability ``p`` in training and scales the rest by ``1 / (1 - p)``.
 
-    The mask comes from a seed drawn in forward, so nothing is saved and a recompute repeats it.
+    The mask follows from a seed drawn in forward, so no mask is saved, and a recompute repeats the
+    mask.
     """
 
     def __init__(self, p: float) -> None:
@@ -345,12 +346,12 @@ class Dropout(Operation):
 class Quantize(Operation):
     """Quantizes values, gradients or both as the recipe does.
 
-    At the end of a chain the value leaves as a :class:`~fp8core.QuantizedTensor`, which a next
-    layer takes as it is, and at its beginning so does the gradient; in between they are rounded to
-    the format and back. Scales follow from the amaxes of the values, and rounding is to the
-    nearest, also if the GEMMs of the recipe take delayed scales or round stochastically. Where
-    blocks do not divide the columns, rounded plain tensors leave the chain, and without a recipe
-    what came in.
+    At the end of a chain the output is a :class:`~fp8core.QuantizedTensor`, which a next layer
+    takes as it is; at the beginning of a chain the gradient of the input is one. In between, values
+    and gradients are rounded to the format and back. Scales follow from the amaxes of the values,
+    and rounding is to the nearest, also if the GEMMs of the recipe take delayed scales or round
+    stochastically. Where blocks do not divide the columns, the chain returns plain tensors of the
+    rounded values; without a recipe nothing is rounded.
     """
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
@@ -367,7 +368,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if not TYPE_CHECKING:  # to a type checker, it would make every name an attribute
+if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
     def __getattr__(name: str) -> NoReturn:
         """Raise AttributeError, which names the alternative to a name of Transformer Engine."""

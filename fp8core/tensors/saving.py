@@ -1,15 +1,15 @@
-"""What forward saves for backward of weights, and of tensors by Transformer Engine's functions.
+"""The saving of weights from forward to backward, and Transformer Engine's functions that save.
 
-The codes of a weight are a byte for each of its elements, held from forward to backward by every
-layer of a model. Where they are not held, backward quantizes the weight again: forward quantizes it
-rowwise, for its own product, and gives the weight itself to autograd, which counts the writes to
-it. The scale of delayed scaling is updated between forward and backward, so forward's is saved as
-well; all other scales follow from the weight. Both casts together compute what one cast in both
-orientations does.
+The columnwise codes of a weight, a byte for each element, would be held from forward to backward by
+every layer of a model. A layer that holds none quantizes the weight again in backward: forward
+quantizes it rowwise, for its own product, and gives the weight itself to autograd, which counts the
+writes to the weight. A delayed scale is updated between forward and backward, so forward's scale is
+saved as well; all other scales follow from the weight. The two casts together have the bits of one
+cast in both orientations.
 
-Transformer Engine's storage classes are no tensors, and are taken apart to be saved. A
-QuantizedTensor is one, which autograd saves as it is; so its functions pass tensors on here, and
-scripts that call them run.
+Transformer Engine's functions take its storage classes apart to save them, as these are no tensors.
+A QuantizedTensor is a tensor, which autograd saves as it is; so the functions of these names pass
+tensors on here, and scripts that call them run.
 """
 
 from __future__ import annotations

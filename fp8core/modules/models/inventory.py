@@ -1,4 +1,4 @@
-"""What is in a model: its modules by path, those that transformers defines, and matmul FLOPs."""
+"""The contents of a model: modules by path, those that transformers defines, and matmul FLOPs."""
 
 from __future__ import annotations
 
