@@ -1,10 +1,11 @@
 """Optional members of bound callables, for speed alone.
 
-A backend without them is complete. The callable that :meth:`fp8core.backend_api.Backend.bind`
-returns may have the members of these protocols, for the descriptors that each names. Members are
-looked up once, when the operation is bound; a method that cannot be called as written here is an
-error then. A member that is None is not offered. :class:`RecordsCalls` and :class:`MovesBeside` are
-of the backend, :class:`RecordsFunctions` of its recorder.
+A backend without optional members is complete. The callable that
+:meth:`fp8core.backend_api.Backend.bind` returns may have the members of these protocols, for the
+descriptors that each protocol names. Members are looked up once, when the operation is bound; a
+method with another signature than here is an error of binding. A member that is None is absent.
+:class:`RecordsCalls` and :class:`MovesBeside` are protocols of the backend itself,
+:class:`RecordsFunctions` of its recorder.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ class NamesKernel(Protocol):
 class NamesOtherKernels(Protocol):
     """A callable of any descriptor of a backend that has several kernels for the operation.
 
-    ``explain`` shows ``other_kernels``: each kernel that the call does not run, and why not, in the
-    order of preference.
+    ``explain`` shows ``other_kernels``: each kernel that the call does not run, and the reason, in
+    the order of preference.
     """
 
     other_kernels: tuple[tuple[str, str], ...]
 
 
 class Chunks(Protocol):
-    """A rowwise operand ``[rows, k]`` that is quantized while it is read, once, some rows at a
-    time: less memory for a large gradient than its codes as a whole.
+    """A rowwise operand ``[rows, k]``, quantized some rows at a time while a caller reads the
+    chunks, once: a large gradient then needs less memory than all of its codes.
 
     Iterating yields ``(start, end, operand)``: the operand of rows ``start`` to ``end``, whose
-    memory the next one may overwrite. Together they are all rows, in order.
+    memory the next chunk may overwrite. The chunks are all rows, in order.
     """
 
     rows: int
@@ -71,7 +72,7 @@ class QuantizesChunked(Protocol):
         amax_out: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
     ) -> Quantized | QuantizedChunks:
-        """Quantize ``x`` as the call does, in chunks or, where that saves nothing, as a whole.
+        """Quantize ``x`` as the call does, in chunks, or as a whole where chunks save nothing.
 
         ``scale`` and ``amax_out`` are given for delayed specs alone. The amax and the count are
         complete when all chunks are read.
@@ -79,16 +80,16 @@ class QuantizesChunked(Protocol):
 
 
 class ComputedRows(Protocol):
-    """A tensor whose ``shape`` is ``[rows, cols]``, computed while it is read, once, some rows at a
-    time."""
+    """A tensor whose ``shape`` is ``[rows, cols]``, computed some rows at a time while a reader
+    asks for the rows, once."""
 
     shape: Sequence[int]
 
     def rows_of(self, start: int, end: int) -> torch.Tensor:
         """Return rows ``start`` to ``end``, contiguous and on a multiple of 16 bytes.
 
-        Called for all rows, in order; no later call has more rows than the first. The next call may
-        overwrite the memory.
+        A reader calls for all rows, in order; no later call has more rows than the first. The next
+        call may overwrite the memory of the rows.
         """
 
 
@@ -107,10 +108,10 @@ class FusesChunked(Protocol):
         amax_out: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
     ) -> tuple[Any, ...]:
-        """Return what the call does, with :class:`QuantizedChunks` in the place of
-        :class:`~fp8core.backend_api.Quantized` unless that saves nothing.
+        """Return the results of the call, with :class:`QuantizedChunks` in the place of
+        :class:`~fp8core.backend_api.Quantized` unless chunks save nothing.
 
-        ``grad_output`` may come as rows that are computed when a chunk is read. The keywords are as
+        ``grad_output`` may be rows that are computed when a chunk is read. The keywords are those
         of :class:`QuantizesChunked`; the amax, the count and the column sums, if
         :class:`~fp8core.backend_api.FusedDesc` asks for them, are complete when all chunks are
         read.
@@ -130,15 +131,15 @@ class AddsGradients(Protocol):
         rstd: torch.Tensor,
         added: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return what the call does, with ``grad_x + added`` in the place of ``grad_x``.
+        """Return the results of the call, with ``grad_x + added`` in the place of ``grad_x``.
 
-        ``added`` has the shape and dtype of ``grad_x``, which is rounded before the sum is.
+        ``added`` has the shape and dtype of ``grad_x``. ``grad_x`` is rounded, and then the sum.
         """
 
 
 class QuantizesAndSums(Protocol):
-    """A callable of a dense QuantizeDesc that can add up the columns of the tensor while it casts
-    it: a gradient, and the gradient of a bias, in one reading."""
+    """A callable of a dense QuantizeDesc that can cast a tensor and add up its columns in one
+    reading: a gradient's cast, and the gradient of a bias."""
 
     def quantize_and_sum(
         self,
@@ -148,8 +149,8 @@ class QuantizesAndSums(Protocol):
         amax_out: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
     ) -> tuple[Quantized, torch.Tensor]:
-        """Quantize ``x`` as the call does; return its column sums as well, of which
-        :class:`~fp8core.backend_api.ColumnSumsDesc` says what they are.
+        """Quantize ``x`` as the call does, and return the column sums of
+        :class:`~fp8core.backend_api.ColumnSumsDesc` as well.
 
         ``scale`` and ``amax_out`` are given for delayed specs alone.
         """
@@ -166,12 +167,12 @@ class QuantizesChunkedAndSums(Protocol):
         amax_out: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
     ) -> tuple[Quantized | QuantizedChunks, torch.Tensor]:
-        """Quantize ``x`` as ``quantize_chunked`` does; return its column sums as well, which are
-        complete when all chunks are read."""
+        """Quantize ``x`` as ``quantize_chunked`` does, and return its column sums as well; the sums
+        are complete when all chunks are read."""
 
 
 class PairCast(Protocol):
-    """The cast of two dense tensors in one call: the bits of a call for each."""
+    """The cast of two dense tensors in one call, with the bits of a separate call for each."""
 
     def __call__(
         self,
@@ -182,7 +183,8 @@ class PairCast(Protocol):
         amax_out: Slots = (None, None),
         nonfinite_out: Slots = (None, None),
     ) -> tuple[Quantized, Quantized]:
-        """Quantize both; ``scale`` and ``amax_out`` are given for delayed specs alone."""
+        """Quantize ``x`` and ``other``; ``scale`` and ``amax_out`` are given for delayed specs
+        alone."""
 
 
 class QuantizesPairs(Protocol):
@@ -190,14 +192,15 @@ class QuantizesPairs(Protocol):
     a layer's input and its weight in one launch."""
 
     def bind_pair(self, other: Callable[..., Quantized]) -> PairCast | None:
-        """Return the cast of a tensor as this call does it, and of another as ``other`` does it,
-        which is a callable that the same or another backend has bound; None if there is none."""
+        """Return the cast of two tensors: the first as by this callable, the second as by
+        ``other``, a callable that this or another backend has bound. None if there is no such
+        cast."""
 
 
 class PreparesUpdates(Protocol):
-    """A callable of a ScaleUpdateDesc that can be told once which states it updates in each step.
+    """A callable of a ScaleUpdateDesc that can be prepared for the states of all later steps.
 
-    Without it the call is made in each step, with the same sequences.
+    Without ``prepare`` the callable is called in each step, with the same sequences.
     """
 
     def prepare(
@@ -209,7 +212,8 @@ class PreparesUpdates(Protocol):
     ) -> Callable[[], None]:
         """Return the update of these tensors as a function of no arguments.
 
-        The tensors stay; their storage may be replaced between two steps (``.data``, ``set_``).
+        The tensors remain the same objects; their storage may be replaced between two steps
+        (``.data``, ``set_``).
         """
 
 
@@ -223,23 +227,23 @@ class Repeat(Protocol):
     def __call__(
         self, leading: tuple[torch.Tensor, ...], saved: list[torch.Tensor | None] | None = None
     ) -> tuple[torch.Tensor | None, ...] | None:
-        """Return what the run returned, for these tensors: the same bits, in new memory.
+        """Return the results of the run for these tensors: the same bits, in new memory.
 
-        ``saved`` is emptied, each tensor as early as it is no longer read. None if the addresses do
-        not fit: then nothing was done.
+        ``saved`` is emptied: each tensor is dropped after its last reader. None if the addresses do
+        not fit; nothing was computed then.
         """
 
 
 class Recording(NamedTuple):
-    """The results of a run, and the callable that repeats it, None if the run did something that is
-    not repeated."""
+    """The results of a run, and the callable that repeats the run; None if the run did something
+    that cannot be repeated."""
 
     results: Sequence[torch.Tensor | None]
     repeat: Repeat | None
 
 
 class Recorder(Protocol):
-    """Records runs of bound operations on one device, so that each is one call from then on."""
+    """Records runs of bound operations on one device, so that a repeated run is one call."""
 
     def record(
         self,
@@ -253,8 +257,8 @@ class Recorder(Protocol):
         ``run`` returns tensors that bound operations computed from ``leading`` and ``saved``, and
         from ``constants``, the tensors that are the same in each repeat and may be written: delayed
         scales, amaxes, counters. ``run`` has no other effect, and may empty a list ``saved``.
-        Operations of torch within it are the recorder's to repeat, or to notice: then nothing is
-        repeated.
+        An operation of torch within the run has to be repeated by the recorder as well, or to be
+        noticed: the recording then has no ``repeat``.
         """
 
 
@@ -267,7 +271,7 @@ class RecordsFunctions(Recorder, Protocol):
 
         Each repeat calls the function at this point of the run, with its own tensors in the places
         of ``tensors``, which are arguments or results of the run, or views of these. The function
-        returns a tensor, also one of ``tensors``; what the function does is not recorded.
+        returns a tensor, which may be one of ``tensors``; operations inside it are not recorded.
         """
 
 
@@ -276,15 +280,15 @@ class RecordsCalls(Protocol):
     """A backend that can record runs of the operations that it has bound."""
 
     def recorder(self, desc: OpDesc, device: torch.device) -> Recorder | None:
-        """Return what records calls of ``desc`` on ``device``, None if nothing does.
+        """Return the recorder of calls of ``desc`` on ``device``, None if there is none.
 
         Operations with the same recorder can be recorded in one run.
         """
 
 
 class ComputesParts(Protocol):
-    """A callable of a dense GemmDesc that can compute a product some rows at a time, while others
-    travel between ranks or are cast."""
+    """A callable of a dense GemmDesc that can compute a product some rows at a time, while other
+    rows travel between ranks or are cast."""
 
     def gemm_part(
         self,
@@ -295,16 +299,16 @@ class ComputesParts(Protocol):
         bias: torch.Tensor | None = None,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute the product of ``a``, which is a part of an operand of ``rows`` rows, in ``out``.
+        """Write the product of ``a``, a part of an operand of ``rows`` rows, to ``out``.
 
-        Where the call computes the same bits in every process, these are the bits that it gives the
-        same rows of the whole product. For descriptors without ``accumulate``.
+        Where the call has the same bits in every process, ``out`` has the bits of the same rows of
+        the whole product. For descriptors without ``accumulate``.
         """
 
 
 class Ranks(Protocol):
-    """The group of ranks that rows are moved between: this one is ``rank`` of ``size``, and
-    torch.distributed knows the group as ``group_name``."""
+    """The group of ranks between which rows move: this process is ``rank`` of ``size``, and
+    ``group_name`` is the group's name in torch.distributed."""
 
     size: int
     rank: int
@@ -314,9 +318,8 @@ class Ranks(Protocol):
 class Sending(Protocol):
     """A sum over ranks under way, of which each rank gets a part of the rows.
 
-    A rank writes its addend to the part of each other rank to ``part(rank)`` on the current stream
-    and calls ``send(rank)``, for one after the other in the ``order`` given. Then it calls
-    ``finish``.
+    For each other rank, in ``order``, a rank writes its addend to that rank's part into
+    ``part(rank)`` on the current stream, and calls ``send(rank)``. ``finish`` is the last call.
     """
 
     order: Sequence[int]
@@ -325,13 +328,14 @@ class Sending(Protocol):
         """Return unfilled, contiguous memory for this rank's addend to the part of ``rank``."""
 
     def send(self, rank: int) -> None:
-        """Start to move what was written to ``part(rank)``."""
+        """Start to move the contents of ``part(rank)``."""
 
     def finish(self, mine: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-        """Start to add what the other ranks send to ``mine``, this rank's addend to its own part.
+        """Start to add the other ranks' addends to ``mine``, this rank's addend to its own part.
 
-        Returns the sum, and what has the current stream wait for it; until then ``mine`` is read.
-        The addends are added in any order, each sum rounded to the dtype or not at all.
+        Returns the sum, and a function that has the current stream wait for the sum; ``mine`` is
+        read until then. The order of the addends is any; each sum is rounded to the dtype or not at
+        all.
         """
 
 
@@ -344,8 +348,8 @@ class Transfers(Protocol):
     """
 
     def takes(self, num_bytes: int) -> bool:
-        """Whether a rank's part of so many bytes is moved, the same answer on every rank. Small
-        ones are faster by a collective of the process group."""
+        """Say whether a rank's part of ``num_bytes`` is moved, the same on every rank. Small parts
+        are faster by a collective of the process group."""
 
     def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[int], object]]:
         """Start to concatenate the ``x`` of all ranks along dimension 0.
@@ -356,7 +360,7 @@ class Transfers(Protocol):
         """
 
     def scatter(self, size: Sequence[int], dtype: torch.dtype) -> Sending:
-        """Start a sum of tensors of which each rank gets a part of this ``size``."""
+        """Start a sum over ranks of which each rank gets a part of ``size``."""
 
 
 class TakesMaxima(Protocol):
@@ -366,8 +370,8 @@ class TakesMaxima(Protocol):
     def maximum(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the elementwise maximum of the ``x`` of all ranks, a new tensor.
 
-        None, on every rank, of tensors that the process group had better reduce. For one on meta,
-        by which ``explain`` asks, nothing is read.
+        None, on every rank, for tensors that the process group reduces faster. ``explain`` calls
+        with a tensor on meta, of which nothing is read.
         """
 
 
@@ -376,8 +380,8 @@ class MovesBeside(Protocol):
     """A backend that can move rows between ranks beside its products."""
 
     def transfers(self, ranks: Ranks, device: torch.device) -> Transfers | None:
-        """Return what moves rows of tensors on ``device`` between ``ranks``, None if nothing does.
+        """Return the transfers of rows on ``device`` between ``ranks``, None if there are none.
 
-        Called on all ranks when a layer is bound. Neither talks to another rank nor takes memory of
-        the device.
+        A layer that is bound calls this on all ranks. The method neither talks to another rank nor
+        takes memory of the device.
         """

@@ -1,7 +1,7 @@
-"""Ranks compare texts by way of the key-value store of their group, and not by a collective.
+"""A comparison of texts between ranks, by the key-value store of their group, not by a collective.
 
-A rank that compares waits for the others here. So it does not disturb a rank that has nothing to
-compare and waits in a collective, and that rank can see why the collective does not end::
+A rank that compares waits at the store. A rank that compares nothing and waits in a collective is
+not disturbed, and finds in the store why the collective does not end::
 
     rank 0, still in its step               rank 1, whose recipe has changed
     -------------------------------------   ------------------------------------------
@@ -9,10 +9,10 @@ compare and waits in a collective, and that rank can see why the collective does
     looks into the store: rank 1 compares,  waits for the claims of all
     and has not begun the 18th collective
     posts its own claim
-    both raise what they have claimed
+    both raise an error with both claims
 
-A comparison has two phases: of digests, and, where those differ, of the texts. The rank whose claim
-is the last one reads all of them and posts the verdict, so that the others read one key.
+A comparison has two phases: of digests, and, where digests differ, of texts. The last rank to post
+reads all posts and posts the verdict, so that every other rank reads one key.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Store(Protocol):
 
 
 class Claim(NamedTuple):
-    """The claim of a rank: ``text`` describes ``subject``.
+    """The claim of a rank about ``subject``, which ranks compare by its description, ``text``.
 
-    ``waits_in`` is the collective that the rank waits in, "" if it compares.
+    ``waits_in`` is the collective in which the rank waits, "" for a rank that compares.
     """
 
     subject: str
@@ -62,18 +62,18 @@ class Comparisons:
         self._size = size
         self._timeout_s = timeout_s
         self._number = 0
-        # A group may have the name, and the keys, of one that was destroyed: each has a number,
-        # which follows from how many ranks have begun their first comparison.
+        # A new group may have the name, and so the keys, of a destroyed group. Groups therefore
+        # have numbers: of all first comparisons at a store, each ``size`` belong to one group.
         self._group: int | None = None
 
     def compare(self, claim: Claim, collectives: int) -> list[Claim] | None:
-        """Return the claims of all ranks if they differ, None if they do not.
+        """Return the claims of all ranks if these differ, else None.
 
-        ``collectives`` is how many collectives this rank has begun.
+        ``collectives`` is the number of collectives that this rank has begun.
 
         Raises:
             CollectiveError: a rank did not compare anything before the timeout, or the store is
-                gone, as where the process that holds it has ended.
+                gone, as after the end of the process that holds the store.
         """
         try:
             return self._compare(claim, collectives)
@@ -84,10 +84,10 @@ class Comparisons:
             raise CollectiveError.of(stage, error) from None
 
     def parted(self, collectives: int, claim: Callable[[str], Claim]) -> list[Claim] | None:
-        """Return the claims of all ranks if one compares that has not begun the collective in which
-        this rank waits, its number ``collectives``; None if there is no such rank.
+        """Return the claims of all ranks if a rank compares before it has begun the collective, of
+        number ``collectives``, in which this rank waits; None if there is no such rank.
 
-        ``claim(subject)`` is what this rank says about what is compared then.
+        ``claim(subject)`` gives this rank's claim about the subject of that comparison.
         """
         if self._group is None:
             begun = self._store.add("fp8core/begun", 0)
@@ -119,8 +119,8 @@ class Comparisons:
         return f"fp8core/{group}/{number}"
 
     def _meet(self, phase: str, post: list[object], subject: str) -> str:
-        """Post what this rank says, and return the verdict: all posts as a list in JSON, or that
-        their digests are the same."""
+        """Write the post of this rank to the store, and return the verdict: the posts of all ranks
+        as a list in JSON, or :data:`_SAME` for equal digests."""
         prefix = f"{self._prefix(self._group, self._number)}/{phase}"
         store, verdict = self._store, f"{prefix}/verdict"
         store.set(f"{prefix}/{self._rank}", json.dumps(post))
@@ -130,14 +130,14 @@ class Comparisons:
         keys = [f"{prefix}/{rank}" for rank in range(self._size)]
         posts = [json.loads(store.get(key)) for key in keys]
         is_same = phase == "digest" and all(digest[1] == posts[0][1] for digest in posts)
-        judged = _SAME if is_same else json.dumps(posts)
-        store.set(verdict, judged)
+        outcome = _SAME if is_same else json.dumps(posts)
+        store.set(verdict, outcome)
         for key in (*keys, f"{prefix}/count"):
             store.delete_key(key)
-        if self._number:  # all ranks are here, so all have read that verdict
+        if self._number:  # all ranks are in this comparison, so have read the verdict of the last
             before = self._prefix(self._group, self._number - 1)
             store.delete_key(f"{before}/{phase}/verdict")
-        return judged
+        return outcome
 
     def _wait(self, prefix: str, subject: str) -> None:
         end, pause = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S

@@ -1,6 +1,6 @@
 """Matrices that find faults: many decades, outliers, zeros, subnormals, inf and NaN, odd strides.
 
-All are drawn on the CPU from a fixed seed, so that a failure is the same everywhere.
+All matrices are drawn on the CPU from a fixed seed, so that a failure repeats on every machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _holes(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _tiny(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """Subnormals of the dtype in some rows, and next to them its smallest normals."""
+    """Subnormals of the dtype in every second row, and small normals in the other rows."""
     limits = torch.finfo(dtype)
     steps = (_uniform(rows, cols, 5) * 64).round() * _normal(rows, cols, 6).sign()
     x = steps.double() * limits.tiny * limits.eps
@@ -57,11 +57,11 @@ def _huge(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _nonfinite(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """NaN and inf scattered over the matrix, a row of NaN, and a row whose one odd value is inf."""
+    """NaN and inf scattered over the matrix, a row of NaN, and an inf in another row."""
     x = _normal(rows, cols, 8)
-    odd = _uniform(rows, cols, 9)
+    draw = _uniform(rows, cols, 9)
     for at, value in enumerate((math.nan, math.inf, -math.inf)):
-        x[(odd > 0.9 + 0.03 * at) & (odd < 0.91 + 0.03 * at)] = value
+        x[(draw > 0.9 + 0.03 * at) & (draw < 0.91 + 0.03 * at)] = value
     x[rows // 2] = math.nan
     x[rows // 3, cols // 2] = math.inf
     return x
@@ -79,9 +79,10 @@ KINDS: dict[str, Callable[[int, int, torch.dtype], torch.Tensor]] = {
 
 @functools.lru_cache(maxsize=512)
 def matrix(kind: str, rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return ``x [rows, cols]`` of ``dtype`` on the CPU; it is cached, so it must not be written.
+    """Return ``x [rows, cols]`` of ``dtype`` on the CPU, from a cache: callers must not write to
+    ``x``.
 
-    Another seed, below 8, gives other values of the same kind.
+    Seeds from 0 to 7 give different values of the same kind.
     """
     if rows == 0 or cols == 0:
         return torch.empty(rows, cols, dtype=dtype)
@@ -113,9 +114,9 @@ def late(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def far_from_zero(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``x [rows, cols]`` in whose rows every element is one value or the next above it.
+    """Return ``x [rows, cols]`` whose rows hold two values each: a base and a value just above.
 
-    The first element of a row, and one in twenty of the others, is the next value above.
+    The first element of a row, and one in twenty of the rest, has the value above.
     """
     base = 1 + _uniform(rows, 1, 12)
     steps = (_uniform(rows, cols, 13) < 0.05).float()
@@ -124,8 +125,8 @@ def far_from_zero(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of ``x``, contiguous, one element behind the start of their memory, so
-    that the address is aligned to an element and to nothing larger."""
+    """Return a contiguous copy of ``x``, one element behind the start of its memory: the address is
+    aligned to an element and to nothing larger."""
     buffer = torch.full((x.numel() + 1,), 77, dtype=x.dtype, device=x.device)
     view = buffer[1:].view(x.shape)
     view.copy_(x)
@@ -133,7 +134,7 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor, its first dimension innermost, with a gap behind each."""
+    """Return a copy of ``x`` with the first dimension innermost and a gap behind each element."""
     backwards = range(x.ndim - 1, -1, -1)
     *outer, last = x.permute(*backwards).shape
     buffer = torch.full((*outer, 2 * last + 1), 77, dtype=x.dtype, device=x.device)
@@ -143,7 +144,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
 
 
 def spaced(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of the matrix ``x``, row after row, with a gap between the rows."""
+    """Return a copy of the matrix ``x`` with a gap between the rows."""
     rows, cols = x.shape
     buffer = torch.full((rows, cols + 3), 77, dtype=x.dtype, device=x.device)
     view = buffer[:, 1 : cols + 1]
@@ -152,8 +153,8 @@ def spaced(x: torch.Tensor) -> torch.Tensor:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of ``x``, row after row, with gaps that leave whole vectors of 16 elements
-    at aligned addresses."""
+    """Return a copy of ``x`` with gaps between the rows that leave whole vectors of 16 elements at
+    aligned addresses."""
     *outer, last = x.shape
     buffer = torch.full((*outer, last + 32), 77, dtype=x.dtype, device=x.device)
     view = buffer[..., 16 : 16 + last]
@@ -162,12 +163,12 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of ``x``, its first dimension innermost in memory."""
+    """Return a copy of ``x`` with the first dimension innermost in memory."""
     backwards = range(x.ndim - 1, -1, -1)
     return x.permute(*backwards).contiguous().permute(*backwards)
 
 
 def expanded(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose rows are all the middle row of ``x``, at stride 0, as the gradient of a
-    sum is."""
+    """Return the middle row of ``x`` in the place of every row, with stride 0, as in the gradient
+    of a sum."""
     return x[len(x) // 2 :][:1].expand(*x.shape)

@@ -1,7 +1,7 @@
-"""Calls into plug-ins: whatever their code raises, ``sys.exit()`` too, becomes a reason.
+"""Calls into plug-ins: every exception of a plug-in, also ``sys.exit()``, becomes a reason.
 
-An exception that the user causes meanwhile passes through: Ctrl-C, and one raised by a signal
-handler of the program, such as ``sys.exit()`` on SIGTERM. Both concern the process as a whole.
+Exceptions of the user pass through: Ctrl-C, and an exception from a signal handler of the program,
+such as ``sys.exit()`` on SIGTERM. These concern the process as a whole.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from fp8core.errors import (
 Result = TypeVar("Result")
 
 MOST_CHARACTERS = 4000
-"""The length of a reason: enough for a compiler's message, little enough for a table."""
+"""The limit of a reason's length: enough for a compiler's message, little enough for a table."""
 
 _ERRORS = (
     *(CollectiveError, NonFiniteError, OperandError, PluginError, RecipeError, UnsupportedError),
     Fp8CoreError,
 )
 
-# Reads the name that a class was defined with; a metaclass could answer with another, or raise.
+# Reads the name in a class's definition; ``__name__`` of a metaclass could be another, or raise.
 _class_name: Any = vars(type)["__name__"].__get__
 
 
 def name_of_class(value: object) -> str:
-    """Return the name of the class of ``value``, running none of its code."""
+    """Return the name of the class of ``value`` without running code of that class."""
     name: str = _class_name(type(value))
     return plain(name)
 
 
 def is_a(value: object, kind: type) -> bool:
-    """Say whether ``value`` is of the class ``kind``, running none of its code.
+    """Say whether ``value`` is of the class ``kind`` without running code of its class.
 
-    isinstance would run a property ``__class__``.
+    ``isinstance`` would run a property ``__class__``.
     """
     return issubclass(type(value), kind)
 
@@ -60,9 +60,9 @@ def plain(text: str) -> str:
     a\x1b[2Jb
     """
     text = str.__str__(text)
-    left = len(text) - MOST_CHARACTERS
+    num_more = len(text) - MOST_CHARACTERS
     beginning = "".join(map(_printable, text[:MOST_CHARACTERS]))
-    return beginning if left <= 0 else f"{beginning}... and {left} more characters"
+    return beginning if num_more <= 0 else f"{beginning}... and {num_more} more characters"
 
 
 def _printable(character: str) -> str:
@@ -81,11 +81,11 @@ class Failure:
         return describe(self.error)
 
     def fail(self, action: str) -> NoReturn:
-        """Raise PluginError, whose text is ``action``, the call that failed, and the reason.
+        """Raise PluginError with a text of ``action``, which names the call, and the reason.
 
-        Errors of fp8core, which name the fault, and a lack of memory, which programs handle, are
-        raised as they are. An error of a class that a plug-in derived from one of fp8core's, with a
-        constructor of unknown arguments, is raised as the nearest class of fp8core.
+        An error of fp8core, which names the fault, and a lack of memory, which programs handle, are
+        raised unchanged. A plug-in's class derived from an error of fp8core may have a constructor
+        of any arguments: such an error is raised as the nearest class of fp8core.
         """
         kind = next((kind for kind in _ERRORS if is_a(self.error, kind)), None)
         if type(self.error) is kind or is_a(self.error, torch.OutOfMemoryError):
@@ -96,22 +96,22 @@ class Failure:
 
 
 def attempt(call: Callable[[], Result]) -> Result | Failure:
-    """Return what ``call`` returns, or how it failed.
+    """Return the result of ``call``, or the failure.
 
     Raises:
-        BaseException: the user caused it meanwhile, by Ctrl-C or in a signal handler.
+        BaseException: the user interrupted ``call``, by Ctrl-C or in a signal handler.
     """
     try:
         result = call()
-        isinstance(result, Failure)  # callers ask it; here it may run a property __class__
+        isinstance(result, Failure)  # as callers do; a property __class__ then fails here
         return result
     except BaseException as error:
-        if _is_users(error):
+        if _is_of_user(error):
             raise
         return Failure(error)
 
 
-def _is_users(error: BaseException) -> bool:
+def _is_of_user(error: BaseException) -> bool:
     """Say whether Ctrl-C or a signal handler written in Python raised ``error``."""
     if is_a(error, KeyboardInterrupt):
         return True
@@ -122,7 +122,7 @@ def _is_users(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return ``error`` as a reason: its text, and its class unless that is one of fp8core's.
+    """Return ``error`` as a reason: its text, after the class's name unless it is fp8core's.
 
     >>> describe(SystemExit(3)), describe(Fp8CoreError("no such thing"))
     ('SystemExit: 3', 'no such thing')
@@ -135,9 +135,10 @@ def describe(error: BaseException) -> str:
 
 
 def answered(question: str, reason: object) -> str | None:
-    """Return the ``reason`` that a plug-in's method gave, checked: a text, or None.
+    """Return the ``reason`` that a plug-in's method returned, a text or None; for any other value a
+    reason that names the value.
 
-    ``question`` is what messages call the method.
+    ``question`` names the method in messages.
     """
     if reason is None:
         return None
@@ -149,7 +150,7 @@ def answered(question: str, reason: object) -> str | None:
 
 
 def shown(value: object) -> str:
-    """Return ``value`` as a message shows it, even if its ``repr`` raises."""
+    """Return the text of ``value`` for a message, even if its ``repr`` raises."""
     text = attempt(lambda: plain(repr(value)))
     if isinstance(text, Failure):
         return f"an object of class {name_of_class(value)}"

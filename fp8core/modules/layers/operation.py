@@ -1,4 +1,5 @@
-"""Layers of one operation: their base, and those that shape, move, scale, add and drop tensors."""
+"""Layers of one operation: the base class, and operations that reshape, move, scale, add and drop
+tensors."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ _Self = TypeVar("_Self", bound="ExtraTensors")
 
 
 class ExtraTensors:
-    """How many tensors an operation takes besides its input, and returns besides its output.
+    """The tensors that an operation takes besides its input, and returns besides its output.
 
-    In an ``ops.Sequential`` the extra inputs come from its call, in the order of the operations,
-    and the extra outputs follow its output. A channel leads one from an operation to a later one
-    instead.
+    In an ``ops.Sequential`` extra inputs are arguments of the Sequential's call, in the order of
+    the operations, and extra outputs follow the Sequential's output. A channel instead passes an
+    extra output of an operation to later operations as an extra input.
     """
 
     num_extra_inputs: ClassVar[int] = 0
@@ -40,7 +41,7 @@ class ExtraTensors:
     _output_channels: dict[int, tuple[str, bool]] | None = None
 
     def set_extra_input_channel(self: _Self, index: int, channel: str | None) -> _Self:
-        """Have the extra input ``index`` come from ``channel`` instead of the call; None undoes it.
+        """Take the extra input ``index`` from ``channel``, or with None from the call again.
 
         Raises:
             OperandError: there is no such extra input, or the channel is no name.
@@ -56,9 +57,9 @@ class ExtraTensors:
     def set_extra_output_channel(
         self: _Self, index: int, channel: str | None, *, output_to_caller: bool = True
     ) -> _Self:
-        """Have later operations find the extra output ``index`` in ``channel``; None undoes it.
+        """Put the extra output ``index`` into ``channel`` for later operations; None removes it.
 
-        With ``output_to_caller=False`` the call does not return it.
+        With ``output_to_caller=False`` the call does not return the extra output.
 
         Raises:
             OperandError: there is no such extra output, or the channel is no name.
@@ -73,13 +74,13 @@ class ExtraTensors:
 
     @property
     def input_channels(self) -> list[str | None]:
-        """The channel of each extra input; None for one that comes with the call."""
+        """The channel of each extra input; None for an argument of the call."""
         channels = self._input_channels or {}
         return [channels.get(index) for index in range(self.num_extra_inputs)]
 
     @property
     def output_channels(self) -> list[tuple[str | None, bool]]:
-        """The channel of each extra output, None for none, and whether the call returns it."""
+        """For each extra output the channel or None, and whether the call returns the output."""
         channels = self._output_channels or {}
         return [channels.get(index, (None, True)) for index in range(self.num_extra_outputs)]
 
@@ -93,10 +94,10 @@ def _check(owner: object, way: str, index: int, count: int, channel: str | None)
 
 
 class Operation(LowPrecisionModule, ExtraTensors):
-    """A single operation; called by itself, a chain of its own.
+    """A single operation; outside of a Sequential, a chain of one link.
 
-    The operation computes in the dtype of its parameters, to which the input is cast, and without
-    parameters in that of the input.
+    The operation casts the input to the dtype of its parameters and computes in that dtype; without
+    parameters, in the dtype of the input.
     """
 
     kind = "operation"
@@ -131,7 +132,7 @@ class Operation(LowPrecisionModule, ExtraTensors):
 
 
 class _Collective(Operation):
-    """Base: an operation over the ranks of ``process_group``, the default group if None."""
+    """The base of operations over the ranks of ``process_group``, the default group if None."""
 
     _shape: ClassVar[type[GatherShape | ScatterShape | AllReduceShape]]
 
@@ -147,7 +148,7 @@ class _Collective(Operation):
         self.process_group_size = communicator.size
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the collective; nothing for a group of one rank."""
+        """Return the shape of the collective; none for a group of one rank."""
         return (self._shape(self._group),) if self.process_group_size > 1 else ()
 
     def _describe(self) -> list[str]:
@@ -157,17 +158,17 @@ class _Collective(Operation):
 class AllGather(_Collective):
     """Concatenates the rows of all ranks along the first dimension.
 
-    A linear that follows gets codes and scales, which the ranks cast from their rows by its recipe.
-    Backward sums the gradient over the ranks, each of which keeps its rows.
+    For a linear that follows, each rank casts its rows by the linear's recipe, and codes and scales
+    are gathered. Backward sums the gradient over the ranks, and each rank gets its own rows.
     """
 
     _shape = GatherShape
 
 
 class ReduceScatter(_Collective):
-    """Sums over the ranks, each of which keeps its part of the first dimension.
+    """Sums over the ranks; each rank gets its part of the first dimension.
 
-    Backward concatenates the gradients of all ranks: for a linear before it, codes and scales.
+    Backward concatenates the gradients of all ranks: as codes and scales for a linear before.
     """
 
     _shape = ScatterShape
@@ -176,8 +177,9 @@ class ReduceScatter(_Collective):
 class AllReduce(_Collective):
     """Sums over the ranks.
 
-    All ranks have to use the result in the same way: the gradient, equal on all ranks, is handed on
-    as it is. ``reduce_in_backward`` is accepted for compatibility, and changes nothing.
+    All ranks have to use the result in the same way: their gradients are equal then, and backward
+    passes the gradient on unchanged. ``reduce_in_backward`` is accepted for compatibility, and
+    changes nothing.
     """
 
     _shape = AllReduceShape
@@ -192,7 +194,7 @@ class Identity(Operation):
     """Returns its input."""
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return nothing: it is no link."""
+        """Return no shape, as an identity is no link."""
         return ()
 
 
@@ -240,10 +242,12 @@ class L2Normalization(Operation):
 
 
 class AddExtraInput(Operation):
-    """The residual add: adds an extra input, in a Sequential the next one of its call.
+    """The residual add: adds an extra input, which in a Sequential is the next extra input of the
+    Sequential's call.
 
-    With ``in_place`` the sum is written to the extra input, which is the result. torch refuses that
-    for a leaf that requires a gradient, and notices where another operation has saved the tensor.
+    With ``in_place`` the sum is written to the extra input, and that tensor is the result. torch
+    refuses such a write to a leaf that requires a gradient, and notices a write to a tensor that
+    another operation has saved.
     """
 
     num_extra_inputs = 1
@@ -254,7 +258,7 @@ class AddExtraInput(Operation):
 
     @property
     def is_link(self) -> bool:
-        """Whether it is a part of a chain, which writes to none of its inputs."""
+        """Whether the operation can be part of a chain, as a chain writes to none of its inputs."""
         return not self.in_place
 
     @override
@@ -266,7 +270,7 @@ class AddExtraInput(Operation):
 
         Raises:
             OperandError: there is no extra input or more than one, or its shape differs; in place,
-                it is a leaf that requires a gradient.
+                the extra input is a leaf that requires a gradient.
         """
         if not self.in_place or len(extra_inputs) != 1:
             return super().forward(input, *extra_inputs)
@@ -286,12 +290,12 @@ class AddExtraInput(Operation):
 
 
 class MakeExtraOutput(Operation):
-    """Returns its input as an extra output too: for a residual around what follows.
+    """Returns its input as an extra output too: for a residual around the operations that follow.
 
-    The gradients of both are added in the input's dtype, each rounded before. A
-    :class:`~fp8core.RMSNorm` that follows in a Sequential adds the other one in float32 to its
-    own, and rounds the sum alone, unless ``in_place`` is set: it allows Transformer Engine to add
-    in the memory of one, which torch decides by itself.
+    Backward adds the gradients of output and extra output in the input's dtype, each rounded
+    before the sum. A :class:`~fp8core.RMSNorm` that follows in a Sequential adds the extra
+    output's gradient to its own in float32, and rounds the sum alone, unless ``in_place`` is set.
+    ``in_place`` lets Transformer Engine add in the memory of a gradient; torch decides that itself.
     """
 
     num_extra_outputs = 1
@@ -302,11 +306,11 @@ class MakeExtraOutput(Operation):
 
     @property
     def is_link(self) -> bool:
-        """Whether it begins a chain, whose first link adds the gradients."""
+        """Whether the operation begins a chain whose first link adds the gradients."""
         return not self.in_place
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the place at which the value leaves the chain."""
+        """Return the shape of the place at which the extra output leaves the chain."""
         return (OutputShape(),)
 
     def forward(  # type: ignore[override]  # the extra output
@@ -330,10 +334,10 @@ class Reshape(torch.nn.Module):
         self.shape = sizes
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return ``input`` with the shape.
+        """Return ``input`` with the shape of the operation.
 
         Raises:
-            OperandError: it has another number of elements.
+            OperandError: ``input`` has another number of elements.
         """
         product = math.prod([size for size in self.shape if size != -1])
         count = input.numel()
@@ -355,9 +359,9 @@ _BATCH_DIM = {"sbhd": 1, "bshd": 0}
 class SampleSplit(NamedTuple):
     """How ranks share the tokens of samples.
 
-    ``groups`` are the names of the groups whose ranks have tokens of the same samples. In thd each
-    rank has one ``parts``-th of each sample, one sample after the other, and of those the rows of
-    number ``at`` of equally many.
+    ``groups`` are the names of the groups whose ranks have tokens of the same samples. In thd the
+    rank's context-parallel share is one ``parts``-th of each sample, one sample after the other; of
+    the rows of that share, in blocks of equal size, the rank has block ``at``.
     """
 
     groups: tuple[str, ...] = ()
@@ -370,8 +374,8 @@ _WHOLE = SampleSplit()
 
 class DropPath(torch.nn.Module):
     """Stochastic depth: in training a sample's branch is zero with probability ``rate``, and is
-    multiplied by ``1 / (1 - rate)`` otherwise. torch's generator decides; that of the first of the
-    ranks that share a sample.
+    multiplied by ``1 / (1 - rate)`` otherwise. The choice is drawn from torch's generator, for a
+    sample that ranks share from the generator of the first of these ranks.
 
     Args:
         rate: the probability.
@@ -392,15 +396,17 @@ class DropPath(torch.nn.Module):
         split: SampleSplit = _WHOLE,
     ) -> torch.Tensor:
         """Drop samples of ``branch``: ``[s, b, n]``, ``[b, s, n]`` or, in thd, ``[t, n]``, where
-        ``cu_seqlens [b + 1]`` says which tokens of whole samples are a sample's.
+        ``cu_seqlens [b + 1]`` are the offsets of the samples' tokens, before ranks split them.
 
         Raises:
-            OperandError: thd without ``cu_seqlens``; or, raised on every rank, other numbers of
-                samples on ranks that share them.
+            OperandError: thd without ``cu_seqlens``; or, on every rank, different numbers of
+                samples on ranks that share samples.
         """
         if not self.rate or not self.training:
             return branch
-        keep_rate = 1 - self.rate or 1  # 0 would give a gradient of NaN where nothing is kept
+        keep_rate = (
+            1 - self.rate or 1
+        )  # division by 0 would give the dropped samples a gradient of NaN
         return torch.where(self._keep_mask(branch, cu_seqlens, split), branch / keep_rate, 0)
 
     def _keep_mask(
@@ -424,7 +430,7 @@ class DropPath(torch.nn.Module):
         return mask[sample.clamp(max=num_samples - 1)].unsqueeze(-1)
 
     def _draw(self, num_samples: int, device: torch.device, split: SampleSplit) -> torch.Tensor:
-        """Return which samples are kept, the same on all ranks that share them."""
+        """Return a mask of the samples to keep, the same on all ranks that share the samples."""
         drawn = torch.rand(num_samples, device=device)
         for group in split.groups:
             communicator = named(group)

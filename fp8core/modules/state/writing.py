@@ -1,7 +1,7 @@
-"""``_extra_state`` written: the opcodes of a pickle that Transformer Engine reads.
+"""The writer of ``_extra_state``: the opcodes of a pickle that Transformer Engine reads.
 
-Only opcodes of protocol 4 and the classes of Transformer Engine's own states are written, so that a
-reader with an allow-list takes them, too.
+The pickle has only opcodes of protocol 4 and the classes of Transformer Engine's own states, so
+that a reader with an allow-list accepts it too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _FIELDS = (
 
 
 def fields_of(recipe: DelayedScaling) -> dict[str, Any]:
-    """Return the fields of ``recipe`` that Transformer Engine's class has."""
+    """Return the fields of ``recipe`` that Transformer Engine's DelayedScaling has too."""
     return {name: getattr(recipe, name) for name in _FIELDS}
 
 
 EXPERT = "fp8core_expert"
-"""The key of an expert's delayed state, which Transformer Engine and Megatron pass over."""
+"""The key of an expert's delayed state; Transformer Engine and Megatron ignore the key."""
 
 
 def write_extra_state(
@@ -41,16 +41,18 @@ def write_extra_state(
     Args:
         buffers: ``scale_fwd [3 g]``, ``amax_history_fwd [len, 3 g]``, ``scale_bwd [2 g]`` and
             ``amax_history_bwd [len, 2 g]``, float32, for g GEMMs.
-        fields: those of Transformer Engine's DelayedScaling; ``fp8_format`` is a
-            :class:`fp8core.recipe.Format`, the others are plain values.
-        expert: tensors by name that are added under :data:`EXPERT`.
+        fields: the fields of Transformer Engine's DelayedScaling; ``fp8_format`` is a
+            :class:`fp8core.recipe.Format`, all other fields are plain values.
+        expert: tensors by name, to be stored under :data:`EXPERT`.
     """
     pair: Format = fields["fp8_format"]
     maxima = int(pair.max_fwd), int(pair.max_bwd)
-    member = _call(
-        _class("Format"), _tuple([_new(_class("_FormatHelper"), _tuple([*map(_plain, maxima)]))])
+    format_member = _call(
+        _class("Format"), _tuple([_new(_class("_FormatHelper"), _tuple([*map(_scalar, maxima)]))])
     )
-    values = {name: member if name == "fp8_format" else _plain(v) for name, v in fields.items()}
+    values = {
+        name: format_member if name == "fp8_format" else _scalar(v) for name, v in fields.items()
+    }
     extra = {
         "fp8_checkpoint": True,
         "num_gemms": buffers["scale_fwd"].numel() // 3,
@@ -60,14 +62,14 @@ def write_extra_state(
     content = {
         "recipe": _new(_class("DelayedScaling"), b")") + _dict(values) + b"b",
         **{name: _tensor(value) for name, value in buffers.items()},
-        "extra_fp8_variables": _dict({name: _plain(value) for name, value in extra.items()}),
+        "extra_fp8_variables": _dict({name: _scalar(value) for name, value in extra.items()}),
     }
     if expert is not None:
         content[EXPERT] = _dict({name: _tensor(value) for name, value in expert.items()})
     return b"\x80\x04" + _dict(content) + b"."
 
 
-def _plain(value: Any) -> bytes:
+def _scalar(value: Any) -> bytes:
     """Return the opcodes of None, a truth value, a number or a text."""
     if value is None:
         return b"N"
@@ -90,7 +92,7 @@ def _tuple(items: Sequence[bytes]) -> bytes:
 
 
 def _dict(items: Mapping[str, bytes]) -> bytes:
-    return b"}(" + b"".join(_plain(name) + value for name, value in items.items()) + b"u"
+    return b"}(" + b"".join(_scalar(name) + value for name, value in items.items()) + b"u"
 
 
 def _class(name: str, module: str = RECIPES) -> bytes:
@@ -106,35 +108,42 @@ def _new(kind: bytes, arguments: bytes) -> bytes:
 
 
 def _tensor(value: torch.Tensor) -> bytes:
-    """Return the opcodes of a float32 tensor, as torch writes one."""
+    """Return the opcodes of a float32 tensor, as torch pickles a tensor."""
     whole = value.detach().to("cpu", torch.float32).contiguous()
-    file = _old_file(whole)
+    file = _storage_file(whole)
     content = b"B" + struct.pack("<I", len(file)) + file
     storage = _call(_class("_load_from_bytes", "torch.storage"), _tuple([content]))
     no_hooks = _call(_class("OrderedDict", "collections"), b")")
-    shape = _tuple([*map(_plain, whole.shape)])
-    strides = _tuple([*map(_plain, whole.stride())])
-    arguments = _tuple([storage, _plain(0), shape, strides, _plain(False), no_hooks])
+    shape = _tuple([*map(_scalar, whole.shape)])
+    strides = _tuple([*map(_scalar, whole.stride())])
+    arguments = _tuple([storage, _scalar(0), shape, strides, _scalar(False), no_hooks])
     return _call(_class("_rebuild_tensor_v2", "torch._utils"), arguments)
 
 
-def _old_file(value: torch.Tensor) -> bytes:
-    """Return the elements of a float32 tensor as torch.save wrote storages before zip files."""
-    sizes = {name: _plain(size) for name, size in (("short", 2), ("int", 4), ("long", 4))}
+def _storage_file(value: torch.Tensor) -> bytes:
+    """Return the file of a float32 storage in the format of torch.save before zip files."""
+    sizes = {name: _scalar(size) for name, size in (("short", 2), ("int", 4), ("long", 4))}
     system = {
-        "protocol_version": _plain(PROTOCOL),
-        "little_endian": _plain(True),
+        "protocol_version": _scalar(PROTOCOL),
+        "little_endian": _scalar(True),
         "type_sizes": _dict(sizes),
     }
     count = value.numel()
     kind = _class("FloatStorage", "torch")
-    identity = [_plain("storage"), kind, _plain("0"), _plain("cpu"), _plain(count), _plain(None)]
+    identity = [
+        _scalar("storage"),
+        kind,
+        _scalar("0"),
+        _scalar("cpu"),
+        _scalar(count),
+        _scalar(None),
+    ]
     contents = (
-        _plain(MAGIC),
-        _plain(PROTOCOL),
+        _scalar(MAGIC),
+        _scalar(PROTOCOL),
         _dict(system),
         _tuple(identity) + b"Q",
-        b"](" + _plain("0") + b"e",
+        b"](" + _scalar("0") + b"e",
     )
     pickles = b"".join(b"\x80\x02" + content + b"." for content in contents)
     return pickles + struct.pack("<q", count) + value.numpy().tobytes()
