@@ -1,7 +1,7 @@
-"""Torch's operators on a tensor of operands.
+"""Torch's operators on a tensor that stores operands.
 
-Copies, moves and padding act on the operands, bit for bit, as views and copies of whole blocks do;
-other operators compute with the decoded values, and what they write is quantized again.
+Copies, moves, padding, and views of whole blocks act on the operands, bit for bit. All other
+operators compute with the decoded values, and values that an operator writes are quantized again.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def write(
 ) -> None:
     """Quantize ``value``, without a cast to the nominal dtype, into the operands of ``tensor``.
 
-    ``slot`` holds the delayed scale, the tensor's own if None; ``reduce_amax`` reduces the amaxes
-    that scales follow from, over all parts of a tensor of which ``value`` is one.
+    ``slot`` holds the delayed scale; None takes the tensor's own slot. If ``value`` is one part of
+    a larger tensor, ``reduce_amax`` reduces the amaxes, from which scales follow, over all parts.
 
     Raises:
-        UnsupportedError: scales cover more than the tensor, or its delayed scale is elsewhere.
+        UnsupportedError: a scale of the operands covers more than ``tensor``, or ``tensor`` lacks
+            the slot of its delayed scale.
     """
     refuse_part(tensor)
     if value.shape != tensor.shape:
@@ -63,27 +64,28 @@ def write(
 
 
 def assign(tensor: OperandTensor, operands: Orientations) -> None:
-    """Copy ``operands`` into those of ``tensor``, which are stored in the same formats.
+    """Copy ``operands`` into the operands of ``tensor``, which have the same formats.
 
-    What both orientations share, such as the scale of all codes, is written once: a graph of
+    A part that both orientations share, such as the scale of all codes, is written once: a graph of
     torch.compile refuses to write an input twice.
     """
-    written: set[int] = set()
+    written_ids: set[int] = set()
     for target, source in zip(tensor.stored, operands, strict=True):
         for part, new in zip(target or (), source or (), strict=False):
-            if part is not None and id(part) not in written:
-                written.add(id(part))
+            if part is not None and id(part) not in written_ids:
+                written_ids.add(id(part))
                 part.copy_(new)
-                # Backward may have saved it, and torch counts no write within __torch_dispatch__.
+                # A forward may have saved the part for backward, and torch counts no write within
+                # __torch_dispatch__.
                 if not part.is_inference():
                     torch.autograd.graph.increment_version(part)
 
 
 def refuse_part(tensor: OperandTensor) -> None:
-    """Refuse to write to a view whose scales cover more than it.
+    """Refuse a write to a view whose scales cover more than the view.
 
     Raises:
-        UnsupportedError: they do.
+        UnsupportedError: ``tensor`` is such a view.
     """
     if tensor._shares_scales:
         raise UnsupportedError(
@@ -100,7 +102,7 @@ _MASTERS = (
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the operator ``func``, of whose arguments one is a tensor of operands.
+    """Run the operator ``func``; at least one of the arguments is an :class:`OperandTensor`.
 
     Raises:
         UnsupportedError: a view cuts blocks, or ``func`` writes what the operands cannot hold.
@@ -110,7 +112,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on the values; a value that it writes is quantized again."""
+    """Run ``func`` on the decoded values, and quantize again the values that ``func`` writes."""
     targets = []
     for target in written(func, args, kwargs):
         if isinstance(target, OperandTensor):
@@ -164,7 +166,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_arithmetic(func: Any, target: OperandTensor) -> None:
-    """Refuse to compute in place, but on parameters, whose optimizers do so and are warned."""
+    """Refuse an in-place computation, except on a parameter, whose optimizer is warned instead."""
     if func.overloadpacket in _RESHAPES:
         raise UnsupportedError(
             f"{func} changes the shape of {target} in place; that is not offered. Its other names, "
@@ -180,7 +182,7 @@ def _refuse_arithmetic(func: Any, target: OperandTensor) -> None:
 
 
 def _is_dequantize(func: Any, args: tuple[Any, ...]) -> bool:
-    """Say whether this is a product with 1, which is how ``dequantize`` is differentiable."""
+    """Say whether the operator is a product with 1, by which ``dequantize`` is differentiable."""
     return func is _aten.mul.Tensor and type(args[1]) is int and args[1] == 1
 
 
@@ -190,7 +192,7 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperandTensor:
 
 
 def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator of :data:`COPIES` on the operands, or on the values."""
+    """Run an operator of :data:`COPIES` on the operands where possible, else on the values."""
     first = args[0] if isinstance(args[0], OperandTensor) else None
     if first is None and isinstance(args[0], (list, tuple)):
         first = args[0][0]
@@ -215,12 +217,12 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperandTensor:
-    with torch.inference_mode(False):  # as a view that torch creates outside of it
+    with torch.inference_mode(False):  # as for a view outside of inference mode
         return args[0].with_dtype(args[0].dtype)  # type: ignore[no-any-return]
 
 
 def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the tensor itself for its own strides, as FSDP asks for them; else its values."""
+    """Return the detached tensor for its own strides, which FSDP requests; else strided values."""
     tensor, size, stride = args[:3]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     geometry = (tuple(size), tuple(stride), offset or 0)
@@ -252,7 +254,8 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 def _like(tensor: OperandTensor, device: torch.device) -> OperandTensor:
-    """Return zeros stored as ``tensor`` is, on ``device``, in the layout of the backend there."""
+    """Return zeros on ``device``, quantized by the plan of ``tensor`` and in the layout of the
+    backend of ``device``."""
     rows, columns = matrix_shape(tensor.shape)
     zeros = torch.zeros(rows, columns, dtype=tensor.dtype, device=device)
     stored = stored_operands(make_operands(zeros, tensor.plan), tensor.plan)
@@ -292,11 +295,11 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     if value != 0 or not is_plain or tensor.dim() != 2 or rowwise is None:
         return _on_values(func, args, kwargs)  # type: ignore[no-any-return]
     _, columns, _, rows = amounts
-    both = [
+    operands = [
         pad_operand(rowwise, plan.rowwise, rows, columns),
         None if columnwise is None else pad_operand(columnwise, plan.columnwise, columns, rows),
     ]
-    parts = [part for operand in both for part in operand or [None] * len(Operand._fields)]
+    parts = [part for operand in operands for part in operand or [None] * len(Operand._fields)]
     shared = {id(part) for part in tensor.tensors()}
     copies = [part if part is None or id(part) not in shared else part.clone() for part in parts]
     padded: OperandTensor = type(tensor)(*split(copies), plan, tensor.dtype)
@@ -304,12 +307,12 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
 
 
 _aten = torch.ops.aten
-# Operators that write a value that does not depend on the present value.
+# Operators that write values which do not depend on the present values.
 _SETTERS = {
     *(_aten.zero_, _aten.fill_, _aten.normal_, _aten.uniform_, _aten.random_, _aten.bernoulli_),
     *(_aten.exponential_, _aten.cauchy_, _aten.geometric_, _aten.log_normal_),
 }
-# Refused for the shape that they change.
+# Operators that change a shape in place, and are refused.
 _RESHAPES = {
     *(_aten.t_, _aten.transpose_, _aten.squeeze_, _aten.unsqueeze_, _aten.as_strided_),
     *(_aten.resize_, _aten.resize_as_, _aten.set_),

@@ -1,5 +1,5 @@
-"""Law 4 for operations that are no products: within a few float32 roundings of float64; in rotary
-embedding, each pair turned by its own angles."""
+"""Law 4 for norms, activations, rotary embedding, column sums, dequantization and scale updates:
+results are within a few float32 roundings of the formula in float64."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ VERY_LONG = ((66000, 6), (2, 66000))  # above 65535; in bfloat16 alone, which co
 
 
 def _calls(subject: Subject, desc: OpDesc, dtype: torch.dtype, *empty: Size) -> Iterator[OpCall]:
-    """Yield calls of few, of many and of equally many rows and columns; then of ``empty`` ones."""
+    """Yield calls of few, many and equally many rows and columns, then calls of ``empty`` sizes."""
     yield from calls_of(subject, desc, *SIZES, *(VERY_LONG if dtype == torch.bfloat16 else ()))
     for size in empty:
         yield arguments(subject, desc, Case(size=size))
@@ -58,7 +58,7 @@ def _calls(subject: Subject, desc: OpDesc, dtype: torch.dtype, *empty: Size) -> 
 
 @law(4, "dequantize", is_core=True)
 def dequantize_rounds_once(subject: Subject, desc: DequantizeDesc) -> Iterator[float]:
-    """Element times scale in float32, rounded once to the output's dtype."""
+    """The result is element times scale in float32, rounded once to the output's dtype."""
     for call in _calls(subject, desc, desc.dtype):
         x = call.run(subject)
         expected = subject.values(desc.operand, *call.arguments)
@@ -70,9 +70,9 @@ def dequantize_rounds_once(subject: Subject, desc: DequantizeDesc) -> Iterator[f
 @law(4, "scale_update", is_core=True)
 def scale_update_equals_the_reference(subject: Subject, desc: ScaleUpdateDesc) -> None:
     """Histories roll and scales follow, bit for bit; an amax of 0, inf or NaN is not recorded."""
-    few = arguments(subject, desc)
-    many = few._replace(arguments=subject.here(_many_states()))
-    for call in (few, many):
+    few_states = arguments(subject, desc)
+    many_states = few_states._replace(arguments=subject.here(_many_states()))
+    for call in (few_states, many_states):
         expected = on_cpu(call.arguments)
         subject.judging(desc)(*expected)
         call.run(subject)
@@ -95,7 +95,7 @@ def _many_states() -> tuple[list[torch.Tensor], ...]:
     ]
     histories[3] = torch.full_like(histories[3], torch.inf)
     histories[9] = torch.zeros_like(histories[9])
-    histories[12][0], histories[13][0] = torch.nan, 1e-45  # the latter is subnormal
+    histories[12][0], histories[13][0] = torch.nan, 1e-45  # 1e-45 is subnormal
     scales = [torch.arange(1, size[1] + 1) * 0.5 for size in sizes]
     targets = [torch.full((size[1],), 448.0) for size in sizes]
     return histories, scales, targets, [torch.full((1,), at) for at in range(70)]
@@ -103,13 +103,13 @@ def _many_states() -> tuple[list[torch.Tensor], ...]:
 
 @law(4, "norm", is_core=True)
 def norm_is_within_the_bound(subject: Subject, desc: NormDesc) -> float:
-    """Computed in float32 whatever the dtypes, rounded once; statistics in float32."""
+    """The result is computed in float32 for any dtypes and rounded once; statistics are float32."""
     return max(_norm_within(subject, desc, call) for call in _calls(subject, desc, desc.dtype))
 
 
 @law(4, "norm")
 def norm_is_exact_where_the_mean_is_large(subject: Subject, desc: NormDesc) -> Iterator[float]:
-    """Rows that hardly differ from their mean, where E[x^2] - E[x]^2 would lose every digit."""
+    """Rows close to their mean keep the bound; E[x^2] - E[x]^2 would lose every digit of them."""
     for rows, cols in subject.sizes(desc.op, (33, 16), (33, 70)):
         _, *parameters = arguments(subject, desc, Case(size=(rows, cols))).arguments
         x = subject.here(inputs.far_from_zero(rows, cols, desc.dtype))
@@ -120,7 +120,7 @@ def norm_is_exact_where_the_mean_is_large(subject: Subject, desc: NormDesc) -> I
 def norm_takes_parameters_of_any_float_dtype(
     subject: Subject, desc: NormDesc | NormBackwardDesc
 ) -> Iterator[float]:
-    """A weight and a bias in float32 beside 16 bits, and the other way round."""
+    """Weight and bias may have another float dtype than the input."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         call = arguments(subject, desc)
         if isinstance(desc, NormDesc):
@@ -135,7 +135,7 @@ def norm_takes_parameters_of_any_float_dtype(
 
 @law(4, "norm")
 def norm_keeps_nan_and_inf_in_their_rows(subject: Subject, desc: NormDesc) -> None:
-    """A row with NaN or inf has NaN where the reference has; the others have the bits of before."""
+    """A row with NaN or inf has the reference's NaN, and all other rows keep their bits."""
     for size in subject.sizes(desc.op, *SIZES[:2]):
         x, *parameters = arguments(subject, desc, Case(size=size)).arguments
         before = on_cpu(subject.run(desc, x, *parameters))
@@ -160,7 +160,7 @@ def norm_keeps_nan_and_inf_in_their_rows(subject: Subject, desc: NormDesc) -> No
 def norm_of_nothing_has_the_form_of_the_reference(
     subject: Subject, desc: NormDesc | NormBackwardDesc
 ) -> None:
-    """Without rows, columns or either; the gradients of parameters are zeros without rows."""
+    """Inputs may have no rows, no columns or neither; without rows, parameters' gradients are 0."""
     for size in ((0, 16), (16, 0), (0, 0)):
         call = arguments(subject, desc, Case(size=size))
         results, expected = call.run(subject), subject.judged(desc, *call.arguments)
@@ -193,7 +193,7 @@ def _norm_within(subject: Subject, desc: NormDesc, call: OpCall) -> float:
 
 @law(4, "norm_backward", is_core=True)
 def norm_backward_is_within_the_bound(subject: Subject, desc: NormBackwardDesc) -> Iterator[float]:
-    """Gradients computed in float32; those of the parameters are float32 sums over the rows."""
+    """Gradients are computed in float32; parameters' gradients are float32 sums over the rows."""
     for call in _calls(subject, desc, desc.norm.dtype):
         yield _norm_backward_within(subject, desc, call)
 
@@ -219,7 +219,7 @@ def _norm_backward_within(subject: Subject, desc: NormBackwardDesc, call: OpCall
 
 @law(4, "norm_backward")
 def a_norm_adds_gradients_as_the_pair(subject: Subject, desc: NormBackwardDesc) -> None:
-    """``run_added``, if offered, gives the bits of the call and of a sum behind it."""
+    """``run_added``, if offered, gives the bits of the call followed by a sum."""
     run_added = subject.offers(desc).run_added
     if run_added is None:
         return
@@ -235,7 +235,7 @@ def a_norm_adds_gradients_as_the_pair(subject: Subject, desc: NormBackwardDesc) 
 
 @law(4, "column_sums", is_core=True)
 def column_sums_are_within_the_bound(subject: Subject, desc: ColumnSumsDesc) -> Iterator[float]:
-    """Added in float32 whatever the dtype, of any number of rows and columns, none included."""
+    """Columns of any dtype are added in float32, for any number of rows and columns, also 0."""
     for call in _calls(subject, desc, desc.dtype, *EMPTY):
         x, sums = on_cpu(call.arguments)[0], call.run(subject)
         same_form("sums", sums, torch.empty(x.shape[1], dtype=torch.float32))
@@ -244,9 +244,9 @@ def column_sums_are_within_the_bound(subject: Subject, desc: ColumnSumsDesc) -> 
 
 @law(4, "column_sums")
 def column_sums_pass_on_nan_and_inf(subject: Subject, desc: ColumnSumsDesc) -> None:
-    """A NaN or inf is summed as it is, in its column alone; the largest values do not overflow."""
+    """NaN and inf enter the sum of their column alone; the largest values do not overflow."""
     largest = torch.finfo(torch.float16).max
-    for rows, cols in itertools.product((2, 700), (70, 264)):  # no whole vectors, and whole ones
+    for rows, cols in itertools.product((2, 700), (70, 264)):  # partial vectors, and whole vectors
         x = torch.ones(rows, cols, dtype=desc.dtype)
         x[0, 1], x[-1, 2], x[0, 9] = torch.nan, torch.inf, -torch.inf
         x[0, 64], x[-1, 64] = torch.inf, -torch.inf
@@ -255,9 +255,9 @@ def column_sums_pass_on_nan_and_inf(subject: Subject, desc: ColumnSumsDesc) -> N
         column_sums_within(f"sums of {[rows, cols]}", sums, x)
 
 
-def _parts(desc: ActivationDesc | ActivationBackwardDesc, x: torch.Tensor) -> torch.Tensor:
-    """Return the size that an activation's rounding errors grow with: ``1 + |x|``, or
-    ``(1 + |a|) (2 + |b|)`` of a gated one."""
+def _error_size(desc: ActivationDesc | ActivationBackwardDesc, x: torch.Tensor) -> torch.Tensor:
+    """Return the size to which an activation's rounding errors are proportional: ``1 + |x|``, or of
+    a gated activation ``(1 + |a|) (2 + |b|)``."""
     if desc.name not in GATED:
         return 1 + x.abs()
     a, b = x.abs().chunk(2, -1)
@@ -266,7 +266,7 @@ def _parts(desc: ActivationDesc | ActivationBackwardDesc, x: torch.Tensor) -> to
 
 @law(4, "activation", is_core=True)
 def activation_is_within_the_bound(subject: Subject, desc: ActivationDesc) -> Iterator[float]:
-    """Computed in float32 whatever the dtypes, rounded once; nothing gives nothing."""
+    """The result is computed in float32 for any dtypes and rounded once; an empty input is fine."""
     for call in _calls(subject, desc, desc.dtype, *EMPTY):
         yield activation_within(subject, desc, call)
 
@@ -276,7 +276,7 @@ def activation_within(subject: Subject, desc: ActivationDesc, call: OpCall) -> f
     y = call.run(subject)
     expected, (x,) = exact(subject, desc, *call.arguments)
     same_form("y", y, torch.empty(expected.shape, dtype=desc.out_dtype))
-    bound = FUNCTION * _parts(desc, x) + ulp(expected, desc.out_dtype)
+    bound = FUNCTION * _error_size(desc, x) + ulp(expected, desc.out_dtype)
     return within("y", y, expected, bound)
 
 
@@ -284,7 +284,7 @@ def activation_within(subject: Subject, desc: ActivationDesc, call: OpCall) -> f
 def activation_backward_is_within_the_bound(
     subject: Subject, desc: ActivationBackwardDesc
 ) -> Iterator[float]:
-    """Computed in float32 whatever the dtypes, rounded once; nothing gives nothing."""
+    """The result is computed in float32 for any dtypes and rounded once; an empty input is fine."""
     for call in _calls(subject, desc, desc.dtype, *EMPTY):
         yield activation_backward_within(subject, desc, call)
 
@@ -296,7 +296,7 @@ def activation_backward_within(
     grad_x = call.run(subject)
     expected, (grad, x) = exact(subject, desc, *call.arguments)
     same_form("grad_x", grad_x, torch.empty(expected.shape, dtype=desc.out_dtype))
-    size = grad.abs() * _parts(desc, x) ** 2
+    size = grad.abs() * _error_size(desc, x) ** 2
     size = torch.cat((size, size), -1) if desc.name in GATED else size
     return within("grad_x", grad_x, expected, FUNCTION * size + ulp(expected, desc.out_dtype))
 
@@ -305,9 +305,8 @@ def activation_backward_within(
 def activation_takes_every_bfloat16(
     subject: Subject, desc: ActivationDesc | ActivationBackwardDesc
 ) -> float:
-    """Within the bound for each value up to 1e15, for inf, and forward for NaN.
-
-    The square of 1e15 is finite.
+    """Results are within the bound for each value up to 1e15, whose square is finite, for inf, and
+    in forward for NaN.
     """
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     if isinstance(desc, ActivationBackwardDesc):
@@ -335,7 +334,7 @@ LONGEST = ((70000, 1, 1, 2, 2),)  # above 65535; in bfloat16 alone, which costs 
 
 @law(4, "rotary", is_core=True)
 def rotary_is_within_the_bound(subject: Subject, desc: RotaryDesc) -> Iterator[float]:
-    """The pairs are turned in float32, also by angles of many turns, and the rest is copied."""
+    """Pairs are rotated in float32, also by angles of many turns; other elements are copied."""
     very_long = LONGEST if desc.dtype == torch.bfloat16 else ()
     for *sizes, rotated in subject.sizes("rotary", *ROTARY_SIZES, *UNROTATED, *LONG, *very_long):
         length, batch = sizes[:2]
@@ -347,7 +346,7 @@ def rotary_is_within_the_bound(subject: Subject, desc: RotaryDesc) -> Iterator[f
 
 @law(4, "rotary")
 def rotary_starts_at_the_given_positions(subject: Subject, desc: RotaryDesc) -> Iterator[float]:
-    """Each sequence begins at its own position, the first and the last that there is among them."""
+    """Each sequence begins at its own position, from the first to the last one with angles."""
     for *sizes, rotated in subject.sizes("rotary", *ROTARY_SIZES):
         length, batch = sizes[:2]
         call = _Call(desc, tuple(sizes), rotated, length + 2 * batch)
@@ -360,7 +359,8 @@ def rotary_starts_at_the_given_positions(subject: Subject, desc: RotaryDesc) -> 
 
 @law(4, "rotary", applies=lambda desc: desc.layout == "thd")
 def rotary_of_sequences_of_any_length(subject: Subject, desc: RotaryDesc) -> Iterator[float]:
-    """Positions begin anew in each sequence, also behind empty ones; a token of none has zeros."""
+    """Positions restart in each sequence, also after empty sequences; a token outside of all
+    sequences gets zeros."""
     for bounds in ([0, 0, 2, 2, 9, 12], [3, 4, 4, 11], [0], [5], [0, 12], [0, 1100, 1100, 1103]):
         tokens = max(12, bounds[-1])
         call = _Call(desc, (tokens, 1, 2, 8), 8, max(12, tokens) + 4)
@@ -388,7 +388,7 @@ def rotary_is_nan_at_positions_without_angles(
 
 @law(4, "rotary")
 def rotary_passes_on_nan_and_inf(subject: Subject, desc: RotaryDesc) -> None:
-    """A NaN or inf of x stays in its pair, or in its element where nothing is rotated."""
+    """A NaN or inf of x stays in its pair, or in its element if that is not rotated."""
     for value in (torch.nan, torch.inf):
         call = arguments(subject, desc)
         x = call.arguments[0]
@@ -406,14 +406,14 @@ def rotary_passes_on_nan_and_inf(subject: Subject, desc: RotaryDesc) -> None:
             require(
                 torch.equal(y[..., outside], plain[..., outside]), f"{name} changes other elements"
             )
-            hit = ~y[2, ..., 0, sorted(pair)].isfinite()
-            require(bool(hit.all()), f"{name} is lost")
+            is_spoilt = ~y[2, ..., 0, sorted(pair)].isfinite()
+            require(bool(is_spoilt.all()), f"{name} is lost")
 
 
 class _Call:
     """A call of ``desc`` with x of ``sizes`` and angles of ``positions`` for ``rotated`` elements.
 
-    ``keywords`` may be added to; all tensors are on the CPU.
+    Laws add keywords to ``keywords``; all tensors are on the CPU.
     """
 
     def __init__(
@@ -431,12 +431,12 @@ class _Call:
         same_form(f"y of {name}", y, self.x)
         require(y.is_contiguous(), f"y of {name} is not contiguous")
         expected, size = self._in_float64()
-        # The parts that are copied, and zeros, are exact: their size is 0.
+        # Copied elements and zeros are exact: their size is 0.
         bound = FUNCTION * size + ulp(expected, self.desc.dtype) * (size > 0)
         return within(f"y of {name}", y, expected, bound)
 
     def _in_float64(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rotated x, and the magnitudes that its rounding errors grow with."""
+        """Return the rotated x, and the magnitudes to which its rounding errors are relative."""
         x, rotated = self.x.double(), self.freqs.shape[-1]
         is_token, positions = self._positions()
         table = self.freqs.double().reshape(-1, rotated)
@@ -463,7 +463,7 @@ class _Call:
         return [*range(rotated // 2)], [*range(rotated // 2, rotated)]
 
     def _positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return for each token whether it is of a sequence, and its position in it."""
+        """Return for each token whether it is in a sequence, and its position there."""
         layout, sizes = self.desc.layout, self.x.shape[:-2]
         positions = torch.zeros(sizes, dtype=torch.int64)
         is_token = torch.ones(sizes, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Binding a layer: from its shapes and the active recipe to the links that it runs."""
+"""Binding a layer: its shapes become bound links under the active recipe."""
 
 from __future__ import annotations
 
@@ -46,17 +46,18 @@ from fp8core.torch_ops.private import (
 
 
 def is_recompute(layer: LowPrecisionModule, requested: Active) -> bool:
-    """Say whether the call of ``layer`` that runs inside backward repeats a forward.
+    """Say whether a call of ``layer`` inside backward repeats a forward.
 
-    ``requested`` are the recipes that are active now. Calls of :func:`fp8core.checkpoint` have a
-    tape, and do not come here.
+    ``requested`` are the recipes that are active now. The calls of :func:`fp8core.checkpoint` are
+    told by their tape instead.
 
     Raises:
-        UnsupportedError: it repeats a forward that ran, or may have run, under another recipe.
+        UnsupportedError: the call repeats a forward that ran, or may have run, under another
+            recipe.
     """
     repeated = timeline.recompute()
     if not (torch.is_grad_enabled() or repeated.is_requested):
-        return False  # a hook evaluates something
+        return False  # a call of a hook, for an evaluation
     if timeline.is_entered_in_backward():
         return True
     now = (requested.quantize, requested.observe)
@@ -107,8 +108,8 @@ def bind(
     """Return the links of ``layer`` for activations of ``dtype`` under the active recipe.
 
     ``offsets_on_device``: as in :class:`~fp8core.chain.linear.shape.LinearShape`, for a grouped
-    layer in eager. ``shapes``: the chain of a call whose arguments decide about it; None: the
-    layer's own. ``first_gemm`` is how many GEMMs the layer has before that chain.
+    layer in eager. ``shapes``: the chain, where the arguments of a call choose the chain; None for
+    the layer's own. ``first_gemm`` is the number of the layer's GEMMs in front of that chain.
 
     Raises:
         UnsupportedError: a recompute that cannot equal its forward.
@@ -133,27 +134,27 @@ def bind(
     if last is not None and last[0] == key:
         bound: Bound = last[1]
     else:
-        chosen = shapes or _shapes(layer, offsets_on_device)
+        chain_shapes = shapes or _shapes(layer, offsets_on_device)
         agreement = layer._bindings.agreement
-        if key not in layer._bindings.table and any(shape.process_groups for shape in chosen):
+        if key not in layer._bindings.table and any(shape.process_groups for shape in chain_shapes):
             text = agree(
                 layer.label,
                 LayerRole(layer.kind, layer.name),
                 layer.plan_type,
                 recipe,
                 Binding(device, dtype, is_observing),
-                chosen,
+                chain_shapes,
                 mode=_mode_text(mode),
                 scales=[layer._buffers.get(name) for name in ("scale_fwd", "scale_bwd")],
             )
-            agreement.add(key, text, chosen)
+            agreement.add(key, text, chain_shapes)
         elif last is not None and agreement.is_known(key) and agreement.is_known(last[0]):
             agreement.change(layer.label, last[0], key)
         with bind_lock:
             entry: Bound | None = layer._bindings.table.get(key)
             binding = Binding(device, dtype, is_observing)
             if entry is None:
-                arguments = (layer, recipe, mode, binding, chosen, first_gemm)
+                arguments = (layer, recipe, mode, binding, chain_shapes, first_gemm)
                 entry = lasting(partial(_bind, *arguments))
             bound = entry
             layer._bindings.table[key] = bound
@@ -163,7 +164,7 @@ def bind(
         check_scales(layer, bound.states.forward)
     if bound.states is not None and records:
         if is_transform_active():
-            chain.refuse_transform(bound.links)  # before autocast has something to forget
+            chain.refuse_transform(bound.links)  # before autocast notes a state to update
         touch(bound.states.forward, bound.states.backward, requested.group)
     return bound
 
@@ -175,15 +176,16 @@ def _mode_text(mode: tuple[bool, bool, bool, bool]) -> str:
 
 
 def _note_change(layer: LowPrecisionModule, recipe: Recipe | None, bound: Bound) -> None:
-    """Log once that a layer computes by another kind of recipe than the one before.
+    """Log once that the class of a layer's recipe changed from one call to the next.
 
-    Layers that compute in high precision under any recipe, as a rotation does, are left out.
+    A layer that computes in high precision under every recipe, as a rotation, logs nothing.
     """
-    chosen = recipe_in(recipe, LayerRole(layer.kind, layer.name))
-    if chosen is None or only_once(bound.links) is None:
+    inner_recipe = recipe_in(recipe, LayerRole(layer.kind, layer.name))
+    if inner_recipe is None or only_once(bound.links) is None:
         return
-    before, layer._bindings.recipe = layer._bindings.recipe, type(chosen)
-    kinds = before or type(chosen), type(chosen)
+    kind = type(inner_recipe)
+    before, layer._bindings.recipe = layer._bindings.recipe, kind
+    kinds = before or kind, kind
     if issubclass(*kinds) or issubclass(*reversed(kinds)):
         return
     names = [kind.__name__ for kind in kinds]
@@ -200,8 +202,8 @@ def _bind_captured(
     dtype: torch.dtype,
     shapes: tuple[LinkShape, ...] | None,
 ) -> Bound:
-    # torch.compile reads this code. A layer's name is asked for only where it matters: graphs are
-    # guarded by what they read.
+    # torch.compile traces this code, and guards a graph by every attribute that is read: the name
+    # of a layer is read only if the recipe depends on names.
     active_text, backends = active_name(layer.outside_autocast), policy.current()
     name, peers = (layer.name, layer.peers) if reads_names(active_text) else (None, "")
     is_compiled = torch.compiler.is_dynamo_compiling()
@@ -230,7 +232,7 @@ def _bind(
     shapes: tuple[LinkShape, ...],
     first_gemm: int,
 ) -> Bound:
-    """Bind ``shapes``; a layer that cannot be bound has the state of before."""
+    """Bind ``shapes``; after an error the layer has the delayed state from before the call."""
     check_rules(recipe, layer.peers)
     before = layer.delayed_snapshot()
     try:
@@ -253,8 +255,8 @@ def _bind(
         watch, count = layer._bindings.watch, None
         if not plan.is_high_precision and not binding.is_observing:
             count = layer._bindings.nonfinite_of(binding.device, is_training=mode[2])
-        noting = TrackingResolver(binding.resolver)
-        binding = binding._replace(resolver=noting)
+        resolver = TrackingResolver(binding.resolver)
+        binding = binding._replace(resolver=resolver)
         context = BindContext.of(plan, binding, layer.label, states, watch, count)
         context = context._replace(first_gemm=first_gemm)
         links = bind_chain(shapes, context)
@@ -268,7 +270,7 @@ def _bind(
             raise
         raise type(error)(f"{layer.label}: {error}") from None
     needs_rng = any(link.needs_rng for link in links)
-    # In debug mode operations look at results, each time that they run.
-    recorder = None if settings.read().debug else noting.recorder
+    # In debug mode each operation checks its results on every run, which no recording would.
+    recorder = None if settings.read().debug else resolver.recorder
     parts = tuple(arranged(part, recorder) for part in parts_of(shapes, links))
     return Bound(parts, links, plan, states, recipe, needs_rng)

@@ -22,7 +22,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_positive(owner: str, group: dict[str, Any], *names: str) -> None:
-    """Raise OperandError unless the options ``names`` are tensors, or numbers from 0."""
+    """Raise OperandError unless each option of ``names`` is a tensor or a number of at least 0."""
     for name in names:
         value = group[name]
         if not isinstance(value, torch.Tensor) and not (
@@ -32,23 +32,23 @@ def check_positive(owner: str, group: dict[str, Any], *names: str) -> None:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Checks all gradients, then steps one group after the other."""
+    """The base class: checks all gradients, then steps one group after the other."""
 
     set_grad_none: bool | None
 
-    def _note_set_grad_none(self, given: bool | None) -> None:
-        """Keep the deprecated argument ``set_grad_none``, and warn if it is given."""
-        if given is not None:
+    def _note_set_grad_none(self, set_grad_none: bool | None) -> None:
+        """Store the deprecated argument ``set_grad_none``, and warn unless it is None."""
+        if set_grad_none is not None:
             text = "set_grad_none is deprecated; use zero_grad(set_to_none=...)."
             warnings.warn(text, DeprecationWarning, stacklevel=3)
-        self.set_grad_none = given
+        self.set_grad_none = set_grad_none
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with options that differ from the defaults.
 
         Raises:
-            OperandError, UnsupportedError: an option or a parameter by which nothing can be
-                stepped; nothing is added then.
+            OperandError, UnsupportedError: an option or a parameter is unfit for a step; nothing is
+                added then.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -61,7 +61,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        """Raise OperandError if an option of ``group`` is no number that it can be."""
+        """Raise OperandError if an option of ``group`` has no valid number."""
         raise NotImplementedError
 
     def _check_parameter(self, param: torch.Tensor) -> None:
@@ -74,24 +74,24 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` returned, as pre-hooks have left it; values are stored in
-        the dtypes of this optimizer.
+        """Load a result of ``state_dict()``, after the pre-hooks; values are stored in the dtypes
+        of this optimizer.
 
         Raises:
-            OperandError: values of another kind, shape or placement; a parameter has other
-                states there than here, as by other options; there are states of parameters that its
-                groups do not name; or a group lacks an option, or has one that is no number.
-                Nothing is loaded then.
+            OperandError: a value has another kind, shape or placement; a parameter has different
+                states in ``state_dict`` and here, as with different options; ``state_dict`` has a
+                state of a parameter that none of its groups names; or a group lacks an option, or
+                has one that is no number. Nothing is loaded then.
         """
         loaded: list[tuple[torch.Tensor, str, torch.Tensor]] = []
 
-        def take_values(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-            loaded.extend(self._values_of(given))
-            return {**given, "state": {}}  # torch would convert values to the parameters' dtypes
+        def take_values(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+            loaded.extend(self._values_of(saved))
+            return {**saved, "state": {}}  # torch would convert values to the parameters' dtypes
 
         def store_values(_: Any) -> None:
-            for one in loaded:
-                self._store(*one)
+            for param, name, value in loaded:
+                self._store(param, name, value)
 
         last = self.register_load_state_dict_pre_hook(take_values)
         first = self.register_load_state_dict_post_hook(store_values, prepend=True)
@@ -101,11 +101,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             last.remove()
             first.remove()
 
-    def _values_of(self, given: dict[str, Any]) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
-        """Yield this rank's part of each state in ``given``: the parameter, its name, the value."""
-        saved = [*chain.from_iterable(group["params"] for group in given["param_groups"])]
-        names = {*saved}
-        nameless = [key for key in given["state"] if key not in names]
+    def _values_of(self, saved: dict[str, Any]) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        """Yield the states in ``saved``: parameter, name of the state, this rank's part."""
+        keys = [*chain.from_iterable(group["params"] for group in saved["param_groups"])]
+        in_groups = {*keys}
+        nameless = [key for key in saved["state"] if key not in in_groups]
         if nameless:
             raise OperandError(
                 f"{type(self).__name__}.load_state_dict: it has states of {nameless[0]!r}, which "
@@ -114,16 +114,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"fp8core.distributed.Experts, save and load with flatten_optimizer_state_dict="
                 f"True by torch.distributed.checkpoint."
             )
-        for key, param in zip(saved, self._all_params(), strict=False):
-            state = given["state"].get(key, {})
+        for key, param in zip(keys, self._all_params(), strict=False):
+            state = saved["state"].get(key, {})
             if not isinstance(state, dict):
                 raise OperandError(
                     f"{type(self).__name__}.load_state_dict: the state of parameter {key!r} is a "
                     f"{type(state).__name__}, expected a dict of tensors."
                 )
-            for name, value in self._given(param, state).items():
+            for name, value in self._part_of_state(param, state).items():
                 yield param, name, value
-        for group in given["param_groups"]:
+        for group in saved["param_groups"]:
             missing = [name for name in self.defaults if name not in group]
             if missing:
                 raise OperandError(
@@ -133,7 +133,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             self._check_options(group)
 
-    def _given(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _part_of_state(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return this rank's part of ``state``, saved for ``param``, or raise OperandError."""
         state = {name: value for name, value in state.items() if value is not None}
         expected = self._names_of_state(param)
@@ -156,8 +156,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"torch.distributed.checkpoint."
             )
         if is_sharded(value):
-            like_it: Any = param
-            value = value.redistribute(placements=like_it.placements)
+            sharded_param: Any = param
+            value = value.redistribute(placements=sharded_param.placements)
         return local_part(value)
 
     def _names_of_state(self, param: torch.Tensor) -> set[str]:
@@ -169,15 +169,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         return param
 
     def _options(self) -> str:
-        """Return how messages name the options that the states depend on."""
+        """Return the text, for messages, of the options that the states depend on."""
         return ""
 
     def _store(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        """Make ``value``, this rank's part, the state ``name`` of ``param``."""
+        """Set the state ``name`` of ``param`` to ``value``, this rank's part."""
         raise NotImplementedError
 
     def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return what ``param`` is stepped by."""
+        """Return the gradient by which ``param`` is stepped."""
         return param.grad
 
     def _step_group(self, group: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none=to_none)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Public attributes, of which torch copies and pickles only some.
+        # torch copies and pickles only some of the public attributes.
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {**public, **super().__getstate__()}
 
@@ -220,7 +220,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for param in self._all_params():
                 grad = self._gradient(param)
-                if grad is not None:  # checked before anything is stepped
+                if grad is not None:  # all gradients are checked before the first step
                     self._check_gradient(param, grad)
             for group in self.param_groups:
                 self._step_group(group)
@@ -250,8 +250,8 @@ class FusedSGD(FusedOptimizer):
     """Gradient descent by the step of ``torch.optim.SGD``, its fused kernels on CUDA.
 
     Args:
-        params: parameters, or groups of them, in float32, bfloat16 or float16. Those in float32
-            take gradients in 16 bits too, others those of their own dtype.
+        params: parameters, or groups of parameters, in float32, bfloat16 or float16. A parameter
+            in float32 takes gradients in 16 bits too, any other those of its own dtype.
         lr, momentum, dampening, weight_decay, nesterov: as of ``torch.optim.SGD``.
         wd_after_momentum: not offered, as torch adds the weight decay in front of the momentum.
         materialize_master_grads: has no effect, as parameters are stepped by their own gradients.
@@ -313,8 +313,8 @@ class FusedSGD(FusedOptimizer):
         local_part(self.state[param][name]).copy_(value)
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        """Step the parameters of ``group`` that have a gradient: those without a momentum, whose
-        first step it is, then the others."""
+        """Step the parameters of ``group`` that have a gradient: first those without a momentum
+        buffer, as in their first step, then those with one."""
         due = [param for param in group["params"] if param.grad is not None]
         later = [param for param in due if _MOMENTUM in self.state[param]]
         first = [param for param in due if _MOMENTUM not in self.state[param]]
@@ -333,7 +333,7 @@ class FusedSGD(FusedOptimizer):
 
 
 def check_decay(owner: str, after_momentum: bool) -> None:
-    """Raise UnsupportedError if the weight decay is to be added behind the momentum."""
+    """Raise UnsupportedError if ``after_momentum``: the weight decay, added behind the momentum."""
     if after_momentum:
         raise UnsupportedError(
             f"{owner}(wd_after_momentum=True) is not offered: torch's step adds the weight decay "
@@ -362,19 +362,19 @@ def descend(
 
     Args:
         params: of any dtypes, devices and strides.
-        grads: of their shapes.
-        momenta: of their shapes and dtypes, updated in place; or all None in the first step, which
-            returns new ones, or None without a momentum.
+        grads: of the parameters' shapes.
+        momenta: momentum buffers of the parameters' shapes and dtypes, updated in place. All are
+            None in the first step, which returns new buffers, or None if the momentum is 0.
         options: lr, momentum, dampening, weight_decay and nesterov.
     """
-    # The fused kernels take tensors of the same strides alone.
+    # The fused kernels take only tensors of equal strides.
     stored = [param.contiguous() for param in params]
     of_dtype = [
         grad.to(param.dtype).contiguous() for grad, param in zip(grads, params, strict=True)
     ]
     updated = [None if momentum is None else momentum.contiguous() for momentum in momenta]
-    # torch chooses the step of other devices. Its fused one of CPUs steps parameters of 16 bits
-    # wrongly (torch 2.11 to 2.13), and takes the elements of strided ones for contiguous.
+    # On other devices torch chooses the step. Its fused step on CPUs is wrong for parameters of 16
+    # bits (torch 2.11 to 2.13), and reads strided tensors as if they were contiguous.
     is_fused = all(param.is_cuda for param in params)
     sgd(stored, of_dtype, updated, fused=is_fused or None, maximize=False, **options)
     for tensors, values in ((params, stored), (momenta, updated)):

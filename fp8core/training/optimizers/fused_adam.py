@@ -280,12 +280,12 @@ class FusedAdam(FusedOptimizer):
         # gloo and NCCL gather and broadcast no int16.
         return as_part_of(value.int() if value.dtype == torch.int16 else value, param)
 
-    def _given(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _part_of_state(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Masters of float32 parameters, which Transformer Engine saves, are their values and are
         left out."""
         if not self._has_master(param) and param.dtype == torch.float32:
             state = {name: value for name, value in state.items() if name != MASTER}
-        return super()._given(param, state)
+        return super()._part_of_state(param, state)
 
     def _names_of_state(self, param: torch.Tensor) -> set[str]:
         return {*AVERAGES, MASTER} if self._has_master(param) else {*AVERAGES}
