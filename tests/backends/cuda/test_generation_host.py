@@ -181,7 +181,9 @@ def test_layers_that_remember_a_step_keep_no_cache_alive() -> None:
 def test_two_layers_of_one_number_are_refused_in_a_repeated_step() -> None:
     generation = Generation("bshd", "rows")
     one_by_one(generation, 3)
+    first = generation.layers[0]  # the cache forgets a layer that is gone
     generation.layers[0] = Generation("bshd", "rows").layers[0]
+    assert first is not generation.layers[0]
     with pytest.raises(OperandError, match="two layers have layer_number=1"):
         one_by_one(generation, 1)
 
