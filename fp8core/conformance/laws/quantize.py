@@ -116,8 +116,10 @@ def stochastic_rounding_differs_between_equal_groups(subject: Subject, desc: Qua
 def stochastic_rounding_takes_a_neighbour_and_keeps_the_mean(
     subject: Subject, desc: QuantizeDesc
 ) -> Iterator[float]:
-    """An element is a neighbour of its value, and its mean over many draws is the reference's mean,
-    which approaches the value."""
+    """An element is a neighbour of its value; its mean over many draws is that of the reference.
+
+    The reference's mean approaches the value.
+    """
     halves = desc.halves()
     for name, spec, half in zip(
         Quantized._fields, (desc.rowwise, desc.columnwise), halves, strict=True
