@@ -305,8 +305,9 @@ def activation_backward_within(
 def activation_takes_every_bfloat16(
     subject: Subject, desc: ActivationDesc | ActivationBackwardDesc
 ) -> float:
-    """Results are within the bound for each value up to 1e15, whose square is finite, for inf, and
-    in forward for NaN.
+    """Results are within the bound for each value whose square is finite, and for inf.
+
+    Values go up to 1e15. Forward is also asked for NaN.
     """
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     if isinstance(desc, ActivationBackwardDesc):
@@ -359,8 +360,10 @@ def rotary_starts_at_the_given_positions(subject: Subject, desc: RotaryDesc) -> 
 
 @law(4, "rotary", applies=lambda desc: desc.layout == "thd")
 def rotary_of_sequences_of_any_length(subject: Subject, desc: RotaryDesc) -> Iterator[float]:
-    """Positions restart in each sequence, also after empty sequences; a token outside of all
-    sequences gets zeros."""
+    """Positions restart in each sequence; a token outside of all sequences gets zeros.
+
+    Sequences may be empty.
+    """
     for bounds in ([0, 0, 2, 2, 9, 12], [3, 4, 4, 11], [0], [5], [0, 12], [0, 1100, 1100, 1103]):
         tokens = max(12, bounds[-1])
         call = _Call(desc, (tokens, 1, 2, 8), 8, max(12, tokens) + 4)

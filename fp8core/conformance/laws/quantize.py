@@ -440,8 +440,10 @@ def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> N
 def quantize_and_sum_equals_the_call_and_sums(
     subject: Subject, desc: QuantizeDesc
 ) -> Iterator[float]:
-    """The operands and the count of NaN and inf are those of the plain call, and the column sums of
-    x are within the bound of float32."""
+    """Operands and the count of NaN and inf are the plain call's; column sums are within the bound.
+
+    The bound is that of sums in float32.
+    """
     offers = subject.offers(desc)
     for method in (offers.quantize_and_sum, offers.quantize_chunked_and_sum):
         if method is not None:

@@ -330,8 +330,10 @@ def _strange(route: Route) -> Route:
 
 @law(4, "dispatch_rows", is_core=True)
 def dispatch_copies_the_rows(subject: Subject, desc: DispatchDesc) -> None:
-    """Rows are copied bit for bit, with inf and NaN; a row without a token is zeros, and with
-    ``skips_improbable`` a row of probability 0."""
+    """Rows are copied bit for bit, with inf and NaN; a row without a token is zeros.
+
+    So is a row of probability 0 with ``skips_improbable``.
+    """
     for call in calls_of(subject, desc, *ROWS):
         name = f"{list(call.arguments[0].shape)}"
         _same_rows(subject, call, name)
@@ -353,8 +355,10 @@ def _same_rows(subject: Subject, call: OpCall, name: str) -> None:
 
 @law(4, "combine_rows", is_core=True)
 def combine_is_within_the_bound(subject: Subject, desc: CombineDesc) -> Iterator[float]:
-    """Rows are added in float32, in the order of a token's slots, and rounded once; ``row_values``
-    are copied."""
+    """Rows are added in float32, in the order of a token's slots, and rounded once.
+
+    ``row_values`` are copied.
+    """
     for call in calls_of(subject, desc, *ROWS):
         name = f"rows {list(call.arguments[0].shape)}"
         yield _combine_within(subject, call, name)
@@ -388,8 +392,10 @@ def _combine_within(subject: Subject, call: OpCall, name: str) -> float:
 
 @law(4, "combine_rows")
 def combine_passes_on_nan_and_inf(subject: Subject, desc: CombineDesc) -> None:
-    """NaN and inf of a row reach the row's token alone, also with a weight of 0; a row without a
-    token reaches none."""
+    """NaN and inf of a row reach the row's token alone, also with a weight of 0.
+
+    A row without a token reaches no token.
+    """
     route = route_of(9, 6, 2)
     x = inputs.moderate(len(route.sources), 70, desc.dtype).clone()
     row_of_token = int((route.sources >= 0).nonzero()[0])
@@ -411,8 +417,10 @@ def combine_passes_on_nan_and_inf(subject: Subject, desc: CombineDesc) -> None:
 def combine_backward_is_within_the_bound(
     subject: Subject, desc: CombineBackwardDesc
 ) -> Iterator[float]:
-    """Products and sums are computed in float32 and rounded once; a row without a token has the
-    gradient 0."""
+    """Products and sums are computed in float32 and rounded once.
+
+    The gradient of a row without a token is 0.
+    """
     for call in calls_of(subject, desc, *ROWS):
         yield from _combine_backward_within(subject, desc, call)
 
