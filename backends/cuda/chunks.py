@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from fp8core.backend_api import Operand
-from fp8core_backends.cuda.layout import empty_scales
+from fp8core_backends.cuda.layout import column_pitch, empty_scales
 from fp8core_backends.cuda.memory import Empty
 
 __all__ = ["LEAST_SAVED", "ChunkedResult", "Chunks", "Part", "Slots"]
@@ -53,7 +53,8 @@ class ChunkedResult:
     """
 
     __slots__ = (
-        *("_cols", "_column_pitch", "_empty", "_mode", "_row_codes", "_rows", "_slots"),
+        *("_code_pitch", "_cols", "_column_pitch", "_empty", "_mode", "_row_codes", "_rows"),
+        "_slots",
         *("_tile_sums", "chunk_rows", "columnwise", "sums"),
     )
 
@@ -69,7 +70,8 @@ class ChunkedResult:
         self._rows, self._cols = rows, cols = size
         self._mode, self._slots, self._empty = mode, slots, empty
         self.chunk_rows = chunk_rows
-        codes = empty((cols, rows), (rows, 1), torch.uint8)
+        self._code_pitch = column_pitch(rows)
+        codes = empty((cols, rows), (self._code_pitch, 1), torch.uint8)
         scale_inv, self._column_pitch = empty_scales(mode, cols, rows, empty)
         self.columnwise = Operand(codes, scale_inv)
         self.sums = sums
@@ -107,7 +109,7 @@ class ChunkedResult:
             self._column_pitch,
             *(0 if slot is None else slot.data_ptr() for slot in self._slots),
             0 if partials is None else partials.data_ptr(),
-            self._rows,  # bytes between the rows of the columnwise codes
+            self._code_pitch,
             num_partials,
         )
         return Operand(self._row_codes[: end - start], row_scale), addresses

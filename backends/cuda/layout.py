@@ -19,6 +19,7 @@ __all__ = [
     "DTYPES",
     "TILED",
     "adjacent_columns",
+    "column_pitch",
     "empty_codes",
     "empty_scales",
     "k_contiguous",
@@ -87,11 +88,20 @@ def scale_strides(mode: str, rows: int, k: int) -> tuple[int, int]:
     return (round_up(-(-k // 128), 4), 1) if mode == "block128" else (1, 1)
 
 
-def empty_codes(mode: str, rows: int, k: int, empty: Empty) -> torch.Tensor:
-    """Allocate the codes ``[rows, k]`` of an operand, with memory behind them to whole steps of
-    rows, so that no product copies them to have it; see :func:`with_rows`."""
+def column_pitch(rows: int) -> int:
+    """Return the bytes from one row of columnwise codes to the next, of a tensor of ``rows``: the
+    casts store 16 codes at once where each row begins at a multiple of as many."""
+    return round_up(rows, ALIGNMENT)
+
+
+def empty_codes(mode: str, rows: int, k: int, empty: Empty, pitch: int) -> torch.Tensor:
+    """Allocate the codes ``[rows, k]`` of an operand, ``pitch`` bytes from one row to the next.
+
+    The memory behind them reaches to whole steps of rows, so that no product copies them to have
+    it; see :func:`with_rows`.
+    """
     whole = round_up(rows, row_step(mode))
-    codes = empty((whole, k), (k, 1), torch.uint8)
+    codes = empty((whole, k), (pitch, 1), torch.uint8)
     return codes if rows == whole else codes[:rows]
 
 

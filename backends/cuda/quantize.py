@@ -19,6 +19,7 @@ from fp8core_backends.cuda.device_groups import bind_device_quantize
 from fp8core_backends.cuda.layout import (
     DTYPES,
     adjacent_columns,
+    column_pitch,
     empty_codes,
     empty_scales,
     scale_mode,
@@ -173,12 +174,13 @@ class Quantize:
         scale_inv_address = scale_inv.data_ptr()
         row = column = workspace = None
         row_codes = column_codes = workspace_address = 0
+        pitch = column_pitch(rows)
         if self._rowwise:
             codes = empty((rows, cols), (cols, 1), _UINT8)
             row_codes = codes.data_ptr()
             row = _operand((codes, scale_inv, None))
         if self._columnwise:
-            codes = empty((cols, rows), (rows, 1), _UINT8)
+            codes = empty((cols, rows), (pitch, 1), _UINT8)
             column_codes = codes.data_ptr()
             column = _operand((codes, scale_inv, None))
         if self._workspace_floats:
@@ -195,6 +197,7 @@ class Quantize:
             0 if amax_out is None else amax_out.data_ptr(),
             0 if nonfinite_out is None else nonfinite_out.data_ptr(),
             workspace_address,
+            pitch,
         )
         return _quantized((row, column)), addresses, workspace
 
@@ -246,12 +249,17 @@ class Quantize:
         shared = empty_scales(mode, rows, cols, empty) if mode == "tensor" else None
         operands: list[Operand | None] = []
         outputs: list[tuple[int, int, int]] = []  # codes, scale_inv and its pitch
-        for is_present, shape in ((self._rowwise, (rows, cols)), (self._columnwise, (cols, rows))):
+        pitch_of_columns = column_pitch(rows)
+        orientations = (
+            (self._rowwise, (rows, cols), cols),
+            (self._columnwise, (cols, rows), pitch_of_columns),
+        )
+        for is_present, shape, pitch_of_codes in orientations:
             if not is_present:
                 operands.append(None)
                 outputs.append((0, 0 if shared is None else shared[0].data_ptr(), 1))
                 continue
-            codes = empty_codes(mode, *shape, empty)
+            codes = empty_codes(mode, *shape, empty, pitch_of_codes)
             scale_inv, pitch = shared or empty_scales(mode, *shape, empty)
             operands.append(Operand(codes, scale_inv))
             outputs.append((codes.data_ptr(), scale_inv.data_ptr(), pitch))
@@ -262,9 +270,10 @@ class Quantize:
             0 if amax_out is None else amax_out.data_ptr(),
             0 if nonfinite_out is None else nonfinite_out.data_ptr(),
             0 if workspace is None else workspace.data_ptr(),
+            pitch_of_columns,
         )
-        if amax is not None:  # bytes between the rows of the columnwise codes; amaxes are there
-            addresses = (*addresses, rows, 1)
+        if amax is not None:  # the workspace has amaxes
+            addresses = (*addresses, 1)
         return Quantized(*operands), addresses, workspace
 
     def _quantize_empty(self, rows: int, cols: int, scale: torch.Tensor | None) -> Quantized:

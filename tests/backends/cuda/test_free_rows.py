@@ -125,7 +125,7 @@ def in_place_of_the_cast(operand: Operand) -> Operand:
     """Return ``operand`` in memory as the backend's casts allocate it."""
     rows, k = operand.data.shape
     codes, (scale_inv, _) = (
-        empty_codes("vec128", rows, k, on_cpu),
+        empty_codes("vec128", rows, k, on_cpu, k),
         empty_scales("vec128", rows, k, on_cpu),
     )
     return Operand(codes.copy_(operand.data), scale_inv.copy_(operand.scale_inv))
@@ -179,7 +179,7 @@ def test_a_part_of_ragged_rows_has_the_bits_of_the_whole(
 
 
 def test_only_memory_that_ends_too_soon_is_copied() -> None:
-    codes = empty_codes("vec128", 5, K, on_cpu)
+    codes = empty_codes("vec128", 5, K, on_cpu, K)
     assert with_rows(codes, 8, (K, 1), on_cpu).data_ptr() == codes.data_ptr()
     scale_inv, pitch = empty_scales("vec128", 5, K, on_cpu)
     assert with_rows(scale_inv, 8, (1, pitch), on_cpu).data_ptr() == scale_inv.data_ptr()

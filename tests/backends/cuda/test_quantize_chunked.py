@@ -68,6 +68,17 @@ def test_parts_of_strided_tensors_equal_the_whole(name: str) -> None:
                 assert same_bits(ours["amax_out"], theirs["amax_out"])
 
 
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "vector"])
+def test_columnwise_codes_lie_in_whole_vectors(name: str) -> None:
+    """Whatever the number of rows, so that the kernels store 16 codes at once."""
+    run = backend("cuda").bind(QuantizeDesc(torch.bfloat16, spec(name), spec(name)), DEVICE)
+    x = values("wide", (257, 128), torch.bfloat16)
+    casts = (run, getattr(run, "quantize_chunked", run))
+    for codes in (cast(x, **given(name)).columnwise.data for cast in casts):
+        assert (codes.shape, codes.stride(), codes.data_ptr() % 16) == ((128, 257), (272, 1), 0)
+
+
 @pytest.mark.parametrize("name", ["rowwise", "square"])
 def test_other_scales_have_no_parts(name: str) -> None:
     desc = QuantizeDesc(torch.bfloat16, spec(name), spec(name))
