@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fp8core.backend_api import DequantizeDesc, OperandSpec
-from fp8core.chain.shape import BindContext
+from fp8core.chain.call import Call
+from fp8core.chain.link_defaults import LinkDefaults
+from fp8core.chain.once import OnlyOnce, in_low_precision
+from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram
+from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.reporting import log_once
@@ -16,8 +23,6 @@ from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.quantizer_binding import bind_quantizer
 from fp8core.tensors.storage import check, per_byte, stored_operands
 from fp8core.torch_ops.shapes import is_captured
-
-__all__ = ["Boundary"]
 
 
 class Boundary:
@@ -84,3 +89,85 @@ def _nearest(spec: OperandSpec | None) -> OperandSpec | None:
     return dataclasses.replace(
         spec, format=str(spec.format), delayed=False, stochastic=False, cast_first=True
     )
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeShape(LinkShape):
+    """Quantizes values by the recipe's input format, gradients by that of gradients, or both.
+
+    At the end of a chain the value leaves as a QuantizedTensor, and at its beginning so does the
+    gradient; in between both are rounded.
+    """
+
+    forward: bool = True
+    backward: bool = False
+
+    def bind(self, context: BindContext) -> QuantizeLink:
+        """Return the link; both directions need a backend that casts and decodes."""
+        plan, is_observing = context.plan, context.binding.is_observing
+        plans = {"input": plan.input, "grad_output": plan.grad_output}
+        is_high = is_observing or not any(one.rowwise for one in plans.values())
+        forward, backward = (
+            None if is_observing or one.rowwise is None else Boundary(step, one, context)
+            for step, one in plans.items()
+        )
+        only_once = None if is_high else in_low_precision(context.owner)
+        return QuantizeLink(
+            self,
+            forward if self.forward else None,
+            backward if self.backward else None,
+            context.after is None,
+            context.before is None,
+            only_once,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizeLink(LinkDefaults):
+    """Quantizes values by ``forward`` and gradients by ``backward``, if there is one.
+
+    ``is_last``, ``is_first``: of the chain, whose caller is given quantized tensors. ``only_once``:
+    rounding has no derivative other than the one that backward uses.
+    """
+
+    shape: QuantizeShape
+    forward: Boundary | None
+    backward: Boundary | None
+    is_last: bool
+    is_first: bool
+    only_once: OnlyOnce | None = None
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> QuantizeProgram:
+        """Return the program, which is the same for any number of rows."""
+        return QuantizeProgram(self, needs_grad)
+
+
+class QuantizeProgram(TensorProgram[QuantizeLink]):
+    """Quantizes values, gradients, or both."""
+
+    __slots__ = ()
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Quantize the value, for both products of a later layer where one may be trained."""
+        boundary = self._link.forward
+        if boundary is None:
+            return x if out is None else out(x), (), None
+        if not self._link.is_last:
+            y: Any = boundary.rounded(x)
+            return y if out is None else out(y), (), None
+        trains = self._needs_grad[0] or torch.is_grad_enabled()
+        return boundary.quantize(x, columnwise=trains), (), None
+
+    def backward(
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Pass the gradient straight through, quantized if there is a boundary for it."""
+        if not self._needs_grad[0]:
+            return (None,)
+        boundary = self._link.backward
+        if boundary is None:
+            return (grad if out is None else out(grad),)
+        if not self._link.is_first:
+            grad_x: Any = boundary.rounded(grad)
+            return (grad_x if out is None else out(grad_x),)
+        return (boundary.quantize(grad, columnwise=True),)

@@ -1,4 +1,5 @@
-"""The branch of a residual block as one link: links whose input is added to their output."""
+"""Residual sums: a second tensor added as a link, and a block's branch as one link, whose input is
+added to its output."""
 
 from __future__ import annotations
 
@@ -23,12 +24,89 @@ from fp8core.chain.protocol import (
     Saved,
     SavedList,
     TensorProgram,
+    Unadded,
     backward_with,
 )
 from fp8core.chain.series import Series, row_error
+from fp8core.chain.shape import BindContext, CallInputs, LinkShape
+from fp8core.chain.unwrap import unwrap
+from fp8core.errors import OperandError
 from fp8core.torch_ops.recorded import called_in_repeats
 
-__all__ = ["ResidualLink"]
+
+@dataclass(frozen=True, slots=True)
+class AddShape(LinkShape):
+    """Adds a second tensor, which comes as its parameter."""
+
+    @property
+    def num_params(self) -> int:
+        """The second tensor."""
+        return 1
+
+    def example(self, x: torch.Tensor) -> CallInputs:
+        """Return the second tensor, which has the shape of ``x``."""
+        return CallInputs((x.new_empty(x.shape).requires_grad_(),))
+
+    @property
+    def leaves_sum(self) -> bool:
+        """It hands over both tensors to a link that adds them."""
+        return True
+
+    def bind(self, context: BindContext) -> AddLink:
+        """Return the link, which adds unless the next one does."""
+        link = None if context.after is None else context.after.link
+        return AddLink(self, is_left_to_next=link is not None and link.adds_residual)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddLink(LinkDefaults):
+    """``y = x + residual``, rounded once to the dtype of ``x``; left to the next link if it can."""
+
+    shape: AddShape
+    is_left_to_next: bool = False
+    num_params: int = 1
+
+    def in_torch(self, bind: Callable[[Any], Any]) -> AddLink:
+        """Return a link that adds."""
+        return AddLink(self.shape)
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AddProgram:
+        """Return the program, which is the same for any number of rows."""
+        return AddProgram(self, needs_grad)
+
+
+class AddProgram(TensorProgram[AddLink]):
+    """Adds; backward is told the residual's shape."""
+
+    __slots__ = ()
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Add, or hand both on.
+
+        Raises:
+            OperandError: the residual does not have the shape of the chain's input.
+        """
+        shape = params[0].shape
+        if params[0].numel() != x.numel() or shape[-1:] != x.shape[-1:]:
+            raise OperandError(
+                f"residual add: the extra input is {list(shape)}; expected {list(x.shape)} with "
+                f"the leading dimensions of the chain's input."
+            )
+        residual = unwrap(params[0], "residual add: the extra input").reshape(x.shape)
+        if self._link.is_left_to_next and residual.dtype == x.dtype:
+            return Unadded(x, residual), (), shape
+        total: Any = (x + residual).to(x.dtype)
+        return total if out is None else out(total), (), shape
+
+    def backward(
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Both inputs get the gradient."""
+        needs_input, needs_residual = self._needs_grad
+        residual = grad.reshape(context) if needs_residual else None
+        if not needs_input:
+            return None, residual
+        return grad if out is None else out(grad), residual
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,9 +41,9 @@ from fp8core.chain.activation import activation_shape
 from fp8core.chain.attention.shape import AttentionShape
 from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.norm import NormShape
-from fp8core.chain.pointwise import AddShape
-from fp8core.chain.rotary import RotaryShape
+from fp8core.chain.residual import AddShape
 from fp8core.chain.shape import LinkShape
+from fp8core.chain.simple import RotaryShape
 from fp8core.inspection.descriptors import NORMS, record, training_descs
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of

@@ -41,9 +41,9 @@ from fp8core.chain.attention.shape import AttentionShape
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.norm import NormShape
-from fp8core.chain.pointwise import AddShape
-from fp8core.chain.rotary import RotaryShape
+from fp8core.chain.residual import AddShape
 from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.chain.simple import RotaryShape
 from fp8core.dispatch.optional import Offers
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Purpose, Resolved

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from typing_extensions import override
 
-from fp8core.chain.pointwise import BiasShape, DropoutShape, QuantizeShape
+from fp8core.chain.boundary import QuantizeShape
 from fp8core.chain.shape import LinkShape
+from fp8core.chain.simple import BiasShape, DropoutShape
 from fp8core.modules.calls.inputs import cast_to_weight
 from fp8core.modules.calls.parameters import (
     InitMethod,

@@ -13,9 +13,9 @@ import torch
 from typing_extensions import override
 
 from fp8core.chain.activation import activation_shape
-from fp8core.chain.regrouped import DeinterleaveShape
 from fp8core.chain.scaled_activation import ScaledActivationShape
 from fp8core.chain.shape import LinkShape
+from fp8core.chain.simple import DeinterleaveShape
 from fp8core.errors import OperandError
 from fp8core.modules.calls.parameters import check_size, refuse_arguments
 from fp8core.modules.layers.operation import Operation

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from fp8core.chain.norm import NormShape
-from fp8core.chain.pointwise import OutputShape
 from fp8core.chain.shape import LinkShape
+from fp8core.chain.simple import OutputShape
 from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.parameters import (

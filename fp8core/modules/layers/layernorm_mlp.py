@@ -10,8 +10,8 @@ import torch.utils.checkpoint
 
 from fp8core.chain.activation import activation_shape
 from fp8core.chain.norm import NormShape
-from fp8core.chain.pointwise import BiasShape
 from fp8core.chain.shape import LinkShape
+from fp8core.chain.simple import BiasShape
 from fp8core.context.recompute import checkpoint as recomputed
 from fp8core.modules.calls.parameters import (
     InitMethod,

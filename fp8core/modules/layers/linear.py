@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from fp8core.chain.pointwise import BiasShape, QuantizeShape
+from fp8core.chain.boundary import QuantizeShape
 from fp8core.chain.shape import LinkShape
+from fp8core.chain.simple import BiasShape
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.modules.calls.parameters import (
     InitMethod,

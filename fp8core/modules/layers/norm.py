@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from fp8core.chain.norm import NormShape
-from fp8core.chain.pointwise import AddShape
+from fp8core.chain.residual import AddShape
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind

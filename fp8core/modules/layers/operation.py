@@ -11,9 +11,9 @@ import torch
 from typing_extensions import override
 
 from fp8core.chain.moving import AllReduceShape, GatherShape, ScatterShape
-from fp8core.chain.pointwise import AddShape, OutputShape
-from fp8core.chain.regrouped import L2NormShape, ScaleShape
+from fp8core.chain.residual import AddShape
 from fp8core.chain.shape import LinkShape, input_columns_of
+from fp8core.chain.simple import L2NormShape, OutputShape, ScaleShape
 from fp8core.collectives import named, of_group
 from fp8core.errors import OperandError
 from fp8core.modules.calls.base import LowPrecisionModule

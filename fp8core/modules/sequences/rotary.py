@@ -14,8 +14,8 @@ from fp8core.backend_api import ATTENTION_LAYOUTS
 from fp8core.chain import run as chain
 from fp8core.chain.arranged import Arranged
 from fp8core.chain.call import Call
-from fp8core.chain.rotary import RotaryLink, RotaryShape
 from fp8core.chain.sequence_chunks import Chunks
+from fp8core.chain.simple import RotaryLink, RotaryShape
 from fp8core.chain.unwrap import PLAIN, made_readable, unwrap
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.calls.base import LowPrecisionModule
@@ -217,8 +217,7 @@ class Rotary(LowPrecisionModule):
 
         def rotate(t: torch.Tensor, freqs: torch.Tensor, *spans: torch.Tensor) -> torch.Tensor:
             starts = spans[0] if has_starts else None
-            y: torch.Tensor = link.rotated(t, freqs, starts, spans[-1] if reads_bounds else None)
-            return y
+            return link.rotate(t, freqs, starts, spans[-1] if reads_bounds else None)
 
         prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, rotate)
         remember(self, bound, prepared, len(sources), options)
