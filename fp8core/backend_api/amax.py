@@ -15,8 +15,9 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from fp8core.backend_api.descriptors import QuantizeDesc
+from fp8core.backend_api.descriptors import QuantizeDesc, num_groups
 from fp8core.backend_api.operand_spec import OperandSpec, plain_text
+from fp8core.backend_api.record import ResultShape, operation
 from fp8core.errors import OperandError
 
 
@@ -171,6 +172,14 @@ def split_amax(
     if shares_amax(desc):
         return Amaxes(rowwise, rowwise)
     return Amaxes(rowwise, None if amax_extent(desc.columnwise) is None else amax[num_rowwise:])
+
+
+@operation(schema="(str operation, Tensor x, Tensor? group_offsets=None) -> Tensor")
+def amax(desc: AmaxDesc, x: torch.Tensor, group_offsets: torch.Tensor | None = None) -> ResultShape:
+    """Return the shape of the amaxes of both orientations."""
+    rows, cols = x.shape
+    groups = 1 if group_offsets is None else num_groups(group_offsets)
+    return ResultShape((sum(amax_sizes(desc.quantize, rows, cols, groups)),), torch.float32)
 
 
 def amax_of_groups(

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from fp8core.backend_api.operand_spec import OperandSpec, dtype_text, plain_text, text
+from fp8core.backend_api.record import ResultShape, operation, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,19 @@ class RotaryDesc:
     interleaved: bool = False
     inverse: bool = False
     __str__ = plain_text
+
+
+@operation()
+def rotary(
+    desc: RotaryDesc,
+    x: torch.Tensor,
+    freqs: torch.Tensor,
+    *,
+    start_positions: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> ResultShape:
+    """Return the shape of ``y``."""
+    return shape_of(x)
 
 
 ATTENTION_LAYOUTS = ("sbhd", "bshd", "thd")

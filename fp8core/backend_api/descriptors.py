@@ -30,8 +30,8 @@ from typing import ClassVar
 
 import torch
 
-from fp8core import formats
-from fp8core.backend_api.operand_spec import Operand, OperandSpec, dtype_text, text
+from fp8core.backend_api.operand_spec import Operand, OperandSpec, codes_per_byte, dtype_text, text
+from fp8core.backend_api.record import ResultShape, operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,13 @@ class DequantizeDesc:
         return text(self, f"{self.operand} -> {dtype_text(self.dtype)}")
 
 
+@operation()
+def dequantize(desc: DequantizeDesc, operand: Operand) -> ResultShape:
+    """Return the shape of ``x``."""
+    rows, stored = operand.data.shape
+    return ResultShape((rows, stored * codes_per_byte(desc.operand)), desc.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class GemmDesc:
     """``gemm(a, b, *, bias=None, out=None) -> d [m, n]`` in ``out_dtype``.
@@ -141,6 +148,11 @@ class GroupedGemmDesc(GemmDesc):
     offsets_on_device: bool = False
 
 
+def num_groups(group_offsets: torch.Tensor | None) -> int:
+    """Return the number of groups, 0 for a dense tensor."""
+    return 0 if group_offsets is None else group_offsets.shape[0] - 1
+
+
 def split_groups(
     spec: OperandSpec | None, operand: Operand, bounds: Sequence[int], dim: int, step: int = 1
 ) -> list[Operand]:
@@ -155,7 +167,7 @@ def split_groups(
     if spec is None:
         return [Operand(part) for part in _split(operand.data, sizes, dim)]
     assert operand.scale_inv is not None
-    per_byte = 8 // formats.by_name(spec.format).bits if dim == 1 else 1
+    per_byte = codes_per_byte(spec) if dim == 1 else 1
     block = spec.block[dim]
     scale_sizes = [-(-size // block) if block else 1 for size in sizes]
     padded = [-(-size // step) * step if dim == 1 else size for size in sizes]

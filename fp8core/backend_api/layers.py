@@ -10,6 +10,7 @@ import torch
 
 from fp8core.backend_api.descriptors import QuantizeDesc
 from fp8core.backend_api.operand_spec import dtype_text, plain_text, text
+from fp8core.backend_api.record import ResultShape, computing_dtype, operation, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,17 @@ class NormDesc:
         return text(self, start, f"eps={self.eps}")
 
 
+@operation()
+def norm(
+    desc: NormDesc, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[ResultShape, ResultShape | None, ResultShape]:
+    """Return the shapes of ``y``, ``mean`` and ``rstd``."""
+    rows, n = x.shape
+    statistic = ResultShape((rows,), computing_dtype(desc.dtype))
+    mean = statistic if desc.kind == "layernorm" else None
+    return ResultShape((rows, n), desc.out_dtype), mean, statistic
+
+
 @dataclass(frozen=True, slots=True)
 class NormBackwardDesc:
     """``norm_backward(grad_output, x, weight, mean, rstd) -> (grad_x, grad_weight, grad_bias)``.
@@ -84,6 +96,22 @@ class NormBackwardDesc:
     low_precision: ClassVar[bool] = False
     norm: NormDesc
     __str__ = plain_text
+
+
+@operation()
+def norm_backward(
+    desc: NormBackwardDesc,
+    grad_output: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+) -> tuple[ResultShape, ResultShape, ResultShape | None]:
+    """Return the shapes of ``grad_x``, ``grad_weight`` and ``grad_bias``."""
+    rows, n = x.shape
+    parameter = ResultShape((n,), computing_dtype(desc.norm.dtype))
+    bias = parameter if desc.norm.kind == "layernorm" else None
+    return ResultShape((rows, n), desc.norm.dtype), parameter, bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +134,13 @@ class ActivationDesc:
         return text(self, f"{self.name} {dtype_text(self.dtype)} -> {dtype_text(self.out_dtype)}")
 
 
+@operation()
+def activation(desc: ActivationDesc, x: torch.Tensor) -> ResultShape:
+    """Return the shape of ``y``; a gated activation halves the columns."""
+    rows, columns = x.shape
+    return ResultShape((rows, columns // 2 if desc.name in GATED else columns), desc.out_dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class ActivationBackwardDesc:
     """``activation_backward(grad_output, x) -> grad_x`` in ``out_dtype``, computed in float32."""
@@ -121,6 +156,14 @@ class ActivationBackwardDesc:
         return text(self, f"{self.name} {dtype_text(self.dtype)} -> {dtype_text(self.out_dtype)}")
 
 
+@operation()
+def activation_backward(
+    desc: ActivationBackwardDesc, grad_output: torch.Tensor, x: torch.Tensor
+) -> ResultShape:
+    """Return the shape of ``grad_x``."""
+    return shape_of(x, desc.out_dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnSumsDesc:
     """``column_sums(x) -> float32 [n]``: the sum over the rows of ``x [rows, n]``, which has
@@ -134,6 +177,13 @@ class ColumnSumsDesc:
     low_precision: ClassVar[bool] = False
     dtype: torch.dtype
     __str__ = plain_text
+
+
+@operation()
+def column_sums(desc: ColumnSumsDesc, x: torch.Tensor) -> ResultShape:
+    """Return the shape of the sums."""
+    _, n = x.shape
+    return ResultShape((n,), computing_dtype(desc.dtype))
 
 
 ACTIVATIONS: tuple[str, ...] = (

@@ -75,6 +75,11 @@ class Operand(NamedTuple):
     global_scale_inv: torch.Tensor | None = None
 
 
+def codes_per_byte(spec: OperandSpec) -> int:
+    """Return the number of codes in a byte of ``data``: 2 for a 4-bit format, else 1."""
+    return 8 // formats.by_name(spec.format).bits
+
+
 class Quantized(NamedTuple):
     """The orientations of one tensor ``x [rows, cols]`` that were asked for, None for the other.
 

@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 
 from fp8core.backend_api.operand_spec import dtype_text, plain_text, text
+from fp8core.backend_api.record import ResultShape, computing_dtype, operation, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,15 @@ class CrossEntropyDesc:
     __str__ = plain_text
 
 
+@operation()
+def cross_entropy(
+    desc: CrossEntropyDesc, x: torch.Tensor, target: torch.Tensor
+) -> tuple[ResultShape, ResultShape, ResultShape]:
+    """Return the shapes of ``loss``, ``largest`` and ``log_sum``."""
+    of_token = ResultShape((x.shape[0],), computing_dtype(x.dtype))
+    return of_token, of_token, of_token
+
+
 @dataclass(frozen=True, slots=True)
 class CrossEntropyBackwardDesc:
     """``cross_entropy_backward(grad, x, target, largest, log_sum) -> grad_x [t, v]`` in ``dtype``.
@@ -64,6 +74,19 @@ class CrossEntropyBackwardDesc:
     label_smoothing: float = 0.0
     ignore_index: int = -100
     __str__ = plain_text
+
+
+@operation()
+def cross_entropy_backward(
+    desc: CrossEntropyBackwardDesc,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    largest: torch.Tensor,
+    log_sum: torch.Tensor,
+) -> ResultShape:
+    """Return the shape of ``grad_x``."""
+    return shape_of(x)
 
 
 SCORE_FUNCTIONS: tuple[str, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -112,6 +135,15 @@ class RouterDesc:
         return text(self, dtype_text(self.dtype), f"top {self.topk}", self.score_function)
 
 
+@operation()
+def router(
+    desc: RouterDesc, logits: torch.Tensor, *, expert_bias: torch.Tensor | None = None
+) -> tuple[ResultShape, ResultShape, ResultShape]:
+    """Return the shapes of ``probs``, ``routing_map`` and ``scores``."""
+    probs = shape_of(logits, torch.float32 if desc.of_all else desc.dtype)
+    return probs, shape_of(logits, torch.bool), shape_of(logits, torch.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class RouterBackwardDesc:
     """``router_backward(grad_probs, routing_map, scores) -> grad_logits``.
@@ -134,6 +166,17 @@ class RouterBackwardDesc:
 
     def __str__(self) -> str:
         return text(self, dtype_text(self.dtype), f"top {self.topk}", self.score_function)
+
+
+@operation()
+def router_backward(
+    desc: RouterBackwardDesc,
+    grad_probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    scores: torch.Tensor,
+) -> ResultShape:
+    """Return the shape of the gradient of the logits."""
+    return shape_of(scores, desc.dtype)
 
 
 ROUTE_KINDS: tuple[str, ...] = ("mask", "experts", "rows")
@@ -163,6 +206,12 @@ class RouteDesc:
     __str__ = plain_text
 
 
+@operation()
+def route(desc: RouteDesc, routing: torch.Tensor, rows: int) -> tuple[ResultShape, ResultShape]:
+    """Return the shapes of ``index`` and ``sources``."""
+    return shape_of(routing, torch.int32), ResultShape((rows,), torch.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class DispatchDesc:
     """``dispatch_rows(x, index, sources, *, probs=None) -> (y, permuted_probs)``.
@@ -182,6 +231,21 @@ class DispatchDesc:
     __str__ = plain_text
 
 
+@operation()
+def dispatch_rows(
+    desc: DispatchDesc,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    sources: torch.Tensor,
+    *,
+    probs: torch.Tensor | None = None,
+) -> tuple[ResultShape, ResultShape | None]:
+    """Return the shapes of ``y`` and ``permuted_probs``."""
+    rows = sources.shape[0]
+    permuted_probs = None if probs is None else ResultShape((rows,), probs.dtype)
+    return ResultShape((rows, x.shape[1]), x.dtype), permuted_probs
+
+
 @dataclass(frozen=True, slots=True)
 class CombineDesc:
     """``combine_rows(x, index, *, weights=None, row_values=None) -> (y, values)``.
@@ -199,6 +263,20 @@ class CombineDesc:
     __str__ = plain_text
 
 
+@operation()
+def combine_rows(
+    desc: CombineDesc,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    *,
+    weights: torch.Tensor | None = None,
+    row_values: torch.Tensor | None = None,
+) -> tuple[ResultShape, ResultShape | None]:
+    """Return the shapes of ``y`` and ``values``."""
+    values = None if row_values is None else shape_of(index, row_values.dtype)
+    return ResultShape((index.shape[0], x.shape[1]), x.dtype), values
+
+
 @dataclass(frozen=True, slots=True)
 class CombineBackwardDesc:
     """``combine_rows_backward(grad, x, index, sources, weights) -> (grad_x, grad_weights)``.
@@ -214,6 +292,19 @@ class CombineBackwardDesc:
     low_precision: ClassVar[bool] = False
     dtype: torch.dtype
     __str__ = plain_text
+
+
+@operation()
+def combine_rows_backward(
+    desc: CombineBackwardDesc,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    sources: torch.Tensor,
+    weights: torch.Tensor,
+) -> tuple[ResultShape, ResultShape]:
+    """Return the shapes of ``grad_x`` and ``grad_weights``."""
+    return shape_of(x), shape_of(weights)
 
 
 MASTER_KINDS: tuple[str, ...] = ("none", "float32", "remainder")

@@ -11,11 +11,11 @@ import torch
 from fp8core.chain.unwrap import PLAIN, are_readable, made_readable, unwrap
 from fp8core.dispatch import plugins, policy, table
 from fp8core.dispatch.registry import Registry
+from fp8core.torch_ops.derived import OPERATORS
 from fp8core.torch_ops.encoding import Operation, encode
 from fp8core.torch_ops.operators import constant_in_graph
 from fp8core.torch_ops.private import forward_mode_level, is_transform_active
 from fp8core.torch_ops.shapes import is_captured
-from fp8core.torch_ops.training import training_call
 
 __all__ = [
     *("Run", "bound", "derivatives", "in_torch", "is_transformed", "needs_node", "plain"),
@@ -36,7 +36,7 @@ def bound(kind: type[Any], values: tuple[Any, ...], device: torch.device) -> Run
     if torch.compiler.is_compiling():
         # torch.compile takes a text as a constant, and reads what makes a call of it.
         text = _captured(kind, values, device, (backends.backend, backends.op_backends))
-        return training_call(kind.op, text)
+        return functools.partial(OPERATORS[kind.op], text)
     registry = plugins.load()
     return _bound((kind, values), device, backends, registry, len(registry.rows))
 

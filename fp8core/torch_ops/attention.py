@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, Operand, OperandSpec
+from fp8core.backend_api.record import ResultShape, computing_dtype
 from fp8core.torch_ops.definition import bound, define, empty, settle_all
 from fp8core.torch_ops.encoding import Operation, decode
-from fp8core.torch_ops.shapes import ResultShape, with_records
+from fp8core.torch_ops.shapes import with_records
 
 __all__ = ["attention_backward_call", "attention_call", "flat_call"]
 
@@ -87,10 +88,6 @@ def _recorded(results: list[torch.Tensor], keywords: dict[str, Any]) -> list[tor
     return results[:-1]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _shapes(text: str, tensors: Tensors) -> list[ResultShape]:
     desc: Any = decode(text).desc
     assert isinstance(desc, AttentionDesc)
@@ -101,7 +98,7 @@ def _shapes(text: str, tensors: Tensors) -> list[ResultShape]:
     else:
         sequence, batch = (q.shape[0], q.shape[1])[:: 1 if desc.layout == "sbhd" else -1]
         statistics = (batch, desc.heads, sequence)
-    wide = _wide(desc.dtype)
+    wide = computing_dtype(desc.dtype)
     results = [
         ResultShape((*q.shape[:-1], desc.head_dim_v), torch.uint8 if desc.out else desc.dtype),
         ResultShape(statistics, wide),
@@ -136,7 +133,7 @@ def _backward_shapes(text: str, tensors: Tensors) -> list[ResultShape]:
         assert bias is not None
         results.append(ResultShape(tuple(bias.shape), bias.dtype))
     if desc.attention.softmax == "learnable":
-        results.append(ResultShape((desc.attention.heads,), _wide(desc.attention.dtype)))
+        results.append(ResultShape((desc.attention.heads,), computing_dtype(desc.attention.dtype)))
     return with_records(results, tensors[6 + len(_KEYWORDS)], None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from fp8core.backend_api import (
 )
 from fp8core.torch_ops import fused, operators, shapes
 from fp8core.torch_ops.attention import attention_backward_call, attention_call
+from fp8core.torch_ops.derived import OPERATORS
 from fp8core.torch_ops.encoding import Operation, encode
-from fp8core.torch_ops.training import TRAINING_CALLS
+from fp8core.torch_ops.training import adam_call
 
 __all__ = ["call_of"]
 
@@ -30,7 +32,8 @@ Call = Callable[..., Any]
 
 def call_of(operation: Operation) -> Call:
     """Return the operator of ``operation`` as a callable of the backend API's signature."""
-    return _CALLS[operation.desc.op](encode(operation), operation)
+    text, op = encode(operation), operation.desc.op
+    return partial(OPERATORS[op], text) if op in OPERATORS else _CALLS[op](text, operation)
 
 
 def _flat(operand: Operand) -> list[torch.Tensor]:
@@ -81,14 +84,6 @@ def _quantize(text: str, operation: Operation) -> Call:
         return _quantized(desc, operation.transposes, flat)
 
     return run
-
-
-def _dequantize(text: str, operation: Operation) -> Call:
-    return lambda operand: operators._dequantize(text, _flat(operand))
-
-
-def _amax(text: str, operation: Operation) -> Call:
-    return lambda x, group_offsets=None: operators._amax(text, x, group_offsets)
 
 
 def _scale_update(text: str, operation: Operation) -> Call:
@@ -152,38 +147,6 @@ def _with_grad_bias(
     return tuple(results) if desc.norm.kind == "layernorm" else (*results, None)
 
 
-def _norm(text: str, operation: Operation) -> Call:
-    desc: Any = operation.desc
-    return lambda x, weight, bias=None: _with_mean(desc, operators._norm(text, x, weight, bias))
-
-
-def _norm_backward(text: str, operation: Operation) -> Call:
-    desc: Any = operation.desc
-
-    def run(*arguments: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return _with_grad_bias(desc, operators._norm_backward(text, *arguments))
-
-    return run
-
-
-def _activation(text: str, operation: Operation) -> Call:
-    return lambda x: operators._activation(text, x)
-
-
-def _activation_backward(text: str, operation: Operation) -> Call:
-    return lambda grad_output, x: operators._activation_backward(text, grad_output, x)
-
-
-def _column_sums(text: str, operation: Operation) -> Call:
-    return lambda x: operators._column_sums(text, x)
-
-
-def _rotary(text: str, operation: Operation) -> Call:
-    return lambda x, freqs, *, start_positions=None, cu_seqlens=None: operators._rotary(
-        text, x, freqs, start_positions, cu_seqlens
-    )
-
-
 def _fused(text: str, operation: Operation) -> Call:
     desc = operation.desc
     assert isinstance(desc, FusedDesc)
@@ -219,17 +182,9 @@ def _add_norm(text: str, operation: Operation) -> Call:
 
 _CALLS: dict[str, Callable[[str, Operation], Call]] = {
     "quantize": _quantize,
-    "dequantize": _dequantize,
-    "amax": _amax,
     "scale_update": _scale_update,
     "gemm": _gemm,
     "grouped_gemm": _grouped_gemm,
-    "norm": _norm,
-    "norm_backward": _norm_backward,
-    "activation": _activation,
-    "activation_backward": _activation_backward,
-    "column_sums": _column_sums,
-    "rotary": _rotary,
     "attention": attention_call,
     "attention_backward": attention_backward_call,
     "norm_quantize": _fused,
@@ -237,5 +192,5 @@ _CALLS: dict[str, Callable[[str, Operation], Call]] = {
     "activation_quantize": _fused,
     "activation_backward_quantize": _fused,
     "add_norm": _add_norm,
-    **TRAINING_CALLS,
+    "adam": lambda text, operation: adam_call(text),
 }

@@ -7,16 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from fp8core.backend_api import (
-    ActivationBackwardDesc,
-    AddNormDesc,
-    FusedDesc,
-    NormBackwardDesc,
-    NormDesc,
-)
+from fp8core.backend_api import AddNormDesc, FusedDesc
+from fp8core.backend_api.record import RECORDS, ResultShape
 from fp8core.torch_ops import shapes
 from fp8core.torch_ops.counted import run_counted
 from fp8core.torch_ops.definition import bound, define, empty, given, settle_all
+from fp8core.torch_ops.derived import present
 from fp8core.torch_ops.encoding import decode
 from fp8core.torch_ops.operators import flat
 from fp8core.torch_ops.private import (
@@ -26,7 +22,7 @@ from fp8core.torch_ops.private import (
     without_interpreters,
     without_keys,
 )
-from fp8core.torch_ops.shapes import ResultShape, is_captured
+from fp8core.torch_ops.shapes import is_captured
 
 __all__ = ["_add_norm", "_fused", "drop"]
 
@@ -34,15 +30,8 @@ __all__ = ["_add_norm", "_fused", "drop"]
 def _fused_shapes(text: str, arguments: Sequence[torch.Tensor | None]) -> list[ResultShape]:
     _, desc, transposes = decode(text)
     assert isinstance(desc, FusedDesc)
-    is_backward = isinstance(desc.producer, NormBackwardDesc | ActivationBackwardDesc)
-    x = arguments[1] if is_backward else arguments[0]
-    assert x is not None
-    if isinstance(desc.producer, NormDesc):
-        first, *rest = shapes.norm_shapes(desc.producer, x.shape)
-    elif isinstance(desc.producer, NormBackwardDesc):
-        first, *rest = shapes.norm_backward_shapes(desc.producer.norm, x.shape)
-    else:
-        first, rest = shapes.activation_shape(desc.producer, x.shape), []
+    produced = RECORDS[desc.producer.op].shapes(desc.producer, *arguments)
+    first, *rest = present(produced)
     sums = [ResultShape((first.size[1],), torch.float32)] if desc.sums else []
     return [*shapes.quantize_shapes(desc.quantize, first.size, 0, transposes), *rest, *sums]
 
@@ -80,7 +69,7 @@ def _add_norm_shapes(text: str, x: torch.Tensor) -> list[ResultShape]:
     assert isinstance(desc, AddNormDesc)
     return [
         ResultShape((x.shape[0], x.shape[1]), desc.norm.dtype),
-        *shapes.norm_shapes(desc.norm, x.shape),
+        *present(RECORDS["norm"].shapes(desc.norm, x, x[0], None)),
     ]
 
 

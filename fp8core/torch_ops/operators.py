@@ -15,13 +15,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from fp8core import errors
-from fp8core.backend_api import Operand, Quantized, amax_sizes
+from fp8core.backend_api import Operand, Quantized
+from fp8core.backend_api.record import ResultShape
 from fp8core.torch_ops import shapes
 from fp8core.torch_ops.counted import run_counted
 from fp8core.torch_ops.definition import Tensors, bound, define, empty, given, settle_all
 from fp8core.torch_ops.encoding import decode
 from fp8core.torch_ops.private import MARKED_CONSTANT, ORDERED, PASSES_DATACLASSES
-from fp8core.torch_ops.shapes import ResultShape, settle
+from fp8core.torch_ops.shapes import settle
 from fp8core.torch_ops.untraced import untraced
 
 __all__ = ["constant_in_graph", "draw_seed", "flat", "refuse", "taking_dataclasses"]
@@ -97,38 +98,6 @@ def _quantize(
     is_one = shapes.hands_both_as_one(desc, transposes)  # type: ignore[arg-type]  # the text says quantize
     wanted = shapes.with_records(_quantized_shapes(text, x, group_offsets), amax, nonfinite)
     return settle_all([*flat(quantized, is_one), new, count], wanted)
-
-
-def _values_shape(text: str, operand: Tensors) -> ResultShape:
-    desc: Any = decode(text).desc
-    rows, k = operand[0].shape
-    packed = shapes.elements_per_byte(desc.operand)
-    return ResultShape((rows, k * packed), desc.dtype)
-
-
-@define(
-    "(str operation, Tensor[] operand) -> Tensor",
-    lambda text, operand: _values_shape(text, operand).empty(operand[0].device),
-)
-def _dequantize(text: str, operand: Tensors) -> torch.Tensor:
-    result = bound(text, operand[0].device)(Operand(*operand))
-    return settle(result, _values_shape(text, operand))
-
-
-def _amax_shape(text: str, x: torch.Tensor, group_offsets: torch.Tensor | None) -> ResultShape:
-    desc: Any = decode(text).desc
-    rows, cols = x.shape
-    groups = 1 if group_offsets is None else _count(group_offsets)
-    return ResultShape((sum(amax_sizes(desc.quantize, rows, cols, groups)),), torch.float32)
-
-
-@define(
-    "(str operation, Tensor x, Tensor? group_offsets=None) -> Tensor",
-    lambda text, x, group_offsets=None: _amax_shape(text, x, group_offsets).empty(x.device),
-)
-def _amax(text: str, x: torch.Tensor, group_offsets: torch.Tensor | None = None) -> torch.Tensor:
-    arguments = (x,) if group_offsets is None else (x, group_offsets)
-    return settle(bound(text, x.device)(*arguments), _amax_shape(text, x, group_offsets))
 
 
 @define(
@@ -226,108 +195,22 @@ def _grouped_gemm_out(
     run(*operands, group_offsets, out=target, **given(bias=list(bias) or None))
 
 
-# Norms, activations and gradients of biases
-
-
-def _norm_shapes(text: str, x: torch.Tensor) -> list[ResultShape]:
-    return shapes.norm_shapes(decode(text).desc, x.shape)  # type: ignore[arg-type]  # the text says norm
-
-
-@define(
-    "(str operation, Tensor x, Tensor weight, Tensor? bias) -> Tensor[]",
-    lambda text, x, weight, bias: empty(_norm_shapes(text, x), x.device),
-)
-def _norm(
-    text: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> list[torch.Tensor]:
-    result = bound(text, x.device)(x, weight, *(() if bias is None else (bias,)))
-    return settle_all(result, _norm_shapes(text, x))
-
-
-def _norm_backward_shapes(text: str, x: torch.Tensor) -> list[ResultShape]:
-    desc: Any = decode(text).desc
-    return shapes.norm_backward_shapes(desc.norm, x.shape)
-
-
-@define(
-    "(str operation, Tensor grad_output, Tensor x, Tensor weight, Tensor? mean, Tensor rstd) "
-    "-> Tensor[]",
-    lambda text, grad, x, weight, mean, rstd: empty(_norm_backward_shapes(text, x), x.device),
-)
-def _norm_backward(
-    text: str,
-    grad_output: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-) -> list[torch.Tensor]:
-    result = bound(text, x.device)(grad_output, x, weight, mean, rstd)
-    return settle_all(result, _norm_backward_shapes(text, x))
-
-
-def _activation_shape(text: str, x: torch.Tensor) -> ResultShape:
-    return shapes.activation_shape(decode(text).desc, x.shape)  # type: ignore[arg-type]  # the text says activation
-
-
-@define(
-    "(str operation, Tensor x) -> Tensor",
-    lambda text, x: _activation_shape(text, x).empty(x.device),
-)
-def _activation(text: str, x: torch.Tensor) -> torch.Tensor:
-    return settle(bound(text, x.device)(x), _activation_shape(text, x))
-
-
-@define(
-    "(str operation, Tensor grad_output, Tensor x) -> Tensor",
-    lambda text, grad_output, x: _activation_shape(text, x).empty(x.device),
-)
-def _activation_backward(text: str, grad_output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return settle(bound(text, x.device)(grad_output, x), _activation_shape(text, x))
-
-
-def _column_sums_shape(text: str, x: torch.Tensor) -> ResultShape:
-    return shapes.column_sums_shape(decode(text).desc, x.shape)  # type: ignore[arg-type]  # the text says column_sums
-
-
-@define(
-    "(str operation, Tensor x) -> Tensor",
-    lambda text, x: _column_sums_shape(text, x).empty(x.device),
-)
-def _column_sums(text: str, x: torch.Tensor) -> torch.Tensor:
-    return settle(bound(text, x.device)(x), _column_sums_shape(text, x))
-
-
-@define(
-    "(str operation, Tensor x, Tensor freqs, Tensor? start_positions, Tensor? cu_seqlens) "
-    "-> Tensor",
-    lambda text, x, freqs, start_positions, cu_seqlens: _rotary_shape(x).empty(x.device),
-)
-def _rotary(
-    text: str,
-    x: torch.Tensor,
-    freqs: torch.Tensor,
-    start_positions: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-) -> torch.Tensor:
-    keywords = given(start_positions=start_positions, cu_seqlens=cu_seqlens)
-    return settle(bound(text, x.device)(x, freqs, **keywords), _rotary_shape(x))
-
-
-def _rotary_shape(x: torch.Tensor) -> ResultShape:
-    return ResultShape(tuple(x.shape), x.dtype)
-
-
 # Seeds and errors in graphs
 
 
-@define(
-    "(int place) -> Tensor",
-    lambda place: torch.empty(2, dtype=torch.int64, device="cpu"),
+@torch.library.custom_op(
+    "fp8core::draw_seed",
+    mutates_args=(),
+    schema="(int place) -> Tensor",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 def _draw_seed(place: int) -> torch.Tensor:
     return torch.randint(0, 2**62, (2,))
+
+
+@_draw_seed.register_fake
+def _empty_seed(place: int) -> torch.Tensor:
+    return torch.empty(2, dtype=torch.int64, device="cpu")
 
 
 # Ordered, so that torch neither moves nor drops a draw whose seed only the backward graph uses, or

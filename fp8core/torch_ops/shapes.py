@@ -10,52 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from fp8core import formats
-from fp8core.backend_api import (
-    GATED,
-    ActivationBackwardDesc,
-    ActivationDesc,
-    ColumnSumsDesc,
-    NormDesc,
-    OperandSpec,
-    QuantizeDesc,
-)
+from fp8core.backend_api import OperandSpec, QuantizeDesc
+from fp8core.backend_api.operand_spec import codes_per_byte
+from fp8core.backend_api.record import ResultShape
 from fp8core.errors import OperandError
 from fp8core.torch_ops.private import is_traced
-
-__all__ = [
-    "ResultShape",
-    "activation_shape",
-    "column_sums_shape",
-    "elements_per_byte",
-    "hands_both_as_one",
-    "is_captured",
-    "norm_backward_shapes",
-    "norm_shapes",
-    "quantize_shapes",
-    "settle",
-    "trim",
-    "with_records",
-]
-
-
-class ResultShape(NamedTuple):
-    """Size and dtype of one result; ``is_transposed``: it is the transposed view of a contiguous
-    matrix."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    is_transposed: bool = False
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """Return an unfilled tensor."""
-        size = self.size[::-1] if self.is_transposed else self.size
-        result = torch.empty(size, dtype=self.dtype, device=device)
-        return result.t() if self.is_transposed else result
 
 
 def settle(result: torch.Tensor, shape: ResultShape) -> torch.Tensor:
@@ -83,7 +45,7 @@ def hands_both_as_one(desc: QuantizeDesc, transposes: bool) -> bool:
     is_square = spec is not None and spec == desc.columnwise and spec.block[0] == spec.block[1]
     if spec is None or not is_square or desc.grouped or transposes:
         return False
-    return not spec.stochastic and spec.transform is None and elements_per_byte(spec) == 1
+    return not spec.stochastic and spec.transform is None and codes_per_byte(spec) == 1
 
 
 def quantize_shapes(
@@ -118,7 +80,7 @@ def _operand(
             blocks[grouped_dim] = extent // block + groups if block else groups
     scale_dtype = torch.float32 if spec.scale_format == "float32" else torch.uint8
     shapes = [
-        ResultShape((size[0], size[1] // elements_per_byte(spec)), torch.uint8),
+        ResultShape((size[0], size[1] // codes_per_byte(spec)), torch.uint8),
         ResultShape((blocks[0], blocks[1]), scale_dtype),
     ]
     if spec.scale_format == "e4m3":
@@ -137,11 +99,6 @@ def with_records(
     return [*results, *records]
 
 
-def elements_per_byte(spec: OperandSpec) -> int:
-    """Return 2 for a 4-bit format, whose codes are packed, else 1."""
-    return 2 if formats.by_name(spec.format).bits == 4 else 1
-
-
 def trim(
     spec: OperandSpec | None, parts: Sequence[torch.Tensor], offsets: Sequence[int], dim: int
 ) -> list[torch.Tensor]:
@@ -154,42 +111,6 @@ def trim(
     if scale_inv.shape[dim] != count:
         scale_inv = scale_inv.narrow(dim, 0, count).contiguous()
     return [data, scale_inv, *rest]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def norm_shapes(desc: NormDesc, size: Sequence[int]) -> list[ResultShape]:
-    """Return the shapes of ``y``, the mean (LayerNorm alone) and ``rstd`` for ``x [rows, n]``."""
-    rows, n = size
-    statistic = ResultShape((rows,), _wide(desc.dtype))
-    count = 2 if desc.kind == "layernorm" else 1
-    return [ResultShape((rows, n), desc.out_dtype), *[statistic] * count]
-
-
-def norm_backward_shapes(desc: NormDesc, size: Sequence[int]) -> list[ResultShape]:
-    """Return the shapes of ``grad_x``, ``grad_weight`` and, for LayerNorm alone, ``grad_bias``."""
-    rows, n = size
-    parameter = ResultShape((n,), _wide(desc.dtype))
-    count = 2 if desc.kind == "layernorm" else 1
-    return [ResultShape((rows, n), desc.dtype), *[parameter] * count]
-
-
-def activation_shape(
-    desc: ActivationDesc | ActivationBackwardDesc, size: Sequence[int]
-) -> ResultShape:
-    """Return the shape of the result for ``x [rows, n]``; a gated activation halves the columns."""
-    rows, columns = size
-    if isinstance(desc, ActivationDesc) and desc.name in GATED:
-        columns //= 2
-    return ResultShape((rows, columns), desc.out_dtype)
-
-
-def column_sums_shape(desc: ColumnSumsDesc, size: Sequence[int]) -> ResultShape:
-    """Return the shape of the sums over the rows of ``x [rows, n]``."""
-    _, n = size
-    return ResultShape((n,), _wide(desc.dtype))
 
 
 def is_captured(x: torch.Tensor) -> bool:
