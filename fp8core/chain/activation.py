@@ -12,13 +12,13 @@ from fp8core.backend_api import ACTIVATIONS, GATED, ActivationBackwardDesc, Acti
 from fp8core.chain.call import Call
 from fp8core.chain.fusion import Fusion, bind_fusion
 from fp8core.chain.gating import GatedShape
-from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.protocol import (
     Backward,
     Forward,
-    Held,
+    Link,
     Out,
     Params,
+    Recordable,
     Saved,
     SavedList,
     TensorProgram,
@@ -90,7 +90,7 @@ def activation_shape(name: str, params: dict[str, float] | None = None) -> Activ
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ActivationLink(LinkDefaults):
+class ActivationLink(Link):
     """``y [rows, n]`` from ``x [rows, n]``, or ``[rows, 2 n]`` for a gated one.
 
     ``grad_request`` is how it takes the gradient of y: None for a tensor.
@@ -118,7 +118,7 @@ class ActivationProgram(TensorProgram[ActivationLink]):
 
     __slots__ = ()
 
-    held = Held()
+    recordable = Recordable()
 
     def request_grad(self, call: Call) -> QuantizeRequest | None:
         """Return the request for rows that are computed when they are read, if it reads such."""

@@ -42,9 +42,10 @@ class Arranged(tuple[Link, ...]):
         program = self._programs.get(key)
         if program is None:
             program = self._new_program(shape, rows, needs_grad, call)
-            held = None if self.recorder is None else program.held
-            if self.recorder is not None and held is not None and records(self.recorder, held):
-                program = Repeated(program, held, self.recorder)
+            recorder = self.recorder
+            recordable = None if recorder is None else program.recordable
+            if recorder is not None and recordable and records(recorder, recordable):
+                program = Repeated(program, recordable, recorder)
             if len(self._programs) >= _MOST_PROGRAMS:  # ragged sizes without end
                 self._programs.pop(next(iter(self._programs)), None)
             self._programs[key] = program

@@ -11,9 +11,8 @@ import torch
 
 from fp8core.backend_api import DequantizeDesc, OperandSpec
 from fp8core.chain.call import Call
-from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce, in_low_precision
-from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram
+from fp8core.chain.protocol import Backward, Forward, Link, Out, Params, Saved, TensorProgram
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
@@ -123,7 +122,7 @@ class QuantizeShape(LinkShape):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantizeLink(LinkDefaults):
+class QuantizeLink(Link):
     """Quantizes values by ``forward`` and gradients by ``backward``, if there is one.
 
     ``is_last``, ``is_first``: of the chain, whose caller is given quantized tensors. ``only_once``:

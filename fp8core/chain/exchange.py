@@ -27,9 +27,8 @@ import torch
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.chain.call import Call
 from fp8core.chain.compared import ComparedCalls
-from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce, over_ranks
-from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, Relay, SavedList
+from fp8core.chain.protocol import Backward, Forward, Link, Out, Params, Program, Relay, SavedList
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.routes import Routes
 from fp8core.chain.shape import BindContext, LinkShape
@@ -172,7 +171,7 @@ class _ExchangeShape(LinkShape):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExchangeLink(LinkDefaults):
+class ExchangeLink(Link):
     """A link that exchanges rows over ``communicator``, as its ``kind`` of program does."""
 
     communicator: Communicator

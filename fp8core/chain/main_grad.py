@@ -39,13 +39,9 @@ class Accumulating(Wrapper):
         self, inner: Program, wgrad: Callable[..., Any], needs_grad: Sequence[bool]
     ) -> None:
         super().__init__(inner, inner.input_request)
+        self.frees_early = False
         self._wgrad = wgrad
         self._needs_grad = needs_grad
-
-    @property
-    def frees_early(self) -> bool:
-        """Return False."""
-        return False
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y; backward is told the weights, or the sequence of them if there are groups."""

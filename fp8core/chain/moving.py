@@ -27,9 +27,18 @@ import torch
 from fp8core.backend_api import Operand, Transfers
 from fp8core.chain.call import Call
 from fp8core.chain.compared import ComparedCalls
-from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce, over_ranks
-from fp8core.chain.protocol import Backward, Forward, Held, Out, Params, Program, Relay, SavedList
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Link,
+    Out,
+    Params,
+    Program,
+    Recordable,
+    Relay,
+    SavedList,
+)
 from fp8core.chain.request import Handover, ProductInParts, QuantizeRequest
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.chain.shards import GemmPart
@@ -62,7 +71,7 @@ class _MovingShape(LinkShape):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MovingLink(LinkDefaults):
+class MovingLink(Link):
     """A link that moves rows over ``communicator``, as its ``kind`` of program does; ``transfers``
     move them beside products, None: collectives of the group do."""
 
@@ -99,7 +108,7 @@ class _Program(Relay[MovingLink]):
 
     __slots__ = ()
 
-    held = Held(calls_functions=True)
+    recordable = Recordable(calls_functions=True)
 
     @property
     def _communicator(self) -> Communicator:

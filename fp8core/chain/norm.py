@@ -11,14 +11,14 @@ import torch
 from fp8core.backend_api import AddNormDesc, NormBackwardDesc, NormDesc
 from fp8core.chain.call import Call
 from fp8core.chain.fusion import Fusion, bind_fusion
-from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.protocol import (
     Backward,
     Forward,
     GradientSum,
-    Held,
+    Link,
     Out,
     Params,
+    Recordable,
     Saved,
     TensorProgram,
     Unadded,
@@ -108,7 +108,7 @@ class NormShape(LinkShape):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NormLink(LinkDefaults):
+class NormLink(Link):
     """Normalizes each row of ``x [rows, n]``; its parameters are ``(weight, bias)``.
 
     ``run_added`` adds a residual first, where a backend does both in one go: then the link before
@@ -122,7 +122,7 @@ class NormLink(LinkDefaults):
     backward_fusion: Fusion | None
     run_added: Callable[..., Any] | None
     run_backward_added: Callable[..., Any] | None
-    num_params: int = field()  # which has no default, unlike in LinkDefaults
+    num_params: int = field()  # which has no default, unlike in Link
 
     @property
     def adds_residual(self) -> bool:
@@ -151,7 +151,7 @@ class NormProgram(TensorProgram[NormLink]):
 
     __slots__ = ()
 
-    held = Held()
+    recordable = Recordable()
 
     def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
         """Return the input and the weight."""

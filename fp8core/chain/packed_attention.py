@@ -11,14 +11,14 @@ import torch
 from fp8core.chain.attention.fallback import check_memory
 from fp8core.chain.attention.link import AttentionLink, AttentionProgram
 from fp8core.chain.call import DENSE, Call
-from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce
 from fp8core.chain.protocol import (
     Backward,
     Forward,
-    Held,
+    Link,
     Out,
     Params,
+    Recordable,
     Saved,
     TensorProgram,
 )
@@ -29,7 +29,7 @@ __all__ = ["PackedAttentionLink"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedAttentionLink(LinkDefaults):
+class PackedAttentionLink(Link):
     """``attention`` of rows ``[tokens, (heads + 2 * groups) * head_dim]``: all queries, then all
     keys, then all values; with ``is_interleaved`` those of one group after another.
 
@@ -144,7 +144,7 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
 
     __slots__ = ()
 
-    held = Held(calls_functions=True)
+    recordable = Recordable(calls_functions=True)
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Attend."""

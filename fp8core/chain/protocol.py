@@ -7,7 +7,7 @@ rows, for whose gradients are needed and for a call, it gives a program, which c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -18,24 +18,6 @@ from fp8core.dispatch.select import Choice
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer import TensorQuantizer
 from fp8core.torch_ops.recorded import called_in_repeats
-
-__all__ = [
-    *(
-        "Backward",
-        "Consumer",
-        "Forward",
-        "GradientSum",
-        "Held",
-        "Link",
-        "Out",
-        "Params",
-        "Program",
-        "Relay",
-        "Saved",
-        "SavedList",
-    ),
-    *("TensorProgram", "Unadded", "Wrapper", "backward_with"),
-]
 
 Saved: TypeAlias = "Sequence[torch.Tensor | None]"
 """Plain tensors, so that checkpointing, offload hooks and compilers see them."""
@@ -79,7 +61,7 @@ class GradientSum(NamedTuple):
         return called_in_repeats(torch.add, self.added, grad)
 
 
-class Held(NamedTuple):
+class Recordable(NamedTuple):
     """What a program refers to besides the tensors of a call, if it does nothing but operations of
     backends with them, and collectives.
 
@@ -93,43 +75,51 @@ class Held(NamedTuple):
     calls_functions: bool = False
 
 
-class Program(Protocol):
+class Program:
     """A link ready to compute one kind of call, forward and backward.
 
-    A tensor that it takes by a request may come as the request's handover, or as it is.
+    The base takes tensors and gradients as they are, keeps the rows, saves neither input nor
+    parameters and is not recorded; a program overrides what differs. A tensor that it takes by a
+    request may come as the request's handover, or as it is.
     """
 
-    @property
-    def frees_early(self) -> bool:
-        """Whether saved tensors are freed as backward reads them; it cannot be repeated then."""
+    __slots__ = ()
+
+    # Whether saved tensors are freed as backward reads them; it cannot be repeated then.
+    frees_early: bool = True
+
+    # How it wants its input from the program before it; None: as a tensor.
+    input_request: QuantizeRequest | None = None
 
     @property
-    def held(self) -> Held | None:
+    def recordable(self) -> Recordable | None:
         """What it refers to; None if a dense call is more than operations of backends and
         collectives, as where it looks at a version or draws random numbers. They are the same ones
         for tensors alike."""
-
-    @property
-    def input_request(self) -> QuantizeRequest | None:
-        """How it wants its input from the program before it; None: as a tensor."""
+        return None
 
     def request_grad(self, call: Call) -> QuantizeRequest | None:
         """Return how it wants the gradient of its output, which is about to be computed."""
+        return None
 
     def takes_grad(self, grad_output: torch.Tensor) -> bool:
-        """Whether ``grad_output`` is stored quantized as it wants it."""
+        """Whether ``grad_output`` is stored quantized as it wants it; else it is dequantized."""
+        return False
 
     def num_rows(self, rows: int) -> int:
         """Return how many rows the output has if the input has ``rows``."""
+        return rows
 
     def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
         """Return which of ``saved`` stand for the input and the parameters, in this order."""
+        return ()
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute from ``x [rows, k]``, a tensor or the result of ``input_request``.
 
         The output goes through ``out``, the request of the next program, if there is one.
         """
+        raise NotImplementedError
 
     def backward(
         self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
@@ -139,6 +129,7 @@ class Program(Protocol):
         ``saved`` and ``context`` come from forward; ``saved`` may be emptied to free memory early.
         The gradient of the input goes through ``out``, the request of the program before.
         """
+        raise NotImplementedError
 
 
 class Consumer(NamedTuple):
@@ -150,26 +141,29 @@ class Consumer(NamedTuple):
     has_sums: bool = False
 
 
-class Link(Protocol):
+class Link:
     """One link of a chain. Holds bound callables only; tensors and sizes come with the call.
 
-    :class:`fp8core.chain.link_defaults.LinkDefaults` answers for a link without anything special.
+    The base answers for a link that quantizes nothing, has no parameters, draws no random numbers
+    and computes with torch's operators; a link overrides what differs.
     """
 
-    @property
-    def num_params(self) -> int:
-        """How many of the chain's parameters are this link's."""
+    __slots__ = ()
 
-    @property
-    def needs_rng(self) -> bool:
-        """Whether it takes ``call.rng``."""
+    # How many of the chain's parameters are this link's.
+    num_params: int = 0
+
+    # Whether it takes ``call.rng``.
+    needs_rng: bool = False
 
     @property
     def only_once(self) -> OnlyOnce | None:
         """Why torch's operators may not replace it; None in high precision, where they may."""
+        return None
 
     def compare(self, shape: Sequence[int], needs_grad: Sequence[bool]) -> None:
-        """Compare a call of its chain, for an input of ``shape``, with that of other ranks.
+        """Compare a call of its chain, for an input of ``shape``, with that of other ranks, if the
+        link moves something between them.
 
         ``needs_grad`` says whose gradient is due: the input's, then the parameters' of the chain.
         """
@@ -177,35 +171,43 @@ class Link(Protocol):
     @property
     def choices(self) -> Mapping[str, Choice]:
         """Who computes its GEMMs and casts, by step; empty for a link without GEMMs."""
+        return {}
 
     @property
     def input_consumer(self) -> Consumer | None:
         """How it quantizes its input; None if it takes the tensor as it is."""
+        return None
 
     @property
     def grad_consumer(self) -> Consumer | None:
         """How it quantizes the gradient of its output; None if it takes the tensor as it is."""
+        return None
 
     @property
     def adds_residual(self) -> bool:
         """Whether it also takes an :class:`Unadded`, and adds the two tensors itself."""
+        return False
 
     @property
     def adds_gradient(self) -> bool:
         """Whether its program takes a :class:`GradientSum` for the gradient of its input."""
+        return False
 
     @property
     def is_left_to_next(self) -> bool:
         """Whether it may hand over an :class:`Unadded`, which the next link adds."""
+        return False
 
     def in_torch(self, bind: Callable[[Any], Any]) -> Link:
         """Return the link made of torch's operators alone; ``bind(shape)`` makes one like that."""
+        return self
 
     def converted(
         self, params: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> Sequence[torch.Tensor]:
         """Return the parameters with weights as plain tensors of ``dtype``, converted by torch,
-        which differentiates that."""
+        which differentiates that; others are converted in the link's node."""
+        return params
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
         """Return the program that computes ``call`` for an input of ``rows`` rows.
@@ -213,6 +215,7 @@ class Link(Protocol):
         ``needs_grad`` says whose gradient backward has to return: the input's, then each
         parameter's.
         """
+        raise NotImplementedError
 
 
 _Link = TypeVar("_Link")
@@ -237,34 +240,14 @@ def backward_with(
     return (None if grad_x is None else added(grad_x), *grads)
 
 
-class TensorProgram(Generic[_Link]):
-    """Base of the programs that take tensors and gradients as they are, and keep the rows."""
+class TensorProgram(Program, Generic[_Link]):
+    """Base of the programs of ``link``; ``needs_grad`` says whose gradients are due."""
 
     __slots__ = ("_link", "_needs_grad")
-
-    frees_early = True
-    held: Held | None = None
-    input_request: QuantizeRequest | None = None
 
     def __init__(self, link: _Link, needs_grad: Sequence[bool]) -> None:
         self._link = link
         self._needs_grad = needs_grad
-
-    def request_grad(self, call: Call) -> QuantizeRequest | None:
-        """Return None: the gradient is taken as it is."""
-        return None
-
-    def takes_grad(self, grad_output: torch.Tensor) -> bool:
-        """Return False: a gradient that is stored quantized is dequantized first."""
-        return False
-
-    def num_rows(self, rows: int) -> int:
-        """Return ``rows``."""
-        return rows
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """Return nothing: neither input nor parameters are saved."""
-        return ()
 
 
 class Relay(TensorProgram[_Link]):
@@ -278,24 +261,18 @@ class Relay(TensorProgram[_Link]):
         return None
 
 
-class Wrapper:
+class Wrapper(Program):
     """Base of the programs around another one, which change its inputs and its results.
 
     The inner program always gets the handover that results from the wrapper's requests.
     """
 
-    __slots__ = ("_inner", "input_request")
-
-    held: Held | None = None
+    __slots__ = ("_inner", "frees_early", "input_request")
 
     def __init__(self, inner: Program, input_request: QuantizeRequest | None) -> None:
         self._inner = inner
         self.input_request = input_request
-
-    @property
-    def frees_early(self) -> bool:
-        """As the inner program."""
-        return self._inner.frees_early
+        self.frees_early = inner.frees_early
 
     def request_grad(self, call: Call) -> QuantizeRequest | None:
         """Return the inner program's request."""

@@ -17,14 +17,13 @@ from fp8core.chain.call import Call
 from fp8core.chain.protocol import (
     Backward,
     Forward,
-    Held,
     Out,
     Params,
     Program,
-    Saved,
+    Recordable,
     SavedList,
+    Wrapper,
 )
-from fp8core.chain.request import QuantizeRequest
 from fp8core.chain.unwrap import PLAIN
 from fp8core.tensors.saving import is_noting
 from fp8core.tensors.scaling import update_after_backward
@@ -77,22 +76,18 @@ class _Direction:
             self.is_same, self.repeat = is_same, repeat
 
 
-class Repeated:
-    """``program``, which refers to ``held``; ``recorder`` records its operations.
+class Repeated(Wrapper):
+    """Around a program that is ``recordable``; ``recorder`` records its operations.
 
     It is for dense calls of one number of rows.
     """
 
-    __slots__ = (
-        *("_backward", "_constants", "_context", "_forward", "_states", "frees_early"),
-        *("held", "program"),
-    )
+    __slots__ = ("_backward", "_constants", "_context", "_forward", "_states", "recordable")
 
-    def __init__(self, program: Program, held: Held, recorder: Recorder) -> None:
-        self.program = program
-        self.held: Held | None = held
-        self.frees_early = program.frees_early
-        self._constants, self._states = held.constants, held.backward_states
+    def __init__(self, inner: Program, recordable: Recordable, recorder: Recorder) -> None:
+        super().__init__(inner, inner.input_request)
+        self.recordable: Recordable | None = recordable
+        self._constants, self._states = recordable.constants, recordable.backward_states
         self._forward, self._backward = _Direction(recorder), _Direction(recorder)
         self._context: object = None  # of the recorded forward
 
@@ -102,30 +97,14 @@ class Repeated:
         return self._forward.repeat is not None, self._backward.repeat is not None
 
     @property
-    def input_request(self) -> QuantizeRequest | None:
-        """As the program."""
-        return self.program.input_request
-
-    def request_grad(self, call: Call) -> QuantizeRequest | None:
-        """As the program."""
-        return self.program.request_grad(call)
-
-    def takes_grad(self, grad_output: torch.Tensor) -> bool:
-        """As the program."""
-        return self.program.takes_grad(grad_output)
-
-    def num_rows(self, rows: int) -> int:
-        """As the program."""
-        return self.program.num_rows(rows)
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """As the program."""
-        return self.program.origins(saved)
+    def program(self) -> Program:
+        """The program itself."""
+        return self._inner
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute as the program does."""
         if is_noting():  # a recorded run does not say which of the saved tensors are weights
-            return self.program.forward(x, params, call, out)
+            return self._inner.forward(x, params, call, out)
         known = self._forward
         repeat, is_same = known.repeat, known.is_same
         if out is None and repeat is not None and is_same is not None:
@@ -136,13 +115,13 @@ class Repeated:
                     return y, saved, self._context
         elif out is None and PLAIN.issuperset(map(type, (x, *params))) and known.is_due():
             return self._record_forward(x, params, call)
-        return self.program.forward(x, params, call, out)
+        return self._inner.forward(x, params, call, out)
 
     def _record_forward(self, x: torch.Tensor, params: Params, call: Call) -> Forward:
         computed: list[Forward] = []
 
         def run() -> Sequence[torch.Tensor | None]:
-            computed.append(self.program.forward(x, params, call))
+            computed.append(self._inner.forward(x, params, call))
             y, saved, _ = computed[0]
             return (y, *saved)
 
@@ -170,7 +149,7 @@ class Repeated:
                 results = repeat((grad,), saved)
                 if results is not None:
                     return results
-        return self.program.backward(grad, saved, context, call, out)
+        return self._inner.backward(grad, saved, context, call, out)
 
     def _record_backward(
         self, grad: torch.Tensor, saved: SavedList, context: Any, call: Call
@@ -178,7 +157,7 @@ class Repeated:
         computed: list[Backward] = []
 
         def run() -> Sequence[torch.Tensor | None]:
-            computed.append(self.program.backward(grad, saved, context, call))
+            computed.append(self._inner.backward(grad, saved, context, call))
             return computed[0]
 
         self._backward.record(run, (grad,), saved, self._constants)
@@ -192,9 +171,9 @@ def _is_constant(context: object) -> bool:
     return context is None or isinstance(context, int)
 
 
-def records(recorder: Recorder, held: Held) -> bool:
-    """Say whether ``recorder`` records all that a program does which refers to ``held``."""
-    return isinstance(recorder, RecordsFunctions) or not held.calls_functions
+def records(recorder: Recorder, recordable: Recordable) -> bool:
+    """Say whether ``recorder`` records all that a program does that is ``recordable``."""
+    return isinstance(recorder, RecordsFunctions) or not recordable.calls_functions
 
 
 def unrecorded(program: Program) -> Program:

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 
 from fp8core.chain.call import Call
-from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce
 from fp8core.chain.protocol import (
     Backward,
     Forward,
     GradientSum,
-    Held,
     Link,
     Out,
     Params,
     Program,
+    Recordable,
     Saved,
     SavedList,
     TensorProgram,
@@ -59,7 +58,7 @@ class AddShape(LinkShape):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AddLink(LinkDefaults):
+class AddLink(Link):
     """``y = x + residual``, rounded once to the dtype of ``x``; left to the next link if it can."""
 
     shape: AddShape
@@ -110,7 +109,7 @@ class AddProgram(TensorProgram[AddLink]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ResidualLink(LinkDefaults):
+class ResidualLink(Link):
     """``x + branch(x)``, where the branch runs ``links``, which keep rows and columns.
 
     ``owner`` names the layer in messages, which would name that of one link otherwise. The
@@ -170,10 +169,10 @@ class ResidualProgram(TensorProgram[ResidualLink]):
         self.frees_early = branch.frees_early
 
     @property
-    def held(self) -> Held | None:  # type: ignore[override]  # a class attribute there
+    def recordable(self) -> Recordable | None:
         """As the branch; the sums are functions of torch."""
-        held = self._branch.held
-        return None if held is None else held._replace(calls_functions=True)
+        branch = self._branch.recordable
+        return None if branch is None else branch._replace(calls_functions=True)
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Return the sum of ``x`` and its branch."""
@@ -192,7 +191,3 @@ class ResidualProgram(TensorProgram[ResidualLink]):
         else:
             total, *grads = branch.backward(grad, saved, context, call)
         return (total if out is None or total is None else out(total), *grads)
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """Return nothing: saved tensors of inner links stand for no input of the chain."""
-        return ()

@@ -15,10 +15,10 @@ import torch
 from fp8core.backend_api import GATED, ActivationBackwardDesc, ActivationDesc
 from fp8core.chain.call import Call
 from fp8core.chain.gating import GatedShape
-from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.protocol import (
     Backward,
     Forward,
+    Link,
     Out,
     Params,
     Saved,
@@ -129,14 +129,14 @@ class ScaledActivationShape(GatedShape):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ScaledActivationLink(LinkDefaults):
+class ScaledActivationLink(Link):
     """``y = value(x) * scale`` of each row, where ``value`` is not rounded."""
 
     shape: ScaledActivationShape
     value: Callable[[torch.Tensor], torch.Tensor]
     gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     out_dtype: torch.dtype
-    num_params: int = field()  # which has no default, unlike in LinkDefaults
+    num_params: int = field()  # which has no default, unlike in Link
 
     def in_torch(self, bind: Callable[[Any], Any]) -> ScaledActivationLink:
         """Return the activation by torch's operators."""

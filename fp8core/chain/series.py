@@ -13,13 +13,12 @@ from fp8core.chain.padding import RowsChanged
 from fp8core.chain.protocol import (
     Backward,
     Forward,
-    Held,
     Link,
     Out,
     Params,
     Program,
+    Recordable,
     Relay,
-    Saved,
     SavedList,
 )
 from fp8core.chain.request import Handover, QuantizeRequest
@@ -45,10 +44,13 @@ class _Step(NamedTuple):
     rows_out: int
 
 
-class Series:
+class Series(Program):
     """The programs of ``links`` for an input of ``rows`` rows; arguments as of ``Link.program``."""
 
-    __slots__ = ("_backwards", "_forwards", "_rows_out", "_steps", "frees_early")
+    __slots__ = (
+        *("_backwards", "_forwards", "_rows_out", "_steps"),
+        *("frees_early", "input_request"),
+    )
 
     def __init__(
         self, links: Sequence[Link], rows: int, needs_grad: Sequence[bool], call: Call
@@ -73,6 +75,7 @@ class Series:
         self._steps = steps
         self._rows_out = rows
         self.frees_early = frees_early
+        self.input_request = steps[0].program.input_request
         # What each call goes through, as plain tuples: the same series runs in every step.
         self._forwards = [
             (one.program.forward, one.first, one.end, one.request, one.rows_out) for one in steps
@@ -87,24 +90,19 @@ class Series:
         ]
 
     @property
-    def held(self) -> Held | None:
+    def recordable(self) -> Recordable | None:
         """What its programs refer to; None if one of them does more than operations."""
         constants: list[torch.Tensor] = []
         states: dict[DelayedState, None] = {}
         calls_functions = False
         for step in self._steps:
-            part = step.program.held
+            part = step.program.recordable
             if part is None:
                 return None
             constants += part.constants
             states.update(dict.fromkeys(part.backward_states))
             calls_functions = calls_functions or part.calls_functions
-        return Held(tuple(constants), tuple(states), calls_functions)
-
-    @property
-    def input_request(self) -> QuantizeRequest | None:
-        """How the first program wants its input."""
-        return self._steps[0].program.input_request
+        return Recordable(tuple(constants), tuple(states), calls_functions)
 
     def request_grad(self, call: Call) -> QuantizeRequest | None:
         """Return how the last program wants the gradient of its output."""
@@ -121,10 +119,6 @@ class Series:
         for step in self._steps:
             rows = step.program.num_rows(rows)
         return rows
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """Return nothing: saved tensors of inner links stand for no input of the chain."""
-        return ()
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Run ``x [rows, k]`` through the programs.

@@ -16,13 +16,13 @@ import torch
 
 from fp8core.backend_api import ColumnSumsDesc, RotaryDesc
 from fp8core.chain.call import Call
-from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.protocol import (
     Backward,
     Forward,
-    Held,
+    Link,
     Out,
     Params,
+    Recordable,
     Saved,
     SavedList,
     TensorProgram,
@@ -39,7 +39,7 @@ class SimpleShape(LinkShape):
     __slots__ = ()
 
     # What the functions refer to besides the tensors of a call; None: no recorder repeats them.
-    held: ClassVar[Held | None] = None
+    recordable: ClassVar[Recordable | None] = None
 
     def bind(self, context: BindContext) -> SimpleLink:
         """Return the link."""
@@ -62,7 +62,7 @@ class SimpleShape(LinkShape):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SimpleLink(LinkDefaults):
+class SimpleLink(Link):
     """A link that is two functions; ``calls_backend``: they are bound to operations of one."""
 
     shape: SimpleShape
@@ -88,9 +88,9 @@ class SimpleProgram(TensorProgram[SimpleLink]):
     __slots__ = ()
 
     @property
-    def held(self) -> Held | None:  # type: ignore[override]  # a class attribute there
+    def recordable(self) -> Recordable | None:
         """As the shape says."""
-        return self._link.shape.held
+        return self._link.shape.recordable
 
     def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
         """Return what the shape says."""
@@ -245,7 +245,7 @@ class BiasShape(SimpleShape):
 
     size: int
     dtype: torch.dtype
-    held: ClassVar[Held | None] = Held(calls_functions=True)
+    recordable: ClassVar[Recordable | None] = Recordable(calls_functions=True)
 
     @property
     def num_params(self) -> int:

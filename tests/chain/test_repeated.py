@@ -10,7 +10,7 @@ import torch
 
 from fp8core.backend_api import Recording
 from fp8core.chain.call import DENSE
-from fp8core.chain.protocol import Backward, Forward, Held, Program, SavedList, TensorProgram
+from fp8core.chain.protocol import Backward, Forward, Program, Recordable, SavedList, TensorProgram
 from fp8core.chain.repeated import Repeated, records, unrecorded
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.torch_ops.private import current_backward_pass
@@ -94,7 +94,7 @@ def backward(program: Program, context: object = None, grad: torch.Tensor = GRAD
 
 def test_the_second_call_is_recorded_and_the_third_repeated() -> None:
     program, recorder, constant = Scale(), Recorder(repeated), torch.zeros(1)
-    chain = Repeated(program, Held((constant,)), recorder)
+    chain = Repeated(program, Recordable((constant,)), recorder)
     assert [forward(chain)[0][0, 0].item() for _ in range(4)] == [3.0, 3.0, 70.0, 70.0]
     assert [backward(chain)[0][0, 0].item() for _ in range(4)] == [3.0, 3.0, 50.0, 50.0]
     assert (program.num_forward, program.num_backward, recorder.num_recorded) == (2, 2, 2)
@@ -103,7 +103,7 @@ def test_the_second_call_is_recorded_and_the_third_repeated() -> None:
 
 
 def test_a_repeat_returns_what_the_program_would_save() -> None:
-    chain = Repeated(Scale(), Held(), Recorder(repeated))
+    chain = Repeated(Scale(), Recordable(), Recorder(repeated))
     expected, (_, saved, context) = forward(chain), forward(chain, times=2)
     assert list(saved) == list(expected[1])
     assert context == expected[2]
@@ -116,27 +116,27 @@ def test_another_tensor_is_computed_by_the_program() -> None:
         torch.ones(4, 8, dtype=torch.float64),
         WEIGHT,
     ]:
-        chain = Repeated(Scale(), Held(), Recorder(repeated))
+        chain = Repeated(Scale(), Recordable(), Recorder(repeated))
         forward(chain, times=3)
         assert forward(chain, x)[0].unique().item() in (3.0, 9.0), x
         assert forward(chain)[0][0, 0] == 70.0, x
 
 
 def test_a_repeat_that_does_not_fit_leaves_the_call_to_the_program() -> None:
-    chain = Repeated(Scale(), Held(), Recorder(lambda leading, saved=None: None))
+    chain = Repeated(Scale(), Recordable(), Recorder(lambda leading, saved=None: None))
     assert forward(chain, times=3)[0][0, 0] == 3.0
     assert [backward(chain)[0][0, 0].item() for _ in range(3)] == [3.0] * 3
 
 
 def test_what_cannot_be_repeated_is_recorded_a_few_times_only() -> None:
     recorder = Recorder(None)
-    chain = Repeated(Scale(), Held(), recorder)
+    chain = Repeated(Scale(), Recordable(), recorder)
     assert forward(chain, times=20)[0][0, 0] == 3.0
     assert recorder.num_recorded == 4
 
 
 def test_a_context_with_a_tensor_is_never_repeated() -> None:
-    chain = Repeated(Scale(lambda: [torch.ones(1)]), Held(), Recorder(repeated))
+    chain = Repeated(Scale(lambda: [torch.ones(1)]), Recordable(), Recorder(repeated))
     _, _, context = forward(chain, times=4)
     assert isinstance(context, list)
     assert [backward(chain, context)[0][0, 0].item() for _ in range(4)] == [3.0] * 4
@@ -144,21 +144,21 @@ def test_a_context_with_a_tensor_is_never_repeated() -> None:
 
 
 def test_the_context_of_an_earlier_forward_goes_to_the_program() -> None:
-    chain = Repeated(Scale(lambda: [2, None]), Held(), Recorder(repeated))
+    chain = Repeated(Scale(lambda: [2, None]), Recordable(), Recorder(repeated))
     (_, _, before), (_, _, context) = forward(chain), forward(chain, times=2)
     assert [backward(chain, context)[0][0, 0].item() for _ in range(3)] == [3.0, 3.0, 50.0]
     assert backward(chain, before)[0][0, 0] == 3.0
 
 
 def test_a_result_that_a_neighbour_asks_for_comes_from_the_program() -> None:
-    chain = Repeated(Scale(), Held(), Recorder(repeated))
+    chain = Repeated(Scale(), Recordable(), Recorder(repeated))
     forward(chain, times=3)
     request: Any = torch.neg
     assert chain.forward(X, (WEIGHT,), DENSE, request)[0][0, 0] == -3.0
 
 
 def test_an_error_while_recording_is_the_program_s_own() -> None:
-    chain = Repeated(Scale(), Held(), Recorder(repeated))
+    chain = Repeated(Scale(), Recordable(), Recorder(repeated))
     forward(chain)
     with pytest.raises(RuntimeError, match="size of tensor"):
         chain.forward(X, (torch.ones(3),), DENSE)
@@ -173,7 +173,7 @@ def test_backward_states_are_updated_though_the_program_does_not_run(
         "fp8core.chain.repeated.update_after_backward", lambda state, task: updated.append(state)
     )
     state = DelayedState.__new__(DelayedState)
-    chain = Repeated(Scale(), Held((), (state,)), Recorder(repeated))
+    chain = Repeated(Scale(), Recordable((), (state,)), Recorder(repeated))
     for _ in range(3):
         backward(chain)
     assert updated == [state] * 3
@@ -182,13 +182,13 @@ def test_backward_states_are_updated_though_the_program_does_not_run(
 
 def test_torch_is_shown_the_program_itself() -> None:
     program = Scale()
-    assert unrecorded(Repeated(program, Held(), Recorder(repeated))) is program
+    assert unrecorded(Repeated(program, Recordable(), Recorder(repeated))) is program
     assert unrecorded(program) is program
 
 
 def test_a_recorder_that_takes_no_functions_records_no_collectives() -> None:
     for calls_functions, expected in [(False, True), (True, False)]:
-        held = Held(calls_functions=calls_functions)
+        held = Recordable(calls_functions=calls_functions)
         assert records(Recorder(repeated), held) is expected, (calls_functions, expected)
         assert records(TakingRecorder(repeated), held), (calls_functions, expected)
 
@@ -199,6 +199,6 @@ def test_functions_of_a_run_go_to_its_recorder() -> None:
             return super().forward(called_in_repeats(torch.clone, x), params, call, out)
 
     recorder = TakingRecorder(repeated)
-    chain = Repeated(Calling(), Held(calls_functions=True), recorder)
+    chain = Repeated(Calling(), Recordable(calls_functions=True), recorder)
     assert [forward(chain)[0][0, 0].item() for _ in range(3)] == [3.0, 3.0, 70.0]
     assert recorder.functions == [torch.clone]

@@ -15,7 +15,6 @@ from fp8core import Linear as LinearLayer
 from fp8core.chain import run as chain
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.linear.link import LinearLink
-from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.padding import LayerPadding
 from fp8core.chain.protocol import (
     Backward,
@@ -41,7 +40,7 @@ NAMES = ("none", "delayed", "block", "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Repeat(LinkDefaults):
+class Repeat(Link):
     """Returns its rows ``times`` times; its gradient is the sum over them, as of a gather.
 
     It declares ``declared`` times as many rows, and gives back ``backward_times`` times as many
@@ -72,7 +71,7 @@ class RepeatProgram(TensorProgram[Repeat]):
         return (made if out is None else out(made),)
 
 
-class FirstHalf(LinkDefaults):
+class FirstHalf(Link):
     """Returns the first half of its rows, as one rank of a reduce-scatter does."""
 
     __slots__ = ()
@@ -300,7 +299,7 @@ class TileShape(LinkShape):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TileLink(LinkDefaults):
+class TileLink(Link):
     shape: TileShape
     dtype: torch.dtype
 

@@ -19,16 +19,15 @@ from fp8core.chain.attention.tensors import (
     of_forward,
 )
 from fp8core.chain.call import Call
-from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce
-from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram
+from fp8core.chain.protocol import Backward, Forward, Link, Out, Params, Saved, TensorProgram
 from fp8core.dispatch.select import Choice
 
 __all__ = ["AttentionLink", "AttentionProgram"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttentionLink(LinkDefaults):
+class AttentionLink(Link):
     """Computes rows ``[tokens, heads * head_dim_v]`` from queries ``[tokens, heads * head_dim]``.
 
     ``run_bias_backward`` also returns the gradient of the bias. ``run_cached`` reads keys and
@@ -41,7 +40,7 @@ class AttentionLink(LinkDefaults):
     run: Callable[..., Any]
     run_backward: Callable[..., Any]
     run_bias_backward: Callable[..., Any]
-    num_params: int = field()  # these three have no defaults, unlike in LinkDefaults
+    num_params: int = field()  # these three have no defaults, unlike in Link
     needs_rng: bool = field()
     only_once: OnlyOnce | None = field()
     fallback: Choice | None

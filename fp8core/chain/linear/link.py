@@ -14,13 +14,12 @@ from fp8core.chain.exchange import Exchanged, SentCast
 from fp8core.chain.groups import FlatWeights, Grouped
 from fp8core.chain.linear.operations import LinearOperations
 from fp8core.chain.linear.program import LinearProgram
-from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.main_grad import Accumulating
 from fp8core.chain.once import OnlyOnce
 from fp8core.chain.original_input import SavingInput
 from fp8core.chain.padded import Padded
 from fp8core.chain.padding import LayerPadding
-from fp8core.chain.protocol import Consumer, Program
+from fp8core.chain.protocol import Consumer, Link, Program
 from fp8core.chain.requantized import Requantizing
 from fp8core.chain.stochastic import Stochastic
 from fp8core.tensors.quantized_tensor import QuantizedTensor
@@ -31,7 +30,7 @@ __all__ = ["LinearLink"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class LinearLink(LinearOperations, LinkDefaults):
+class LinearLink(LinearOperations, Link):
     """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]``, or the same for each group of rows.
 
     Parameters come as ``(weight, bias)``, or ``(*weights, *biases)`` for a grouped link, without
@@ -44,7 +43,7 @@ class LinearLink(LinearOperations, LinkDefaults):
     """
 
     padding: LayerPadding | None
-    # field(): no default here, where LinkDefaults has one.
+    # field(): no default here, where Link has one.
     needs_rng: bool = field()
     index: int
     num_weights: int

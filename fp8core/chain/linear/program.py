@@ -13,7 +13,16 @@ from fp8core.chain.call import Call
 from fp8core.chain.groups import operands_of
 from fp8core.chain.linear.gemms import in_chunks, in_dtype
 from fp8core.chain.linear.operations import LinearOperations
-from fp8core.chain.protocol import Backward, Forward, Held, Out, Params, Saved, SavedList
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Out,
+    Params,
+    Program,
+    Recordable,
+    Saved,
+    SavedList,
+)
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.shards import ArrivingRows, here
 from fp8core.chain.stored import is_stored_as
@@ -32,7 +41,7 @@ _NO_OPERANDS = Orientations(None, None)
 _operand: Callable[[SavedList], Operand] = partial(tuple.__new__, Operand)
 
 
-class LinearProgram:
+class LinearProgram(Program):
     """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]`` for one answer to whose gradients are needed.
 
     ``needs_grad`` is the input's, the weight's and, if there is one, the bias's. With ``chunked``
@@ -51,8 +60,6 @@ class LinearProgram:
         *("_arrives", "_quantizers", "input_request"),
         *("_dgrad_part", "_fprop_part", "_grad_input_dtype", "_output_dtype"),
     )
-
-    frees_early = True
 
     def __init__(
         self,
@@ -125,7 +132,7 @@ class LinearProgram:
         )
 
     @property
-    def held(self) -> Held | None:
+    def recordable(self) -> Recordable | None:
         """What its casts refer to, and the state in which the cast of the gradient records."""
         constants: list[torch.Tensor] = []
         for quantizer in self._quantizers:
@@ -133,7 +140,7 @@ class LinearProgram:
                 return None
             constants += quantizer.constants
         states = () if self._backward_state is None else (self._backward_state,)
-        return Held(tuple(constants), states, self._calls_functions)
+        return Recordable(tuple(constants), states, self._calls_functions)
 
     def request_grad(self, call: Call) -> QuantizeRequest:
         """Return the request for grad_output: rowwise for dgrad, columnwise for wgrad, its sums.
@@ -151,10 +158,6 @@ class LinearProgram:
         return self._casts.cast is not None and is_stored_as(
             grad_output, request.quantizer.plan, **ways
         )
-
-    def num_rows(self, rows: int) -> int:
-        """Return ``rows``."""
-        return rows
 
     def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
         """Return the input if it is saved, then the weights if they are."""
