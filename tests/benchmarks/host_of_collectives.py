@@ -28,9 +28,7 @@ import json
 import os
 import platform
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -41,12 +39,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import fp8core
-from fp8core import recipe
 from fp8core.chain import arranged
 from fp8core.collectives import of_group
 from tests.benchmarks import host_path
+from tests.benchmarks.measuring.command import run_ranks
+from tests.benchmarks.measuring.contest import step_of
 from tests.benchmarks.measuring.device import without_collections
+from tests.benchmarks.measuring.libraries import swiglu_mlp, under_recipe
 from tests.benchmarks.parallel_gpu.together import join
 
 __all__ = ["Calls", "main"]
@@ -118,30 +117,12 @@ class Timed(Calls):
 
 def of_layer(name: str, *, is_alone: bool, device: torch.device = CPU) -> Step:
     """Return a step of the MLP under a recipe."""
-    chosen, ffn, rows = recipe.by_name(name), FFN, TOKENS
-    options: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
-    if is_alone:
-        ffn //= RANKS
-    else:
-        rows //= RANKS
-        options |= {"set_parallel_mode": True, "sequence_parallel": True}
-        options |= {"tp_group": dist.group.WORLD, "tp_size": RANKS}
-    given: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
-    layer = fp8core.LayerNormMLP(HIDDEN, ffn, params_dtype=torch.bfloat16, device=device, **options)
-    x = torch.randn(rows, HIDDEN, **given).requires_grad_()
-    grad = torch.randn(rows, HIDDEN, **given)
-    parameters = list(layer.parameters())
     group = None if is_alone else dist.group.WORLD
-
-    def step() -> None:
-        x.grad = None
-        for parameter in parameters:
-            parameter.grad = None
-        with fp8core.autocast(recipe=chosen, amax_reduction_group=group):
-            y = layer(x)
-        y.backward(grad)
-
-    return step
+    ffn, rows = (FFN // RANKS, TOKENS) if is_alone else (FFN, TOKENS // RANKS)
+    layer = swiglu_mlp("fp8core", HIDDEN, ffn, device, group)
+    x, grad = (torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2))
+    forward = under_recipe("fp8core", name, layer, group)
+    return step_of(forward, x.requires_grad_(), grad, list(layer.parameters()))
 
 
 def calls_of(step: Step) -> Calls:
@@ -255,30 +236,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--ranks", type=int, choices=(1, RANKS), default=1)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("of_rank", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--profile", choices=RECIPES)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if args.ranks == 1:
         without_devices(args.rounds, args.profile)
         return
-    if args.rank is not None:
-        of_rank(args.rank, args.ranks, args.folder, args.rounds)
+    if args.of_rank:
+        rank, folder = args.of_rank
+        of_rank(int(rank), args.ranks, folder, args.rounds)
         sys.stdout.flush()
         os._exit(0)  # threads of collectives may outlive the interpreter
-    command = [sys.executable, "-m", "tests.benchmarks.host_of_collectives", "--ranks", "2"]
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["--folder", folder, "--rounds", str(args.rounds)]
-        children = [
-            subprocess.Popen([*command, *options, "--rank", str(rank)]) for rank in range(RANKS)
-        ]
-        try:
-            sys.exit(max(child.wait(TIMEOUT_S) for child in children))
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
+    options = ["--ranks", str(RANKS), "--rounds", str(args.rounds)]
+    sys.exit(max(run_ranks("host_of_collectives", options, RANKS, TIMEOUT_S)))
 
 
 if __name__ == "__main__":

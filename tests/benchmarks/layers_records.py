@@ -1,14 +1,33 @@
-"""Records of the benchmark of layers, written by hand."""
+"""Jobs and records of the benchmark of layers, written by hand."""
 
 from __future__ import annotations
 
-from tests.benchmarks.layers_gpu.cases import Case
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.layers_gpu.cases import Case, Job
 from tests.benchmarks.measuring import records
 
 CASE = Case("mlp_swiglu", "8B")
-
-
 TURNS = 12
+
+
+def job_of(
+    case: Case,
+    recipes: tuple[str, ...],
+    measures: tuple[str, ...],
+    libraries: tuple[str, ...],
+    out: Path | str,
+    **fields: Any,
+) -> Job:
+    return Job(
+        **case._asdict(),
+        recipes=recipes,
+        measures=measures,
+        libraries=libraries,
+        out=str(out),
+        **fields,
+    )
 
 
 def turn_record(measure: str, case: Case = CASE, **us: float | list[float]) -> records.Record:

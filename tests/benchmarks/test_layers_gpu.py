@@ -12,20 +12,10 @@ import pytest
 import torch
 
 from tests.benchmarks.layers_gpu import __main__ as command
-from tests.benchmarks.layers_gpu import (
-    cases,
-    cell,
-    contestants,
-    data,
-    limits,
-    measures,
-    report,
-)
+from tests.benchmarks.layers_gpu import cases, cell, contestants, data, limits, measures, report
 from tests.benchmarks.layers_gpu.cases import Case
 from tests.benchmarks.layers_gpu.results import Results
-from tests.benchmarks.layers_records import (
-    turn_record,
-)
+from tests.benchmarks.layers_records import job_of, turn_record
 from tests.benchmarks.measuring import records, turns
 from tests.benchmarks.measuring.device import HOST
 
@@ -49,7 +39,7 @@ def test_a_contestant_that_fails_leaves_the_others(
 ) -> None:
     monkeypatch.setitem(contestants.CONTESTANTS, "torch bf16", Broken())
     case = Case("transformer_layer", "tiny")
-    job = cases.Job(case, ("bf16",), ("figures", "graph"), ("torch", "fp8core"), str(tmp_path), 5.0)
+    job = job_of(case, ("bf16",), ("figures", "graph"), ("torch", "fp8core"), tmp_path, seconds=5.0)
     with pytest.raises(RuntimeError, match="torch bf16 failed"):
         cell.run_cell(job, HOST)
     results = Results(records.read(tmp_path))
@@ -133,9 +123,8 @@ def test_a_trial_run_on_the_cpu_writes_all_measures(
     case = Case(layer, "tiny")
     recipes = ("bf16", "delayed", "block")
     libraries = ("torch", "fp8core", "te")
-    job = cases.Job(
-        case, recipes, ("figures", "graph", "eager", "host"), libraries, str(tmp_path), 5.0
-    )
+    taken = (cases.FIGURES, *cases.TURNS)
+    job = job_of(case, recipes, taken, libraries, tmp_path, seconds=5.0)
     cell.run_cell(job, HOST)
     found = records.read(tmp_path)
     results = Results(found)

@@ -15,7 +15,7 @@ from tests.benchmarks.layers_gpu import (
     report,
 )
 from tests.benchmarks.layers_gpu.cases import Case
-from tests.benchmarks.layers_gpu.results import Results, rows
+from tests.benchmarks.layers_gpu.results import Against, Results, rows
 from tests.benchmarks.layers_records import (
     CASE,
     TURNS,
@@ -112,11 +112,12 @@ def test_a_row_compares_memory_and_errors_with_the_bars_peers() -> None:
     )
     te = figures_record("te delayed", peak_mib=200.0)
     (row,) = (row for row in rows(Results([own, compiled, te])) if row.recipe == "delayed")
-    assert row.peak_first == 0.5
-    assert row.peak_compiled == 0.8
-    assert row.held_compiled == 0.8  # 80 - 20 of 75
-    assert row.error_first == pytest.approx(0.041 / 0.04)
-    assert row.graph_first is None
+    assert {name: ratio for name, ratio in row.ratios.items() if ratio is not None} == {
+        "peak / first peer": 0.5,
+        "peak / torch.compile": 0.8,
+        "held / torch.compile": 0.8,  # 80 - 20 of 75
+        "error / first peer": pytest.approx(0.041 / 0.04),
+    }
 
 
 def test_a_missed_bar_is_bold_and_noise_is_not() -> None:
@@ -195,9 +196,10 @@ def test_fp8_is_held_against_the_best_without_a_recipe() -> None:
     times = {"te_bf16": 10.0, "fp8core_bf16": 8.0, "torch_bf16": 12.0, "fp8core_delayed": 5.0}
     found = [turn_record("graph", case, **times)]
     (row,) = (row for row in rows(Results(found)) if row.recipe == "delayed")
-    assert row.graph_high is not None
-    assert row.graph_high[0] == "fp8core bf16"
-    assert row.graph_high[1].median == pytest.approx(0.625)
+    best = row.ratios["GPU time / best bf16"]
+    assert isinstance(best, Against)
+    assert best.name == "fp8core bf16"
+    assert best.ratio.median == pytest.approx(0.625)
     (line,) = (line for line in bars.bars_table([row]).splitlines() if "| layer: FP8 /" in line)
     assert "| 0.64 | 1 of 1 |" in line
 

@@ -13,15 +13,9 @@ from typing import Any
 import pytest
 
 from tests.benchmarks.layers_gpu import __main__ as command
-from tests.benchmarks.layers_gpu import (
-    cases,
-    cell,
-    transformer,
-)
+from tests.benchmarks.layers_gpu import cases, cell, transformer
 from tests.benchmarks.layers_gpu.cases import Case
-from tests.benchmarks.layers_records import (
-    CASE,
-)
+from tests.benchmarks.layers_records import CASE, job_of
 from tests.benchmarks.measuring.device import HOST
 
 
@@ -32,19 +26,6 @@ def test_each_layer_is_measured_at_its_sizes(tmp_path: Path) -> None:
     assert len(asked) == 5 * len(cases.COMMON_SIZES) + 1
     published = Case("transformer_layer_gelu", "b32_s1024")
     assert [case for case in asked if case.size_name not in cases.COMMON_SIZES] == [published]
-
-
-def test_processes_load_the_cudnn_of_torch_s_wheels(tmp_path: Path) -> None:
-    folder = tmp_path / "cudnn" / "lib"
-    folder.mkdir(parents=True)
-    wheels = [str(tmp_path), str(tmp_path / "elsewhere")]
-    assert command.with_wheels_first({"A": "b"}, wheels) == {
-        "A": "b",
-        "LD_LIBRARY_PATH": str(folder),
-    }
-    known = {"LD_LIBRARY_PATH": "/usr/lib"}
-    assert command.with_wheels_first(known, wheels)["LD_LIBRARY_PATH"] == f"{folder}:/usr/lib"
-    assert command.with_wheels_first(known, []) == known
 
 
 def test_libraries_find_the_cudnn_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +83,7 @@ class Starts:
         self.jobs.append(job)
         self.processes.append(FakeProcess(self._codes.pop(0) if self._codes else 0))
         for measure in job.measures:
-            cell.Cell(job, HOST).write_done(measure)
+            cell.Cell.of(job, HOST).write_done(measure)
         return self.processes[-1]
 
 
@@ -165,7 +146,7 @@ def test_a_process_that_fails_does_not_stop_the_others(
 
 @pytest.mark.slow
 def test_a_process_whose_input_ends_measures_nothing(tmp_path: Path) -> None:
-    job = cases.Job(Case("linear", "tiny"), ("bf16",), ("graph",), ("fp8core",), str(tmp_path))
+    job = job_of(Case("linear", "tiny"), ("bf16",), ("graph",), ("fp8core",), tmp_path)
     process = command._start(job)
     process.communicate("")
     assert process.returncode == 0
@@ -173,7 +154,7 @@ def test_a_process_whose_input_ends_measures_nothing(tmp_path: Path) -> None:
 
 
 def test_a_job_survives_the_command_line() -> None:
-    job = cases.Job(CASE, ("bf16", "block"), ("graph",), ("te", "torch"), "out", deadline=12.5)
+    job = job_of(CASE, ("bf16", "block"), ("graph",), ("te", "torch"), "out", deadline=12.5)
     assert cases.Job.from_json(job.to_json()) == job
 
 

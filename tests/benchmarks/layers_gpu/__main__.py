@@ -37,16 +37,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.benchmarks.layers_gpu.cases import (
-    DONE,
     FIGURES,
     KERNELS,
     LAYERS,
@@ -57,12 +54,7 @@ from tests.benchmarks.layers_gpu.cases import (
     Job,
 )
 from tests.benchmarks.measuring import records
-
-nvidia: Any
-try:
-    import nvidia  # the wheels of torch's libraries
-except ImportError:
-    nvidia = None
+from tests.benchmarks.measuring.command import DONE, parser_of
 
 LIBRARIES = ("torch", "torch.compile", "torchao", "te", "fp8core")
 DEFAULT_MEASURES = (FIGURES, *TURNS)
@@ -91,20 +83,13 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.layers_gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = parser_of(
+        *("layers_gpu", __doc__), module=LAYERS, size=SIZES, recipe=RECIPES, library=LIBRARIES
     )
-    parser.add_argument("--module", nargs="+", choices=LAYERS, default=list(LAYERS))
-    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--library", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument(
         "--measure", nargs="+", choices=(*DEFAULT_MEASURES, KERNELS), default=DEFAULT_MEASURES
     )
     parser.add_argument("--profile", action="store_true", help="the kernels, too")
-    parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument(
         "--seconds",
         type=float,
@@ -114,7 +99,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--turn-seconds", type=float, default=12.0, help="most of a measure")
     parser.add_argument("--width", type=float, default=0.01, help="of intervals, to end turns")
     parser.add_argument("--bytes", action="store_true", help="print the ideal bytes")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="DIR")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with --merge: an svg or png")
     return parser.parse_args(arguments)
 
@@ -140,14 +124,14 @@ def _jobs(args: argparse.Namespace, deadline: float) -> Iterator[Job]:
         measures = tuple(name for name in asked if any(name == own for _, own in lacking))
         if lacking:
             yield Job(
-                case,
-                recipes,
-                measures,
-                tuple(args.library),
-                str(args.out),
-                args.turn_seconds,
-                args.width,
-                deadline,
+                **case._asdict(),
+                recipes=recipes,
+                measures=measures,
+                libraries=tuple(args.library),
+                out=str(args.out),
+                seconds=args.turn_seconds,
+                width=args.width,
+                deadline=deadline,
             )
 
 
@@ -195,20 +179,7 @@ def _run(jobs: Sequence[Job], deadline: float, start: Start) -> int:
 
 def _start(job: Job) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.benchmarks.layers_gpu.cell", job.to_json()]
-    environment = with_wheels_first(os.environ, [] if nvidia is None else list(nvidia.__path__))
-    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment)
-
-
-def with_wheels_first(environment: Mapping[str, str], wheels: Sequence[str]) -> dict[str, str]:
-    """Return ``environment`` with the cuDNN of torch's wheels before the system's.
-
-    cuDNN is several libraries, which load each other by name. Transformer Engine names more of them
-    than torch has loaded by then; of two versions in one process neither works.
-    """
-    folders = [str(Path(one) / "cudnn" / "lib") for one in wheels]
-    known = environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    paths = [one for one in (*filter(os.path.isdir, folders), *known) if one]
-    return {**environment, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
 
 
 if __name__ == "__main__":

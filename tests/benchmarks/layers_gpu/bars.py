@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.benchmarks.layers_gpu.cases import HIGH
-from tests.benchmarks.layers_gpu.contestants import COMPILED_BF16
-from tests.benchmarks.layers_gpu.results import Row, as_number
+from tests.benchmarks.layers_gpu.results import Row, as_number, estimate_of
 from tests.benchmarks.measuring.intervals import Estimate, geometric_mean
 from tests.benchmarks.measuring.markdown import head, line
 
 __all__ = ["BARS", "Bar", "bars_table"]
 
-Value = Estimate | float | None
 LARGE = ("1.3B", "8B", "70B")
 TRANSFORMER, PUBLISHED = ("transformer_layer",), ("transformer_layer_gelu",)
 WITH_NORM = ("norm_linear", "mlp_swiglu", "mlp_gelu")
@@ -23,7 +21,7 @@ RECIPES = ("delayed", "current", "block")
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """The most that ``value`` may be in each of the cells.
+    """The most that comparison ``ratio`` may be in each of the cells.
 
     An estimate is within a limit if its interval is not above it.
     """
@@ -32,35 +30,30 @@ class Bar:
     layers: Sequence[str]
     sizes: Sequence[str]
     recipes: Sequence[str]
-    value: Callable[[Row], Value]
+    ratio: str
     limit: float
     is_mean: bool = False
     """Whether the limit is of the geometric mean of the cells."""
 
-    def values(self, rows: Iterable[Row]) -> dict[str, Value]:
+    def values(self, rows: Iterable[Row]) -> dict[str, Estimate | float]:
         """Return the cells that were measured, by name."""
-        return {
-            f"{row.case.layer_name} {row.case.size_name} {row.recipe}": self.value(row)
+        cells = (
+            (row, estimate_of(row.ratios[self.ratio]))
             for row in rows
             if row.case.layer_name in self.layers
             and row.case.size_name in self.sizes
             and row.recipe in self.recipes
-            and self.value(row) is not None
+        )
+        return {
+            f"{row.case.layer_name} {row.case.size_name} {row.recipe}": value
+            for row, value in cells
+            if value is not None
         }
 
     @property
     def count(self) -> int:
         """The number of cells, measured or not."""
         return len(self.layers) * len(self.sizes) * len(self.recipes)
-
-
-def _second(pair: tuple[str, Estimate] | None) -> Estimate | None:
-    return None if pair is None else pair[1]
-
-
-def _over_compiled(row: Row) -> Estimate | None:
-    """Return the eager time over torch.compile's in bfloat16."""
-    return row.eager_peers.get(COMPILED_BF16)
 
 
 _LOW, _HIGH = (WITH_NORM, LARGE, RECIPES), (WITH_NORM, LARGE, (HIGH,))
@@ -76,46 +69,46 @@ _PUBLISHED = (PUBLISHED, ("b32_s1024",), ("delayed",))
 _LAYER_GOALS = {"1.3B": 0.80, "8B": 0.90, "70B": 0.95}
 
 
-def _of_layer(name: str, value: Callable[[Row], Value]) -> Iterator[Bar]:
+def _of_layer(name: str, ratio: str) -> Iterator[Bar]:
     """Yield the bar of a time of the Transformer layer over the best FP8 peer's, and its goals."""
-    yield Bar(f"{name} / best FP8 peer", *_LAYER, value, 1.0)
+    yield Bar(f"{name} / best FP8 peer", *_LAYER, ratio, 1.0)
     for size, goal in _LAYER_GOALS.items():
         yield Bar(
-            f"goal: {name} / best FP8 peer, {size}", TRANSFORMER, (size,), RECIPES, value, goal
+            f"goal: {name} / best FP8 peer, {size}", TRANSFORMER, (size,), RECIPES, ratio, goal
         )
 
 
 BARS = (
-    Bar("GPU time / Transformer Engine", *_LOW, lambda row: row.graph_first, 1.0),
-    Bar("goal: GPU time / limit", *_LOW, lambda row: row.graph_limit, 1.05),
-    Bar("eager time / best FP8 peer", *_LOW, lambda row: _second(row.eager_best), 1.0),
-    Bar("goal: the same, mean", *_LOW, lambda row: _second(row.eager_best), 0.85, is_mean=True),
-    Bar("bf16: GPU time / torch.compile", *_HIGH, lambda row: row.graph_first, 1.0),
-    Bar("bf16: eager time / torch.compile", *_HIGH, _over_compiled, 1.0),
-    Bar("goal: bf16: GPU time / torch.compile", *_HIGH, lambda row: row.graph_first, 0.95),
-    Bar("peak memory / Transformer Engine", *_MEMORY, lambda row: row.peak_first, 0.75),
-    Bar("goal: peak memory / torch.compile bf16", *_MEMORY, lambda row: row.peak_compiled, 1.0),
-    Bar("held / torch.compile bf16", *_MEMORY, lambda row: row.held_compiled, 0.85),
-    Bar("goal: held / torch.compile bf16", *_MEMORY, lambda row: row.held_compiled, 0.70),
-    Bar("host / Transformer Engine", *_TINY_MLP, lambda row: row.host_first, 0.45),
-    Bar("goal: host / torch bf16", *_TINY_MLP, lambda row: row.host_torch, 1.0),
-    Bar("host / Transformer Engine", *_TINY_LINEAR, lambda row: row.host_first, 0.30),
-    Bar("goal: host / torch bf16", *_TINY_LINEAR, lambda row: row.host_torch, 1.3),
-    Bar("error / Transformer Engine", *_LOW, lambda row: row.error_first, 1.01),
-    *_of_layer("layer: GPU time", lambda row: _second(row.graph_best)),
-    *_of_layer("layer: eager time", lambda row: _second(row.eager_best)),
-    Bar("layer: peak memory / Transformer Engine", *_LAYER, lambda row: row.peak_first, 0.75),
+    Bar("GPU time / Transformer Engine", *_LOW, "GPU time / first peer", 1.0),
+    Bar("goal: GPU time / limit", *_LOW, "GPU time / limit", 1.05),
+    Bar("eager time / best FP8 peer", *_LOW, "eager / best peer", 1.0),
+    Bar("goal: the same, mean", *_LOW, "eager / best peer", 0.85, is_mean=True),
+    Bar("bf16: GPU time / torch.compile", *_HIGH, "GPU time / first peer", 1.0),
+    Bar("bf16: eager time / torch.compile", *_HIGH, "eager / first peer", 1.0),
+    Bar("goal: bf16: GPU time / torch.compile", *_HIGH, "GPU time / first peer", 0.95),
+    Bar("peak memory / Transformer Engine", *_MEMORY, "peak / first peer", 0.75),
+    Bar("goal: peak memory / torch.compile bf16", *_MEMORY, "peak / torch.compile", 1.0),
+    Bar("held / torch.compile bf16", *_MEMORY, "held / torch.compile", 0.85),
+    Bar("goal: held / torch.compile bf16", *_MEMORY, "held / torch.compile", 0.70),
+    Bar("host / Transformer Engine", *_TINY_MLP, "host / first peer", 0.45),
+    Bar("goal: host / torch bf16", *_TINY_MLP, "host / torch bf16", 1.0),
+    Bar("host / Transformer Engine", *_TINY_LINEAR, "host / first peer", 0.30),
+    Bar("goal: host / torch bf16", *_TINY_LINEAR, "host / torch bf16", 1.3),
+    Bar("error / Transformer Engine", *_LOW, "error / first peer", 1.01),
+    *_of_layer("layer: GPU time", "GPU time / best peer"),
+    *_of_layer("layer: eager time", "eager / best peer"),
+    Bar("layer: peak memory / Transformer Engine", *_LAYER, "peak / first peer", 0.75),
     Bar(
         "goal: layer: peak memory / torch.compile bf16",
         *_LAYER,
-        lambda row: row.peak_compiled,
+        "peak / torch.compile",
         1.0,
     ),
-    Bar("layer: host / Transformer Engine", *_TINY_LAYER, lambda row: row.host_first, 0.45),
-    Bar("goal: layer: host / torch bf16", *_TINY_LAYER, lambda row: row.host_torch, 1.0),
-    Bar("layer: error / Transformer Engine", *_LAYER, lambda row: row.error_first, 1.01),
-    Bar("layer: FP8 / best bf16", *_PUBLISHED, lambda row: _second(row.graph_high), 0.64),
-    Bar("goal: layer: FP8 / best bf16", *_PUBLISHED, lambda row: _second(row.graph_high), 0.60),
+    Bar("layer: host / Transformer Engine", *_TINY_LAYER, "host / first peer", 0.45),
+    Bar("goal: layer: host / torch bf16", *_TINY_LAYER, "host / torch bf16", 1.0),
+    Bar("layer: error / Transformer Engine", *_LAYER, "error / first peer", 1.01),
+    Bar("layer: FP8 / best bf16", *_PUBLISHED, "GPU time / best bf16", 0.64),
+    Bar("goal: layer: FP8 / best bf16", *_PUBLISHED, "GPU time / best bf16", 0.60),
 )
 
 
@@ -127,8 +120,8 @@ def bars_table(rows: Sequence[Row]) -> str:
         if not values:
             lines.append(line((bar.name, f"{bar.limit:.2f}", f"not run ({bar.count})", "", "", "")))
             continue
-        numbers = {name: as_number(value) for name, value in values.items() if value is not None}
-        kept = sum(value is not None and _least(value) <= bar.limit for value in values.values())
+        numbers = {name: as_number(value) for name, value in values.items()}
+        kept = sum(_least(value) <= bar.limit for value in values.values())
         mean = geometric_mean(list(numbers.values()))
         worst = max(numbers, key=lambda name: numbers[name])
         cells = f"{kept} of {len(values)}"

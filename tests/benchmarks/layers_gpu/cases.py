@@ -5,13 +5,14 @@ Imports no torch, which takes seconds: the command itself does without, its proc
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from tests.benchmarks.measuring import command
+from tests.benchmarks.measuring.command import HIGH
 
 __all__ = [
     "COMMON_SIZES",
-    "DONE",
     "EPS",
     "FIGURES",
     "FILE",
@@ -29,8 +30,6 @@ __all__ = [
 ]
 
 EPS = 1e-5
-HIGH = "bf16"
-"""The name of a layer without a recipe."""
 RECIPES = (HIGH, "delayed", "current", "block", "rowwise")
 
 
@@ -184,36 +183,17 @@ TURNS = ("graph", "eager", "host")
 FIGURES, KERNELS = "figures", "kernels"
 FILE = "layers"
 """The name of the one file that all processes add to, one after the other."""
-DONE = "done"
-"""Of a record which says that a measure was taken, and for which recipes and libraries."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What one process measures.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(command.Job):
+    """What one process measures; ``deadline`` (Unix time) ends turns, and nothing begins later."""
 
-    ``seconds`` is the most that each measure's turns take; ``deadline`` (Unix time) ends them
-    earlier, and no measure begins after it.
-    """
-
-    case: Case
-    recipes: tuple[str, ...]
+    layer_name: str
     measures: tuple[str, ...]
-    libraries: tuple[str, ...]
-    out: str
-    seconds: float = 15.0
-    width: float = 0.01
     deadline: float = float("inf")
 
-    @classmethod
-    def from_json(cls, text: str) -> Job:
-        """Return the job that ``json.dumps(asdict(job))`` wrote."""
-        fields = json.loads(text)
-        fields["case"] = Case(*fields["case"])
-        for name in ("recipes", "measures", "libraries"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields)
-
-    def to_json(self) -> str:
-        """Return the job as one line."""
-        return json.dumps(asdict(self))
+    @property
+    def case(self) -> Case:
+        """The layer at its size."""
+        return Case(self.layer_name, self.size_name)

@@ -7,34 +7,33 @@ measures. An input that ends without a line ends the process.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import sys
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tests.benchmarks.layers_gpu import limits, measures
-from tests.benchmarks.layers_gpu.cases import DONE, FIGURES, FILE, KERNELS, Job
+from tests.benchmarks.layers_gpu.cases import FIGURES, FILE, KERNELS, Job
 from tests.benchmarks.layers_gpu.contestants import (
     COMPILED_BF16,
     CONTESTANTS,
     PEERS,
     Contestant,
-    stepper,
 )
 from tests.benchmarks.layers_gpu.data import Data, exact_results, make_data
 from tests.benchmarks.layers_gpu.transformer import attention_by_cudnn, use_cudnn_of_torch
-from tests.benchmarks.measuring import records, turns
-from tests.benchmarks.measuring.device import CUDA, Chip, Device, versions, without_collections
+from tests.benchmarks.measuring import turns
+from tests.benchmarks.measuring.command import DONE
+from tests.benchmarks.measuring.contest import MIB, Contest
+from tests.benchmarks.measuring.device import CUDA, Device
+from tests.benchmarks.measuring.records import Run
 
 __all__ = ["contestants_of", "run_cell"]
 
@@ -71,24 +70,29 @@ class Entrant:
 
 @dataclass(slots=True)
 class Cell:
-    """The state of one process: its job, device and entrants, and the file it writes."""
+    """The state of one process: its job, its contest, and the file it writes."""
 
     job: Job
-    device: Device
-    run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    contest: Contest
+    run: Run
     seconds: dict[str, float] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
-    def write(self, measure: str, **values: Any) -> None:
-        """Add a record of this cell."""
-        layer, size = self.job.case
-        start = {"run": self.run, "layer": layer, "size": size, "measure": measure}
-        records.append(Path(self.job.out), FILE, start | values)
+    @classmethod
+    def of(cls, job: Job, device: Device) -> Cell:
+        """Return the state in which a job begins."""
+        layer, size = job.case
+        return cls(job, Contest(device), Run(Path(job.out), FILE, {"layer": layer, "size": size}))
+
+    @property
+    def device(self) -> Device:
+        """Where the contestants run."""
+        return self.contest.device
 
     def write_done(self, measure: str) -> None:
         """Add the record that a measure was taken."""
         job = self.job
-        self.write(DONE, done=measure, recipes=job.recipes, libraries=job.libraries)
+        self.run.write(DONE, done=measure, recipes=job.recipes, libraries=job.libraries)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -112,13 +116,13 @@ def run_cell(job: Job, device: Device = CUDA) -> None:
 
 
 def _run_cell(job: Job, device: Device) -> None:
-    cell = Cell(job, device)
+    cell = Cell.of(job, device)
     started = time.perf_counter()
     names = contestants_of(job.recipes, job.libraries)
     print(f"{' '.join(job.case)}: {', '.join(names)}", flush=True)
     with cell.timed("data"):
         data = make_data(job.case, device.torch_device)
-        kept = _kept_by_libraries(job, data, device)
+        kept = _kept_by_libraries(cell, data)
     exact = None
     if FIGURES in job.measures:
         with cell.timed("float32"):
@@ -127,23 +131,19 @@ def _run_cell(job: Job, device: Device) -> None:
     if exact is not None:
         cell.write_done(FIGURES)
     del exact
-    chip = Chip()
-    with without_collections():
-        if "graph" in job.measures and not cell.is_late:
-            _measure_graphs(cell, entrants, data, chip)
-        for measure in ("eager", "host"):
-            if measure in job.measures and not cell.is_late:
-                steps: turns.Calls = {name: entrant.step for name, entrant in entrants.items()}
-                _take_turns(cell, measure, steps, chip)
+    if "graph" in job.measures and not cell.is_late:
+        _measure_graphs(cell, entrants, data)
+    for measure in ("eager", "host"):
+        if measure in job.measures and not cell.is_late:
+            _take_turns(cell, measure, {name: own.step for name, own in entrants.items()})
     if KERNELS in job.measures and not cell.is_late:
         with cell.timed("profile"):
             _profile(cell, entrants)
     cell.seconds["all"] = round(time.perf_counter() - started, 1)
-    cell.write(
+    cell.run.write(
         "run",
         seconds=cell.seconds,
-        chip=chip.summary(),
-        versions=versions("transformer_engine", "torchao"),
+        **cell.contest.conditions("transformer_engine", "torchao"),
         kept_by_libraries_mib=kept,
         recipes=job.recipes,
         failed=cell.failed,
@@ -153,26 +153,24 @@ def _run_cell(job: Job, device: Device) -> None:
         raise RuntimeError(f"{' '.join(job.case)}: {', '.join(cell.failed)} failed, see above")
 
 
-def _kept_by_libraries(job: Job, data: Data, device: Device) -> dict[str, float]:
+def _kept_by_libraries(cell: Cell, data: Data) -> dict[str, float]:
     """Run a throwaway step of each library; return what each keeps afterwards, MiB.
 
     cuBLAS's and Transformer Engine's workspaces, say: else they would count for the contestant that
     happens to run first. It also compiles kernels that all contestants of the library use.
     """
-    kept = {}
+    kept, job = {}, cell.job
     for library, name in _SAMPLES.items():
         if library not in job.libraries:
             continue
-        gc.collect()
-        before = device.allocated()
+        before = cell.contest.allocated()
         try:
-            stepper(CONTESTANTS[name](job.case, data), data)()
+            CONTESTANTS[name](job.case, data).stepper(data)()
         except Exception as error:  # noqa: BLE001  reported when it takes part
             print(f"  {name}: {type(error).__name__}", flush=True)
             continue
-        device.clock.synchronize()
-        gc.collect()
-        kept[library] = (device.allocated() - before) / measures.MIB
+        cell.device.clock.synchronize()
+        kept[library] = (cell.contest.allocated() - before) / MIB
     return kept
 
 
@@ -182,8 +180,7 @@ def _enter(
     """Make and warm up every contestant, and measure and capture it; note those that fail."""
     entrants = {}
     for name in names:
-        gc.collect()
-        before = cell.device.allocated()
+        before = cell.contest.allocated()
         with cell.timed(name):
             try:
                 entrants[name] = _entrant(cell, name, data, exact, before)
@@ -200,7 +197,7 @@ def _entrant(
 ) -> Entrant:
     """Make, warm up, measure and capture a contestant; ``before`` are the bytes without it."""
     contestant = CONTESTANTS[name](cell.job.case, data)
-    entrant = Entrant(contestant, stepper(contestant, data))
+    entrant = Entrant(contestant, contestant.stepper(data))
     for _ in range(WARM_UP_STEPS):
         entrant.step()
     if exact is not None:
@@ -221,7 +218,7 @@ def _write_figures(
     before: int,
 ) -> None:
     device, contestant = cell.device, entrant.contestant
-    peak = measures.peak_mib(entrant.step, device, before)
+    peak = cell.contest.peak_mib(entrant.step, before)
     held, errors = measures.held_and_errors(contestant, data, exact, device)
     is_compiled = name == COMPILED_BF16 or name.startswith("torchao")
     copies = None  # another number of rows would be compiled again
@@ -229,7 +226,7 @@ def _write_figures(
         copies = measures.weight_copies_mib(contestant, data, held, device)
     elif name == COMPILED_BF16:
         copies = 0.0  # it multiplies by the parameters themselves
-    cell.write(
+    cell.run.write(
         FIGURES,
         contestant=name,
         peak_mib=peak,
@@ -239,7 +236,7 @@ def _write_figures(
     )
 
 
-def _measure_graphs(cell: Cell, entrants: dict[str, Entrant], data: Data, chip: Chip) -> None:
+def _measure_graphs(cell: Cell, entrants: dict[str, Entrant], data: Data) -> None:
     """Take turns of graphs, among them the products alone and a copy."""
     device = cell.device
     replays: turns.Calls = {
@@ -254,29 +251,25 @@ def _measure_graphs(cell: Cell, entrants: dict[str, Entrant], data: Data, chip: 
             replay = device.capture(step)
             assert replay is not None
             replays[name] = replay
-    _take_turns(cell, "graph", replays, chip)
+    _take_turns(cell, "graph", replays)
 
 
-def _take_turns(cell: Cell, measure: str, calls: turns.Calls, chip: Chip) -> None:
-    take = {"graph": turns.graph_us, "eager": turns.eager_us, "host": turns.host_us}[measure]
+def _take_turns(cell: Cell, measure: str, calls: turns.Calls) -> None:
     left = cell.job.deadline - time.time()
     pairs = tuple(
         (f"fp8core {recipe}", peer) for recipe in cell.job.recipes for peer in PEERS[recipe][:1]
     )
     stop = turns.Stop(min(cell.job.seconds, left), pairs, cell.job.width)
     with cell.timed(measure):
-        us = take(calls, stop, chip.sample, clock=cell.device.clock)
-    counts = {len(times) for times in us.values()}
-    print(f"  {measure}: {max(counts, default=0)} turns", flush=True)
-    rounded = {name: [round(time, 3) for time in times] for name, times in us.items()}
-    cell.write(measure, us=rounded)
+        us = cell.contest.take(measure, calls, stop)
+    cell.run.write(measure, us=us)
     cell.write_done(measure)
 
 
 def _profile(cell: Cell, entrants: dict[str, Entrant]) -> None:
     for name, entrant in entrants.items():
         kernels = measures.kernels_of(entrant.step, cell.device)
-        cell.write(KERNELS, contestant=name, kernels=kernels)
+        cell.run.write(KERNELS, contestant=name, kernels=kernels)
         launches, us = sum(k.launches for k in kernels), sum(k.us for k in kernels)
         print(f"  {name}: {launches:.0f} launches, {us:.0f} us of kernels", flush=True)
         for kernel in kernels[:SHOWN_KERNELS]:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-import fp8core
-from fp8core import recipe
 from tests.benchmarks.layers_gpu.cases import EPS, HIGH, RECIPES, Case
 from tests.benchmarks.layers_gpu.data import ACTIVATION_FUNCTIONS, Data
 from tests.benchmarks.layers_gpu.transformer import TorchTransformer, layer_arguments
+from tests.benchmarks.measuring.contest import step_of
+from tests.benchmarks.measuring.libraries import layers_of, under_recipe
 
-__all__ = [
-    "COMPILED_BF16",
-    "CONTESTANTS",
-    "PEERS",
-    "Contestant",
-    "ours",
-    "stepper",
-    "theirs",
-]
+__all__ = ["COMPILED_BF16", "CONTESTANTS", "PEERS", "Contestant"]
 
 
 class Contestant(NamedTuple):
@@ -30,6 +21,11 @@ class Contestant(NamedTuple):
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     parameters: dict[str, torch.nn.Parameter]
+
+    def stepper(self, data: Data) -> Callable[[], None]:
+        """Return forward and backward of one step."""
+        x = data.x.detach().requires_grad_()
+        return step_of(self.forward, x, data.grad, tuple(self.parameters.values()))
 
 
 Make = Callable[[Case, Data], Contestant]
@@ -120,57 +116,17 @@ def torchao(name: str) -> Make:
     return make
 
 
-def theirs(name: str) -> Make:
-    """Return the maker of Transformer Engine's layer under recipe ``name``."""
+def of_library(library: str, name: str) -> Make:
+    """Return the maker of the layer of Transformer Engine or of fp8core under recipe ``name``."""
 
     def make(case: Case, data: Data) -> Contestant:
-        import transformer_engine.pytorch as te
-        from transformer_engine.common import recipe as te_recipe
-
-        if name == HIGH:
-            return _of_library(te, case, data, contextlib.nullcontext)
-        chosen = {
-            "delayed": te_recipe.DelayedScaling,
-            "current": te_recipe.Float8CurrentScaling,
-            "block": te_recipe.Float8BlockScaling,
-        }[name]()
-        return _of_library(te, case, data, lambda: te.autocast(enabled=True, recipe=chosen))
+        layer = _layer_of(layers_of(library), case, str(data.x.device.type))
+        parameters = {key: layer.get_parameter(key) for key in data.parameters}
+        for key, parameter in parameters.items():
+            parameter.data = data.parameters[key]  # shared: no step writes to a parameter
+        return Contestant(under_recipe(library, name, layer), parameters)
 
     return make
-
-
-def ours(name: str) -> Make:
-    """Return the maker of fp8core's layer under recipe ``name``."""
-
-    def make(case: Case, data: Data) -> Contestant:
-        if name == HIGH:
-            return _of_library(fp8core, case, data, contextlib.nullcontext)
-        chosen = recipe.by_name(name)
-        return _of_library(
-            fp8core, case, data, lambda: fp8core.autocast(enabled=True, recipe=chosen)
-        )
-
-    return make
-
-
-def _of_library(
-    library: Any,
-    case: Case,
-    data: Data,
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> Contestant:
-    """Return a layer of Transformer Engine or of fp8core, which take the same arguments."""
-    layer = _layer_of(library, case, str(data.x.device.type))
-    parameters = {name: layer.get_parameter(name) for name in data.parameters}
-    for name, parameter in parameters.items():
-        parameter.data = data.parameters[name]  # shared: no step writes to a parameter
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        with autocast():
-            y: torch.Tensor = layer(x)
-        return y
-
-    return Contestant(forward, parameters)
 
 
 def _layer_of(library: Any, case: Case, device: str) -> torch.nn.Module:
@@ -200,8 +156,8 @@ CONTESTANTS: dict[str, Make] = {
     COMPILED_BF16: torch_compiled,
     "torchao tensorwise": torchao("tensorwise"),
     "torchao rowwise": torchao("rowwise"),
-    **{f"te {name}": theirs(name) for name in RECIPES if name != "rowwise"},
-    **{f"fp8core {name}": ours(name) for name in RECIPES},
+    **{f"te {name}": of_library("te", name) for name in RECIPES if name != "rowwise"},
+    **{f"fp8core {name}": of_library("fp8core", name) for name in RECIPES},
 }
 
 PEERS: dict[str, tuple[str, ...]] = {
@@ -212,17 +168,3 @@ PEERS: dict[str, tuple[str, ...]] = {
     "rowwise": ("torchao rowwise",),
 }
 """Those that compute as fp8core does under a recipe; the first is the one that bars name."""
-
-
-def stepper(contestant: Contestant, data: Data) -> Callable[[], None]:
-    """Return forward and backward of one step, whose gradients take the place of the last."""
-    x = data.x.detach().requires_grad_()
-    parameters = tuple(contestant.parameters.values())
-
-    def step() -> None:
-        x.grad = None
-        for parameter in parameters:
-            parameter.grad = None
-        contestant.forward(x).backward(data.grad)
-
-    return step

@@ -10,11 +10,11 @@ import torch
 
 from tests.benchmarks.layers_gpu.contestants import Contestant
 from tests.benchmarks.layers_gpu.data import Data
+from tests.benchmarks.measuring.contest import MIB
 from tests.benchmarks.measuring.device import Device
 
-__all__ = ["Held", "Kernel", "held_and_errors", "kernels_of", "peak_mib", "weight_copies_mib"]
+__all__ = ["Held", "Kernel", "held_and_errors", "kernels_of", "weight_copies_mib"]
 
-MIB = 2**20
 PROFILED_STEPS = 5
 
 
@@ -24,15 +24,6 @@ class Kernel(NamedTuple):
     name: str
     launches: float
     us: float
-
-
-def peak_mib(step: Callable[[], None], device: Device, before: int) -> float:
-    """Return the most memory of a step over ``before`` bytes."""
-    device.clock.synchronize()
-    device.forget_peak()
-    step()
-    device.clock.synchronize()
-    return (device.peak() - before) / MIB
 
 
 class Held(NamedTuple):

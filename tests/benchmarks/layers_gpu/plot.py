@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.benchmarks.measuring.intervals import Estimate
+
 __all__ = ["Bar", "Panel", "Picture", "draw"]
 
 GROUP_WIDTH = 0.8
 
 
 class Bar(NamedTuple):
-    """A ratio with its interval, and the least that it can be; None if that is unknown."""
+    """A ratio to the first peer, and what that takes over the limit; None if that is unknown."""
 
     size: str
     recipe: str
-    ratio: float
-    low: float
-    high: float
-    limit: float | None
+    ratio: Estimate
+    peer_over_limit: Estimate | None
 
 
 class Panel(NamedTuple):
@@ -67,19 +67,21 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     for number, recipe in enumerate(recipes):
         bars = [bar for bar in panel.bars if bar.recipe == recipe]
         at = [sizes.index(bar.size) + (number - (len(recipes) - 1) / 2) * width for bar in bars]
+        medians = [bar.ratio.median for bar in bars]
         errors = [
-            [bar.ratio - bar.low for bar in bars],
-            [bar.high - bar.ratio for bar in bars],
+            [bar.ratio.median - bar.ratio.low for bar in bars],
+            [bar.ratio.high - bar.ratio.median for bar in bars],
         ]
-        drawn = axes.bar(at, [bar.ratio for bar in bars], width * 0.92, yerr=errors, label=recipe)
+        drawn = axes.bar(at, medians, width * 0.92, yerr=errors, label=recipe)
         axes.bar_label(drawn, fmt="%.2f", fontsize=7, label_type="center", color="white")
         for place, bar in zip(at, bars, strict=True):
-            if bar.limit is not None:
+            if bar.peer_over_limit is not None:
                 ends = (place - width * 0.46, place + width * 0.46)
-                axes.hlines(bar.limit, *ends, color="black", linewidth=1.4)
+                limit = 1 / bar.peer_over_limit.median
+                axes.hlines(limit, *ends, color="black", linewidth=1.4)
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
     axes.set_xticks(range(len(sizes)), sizes)
-    axes.set_ylim(0, max(1.25, *(bar.high * 1.15 for bar in panel.bars)))
+    axes.set_ylim(0, max(1.25, *(bar.ratio.high * 1.15 for bar in panel.bars)))
     axes.set_title(f"{panel.title}: GPU time over the first peer's; line: the limit", fontsize=8)
     axes.legend(fontsize=7, ncols=4, loc="upper center")
 

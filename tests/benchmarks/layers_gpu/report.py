@@ -11,7 +11,15 @@ from tests.benchmarks.layers_gpu.bars import bars_table
 from tests.benchmarks.layers_gpu.cases import HIGH, LAYERS, RECIPES, Case
 from tests.benchmarks.layers_gpu.contestants import CONTESTANTS
 from tests.benchmarks.layers_gpu.data import step_bytes
-from tests.benchmarks.layers_gpu.results import Results, Row, as_number, rows
+from tests.benchmarks.layers_gpu.results import (
+    COMPARISONS,
+    Against,
+    Results,
+    Value,
+    as_number,
+    estimate_of,
+    rows,
+)
 from tests.benchmarks.measuring.intervals import Estimate, geometric_mean
 from tests.benchmarks.measuring.markdown import head, line
 from tests.benchmarks.measuring.records import Record
@@ -21,53 +29,34 @@ __all__ = ["bytes_table", "markdown", "ratio_table", "write"]
 BAR = 1.0
 
 
-RATIO_COLUMNS = (
-    *("GPU time / first peer", "GPU time / best peer", "GPU time / best bf16"),
-    *("GPU time / limit", "first peer / limit"),
-    *("eager / best peer", "host / first peer", "host / torch bf16", "peak / first peer"),
-    *("peak / torch.compile", "held / torch.compile", "error / first peer"),
-)
-
-
 def ratio_table(results: Results) -> str:
     """Return fp8core over its peers and over the limit; an interval above 1 is bold.
 
     The first peer is Transformer Engine; without a recipe torch.compile, and for rowwise torchao.
     """
-    lines = head(("layer", "size", "recipe", *RATIO_COLUMNS))
-    found = list(rows(results))
-    for row in found:
-        values = [_text(value) for value in _ratios(row)]
+    lines = head(("layer", "size", "recipe", *COMPARISONS))
+    compared = list(rows(results))
+    for row in compared:
+        values = [_text(value) for value in row.ratios.values()]
         lines.append(line((*row.case, row.recipe, *values)))
-    if found:
-        columns = zip(*map(_ratios, found), strict=True)
+    if compared:
+        columns = zip(*(row.ratios.values() for row in compared), strict=True)
         lines.append(line(("geometric mean", "", "", *map(_mean, columns))))
     return "\n".join(lines)
 
 
-def _text(value: Estimate | tuple[str, Estimate] | float | None) -> str:
+def _text(value: Value) -> str:
     if value is None:
         return ""
+    if isinstance(value, Against):
+        return f"{_text(value.ratio)} {value.name}"
     if isinstance(value, Estimate):
-        text = f"{value.median:.3f} ({value.low:.3f}-{value.high:.3f})"
-        return f"**{text}**" if value.low > BAR else text
-    if isinstance(value, tuple):
-        peer, estimate = value
-        return f"{_text(estimate)} {peer}"
+        return f"**{value.text()}**" if value.low > BAR else value.text()
     return f"{value:.3f}"
 
 
-def _ratios(row: Row) -> tuple[Estimate | tuple[str, Estimate] | float | None, ...]:
-    return (
-        *(row.graph_first, row.graph_best, row.graph_high, row.graph_limit, row.peer_limit),
-        row.eager_best,
-        *(row.host_first, row.host_torch, row.peak_first, row.peak_compiled, row.held_compiled),
-        row.error_first,
-    )
-
-
-def _mean(values: Iterable[Estimate | tuple[str, Estimate] | float | None]) -> str:
-    numbers = [as_number(value) for value in values if value is not None]
+def _mean(values: Iterable[Value]) -> str:
+    numbers = [as_number(own) for own in map(estimate_of, values) if own is not None]
     return f"{geometric_mean(numbers):.3f}" if numbers else ""
 
 
@@ -160,13 +149,15 @@ def write(records: Sequence[Record], picture: Path | None = None) -> None:
 
 
 def _picture(results: Results) -> plot.Picture:
-    found = list(rows(results))
+    compared = list(rows(results))
     panels = []
     for layer, kind in LAYERS.items():
         bars = [
-            plot.Bar(row.case.size_name, row.recipe, *_bar(row.graph_first), _least(row))
-            for row in found
-            if row.case.layer_name == layer and row.graph_first is not None and row.recipe != HIGH
+            plot.Bar(row.case.size_name, row.recipe, estimate, row.ratios["first peer / limit"])
+            for row in compared
+            if row.case.layer_name == layer
+            and row.recipe != HIGH
+            and isinstance(estimate := row.ratios["GPU time / first peer"], Estimate)
         ]
         if bars:
             panels.append(plot.Panel(kind.title, bars))
@@ -178,13 +169,3 @@ def _picture(results: Results) -> plot.Picture:
         if medians:
             host[kind.title] = medians
     return plot.Picture(panels, host)
-
-
-def _bar(estimate: Estimate | None) -> tuple[float, float, float]:
-    assert estimate is not None
-    return estimate.median, estimate.low, estimate.high
-
-
-def _least(row: Row) -> float | None:
-    """Return the limit over the first peer's time."""
-    return None if row.peer_limit is None else 1 / row.peer_limit.median

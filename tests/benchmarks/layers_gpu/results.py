@@ -12,7 +12,18 @@ from tests.benchmarks.layers_gpu.data import step_bytes
 from tests.benchmarks.measuring.intervals import Estimate, median_interval, ratios
 from tests.benchmarks.measuring.records import Record
 
-__all__ = ["Results", "Row", "as_number", "rows"]
+__all__ = ["COMPARISONS", "Against", "Results", "Row", "Value", "as_number", "estimate_of", "rows"]
+
+
+class Against(NamedTuple):
+    """A contestant and the ratio to it."""
+
+    name: str
+    ratio: Estimate
+
+
+Value = Estimate | Against | float | None
+Compare = Callable[["Results", Case, str], Value]
 
 
 class Results:
@@ -82,30 +93,80 @@ class Results:
                 found += ratios(values, others)
         return median_interval(found) if found else None
 
-    def peers(self, case: Case, measure: str, recipe: str) -> dict[str, Estimate]:
-        """Return fp8core's time over that of each peer that was measured."""
-        own = f"fp8core {recipe}"
-        found = {peer: self.ratio(case, measure, own, peer) for peer in PEERS[recipe]}
-        return {peer: estimate for peer, estimate in found.items() if estimate is not None}
-
-    def best_peer(self, case: Case, measure: str, recipe: str) -> tuple[str, Estimate] | None:
+    def best_peer(self, case: Case, measure: str, recipe: str) -> Against | None:
         """Return the peer that leaves fp8core the greatest ratio, and that ratio."""
-        return _greatest(self.peers(case, measure, recipe))
+        return self._greatest(case, measure, recipe, PEERS[recipe])
 
-    def over_high(self, case: Case, measure: str, recipe: str) -> tuple[str, Estimate] | None:
+    def over_high(self, case: Case, measure: str, recipe: str) -> Against | None:
         """Return the contestant without a recipe, fp8core's among them, that leaves fp8core's
         time under ``recipe`` the greatest ratio, and that ratio."""
-        own = f"fp8core {recipe}"
-        found = {
-            name: self.ratio(case, measure, own, name)
-            for name in (*PEERS[HIGH], f"fp8core {HIGH}")
-            if name != own
-        }
-        return _greatest({name: one for name, one in found.items() if one is not None})
+        names = (*PEERS[HIGH], f"fp8core {HIGH}")
+        return self._greatest(case, measure, recipe, [n for n in names if n != _own(recipe)])
+
+    def _greatest(
+        self, case: Case, measure: str, recipe: str, names: Sequence[str]
+    ) -> Against | None:
+        ratios = ((name, self.ratio(case, measure, _own(recipe), name)) for name in names)
+        measured = [Against(name, ratio) for name, ratio in ratios if ratio is not None]
+        return max(measured, key=lambda pair: pair.ratio.median, default=None)
 
 
-def _greatest(known: dict[str, Estimate]) -> tuple[str, Estimate] | None:
-    return max(known.items(), key=lambda pair: pair[1].median) if known else None
+def _own(recipe: str) -> str:
+    return f"fp8core {recipe}"
+
+
+def _over_first(measure: str) -> Compare:
+    return lambda results, case, recipe: results.ratio(
+        case, measure, _own(recipe), PEERS[recipe][0]
+    )
+
+
+def _figure_over(peer: str | None, value: Callable[[Record], float | None]) -> Compare:
+    """Return the ratio of fp8core's figure to that of ``peer``, of the first peer if it is None."""
+
+    def compare(results: Results, case: Case, recipe: str) -> float | None:
+        own = results.figures(case, _own(recipe))
+        base = results.figures(case, PEERS[recipe][0] if peer is None else peer)
+        if own is None or base is None:
+            return None
+        above, below = value(own), value(base)
+        return above / below if above is not None and below else None
+
+    return compare
+
+
+def _held_without_copies(figures: Record) -> float | None:
+    """Return what forward leaves for backward, without copies of weights; None if unknown."""
+    copies = figures["weight_copies_mib"]
+    return None if copies is None else figures["held_mib"] - copies
+
+
+def _worst_error(results: Results, case: Case, recipe: str) -> float | None:
+    own, first = (results.figures(case, name) for name in (_own(recipe), PEERS[recipe][0]))
+    if own is None or first is None:
+        return None
+    pairs = ((error, first["errors"][name]) for name, error in own["errors"].items())
+    return max((error / of_first for error, of_first in pairs if of_first), default=None)
+
+
+COMPARISONS: dict[str, Compare] = {
+    "GPU time / first peer": _over_first("graph"),
+    "GPU time / best peer": lambda results, case, recipe: results.best_peer(case, "graph", recipe),
+    "GPU time / best bf16": lambda results, case, recipe: results.over_high(case, "graph", recipe),
+    "GPU time / limit": lambda results, *cell: results.over_limit(*cell, _own(cell[1])),
+    "first peer / limit": lambda results, *cell: results.over_limit(*cell, PEERS[cell[1]][0]),
+    "eager / first peer": _over_first("eager"),
+    "eager / best peer": lambda results, case, recipe: results.best_peer(case, "eager", recipe),
+    "host / first peer": _over_first("host"),
+    "host / torch bf16": lambda results, case, recipe: results.ratio(
+        case, "host", _own(recipe), "torch bf16"
+    ),
+    "peak / first peer": _figure_over(None, lambda figures: figures["peak_mib"]),
+    "peak / torch.compile": _figure_over(COMPILED_BF16, lambda figures: figures["peak_mib"]),
+    "held / torch.compile": _figure_over(COMPILED_BF16, _held_without_copies),
+    "error / first peer": _worst_error,
+}
+"""What is compared, by the name that tables and bars have for it."""
 
 
 class Row(NamedTuple):
@@ -113,77 +174,23 @@ class Row(NamedTuple):
 
     case: Case
     recipe: str
-    graph_first: Estimate | None
-    graph_best: tuple[str, Estimate] | None
-    graph_high: tuple[str, Estimate] | None
-    graph_limit: Estimate | None
-    peer_limit: Estimate | None
-    eager_best: tuple[str, Estimate] | None
-    eager_peers: dict[str, Estimate]
-    host_first: Estimate | None
-    host_torch: Estimate | None
-    peak_first: float | None
-    peak_compiled: float | None
-    held_compiled: float | None
-    error_first: float | None
+    ratios: dict[str, Value]
 
 
 def rows(results: Results) -> Iterator[Row]:
     """Yield a row for each case and recipe that anything was measured of."""
     for case in results.cases:
         for recipe in RECIPES:
-            row = _row(results, case, recipe)
-            if any(value is not None and value != {} for value in row[2:]):
-                yield row
+            own = {name: of(results, case, recipe) for name, of in COMPARISONS.items()}
+            if any(value is not None for value in own.values()):
+                yield Row(case, recipe, own)
 
 
-def _row(results: Results, case: Case, recipe: str) -> Row:
-    own, first = f"fp8core {recipe}", PEERS[recipe][0]
-    figures, of_first = results.figures(case, own), results.figures(case, first)
-    compiled = results.figures(case, COMPILED_BF16)
-    return Row(
-        case,
-        recipe,
-        results.ratio(case, "graph", own, first),
-        results.best_peer(case, "graph", recipe),
-        results.over_high(case, "graph", recipe),
-        results.over_limit(case, recipe, own),
-        results.over_limit(case, recipe, first),
-        results.best_peer(case, "eager", recipe),
-        results.peers(case, "eager", recipe),
-        results.ratio(case, "host", own, first),
-        results.ratio(case, "host", own, "torch bf16"),
-        _over(figures, of_first, lambda one: one["peak_mib"]),
-        _over(figures, compiled, lambda one: one["peak_mib"]),
-        _over(figures, compiled, held_without_copies),
-        _worst_error(figures, of_first),
-    )
+def estimate_of(value: Value) -> Estimate | float | None:
+    """Return the ratio itself, without its peer."""
+    return value.ratio if isinstance(value, Against) else value
 
 
-def held_without_copies(figures: Record) -> float | None:
-    """Return what forward leaves for backward, without copies of weights; None if unknown."""
-    copies = figures["weight_copies_mib"]
-    return None if copies is None else figures["held_mib"] - copies
-
-
-def _over(
-    own: Record | None, other: Record | None, value: Callable[[Record], float | None]
-) -> float | None:
-    if own is None or other is None:
-        return None
-    above, below = value(own), value(other)
-    return above / below if above is not None and below else None
-
-
-def _worst_error(own: Record | None, other: Record | None) -> float | None:
-    if own is None or other is None:
-        return None
-    pairs = ((error, other["errors"][name]) for name, error in own["errors"].items())
-    return max((error / of_other for error, of_other in pairs if of_other), default=None)
-
-
-def as_number(value: Estimate | tuple[str, Estimate] | float) -> float:
-    """Return the ratio itself, without its interval or its peer."""
-    if isinstance(value, Estimate):
-        return value.median
-    return value[1].median if isinstance(value, tuple) else value
+def as_number(value: Estimate | float) -> float:
+    """Return the ratio without its interval."""
+    return value.median if isinstance(value, Estimate) else value

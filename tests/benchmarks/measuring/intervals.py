@@ -28,6 +28,11 @@ class Estimate(NamedTuple):
         """The width of the interval over the median."""
         return (self.high - self.low) / self.median
 
+    def text(self, digits: int = 3, to: str = "-") -> str:
+        """Return the median, and the interval in brackets."""
+        values = (f"{value:.{digits}f}" for value in self[:3])
+        return "{} ({}{to}{})".format(*values, to=to)
+
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     """Return the median of at least one value, and an interval between two of the values.

@@ -7,11 +7,13 @@ are read together; ratios are taken within a line alone, where both sides took t
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Record", "append", "read"]
+__all__ = ["Record", "Run", "append", "read"]
 
 Record = dict[str, Any]
 SUFFIX = ".jsonl"
@@ -22,6 +24,20 @@ def append(folder: Path, name: str, record: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}{SUFFIX}").open("a") as file:
         file.write(json.dumps(record) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run, whose records in file ``name`` of ``folder`` begin with its id and ``start``."""
+
+    folder: Path
+    name: str
+    start: Mapping[str, Any]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+    def write(self, measure: str, **values: Any) -> None:
+        """Add a record."""
+        append(self.folder, self.name, {"run": self.id, **self.start, "measure": measure, **values})
 
 
 def read(*folders: Path) -> list[Record]:

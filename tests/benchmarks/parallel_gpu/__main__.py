@@ -18,15 +18,12 @@ rank. Ratios are medians of the turns' ratios with intervals of 95 %.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from tests.benchmarks.measuring import records
+from tests.benchmarks.measuring.command import parser_of, run_ranks
 from tests.benchmarks.parallel_gpu.cases import KINDS, RECIPES, SIZES, Job
 
 __all__ = ["main"]
@@ -37,21 +34,13 @@ TIMEOUT_S = 900
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, or print what was measured; return the number of cells that failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.parallel_gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = parser_of(
+        "parallel_gpu", __doc__, kind=KINDS, size=SIZES, recipe=RECIPES, library=LIBRARIES
     )
-    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--library", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--seconds", type=float, default=12.0, help="most of a measure's turns")
     parser.add_argument("--width", type=float, default=0.01, help="of intervals, to end turns")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="DIR")
     args = parser.parse_args(arguments)
     if args.merge:
         from tests.benchmarks.parallel_gpu.report import tables  # which imports torch
@@ -61,15 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     for kind, size in itertools.product(args.kind, args.size):
         job = Job(
-            kind,
-            size,
-            tuple(args.recipe),
-            tuple(args.library),
-            args.ranks,
-            args.device,
-            str(args.out),
-            args.seconds,
-            args.width,
+            kind=kind,
+            size_name=size,
+            recipes=tuple(args.recipe),
+            libraries=tuple(args.library),
+            ranks=args.ranks,
+            device=args.device,
+            out=str(args.out),
+            seconds=args.seconds,
+            width=args.width,
         )
         print(f"{kind} {size}", flush=True)
         failed += not _run(job)
@@ -78,17 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(job: Job) -> bool:
     """Start the ranks; return whether all of them ended well."""
-    command = [sys.executable, "-m", "tests.benchmarks.parallel_gpu.rank", job.to_json()]
-    with tempfile.TemporaryDirectory() as folder:
-        children = [subprocess.Popen([*command, str(rank), folder]) for rank in range(job.ranks)]
-        try:
-            statuses = [child.wait(TIMEOUT_S) for child in children]
-        except subprocess.TimeoutExpired:
-            statuses = [1]
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
+    statuses = run_ranks("parallel_gpu.rank", [job.to_json()], job.ranks, TIMEOUT_S)
     if any(statuses):
         print(f"{job.kind} {job.size_name}: ranks ended with {statuses}", flush=True)
     return not any(statuses)

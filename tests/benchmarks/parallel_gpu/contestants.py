@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-import fp8core
 from fp8core import recipe
 from fp8core.collectives import of_group
+from tests.benchmarks.measuring.contest import step_of
+from tests.benchmarks.measuring.libraries import EPS, swiglu_mlp, under_recipe
 from tests.benchmarks.parallel_gpu.cases import HIGH, Job, Size
 from tests.benchmarks.parallel_gpu.together import Ranks, Step
 
 __all__ = ["ALONE", "COLLECTIVES", "Contestants", "Entrant", "contestants"]
 
-EPS = 1e-5
 ALONE = "alone"
 """After a contestant's name: the same shards without communication."""
 COLLECTIVES = "collectives"
@@ -57,32 +55,6 @@ def _sequence_parallel(job: Job, ranks: Ranks) -> Contestants:
     return made
 
 
-def _autocast(library: str, name: str, group: dist.ProcessGroup | None) -> Any:
-    """Return what makes the context in which a layer of ``library`` computes by recipe ``name``."""
-    if name == HIGH:
-        return contextlib.nullcontext
-    if library == "fp8core":
-        chosen: Any = recipe.by_name(name)
-        return lambda: fp8core.autocast(recipe=chosen, amax_reduction_group=group)
-    import transformer_engine.pytorch as te
-    from transformer_engine.common import recipe as te_recipe
-
-    chosen = {
-        "delayed": te_recipe.DelayedScaling,
-        "current": te_recipe.Float8CurrentScaling,
-        "block": te_recipe.Float8BlockScaling,
-    }[name]()
-    return lambda: te.autocast(enabled=True, recipe=chosen, amax_reduction_group=group)
-
-
-def _library(name: str) -> Any:
-    if name == "fp8core":
-        return fp8core
-    import transformer_engine.pytorch as te
-
-    return te
-
-
 def _layernorm_mlp(
     library: str, name: str, size: Size, ranks: Ranks, is_alone: bool
 ) -> Callable[[], Entrant]:
@@ -92,24 +64,14 @@ def _layernorm_mlp(
     """
 
     def make() -> Entrant:
-        shared: dict[str, Any] = {
-            "eps": EPS,
-            "bias": False,
-            "normalization": "RMSNorm",
-            "activation": "swiglu",
-            "params_dtype": torch.bfloat16,
-            "device": ranks.device.torch_device,
-        }
-        ffn, rows = size.ffn, size.tokens
+        ffn, rows, group = size.ffn, size.tokens, None if is_alone else ranks.group
         if is_alone:
             ffn //= ranks.size
         else:
             rows //= ranks.size
-            shared |= {"set_parallel_mode": True, "sequence_parallel": True}
-            shared |= {"tp_group": ranks.group, "tp_size": ranks.size}
-        layer = _library(library).LayerNormMLP(size.hidden, ffn, **shared)
-        autocast = _autocast(library, name, None if is_alone else ranks.group)
-        step = _stepper(layer, rows, size.hidden, ranks, autocast)
+        layer = swiglu_mlp(library, size.hidden, ffn, ranks.device.torch_device, group)
+        forward = under_recipe(library, name, layer, group)
+        step = _stepper(forward, layer, rows, size.hidden, ranks)
         if library != "fp8core" or is_alone:
             return Entrant(step)
         return Entrant(step, lambda: _traffic_of(step, ranks))
@@ -125,25 +87,19 @@ def _traffic_of(step: Step, ranks: Ranks) -> tuple[int, int]:
     return calls, num_bytes
 
 
-def _stepper(
-    layer: Any, rows: int, columns: int, ranks: Ranks, autocast: Callable[[], Any]
-) -> Step:
-    """Return forward and backward of one step, whose gradients take the place of the last."""
+def _inputs(rows: int, columns: int, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return normal rows of this rank and a gradient, a hundredth of it."""
     device = ranks.device.torch_device
     source = torch.Generator(device).manual_seed(ranks.rank)
-    x = torch.randn(rows, columns, generator=source, device=device).bfloat16().requires_grad_()
-    grad = (torch.randn(rows, columns, generator=source, device=device) * 1e-2).bfloat16()
-    parameters = list(layer.parameters())
+    x = torch.randn(rows, columns, generator=source, device=device).bfloat16()
+    return x, (torch.randn(rows, columns, generator=source, device=device) * 1e-2).bfloat16()
 
-    def step() -> None:
-        x.grad = None
-        for parameter in parameters:
-            parameter.grad = None
-        with autocast():
-            y = layer(x)
-        y.backward(grad)
 
-    return step
+def _stepper(
+    forward: Callable[..., Any], layer: Any, rows: int, columns: int, ranks: Ranks
+) -> Step:
+    x, grad = _inputs(rows, columns, ranks)
+    return step_of(forward, x.requires_grad_(), grad, list(layer.parameters()))
 
 
 def _collectives(size: Size, ranks: Ranks) -> Entrant:
@@ -209,7 +165,7 @@ def _torchao_async(size: Size, ranks: Ranks) -> Entrant:
     parallelize_module(model, mesh, plan)
     rows = size.tokens // ranks.size
     compiled = torch.compile(model, dynamic=False)
-    return Entrant(_stepper(compiled, rows, size.hidden, ranks, contextlib.nullcontext))
+    return Entrant(_stepper(compiled, compiled, rows, size.hidden, ranks))
 
 
 def _fsdp(job: Job, ranks: Ranks) -> Contestants:
@@ -225,24 +181,12 @@ def _ours_sharded(name: str, size: Size, ranks: Ranks) -> Callable[[], Entrant]:
         from fp8core.distributed import gather_quantized
 
         device = ranks.device.torch_device
-        layers = [
-            fp8core.LayerNormMLP(
-                size.hidden,
-                size.ffn,
-                eps=EPS,
-                bias=False,
-                normalization="RMSNorm",
-                activation="swiglu",
-                params_dtype=torch.bfloat16,
-                device=device,
-            )
-            for _ in range(size.layers)
-        ]
+        layers = (swiglu_mlp("fp8core", size.hidden, size.ffn, device) for _ in range(size.layers))
         model = torch.nn.Sequential(*layers)
         if name not in (HIGH, "delayed"):
             gather_quantized(model, recipe.by_name(name))
-        autocast = _autocast("fp8core", name, ranks.group)
-        return Entrant(_training_step(model, size, ranks, autocast))
+        forward = under_recipe("fp8core", name, model, ranks.group)
+        return Entrant(_training_step(forward, model, size, ranks))
 
     return make
 
@@ -263,32 +207,26 @@ def _torch_sharded(size: Size, ranks: Ranks, *, is_fp8: bool) -> Entrant:
         precompute = precompute_float8_dynamic_scale_for_fsdp
     for layer in model:
         layer.compile(dynamic=False)
-    return Entrant(_training_step(model, size, ranks, contextlib.nullcontext, precompute))
+    return Entrant(_training_step(model, model, size, ranks, precompute))
 
 
 def _training_step(
+    forward: Callable[..., Any],
     model: torch.nn.Sequential,
     size: Size,
     ranks: Ranks,
-    autocast: Callable[[], Any],
     after: Callable[[Any], object] = lambda _: None,
 ) -> Step:
     """Shard ``model``; return forward, backward and a step of Adam. ``after`` runs last."""
-    device = ranks.device.torch_device
-    mesh = DeviceMesh.from_group(ranks.group, device.type)
+    mesh = DeviceMesh.from_group(ranks.group, ranks.device.torch_device.type)
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
-    rows = size.tokens // ranks.size
-    source = torch.Generator(device).manual_seed(ranks.rank)
-    x = torch.randn(rows, size.hidden, generator=source, device=device).bfloat16()
-    grad = (torch.randn(rows, size.hidden, generator=source, device=device) * 1e-2).bfloat16()
+    x, grad = _inputs(size.tokens // ranks.size, size.hidden, ranks)
 
     def step() -> None:
-        with autocast():
-            y = model(x)
-        y.backward(grad)
+        forward(x).backward(grad)
         optimizer.step()
         optimizer.zero_grad()
         after(model)

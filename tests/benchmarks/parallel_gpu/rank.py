@@ -2,66 +2,56 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import traceback
-import uuid
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.benchmarks.layers_gpu.transformer import use_cudnn_of_torch
-from tests.benchmarks.measuring import records, turns
-from tests.benchmarks.measuring.device import Chip, versions, without_collections
-from tests.benchmarks.parallel_gpu.cases import DONE, FILE, Job
+from tests.benchmarks.measuring import turns
+from tests.benchmarks.measuring.command import DONE
+from tests.benchmarks.measuring.contest import Contest
+from tests.benchmarks.measuring.records import Run
+from tests.benchmarks.parallel_gpu.cases import FILE, Job
 from tests.benchmarks.parallel_gpu.contestants import ALONE, Entrant, contestants
 from tests.benchmarks.parallel_gpu.together import Ranks, join
 
 __all__ = ["measure"]
 
 WARM_UP_STEPS = 4
-MIB = 2**20
 
 
 def measure(job: Job, ranks: Ranks) -> None:
     """Measure every contestant; rank 0 writes the records."""
-    run = uuid.uuid4().hex[:12]
+    run = Run(Path(job.out), FILE, {"kind": job.kind, "size": job.size_name})
+    contest = Contest(ranks.device)
 
     def write(name: str, **values: Any) -> None:
         if ranks.rank == 0:
-            start = {"run": run, "kind": job.kind, "size": job.size_name, "measure": name}
-            records.append(Path(job.out), FILE, start | values)
+            run.write(name, **values)
 
     entrants = {}
     for name, make in contestants(job, ranks).items():
-        gc.collect()
-        before = ranks.device.allocated()
+        before = contest.allocated()
         entrant = _entered(name, make, ranks)
         if entrant is None:
             continue
         entrants[name] = entrant
-        peak = ranks.agree(_peak_mib(entrant, ranks, before))
+        peak = ranks.agree(contest.peak_mib(entrant.step, before))
         calls, sent = (0, 0) if entrant.traffic is None else entrant.traffic()
         write("figures", contestant=name, peak_mib=peak, collectives=calls, bytes_sent=sent)
     steps: turns.Calls = {name: entrant.step for name, entrant in entrants.items()}
-    chip = Chip()
-    with without_collections():
-        for name, take in (("eager", turns.eager_us), ("host", turns.host_us)):
-            if name == "host" and job.size_name != "tiny":
-                continue
-            us = take(steps, _stop(job), chip.sample, clock=ranks.device.clock)
-            write(name, us=ranks.slowest(us))
-            if ranks.rank == 0:
-                print(f"  {name}: {max(map(len, us.values()), default=0)} turns", flush=True)
+    for name in ("eager", "host") if job.size_name == "tiny" else ("eager",):
+        write(name, us=ranks.slowest(contest.take(name, steps, _stop(job))))
     write(
         DONE,
         recipes=job.recipes,
         libraries=job.libraries,
         ranks=job.ranks,
-        chip=chip.summary(),
-        versions=versions("transformer_engine", "torchao"),
+        **contest.conditions("transformer_engine", "torchao"),
     )
 
 
@@ -82,14 +72,6 @@ def _entered(name: str, make: Any, ranks: Ranks) -> Entrant | None:
         ranks.device.clock.synchronize()
     has_failed = ranks.agree(float(bool(failure)))
     return None if has_failed else entrant
-
-
-def _peak_mib(entrant: Entrant, ranks: Ranks, before: int) -> float:
-    ranks.device.clock.synchronize()
-    ranks.device.forget_peak()
-    entrant.step()
-    ranks.device.clock.synchronize()
-    return (ranks.device.peak() - before) / MIB
 
 
 def _stop(job: Job) -> turns.Stop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from tests.benchmarks.measuring.intervals import Estimate, median_interval, ratios
+from tests.benchmarks.measuring.intervals import median_interval, ratios
 from tests.benchmarks.measuring.markdown import head, line
 from tests.benchmarks.measuring.records import Record
 from tests.benchmarks.parallel_gpu.cases import KINDS, RECIPES, SIZES
@@ -63,8 +63,7 @@ def _last(own: Sequence[Record], measure: str) -> dict[str, list[float]]:
 def _ratio(values: Sequence[float], others: Sequence[float] | None) -> str:
     if others is None or not values:
         return ""
-    estimate: Estimate = median_interval(ratios(values, others))
-    return f"{estimate.median:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+    return median_interval(ratios(values, others)).text(to=" to ")
 
 
 def _difference(values: Sequence[float], others: Sequence[float] | None) -> float | None:

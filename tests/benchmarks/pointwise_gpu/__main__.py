@@ -21,26 +21,26 @@ results in bfloat16 are compared with float32 formulas. What the folder holds is
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import sys
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.benchmarks.layers_gpu.cases import RECIPES
 from tests.benchmarks.measuring import records, turns
-from tests.benchmarks.measuring.device import CUDA, Chip, Device, versions, without_collections
+from tests.benchmarks.measuring.command import parser_of
+from tests.benchmarks.measuring.contest import Contest, Unavailable, calls_in_turn
+from tests.benchmarks.measuring.device import CUDA, Device
 from tests.benchmarks.measuring.markdown import head, line
 from tests.benchmarks.pointwise_gpu import report
 from tests.benchmarks.pointwise_gpu.contestants import (
     LIBRARIES,
     Entrant,
-    Unavailable,
     enter,
     names_of,
 )
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None, device: Device = CUDA) -> None:
         print(report.markdown(records.read(*args.merge)))
         return
     deadline = time.time() + args.seconds
-    run = uuid.uuid4().hex[:12]
+    options = {"recipes": args.recipe, "libraries": args.library}
     known = {
         (one["operation"], one["shape"])
         for one in records.read(args.out)
@@ -88,27 +88,18 @@ def main(arguments: Sequence[str] | None = None, device: Device = CUDA) -> None:
             break
         names = names_of(operation, args.recipe, args.library)
         record = measure(operation, shape, names, args.turn_seconds, device)
-        record |= {"recipes": args.recipe, "libraries": args.library}
-        records.append(args.out, "pointwise", {"run": run, **record})
+        records.Run(args.out, "pointwise", options).write("pointwise", **record)
     print(report.markdown(records.read(args.out)))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.pointwise_gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--operation", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
+    parser = parser_of("pointwise_gpu", __doc__, operation=OPERATIONS, library=LIBRARIES)
     shapes = [_shape(text) for text in SHAPES]
     parser.add_argument("--shape", nargs="+", type=_shape, default=shapes, metavar="ROWSxCOLUMNS")
     parser.add_argument("--recipe", nargs="+", choices=report.ALL_RECIPES, default=list(RECIPES))
-    parser.add_argument("--library", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
-    parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing later")
     parser.add_argument("--turn-seconds", type=float, default=0.6, help="most of an operation")
     parser.add_argument("--bytes", action="store_true", help="print the ideal bytes")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="DIR")
     return parser.parse_args(arguments)
 
 
@@ -122,56 +113,50 @@ def measure(
 ) -> records.Record:
     """Return the record of an operation at a shape: the time of a call in each turn, us."""
     began = time.perf_counter()
+    print(f"{operation.name} {shape}", flush=True)
     torch.manual_seed(0)
     gc.collect()
-    sets = _sets(operation, shape, device)
+    sets, contest = _sets(operation, shape, device), Contest(device)
     exact = exact_results(operation, sets[0])
     replays: turns.Calls = {}
     entrants = []  # with the tensors that their graphs read: a graph holds addresses alone
     ideal: dict[str, int] = {}
-    refused: dict[str, str] = {}
     errors: dict[str, float] = {}
     count = max(CALLS, len(sets))
-    for name in names:
-        try:
-            entrant = enter(name, operation, sets, device)
-            entrants.append(entrant)
-            error = _error(entrant, exact)
-            device.clock.synchronize()  # an error of a kernel belongs to its contestant
-            replays[name] = _captured(entrant.calls, count, device)
-        except Unavailable as unavailable:
-            refused[name] = str(unavailable)
-            continue
-        except Exception as failure:  # noqa: BLE001 a peer raises what it likes; its row says so
-            refused[name] = f"{type(failure).__name__}: {str(failure).splitlines()[0][:200]}"
-            _check_device(device, name, operation, shape)
-            continue
-        recipe = name.partition(" ")[2]
-        ideal[name] = operation.ideal_bytes(shape, recipe or RECIPES[0])
+
+    def entered(name: str) -> Entrant:
+        entrant = enter(name, operation, sets, device)
+        error = _error(entrant, exact)
+        device.clock.synchronize()  # before a capture
+        replays[name] = _captured(entrant.calls, count, device)
         if error is not None:
             errors[name] = error
+        return entrant
+
+    for name in names:
+        entrant = contest.enter(name, functools.partial(entered, name))
+        if entrant is None:
+            _check_device(device, name, operation, shape)
+            continue
+        entrants.append(entrant)
+        recipe = name.partition(" ")[2]
+        ideal[name] = operation.ideal_bytes(shape, recipe or RECIPES[0])
     source = max(sets[0], key=torch.Tensor.numel)
     index = [tensor is source for tensor in sets[0]].index(True)
     replays[report.COPY] = _captured([own[index].clone for own in sets], count, device)
     ideal[report.COPY] = 2 * source.numel() * source.element_size()
-    chip = Chip()
     pairs = tuple((name, report.COPY) for name in replays if name != report.COPY)
-    with without_collections():
-        stop = turns.Stop(seconds, pairs, 0.02)
-        us = turns.graph_us(replays, stop, chip.sample, clock=device.clock)
-    took = time.perf_counter() - began
-    wrong = {name: value for name, value in errors.items() if value > _most_error(operation)}
-    print(f"{operation.name} {shape}: {took:.1f} s, {len(us[report.COPY])} turns", flush=True)
-    for name, reason in refused.items():
-        print(f"  {name} does not run: {reason}", flush=True)
-    for name, value in wrong.items():
-        print(f"  {name} IS WRONG: its error is {value:.3g}", flush=True)
+    us = contest.take("graph", replays, turns.Stop(seconds, pairs, 0.02))
+    for name, value in errors.items():
+        if value > MOST_ERROR.get(operation.step, 0.01):
+            print(f"  {name} IS WRONG: its error is {value:.3g}", flush=True)
     return {
-        **{"measure": "pointwise", "operation": operation.name, "shape": str(shape)},
+        **{"operation": operation.name, "shape": str(shape)},
         **{"is_resident": _is_resident(shape), "bytes": ideal},
         "us": {name: [round(value / count, 3) for value in times] for name, times in us.items()},
-        **{"refused": refused, "errors": errors, "seconds": round(took, 2)},
-        **{"chip": chip.summary(), "versions": versions("liger-kernel", "quack-kernels")},
+        **{"refused": contest.refused, "errors": errors},
+        "seconds": round(time.perf_counter() - began, 2),
+        **contest.conditions("liger-kernel", "quack-kernels"),
     }
 
 
@@ -193,12 +178,7 @@ def _captured(
     calls: Sequence[Callable[[], Any]], count: int, device: Device
 ) -> Callable[[], object]:
     """Return the replay of ``count`` calls, of each set of inputs in turn."""
-
-    def run() -> None:
-        for number in range(count):
-            calls[number % len(calls)]()
-
-    replay = device.capture(run)
+    replay = device.capture(calls_in_turn(calls, count))
     if replay is None:
         raise Unavailable("cannot be captured in a graph")
     return replay
@@ -219,10 +199,6 @@ def _error(entrant: Entrant, exact: torch.Tensor) -> float | None:
     tensor = entrant.result(result)
     error: float = ((tensor.float() - exact).norm() / exact.norm()).item()
     return error
-
-
-def _most_error(operation: Operation) -> float:
-    return MOST_ERROR.get(operation.step, 0.01)
 
 
 def _bytes_table(

@@ -10,6 +10,7 @@ import torch
 
 from fp8core.backend_api import Operand, QuantizeDesc
 from tests.benchmarks.layers_gpu.cases import HIGH
+from tests.benchmarks.measuring.contest import Unavailable
 from tests.benchmarks.measuring.device import Device
 from tests.benchmarks.pointwise_gpu.operations import (
     EPS,
@@ -19,15 +20,11 @@ from tests.benchmarks.pointwise_gpu.operations import (
     statistics_of,
 )
 
-__all__ = ["LIBRARIES", "PEERS", "Entrant", "Unavailable", "enter", "names_of"]
+__all__ = ["LIBRARIES", "PEERS", "Entrant", "enter", "names_of"]
 
 LIBRARIES = ("fp8core", "torch.compile", "liger", "quack")
 PEERS = ("torch.compile", "liger", "quack")
 Call = Callable[[], Any]
-
-
-class Unavailable(Exception):
-    """A contestant does not compute an operation, is not installed, or refuses it."""
 
 
 class Entrant(NamedTuple):
@@ -66,15 +63,12 @@ def enter(name: str, operation: Operation, sets: list[Inputs], device: Device) -
     """Return what runs in turns.
 
     Raises:
-        Unavailable: there is nothing to run; says why.
+        Unavailable, ImportError: there is nothing to run; says why.
     """
     library, _, recipe = name.partition(" ")
     if library == "fp8core":
         return _ours(operation, recipe, sets, device)
-    try:
-        return _MAKERS[library](operation, sets)
-    except ImportError as error:
-        raise Unavailable(f"{type(error).__name__}: {error}") from None
+    return _MAKERS[library](operation, sets)
 
 
 def _ours(operation: Operation, recipe: str, sets: list[Inputs], device: Device) -> Entrant:

@@ -163,15 +163,14 @@ def _shape(row: Row) -> str:
 def _share(row: Row, name: str) -> str:
     if name not in row.share:
         return ""
-    share = row.share[name]
-    return f"{share.median:.2f} ({share.low:.2f}-{share.high:.2f})"
+    return row.share[name].text(2)
 
 
 def _best(row: Row) -> str:
     if row.best is None:
         return ""
     peer, ratio = row.best
-    text = f"{ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f}) {peer}"
+    text = f"{ratio.text()} {peer}"
     return f"**{text}**" if ratio.low > 1 else text
 
 

@@ -1,0 +1,86 @@
+"""fp8core and Transformer Engine, whose layers take the same arguments, under recipes by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import fp8core
+from tests.benchmarks.measuring.command import HIGH
+
+__all__ = ["EPS", "layers_of", "swiglu_mlp", "under_recipe"]
+
+EPS = 1e-5
+
+
+def layers_of(library: str) -> Any:
+    """Return the module with the layers of ``fp8core`` or ``te``.
+
+    Raises:
+        ImportError: Transformer Engine is not installed.
+    """
+    if library == "fp8core":
+        return fp8core
+    import transformer_engine.pytorch as te
+
+    return te
+
+
+def under_recipe(
+    library: str, name: str, forward: Callable[..., Any], group: Any = None
+) -> Callable[..., Any]:
+    """Return ``forward`` of a layer of ``library`` under recipe ``name``, or :data:`HIGH`'s none.
+
+    Amaxes of delayed scaling are reduced over ``group``.
+    """
+    if name == HIGH:
+        context: Callable[[], Any] = contextlib.nullcontext
+    else:
+        chosen, autocast = _recipe(library, name), layers_of(library).autocast
+        context = lambda: autocast(  # noqa: E731  one of two functions
+            enabled=True, recipe=chosen, amax_reduction_group=group
+        )
+
+    def run(x: Any) -> Any:
+        with context():
+            return forward(x)
+
+    return run
+
+
+def swiglu_mlp(library: str, hidden: int, ffn: int, device: torch.device, group: Any = None) -> Any:
+    """Return a bfloat16 LayerNormMLP with RMSNorm, SwiGLU and no biases.
+
+    With a ``group`` its columns are split over the ranks, and so are the sequences.
+    """
+    options: dict[str, Any] = {}
+    if group is not None:
+        options = {"set_parallel_mode": True, "sequence_parallel": True}
+        options |= {"tp_group": group, "tp_size": group.size()}
+    return layers_of(library).LayerNormMLP(
+        hidden,
+        ffn,
+        eps=EPS,
+        bias=False,
+        normalization="RMSNorm",
+        activation="swiglu",
+        params_dtype=torch.bfloat16,
+        device=device,
+        **options,
+    )
+
+
+def _recipe(library: str, name: str) -> Any:
+    if library == "fp8core":
+        return fp8core.recipe.by_name(name)
+    from transformer_engine.common import recipe
+
+    kinds = {
+        "delayed": recipe.DelayedScaling,
+        "current": recipe.Float8CurrentScaling,
+        "block": recipe.Float8BlockScaling,
+    }
+    return kinds[name]()
