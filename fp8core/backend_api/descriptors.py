@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -73,6 +73,87 @@ class QuantizeDesc:
     def __str__(self) -> str:
         start = f"{dtype_text(self.dtype)} -> rowwise={self.rowwise}"
         return text(self, start, f"columnwise={self.columnwise}")
+
+
+class CastShape(NamedTuple):
+    """The shapes of a :class:`Quantized` of ``x``, which has two dimensions of ``size``.
+
+    ``groups`` is 0 for a dense tensor. Where the number of scale blocks depends on the sizes of
+    groups, as they may end in the middle of a block, it is an upper bound.
+    """
+
+    desc: QuantizeDesc
+    size: tuple[int, ...]
+    groups: int = 0
+
+    def has_view(self, transposes: bool) -> bool:
+        """Return whether the columnwise operand is the transposed view of the rowwise one: where
+        blocks are square, both hold the same codes. ``transposes`` is that of the BackendSpec."""
+        spec = self.desc.rowwise
+        is_square = spec is not None and spec == self.desc.columnwise
+        if spec is None or not is_square or spec.block[0] != spec.block[1]:
+            return False
+        if self.desc.grouped or transposes or spec.stochastic:
+            return False
+        return spec.transform is None and codes_per_byte(spec) == 1
+
+    def rowwise(self) -> list[ResultShape]:
+        """Return the shapes of the tensors of the rowwise operand."""
+        spec = self.desc.rowwise
+        return [] if spec is None else _operand_shapes(spec, self.size, self.groups, grouped_dim=0)
+
+    def columnwise(self, transposes: bool) -> list[ResultShape]:
+        """Return the shapes of the tensors of the columnwise operand, none of a view."""
+        spec = self.desc.columnwise
+        if spec is None or self.has_view(transposes):
+            return []
+        shapes = _operand_shapes(spec, self.size[::-1], self.groups, grouped_dim=1)
+        is_transposed = not self.groups and not transposes
+        return [shape._replace(is_transposed=is_transposed) for shape in shapes]
+
+
+def _operand_shapes(
+    spec: OperandSpec, size: tuple[int, ...], groups: int, grouped_dim: int
+) -> list[ResultShape]:
+    blocks = [
+        -(-extent // block) if block else 1 for extent, block in zip(size, spec.block, strict=True)
+    ]
+    outer = [size[0] if spec.row_scaled else 1, 1]
+    if groups:
+        extent, block = size[grouped_dim], spec.block[grouped_dim]
+        if not spec.row_scaled:
+            outer[grouped_dim] = groups
+        if block != 1:  # every group may end with a partial block
+            blocks[grouped_dim] = extent // block + groups if block else groups
+    scale_dtype = torch.float32 if spec.scale_format == "float32" else torch.uint8
+    shapes = [
+        ResultShape((size[0], size[1] // codes_per_byte(spec)), torch.uint8),
+        ResultShape((blocks[0], blocks[1]), scale_dtype),
+    ]
+    if spec.scale_format == "e4m3":
+        shapes.append(ResultShape((outer[0], outer[1]), torch.float32))
+    return shapes
+
+
+@operation(
+    # A saved program has an argument that is newer than others behind them.
+    schema="(str operation, Tensor x, Tensor? group_offsets, Tensor? scale, Tensor? amax, "
+    "Tensor? rng, Tensor? nonfinite=None, Tensor? by_amax=None) -> Tensor[]",
+    order=("x", "group_offsets", "scale", "amax_out", "rng", "nonfinite_out", "amax"),
+)
+def quantize(
+    desc: QuantizeDesc,
+    x: torch.Tensor,
+    group_offsets: torch.Tensor | None = None,
+    *,
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
+    rng: torch.Tensor | None = None,
+    nonfinite_out: torch.Tensor | None = None,
+) -> CastShape:
+    """Return the shapes of both operands."""
+    return CastShape(desc, tuple(x.shape), num_groups(group_offsets))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,15 @@ from typing import ClassVar
 
 import torch
 
-from fp8core.backend_api.descriptors import QuantizeDesc
+from fp8core.backend_api.descriptors import CastShape, QuantizeDesc
 from fp8core.backend_api.operand_spec import dtype_text, plain_text, text
-from fp8core.backend_api.record import ResultShape, computing_dtype, operation, shape_of
+from fp8core.backend_api.record import (
+    RECORDS,
+    ResultShape,
+    computing_dtype,
+    operation,
+    shape_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,28 @@ class FusedDesc:
         return text(self, f"{self.producer} then {self.quantize}")
 
 
+@operation(
+    *("activation_backward_quantize", "activation_quantize"),
+    *("norm_backward_quantize", "norm_quantize"),
+    is_optional=True,
+    schema="(str operation, Tensor?[] arguments, Tensor? scale, Tensor? amax, Tensor? rng, "
+    "Tensor? nonfinite=None) -> Tensor[]",
+)
+def fused(
+    desc: FusedDesc,
+    *arguments: torch.Tensor | None,
+    scale: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
+    rng: torch.Tensor | None = None,
+    nonfinite_out: torch.Tensor | None = None,
+) -> tuple[CastShape | ResultShape | None, ...]:
+    """Return the shapes of the producer's results, the first one cast, and of the sums."""
+    results = RECORDS[desc.producer.op].shapes(desc.producer, *arguments)
+    first, *rest = results if type(results) is tuple else (results,)
+    sums = [ResultShape((first.size[1],), torch.float32)] if desc.sums else []
+    return CastShape(desc.quantize, first.size), *rest, *sums
+
+
 @dataclass(frozen=True, slots=True)
 class AddNormDesc:
     """Optional: ``add_norm(x, residual, weight, bias=None) -> (sum, y, mean, rstd)``.
@@ -49,6 +77,18 @@ class AddNormDesc:
     low_precision: ClassVar[bool] = False
     norm: NormDesc
     __str__ = plain_text
+
+
+@operation(is_optional=True)
+def add_norm(
+    desc: AddNormDesc,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> tuple[ResultShape, ResultShape, ResultShape | None, ResultShape]:
+    """Return the shapes of ``sum``, ``y``, ``mean`` and ``rstd``."""
+    return shape_of(x, desc.norm.dtype), *norm(desc.norm, x, weight, bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 
@@ -49,7 +49,7 @@ class Record(NamedTuple):
     Attributes:
         name: the operator's name in ``torch.ops.fp8core``.
         ops: the operation's name; of fusions, several.
-        descs: the classes of its descriptors.
+        desc: the class of its descriptors.
         arguments: those of the call without the descriptor, with evaluated annotations.
         shapes: the function that was recorded.
         returns: what it returns: a shape, or a tuple of shapes.
@@ -60,7 +60,7 @@ class Record(NamedTuple):
 
     name: str
     ops: tuple[str, ...]
-    descs: tuple[type[Any], ...]
+    desc: type[Any]
     arguments: tuple[inspect.Parameter, ...]
     shapes: Callable[..., Any]
     returns: Any
@@ -85,7 +85,7 @@ def operation(
         record = Record(
             shapes.__name__,
             ops or (shapes.__name__,),
-            get_args(hints[first.name]) or (hints[first.name],),
+            hints[first.name],
             arguments,
             shapes,
             hints["return"],

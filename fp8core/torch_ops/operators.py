@@ -15,17 +15,16 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from fp8core import errors
-from fp8core.backend_api import Operand, Quantized
+from fp8core.backend_api import Operand
 from fp8core.backend_api.record import ResultShape
 from fp8core.torch_ops import shapes
-from fp8core.torch_ops.counted import run_counted
 from fp8core.torch_ops.definition import Tensors, bound, define, empty, given, settle_all
 from fp8core.torch_ops.encoding import decode
 from fp8core.torch_ops.private import MARKED_CONSTANT, ORDERED, PASSES_DATACLASSES
 from fp8core.torch_ops.shapes import settle
 from fp8core.torch_ops.untraced import untraced
 
-__all__ = ["constant_in_graph", "draw_seed", "flat", "refuse", "taking_dataclasses"]
+__all__ = ["constant_in_graph", "draw_seed", "refuse", "taking_dataclasses"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,49 +54,6 @@ def taking_dataclasses(function: Callable[P, R]) -> Callable[P, R]:
 
 def _count(group_offsets: torch.Tensor | None) -> int:
     return 0 if group_offsets is None else group_offsets.shape[0] - 1
-
-
-def _quantized_shapes(
-    text: str, x: torch.Tensor, group_offsets: torch.Tensor | None
-) -> list[ResultShape]:
-    _, desc, transposes = decode(text)
-    return shapes.quantize_shapes(desc, x.shape, _count(group_offsets), transposes)  # type: ignore[arg-type]  # the text says quantize
-
-
-def flat(quantized: Quantized, is_one: bool) -> list[torch.Tensor | None]:
-    """Return the tensors of both operands; ``is_one``: those of the rowwise one, whose view the
-    columnwise one is."""
-    columnwise = () if is_one or quantized.columnwise is None else quantized.columnwise
-    return [*(quantized.rowwise or ()), *columnwise]
-
-
-# Records are results: torch cannot make an operator functional that both returns and writes.
-@define(
-    "(str operation, Tensor x, Tensor? group_offsets, Tensor? scale, Tensor? amax, Tensor? rng, "
-    "Tensor? nonfinite=None, Tensor? by_amax=None) -> Tensor[]",
-    lambda text, x, group_offsets, scale, amax, rng, nonfinite=None, by_amax=None: empty(
-        shapes.with_records(_quantized_shapes(text, x, group_offsets), amax, nonfinite), x.device
-    ),
-)
-def _quantize(
-    text: str,
-    x: torch.Tensor,
-    group_offsets: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    amax: torch.Tensor | None,
-    rng: torch.Tensor | None,
-    nonfinite: torch.Tensor | None = None,
-    by_amax: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    _, desc, transposes = decode(text)
-    arguments = (x,) if group_offsets is None else (x, group_offsets)
-    new = None if amax is None else amax.clone()
-    keywords = given(scale=scale, amax=by_amax, amax_out=new, rng=rng)
-    run = bound(text, x.device)
-    quantized, count = run_counted(run, arguments, keywords, nonfinite, x.device)
-    is_one = shapes.hands_both_as_one(desc, transposes)  # type: ignore[arg-type]  # the text says quantize
-    wanted = shapes.with_records(_quantized_shapes(text, x, group_offsets), amax, nonfinite)
-    return settle_all([*flat(quantized, is_one), new, count], wanted)
 
 
 @define(

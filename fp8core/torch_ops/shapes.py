@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8core.backend_api import OperandSpec, QuantizeDesc
-from fp8core.backend_api.operand_spec import codes_per_byte
+from fp8core.backend_api import OperandSpec
 from fp8core.backend_api.record import ResultShape
 from fp8core.errors import OperandError
 from fp8core.torch_ops.private import is_traced
@@ -35,58 +34,6 @@ def settle(result: torch.Tensor, shape: ResultShape) -> torch.Tensor:
     if any(missing):
         result = torch.nn.functional.pad(result, (0, missing[1], 0, missing[0]))
     return result.t().contiguous().t() if shape.is_transposed else result.contiguous()
-
-
-def hands_both_as_one(desc: QuantizeDesc, transposes: bool) -> bool:
-    """Return whether the columnwise operand is the transposed view of the rowwise one: where blocks
-    are square, both hold the same codes.
-    """
-    spec = desc.rowwise
-    is_square = spec is not None and spec == desc.columnwise and spec.block[0] == spec.block[1]
-    if spec is None or not is_square or desc.grouped or transposes:
-        return False
-    return not spec.stochastic and spec.transform is None and codes_per_byte(spec) == 1
-
-
-def quantize_shapes(
-    desc: QuantizeDesc, size: Sequence[int], groups: int, transposes: bool
-) -> list[ResultShape]:
-    """Return the shapes of the rowwise operand of ``x [rows, cols]``, then of the columnwise one.
-
-    ``groups`` is 0 for a dense tensor.
-    """
-    rows, cols = size
-    shapes = []
-    if desc.rowwise is not None:
-        shapes += _operand(desc.rowwise, (rows, cols), groups, grouped_dim=0)
-    if desc.columnwise is not None and not hands_both_as_one(desc, transposes):
-        transposed = _operand(desc.columnwise, (cols, rows), groups, grouped_dim=1)
-        is_view = not groups and not transposes
-        shapes += [shape._replace(is_transposed=is_view) for shape in transposed]
-    return shapes
-
-
-def _operand(
-    spec: OperandSpec, size: tuple[int, int], groups: int, grouped_dim: int
-) -> list[ResultShape]:
-    blocks = [
-        -(-extent // block) if block else 1 for extent, block in zip(size, spec.block, strict=True)
-    ]
-    one = [1, 1]
-    if groups:
-        extent, block = size[grouped_dim], spec.block[grouped_dim]
-        one[grouped_dim] = groups
-        if block != 1:  # every group may end with a partial block
-            blocks[grouped_dim] = extent // block + groups if block else groups
-    scale_dtype = torch.float32 if spec.scale_format == "float32" else torch.uint8
-    shapes = [
-        ResultShape((size[0], size[1] // codes_per_byte(spec)), torch.uint8),
-        ResultShape((blocks[0], blocks[1]), scale_dtype),
-    ]
-    if spec.scale_format == "e4m3":
-        outer = (size[0], 1) if spec.row_scaled else (one[0], one[1])
-        shapes.append(ResultShape(outer, torch.float32))
-    return shapes
 
 
 def with_records(
