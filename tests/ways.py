@@ -243,8 +243,8 @@ Way = Callable[[torch.nn.Module], contextlib.AbstractContextManager[Call]]
 @contextlib.contextmanager
 def plain(layer: torch.nn.Module) -> Iterator[Call]:
     with pytest.MonkeyPatch.context() as patch:
-        nothing = property(lambda bindings: None, lambda bindings, repeat: None)
-        patch.setattr(Bindings, "repeat", nothing)
+        nothing = property(lambda bindings: None, lambda bindings, memo: None)
+        patch.setattr(Bindings, "memo", nothing)
         patch.setattr(chain, "likeness_to", lambda *tensors: None)
         patch.setattr(TransformerChain, "run", lambda *arguments: None)
         yield layer

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from fp8core.conversion.layers import RECORD, Conversion, Record, adopt, derived, release
 from fp8core.errors import UnsupportedError
@@ -84,6 +85,14 @@ class ExpertsLinear(GroupedLinear):
         stacked = self._stacked("bias" if name.startswith("bias") else "weight")
         assert stacked is not None
         return stacked.dtype
+
+    @override
+    def link_names(self) -> None:
+        return None
+
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the weights, then the biases: slices of the owner's parameters."""
+        return self._all("weight") + self._all("bias")
 
     def _all(self, kind: str) -> list[torch.Tensor]:
         stacked = self._stacked(kind)

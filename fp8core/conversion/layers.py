@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import torch
+from typing_extensions import override
 
 from fp8core.context.autocast import Active
 from fp8core.context.recompute import keep_scales
@@ -246,14 +247,16 @@ class ConvertedConv1D(Converted, Linear):
         """Return nothing: the parameter is the transposed weight, whose codes are others."""
         return []
 
-    def _linear_params(
-        self,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
-        weight, params, bias = super()._linear_params()
-        turned = (
-            weight.mT.contiguous()
-        )  # [in_features, out_features] -> [out_features, in_features]
-        return turned, (turned, *params[1:]), bias
+    @override
+    def link_names(self) -> None:
+        return None
+
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the weight as that of a linear, then the bias."""
+        weight, bias = self.parameter("weight"), self.parameter("bias")
+        assert weight is not None
+        turned = weight.mT.contiguous()  # [in_features, out_features] -> the other order
+        return [turned] if bias is None else [turned, bias]
 
     def _fill_parameters(self) -> None:
         fill(self._parameters.get("weight"), partial(torch.nn.init.normal_, std=0.02))

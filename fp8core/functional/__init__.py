@@ -91,7 +91,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     n, k = weight.shape
     shape = LinearShape(k, n, weight.dtype, None if bias is None else bias.dtype)
     params = [weight] if bias is None else [weight, bias]
-    return run_layer(_layer_of(shape), x, params, like=weight, columns=k)[0]
+    return run_layer(_layer_of(shape), x, columns=k, params=params, like=weight)[0]
 
 
 def __dir__() -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from typing_extensions import override
 
 from fp8core.chain import run as chain
 from fp8core.chain.attention.shape import AttentionShape
@@ -23,7 +24,8 @@ from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound
 from fp8core.modules.calls.parameters import check_probability, fill, resolve_device
 from fp8core.modules.layers.parallel import ParallelModule, mark_weight
-from fp8core.modules.run import remember, run_again, run_links
+from fp8core.modules.memo import replay
+from fp8core.modules.run import note, run_links
 from fp8core.modules.sequences.attention_arguments import (
     MASK_TYPES,
     UNLIMITED,
@@ -42,7 +44,6 @@ from fp8core.modules.sequences.attention_arguments import (
     with_cache,
 )
 from fp8core.modules.sequences.attention_inputs import (
-    Heads,
     Lengths,
     PaddingMask,
     Qkv,
@@ -107,6 +108,12 @@ class DotProductAttention(ParallelModule):
     """
 
     kind = "attention"
+    call_fields = (
+        *ParallelModule.call_fields,
+        *("qkv_format", "attn_mask_type", "window_size", "bottom_right_diagonal", "softcap"),
+        *("softmax_scale", "heads", "attention_dropout", "return_max_logit", "softmax_type"),
+        *("attention_type", "context_group", "parallel"),
+    )
     is_link = False
     plan_type = AttentionPlan
     softmax_offset: torch.nn.Parameter | None
@@ -289,10 +296,10 @@ class DotProductAttention(ParallelModule):
         # Compared with those of the call before at once. A captured graph is guarded by what is
         # read here.
         arguments: tuple[object, ...] | None = None
-        cache = None  # a reference, as what is remembered keeps no cache alive
+        cache = None  # a reference, as a memo keeps no cache alive
         if isinstance(inference_params, InferenceParams):
             cache = weakref.ref(inference_params)
-        if not torch.compiler.is_compiling() and not self.drops_all:
+        if not torch.compiler.is_compiling():
             arguments = (
                 *(attention_mask, qkv_format, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded),
                 *(cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size),
@@ -300,10 +307,11 @@ class DotProductAttention(ParallelModule):
                 *(core_attention_bias_type, core_attention_bias, alibi_slopes, cache),
                 *(pad_between_seqs, fp8_output, bf16_backward, num_splits, score_mod),
                 *(score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors, qkv_layer, kv_layer),
-                *(thd_attention_policies, *self.options),
+                thd_attention_policies,
             )
-            if query_layer is not None and key_layer is not None and value_layer is not None:
-                again = run_again(self, query_layer, (key_layer, value_layer), arguments)
+            memo = self._bindings.memo
+            if memo is not None and query_layer is not None:
+                again = replay(self, memo, query_layer, (key_layer, value_layer), arguments)
                 if again is not None:
                     return again
         owner = _Owner(self)
@@ -345,10 +353,10 @@ class DotProductAttention(ParallelModule):
             ),
         )
         if not checkpoint_core_attention:
-            if arguments is not None and _PLAIN.issuperset(map(type, arguments)):
-                new = inputs[:3] if inference_params is None else qkv
-                return attend.run_and_remember(inputs, arguments, new, inference_params)
-            return attend.run(*inputs)
+            if arguments is None or self.drops_all or not _PLAIN.issuperset(map(type, arguments)):
+                return attend.run(*inputs)
+            new = inputs[:3] if inference_params is None else qkv
+            return attend.run_and_note(inputs, arguments, new, inference_params)
         repeat = checkpoint
         if torch.compiler.is_compiling():  # the recipe, which fp8core's own repeats, is a constant
             repeat = torch_checkpoint
@@ -365,15 +373,6 @@ class DotProductAttention(ParallelModule):
     def drops_all(self) -> bool:
         """Whether every weight is dropped: attention to values of 0 without dropout is the same."""
         return self.training and self.attention_dropout == 1
-
-    @property
-    def options(self) -> tuple[object, ...]:
-        """What a call depends on besides its arguments, plain values."""
-        return (
-            *(self.qkv_format, self.attn_mask_type, self.window_size, self.bottom_right_diagonal),
-            *(self.softcap, self.softmax_scale, self.heads, self.attention_dropout),
-            *(self.return_max_logit, self.softmax_type, self.context_group.context),
-        )
 
     def prepared(
         self, qkv: Qkv, attention_mask: PaddingMask, options: AttentionOptions
@@ -432,9 +431,9 @@ class DotProductAttention(ParallelModule):
         """Return 1: a call computes its plan once."""
         return 1
 
-    def link_params(self) -> list[torch.Tensor]:
-        """Return the learned offset of the softmax, if there is one."""
-        return [] if self.softmax_offset is None else [self.softmax_offset]
+    @override
+    def link_names(self) -> list[tuple[str, ...]] | None:
+        return [("softmax_offset",)] if self.softmax_type == "learnable" else []
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the shape of a call whose arguments leave everything to the constructor; in thd
@@ -657,14 +656,14 @@ class AttentionCall(NamedTuple):
         return out if max_logit is None else (out, max_logit)
 
     @untraced
-    def run_and_remember(
+    def run_and_note(
         self,
         inputs: AttentionInputs,
         arguments: tuple[object, ...],
         new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         cache: InferenceParams | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return :meth:`run` of ``inputs``, and keep what it does for calls of tensors alike with
+        """Return :meth:`run` of ``inputs``, and note what it does for calls of tensors alike with
         the same ``arguments``, unless other tensors take part than those of a cache.
 
         The tensors of a call are ``new``: queries, keys and values.
@@ -689,7 +688,7 @@ class AttentionCall(NamedTuple):
             if cache is not None:
                 attend = repeated_step(self.layer, cache, shape.layout, run)
             prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, attend)
-            remember(self.layer, bound, prepared, 2, arguments)
+            note(self.layer, bound, prepared, 2, arguments=arguments)
         return output
 
 
@@ -698,7 +697,7 @@ def _reads_capacity(bound: Bound) -> bool:
     return any(getattr(link, "run_cached", None) is not None for link in bound.links)
 
 
-_PLAIN = frozenset((type(None), bool, int, float, str, tuple, Heads, weakref.ReferenceType))
+_PLAIN = frozenset((type(None), bool, int, float, str, tuple, weakref.ReferenceType))
 """Types of arguments that say the same in another call if they are equal."""
 
 

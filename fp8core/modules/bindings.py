@@ -3,78 +3,38 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fp8core.chain.shape import Watch
-from fp8core.context.autocast import Active
-from fp8core.dispatch.policy import Policy
 from fp8core.modules.agreement import Agreement
+from fp8core.modules.memo import Memo
 from fp8core.recipe import Recipe
-from fp8core.tensors.delayed_state import DelayedState, LayerStates, Order, new_order
+from fp8core.tensors.delayed_state import LayerStates, Order, new_order
 from fp8core.tensors.weights import WeightStore
 from fp8core.torch_ops.counted import new_counter
-from fp8core.torch_ops.likeness import Likeness
-
-__all__ = ["Bindings", "Repeat", "bind_lock"]
 
 bind_lock = threading.RLock()
 """Held while a layer is bound: two threads that use it for the first time must not each create its
 delayed state."""
 
 
-class Repeat(NamedTuple):
-    """The last dense call of a layer, and how it ran.
-
-    Attributes:
-        arguments: the call's arguments besides the tensors that it computes from.
-        is_like: whether the input and the parameters of another call are like its own.
-        address: the address of a parameter's memory, 0 if it was freed.
-        run: computes the output from the input and the parameters; None where it cannot.
-        num_params: how many parameters there were.
-        asked: the active request, and the backends that the program named.
-        mode: whether gradients were enabled, and whether the layer was training.
-        states: the forward and the backward state in which it recorded, None if in none.
-        scope: the weights of the scope of frozen weights that was open, None if none was.
-    """
-
-    arguments: tuple[object, ...]
-    is_like: Likeness
-    address: Callable[[torch.Tensor], int]
-    run: Callable[..., torch.Tensor | None]
-    num_params: int
-    asked: tuple[Active, Policy]
-    mode: tuple[bool, bool]
-    states: tuple[DelayedState, DelayedState] | None
-    scope: object
-
-
 class Bindings:
     """A layer's bound links by key, and the delayed states, weights and counters they use.
 
     A copy of the layer starts with an empty one, as everything here refers to the tensors of one
-    layer. ``table`` and ``last`` hold the links bound for ``watch``, which is None in most
-    layers. Those bound without a watch are set aside while there is one, and run again afterwards.
+    layer. ``table`` holds the links bound for ``watch``, which is None in most layers, and ``last``
+    the key and the links of the last call. Those bound without a watch are set aside while there is
+    one, and run again afterwards.
     ``agreement`` is what the ranks have compared, of a layer over ranks.
-    ``repeat`` is the last call if it ran the links of ``last`` and may be repeated. ``recipe`` is
-    the class of the last recipe in low precision.
+    ``memo`` is that of the last call that may be repeated. ``recipe`` is the class of the last
+    recipe in low precision.
     """
 
     __slots__ = (
-        *(
-            "_last",
-            "_unwatched",
-            "agreement",
-            "nonfinite",
-            "order",
-            "recipe",
-            "repeat",
-            "states",
-            "table",
-        ),
-        *("watch", "weights"),
+        *("_unwatched", "agreement", "last", "memo", "nonfinite", "order", "recipe", "states"),
+        *("table", "watch", "weights"),
     )
 
     def __init__(self, order: Order | None = None, watch: Watch | None = None) -> None:
@@ -82,8 +42,8 @@ class Bindings:
         self.order = new_order() if order is None else order
         self.table: dict[tuple[object, ...], Any] = {}
         self.agreement = Agreement()
-        self._last: tuple[tuple[object, ...], Any] | None = None
-        self.repeat: Repeat | None = None
+        self.last: tuple[tuple[object, ...], Any] | None = None
+        self.memo: Memo | None = None
         self.recipe: type[Recipe] | None = None
         self.states: dict[object, LayerStates] = {}
         self.weights = WeightStore()
@@ -91,16 +51,6 @@ class Bindings:
         self._unwatched: tuple[Any, Any] = ({}, None)
         # How many non-finite elements the layer's casts have met, by device; see nonfinite_of.
         self.nonfinite: dict[torch.device, torch.Tensor] = {}
-
-    @property
-    def last(self) -> tuple[tuple[object, ...], Any] | None:
-        """The key and the links of the last call."""
-        return self._last
-
-    @last.setter
-    def last(self, last: tuple[tuple[object, ...], Any] | None) -> None:
-        self._last = last
-        self.repeat = None
 
     def fresh(self) -> Bindings:
         """Return one without links, under the same watch and with the same counters."""

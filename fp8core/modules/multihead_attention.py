@@ -88,6 +88,9 @@ class MultiheadAttention(torch.nn.Module):
         RecipeError: an unknown name of a normalization, mask, layout or attention type.
     """
 
+    # The attributes that decide how a call runs, besides those of the layers inside.
+    call_fields = ("q_norm", "k_norm", "return_bias", "_sizes")
+
     def __init__(
         self,
         hidden_size: int,

@@ -1,4 +1,4 @@
-"""How a layer runs its links: as in the call before, or anew, or as a checkpoint's forward did."""
+"""How a layer runs its links: as its memo has it, or anew, or as a checkpoint's forward did."""
 
 from __future__ import annotations
 
@@ -16,29 +16,14 @@ from fp8core.chain.call import Call
 from fp8core.chain.delayed_wgrad import DelayedCall
 from fp8core.chain.shape import LinkShape
 from fp8core.context import recompute
-from fp8core.context.autocast import Active, active
-from fp8core.context.scopes import touch
 from fp8core.dispatch import policy
-from fp8core.dispatch.policy import Policy
-from fp8core.modules.bindings import Repeat
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound, new_seed
 from fp8core.modules.calls.inputs import check_input
+from fp8core.modules.memo import Sources, memo_of, replay, sources_of
 from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.tensors.scaling import offered_scale
-from fp8core.torch_ops.private import (
-    NO_BACKWARD_PASS,
-    current_backward_pass,
-    forward_mode_level,
-    is_traced,
-    is_transform_active,
-)
-
-__all__ = [
-    *("delaying", "is_ordinary_call", "is_remembered", "remember", "remember_call", "run_again"),
-    *("run_joined", "run_layer", "run_links", "run_links_by"),
-]
 
 _Result = TypeVar("_Result")
 
@@ -46,30 +31,38 @@ _Result = TypeVar("_Result")
 def run_layer(
     layer: LowPrecisionModule,
     input: torch.Tensor,
-    params: Sequence[torch.Tensor],
     first_microbatch: bool | None = None,
     *,
-    like: torch.Tensor | None,
     columns: int | None,
     num_inner: int = 0,
     shapes: tuple[LinkShape, ...] | None = None,
+    params: Sequence[torch.Tensor] | None = None,
+    like: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Run ``layer`` with ``params`` on ``input [..., columns]``.
+    """Run ``layer`` on ``input [..., columns]``.
 
     Where ``columns`` is None a tensor of no dimension is one of one element.
     Returns the output, and a value that leaves the chain within, if one does: ``num_inner`` of the
-    parameters belong to the links before it. The input is compared with the parameter ``like``, see
-    :func:`~fp8core.modules.calls.inputs.check_input`. ``shapes``: the chain of a call whose
-    arguments decide about it, with the parameters of the layer's; None: the layer's own.
+    parameters belong to the links before it. ``shapes``: the chain of a call whose arguments decide
+    about it, with the parameters of the layer's; None: the layer's own. ``params`` None: the
+    layer's own, whose number ``num_inner`` is compared with the input; those that a call brings are
+    compared by ``like``, see :func:`~fp8core.modules.calls.inputs.check_input`.
     """
     if columns is None and isinstance(input, torch.Tensor) and not input.dim():
-        like_one = run_layer(layer, input.reshape(1), params, like=like, columns=None)
-        return [output.reshape(()) for output in like_one]
-    may_repeat = first_microbatch is None and shapes is None and not torch.compiler.is_compiling()
-    if may_repeat:
-        output = run_again(layer, input, params)
+        flat = run_layer(layer, input.reshape(1), columns=None, params=params, like=like)
+        return [output.reshape(()) for output in flat]
+    may_replay = first_microbatch is None and shapes is None and not torch.compiler.is_compiling()
+    memo, brings = layer._bindings.memo if may_replay else None, params is not None
+    if memo is not None:
+        if params is None and memo.sources is None:
+            params = layer.link_params()  # once in a call, as a parametrization may draw numbers
+        output = replay(layer, memo, input, params)
         if output is not None:
             return [output]
+    if params is None:
+        params = layer.link_params()
+    if not brings:
+        like = params[num_inner]
     dtype = check_input(layer, input, like, columns)
     if shapes is None:
         bound = bind(layer, input.device, dtype)
@@ -84,8 +77,8 @@ def run_layer(
         inner = run_links(layer, bound, parts[0], converted, params[:num_inner], call)
         return [run_links(layer, bound, parts[1], inner, params[num_inner:], call), inner]
     output = run_links(layer, bound, parts[0], converted, params, call)
-    if may_repeat and layer.wgrad_queue is None and converted is input:
-        remember_call(layer, bound, input, params, call)
+    if may_replay and layer.wgrad_queue is None and converted is input:
+        note_call(layer, bound, input, params, call, brings_params=brings)
     return [output]
 
 
@@ -94,39 +87,43 @@ def delaying(
 ) -> tuple[Call, Sequence[torch.Tensor]]:
     """Return ``call`` and ``params`` of a chain of ``shapes`` whose weight gradients ``delayed``
     takes."""
-    given, first = list(params), 0
+    stand_ins, first = list(params), 0
     for shape in shapes:
         if shape.delays_wgrad:
             for at in range(first, first + shape.num_weights):
-                given[at] = delayed.stand_in(params[at])
+                stand_ins[at] = delayed.stand_in(params[at])
         first += shape.num_params
-    return call._replace(delayed_wgrads=delayed), given
+    return call._replace(delayed_wgrads=delayed), stand_ins
 
 
-def remember_call(
+def note_call(
     layer: LowPrecisionModule,
     bound: Bound,
     input: torch.Tensor,
     params: Sequence[torch.Tensor],
     call: Call,
-    arguments: tuple[object, ...] = (),
+    *,
+    brings_params: bool = False,
+    arguments: object = (),
+    shape: torch.Size | None = None,
 ) -> None:
-    """Keep what ``call``, which has just run, does with these tensors, if it computes from them as
+    """Note what ``call``, which has just run, does with these tensors, if it computes from them as
     they are. Where it brought a seed, each call like it draws one, whether gradients need it or
     not: a recompute has to draw as often as its forward.
 
-    ``arguments`` are those of :func:`remember`.
+    ``arguments`` and ``shape`` are those of a :class:`~fp8core.modules.memo.Memo`.
     """
     links, store = bound.parts[0], layer._bindings.weights
     if store.scope is not None:
-        origins = partial(_origins_of, weakref.ref(layer))  # what it remembers keeps no layer alive
+        origins = partial(_origins_of, weakref.ref(layer))  # a memo keeps no layer alive
         call = call._replace(keeping=store.keeping(None, origins))
     prepared = chain.prepared(links, input, params, call)
     if prepared is None:
         return
     if call.rng is not None:
         prepared = prepared._replace(run=partial(_run_with_new_seed, links, call))
-    remember(layer, bound, prepared, len(params), arguments)
+    sources = None if brings_params else sources_of((layer,))
+    note(layer, bound, prepared, len(params), arguments=arguments, sources=sources, shape=shape)
 
 
 def _run_with_new_seed(
@@ -135,91 +132,29 @@ def _run_with_new_seed(
     return chain.run(links, input, params, call._replace(rng=new_seed()))
 
 
-def remember(
+def note(
     layer: LowPrecisionModule,
     bound: Bound,
     prepared: chain.Prepared,
     num_params: int,
-    arguments: tuple[object, ...] = (),
+    *,
+    arguments: object = (),
+    sources: Sources | None = None,
+    shape: torch.Size | None = None,
 ) -> None:
-    """Keep what the call that has just run does, for calls like it, unless it repeats another.
-
-    ``arguments`` are plain values that a call has besides ``num_params`` tensors and its input.
-    """
-    if recompute.current() is not None or recompute.is_in_backward():
-        return
-    asked, is_grad_enabled = active(layer.outside_autocast), torch.is_grad_enabled()
-    states = None
-    if bound.states is not None and (asked.observe is not None or is_grad_enabled):
-        states = bound.states.forward, bound.states.backward
-    layer._bindings.repeat = Repeat(
-        arguments,
-        *prepared,
+    """Keep the memo of the call of ``layer`` that has just run, unless it repeated another."""
+    memo = memo_of(
+        (layer,),
+        layer.outside_autocast,
+        prepared,
         num_params,
-        (asked, policy.current()),
-        (is_grad_enabled, layer.training),
-        states,
-        layer._bindings.weights.scope,
+        (bound.states,),
+        arguments=arguments,
+        sources=sources,
+        shape=shape,
     )
-
-
-def is_ordinary_call(asked: Active, before: tuple[Active, Policy], has_grad: bool) -> bool:
-    """Say whether a call that is asked for ``asked`` is like one of before in all that surrounds
-    it, and no transform, trace or recompute sees it."""
-    asked_before, backends = before
-    policy_now = policy.current()
-    return (
-        asked is asked_before
-        and (policy_now is backends or policy_now == backends)
-        and recompute.current() is None
-        and current_backward_pass() == NO_BACKWARD_PASS
-        and torch.is_grad_enabled() is has_grad
-        and not is_transform_active()
-        and not is_traced()
-        and forward_mode_level() < 0
-    )
-
-
-def is_remembered(
-    before: Sequence[LowPrecisionModule], lasts: Sequence[object], now: Sequence[LowPrecisionModule]
-) -> bool:
-    """Say whether ``now`` are the layers of ``before``, and each is bound as it was: to ``lasts``,
-    the keys and links of their bindings."""
-    for layer, last, one in zip(before, lasts, now, strict=True):
-        if one is not layer or one._bindings.last is not last:
-            return False
-    return True
-
-
-def run_again(
-    layer: LowPrecisionModule,
-    input: torch.Tensor,
-    params: Sequence[torch.Tensor],
-    arguments: tuple[object, ...] = (),
-) -> torch.Tensor | None:
-    """Run the layer as in the call that it remembers, or return None if this one is another.
-
-    Whatever a call depends on is compared: here, or in ``is_like`` at once.
-    """
-    bindings = layer._bindings
-    repeat = bindings.repeat
-    if repeat is None or repeat[0] != arguments:
-        return None
-    _, is_like, address, run, num_params, before, (has_grad, is_training), states, scope = repeat
-    asked = active(layer.outside_autocast)
-    if (
-        not is_ordinary_call(asked, before, has_grad)
-        or layer.training is not is_training
-        or bindings.weights.scope is not scope
-        or len(params) != num_params
-        or not is_like(input, *params)
-        or not input.data_ptr()
-        or not all(map(address, params))
-    ):
-        return None
-    if states is not None:
-        touch(*states, asked.group)
-    return run(input, *params)
+    if memo is not None:
+        layer._bindings.memo = memo
 
 
 def run_links(

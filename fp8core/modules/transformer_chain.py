@@ -9,7 +9,7 @@ gradients that a later call computes, a tensor that a layer returns besides its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,7 @@ from fp8core.chain.packed_attention import PackedAttentionLink
 from fp8core.chain.protocol import Link
 from fp8core.chain.residual import ResidualLink
 from fp8core.chain.unwrap import PLAIN
-from fp8core.context import recompute
 from fp8core.context.autocast import Active, active
-from fp8core.context.scopes import touch
 from fp8core.dispatch import policy
 from fp8core.dispatch.policy import Policy
 from fp8core.modules.attention import DotProductAttention
@@ -37,13 +35,10 @@ from fp8core.modules.calls.bound import Bound
 from fp8core.modules.layers.layernorm_linear import LayerNormLinear
 from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
 from fp8core.modules.layers.linear import Linear
-from fp8core.modules.run import is_ordinary_call, is_remembered, run_joined
+from fp8core.modules.memo import Memo, memo_of, replay, sources_of
+from fp8core.modules.run import run_joined
 from fp8core.modules.sequences.head_split import HeadSizes
-from fp8core.tensors.delayed_state import DelayedState
-from fp8core.torch_ops.likeness import Likeness
 from fp8core.torch_ops.private import is_traced
-
-__all__ = ["TransformerChain", "TransformerParts"]
 
 _MOST_CHAINS = 64
 _DENSE_LAYOUTS = ("bshd", "sbhd")
@@ -51,13 +46,15 @@ _DENSE_LAYOUTS = ("bshd", "sbhd")
 
 class TransformerParts(NamedTuple):
     """The layers of a Transformer layer in the order in which they run, and how the heads lie in
-    what the first of them returns; ``name`` is that of the Transformer layer."""
+    what the first of them returns; ``block`` has the first three, and ``name`` is that of the
+    Transformer layer."""
 
     first: LayerNormLinear
     attention: DotProductAttention
     proj: Linear
     mlp: LayerNormMLP
     sizes: HeadSizes
+    block: torch.nn.Module
     name: str | None
 
     @property
@@ -106,67 +103,35 @@ class _Known(NamedTuple):
     links: Arranged
 
 
-class _Repeat(NamedTuple):
-    """The last call, and how it ran: for calls alike of the same layers, bound as they were."""
-
-    layers: Sequence[LowPrecisionModule]
-    lasts: Sequence[Any]
-    settings: tuple[object, ...]
-    is_like: Likeness
-    address: Callable[[torch.Tensor], int]
-    run: Callable[..., torch.Tensor | None]
-    num_params: int
-    asked: tuple[Active, Policy]
-    has_grad: bool
-    states: Sequence[tuple[DelayedState, DelayedState]]
-
-
 class TransformerChain:
     """The chains that one Transformer layer has run. A copy of the layer starts without any, as
     they refer to the layers' own states."""
 
-    __slots__ = ("_known", "_refused", "_repeat")
+    __slots__ = ("_known", "_refused", "memo")
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], _Known] = {}
-        self._repeat: _Repeat | None = None
+        self.memo: Memo | None = None
         self._refused: tuple[Active, Policy] | None = None  # that no chain was made for
 
     def __reduce__(self) -> tuple[type[TransformerChain], tuple[()]]:
         return TransformerChain, ()
 
-    def run(self, parts: TransformerParts, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the layer's output for ``x``; None where its layers have to run one by one."""
-        asked = active(parts.first.outside_autocast)
-        is_refused = self._refused is not None and self._refused == (asked, policy.current())
+    def run(
+        self, layer: torch.nn.Module, parts: TransformerParts, x: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the output of ``layer``, which is made of ``parts``, for ``x``; None where its
+        layers have to run one by one."""
+        asked, backends = active(parts.first.outside_autocast), policy.current()
+        is_refused = self._refused is not None and self._refused == (asked, backends)
         if asked.quantize is None or is_refused or not parts.may_join():
             return None
-        settings, params = _settings(parts, x), parts.params()
-        repeat = self._repeat
-        if (
-            repeat is not None
-            and repeat.settings == settings
-            and is_remembered(repeat.layers, repeat.lasts, parts.layers)
-            and is_ordinary_call(asked, repeat.asked, repeat.has_grad)
-            and len(params) == repeat.num_params
-            and repeat.is_like(x, *params)
-            and x.data_ptr()
-            and all(map(repeat.address, params))
-        ):
-            for forward, backward in repeat.states:
-                touch(forward, backward, asked.group)
-            return repeat.run(x, *params)
-        return self._run_anew(parts, x, params, settings)
-
-    def _run_anew(
-        self,
-        parts: TransformerParts,
-        x: torch.Tensor,
-        params: Sequence[torch.Tensor],
-        settings: tuple[object, ...],
-    ) -> torch.Tensor | None:
-        asked, backends = active(parts.first.outside_autocast), policy.current()
-        if is_traced() or is_transformed() or not _takes(parts, x):
+        params = parts.params()
+        if self.memo is not None and self.memo.sources is None:
+            output = replay(layer, self.memo, x, params)
+            if output is not None:
+                return output
+        if is_traced() or is_transformed() or not _takes(parts, x, params):
             return None
         shapes = parts.attention.link_shapes()
         bounds = [
@@ -177,9 +142,19 @@ class TransformerChain:
             self._refused = asked, backends
             return None
         links = self._links(parts, bounds, tuple(x.shape[:2]))
-        layers = list(zip(parts.layers, bounds, strict=True))
-        output = run_joined(layers, links, x, params, DENSE)
-        self._remember(parts, bounds, links, x, params, settings)
+        output = run_joined(list(zip(parts.layers, bounds, strict=True)), links, x, params, DENSE)
+        prepared = chain.prepared(links, x, params)
+        if prepared is not None:
+            memo = memo_of(
+                (layer, parts.block, *parts.layers),
+                parts.first.outside_autocast,
+                prepared,
+                len(params),
+                [bound.states for bound in bounds],
+                sources=sources_of((parts.first, parts.proj, parts.mlp)),
+                shape=x.shape,
+            )
+            self.memo = self.memo if memo is None else memo
         return output
 
     def _links(
@@ -203,54 +178,16 @@ class TransformerChain:
             self._known[key] = known
         return known.links
 
-    def _remember(
-        self,
-        parts: TransformerParts,
-        bounds: Sequence[Bound],
-        links: Arranged,
-        x: torch.Tensor,
-        params: Sequence[torch.Tensor],
-        settings: tuple[object, ...],
-    ) -> None:
-        """Keep what the call that has just run does, unless it repeats another."""
-        if recompute.current() is not None or recompute.is_in_backward():
-            return
-        prepared = chain.prepared(links, x, params)
-        if prepared is None:
-            return
-        has_grad = torch.is_grad_enabled()
-        self._repeat = _Repeat(
-            parts.layers,
-            [layer._bindings.last for layer in parts.layers],
-            settings,
-            *prepared,
-            len(params),
-            (active(parts.first.outside_autocast), policy.current()),
-            has_grad,
-            [
-                (bound.states.forward, bound.states.backward)
-                for bound in bounds
-                if bound.states is not None and has_grad
-            ],
-        )
 
-
-def _settings(parts: TransformerParts, x: torch.Tensor) -> tuple[object, ...]:
-    """Return what a call depends on besides the layers' bindings: sizes, options, modes."""
-    first, attention, proj, mlp, sizes, _ = parts
-    modes = first.training, attention.training, proj.training, mlp.training
-    return tuple(x.shape), sizes, modes, attention.options
-
-
-def _takes(parts: TransformerParts, x: torch.Tensor) -> bool:
+def _takes(parts: TransformerParts, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
     """Whether ``x`` is a plain tensor that each layer takes as it is."""
-    weights = [one for one in parts.params() if one.dim() == 2]
+    weights = [param for param in params if param.dim() == 2]
     return (
         type(x) in PLAIN
         and x.dim() == 3
         and x.numel() > 0
         and x.shape[-1] == parts.first.in_features
-        and all(x.dtype == one.dtype and x.device == one.device for one in weights)
+        and all(x.dtype == weight.dtype and x.device == weight.device for weight in weights)
         and not chain.is_under_torch_autocast(x)
     )
 

@@ -15,6 +15,7 @@ from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
 from fp8core.modules.layers.operation import DropPath, SampleSplit
 from fp8core.modules.layers.parallel import set_group
+from fp8core.modules.memo import replay
 from fp8core.modules.multihead_attention import MultiheadAttention, check_main_grad
 from fp8core.modules.sequences.inference import InferenceParams
 from fp8core.modules.transformer_chain import TransformerChain, TransformerParts
@@ -88,6 +89,12 @@ class TransformerLayer(torch.nn.Module):
         OperandError: sizes that do not divide, or options that exclude each other.
         RecipeError: an unknown name of a layer type, normalization, activation, mask or layout.
     """
+
+    # The attributes that decide how a call runs.
+    call_fields = (
+        *("training", "layer_type", "output_layernorm", "parallel_attention_mlp", "drop_path"),
+        *("apply_residual_connection_post_layernorm", "hidden_dropout"),
+    )
 
     def __init__(
         self,
@@ -284,8 +291,7 @@ class TransformerLayer(torch.nn.Module):
                 softcap,
             )
             if core_attention_bias_type == "no_bias" and not checkpoint_core_attention:
-                parts = self._parts() if plain == _NOTHING else None
-                output = None if parts is None else self._chain.run(parts, hidden_states)
+                output = self._in_one_chain(hidden_states) if plain == _NOTHING else None
                 if output is not None:
                     return output
         check_kind("TransformerLayer", "hidden_states", hidden_states)
@@ -350,6 +356,15 @@ class TransformerLayer(torch.nn.Module):
         normalized: torch.Tensor = self.layernorm(branch, residual=residual)
         return normalized
 
+    def _in_one_chain(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Return the output of all layers as one chain; None where they have to run one by one."""
+        memo = self._chain.memo
+        output = None if memo is None else replay(self, memo, hidden_states)
+        if output is not None:
+            return output
+        parts = self._parts()
+        return None if parts is None else self._chain.run(self, parts, hidden_states)
+
     def _parts(self) -> TransformerParts | None:
         """Return the layers between the two residual sums, None if other operations run between
         these layers."""
@@ -369,7 +384,7 @@ class TransformerLayer(torch.nn.Module):
         if parts is None:
             return None
         first, attention, proj, sizes = parts
-        return TransformerParts(first, attention, proj, mlp, sizes, self.name)
+        return TransformerParts(first, attention, proj, mlp, sizes, block, self.name)
 
     def _dropped(
         self, branch: Any, residual: torch.Tensor, samples: torch.Tensor | None

@@ -337,7 +337,7 @@ class Sequential(LowPrecisionModule):
         # A layer is bound for its own mode: one of an operation, as of a dropout, may be another.
         is_uniform_mode = all(operation.training is self.training for operation in chain.operations)
         if is_whole and is_uniform_mode and not chain.returns_input:
-            return run_layer(self, input, params, like=like, columns=columns)[0]
+            return run_layer(self, input, columns=columns, params=params, like=like)[0]
         dtype = check_input(self, input, like, columns)
         bound = bind(self, input.device, dtype, shapes=shapes, first_gemm=chain.first_gemm)
         call = bound.call(None)

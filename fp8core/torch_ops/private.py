@@ -74,6 +74,7 @@ __all__ = [
     "gather_options",
     "gathered_rows",
     "group_by_name",
+    "has_global_hooks",
     "has_hooks",
     "interpreter_stack",
     "is_any_autocast_enabled",
@@ -110,6 +111,7 @@ __all__ = [
     "timeout_of",
     "wait_for_collective",
     "wait_for_result",
+    "watchers_of",
     "without_interpreters",
     "without_keys",
     "without_modes",
@@ -254,17 +256,21 @@ def load_pre_hooks_called(module: torch.nn.Module, *arguments: Any) -> Iterator[
         module._load_state_dict_pre_hooks = hooks
 
 
+has_global_hooks: Callable[[], object] = torch.nn.modules.module._has_any_global_hook
+"""Whether calls of all modules run hooks; true or empty."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks_of: Callable[[torch.nn.Module], tuple[Any, ...]] = attrgetter(*_HOOKS)
+
+watchers_of: Callable[[torch.nn.Module], tuple[Any, ...]] = attrgetter(
+    *_HOOKS, "_compiled_call_impl"
+)
+"""What runs in a call of a module besides its forward, each empty or None if nothing does."""
+
+
 def has_hooks(module: torch.nn.Module) -> bool:
     """Return whether a call of ``module`` runs hooks besides its forward."""
-    if (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    ):
-        return True
-    is_any_global: Any = torch.nn.modules.module._has_any_global_hook
-    return bool(is_any_global())
+    return bool(any(_hooks_of(module)) or has_global_hooks())
 
 
 # Attributes that torch's own classes read or set, and names inside torch.utils.checkpoint.

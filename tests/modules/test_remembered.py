@@ -215,7 +215,7 @@ def converted(story: Story) -> Any:
 def copied(story: Story) -> Any:
     original, story.layer = story.layer, copy.deepcopy(story.layer)
     remembered = [getattr(module, "_bindings", None) for module in story.layer.modules()]
-    assert not any(own.repeat for own in remembered if own is not None)
+    assert not any(own.memo for own in remembered if own is not None)
     with torch.no_grad():
         for own in story.layer.parameters():
             own.mul_(2)
@@ -453,16 +453,20 @@ def test_calls_after_another_one_are_those_of_a_layer_that_remembers_none(
 @pytest.fixture
 def repeats(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Note of each call of a layer whether it ran as the one before."""
-    run_again = module_run.run_again
     notes: list[bool] = []
 
-    def noting(*arguments: Any) -> Any:
-        output = run_again(*arguments)
-        notes.append(output is not None)
-        return output
+    def noted(call: Callable[..., Any], is_repeated: bool) -> Callable[..., Any]:
+        def noting(*arguments: Any, **more: Any) -> Any:
+            output = call(*arguments, **more)
+            if not is_repeated or output is not None:
+                notes.append(is_repeated)
+            return output
+
+        return noting
 
     for module in (module_run, grouped_linear, attention):
-        monkeypatch.setattr(module, "run_again", noting)
+        monkeypatch.setattr(module, "replay", noted(module.replay, True))
+        monkeypatch.setattr(module, "run_links", noted(module.run_links, False))
     return notes
 
 
@@ -528,7 +532,7 @@ def test_a_call_with_stored_weights_that_were_freed_is_no_repetition(
     weight.tensors()[0].untyped_storage().resize_(0)
     with pytest.raises((Fp8CoreError, RuntimeError)):
         story.train()
-    assert repeats == [False, False]
+    assert not any(repeats)
 
 
 @pytest.mark.parametrize(
@@ -541,7 +545,7 @@ def test_attention_to_more_than_queries_keys_and_values_is_not_remembered(
     story = Story("DotProductAttention", "none", **options)
     for _ in range(2):
         story.train()
-    assert story.layer._bindings.repeat is None
+    assert story.layer._bindings.memo is None
 
 
 OTHER_LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
@@ -614,7 +618,7 @@ def test_later_calls_are_neither_checked_nor_bound(
     first, *later = (front_end_calls(run) for _ in range(4))
     assert "bind" in first
     assert later[0] == later[1] == later[2]
-    assert not {"bind", "check_input", "remember", "checked_qkv"}.intersection(later[0])
+    assert not {"bind", "check_input", "note", "checked_qkv"}.intersection(later[0])
 
 
 def store(linear: torch.nn.Linear, chosen: recipe.Recipe) -> None:
@@ -695,7 +699,7 @@ def test_a_trace_and_a_transform_see_the_layers() -> None:
         with ways.plain(layer):
             expected = make_fx(lambda x: layer(x))(x)
         assert traced.code == expected.code
-        assert layer._chain._repeat is None
+        assert layer._chain.memo is None
         assert not layer._chain._known
         with pytest.raises(UnsupportedError, match=r"torch\.func\.vmap"):
             torch.func.vmap(layer)(x[None])

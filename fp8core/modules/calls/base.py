@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -49,6 +49,10 @@ class LowPrecisionModule(DelayedModule):
     """
 
     kind: ClassVar[str]
+    # The attributes that decide how a call runs, besides what the layer is bound to.
+    call_fields: ClassVar[tuple[str, ...]] = (
+        *("training", "outside_autocast", "local_part", "wgrad_queue"),
+    )
     use_bias: bool
     fuse_wgrad_accumulation = False
     # How many groups of a grouped layer compute each token.
@@ -73,9 +77,24 @@ class LowPrecisionModule(DelayedModule):
         """Return the shapes of the layer's chain, which do not depend on its recipe."""
         raise NotImplementedError
 
+    def link_names(self) -> list[tuple[str, ...]] | None:
+        """Return the names of the chain's parameters, in order; a parameter that is put together
+        of several along their first dimension has several. None where :meth:`link_params` computes
+        them otherwise."""
+        return None
+
     def link_params(self) -> list[torch.Tensor]:
         """Return the chain's parameters, in order."""
-        return []
+        params = [self.put_together(names) for names in self.link_names() or ()]
+        return [param for param in params if param is not None]
+
+    def put_together(self, names: Sequence[str]) -> torch.Tensor | None:
+        """Return the parameter of that name, or several along their first dimension; None if the
+        layer has None there."""
+        if len(names) == 1:
+            return self.parameter(names[0])
+        parts = [self.parameter(name) for name in names]
+        return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
 
     @property
     def is_link(self) -> bool:

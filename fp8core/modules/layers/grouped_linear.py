@@ -29,7 +29,8 @@ from fp8core.modules.calls.parameters import (
 )
 from fp8core.modules.layers.operation import ExtraTensors
 from fp8core.modules.layers.parallel import ParallelModule, mark_weight
-from fp8core.modules.run import delaying, remember_call, run_again, run_links
+from fp8core.modules.memo import replay
+from fp8core.modules.run import delaying, note_call, run_links
 from fp8core.recipe import CustomRecipe, Recipe, get_default_recipe
 from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.parameter import make_weight
@@ -67,6 +68,7 @@ class GroupedLinear(ParallelModule, ExtraTensors):
     """
 
     kind = "grouped_linear"
+    call_fields = (*ParallelModule.call_fields, "return_bias")
     num_extra_inputs = 1  # the sizes of the groups, in an ops.Sequential
     is_link = False
     first_group = 0  # the number that the names of the parameters begin with
@@ -176,9 +178,11 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         bias = self._names_of("bias")[0] if has_bias else None
         return (self._linear_shape(sizes, weight, bias, self.num_gemms),)
 
-    def link_params(self) -> list[torch.Tensor]:
-        """Return the weights, then the biases unless the caller adds those."""
-        return self._all("weight") + ([] if self.return_bias else self._all("bias"))
+    @override
+    def link_names(self) -> list[tuple[str, ...]] | None:
+        adds_bias = self.use_bias and not self.return_bias
+        names = self._names_of("weight") + (self._names_of("bias") if adds_bias else [])
+        return [(name,) for name in names]
 
     def forward(
         self,
@@ -209,14 +213,18 @@ class GroupedLinear(ParallelModule, ExtraTensors):
             UnsupportedError: sizes on a device whose backend does not take them, or under a
                 monitor, which would have to read them.
         """
-        params: Sequence[torch.Tensor] = self.link_params()
-        sizes: tuple[object, ...] | None = None  # of a call that others may repeat
-        is_alone = is_first_microbatch is None and out is None and dgrad_out is None
-        if is_alone and self.wgrad_queue is None and isinstance(input, torch.Tensor):
-            sizes = _sizes(input, m_splits)
-        again = None if sizes is None else run_again(self, input, params, sizes)
-        if again is not None:
-            return self._with_biases(again)
+        sizes: tuple[int, ...] | None = None  # of a call that others may repeat
+        if is_first_microbatch is None and out is None and dgrad_out is None:
+            sizes = _sizes(m_splits)
+        memo = None if sizes is None else self._bindings.memo
+        params: Sequence[torch.Tensor] | None = None
+        if memo is not None:
+            params = self.link_params() if memo.sources is None else None
+            again = replay(self, memo, input, params, sizes)
+            if again is not None:
+                return self._with_biases(again)
+        if params is None:
+            params = self.link_params()
         dtype = check_input(self, input, params[0], self.in_features)
         leading = input.shape[:-1]
         output_rows = self._buffer("out", out, (*leading, self.out_features), input, dtype)
@@ -250,8 +258,8 @@ class GroupedLinear(ParallelModule, ExtraTensors):
             delayed = DelayedCall(self.wgrad_queue)
             call, params = delaying(self.link_shapes(), delayed, call, params)
         output = run_links(self, bound, bound.parts[0], converted, params, call)
-        if sizes is not None and converted is input:
-            remember_call(self, bound, input, params, call, sizes)
+        if sizes is not None and converted is input and self.wgrad_queue is None:
+            note_call(self, bound, input, params, call, arguments=sizes, shape=input.shape)
         return self._with_biases(output)
 
     def _with_biases(
@@ -347,15 +355,12 @@ def _integers(sizes: Any) -> list[int] | None:
         return None
 
 
-def _sizes(input: torch.Tensor, m_splits: Any) -> tuple[object, ...] | None:
-    """Return the sizes of a call, None if they are not a list, or torch compiles.
-
-    None also for a nested input, which has no sizes, and is refused by name.
-    """
-    if torch.compiler.is_compiling() or not isinstance(m_splits, Sequence) or input.is_nested:
+def _sizes(m_splits: Any) -> tuple[int, ...] | None:
+    """Return the sizes of a call, None if they are not a list, or torch compiles."""
+    if torch.compiler.is_compiling() or not isinstance(m_splits, Sequence):
         return None
     splits = _integers(m_splits)
-    return None if splits is None else (tuple(input.shape), *splits)
+    return None if splits is None else tuple(splits)
 
 
 def _stays_on_device(sizes: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from fp8core.chain.norm import NormShape
 from fp8core.chain.shape import LinkShape
@@ -31,6 +32,12 @@ _OF_LINEAR = (
 )
 """The arguments that the linear takes as they are."""
 
+NORM_PARAMETERS = {
+    "layernorm": (("layer_norm_weight",), ("layer_norm_bias",)),
+    "rmsnorm": (("layer_norm_weight",),),
+}
+"""The names of a norm's parameters in a layer with a norm, in order, by its kind."""
+
 
 class LayerNormLinear(Linear):
     """``Linear(norm(x))``; the norm's result is quantized for the linear in one step.
@@ -49,6 +56,7 @@ class LayerNormLinear(Linear):
     """
 
     kind = "layernorm_linear"
+    call_fields = (*Linear.call_fields, "return_layernorm_output")
 
     def __init__(
         self,
@@ -120,9 +128,10 @@ class LayerNormLinear(Linear):
         norm = NormShape(kind, self.in_features, eps, self.zero_centered_gamma, dtype)
         return (norm, *with_output(super().link_shapes(), self))
 
-    def link_params(self) -> list[torch.Tensor]:
-        """Return the norm's parameters, then the linear's."""
-        return [*norm_params(self, self._norm[0]), *super().link_params()]
+    @override
+    def link_names(self) -> list[tuple[str, ...]] | None:
+        linear = super().link_names()
+        return None if linear is None else [*NORM_PARAMETERS[self._norm[0]], *linear]
 
     def forward(
         self,
@@ -136,20 +145,16 @@ class LayerNormLinear(Linear):
         Returns the output, followed by the bias with ``return_bias`` and by the norm's result with
         ``return_layernorm_output``. The other arguments are those of :meth:`Linear.forward`.
         """
-        weight, params, bias = self._linear_params()
-        norm = norm_params(self, self._norm[0])
         outputs: list[Any] = run_layer(
             self,
             input,
-            (*norm, *params),
             is_first_microbatch,
-            like=weight,
             columns=self.in_features,
-            num_inner=len(norm),
+            num_inner=len(NORM_PARAMETERS[self._norm[0]]),
             shapes=self._call_shapes(fp8_output, fp8_grad),
         )
         if self.return_bias:
-            outputs.insert(1, bias)
+            outputs.insert(1, self._bias())
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
@@ -174,7 +179,6 @@ def reset_norm(module: torch.nn.Module, zero_centered: bool) -> None:
     fill(module._parameters.get("layer_norm_bias"), torch.nn.init.zeros_)
 
 
-def norm_params(module: LowPrecisionModule, kind: str) -> list[torch.Tensor]:
+def norm_params(module: LowPrecisionModule, kind: str) -> list[torch.Tensor | None]:
     """Return the parameters of the norm of ``kind``, in order."""
-    names = ("layer_norm_weight", *(("layer_norm_bias",) if kind == "layernorm" else ()))
-    return [param for param in map(module.parameter, names) if param is not None]
+    return [module.put_together(names) for names in NORM_PARAMETERS[kind]]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from typing_extensions import override
 
 from fp8core.chain.activation import activation_shape
 from fp8core.chain.norm import NormShape
@@ -23,7 +24,12 @@ from fp8core.modules.calls.parameters import (
     refuse_arguments,
     resolve_device,
 )
-from fp8core.modules.layers.layernorm_linear import norm_params, reset_norm, with_output
+from fp8core.modules.layers.layernorm_linear import (
+    NORM_PARAMETERS,
+    norm_params,
+    reset_norm,
+    with_output,
+)
 from fp8core.modules.layers.norm import register_norm
 from fp8core.modules.layers.parallel import ALONE, Parallel, ParallelModule, mark_norm, mark_weight
 from fp8core.modules.run import run_layer
@@ -74,6 +80,10 @@ class LayerNormMLP(ParallelModule):
     """
 
     kind = "layernorm_mlp"
+    call_fields = (
+        *ParallelModule.call_fields,
+        *("checkpoint", "return_bias", "return_layernorm_output"),
+    )
     fc1_weight: torch.nn.Parameter
     fc1_bias: torch.nn.Parameter | None
     fc2_weight: torch.nn.Parameter
@@ -204,17 +214,13 @@ class LayerNormMLP(ParallelModule):
             *(fc2, *after, *bias),
         )
 
-    def link_params(self) -> list[torch.Tensor]:
-        """Return the norm's parameters, then those of fc1 and fc2."""
-        return [*norm_params(self, self._norm[0]), *self._linear_params()]
-
-    def _linear_params(self) -> list[torch.Tensor]:
-        fc1_bias, fc2_bias = self.parameter("fc1_bias"), self.parameter("fc2_bias")
-        parameters = (
-            *(self.parameter("fc1_weight"), fc1_bias, self.parameter("fc2_weight")),
-            None if self.return_bias else fc2_bias,
-        )
-        return [parameter for parameter in parameters if parameter is not None]
+    @override
+    def link_names(self) -> list[tuple[str, ...]] | None:
+        linears = ["fc1_weight", "fc2_weight"]
+        if self.use_bias:
+            linears = ["fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"]
+            linears = linears[:3] if self.return_bias else linears
+        return [*NORM_PARAMETERS[self._norm[0]], *((name,) for name in linears)]
 
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Compute ``[..., hidden_size]`` from ``[..., hidden_size]``.
@@ -230,15 +236,12 @@ class LayerNormMLP(ParallelModule):
         return self._run(input, is_first_microbatch)
 
     def _run(self, input: torch.Tensor, is_first_microbatch: bool | None) -> Any:
-        norm, linears = norm_params(self, self._norm[0]), self._linear_params()
         outputs: list[Any] = run_layer(
             self,
             input,
-            (*norm, *linears),
             is_first_microbatch,
-            like=linears[0],
             columns=self.hidden_size,
-            num_inner=len(norm),
+            num_inner=len(NORM_PARAMETERS[self._norm[0]]),
         )
         if self.return_bias:
             outputs.insert(1, self.fc2_bias)

@@ -84,6 +84,7 @@ class Linear(ParallelModule):
     """
 
     kind = "linear"
+    call_fields = (*ParallelModule.call_fields, "return_bias")
 
     def __init__(
         self,
@@ -237,17 +238,10 @@ class Linear(ParallelModule):
         plain tensors without a recipe, where its blocks do not divide the sizes, and in graphs that
         torch captures.
         """
-        weight, params, bias = self._linear_params()
-        output = run_layer(
-            self,
-            input,
-            params,
-            is_first_microbatch,
-            like=weight,
-            columns=self.in_features,
-            shapes=self._call_shapes(fp8_output, fp8_grad),
-        )[0]
-        return (output, bias) if self.return_bias else output
+        shapes = self._call_shapes(fp8_output, fp8_grad)
+        columns = self.in_features
+        output = run_layer(self, input, is_first_microbatch, columns=columns, shapes=shapes)[0]
+        return (output, self._bias()) if self.return_bias else output
 
     def _call_shapes(self, fp8_output: bool, fp8_grad: bool) -> tuple[LinkShape, ...] | None:
         """Return the chain of a call with these arguments; None: the layer's own."""
@@ -259,27 +253,18 @@ class Linear(ParallelModule):
 
     @override
     def weight_names(self) -> list[tuple[str, ...]]:
-        return [tuple(f"{prefix}weight" for prefix, _ in self._parts)]
+        return [self._names_of("weight")]
 
-    def link_params(self) -> list[torch.Tensor]:
-        """Return the weight, then the bias if the chain adds it."""
-        return list(self._linear_params()[1])
+    @override
+    def link_names(self) -> list[tuple[str, ...]] | None:
+        adds_bias = self.use_bias and not self.return_bias
+        return [self._names_of(kind) for kind in (("weight", "bias") if adds_bias else ("weight",))]
 
-    def _linear_params(
-        self,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Return the weight, the linear link's parameters, and the bias."""
-        if len(self._parts) == 1:
-            prefix = self._parts[0][0]
-            weight, bias = self.parameter(f"{prefix}weight"), self.parameter(f"{prefix}bias")
-        else:
-            weight, bias = self._merged("weight"), self._merged("bias")
-        assert weight is not None
-        return weight, (weight,) if bias is None or self.return_bias else (weight, bias), bias
+    def _names_of(self, kind: str) -> tuple[str, ...]:
+        return tuple([f"{prefix}{kind}" for prefix, _ in self._parts])
 
-    def _merged(self, kind: str) -> torch.Tensor | None:
-        parts = [self.parameter(f"{prefix}{kind}") for prefix, _ in self._parts]
-        return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
+    def _bias(self) -> torch.Tensor | None:
+        return self.put_together(self._names_of("bias"))
 
 
 def _refuse_quantized(weight: torch.Tensor, names: Sequence[str]) -> None:

@@ -94,10 +94,13 @@ class _Norm(LowPrecisionModule):
         """Whether it normalizes the last dimension alone, as the links of a chain do."""
         return len(self.normalized_shape) == 1
 
+    @override
+    def link_names(self) -> list[tuple[str, ...]] | None:
+        return [("weight",), ("bias",)] if self.norm_kind == "layernorm" else [("weight",)]
+
     def link_params(self) -> list[torch.Tensor]:
         """Return gamma, then beta if there is one, each in one dimension."""
-        names = ("weight", "bias") if self.norm_kind == "layernorm" else ("weight",)
-        params = [param for param in map(self.parameter, names) if param is not None]
+        params = super().link_params()
         return params if self.is_link else [param.flatten() for param in params]
 
     def forward(self, input: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -110,17 +113,14 @@ class _Norm(LowPrecisionModule):
         Raises:
             OperandError: an input or a residual that does not fit.
         """
-        params = self.link_params()
         if len(self.normalized_shape) > 1:
-            return self._normalize_flat(input, residual, params)
+            return self._normalize_flat(input, residual)
         if residual is not None:
-            return self._normalize_sum(input, residual, params)
+            return self._normalize_sum(input, residual)
         input = cast_to_weight(input, self.weight)
-        return run_layer(self, input, params, like=self.weight, columns=self.hidden_size)[0]
+        return run_layer(self, input, columns=self.hidden_size)[0]
 
-    def _normalize_flat(
-        self, input: torch.Tensor, residual: torch.Tensor | None, params: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def _normalize_flat(self, input: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Normalize the last dimensions as one."""
         check_kind(self.label, "input", input)
         count = len(self.normalized_shape)
@@ -131,14 +131,13 @@ class _Norm(LowPrecisionModule):
             )
         flat = cast_to_weight(input, self.weight).flatten(-count)
         if residual is not None:
-            output = self._normalize_sum(flat, residual.flatten(-count), params)
+            output = self._normalize_sum(flat, residual.flatten(-count))
         else:
-            output = run_layer(self, flat, params, like=self.weight, columns=self.hidden_size)[0]
+            columns, params, like = self.hidden_size, self.link_params(), self.weight
+            output = run_layer(self, flat, columns=columns, params=params, like=like)[0]
         return output.view(input.shape)
 
-    def _normalize_sum(
-        self, input: torch.Tensor, residual: torch.Tensor, params: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def _normalize_sum(self, input: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         check_kind(self.label, "residual", residual)
         if residual.shape != input.shape or residual.device != input.device:
             raise OperandError(
@@ -148,7 +147,8 @@ class _Norm(LowPrecisionModule):
         dtype = check_input(self, input, self.weight, self.hidden_size)
         bound = bind(self, input.device, dtype, shapes=(AddShape(), *self.link_shapes()))
         call = bound.call(None)
-        return run_links(self, bound, bound.parts[0], input.to(dtype), [residual, *params], call)
+        params = [residual, *self.link_params()]
+        return run_links(self, bound, bound.parts[0], input.to(dtype), params, call)
 
     def _describe(self) -> list[str]:
         return [

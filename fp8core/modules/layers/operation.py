@@ -125,7 +125,8 @@ class Operation(LowPrecisionModule, ExtraTensors):
             check_kind(self.label, "input", input)
             return input
         columns = input_columns_of(shapes)
-        return run_layer(self, cast_to_weight(input, like), params, like=like, columns=columns)[0]
+        converted = cast_to_weight(input, like)
+        return run_layer(self, converted, columns=columns, params=params, like=like)[0]
 
     def _describe(self) -> list[str]:
         return []

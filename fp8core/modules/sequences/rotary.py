@@ -23,7 +23,8 @@ from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound
 from fp8core.modules.calls.inputs import check_input, check_is_whole, check_kind
 from fp8core.modules.calls.parameters import refuse_arguments
-from fp8core.modules.run import remember, run_again, run_links
+from fp8core.modules.memo import replay
+from fp8core.modules.run import note, run_links
 from fp8core.torch_ops.likeness import sameness_to
 from fp8core.torch_ops.private import is_transform_active
 from fp8core.torch_ops.shapes import is_captured
@@ -169,8 +170,9 @@ class Rotary(LowPrecisionModule):
             *(tensor for tensor in (start_positions, cu_seqlens) if tensor is not None),
         ]
         options = (start_positions is None, cu_seqlens is None)
-        if not torch.compiler.is_compiling():
-            again = run_again(self, t, sources, options)
+        memo = None if torch.compiler.is_compiling() else self._bindings.memo
+        if memo is not None:
+            again = replay(self, memo, t, sources, options)
             if again is not None:
                 return again
         dtype = check_input(self, t, None, None)
@@ -191,18 +193,18 @@ class Rotary(LowPrecisionModule):
         is_unchanged = spans.starts is start_positions and spans.cu_seqlens is cu_seqlens
         # On a CPU the host reads positions, to refuse those that have no angle.
         if is_unchanged and sources[0] is freqs and not t.is_cpu:
-            self._remember(bound, t, sources, options)
+            self._note(bound, t, sources, options)
         return y.view(t.shape)
 
-    def _remember(
+    def _note(
         self,
         bound: Bound,
         t: torch.Tensor,
         sources: Sequence[torch.Tensor],
         options: tuple[bool, bool],
     ) -> None:
-        """Remember the links of a call without gradients, for calls with tensors of the same sizes
-        and strides."""
+        """Note the links of a call without gradients, for calls with tensors of the same sizes and
+        strides."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return
         is_same = sameness_to((t, *sources))
@@ -220,7 +222,7 @@ class Rotary(LowPrecisionModule):
             return link.rotate(t, freqs, starts, spans[-1] if reads_bounds else None)
 
         prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, rotate)
-        remember(self, bound, prepared, len(sources), options)
+        note(self, bound, prepared, len(sources), arguments=options)
 
 
 def apply_rotary_pos_emb(
@@ -393,7 +395,7 @@ def _of_chunks(
 
 def _rotary(tensor_format: str, interleaved: bool, t: torch.Tensor) -> Rotary:
     """Return the layer that keeps what the function has bound for tensors like ``t``: one for the
-    heads of queries, and another for the fewer ones of keys, as a layer remembers its last call."""
+    heads of queries, and another for the fewer ones of keys, as a layer has a memo of one call."""
     slot = 0
     if not torch.compiler.is_compiling() and isinstance(t, torch.Tensor) and t.dim() > 1:
         slot = min(t.shape[-2].bit_length(), _SLOTS - 1)

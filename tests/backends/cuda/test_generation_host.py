@@ -140,7 +140,7 @@ def test_a_token_repeats_what_the_one_before_did(
     in_pages = kind == "pages"  # whose sizes double once
     assert len(prepared) == (2 if in_pages else 0)
     assert len(read) == 6
-    monkeypatch.setattr(attention, "run_again", lambda *given: None)
+    monkeypatch.setattr(attention, "replay", lambda *arguments: None)
     for ours, theirs in zip(got, one_by_one(anew, 6), strict=True):
         for layer, other in zip(ours, theirs, strict=True):
             assert all(torch.equal(layer[name], other[name]) for name in "ab")

@@ -1,0 +1,218 @@
+"""The memo of a call: on what it depended, and what repeats it.
+
+A layer alone, attention, and the layers of a Transformer layer as one chain note their last call in
+the same way. A call that differs from it in nothing that is listed here is its replay: it is
+neither checked nor bound, and computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from fp8core.chain.run import Prepared
+from fp8core.context import recompute
+from fp8core.context.autocast import Active, active
+from fp8core.context.scopes import touch
+from fp8core.dispatch import policy
+from fp8core.dispatch.policy import Policy
+from fp8core.tensors.delayed_state import DelayedState, LayerStates
+from fp8core.torch_ops.likeness import Likeness
+from fp8core.torch_ops.private import (
+    NO_BACKWARD_PASS,
+    current_backward_pass,
+    forward_mode_level,
+    has_global_hooks,
+    is_traced,
+    is_transform_active,
+    watchers_of,
+)
+
+
+class Witness(NamedTuple):
+    """A module as it was in a call.
+
+    Attributes:
+        module: None for the module that is called, which its own memo would keep alive.
+        fields: returns the attributes that decide how it runs, its ``call_fields``.
+        values: what they were.
+        children: the modules within, by name.
+        last: the key and the links that a layer in low precision was bound to; None of others.
+        scope: the weights of the scope of frozen weights that was open, None if none was.
+    """
+
+    module: Any
+    fields: Callable[[Any], Any]
+    values: Any
+    children: dict[str, torch.nn.Module | None]
+    last: object
+    scope: object
+
+    @classmethod
+    def of(cls, module: Any, *, is_called: bool) -> Witness:
+        """Return ``module`` as it is now."""
+        fields, bindings = _fields(module.call_fields), getattr(module, "_bindings", None)
+        return cls(
+            None if is_called else module,
+            fields,
+            fields(module),
+            dict(module._modules),
+            None if bindings is None else bindings.last,
+            None if bindings is None else bindings.weights.scope,
+        )
+
+
+@cache  # one for each class of layers
+def _fields(names: tuple[str, ...]) -> Callable[[Any], Any]:
+    return attrgetter("__class__", *names)
+
+
+Sources: TypeAlias = "Sequence[tuple[Any, ...]]"
+"""Where each parameter of a chain lies: a module's ``_parameters``, followed by its name there, or
+by those of the parts that are put together along their first dimension."""
+
+
+class Memo(NamedTuple):
+    """The last call, and how it ran.
+
+    Attributes:
+        arguments: those besides the tensors that it computed from; equal ones say the same.
+        witnesses: the module that is called, then the others that take part.
+        outside: what the layer computes outside any autocast.
+        asked: what was active.
+        backends: those that the program named.
+        has_grad: whether gradients were enabled.
+        sources: where the parameters lie; None where calls bring them.
+        num_params: how many there were.
+        shape: the input's; None where other sizes run alike.
+        is_like, address, run: as of :class:`~fp8core.chain.run.Prepared`.
+        states: the forward and backward states in which it recorded.
+    """
+
+    arguments: object
+    witnesses: Sequence[Witness]
+    outside: Active | None
+    asked: Active
+    backends: Policy
+    has_grad: bool
+    sources: Sources | None
+    num_params: int
+    shape: torch.Size | None
+    is_like: Likeness
+    address: Callable[[torch.Tensor], int]
+    run: Callable[..., torch.Tensor | None]
+    states: Sequence[tuple[DelayedState, DelayedState]]
+
+
+def memo_of(
+    layers: Sequence[Any],
+    outside: Active | None,
+    prepared: Prepared,
+    num_params: int,
+    states: Sequence[LayerStates | None],
+    *,
+    arguments: object = (),
+    sources: Sources | None = None,
+    shape: torch.Size | None = None,
+) -> Memo | None:
+    """Return the memo of the call that has just run, None if it repeated another.
+
+    ``layers`` are the module that was called and the others that took part; ``states`` those of
+    delayed scaling. The other arguments are the attributes of a :class:`Memo`.
+    """
+    if recompute.current() is not None or recompute.is_in_backward():
+        return None
+    asked, has_grad = active(outside), torch.is_grad_enabled()
+    records = has_grad or asked.observe is not None
+    return Memo(
+        arguments,
+        [Witness.of(layer, is_called=not at) for at, layer in enumerate(layers)],
+        outside,
+        asked,
+        policy.current(),
+        has_grad,
+        sources,
+        num_params,
+        shape,
+        *prepared,
+        [(each.forward, each.backward) for each in states if each is not None and records],
+    )
+
+
+def sources_of(layers: Sequence[Any]) -> Sources | None:
+    """Return where the parameters of ``layers`` in low precision lie; None if one is computed, as
+    by a parametrization, or is a part of a parameter."""
+    sources: list[tuple[Any, ...]] = []
+    for layer in layers:
+        names = layer.link_names()
+        if names is None or layer.local_part is not None:
+            return None
+        sources += [(layer._parameters, *parts) for parts in names]
+    is_stored = all(name in parameters for parameters, *parts in sources for name in parts)
+    return sources if is_stored else None
+
+
+def replay(
+    layer: torch.nn.Module,
+    memo: Memo,
+    input: torch.Tensor,
+    params: Sequence[Any] | None = None,
+    arguments: object = (),
+) -> torch.Tensor | None:
+    """Run ``layer`` on ``input`` as in the call of ``memo``; None if this call is another.
+
+    Whatever a call depends on is compared: here, or in ``is_like`` at once. ``params`` None: the
+    layers' own. Nothing of ``input`` is read before its type is compared.
+    """
+    if memo.arguments != arguments:
+        return None
+    asked, backends = active(memo.outside), policy.current()
+    if (
+        asked is not memo.asked
+        or (backends is not memo.backends and backends != memo.backends)
+        or recompute.current() is not None
+        or current_backward_pass() != NO_BACKWARD_PASS
+        or torch.is_grad_enabled() is not memo.has_grad
+        or is_transform_active()
+        or is_traced()
+        or forward_mode_level() >= 0
+        or (len(memo.witnesses) > 1 and has_global_hooks())
+    ):
+        return None
+    for module, fields, values, children, last, scope in memo.witnesses:
+        if module is not None and (any(watchers_of(module)) or "forward" in module.__dict__):
+            return None
+        witness: Any = layer if module is None else module
+        if fields(witness) != values or witness._modules != children:
+            return None
+        if last is not None:
+            bindings = witness._bindings
+            if bindings.last is not last or bindings.weights.scope is not scope:
+                return None
+    if params is None:
+        if memo.sources is None:
+            return None
+        params = []
+        try:
+            for stored, name, *more in memo.sources:
+                param = stored[name]
+                if more:
+                    param = torch.cat([param, *map(stored.__getitem__, more)])
+                params.append(param)
+        except KeyError:  # computed by a parametrization, or a view of a flat parameter
+            return None
+    if (
+        len(params) != memo.num_params
+        or not memo.is_like(input, *params)
+        or (memo.shape is not None and input.shape != memo.shape)
+        or not input.data_ptr()
+        or not all(map(memo.address, params))
+    ):
+        return None
+    for forward, backward in memo.states:
+        touch(forward, backward, asked.group)
+    return memo.run(input, *params)
