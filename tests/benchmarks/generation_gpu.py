@@ -9,8 +9,7 @@ rotary embedding, bfloat16. Each contestant takes a prompt and generates on: ``o
 stored`` are TransformerLayers, the second with weights stored in FP8 under current scaling; ``hf
 dynamic`` and ``hf static`` are LlamaDecoderLayers of transformers with either of its caches, in
 eager mode; ``converted`` are those with the dynamic cache, converted, within ``frozen_weights``.
-Without transformers a layer written here on torch's SDPA and a cache of full length, ``torch``,
-takes the place of all three that need it.
+Without transformers the three that need it are left out.
 
 A step is one token of each sequence, through all layers, from an idle device until the device is
 idle again, as a loop that samples waits for it; ``host`` is the part in which the host enqueues it.
@@ -27,27 +26,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import cProfile
-import importlib.util
+import functools
 import inspect
-import pstats
+import itertools
 import random
 import statistics
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 import fp8core
 from fp8core import recipe
 from fp8core_backends.cuda.attention_plans import Graphs
+from tests.benchmarks.measuring.contest import Contest
 from tests.benchmarks.measuring.device import CUDA, HOST, Device, versions
+from tests.benchmarks.measuring.profiles import kernels_of, print_functions, print_kernels
 from tests.benchmarks.measuring.turns import orders
 
 HEAD = 128
 STEPS_A_TURN = 16
-SHOWN = 25
 SERVED = 16  # sequences at once in the serving mix
 
 
@@ -68,15 +67,6 @@ class Sizes(NamedTuple):
     def capacity(self) -> int:
         """The tokens that a cache has room for, of a sequence."""
         return self.prompt + self.tokens + self.room
-
-
-class Contestant(Protocol):
-    """A stack of layers that generates: each call takes the next tokens ``[b, s, hidden]``."""
-
-    def begin(self, batch: int) -> None:
-        """Forget the generation before."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 class Own:
@@ -195,103 +185,32 @@ class HuggingFace:
         return x
 
 
-class TorchLayer(torch.nn.Module):
-    """A decoder layer on torch's operators, its cache at full length."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.sizes = sizes
-        columns = (sizes.heads + 2 * sizes.groups) * sizes.head
-        self.norm1 = torch.nn.RMSNorm(sizes.hidden)
-        self.qkv = torch.nn.Linear(sizes.hidden, columns, bias=False)
-        self.proj = torch.nn.Linear(sizes.heads * sizes.head, sizes.hidden, bias=False)
-        self.norm2 = torch.nn.RMSNorm(sizes.hidden)
-        self.gate_up = torch.nn.Linear(sizes.hidden, 2 * sizes.ffn, bias=False)
-        self.down = torch.nn.Linear(sizes.ffn, sizes.hidden, bias=False)
-
-    def forward(
-        self, x: torch.Tensor, caches: torch.Tensor, done: int, angles: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the output; ``caches [2, b, groups, capacity, head]``, ``angles [2, s, head]``."""
-        sizes, end = self.sizes, done + x.shape[1]
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, sizes.head)).transpose(1, 2)
-        q, k, v = heads.split([sizes.heads, sizes.groups, sizes.groups], 1)
-        q, k = _rotated(q, angles), _rotated(k, angles)
-        caches[0, :, :, done:end], caches[1, :, :, done:end] = k, v
-        y = torch.nn.functional.scaled_dot_product_attention(
-            *(q, caches[0, :, :, :end], caches[1, :, :, :end]),
-            is_causal=x.shape[1] > 1,
-            enable_gqa=True,
-        )
-        x = x + self.proj(y.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
-        total: torch.Tensor = x + self.down(torch.nn.functional.silu(gate) * up)
-        return total
+def converted(sizes: Sizes, device: torch.device) -> HuggingFace:
+    """Return Hugging Face's layers as fp8core's conversion changes them."""
+    contestant = HuggingFace(sizes, device)
+    fp8core.convert(contestant.layers, recipe.Float8CurrentScaling())
+    return contestant
 
 
-def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return x * angles[0] + torch.cat((-second, first), -1) * angles[1]
+Maker = Callable[..., Any]
+MAKERS: dict[str, Maker] = {
+    "hf dynamic": HuggingFace,
+    "hf static": functools.partial(HuggingFace, is_static=True),
+    "own bf16": Own,
+    "own stored": functools.partial(Own, chosen=recipe.Float8CurrentScaling()),
+    "converted": converted,
+}
 
 
-class Torch:
-    """Decoder layers on torch's operators."""
-
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
-        self.sizes, self.device = sizes, device
-        with torch.device(device):
-            layers = [TorchLayer(sizes) for _ in range(sizes.layers)]
-        self.layers = torch.nn.ModuleList(layers).to(torch.bfloat16).eval()
-        angles = fp8core.RotaryPositionEmbedding(sizes.head)(sizes.capacity).flatten(1).to(device)
-        self.angles = torch.stack((angles.cos(), angles.sin())).to(torch.bfloat16)
-
-    def begin(self, batch: int) -> None:
-        """Make a cache."""
-        sizes, self.done = self.sizes, 0
-        shape = (sizes.layers, 2, batch, sizes.groups, sizes.capacity, sizes.head)
-        self.caches = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring the next tokens."""
-        angles = self.angles[:, self.done : self.done + x.shape[1]]
-        for layer, caches in zip(self.layers, self.caches, strict=True):
-            x = layer(x, caches, self.done, angles)
-        self.done += x.shape[1]
-        return x
-
-
-def has_transformers() -> bool:
-    """Whether Hugging Face's layers can be made."""
-    return importlib.util.find_spec("transformers") is not None
-
-
-def makers(sizes: Sizes, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Return what makes each contestant."""
-
-    def converted(make: Callable[[], Any]) -> Any:
-        made = make()
-        fp8core.convert(made.layers, recipe.Float8CurrentScaling())
-        return made
-
-    if has_transformers():
-
-        def dynamic() -> HuggingFace:
-            return HuggingFace(sizes, device)
-
-        theirs: dict[str, Callable[[], Any]] = {
-            "hf dynamic": dynamic,
-            "hf static": lambda: HuggingFace(sizes, device, is_static=True),
-        }
-        plain: Callable[[], Any] = dynamic
-    else:
-        plain = lambda: Torch(sizes, device)  # noqa: E731  as the others
-        theirs = {"torch": plain}
-    return {
-        **theirs,
-        "own bf16": lambda: Own(sizes, device),
-        "own stored": lambda: Own(sizes, device, recipe.Float8CurrentScaling()),
-        "converted": lambda: converted(plain),
+def contestants_of(
+    names: Sequence[str], sizes: Sizes, device: Device
+) -> dict[str, HuggingFace | Own]:
+    """Return the contestants of ``names``; without transformers, those that need none."""
+    contest, where = Contest(device), device.torch_device
+    entered = {
+        name: contest.enter(name, functools.partial(MAKERS[name], sizes, where)) for name in names
     }
+    return {name: contestant for name, contestant in entered.items() if contestant is not None}
 
 
 class Times(NamedTuple):
@@ -394,34 +313,13 @@ def frozen(contestants: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def profile(bench: Bench, contestant: Any, batch: int, steps: int) -> str:
-    """Return where steps of a contestant spend the host's time, and the device's kernels."""
-    token, synchronize = bench.tokens(batch, 1), bench.device.clock.synchronize
+def profile(bench: Bench, name: str, contestant: Any, batch: int, steps: int) -> None:
+    """Print where steps of a contestant spend the host's time, and the device's kernels."""
+    token = bench.tokens(batch, 1)
     contestant.begin(batch)
     contestant(bench.tokens(batch, bench.sizes.prompt))
-    for _ in range(4):
-        contestant(token)
-    synchronize()
-    host = cProfile.Profile()
-    host.enable()
-    for _ in range(steps):
-        contestant(token)
-    host.disable()
-    synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if bench.device is CUDA:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, acc_events=True) as traced:
-        for _ in range(steps):
-            contestant(token)
-        synchronize()
-    stats = pstats.Stats(host)
-    print(f"{steps} steps; functions of the host:")
-    for order in ("tottime", "cumtime"):
-        stats.sort_stats(order).print_stats(SHOWN)
-    column = "self_cuda_time_total" if bench.device is CUDA else "self_cpu_time_total"
-    table: str = traced.key_averages().table(sort_by=column, row_limit=SHOWN)
-    return table
+    print_functions(lambda: contestant(token), 2, steps)
+    print_kernels(name, kernels_of(lambda: contestant(token), bench.device))
 
 
 def main() -> None:
@@ -430,45 +328,35 @@ def main() -> None:
     for name, size in zip(Sizes._fields, Sizes(), strict=True):
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 64])
-    parser.add_argument("--only", nargs="*", help="contestants; all of them if left out")
+    parser.add_argument("--only", nargs="*", choices=list(MAKERS), default=list(MAKERS))
     parser.add_argument("--serving", type=int, default=256, help="steps of the serving mix")
-    parser.add_argument("--profile", metavar="NAME")
+    parser.add_argument("--profile", nargs=1, choices=list(MAKERS))
     parser.add_argument("--cpu", action="store_true", help="try it out; the figures mean nothing")
     asked = parser.parse_args()
     sizes = Sizes(*(getattr(asked, name) for name in Sizes._fields))
     device = HOST if asked.cpu else CUDA
     bench, where = Bench(sizes, device), device.torch_device
     torch.manual_seed(0)
-    print(versions(), sizes, sep="\n")
-    print("Hugging Face's layers" if has_transformers() else "no transformers: torch's operators")
-    all_makers = makers(sizes, where)
+    print(versions("transformers"), sizes, sep="\n")
+    contestants = contestants_of(asked.profile or asked.only, sizes, device)
     if asked.profile is not None:
-        made = {asked.profile: all_makers[asked.profile]()}
-        with torch.no_grad(), frozen(made):
-            for batch in asked.batch:
-                print(f"{asked.profile}, batch {batch}")
-                print(profile(bench, made[asked.profile], batch, min(32, sizes.tokens // 4)))
+        with torch.no_grad(), frozen(contestants):
+            for batch, (name, one) in itertools.product(asked.batch, contestants.items()):
+                print(f"{name}, batch {batch}")
+                profile(bench, name, one, batch, min(32, sizes.tokens // 4))
         return
-    chosen = [name for name in all_makers if asked.only is None or name in asked.only]
-    contestants = {name: all_makers[name]() for name in chosen}
     with torch.no_grad(), frozen(contestants):
         for batch in asked.batch:
             print(f"batch {batch}, {sizes.prompt} tokens before, {sizes.tokens} generated:")
             times = bench.generate(contestants, batch)
-            theirs = [name for name in times if name.startswith(("hf", "torch"))]
+            theirs = [name for name in times if name.startswith("hf")]
             medians = [statistics.median(times[name].steps) for name in theirs]
             base = min(medians, default=None)
             for name, one in times.items():
                 print(" ", one.line(name, sizes.layers, base), flush=True)
-    del contestants
-    serving = {
-        name: Own(sizes, where, chosen_recipe, layout="thd")
-        for name, chosen_recipe in (
-            ("own bf16", None),
-            ("own stored", recipe.Float8CurrentScaling()),
-        )
-        if name in chosen
-    }
+    names = [name for name in ("own bf16", "own stored") if name in contestants]
+    contestants.clear()
+    serving = {name: MAKERS[name](sizes, where, layout="thd") for name in names}
     if asked.serving and serving:
         print(f"serving mix, up to {SERVED} sequences, the last three quarters of {asked.serving}:")
         with torch.no_grad():

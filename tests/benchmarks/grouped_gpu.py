@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.grouped_gpu [--groups 8 --rows 1024 --features 4096]
 
-Every contestant is captured in a CUDA graph of several calls, whose replays take turns: device time
-without the host's. ``device``: sizes on the device, uneven ones as well (``ragged``: the same rows,
-groups of a quarter to twice the mean). ``loop``: a cuBLASLt product a group. ``dense``: one product
-of all rows, for wgrad of the same number of operations. Inputs are normal, bfloat16.
+Every contestant is captured in a CUDA graph of several calls, whose replays take turns as
+measuring/turns.py says: device time without the host's. ``device``: sizes on the device, uneven
+ones as well (``ragged``: the same rows, groups of a quarter to twice the mean). ``loop``: a product
+of cuBLASLt for each group. ``dense``: one product of all rows, for wgrad of the same number of
+operations. Inputs are normal, bfloat16.
 """
 
 from __future__ import annotations
@@ -14,53 +15,30 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import date
 from typing import Any
 
 import torch
 
-from fp8core import GroupedLinear, autocast, recipe
+from fp8core import GroupedLinear, recipe
 from fp8core.backend_api import GemmDesc, GroupedGemmDesc, QuantizeDesc
 from fp8core.chain.linear.shape import LinearShape
-from fp8core.dispatch import plugins
 from fp8core.recipe.plan import LayerRole, TensorPlan
+from tests.benchmarks.measuring.contest import Contest, step_of
+from tests.benchmarks.measuring.device import CUDA, versions
+from tests.benchmarks.measuring.libraries import under_recipe
+from tests.benchmarks.measuring.turns import Stop
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = CUDA.torch_device
 NAMES = ("delayed", "current", "block", "rowwise")
-CALLS, ROUNDS = 8, 7
-
-
-def graph_of(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Return ``CALLS`` calls as a graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    return graph
+CALLS = 8
 
 
 def microseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Return the median time of each call; contestants take turns."""
-    graphs = {name: graph_of(call) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for graph in graphs.values():
-        graph.replay()
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            graph.replay()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(1000 * start.elapsed_time(end) / CALLS)
-    return {name: statistics.median(own) for name, own in times.items()}
+    contest = Contest(CUDA)
+    replays = {name: contest.capture([call], CALLS) for name, call in calls.items()}
+    us = contest.take("graph", replays, Stop(0.0))
+    return {name: statistics.median(times) / CALLS for name, times in us.items()}
 
 
 def ragged(groups: int, rows: int) -> list[int]:
@@ -76,8 +54,7 @@ class Case:
     """Operands of one recipe, made by the CUDA backend."""
 
     def __init__(self, name: str, groups: int, rows: int, features: int) -> None:
-        registry = plugins.load()
-        self.backend: Any = registry.instance(registry.backends["cuda"])
+        self.backend = CUDA.backend()
         self.plan = recipe.by_name(name).plan(LayerRole("grouped_linear", "x"), torch.bfloat16)
         self.groups, self.rows, self.features = groups, rows, features
         self.x, self.dy = (
@@ -163,14 +140,11 @@ def layer_steps(name: str, groups: int, rows: int, features: int) -> dict[str, C
     even = [rows] * groups
     sizes = {"device": torch.tensor(even, device=DEVICE), "loop": even}
 
-    def step(splits: Any) -> None:
-        layer.zero_grad()
-        x.grad = None
-        with autocast(recipe=recipe.by_name(name)):
-            y = layer(x, splits)
-        y.backward(grad)
+    def step(splits: Any) -> Callable[[], None]:
+        forward = under_recipe("fp8core", name, lambda x: layer(x, splits))
+        return step_of(forward, x, grad, list(layer.parameters()))
 
-    return {key: lambda splits=splits: step(splits) for key, splits in sizes.items()}
+    return {key: step(splits) for key, splits in sizes.items()}
 
 
 def main() -> None:
@@ -179,7 +153,7 @@ def main() -> None:
         parser.add_argument(f"--{option}", type=int, default=default)
     asked = parser.parse_args()
     size = (asked.groups, asked.rows, asked.features)
-    print(date.today(), torch.cuda.get_device_name(), torch.__version__, "groups rows k=n:", *size)
+    print(versions(), "groups rows k=n:", *size)
     flops = 2 * asked.groups * asked.rows * asked.features**2
     for name in NAMES:
         case = Case(name, *size)

@@ -46,6 +46,7 @@ from tests.benchmarks.measuring.command import run_ranks
 from tests.benchmarks.measuring.contest import step_of
 from tests.benchmarks.measuring.device import without_collections
 from tests.benchmarks.measuring.libraries import swiglu_mlp, under_recipe
+from tests.benchmarks.measuring.profiles import print_functions
 from tests.benchmarks.parallel_gpu.together import join
 
 __all__ = ["Calls", "main"]
@@ -228,7 +229,7 @@ def without_devices(rounds: int, profiled: str | None) -> None:
         if profiled is None:
             print(report_of(measure(rounds), f"{platform.machine()} CPU, 1 thread"))
         else:
-            host_path.print_profile(of_layer(profiled, is_alone=False), PROFILED_CALLS)
+            print_functions(of_layer(profiled, is_alone=False), WARM_UP, PROFILED_CALLS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

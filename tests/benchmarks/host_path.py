@@ -12,10 +12,8 @@ results.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
 import platform
-import pstats
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,16 +23,18 @@ from unittest.mock import patch
 import torch
 
 import fp8core
-from fp8core import recipe
 from fp8core.backend_api import API_VERSION, BackendSpec, OpDesc
 from fp8core.dispatch import plugins
 from fp8core.tensors import scaling
 from fp8core_backends.cuda import autotune, backend, gemm, memory, native
+from tests.benchmarks.measuring.contest import step_of
+from tests.benchmarks.measuring.libraries import under_recipe
+from tests.benchmarks.measuring.profiles import print_functions
 from tests.benchmarks.measuring.turns import round_us
 
 TOKENS, IN_FEATURES, OUT_FEATURES = 256, 512, 2048
 RECIPES = ("current", "delayed", "block", "rowwise")
-CALLS, WARM_UP, PROFILED_CALLS, SHOWN = 200, 50, 2000, 40
+CALLS, WARM_UP, PROFILED_CALLS = 200, 50, 2000
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -138,20 +138,12 @@ def without_a_device(stack: ExitStack) -> None:
 
 def of_layer(name: str) -> Callable[[], None]:
     """Return a step of a Linear under a recipe."""
-    chosen = recipe.by_name(name)
     layer = fp8core.Linear(
         IN_FEATURES, OUT_FEATURES, bias=False, params_dtype=torch.bfloat16, device=CPU
     )
     x = torch.randn(TOKENS, IN_FEATURES).bfloat16().requires_grad_()
     grad = torch.randn(TOKENS, OUT_FEATURES).bfloat16()
-
-    def step() -> None:
-        x.grad = layer.weight.grad = None
-        with fp8core.autocast(recipe=chosen):
-            y = layer(x)
-        y.backward(grad)
-
-    return step
+    return step_of(under_recipe("fp8core", name, layer), x, grad, [layer.weight])
 
 
 class Bare(torch.autograd.Function):
@@ -173,32 +165,13 @@ def of_bare_function() -> Callable[[], None]:
     x = torch.randn(TOKENS, IN_FEATURES).bfloat16().requires_grad_()
     weight = torch.randn(OUT_FEATURES, IN_FEATURES).bfloat16().requires_grad_()
     grad = torch.randn(TOKENS, OUT_FEATURES).bfloat16()
-
-    def step() -> None:
-        x.grad = weight.grad = None
-        Bare.apply(x, weight).backward(grad)  # type: ignore[no-untyped-call]
-
-    return step
+    return step_of(lambda x: Bare.apply(x, weight), x, grad, [weight])  # type: ignore[no-untyped-call]
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
     """Return ``[median, least, most]`` of each contestant over rounds, microseconds a step."""
     steps = {"autograd.Function": of_bare_function()} | {name: of_layer(name) for name in RECIPES}
     return round_us(steps, rounds, CALLS)
-
-
-def print_profile(step: Callable[[], object], calls: int = PROFILED_CALLS) -> None:
-    """Print the functions with the most time of their own in ``step``."""
-    for _ in range(WARM_UP):
-        step()
-    profiler = cProfile.Profile()
-    # In the calling thread, which alone is profiled.
-    with torch.autograd.set_multithreading_enabled(False):
-        profiler.enable()
-        for _ in range(calls):
-            step()
-        profiler.disable()
-    pstats.Stats(profiler, stream=sys.stdout).sort_stats("tottime").print_stats(SHOWN)
 
 
 def main() -> None:
@@ -211,7 +184,7 @@ def main() -> None:
     with ExitStack() as stack:
         without_a_device(stack)
         if args.profile is not None:
-            print_profile(of_layer(args.profile))
+            print_functions(of_layer(args.profile), WARM_UP, PROFILED_CALLS)
             return
         report = {
             "device": f"{platform.machine()} CPU, 1 thread",

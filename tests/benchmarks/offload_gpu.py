@@ -21,9 +21,13 @@ import torch
 
 import fp8core
 from fp8core.cpu_offload import get_cpu_offload_context
+from tests.benchmarks.measuring.contest import MIB, Contest
+from tests.benchmarks.measuring.device import CUDA, Device, versions
+from tests.benchmarks.measuring.libraries import swiglu_mlp
+from tests.benchmarks.measuring.turns import Stop
 
 HIDDEN, FFN = 4096, 14336
-ROUNDS, COPIED = 9, 2**30
+COPIED = 2**30
 
 
 class Measured(NamedTuple):
@@ -34,8 +38,8 @@ class Measured(NamedTuple):
     offloaded: int
     rate_out: float
     rate_back: float
-    peak_without: int = 0
-    peak_with: int = 0
+    peak_without_mib: float = 0.0
+    peak_with_mib: float = 0.0
 
     @property
     def copies(self) -> float:
@@ -52,13 +56,12 @@ class Measured(NamedTuple):
         return [
             f"step without offloading {1e3 * self.without:9.2f} ms",
             f"step with offloading    {1e3 * self.with_offload:9.2f} ms",
-            f"bytes out, and back     {self.offloaded / 2**20:9.1f} MiB each",
+            f"bytes out, and back     {self.offloaded / MIB:9.1f} MiB each",
             f"PCIe out                {self.rate_out / 1e9:9.1f} GB/s",
             f"PCIe back               {self.rate_back / 1e9:9.1f} GB/s",
             f"copies at these rates   {1e3 * self.copies:9.2f} ms",
             f"ratio to the larger one {self.ratio:9.3f} (bar 1.10, goal 1.03)",
-            f"peak without, and with  {self.peak_without / 2**20:9.1f} "
-            f"{self.peak_with / 2**20:9.1f} MiB",
+            f"peak without, and with  {self.peak_without_mib:9.1f} {self.peak_with_mib:9.1f} MiB",
         ]
 
 
@@ -67,17 +70,8 @@ class Stack:
 
     def __init__(self, layers: int, sizes: tuple[int, int], recipe: str, device: str) -> None:
         self.recipe = recipe
-        self.layers = [
-            fp8core.LayerNormMLP(
-                *sizes,
-                bias=False,
-                normalization="RMSNorm",
-                activation="swiglu",
-                params_dtype=torch.bfloat16,
-                device=device,
-            )
-            for _ in range(layers)
-        ]
+        kind = torch.device(device)
+        self.layers = [swiglu_mlp("fp8core", *sizes, kind) for _ in range(layers)]
 
     def step(self, x: torch.Tensor, context: Any, sync: Callable[[Any], Any]) -> None:
         """Run forward and backward; gradients of parameters are dropped."""
@@ -105,43 +99,40 @@ class Stack:
         return context, sync
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Return the median time of ``call`` on the device, after two calls that are not counted."""
-    times = []
-    for at in range(ROUNDS + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        if at > 1:
-            times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+def seconds(contest: Contest, calls: dict[str, Callable[[], object]]) -> list[float]:
+    """Return the median time of each of ``calls``, which take turns."""
+    us = contest.take("eager", calls, Stop(0.0))
+    return [statistics.median(times) / 1e6 for times in us.values()]
 
 
-def rates() -> tuple[float, float]:
+def rates(contest: Contest) -> list[float]:
     """Return the bytes a second of copies from the device to pinned memory, and back."""
-    there = torch.empty(COPIED, dtype=torch.uint8, device="cuda")
-    here = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
-    out = seconds(lambda: here.copy_(there, non_blocking=True))
-    back = seconds(lambda: there.copy_(here, non_blocking=True))
-    return COPIED / out, COPIED / back
+    there = torch.empty(COPIED, dtype=torch.uint8, device=contest.device.torch_device)
+    here = torch.empty(COPIED, dtype=torch.uint8, pin_memory=there.is_cuda)
+    copies: dict[str, Callable[[], object]] = {
+        "out": lambda: here.copy_(there, non_blocking=True),
+        "back": lambda: there.copy_(here, non_blocking=True),
+    }
+    return [COPIED / time for time in seconds(contest, copies)]
 
 
-def with_peak(call: Callable[[], Any]) -> tuple[float, int]:
-    """Return the median time of ``call``, and the most bytes that it allocates at a time."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    return seconds(call), torch.cuda.max_memory_allocated() - before
-
-
-def measured(stack: Stack, x: torch.Tensor, *, double_buffering: bool) -> Measured:
-    """Measure on the device of ``x``."""
+def measured(
+    stack: Stack, x: torch.Tensor, *, double_buffering: bool, device: Device = CUDA
+) -> Measured:
+    """Measure on the device of ``x``; the peak without offloading before anything is offloaded."""
+    contest = Contest(device)
     context, sync = stack.offload(double_buffering=double_buffering)
-    without, peak = with_peak(lambda: stack.step(x, contextlib.nullcontext(), lambda y: y))
-    with_offload, peak_with = with_peak(lambda: stack.step(x, context, sync))
-    offloaded = round(context.synchronizer.get_offloaded_total_size_mb() * 2**20)
-    return Measured(without, with_offload, offloaded, *rates(), peak, peak_with)
+    steps: dict[str, Callable[[], object]] = {
+        "without": lambda: stack.step(x, contextlib.nullcontext(), lambda y: y),
+        "with": lambda: stack.step(x, context, sync),
+    }
+    before = contest.allocated()
+    steps["without"]()
+    peak = contest.peak_mib(steps["without"], before)
+    times = seconds(contest, steps)
+    peak_with = contest.peak_mib(steps["with"], before)
+    offloaded = round(context.synchronizer.get_offloaded_total_size_mb() * MIB)
+    return Measured(*times, offloaded, *rates(contest), peak, peak_with)
 
 
 def main() -> None:
@@ -154,7 +145,7 @@ def main() -> None:
     asked = parser.parse_args()
     stack = Stack(asked.layers, (HIDDEN, FFN), asked.recipe, "cuda")
     x = torch.randn(asked.tokens, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    print(f"{torch.cuda.get_device_name()}, {asked.layers} layers, {asked.tokens} tokens", end=", ")
+    print(versions(), f"{asked.layers} layers, {asked.tokens} tokens", end=", ")
     found = measured(stack, x, double_buffering=not asked.single)
     print(asked.recipe, *found.lines(), sep="\n")
 

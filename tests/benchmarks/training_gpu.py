@@ -2,29 +2,32 @@
 
     python -m tests.benchmarks.training_gpu [--only permute router cross_entropy adam]
 
-Forward and backward of each, in CUDA graphs whose replays take turns: device time without the
-host's; ``eager`` is the time of a call that the host enqueues, the device idle. Contestants that
-cannot be recorded, or that are not installed, are left out with the reason. Inputs are normal.
+Forward and backward of each, in CUDA graphs whose replays take turns as measuring/turns.py says:
+device time without the host's; ``host`` is the time of a call that the host enqueues, the device
+idle. Contestants that cannot be recorded, or that are not installed, are left out with the reason.
+Inputs are normal.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from typing import Any
 
 import torch
 
 from fp8core.backend_api import AdamDesc
 from fp8core.dispatch import table
+from tests.benchmarks.measuring.contest import Contest
+from tests.benchmarks.measuring.device import CUDA, versions
+from tests.benchmarks.measuring.intervals import median_interval, ratios
+from tests.benchmarks.measuring.turns import Stop
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = CUDA.torch_device
 BF16 = torch.bfloat16
-ROUNDS, CALLS = 7, 3
+CALLS = 3
 Call = Callable[[], Any]
 
 
@@ -37,64 +40,26 @@ def theirs(name: str) -> Any:
         return None
 
 
-def graph_of(call: Call) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    return graph
-
-
-def seconds_of(call: Call) -> float:
-    """Return the host's time of a call, enqueued one after the other."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(10):
-        call()
-    end = time.perf_counter()
-    torch.cuda.synchronize()
-    return (end - start) / 10
-
-
 def compare(title: str, ideal_bytes: float, calls: dict[str, Call]) -> None:
-    """Print device and host time of every contestant, and the bytes that ours has to move."""
-    graphs, hosts = {}, {}
+    """Print device and host time of every contestant, and fp8core's rate of the ideal bytes."""
+    print(f"{title}: {ideal_bytes / 1e6:.0f} MB", flush=True)
+    contest, replays = Contest(CUDA), {}
     for name, call in calls.items():
-        try:
-            graphs[name] = graph_of(call)
-            hosts[name] = seconds_of(call)
-        except Exception as error:  # noqa: BLE001  a contestant may fail in any way
-            print(f"{title}: {name} is left out: {type(error).__name__}: {str(error)[:200]}")
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            graph.replay()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(end) / CALLS * 1e3)
-    ours = statistics.median(times["fp8core"])
-    rate = ideal_bytes / ours / 1e6
-    print(f"{title}: {ideal_bytes / 1e6:.0f} MB, ours at {rate:.2f} TB/s")
-    for name, values in times.items():
-        middle = statistics.median(values)
-        spread = max(values) - min(values)
-        print(
-            f"    {name:16} {middle:8.1f} us (spread {spread:5.1f})  ours / it {ours / middle:5.3f}"
-            f"  host {hosts[name] * 1e6:7.1f} us",
-            flush=True,
+        replay = contest.enter(name, functools.partial(contest.capture, [call], CALLS))
+        if replay is not None:
+            replays[name] = replay
+    us = contest.take("graph", replays, Stop(0.0))
+    hosts = contest.take("host", {name: calls[name] for name in replays}, Stop(0.0))
+    for name, times in us.items():
+        device, host = (median_interval(own) for own in (times, hosts[name]))
+        rate = (
+            f", {ideal_bytes * CALLS / device.median / 1e6:.2f} TB/s" if name == "fp8core" else ""
         )
+        over = median_interval(ratios(us["fp8core"], times)).text()
+        text = (
+            f"{device.median / CALLS:8.1f} us, fp8core / it {over}, host {host.median:.1f} us{rate}"
+        )
+        print(f"    {name:16} {text}", flush=True)
 
 
 def with_backward(run: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> Call:
@@ -270,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     chosen = parser.parse_args().only
-    print(f"{date.today()} {torch.cuda.get_device_name()} torch {torch.__version__}")
+    print(versions("transformer_engine"))
     for name in chosen:
         for title, size, calls in CASES[name]():
             compare(title, size, calls)

@@ -33,11 +33,11 @@ from tests.benchmarks.measuring import turns
 from tests.benchmarks.measuring.command import DONE
 from tests.benchmarks.measuring.contest import MIB, Contest
 from tests.benchmarks.measuring.device import CUDA, Device
+from tests.benchmarks.measuring.profiles import kernels_of, print_kernels
 from tests.benchmarks.measuring.records import Run
 
 __all__ = ["contestants_of", "run_cell"]
 
-SHOWN_KERNELS = 25
 WARM_UP_STEPS = 3
 """The first compiles, allocates and times algorithms; the second is the first with delayed scales
 that follow from the data; after the third the gradients' scales have settled as well."""
@@ -268,12 +268,9 @@ def _take_turns(cell: Cell, measure: str, calls: turns.Calls) -> None:
 
 def _profile(cell: Cell, entrants: dict[str, Entrant]) -> None:
     for name, entrant in entrants.items():
-        kernels = measures.kernels_of(entrant.step, cell.device)
+        kernels = kernels_of(entrant.step, cell.device)
         cell.run.write(KERNELS, contestant=name, kernels=kernels)
-        launches, us = sum(k.launches for k in kernels), sum(k.us for k in kernels)
-        print(f"  {name}: {launches:.0f} launches, {us:.0f} us of kernels", flush=True)
-        for kernel in kernels[:SHOWN_KERNELS]:
-            print(f"    {kernel.us:9.1f} us {kernel.launches:5.1f} x {kernel.name[:110]}")
+        print_kernels(name, kernels)
     cell.write_done(KERNELS)
 
 

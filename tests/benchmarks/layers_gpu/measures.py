@@ -1,10 +1,8 @@
-"""What needs no turns: memory, bytes held for backward, errors, and the kernels of a step."""
+"""What needs no turns: bytes held for backward, copies of weights, and errors."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,17 +11,7 @@ from tests.benchmarks.layers_gpu.data import Data
 from tests.benchmarks.measuring.contest import MIB
 from tests.benchmarks.measuring.device import Device
 
-__all__ = ["Held", "Kernel", "held_and_errors", "kernels_of", "weight_copies_mib"]
-
-PROFILED_STEPS = 5
-
-
-class Kernel(NamedTuple):
-    """All launches of one kernel in a step."""
-
-    name: str
-    launches: float
-    us: float
+__all__ = ["Held", "held_and_errors", "weight_copies_mib"]
 
 
 class Held(NamedTuple):
@@ -82,29 +70,3 @@ def _held_bytes(
     y = contestant.forward(x)
     device.clock.synchronize()
     return device.allocated() - before - y.numel() * y.element_size(), y
-
-
-def kernels_of(step: Callable[[], object], device: Device) -> list[Kernel]:
-    """Return the kernels of a step, the longest in total first (torch.profiler)."""
-    step()
-    device.clock.synchronize()
-    activity = torch.profiler.ProfilerActivity
-    is_gpu = device.torch_device.type == "cuda"
-    activities = [activity.CUDA if is_gpu else activity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(PROFILED_STEPS):
-            step()
-        device.clock.synchronize()
-    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    for event in profile.key_averages():
-        us = _own_us(event, is_gpu)
-        if us > 0:
-            totals[event.key][0] += event.count / PROFILED_STEPS
-            totals[event.key][1] += us / PROFILED_STEPS
-    kernels = [Kernel(name, launches, us) for name, (launches, us) in totals.items()]
-    return sorted(kernels, key=lambda kernel: -kernel.us)
-
-
-def _own_us(event: Any, is_gpu: bool) -> float:
-    us: float = event.self_device_time_total if is_gpu else event.self_cpu_time_total
-    return us

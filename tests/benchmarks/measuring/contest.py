@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from tests.benchmarks.measuring.device import Chip, Device, versions, without_collections
 from tests.benchmarks.measuring.turns import Calls, Stop, eager_us, graph_us, host_us
 
-__all__ = ["MIB", "Contest", "Unavailable", "calls_in_turn", "step_of"]
+__all__ = ["MIB", "Contest", "Unavailable", "step_of"]
 
 T = TypeVar("T")
 MIB = 2**20
@@ -42,16 +42,6 @@ def step_of(
     return step
 
 
-def calls_in_turn(calls: Sequence[Callable[[], object]], count: int) -> Callable[[], None]:
-    """Return ``count`` calls, of each of ``calls`` in turn."""
-
-    def run() -> None:
-        for number in range(count):
-            calls[number % len(calls)]()
-
-    return run
-
-
 @dataclass(slots=True)
 class Contest:
     """Contestants on a device; ``refused`` says by name why one of them does not run."""
@@ -73,6 +63,22 @@ class Contest:
             print(f"  {name} does not run: {self.refused[name]}", flush=True)
             return None
         return entrant
+
+    def capture(self, calls: Sequence[Callable[[], object]], count: int) -> Callable[[], object]:
+        """Return the replay of a graph of ``count`` calls, of each of ``calls`` in turn.
+
+        Raises:
+            Unavailable: they cannot be captured.
+        """
+
+        def run() -> None:
+            for number in range(count):
+                calls[number % len(calls)]()
+
+        replay = self.device.capture(run)
+        if replay is None:
+            raise Unavailable("cannot be captured in a graph")
+        return replay
 
     def take(self, measure: str, calls: Calls, stop: Stop) -> dict[str, list[float]]:
         """Return each turn's time of each contestant, us: of replays for the measure ``graph``."""

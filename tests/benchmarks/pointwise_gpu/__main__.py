@@ -26,15 +26,14 @@ import gc
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from tests.benchmarks.layers_gpu.cases import RECIPES
 from tests.benchmarks.measuring import records, turns
 from tests.benchmarks.measuring.command import parser_of
-from tests.benchmarks.measuring.contest import Contest, Unavailable, calls_in_turn
+from tests.benchmarks.measuring.contest import Contest
 from tests.benchmarks.measuring.device import CUDA, Device
 from tests.benchmarks.measuring.markdown import head, line
 from tests.benchmarks.pointwise_gpu import report
@@ -128,7 +127,7 @@ def measure(
         entrant = enter(name, operation, sets, device)
         error = _error(entrant, exact)
         device.clock.synchronize()  # before a capture
-        replays[name] = _captured(entrant.calls, count, device)
+        replays[name] = contest.capture(entrant.calls, count)
         if error is not None:
             errors[name] = error
         return entrant
@@ -143,7 +142,7 @@ def measure(
         ideal[name] = operation.ideal_bytes(shape, recipe or RECIPES[0])
     source = max(sets[0], key=torch.Tensor.numel)
     index = [tensor is source for tensor in sets[0]].index(True)
-    replays[report.COPY] = _captured([own[index].clone for own in sets], count, device)
+    replays[report.COPY] = contest.capture([own[index].clone for own in sets], count)
     ideal[report.COPY] = 2 * source.numel() * source.element_size()
     pairs = tuple((name, report.COPY) for name in replays if name != report.COPY)
     us = contest.take("graph", replays, turns.Stop(seconds, pairs, 0.02))
@@ -172,16 +171,6 @@ def _sets(operation: Operation, shape: Shape, device: Device) -> list[Inputs]:
 
 def _is_resident(shape: Shape) -> bool:
     return shape.rows * shape.columns * 2 <= RESIDENT_BYTES
-
-
-def _captured(
-    calls: Sequence[Callable[[], Any]], count: int, device: Device
-) -> Callable[[], object]:
-    """Return the replay of ``count`` calls, of each set of inputs in turn."""
-    replay = device.capture(calls_in_turn(calls, count))
-    if replay is None:
-        raise Unavailable("cannot be captured in a graph")
-    return replay
 
 
 def _check_device(device: Device, name: str, operation: Operation, shape: Shape) -> None:
