@@ -244,12 +244,12 @@ else:  # to a type checker, it would make every name an attribute
         """Return the module of a short name.
 
         Raises:
-            AttributeError: there is none; names the alternative to a name of Transformer Engine, or
-                the nearest public name.
+            AttributeError: there is none; names the alternative to a name of Transformer Engine,
+                the place of a module that moved, or the nearest public name.
         """
         if name in names.SHORT:
             return importlib.import_module(f"{__name__}.{name}")
-        refusal = names.refusal(name)
+        refusal = names.refusal(name) or names.moved(f"{__name__}.{name}")
         if refusal is not None:
             raise AttributeError(refusal)
         near = "" if name.startswith("_") else did_you_mean(name, __dir__())

@@ -3,7 +3,7 @@ Engine that fp8core does not have, with what to use instead."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -97,15 +97,19 @@ class _Finder(MetaPathFinder, Loader):
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Return the spec of a module by its short name; None for other names.
+        """Return the spec of a module by its short name; None for other names, and where the module
+        has no such part, so that the error of an import names what was imported.
 
         Raises:
             ModuleNotFoundError: the module moved; says where it is. Without a name, as Python would
                 else replace the message of ``from ... import`` by its own.
         """
-        if (place := _place(fullname, MOVED)) is not None:
-            raise ModuleNotFoundError(f"{fullname} has moved: import {place}.")
-        return None if _place(fullname, _LOADED) is None else ModuleSpec(fullname, self)
+        if (message := moved(fullname)) is not None:
+            raise ModuleNotFoundError(message)
+        place = _place(fullname, _LOADED)
+        if place is None or importlib.util.find_spec(place) is None:
+            return None
+        return ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Return the module that the name stands for."""
@@ -130,6 +134,16 @@ def _place(name: str, places: Mapping[str, str]) -> str | None:
         if inside == old or inside.startswith(f"{old}."):
             return f"fp8core.{new}{inside[len(old) :]}"
     return None
+
+
+def moved(name: str) -> str | None:
+    """Return the message that the module ``name`` has moved, with its place; None for other names.
+
+    >>> moved("fp8core.testing")
+    'fp8core.testing has moved: import fp8core.conformance.'
+    """
+    place = _place(name, MOVED)
+    return None if place is None else f"{name} has moved: import {place}."
 
 
 def install() -> None:

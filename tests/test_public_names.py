@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,22 @@ def test_a_name_that_moved_says_where(old: str) -> None:
         with pytest.raises(ModuleNotFoundError, match=rf"import fp8core\.{MOVED[old]}"):
             importlib.import_module(name)
         importlib.import_module(f"fp8core.{MOVED[old]}")
+
+
+@pytest.mark.parametrize("old", [old for old in MOVED if "." not in old])
+def test_an_attribute_that_moved_says_where(old: str) -> None:
+    said = rf"^fp8core\.{old} has moved: import fp8core\.{MOVED[old]}\.$"
+    with pytest.raises(AttributeError, match=said):
+        getattr(fp8core, old)
+
+
+def test_a_short_name_has_the_parts_of_its_module_alone() -> None:
+    assert pydoc.locate("fp8core.optimizers.FusedAdam") is fp8core.optimizers.FusedAdam
+    assert importlib.util.find_spec("fp8core.optimizers.fused") is not None
+    assert importlib.util.find_spec("fp8core.optimizers.nothing") is None
+    with pytest.raises(ModuleNotFoundError, match="'fp8core.optimizers.nothing'") as raised:
+        importlib.import_module("fp8core.optimizers.nothing")
+    assert raised.value.name == "fp8core.optimizers.nothing"
 
 
 def test_every_place_exists() -> None:
