@@ -118,7 +118,7 @@ def test_a_short_name_has_the_parts_of_its_module_alone() -> None:
     assert pydoc.locate("fp8core.optimizers.FusedAdam") is fp8core.optimizers.FusedAdam
     assert importlib.util.find_spec("fp8core.optimizers.fused") is not None
     assert importlib.util.find_spec("fp8core.optimizers.nothing") is None
-    with pytest.raises(ModuleNotFoundError, match="'fp8core.optimizers.nothing'") as raised:
+    with pytest.raises(ModuleNotFoundError, match=r"'fp8core\.optimizers\.nothing'") as raised:
         importlib.import_module("fp8core.optimizers.nothing")
     assert raised.value.name == "fp8core.optimizers.nothing"
 
