@@ -29,10 +29,10 @@ def bind_chain(shapes: Sequence[LinkShape], context: BindContext) -> tuple[Link,
         return Neighbour(shapes[position], links.get(position))
 
     def computing(nearest: Iterable[int]) -> Neighbour | None:
-        computes = (at for at in nearest if shapes[at].moved_over is None)
+        computes = (at for at in nearest if shapes[at].movement is None)
         return neighbour(next(computes, -1))
 
-    is_parallel = any(shape.moved_over is not None for shape in shapes)
+    is_parallel = any(shape.movement is not None for shape in shapes)
     quantizing = [position for position in positions if shapes[position].quantizes]
     others = [position for position in positions if not shapes[position].quantizes]
     for position in (*quantizing, *reversed(others)):

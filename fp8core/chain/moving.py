@@ -8,25 +8,28 @@ scatter     the sum over ranks, each    the rows of all ranks
             rank's rows of it
 all_reduce  the sum over ranks          the gradient as it is
 replicate   the tensor as it is         the sum over ranks
+dispatch    rows to the ranks of their  gradients back to the ranks of their rows
+            experts
+combine     results back to the ranks   gradients to the ranks of the experts
+            of their rows
 =========== =========================== ==========================================
 
-A gather asks the linear that it feeds how that wants its operands, and moves codes and scales
-(:mod:`fp8core.chain.shards`); sums are of the dtype of the activations. The sum of a gradient is
-started when dgrad has computed it, and runs beside wgrad.
+Each is one class, its program, which also says what its neighbours' binding asks. A gather asks the
+linear that it feeds how that wants its operands, and moves codes and scales
+(:mod:`fp8core.chain.shards`), and so do dispatch and combine; sums are of the dtype of the
+activations. The sum of a gradient is started when dgrad has computed it, and runs beside wgrad.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from fp8core.backend_api import Operand, Transfers
-from fp8core.chain.call import Call
-from fp8core.chain.compared import ComparedCalls
+from fp8core.chain.call import Call, Routes
 from fp8core.chain.once import OnlyOnce, over_ranks
 from fp8core.chain.protocol import (
     Backward,
@@ -34,116 +37,151 @@ from fp8core.chain.protocol import (
     Link,
     Out,
     Params,
-    Program,
     Recordable,
     Relay,
     SavedList,
 )
-from fp8core.chain.request import Handover, ProductInParts, QuantizeRequest
-from fp8core.chain.shape import BindContext, LinkShape
-from fp8core.chain.shards import GemmPart
+from fp8core.chain.request import Handover, QuantizeRequest
+from fp8core.chain.shape import BindContext, LinkShape, Movement
+from fp8core.chain.shards import GemmPart, exchanged, returned
 from fp8core.collectives import Communicator, Started, named
 from fp8core.errors import OperandError
 from fp8core.tensors.quantizer import HighPrecision, Orientations
-
-__all__ = ["AllReduceShape", "GatherShape", "MovingLink", "ReplicateShape", "ScatterShape"]
+from fp8core.torch_ops.private import is_traced
 
 
 @dataclass(frozen=True, slots=True)
-class _MovingShape(LinkShape):
-    """A link over the ranks of the group ``group``, by its name."""
+class MovingShape(LinkShape):
+    """A collective over the ranks of the group ``group``, by its name; ``kind`` is the link's name
+    in the table above."""
 
+    kind: str
     group: str
-    program: ClassVar[Callable[..., Program]]
 
     @property
-    def moved_over(self) -> str:
-        """The name of the group."""
-        return self.group
+    def movement(self) -> Movement:
+        """How its program says."""
+        program = _PROGRAMS[self.kind]
+        return Movement(self.group, program.rows, program.grad_rows)
 
     def bind(self, context: BindContext) -> MovingLink:
         """Return the link."""
-        communicator, device = named(self.group), context.binding.device
-        calls = ComparedCalls(communicator, context.owner)
-        kind, reason = type(self).program, over_ranks(context.owner)
-        transfers = context.transfers(communicator)
-        return MovingLink(communicator, kind, context.dtype, device, reason, calls, transfers)
+        communicator = named(self.group)
+        return MovingLink(
+            self,
+            communicator,
+            context.dtype,
+            context.binding.device,
+            ComparedCalls(communicator, context.owner),
+            None if self.splits_experts else context.transfers(communicator),
+            over_ranks(context.owner),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MovingLink(Link):
-    """A link that moves rows over ``communicator``, as its ``kind`` of program does; ``transfers``
-    move them beside products, None: collectives of the group do."""
+    """A link that moves rows over ``communicator``; ``transfers`` move them beside products, None:
+    collectives of the group do. ``only_once``: collectives have no second derivative."""
 
+    shape: MovingShape
     communicator: Communicator
-    kind: Callable[..., Program]
     dtype: torch.dtype
     device: torch.device
-    reason: OnlyOnce
     calls: ComparedCalls
-    transfers: Transfers | None = None
-
-    @property
-    def only_once(self) -> OnlyOnce:
-        """Collectives have no second derivative."""
-        return self.reason
+    transfers: Transfers | None
+    only_once: OnlyOnce = field()  # which has no default, unlike in Link
 
     def compare(self, shape: Sequence[int], needs_grad: Sequence[bool]) -> None:
-        """Compare the call with those of the other ranks.
+        """Compare the call with those of the other ranks, of which experts have other rows.
 
         Raises:
             OperandError: ranks have inputs of other sizes, or other gradients are due; raised on
                 every rank.
         """
-        if self.device.type != "meta":
+        if self.shape.splits_experts:
+            self.calls.compare(None, needs_grad)
+        elif self.device.type != "meta":
             self.calls.compare(shape, needs_grad)
 
-    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
-        """Return the program."""
-        return self.kind(self, needs_grad)
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> MovingProgram:
+        """Return the program of a call, whose routes say how many rows go to which experts."""
+        return _PROGRAMS[self.shape.kind](self, needs_grad, call.routes)
 
 
-class _Program(Relay[MovingLink]):
-    """Base: takes what its neighbours hand over, tensors or shards of operands."""
+class MovingProgram(Relay[MovingLink]):
+    """Base of the collectives: takes what its neighbours hand over, tensors or shards of operands.
 
-    __slots__ = ()
+    ``rows`` and ``grad_rows`` are as in :class:`~fp8core.chain.shape.Movement`, ``summed`` is the
+    name of the tensor that is summed over the ranks, the output or the gradient of the input.
+    """
 
-    recordable = Recordable(calls_functions=True)
+    __slots__ = ("_communicator", "_routes", "_transfers")
+
+    rows: ClassVar[str] = ""
+    grad_rows: ClassVar[str] = ""
+    summed: ClassVar[str] = ""
+
+    def __init__(self, link: MovingLink, needs_grad: Sequence[bool], routes: Routes | None) -> None:
+        super().__init__(link, needs_grad)
+        self._communicator, self._transfers = link.communicator, link.transfers
+        self._routes = routes
 
     @property
-    def _communicator(self) -> Communicator:
-        return self._link.communicator
+    def recordable(self) -> Recordable | None:
+        """Its collectives, but for rows whose numbers differ from call to call."""
+        return Recordable(calls_functions=True) if self._routes is None else None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the activations."""
-        return self._link.dtype
+    def _arrived(self, x: Any, out: Out, purpose: str) -> Any:
+        """Return the rows of all ranks, or of this rank's experts, as ``out`` requests them."""
+        if out is not None and out.shards is not None:
+            mine = x if isinstance(x, Handover) else out.shards.request(out)(x)
+            return out.shards.gather(mine, out)
+        if self._routes is None:
+            rows = self._communicator.gather(x, purpose, at_once=True).wait()
+        else:
+            rows = exchanged(self._communicator, x, self._routes, 1, purpose)
+        return rows if out is None else out(rows)
 
-    def _gathered(self, x: Any, out: Out, purpose: str) -> Any:
-        """Return the rows of all ranks, as ``out`` requests them."""
-        if out is None:
-            return self._communicator.gather(x, purpose, at_once=True).wait()
-        if out.shards is None:
-            return out(self._communicator.gather(x, purpose, at_once=True).wait())
-        mine = x if isinstance(x, Handover) else out.shards.request(out)(x)
-        return out.shards.gather(mine, out)
+    def _returned(self, x: torch.Tensor, out: Out, purpose: str) -> Any:
+        """Return this rank's rows, for all experts."""
+        assert self._routes is not None
+        rows = returned(self._communicator, x, self._routes, purpose)
+        return rows if out is None else out(rows)
 
-    def _scattered(self, x: torch.Tensor, purpose: str, *, at_once: bool = False) -> Started:
-        size = self._communicator.size
-        if x.shape[0] % size:
+    def _sum_request(self) -> QuantizeRequest:
+        """Return how the tensor that is summed is wanted: its sum started as soon as it is
+        computed, also some rows at a time where those of other ranks travel meanwhile."""
+        is_in_parts = self._transfers is not None and bool(self.rows or self.grad_rows)
+        product = self._sum_in_parts if is_in_parts else None
+        dtype = self._link.dtype
+        return _StartSum(HighPrecision(dtype), dtype, product=product, start=self._start_sum)
+
+    def _sum_of(self, x: Any, out: Out) -> Any:
+        """Return the sum of ``x`` over the ranks, which may have been started."""
+        started = x.started if isinstance(x, _Sum) else self._start_sum(x)
+        total = started.wait()
+        return total if out is None else out(total)
+
+    def _start_sum(self, x: torch.Tensor) -> Started:
+        communicator, purpose = self._communicator, self.summed
+        at_once = purpose == "output"  # nothing runs beside it
+        if not (self.rows or self.grad_rows):
+            return communicator.sum(x, purpose, at_once=at_once)
+        if x.shape[0] % communicator.size:
             raise OperandError(
-                f"{self._link.reason.owner}: the {size} ranks of group "
-                f"{self._communicator.group_name!r} do not divide {x.shape[0]} rows. With sequence "
-                f"parallelism each rank gets as many rows: pad the input to a multiple of {size}."
+                f"{self._link.only_once.owner}: the {communicator.size} ranks of group "
+                f"{communicator.group_name!r} do not divide {x.shape[0]} rows. With sequence "
+                f"parallelism each rank gets as many rows: pad the input to a multiple of "
+                f"{communicator.size}."
             )
-        return self._communicator.scatter(x, purpose, self._link.transfers, at_once=at_once)
+        return communicator.scatter(x, purpose, self._transfers, at_once=at_once)
 
-    def _scattered_in_parts(
-        self, gemm_part: GemmPart, a: Operand, b: Operand, dtype: torch.dtype, purpose: str
+    def _sum_in_parts(
+        self, gemm_part: GemmPart, a: Operand, b: Operand, dtype: torch.dtype
     ) -> _Sum | None:
         """Start the sum of the product of ``a[m, k]`` and ``b[n, k]`` over the ranks, each of which
         gets its rows; None if that has to be computed first."""
-        transfers, size = self._link.transfers, self._communicator.size
+        transfers, size = self._transfers, self._communicator.size
         rows, columns = a.data.shape[0], b.data.shape[0]
         part = rows // size
         if transfers is None or rows % size or not _splits(a):
@@ -155,9 +193,169 @@ class _Program(Relay[MovingLink]):
             gemm_part(rows, _rows_of(a, rank, size), b, out=out)
 
         started = self._communicator.scatter_in_parts(
-            b.data, (part, columns), dtype, compute, purpose, transfers
+            b.data, (part, columns), dtype, compute, self.summed, transfers
         )
         return _Sum(started, rows)
+
+
+class _Gather(MovingProgram):
+    """Gathers rows; its gradient is summed over the ranks, each of which keeps its rows."""
+
+    __slots__ = ()
+
+    rows, summed = "gathered", "grad_input"
+
+    def num_rows(self, rows: int) -> int:
+        """Return the rows of all ranks."""
+        return rows * self._communicator.size
+
+    def relay(self, out: Out) -> Out:
+        """Return the next program's request for a rank's rows."""
+        return None if out is None or out.shards is None else out.shards.request(out)
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Gather the rows."""
+        return self._arrived(x, out, "input"), (), None
+
+    def request_grad(self, call: Call) -> QuantizeRequest:
+        """Return the request that starts the sum."""
+        return self._sum_request()
+
+    def backward(
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Finish the sum, started when the gradient was computed."""
+        return (self._sum_of(grad, out),)
+
+
+class _Scatter(MovingProgram):
+    """Sums over the ranks, each of which keeps its rows; the gradient is gathered."""
+
+    __slots__ = ()
+
+    grad_rows, summed = "gathered", "output"
+
+    def num_rows(self, rows: int) -> int:
+        """Return a rank's rows."""
+        return rows // self._communicator.size
+
+    def relay(self, out: Out) -> Out:
+        """Return the request for a product some rows at a time, whose sums start one after the
+        other; None where none of them would travel beside the next."""
+        return None if self._transfers is None else self._sum_request()
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Sum, and keep a rank's rows."""
+        return self._sum_of(x, out), (), None
+
+    def backward(
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Gather the gradient, as the link before wants it."""
+        return (self._arrived(grad, out, "grad_output"),)
+
+
+class _AllReduce(MovingProgram):
+    """Sums over the ranks; the gradient stays as it is, equal on all ranks."""
+
+    __slots__ = ()
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Sum."""
+        y = self._communicator.sum(x, "output", at_once=True).wait()
+        return y if out is None else out(y), (), None
+
+    def backward(
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Hand the gradient on."""
+        return (grad if out is None else out(grad),)
+
+
+class _Replicate(MovingProgram):
+    """Hands on a tensor that all ranks have; its gradient is summed over them."""
+
+    __slots__ = ()
+
+    summed = "grad_input"
+
+    def relay(self, out: Out) -> Out:
+        """Return the next program's request."""
+        return out
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Hand the tensor on."""
+        return x if out is None or isinstance(x, Handover) else out(x), (), None
+
+    def request_grad(self, call: Call) -> QuantizeRequest:
+        """Return the request that starts the sum."""
+        return self._sum_request()
+
+    def backward(
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Finish the sum, started when the gradient was computed."""
+        return (self._sum_of(grad, out),)
+
+
+class _Dispatch(MovingProgram):
+    """Sends rows to the ranks of their experts."""
+
+    __slots__ = ()
+
+    rows = "exchanged"
+
+    def num_rows(self, rows: int) -> int:
+        """Return the rows of this rank's experts."""
+        assert self._routes is not None
+        return sum(self._routes.received)
+
+    def relay(self, out: Out) -> Out:
+        """Return the next program's request for the rows before they leave."""
+        return None if out is None or out.shards is None else out.shards.request(out)
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Send rows to their experts."""
+        return self._arrived(x, out, "input"), (), None
+
+    def backward(
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Send gradients back."""
+        return (self._returned(grad, out, "grad_input"),)
+
+
+class _Combine(MovingProgram):
+    """Sends the results of experts back to the ranks of their rows."""
+
+    __slots__ = ()
+
+    grad_rows = "exchanged"
+
+    def num_rows(self, rows: int) -> int:
+        """Return this rank's rows."""
+        assert self._routes is not None
+        return sum(self._routes.sent)
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Send results back."""
+        return self._returned(x, out, "output"), (), None
+
+    def backward(
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Send gradients to the experts."""
+        return (self._arrived(grad, out, "grad_output"),)
+
+
+_PROGRAMS: dict[str, type[MovingProgram]] = {
+    "gather": _Gather,
+    "scatter": _Scatter,
+    "all_reduce": _AllReduce,
+    "replicate": _Replicate,
+    "dispatch": _Dispatch,
+    "combine": _Combine,
+}
 
 
 def _splits(a: Operand) -> bool:
@@ -187,9 +385,9 @@ class _Sum(Handover):
 
 @dataclass(frozen=True, slots=True)
 class _StartSum(QuantizeRequest):
-    """Starts the sum of a gradient as soon as it is computed: that is how its link wants it."""
+    """Starts the sum of a tensor, by ``start``, as soon as it is computed."""
 
-    program: _Summing | _Scatter | None = None
+    start: Callable[[torch.Tensor], Started] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -198,160 +396,58 @@ class _StartSum(QuantizeRequest):
 
     def __call__(self, y: torch.Tensor) -> _Sum:
         """Start the sum of ``y``."""
-        assert self.program is not None
-        return _Sum(self.program.start_sum(y), y.shape[0])
+        assert self.start is not None
+        return _Sum(self.start(y), y.shape[0])
 
 
-def _start_sum(program: _Summing | _Scatter, product: ProductInParts | None) -> _StartSum:
-    dtype = program.dtype
-    return _StartSum(HighPrecision(dtype), dtype, program=program, product=product)
+_MOST_CALLS = 256
 
 
-class _Summing(_Program):
-    """Base of the programs whose backward sums the gradient over ranks."""
+class ComparedCalls:
+    """The kinds of calls of ``owner`` that the ranks of ``communicator`` have compared.
 
-    __slots__ = ()
+    Ranks whose calls differ would begin other collectives: of other sizes, where their inputs
+    have others, and in backward alone, where one of them computes no gradients.
+    """
 
-    def start_sum(self, x: torch.Tensor) -> Started:
-        """Start the sum of the gradient of the output."""
-        raise NotImplementedError
+    __slots__ = ("_calls", "_communicator", "_owner")
 
-    def request_grad(self, call: Call) -> QuantizeRequest:
-        """Return the request that starts the sum."""
-        return _start_sum(self, self._product())
+    def __init__(self, communicator: Communicator, owner: str) -> None:
+        self._communicator = communicator
+        self._owner = owner
+        self._calls: set[tuple[Sequence[int] | None, tuple[bool, ...]]] = set()
 
-    def _product(self) -> ProductInParts | None:
-        """Return what computes the gradient in parts, whose sums start one after the other."""
-        return None
+    def compare(self, shape: Sequence[int] | None, needs_grad: Sequence[bool]) -> None:
+        """Compare a call if it is the first of its kind; not while torch captures a graph.
 
-    def backward(
-        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
-    ) -> Backward:
-        """Finish the sum, started when the gradient was computed."""
-        started = grad.started if isinstance(grad, _Sum) else self.start_sum(grad)
-        total = started.wait()
-        return (total if out is None else out(total),)
+        ``shape`` is that of the input, None where ranks may have others.
 
-
-class _Gather(_Summing):
-    __slots__ = ()
-
-    def num_rows(self, rows: int) -> int:
-        """Return the rows of all ranks."""
-        return rows * self._communicator.size
-
-    def relay(self, out: Out) -> Out:
-        """Return the next program's request for a rank's rows."""
-        return None if out is None or out.shards is None else out.shards.request(out)
-
-    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Gather the rows."""
-        return self._gathered(x, out, "input"), (), None
-
-    def start_sum(self, x: torch.Tensor) -> Started:
-        """Start the sum of the gradient, of which a rank gets its rows."""
-        return self._scattered(x, "grad_input")
-
-    def _product(self) -> ProductInParts | None:
-        if self._link.transfers is None:
-            return None
-        return partial(self._scattered_in_parts, purpose="grad_input")
+        Raises:
+            OperandError: the calls of ranks differ; raised on every rank.
+        """
+        if shape is not None and any(type(size) is not int for size in shape):
+            return  # symbols, while torch traces
+        call = shape, tuple(needs_grad)
+        if call in self._calls or torch.compiler.is_compiling() or is_traced():
+            return
+        text = gradients_text(needs_grad)
+        text = text if shape is None else f"an input of {list(shape)}, {text}"
+        self._communicator.agree(text, f"a call of {self._owner}")
+        if len(self._calls) >= _MOST_CALLS:  # ragged sizes without end
+            self._calls.clear()
+        self._calls.add(call)
 
 
-class _Scatter(_Program):
-    __slots__ = ()
+def gradients_text(needs_grad: Sequence[bool]) -> str:
+    """Return whose gradient is due, in words: the input's, then the parameters'.
 
-    def relay(self, out: Out) -> Out:
-        """Return the request for a product some rows at a time, whose sums start one after the
-        other; None where none of them would travel beside the next."""
-        if self._link.transfers is None:
-            return None
-        return _start_sum(self, partial(self._scattered_in_parts, purpose="output"))
-
-    def start_sum(self, x: torch.Tensor) -> Started:
-        """Start the sum of the input, of which a rank gets its rows."""
-        return self._scattered(x, "output", at_once=True)
-
-    def num_rows(self, rows: int) -> int:
-        """Return a rank's rows."""
-        return rows // self._communicator.size
-
-    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Sum, and keep a rank's rows."""
-        y = (x.started if isinstance(x, _Sum) else self.start_sum(x)).wait()
-        return y if out is None else out(y), (), None
-
-    def backward(
-        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
-    ) -> Backward:
-        """Gather the gradient, as the link before wants it."""
-        return (self._gathered(grad, out, "grad_output"),)
-
-
-class _AllReduce(_Program):
-    __slots__ = ()
-
-    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Sum."""
-        y = self._communicator.sum(x, "output", at_once=True).wait()
-        return y if out is None else out(y), (), None
-
-    def backward(
-        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
-    ) -> Backward:
-        """Hand the gradient on."""
-        return (grad if out is None else out(grad),)
-
-
-class _Replicate(_Summing):
-    __slots__ = ()
-
-    def relay(self, out: Out) -> Out:
-        """Return the next program's request."""
-        return out
-
-    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Hand the tensor on."""
-        return x if out is None or isinstance(x, Handover) else out(x), (), None
-
-    def start_sum(self, x: torch.Tensor) -> Started:
-        """Start the sum of the gradient."""
-        return self._communicator.sum(x, "grad_input")
-
-
-@dataclass(frozen=True, slots=True)
-class GatherShape(_MovingShape):
-    """Gathers rows; its gradient is summed over the ranks, each of which keeps its rows."""
-
-    program: ClassVar[Callable[..., Program]] = _Gather
-
-    @property
-    def gathers_rows(self) -> bool:
-        """Its output has the rows of all ranks."""
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class ScatterShape(_MovingShape):
-    """Sums over the ranks, each of which keeps its rows; the gradient is gathered."""
-
-    program: ClassVar[Callable[..., Program]] = _Scatter
-
-    @property
-    def gathers_grad_rows(self) -> bool:
-        """The gradient of its input has the rows of all ranks."""
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class AllReduceShape(_MovingShape):
-    """Sums over the ranks; the gradient stays as it is, equal on all ranks."""
-
-    program: ClassVar[Callable[..., Program]] = _AllReduce
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicateShape(_MovingShape):
-    """Hands on a tensor that all ranks have; its gradient is summed over them."""
-
-    program: ClassVar[Callable[..., Program]] = _Replicate
+    >>> gradients_text((True, False, True))
+    'gradients of the input and parameter 2'
+    >>> gradients_text((False, False))
+    'no gradients'
+    """
+    due = [str(at) for at, needs in enumerate(needs_grad) if needs and at]
+    words = ["the input"] if needs_grad[0] else []
+    if due:
+        words.append(f"parameter{'s' if len(due) > 1 else ''} {', '.join(due)}")
+    return f"gradients of {' and '.join(words)}" if words else "no gradients"

@@ -35,6 +35,19 @@ class CallInputs(NamedTuple):
     sizes: Sequence[int] = ()
 
 
+class Movement(NamedTuple):
+    """What a link moves between the ranks of the group ``group``, by its name.
+
+    ``rows`` says how the rows of its output come from several ranks: ``"gathered"``, those of all
+    ranks, of which its input has a rank's; ``"exchanged"``, those of a call's routes; empty if they
+    are those of its input. ``grad_rows`` says so of the gradient of its input.
+    """
+
+    group: str
+    rows: str = ""
+    grad_rows: str = ""
+
+
 class LinkShape:
     """Base of the shapes, which are frozen dataclasses: each states what differs from a link that
     has no parameters, keeps the columns, and computes in the dtype of the activations."""
@@ -84,45 +97,25 @@ class LinkShape:
         return False
 
     @property
-    def moved_over(self) -> str | None:
-        """The name of the group whose ranks its link moves a tensor between; None if it computes.
-        The links on both sides quantize for each other as if it were not there."""
+    def movement(self) -> Movement | None:
+        """What its link moves between the ranks of a group; None if it computes. The links on both
+        sides quantize for each other as if it were not there."""
         return None
 
     @property
     def process_groups(self) -> tuple[str, ...]:
         """The names of the groups whose ranks compute together, and so have to bind it alike."""
-        return () if self.moved_over is None else (self.moved_over,)
-
-    @property
-    def gathers_rows(self) -> bool:
-        """Whether its output has the rows of all ranks, of which its input has a rank's."""
-        return False
-
-    @property
-    def gathers_grad_rows(self) -> bool:
-        """Whether the gradient of its input has the rows of all ranks."""
-        return False
+        return () if self.movement is None else (self.movement.group,)
 
     @property
     def shares_scales_over(self) -> str | None:
         """The name of the group whose ranks have one delayed scale for each tensor; None: none."""
-        return None if self.splits_experts else self.moved_over
+        return None if self.movement is None or self.splits_experts else self.movement.group
 
     @property
     def splits_experts(self) -> bool:
         """Whether each rank has other experts behind it, with delayed scales of their own."""
-        return self.exchanges_rows or self.exchanges_grad_rows
-
-    @property
-    def exchanges_rows(self) -> bool:
-        """Whether the rows of its output come from several ranks, those of a call's routes."""
-        return False
-
-    @property
-    def exchanges_grad_rows(self) -> bool:
-        """Whether the rows of the gradient of its input come from several ranks."""
-        return False
+        return self.movement is not None and "exchanged" in self.movement
 
     @property
     def reads_grad_rows(self) -> bool:
@@ -282,26 +275,22 @@ class BindContext(NamedTuple):
     @property
     def input_shards(self) -> Communicator | None:
         """Who gathers the rows of the input; None: no link does."""
-        shape = None if self.before is None else self.before.shape
-        return _mover(shape, shape is not None and shape.gathers_rows)
+        return _group_of(self.before, "rows", "gathered")
 
     @property
     def grad_shards(self) -> Communicator | None:
         """Who gathers the rows of the gradient of the output; None: no link does."""
-        shape = None if self.after is None else self.after.shape
-        return _mover(shape, shape is not None and shape.gathers_grad_rows)
+        return _group_of(self.after, "grad_rows", "gathered")
 
     @property
     def input_exchange(self) -> Communicator | None:
         """Who exchanges the rows of the input; None: no link does."""
-        shape = None if self.before is None else self.before.shape
-        return _mover(shape, shape is not None and shape.exchanges_rows)
+        return _group_of(self.before, "rows", "exchanged")
 
     @property
     def grad_exchange(self) -> Communicator | None:
         """Who exchanges the rows of the gradient of the output; None: no link does."""
-        shape = None if self.after is None else self.after.shape
-        return _mover(shape, shape is not None and shape.exchanges_grad_rows)
+        return _group_of(self.after, "grad_rows", "exchanged")
 
     def purpose(self, step: str) -> Purpose:
         """Return what an operation of the link is for."""
@@ -324,10 +313,12 @@ class BindContext(NamedTuple):
         return binding.resolver.transfers(communicator, binding.device, self.dtype)
 
 
-def _mover(shape: LinkShape | None, gathers: bool) -> Communicator | None:
-    if shape is None or shape.moved_over is None or not gathers:
+def _group_of(neighbour: Neighbour | None, tensor: str, way: str) -> Communicator | None:
+    """Return the ranks between which ``neighbour`` moves the rows of ``tensor`` by ``way``."""
+    movement = None if neighbour is None else neighbour.shape.movement
+    if movement is None or getattr(movement, tensor) != way:
         return None
-    return named(shape.moved_over)
+    return named(movement.group)
 
 
 def _is_rounded_first(plan: TensorPlan) -> bool:

@@ -1,9 +1,15 @@
-"""A tensor whose rows are on several ranks: each casts its own rows, and codes and scales travel.
+"""Tensors whose rows are on several ranks: each casts its own rows, and codes and scales travel.
 
-What a rank casts is its share of the operands of the whole tensor, bit for bit: a scale that covers
-rows of several ranks follows from the amaxes of all of them, and a scale of a block belongs to one
-rank, where blocks end with a rank's rows. Where they do not, the tensor travels in high precision,
-and each rank casts the whole of it.
+Of :class:`Shards` each rank has some rows, of which all ranks get the whole. What a rank casts is
+its share of the operands of the whole tensor, bit for bit: a scale that covers rows of several
+ranks follows from the amaxes of all of them, and a scale of a block belongs to one rank, where
+blocks end with a rank's rows. Where they do not, the tensor travels in high precision, and each
+rank casts the whole of it.
+
+Of :class:`Exchanged` rows go to the ranks of their experts, if the codes are those that the whole
+group of rows would have: scales of rows do; scales of a group follow from amaxes that are reduced
+over the ranks; blocks along the rows have to end with the rows of each rank for each expert. Else
+rows travel in high precision, and are cast where they arrive.
 """
 
 from __future__ import annotations
@@ -17,14 +23,13 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from fp8core.backend_api import Operand, OperandSpec, Transfers, amax_extent
+from fp8core.chain.call import Call, Routes
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.collectives import Communicator, Started
 from fp8core.recipe.plan import TensorPlan
-from fp8core.tensors.quantizer import Orientations
+from fp8core.tensors.quantizer import Orientations, TensorQuantizer
 from fp8core.torch_ops.recorded import called_in_repeats
 from fp8core.torch_ops.shapes import is_captured
-
-__all__ = ["ArrivingOperand", "ArrivingRows", "GemmPart", "Shards", "here"]
 
 _WORD = 8
 """Bytes that are copied as one element."""
@@ -322,3 +327,115 @@ def _ends_with(rows: int, spec: OperandSpec | None, along: int) -> bool:
         return False
     block = spec.block[along]
     return not block or rows % block == 0
+
+
+@dataclass(frozen=True, slots=True)
+class SentCast:
+    """How a tensor is cast before its rows leave: as ``plan`` says, by ``quantizer``, which reduces
+    amaxes over the ranks of ``communicator``. ``purpose`` is the tensor's name in the counts."""
+
+    communicator: Communicator
+    plan: TensorPlan
+    quantizer: TensorQuantizer
+    purpose: str
+
+    def of_call(self, routes: Routes) -> Exchanged | None:
+        """Return how rows travel quantized in a call, None if they do not."""
+        row, column = self.plan
+        if row is None or column is None:
+            return None
+        if not (_keeps_rows(row, 0, routes.unit) and _keeps_rows(column, 1, routes.unit)):
+            return None
+        return Exchanged(self, routes)
+
+
+def _keeps_rows(spec: OperandSpec, along: int, unit: int) -> bool:
+    """Say whether rows that are cast in parts of ``unit`` rows, or multiples, have the codes that
+    the whole group gives them."""
+    if spec.transform is not None or spec.stochastic or spec.scale_format == "e4m3":
+        return False
+    block = spec.block[along]
+    return block in (0, 1) or unit % block == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """Casts the rows of one call, and moves codes and scales to the ranks of their experts."""
+
+    cast: SentCast
+    routes: Routes
+
+    def request(self, whole: QuantizeRequest) -> QuantizeRequest:
+        """Return the request for the rows before they leave, from that for those that arrive."""
+        chunks = self.routes.chunks
+        offsets = torch.tensor((0, *chunks), device="cpu").cumsum(0)
+        return dataclasses.replace(
+            whole,
+            quantizer=self.cast.quantizer,
+            columnwise=whole.columnwise and not (whole.rowwise and self._is_same_both_ways),
+            call=Call(groups=(offsets,), splits=chunks),
+            cast=None,
+            cast_and_sum=None,
+            rows=sum(chunks),
+            shards=None,
+        )
+
+    def gather(self, mine: Handover, whole: QuantizeRequest) -> Handover:
+        """Return the operands of the rows that arrive, of which ``mine`` are those that leave."""
+        row, column = mine.take()
+        rows = None if row is None else self._moved(row, self.cast.plan.rowwise, 0)
+        columns = None if column is None else self._moved(column, self.cast.plan.columnwise, 1)
+        if whole.columnwise and columns is None and rows is not None:
+            turned = (None if part is None else part.t() for part in rows)
+            columns = Operand(*turned)  # type: ignore[arg-type]  # data is there
+        return Handover(Orientations(rows, columns), sum(self.routes.received))
+
+    @property
+    def _is_same_both_ways(self) -> bool:
+        """Whether the columnwise operand is the rowwise one, transposed: it need not travel."""
+        row, column = self.cast.plan
+        return row == column and row is not None and row.block == (0, 0)
+
+    def _moved(self, operand: Operand, spec: OperandSpec | None, along: int) -> Operand:
+        assert spec is not None
+        assert operand.scale_inv is not None
+        purpose, block = self.cast.purpose, spec.block[along]
+        data = self._rows(operand.data, along, 1, purpose)
+        if block:
+            return Operand(data, self._rows(operand.scale_inv, along, block, f"{purpose} scales"))
+        # One scale, or one a column, for each expert: all ranks have those of all experts.
+        experts = self.routes.experts
+        count = experts.stop - experts.start
+        return Operand(data, operand.scale_inv.narrow(along, experts.start, count))
+
+    def _rows(self, x: torch.Tensor, along: int, step: int, purpose: str) -> torch.Tensor:
+        """Return what arrives of ``x``, whose dimension ``along`` is the rows, ``step`` of them in
+        each entry."""
+        rows = x if along == 0 else x.t()
+        arrived = exchanged(self.cast.communicator, rows, self.routes, step, purpose)
+        return arrived if along == 0 else arrived.t().contiguous()
+
+
+def exchanged(
+    communicator: Communicator, x: torch.Tensor, routes: Routes, step: int, purpose: str
+) -> torch.Tensor:
+    """Return the rows of this rank's experts, by expert; ``x`` are this rank's, for all experts."""
+    sent = [count // step for count in routes.sent]
+    received = [count // step for count in routes.received]
+    x = x.narrow(0, 0, sum(sent))  # scales on meta are as many as any sizes of groups need
+    rows = communicator.exchange(x, sent, received, purpose).wait()
+    if len(routes.splits) == 1 or routes.size == 1:
+        return rows  # they came in this order
+    order = routes.order(x.device, step)
+    # Not every operator of torch takes a dtype of one byte.
+    plain = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+    return plain.index_select(0, order).view(rows.dtype)
+
+
+def returned(
+    communicator: Communicator, x: torch.Tensor, routes: Routes, purpose: str
+) -> torch.Tensor:
+    """Return the rows of this rank, for all experts: the inverse of :func:`exchanged`."""
+    if len(routes.splits) > 1 and routes.size > 1:
+        x = x.index_select(0, routes.order(x.device).argsort())
+    return communicator.exchange(x, routes.received, routes.sent, purpose).wait()

@@ -20,10 +20,9 @@ from typing_extensions import override
 
 from fp8core.chain import run as chain
 from fp8core.chain.bind import bind_chain
-from fp8core.chain.call import Call
+from fp8core.chain.call import Call, Routes
 from fp8core.chain.differentiable import arranged
-from fp8core.chain.exchange import CombineShape, DispatchShape
-from fp8core.chain.routes import Routes
+from fp8core.chain.moving import MovingShape
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.collectives import Communicator, named, of_group
 from fp8core.distributed.sharded_state import SavedScales, remote_experts
@@ -113,7 +112,11 @@ class Experts(LowPrecisionModule):
         shapes = tuple(shape for layer in self._layers() for shape in layer.link_shapes())
         if not self.group_name:
             return shapes
-        return DispatchShape(self.group_name), *shapes, CombineShape(self.group_name)
+        return (
+            MovingShape("dispatch", self.group_name),
+            *shapes,
+            MovingShape("combine", self.group_name),
+        )
 
     @override
     def link_params(self) -> list[torch.Tensor]:
@@ -271,14 +274,14 @@ class TokenExchange:
             OperandError: other rows than the counts say, or of another dtype or size than those of
                 other ranks; raised on every rank.
         """
-        return self._run(DispatchShape(self._communicator.group_name), rows, self._routes.sent)
+        return self._run("dispatch", rows, self._routes.sent)
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows in the order of ``dispatch``'s input, from rows in that of its output.
         Differentiable."""
-        return self._run(CombineShape(self._communicator.group_name), rows, self._routes.received)
+        return self._run("combine", rows, self._routes.received)
 
-    def _run(self, shape: LinkShape, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def _run(self, kind: str, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         told, problem = f"{rows.dtype} rows of {list(rows.shape[1:])}", None
         if rows.shape[0] != sum(counts):
             problem = OperandError(f"TokenExchange: {rows.shape[0]} rows; expected {sum(counts)}.")
@@ -287,6 +290,7 @@ class TokenExchange:
         if problem is not None:
             raise problem
         binding = Binding(rows.device, rows.dtype)
+        shape = MovingShape(kind, self._communicator.group_name)
         links = bind_chain((shape,), BindContext.of(HIGH_PRECISION, binding, "TokenExchange"))
         flat = rows.flatten(1) if rows.dim() != 2 else rows
         out = chain.run(arranged(links), flat, (), Call(routes=self._routes))

@@ -18,8 +18,7 @@ import torch
 from fp8core.backend_api import GemmDesc, OpDesc, Operand, Ranks, Transfers
 from fp8core.chain import run as chain
 from fp8core.chain.bind import bind_chain
-from fp8core.chain.call import Call
-from fp8core.chain.routes import Routes
+from fp8core.chain.call import Call, Routes
 from fp8core.chain.shape import BindContext, LinkShape, input_columns_of
 from fp8core.collectives import Communicator, Traffic, named
 from fp8core.dispatch import table
@@ -335,7 +334,7 @@ def _call(shapes: tuple[LinkShape, ...], x: torch.Tensor) -> Call:
             tensors=[tensor for example in brought for tensor in example.tensors],
             sizes=[size for example in brought for size in example.sizes],
         )
-    exchanging = next((shape.moved_over for shape in shapes if shape.splits_experts), None)
+    exchanging = next((shape.process_groups[0] for shape in shapes if shape.splits_experts), None)
     if exchanging is not None:  # each rank has as many rows for each expert
         size = named(exchanging).size
         routes = Routes.of([_evenly(x.shape[0], groups * size)] * size, named(exchanging).rank)

@@ -14,7 +14,7 @@ from fp8core.chain import run as chain
 from fp8core.chain.attention.shape import AttentionShape
 from fp8core.chain.attention.tensors import AttentionTensors
 from fp8core.chain.call import Call
-from fp8core.chain.compared import gradients_text
+from fp8core.chain.moving import gradients_text
 from fp8core.chain.shape import LinkShape
 from fp8core.chain.unwrap import PLAIN
 from fp8core.collectives import named

@@ -13,7 +13,7 @@ import fp8core
 from fp8core import GroupedLinear, LayerNormLinear, OperandError, autocast, ops, recipe
 from fp8core import Linear as LinearLayer
 from fp8core.chain import run as chain
-from fp8core.chain.call import DENSE, Call
+from fp8core.chain.call import DENSE, Call, Routes
 from fp8core.chain.linear.link import LinearLink
 from fp8core.chain.padding import LayerPadding
 from fp8core.chain.protocol import (
@@ -26,7 +26,6 @@ from fp8core.chain.protocol import (
     TensorProgram,
 )
 from fp8core.chain.request import QuantizeRequest
-from fp8core.chain.routes import Routes
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.chain.simple import OutputShape, SimpleLink
 from fp8core.modules.calls.bind import bind

@@ -10,7 +10,6 @@ import torch
 
 from fp8core.chain.call import Call
 from fp8core.chain.delayed_wgrad import Delaying
-from fp8core.chain.exchange import Exchanged, SentCast
 from fp8core.chain.groups import FlatWeights, Grouped
 from fp8core.chain.linear.operations import LinearOperations
 from fp8core.chain.linear.program import LinearProgram
@@ -21,6 +20,7 @@ from fp8core.chain.padded import Padded
 from fp8core.chain.padding import LayerPadding
 from fp8core.chain.protocol import Consumer, Link, Program
 from fp8core.chain.requantized import Requantizing
+from fp8core.chain.shards import Exchanged, SentCast
 from fp8core.chain.stochastic import Stochastic
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import TensorQuantizer

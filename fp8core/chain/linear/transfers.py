@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from fp8core.chain.exchange import SentCast
 from fp8core.chain.linear.spec import LinearSpec
 from fp8core.chain.shape import BindContext
-from fp8core.chain.shards import GemmPart, Shards
+from fp8core.chain.shards import GemmPart, SentCast, Shards
 from fp8core.collectives import Communicator
 from fp8core.dispatch.table import Resolved
 from fp8core.tensors.quantizer_binding import MaximumOverShards, bind_quantizer
@@ -33,7 +32,7 @@ def bind_parts(gemms: dict[str, Resolved], context: BindContext, *, is_left: boo
     if is_left or context.watch is not None:
         return Parts()
     neighbours = [one.shape for one in (context.before, context.after) if one is not None]
-    has_movers = any(one.moved_over is not None for one in neighbours)
+    has_movers = any(one.movement is not None for one in neighbours)
     reads_rows = context.before is not None and context.before.shape.reads_grad_rows
     fprop, dgrad = (gemms[name].offers.gemm_part for name in ("fprop", "dgrad"))
     return Parts(

@@ -168,7 +168,8 @@ def with_output(shapes: tuple[LinkShape, ...], layer: _ReturnsNorm) -> tuple[Lin
     if ``layer`` returns that: behind the gather, if it returns that of all ranks."""
     if not layer.return_layernorm_output:
         return shapes
-    is_gathered = layer.return_layernorm_output_gathered and shapes[0].gathers_rows
+    movement = shapes[0].movement
+    is_gathered = bool(layer.return_layernorm_output_gathered and movement and movement.rows)
     return (*shapes[:is_gathered], OutputShape(), *shapes[is_gathered:])
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 import torch
 from typing_extensions import override
 
-from fp8core.chain.moving import AllReduceShape, GatherShape, ScatterShape
+from fp8core.chain.moving import MovingShape
 from fp8core.chain.residual import AddShape
 from fp8core.chain.shape import LinkShape, input_columns_of
 from fp8core.chain.simple import L2NormShape, OutputShape, ScaleShape
@@ -135,7 +135,7 @@ class Operation(LowPrecisionModule, ExtraTensors):
 class _Collective(Operation):
     """The base of operations over the ranks of ``process_group``, the default group if None."""
 
-    _shape: ClassVar[type[GatherShape | ScatterShape | AllReduceShape]]
+    _kind: ClassVar[str]
 
     def __init__(self, process_group: object | None = None) -> None:
         super().__init__(None)
@@ -150,7 +150,7 @@ class _Collective(Operation):
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the shape of the collective; none for a group of one rank."""
-        return (self._shape(self._group),) if self.process_group_size > 1 else ()
+        return (MovingShape(self._kind, self._group),) if self.process_group_size > 1 else ()
 
     def _describe(self) -> list[str]:
         return [f"process_group_size={self.process_group_size}"]
@@ -163,7 +163,7 @@ class AllGather(_Collective):
     are gathered. Backward sums the gradient over the ranks, and each rank gets its own rows.
     """
 
-    _shape = GatherShape
+    _kind = "gather"
 
 
 class ReduceScatter(_Collective):
@@ -172,7 +172,7 @@ class ReduceScatter(_Collective):
     Backward concatenates the gradients of all ranks: as codes and scales for a linear before.
     """
 
-    _shape = ScatterShape
+    _kind = "scatter"
 
 
 class AllReduce(_Collective):
@@ -183,7 +183,7 @@ class AllReduce(_Collective):
     changes nothing.
     """
 
-    _shape = AllReduceShape
+    _kind = "all_reduce"
 
     def __init__(
         self, process_group: object | None = None, reduce_in_backward: bool = True

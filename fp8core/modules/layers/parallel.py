@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.chain.linear.shape import LinearShape
-from fp8core.chain.moving import AllReduceShape, GatherShape, ReplicateShape, ScatterShape
+from fp8core.chain.moving import MovingShape
 from fp8core.chain.shape import LinkShape
 from fp8core.collectives import Communicator, named, of_group
 from fp8core.collectives.base import is_process_group
@@ -94,14 +94,14 @@ class Parallel(NamedTuple):
         """The links before a column-parallel linear."""
         if self.size == 1:
             return ()
-        return (GatherShape(self.group) if self.sequence else ReplicateShape(self.group),)
+        return (MovingShape("gather" if self.sequence else "replicate", self.group),)
 
     @property
     def after_row(self) -> tuple[LinkShape, ...]:
         """The links after a row-parallel linear, whose bias comes behind them."""
         if self.size == 1:
             return ()
-        return (ScatterShape(self.group) if self.sequence else AllReduceShape(self.group),)
+        return (MovingShape("scatter" if self.sequence else "all_reduce", self.group),)
 
 
 ALONE = Parallel()
