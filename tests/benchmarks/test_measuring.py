@@ -211,31 +211,6 @@ ROWS, COLUMNS = 8192, 4096
 ELEMENTS = ROWS * COLUMNS
 
 
-# Bytes an element without parameters, statistics and scales: docs of the layer benchmark.
-@pytest.mark.parametrize(
-    ("name", "wanted"),  # cast, norm, swiglu, its backward, gelu, its backward
-    [
-        ("delayed", (4, 4, 6, 10, 4, 6)),
-        ("current", (6, 6, 10, 16, 6, 10)),
-        ("rowwise", (6, 6, 10, 16, 6, 10)),
-        ("block", (4, 4, 6, 10, 4, 6)),
-    ],
-)
-def test_bytes_an_element(name: str, wanted: tuple[int, ...]) -> None:
-    x, grad = tensor_plan(name, "input"), tensor_plan(name, "grad_output")
-    size = (ROWS, COLUMNS)
-    found = (
-        ideal_bytes.cast(*size, x),
-        ideal_bytes.norm("rmsnorm", *size, x),
-        ideal_bytes.activation("swiglu", *size, x),
-        ideal_bytes.activation_backward("swiglu", *size, grad),
-        ideal_bytes.activation("gelu", *size, x),
-        ideal_bytes.activation_backward("gelu", *size, grad),
-    )
-    for bytes_, each in zip(found, wanted, strict=True):
-        assert 0 <= bytes_ / ELEMENTS - each < 0.14  # scales of blocks: 4 / 128 each, 2 tensors
-
-
 def test_bytes_without_a_recipe_and_exactly() -> None:
     parameters, statistics = 2 * COLUMNS, 4 * ROWS
     assert ideal_bytes.norm("rmsnorm", ROWS, COLUMNS) == 4 * ELEMENTS + parameters + statistics
