@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import ACTIVATIONS, GATED, ActivationBackwardDesc, ActivationDesc
+from fp8core.backend_api import ACTIVATIONS, ActivationBackwardDesc, ActivationDesc
 from fp8core.chain.call import Call
 from fp8core.chain.fusion import Fusion, bind_fusion
 from fp8core.chain.gating import GatedShape
@@ -27,8 +27,6 @@ from fp8core.chain.request import QuantizeRequest
 from fp8core.chain.rows import ComputedProduct, rows_request
 from fp8core.chain.shape import BindContext
 from fp8core.errors import RecipeError, did_you_mean
-
-__all__ = ["GATED", "ActivationLink", "ActivationShape", "activation_shape"]
 
 _PARAMS = {"clamped_swiglu": {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}}
 

@@ -17,10 +17,6 @@ from fp8core.torch_ops.operators import constant_in_graph
 from fp8core.torch_ops.private import forward_mode_level, is_transform_active
 from fp8core.torch_ops.shapes import is_captured
 
-__all__ = [
-    *("Run", "bound", "derivatives", "in_torch", "is_transformed", "needs_node", "plain"),
-]
-
 Run: TypeAlias = Callable[..., Any]
 
 

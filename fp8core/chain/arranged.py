@@ -11,8 +11,6 @@ from fp8core.chain.repeated import Repeated, records
 from fp8core.chain.series import Series
 from fp8core.torch_ops.likeness import Likeness
 
-__all__ = ["Arranged"]
-
 _MOST_PROGRAMS = 64
 
 

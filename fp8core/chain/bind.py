@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from fp8core.chain.protocol import Link
 from fp8core.chain.shape import BindContext, LinkShape, Neighbour
 
-__all__ = ["bind_chain"]
-
 
 def bind_chain(shapes: Sequence[LinkShape], context: BindContext) -> tuple[Link, ...]:
     """Bind the links of ``shapes``, each knowing its neighbours.

@@ -10,8 +10,6 @@ from fp8core.chain.context_parallel import GatheredKeys, HeadExchange, Pair
 from fp8core.chain.ring_attention import KeysInParts, descs_of_parts
 from fp8core.collectives import Communicator, named
 
-__all__ = ["CONTEXT_WAYS", "bind_context"]
-
 CONTEXT_WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """How the ranks of a context-parallel group share attention, as Transformer Engine names it."""
 

@@ -25,18 +25,6 @@ from fp8core.backend_api import AttentionDesc, Operand
 from fp8core.chain.sequence_chunks import Chunks, Lengths, lengths_of_chunks
 from fp8core.collectives import Communicator, Started
 
-__all__ = [
-    "GatheredKeys",
-    "HeadExchange",
-    "Pair",
-    "Sides",
-    "added_up",
-    "codes_of",
-    "cu_seqlens_of",
-    "seed_of",
-    "with_codes",
-]
-
 Given = torch.Tensor | Operand
 Run = Callable[..., Any]
 

@@ -19,8 +19,6 @@ from fp8core.chain.protocol import Forward, Out, Params, Program, Wrapper
 from fp8core.errors import UnsupportedError
 from fp8core.torch_ops.private import FSDP_FLATTENED
 
-__all__ = ["DelayedCall", "Delaying", "PendingWgrad", "WgradQueue"]
-
 
 class PendingWgrad(NamedTuple):
     """The gradients of some weights that are still to be computed, by ``run(*operands)``.

@@ -15,8 +15,6 @@ from fp8core.backend_api import DequantizeDesc, Operand, OperandSpec, split_grou
 from fp8core.chain.shape import BindContext
 from fp8core.errors import UnsupportedError
 
-__all__ = ["Decode", "bind_decode"]
-
 Decode: TypeAlias = "Callable[..., Operand]"
 """``f(operand [rows, k], *groups) -> operand [k, rows]`` in high precision."""
 

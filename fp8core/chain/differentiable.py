@@ -27,16 +27,6 @@ from fp8core.recipe.plan import HIGH_PRECISION
 from fp8core.tensors.quantizer_binding import Binding
 from fp8core.torch_ops.private import interpreter_stack
 
-__all__ = [
-    "Unfused",
-    "arranged",
-    "is_detached",
-    "only_once",
-    "refuse_transform",
-    "transform_of",
-    "twins",
-]
-
 
 class Unfused(Arranged):
     """Links in high precision, which hand each other plain tensors and need no common node.

@@ -24,8 +24,6 @@ from fp8core.dispatch import settings
 from fp8core.errors import UnsupportedError
 from fp8core.tensors.quantizer_binding import LowPrecision
 
-__all__ = ["Fusion", "Producer", "bind_fusion", "variants"]
-
 Producer: TypeAlias = NormDesc | NormBackwardDesc | ActivationDesc | ActivationBackwardDesc
 Variant: TypeAlias = tuple[bool, bool, bool]
 

@@ -8,8 +8,6 @@ from fp8core.backend_api import GATED
 from fp8core.chain.shape import LinkShape
 from fp8core.errors import OperandError
 
-__all__ = ["GatedShape"]
-
 
 class GatedShape(LinkShape):
     """Base of the shapes of an activation called ``name``, gated or not; it computes in float32."""

@@ -24,8 +24,6 @@ from fp8core.chain.request import QuantizeRequest, Travel
 from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.weights import Keeping, WeightWrapper
 
-__all__ = ["FlatWeights", "Grouped", "operands_of"]
-
 
 class FlatWeights(WeightWrapper):
     """The weights' quantizers, with the columnwise operands as one flat tuple, as they are saved.

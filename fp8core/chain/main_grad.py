@@ -23,8 +23,6 @@ from fp8core.chain.protocol import (
 )
 from fp8core.errors import OperandError
 
-__all__ = ["Accumulating", "accumulate"]
-
 
 class Accumulating(Wrapper):
     """Around a linear program: ``wgrad(..., out=main_grad)`` adds up the weights' gradients.

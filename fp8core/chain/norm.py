@@ -25,8 +25,6 @@ from fp8core.chain.protocol import (
 )
 from fp8core.chain.shape import BindContext, LinkShape
 
-__all__ = ["NormLink", "NormShape"]
-
 
 @dataclass(frozen=True, slots=True)
 class NormShape(LinkShape):

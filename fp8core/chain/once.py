@@ -8,8 +8,6 @@ from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import LinearPlan
 from fp8core.tensors.quantizer_binding import Binding
 
-__all__ = ["COMPUTED_AS_ONE", "OnlyOnce", "in_low_precision", "linear_only_once", "over_ranks"]
-
 
 class OnlyOnce(NamedTuple):
     """Why a link has first derivatives only: no transform and no second derivative.

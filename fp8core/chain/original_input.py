@@ -14,8 +14,6 @@ from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, Save
 from fp8core.chain.request import Handover
 from fp8core.tensors.quantizer import Orientations, TensorQuantizer
 
-__all__ = ["SavingInput"]
-
 
 class SavingInput(Wrapper):
     """Around a linear program whose weight is trained: forward casts the input rowwise and saves

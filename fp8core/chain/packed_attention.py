@@ -25,8 +25,6 @@ from fp8core.chain.protocol import (
 from fp8core.chain.request import QuantizeRequest
 from fp8core.torch_ops.recorded import called_in_repeats
 
-__all__ = ["PackedAttentionLink"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAttentionLink(Link):

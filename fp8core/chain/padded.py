@@ -20,8 +20,6 @@ from fp8core.chain.protocol import (
 )
 from fp8core.chain.request import QuantizeRequest
 
-__all__ = ["Padded"]
-
 
 class Padded(Wrapper):
     """Around a linear program: pads its inputs as ``padded`` says, and cuts its results.

@@ -14,8 +14,6 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.tensors.quantizer import Groups
 
-__all__ = ["LayerPadding", "PaddedCall", "RowsChanged", "layer_padding"]
-
 
 class RowsChanged(OperandError):
     """A tensor of ``shape`` where ``rows`` rows are due; the chain adds which link returned it."""

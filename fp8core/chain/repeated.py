@@ -30,8 +30,6 @@ from fp8core.tensors.scaling import update_after_backward
 from fp8core.torch_ops.likeness import Likeness, sameness_to
 from fp8core.torch_ops.recorded import recording
 
-__all__ = ["Repeated", "records", "unrecorded"]
-
 _FIRST = 1
 """Calls that run before one is recorded: the first one of a size chooses algorithms."""
 

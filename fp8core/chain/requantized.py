@@ -14,8 +14,6 @@ from fp8core.errors import OperandError
 from fp8core.tensors.saving import is_unquantized
 from fp8core.tensors.weights import WeightQuantizer
 
-__all__ = ["Requantizing"]
-
 
 class Requantizing(Wrapper):
     """Around a linear program: quantizes the weights that it saved, right before dgrad.

@@ -19,8 +19,6 @@ from fp8core.chain.stored import is_stored_as, take_operands
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations, TensorQuantizer
 
-__all__ = ["Handover", "ProductInParts", "QuantizeRequest", "Travel"]
-
 
 class Handover:
     """A tensor as its consumer requested it: quantized, padded, with its column sums if needed.

@@ -20,8 +20,6 @@ from fp8core.chain.context_parallel import (
 )
 from fp8core.collectives import Communicator, Started
 
-__all__ = ["KeysInParts", "Merged", "descs_of_parts"]
-
 
 def descs_of_parts(desc: AttentionDesc) -> tuple[AttentionDesc, AttentionDesc]:
     """Return the descriptor of a rank's queries and its keys, which alone are masked, and that of

@@ -18,8 +18,6 @@ from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.tensors.quantizer import HighPrecision, Orientations
 from fp8core.torch_ops.recorded import called_in_repeats
 
-__all__ = ["ComputedProduct", "empty_rows", "rows_request"]
-
 
 class ComputedProduct(Handover):
     """``a[m, k] @ b[n, k].T`` in ``dtype``; see :class:`fp8core.backend_api.ComputedRows`."""

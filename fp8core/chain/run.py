@@ -46,11 +46,6 @@ from fp8core.torch_ops.private import (
     is_transform_active,
 )
 
-__all__ = [
-    *("Links", "Prepared", "Refusal", "capture", "is_under_torch_autocast", "prepared"),
-    *("prepared_run", "refuse_transform", "run", "run_returning_input"),
-]
-
 Links: TypeAlias = "tuple[Link, ...] | int"
 """The links of a chain, or, while torch compiles or exports, their number from :func:`capture`."""
 

@@ -29,8 +29,6 @@ from fp8core.chain.shape import BindContext, CallInputs
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
 
-__all__ = ["ScaledActivationShape"]
-
 Values: TypeAlias = "tuple[float, ...]"
 
 

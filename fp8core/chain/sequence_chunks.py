@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Chunks", "Lengths", "lengths_of_chunks", "partition"]
-
 
 def partition(starts: torch.Tensor, num_tokens: int, size: int, rank: int) -> torch.Tensor:
     """Return which of ``num_tokens`` tokens in thd ``rank`` holds, int64 ``[num_tokens / size]``.

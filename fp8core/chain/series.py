@@ -25,8 +25,6 @@ from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.errors import OperandError
 from fp8core.tensors.delayed_state import DelayedState
 
-__all__ = ["Series", "row_error"]
-
 
 class _Step(NamedTuple):
     """One program; its parameters are ``params[first:end]``, it is given ``rows`` rows.

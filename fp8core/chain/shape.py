@@ -21,10 +21,6 @@ from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LinearPlan, Plan,
 from fp8core.tensors.delayed_state import LayerStates
 from fp8core.tensors.quantizer_binding import Binding
 
-__all__ = [
-    *("BindContext", "CallInputs", "LinkShape", "Neighbour", "Watch", "input_columns_of"),
-]
-
 
 class CallInputs(NamedTuple):
     """What a call brings for a link besides the chain's input: the first of the link's parameters,

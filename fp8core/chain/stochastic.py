@@ -10,8 +10,6 @@ from fp8core.chain.call import Call
 from fp8core.chain.protocol import Program, Wrapper
 from fp8core.chain.request import QuantizeRequest
 
-__all__ = ["Stochastic"]
-
 
 class Stochastic(Wrapper):
     """Around a linear program: its gradient is cast with the call's seed and offset.

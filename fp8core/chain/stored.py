@@ -11,8 +11,6 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.storage import storage_plan
 
-__all__ = ["is_stored_as", "take_operands"]
-
 
 def is_stored_as(
     x: torch.Tensor,

@@ -29,12 +29,6 @@ from fp8core.torch_ops.private import (
     wait_for_collective,
 )
 
-__all__ = [
-    *("PLAIN", "WEIGHTS", "address_of", "are_readable", "has_no_plain_form", "is_strided"),
-    "made_readable",
-    "unwrap",
-]
-
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """The types of tensors that a backend may see."""
 

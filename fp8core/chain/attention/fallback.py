@@ -12,9 +12,6 @@ from fp8core.chain.call import Call
 from fp8core.dispatch.select import Choice
 from fp8core.errors import UnsupportedError
 
-__all__ = ["check_memory"]
-
-
 _MAX_FALLBACK_BYTES = 2 * 2**30
 """The logits of a call that a backend nobody asked for may hold at once."""
 

@@ -23,8 +23,6 @@ from fp8core.chain.once import OnlyOnce
 from fp8core.chain.protocol import Backward, Forward, Link, Out, Params, Saved, TensorProgram
 from fp8core.dispatch.select import Choice
 
-__all__ = ["AttentionLink", "AttentionProgram"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLink(Link):

@@ -19,8 +19,6 @@ from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer import Slot, TensorQuantizer
 from fp8core.tensors.scaling import update_after_backward
 
-__all__ = ["LowPrecisionAttentionLink"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowPrecisionAttentionLink(AttentionLink):

@@ -30,8 +30,6 @@ from fp8core.recipe.plan import AttentionPlan
 from fp8core.tensors.quantizer import TensorQuantizer
 from fp8core.tensors.quantizer_binding import ReduceAmax, bind_quantizer
 
-__all__ = ["AttentionShape"]
-
 
 class AttentionShape(AttentionSpec):
     """What attention computes; it binds itself to operations of backends."""

@@ -13,8 +13,6 @@ from fp8core.chain.attention.tensors import AttentionTensors
 from fp8core.chain.shape import CallInputs, LinkShape
 from fp8core.recipe.plan import AttentionPlan, Plan
 
-__all__ = ["AttentionSpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec(LinkShape):

@@ -9,8 +9,6 @@ import torch
 from fp8core.chain.call import Call
 from fp8core.chain.protocol import Saved
 
-__all__ = ["NUM_KEPT", "AttentionTensors", "hand_out", "kept", "of_forward"]
-
 
 class AttentionTensors(NamedTuple):
     """What a call of attention brings in ``Call.tensors``, besides what is differentiated.

@@ -15,8 +15,6 @@ from fp8core.chain.shards import GemmPart
 from fp8core.dispatch.table import Resolved
 from fp8core.tensors.storage import pad_operand, takes_partial_blocks
 
-__all__ = ["bind_fprop", "in_chunks", "in_dtype", "taking_any_rows", "turning"]
-
 
 def bind_fprop(resolved: Resolved, shape: LinearSpec, context: BindContext) -> Callable[..., Any]:
     """Return fprop; in high precision the bias has the activation dtype, as in torch.autocast."""

@@ -26,8 +26,6 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import TensorQuantizer
 from fp8core.tensors.weights import WeightQuantizer
 
-__all__ = ["LinearLink"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LinearLink(LinearOperations, Link):

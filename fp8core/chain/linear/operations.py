@@ -17,8 +17,6 @@ from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer import TensorQuantizer
 from fp8core.tensors.weights import WeightQuantizer
 
-__all__ = ["LinearOperations"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LinearOperations:

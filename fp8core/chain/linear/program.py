@@ -32,9 +32,6 @@ from fp8core.tensors.saving import note_weight
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.tensors.weights import WeightQuantizer
 
-__all__ = ["LinearProgram"]
-
-
 _NO_OPERANDS = Orientations(None, None)
 
 # Returns the operand of three tensors without the Python function of a NamedTuple.

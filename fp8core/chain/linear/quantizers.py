@@ -17,8 +17,6 @@ from fp8core.tensors.saving import RequantizedWeight
 from fp8core.tensors.storage import storage_plan
 from fp8core.tensors.weights import CachingWeightQuantizer, How, Pad, PerGroup
 
-__all__ = ["bind_quantizers"]
-
 
 def bind_quantizers(
     shape: LinearSpec,

@@ -16,8 +16,6 @@ from fp8core.chain.padding import layer_padding
 from fp8core.chain.protocol import Link
 from fp8core.chain.shape import BindContext
 
-__all__ = ["LinearShape"]
-
 
 class LinearShape(LinearSpec):
     """What a linear layer computes; it binds itself to operations of backends."""

@@ -11,8 +11,6 @@ from fp8core.backend_api import GemmDesc, GroupedGemmDesc
 from fp8core.chain.shape import LinkShape
 from fp8core.recipe.plan import GemmPlan, LinearPlan
 
-__all__ = ["LinearSpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec(LinkShape):

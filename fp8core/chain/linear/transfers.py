@@ -13,8 +13,6 @@ from fp8core.collectives import Communicator
 from fp8core.dispatch.table import Resolved
 from fp8core.tensors.quantizer_binding import MaximumOverShards, bind_quantizer
 
-__all__ = ["Parts", "amax_reduction", "bind_parts", "bind_sent", "bind_shards"]
-
 
 class Parts(NamedTuple):
     """What computes some rows of fprop and of dgrad: see
