@@ -92,7 +92,7 @@ class LowPrecisionGemm:
         assert modes[0] is not None
         assert modes[1] is not None
         self._modes: tuple[str, str] = (modes[0], modes[1])
-        self._plans: dict[_Key, _Plan] = {}
+        self._plans: dict[_Key, _Plan | None] = {}  # None: the bias is added after the product
         self._rows_adjacent = RowsAdjacent(device, native)
         self._wide: LowPrecisionGemm | None = None
         self._row_step = row_step(modes[0])
@@ -202,7 +202,10 @@ class LowPrecisionGemm:
         bits = addresses[0] | addresses[2] | addresses[4] | addresses[5]  # all but the scales'
         alignment = ALIGNMENT if bits % ALIGNMENT_OF_ALLOCATIONS else ALIGNMENT_OF_ALLOCATIONS
         key = (m, n, k, k, bias is None, alignment)
-        plan = self._plans.get(key) or self._plan(key, addresses, d)
+        plan = self._plans[key] if key in self._plans else self._plan(key, addresses, d)
+        if plan is None:
+            assert bias is not None
+            return self._add_bias_after(a, b, bias, out)
         self._run(plan, addresses)
         if out is not None:
             increment_version(out)  # torch does not see cuBLASLt's write
@@ -263,13 +266,28 @@ class LowPrecisionGemm:
     def _add_bias_after(
         self, a: Operand, b: Operand, bias: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """Add a bias that cuBLASLt does not take to the float32 product."""
+        """Add a bias that cuBLASLt does not take, or not at these sizes, to the float32 product."""
         if self._wide is None:
             desc = dataclasses.replace(self._desc, out_dtype=torch.float32, accumulate=False)
             self._wide = LowPrecisionGemm(desc, self._device, self._native, self._whole_rows)
         return store(self._wide(a, b), self._desc, bias, out)
 
-    def _plan(self, key: _Key, addresses: autotune.Addresses, d: torch.Tensor) -> _Plan:
+    def _plan(self, key: _Key, addresses: autotune.Addresses, d: torch.Tensor) -> _Plan | None:
+        """Return the plan of a problem, None for one that cuBLASLt has without the bias alone."""
+        is_unbiased = key[4]
+        try:
+            plan = self._timed_plan(key, addresses, d)
+        except UnsupportedError:
+            if is_unbiased:
+                raise
+            plan = None
+        if not torch.cuda.is_current_stream_capturing():  # a capture could not time: ask again
+            if len(self._plans) >= _MAX_PLANS:  # ragged sizes without end
+                self._plans.pop(next(iter(self._plans)), None)
+            self._plans[key] = plan
+        return plan
+
+    def _timed_plan(self, key: _Key, addresses: autotune.Addresses, d: torch.Tensor) -> _Plan:
         m, n, k, _, is_unbiased, alignment = key
         desc = self._desc
         gemm = self._native_gemm((m, n, k), is_unbiased, alignment)
@@ -287,12 +305,7 @@ class LowPrecisionGemm:
             None if mode == "tensor" or mode in TILED else scale_strides(mode, rows, k)
             for mode, rows in zip(self._modes, (m, n), strict=True)
         ]
-        plan = _Plan(gemm.run, candidate, gemm.workspace_bytes(candidate), *strides)
-        if not torch.cuda.is_current_stream_capturing():  # a capture could not time: ask again
-            if len(self._plans) >= _MAX_PLANS:  # ragged sizes without end
-                self._plans.pop(next(iter(self._plans)), None)
-            self._plans[key] = plan
-        return plan
+        return _Plan(gemm.run, candidate, gemm.workspace_bytes(candidate), *strides)
 
     def _native_gemm(self, sizes: tuple[int, int, int], is_unbiased: bool, alignment: int) -> Any:
         problem = self._describe(sizes, is_unbiased, alignment)

@@ -45,10 +45,13 @@ def on_cpu(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -
 class Product:
     """Stands for cuBLASLt's product of a native descriptor: it reads and writes at addresses."""
 
+    takes_bias = True
+
     def __init__(self, desc: tuple[Any, ...], *_: object) -> None:
         self.m, self.n, self.k, *_rest = desc
-        self.accumulates = desc[8]
-        if self.m % 4:
+        out, has_bias, _, self.accumulates = desc[5:9]
+        self.out_dtype = (BF16, torch.float32)[out - 1]
+        if self.m % 4 or (has_bias and not self.takes_bias):
             raise ValueError("cuBLASLt has no algorithm")
 
     def workspace_bytes(self, candidate: int) -> int:
@@ -67,7 +70,7 @@ class Product:
         product = values_a @ values_b.t()
         if bias:
             product += at(bias, BF16, (n,)).float()
-        result = at(d, BF16, (m, n))
+        result = at(d, self.out_dtype, (m, n))
         result.copy_(product + result if self.accumulates else product)
 
 
@@ -87,7 +90,7 @@ class Native:
 
     Gemm = Product
 
-    ElementType = SimpleNamespace(__members__={"e4m3": 0, "bfloat16": 1})
+    ElementType = SimpleNamespace(__members__={"e4m3": 0, "bfloat16": 1, "float32": 2})
     ScaleMode = SimpleNamespace(__members__={"vec128": 0, "block128": 1})
 
     def OperandDesc(self, *fields: object) -> tuple[object, ...]:
@@ -153,6 +156,20 @@ def test_ragged_rows_have_the_bits_of_the_same_rows_among_others(
     product(part, b, bias=bias, out=around[:rows])
     assert torch.equal(around[:rows], wanted)
     assert not around[rows:].any()
+
+
+def test_a_bias_without_an_algorithm_is_added_after_the_product(
+    product: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLASLt 13.1 has none on an H200 for one row whose scales are vectors."""
+    x, b, bias = cast(spec("vector"), torch.randn(4, K).to(BF16)), weight(), torch.randn(N).to(BF16)
+    wanted = product(x, b, bias=bias)
+    monkeypatch.setattr(Product, "takes_bias", False)
+    other = bound(monkeypatch)
+    for _ in range(2):
+        assert torch.equal(other(x, b, bias=bias), wanted)
+    monkeypatch.setattr(Native, "Gemm", None)  # described once: what has none is remembered
+    assert torch.equal(other(x, b, bias=bias), wanted)
 
 
 def test_ragged_rows_are_added_to_a_sum(product: Any, monkeypatch: pytest.MonkeyPatch) -> None:
