@@ -12,6 +12,8 @@ from fp8core.backend_api import Alignment
 from fp8core.chain.call import Call
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.reporting import log_once
+from fp8core.tensors.operators import with_zeros
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Groups
 
 
@@ -80,6 +82,8 @@ class LayerPadding:
 
     def pad_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Return ``weight [out_features, in_features]`` with the zeros added."""
+        if isinstance(weight, QuantizedTensor):
+            return with_zeros(weight, self.out_features, self.in_features)
         return torch.nn.functional.pad(weight, (0, self.in_features, 0, self.out_features))
 
     def pad_bias(self, bias: torch.Tensor) -> torch.Tensor:

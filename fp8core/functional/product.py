@@ -20,6 +20,7 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.functional.quantize import dequantize
 from fp8core.functional.quantizers.base import readable
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.storage import FLOATS, pad_operand, per_byte, resolve_for
 from fp8core.torch_ops.operators import constant_in_graph
 
@@ -428,10 +429,14 @@ def _offsets(splits: Sequence[int]) -> torch.Tensor:
 
 
 class Side(NamedTuple):
-    """A side of a product ``[rows, k]``: its operand, and its spec, None in high precision."""
+    """A side of a product ``[rows, k]``: its operand, and its spec, None in high precision.
+
+    ``padded`` is the operand with zeros behind its ends in whose memory it lies, if it does.
+    """
 
     operand: Operand
     spec: OperandSpec | None
+    padded: Operand | None = None
 
     @property
     def rows(self) -> int:
@@ -455,11 +460,15 @@ def sides_of(a: torch.Tensor, bs: Sequence[torch.Tensor]) -> tuple[Side, list[Si
 
 
 def _rowwise(x: Any) -> Side:
-    return Side(x.operands.rowwise, x.plan.rowwise)
+    return Side(x.operands.rowwise, x.plan.rowwise, _padded_operands(x).rowwise)
 
 
 def _columnwise(x: Any) -> Side:
-    return Side(x.operands.columnwise, x.plan.columnwise)
+    return Side(x.operands.columnwise, x.plan.columnwise, _padded_operands(x).columnwise)
+
+
+def _padded_operands(x: Any) -> Orientations:
+    return Orientations(None, None) if x._padded is None else x._padded.operands
 
 
 def plain_side(x: torch.Tensor, dtype: torch.dtype | None = None) -> Side:
@@ -487,6 +496,9 @@ def padded(side: Side, rows: int, columns: int) -> Side:
     if side.spec is None:
         data = torch.nn.functional.pad(side.operand.data, (0, columns, 0, rows))
         return Side(Operand(data), None)
+    whole, (height, width) = side.padded, side.operand.data.shape
+    if whole is not None and whole.data.shape == (height + rows, width + columns):  # of 8 bits
+        return Side(whole, side.spec)
     return Side(pad_operand(side.operand, side.spec, rows, columns), side.spec)
 
 

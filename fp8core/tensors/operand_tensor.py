@@ -15,7 +15,13 @@ from fp8core.reporting import log_once
 from fp8core.tensors.checks import matrix_size
 from fp8core.tensors.quantizer import Orientations, Slot
 from fp8core.tensors.storage import PARTS, StoredOperands, decode_operand, matrix_shape, split, turn
-from fp8core.torch_ops.private import IS_PARAMETER, make_wrapper, no_torch_function, refuse_address
+from fp8core.torch_ops.private import (
+    IS_PARAMETER,
+    counting_views,
+    make_wrapper,
+    no_torch_function,
+    refuse_address,
+)
 
 _Self = TypeVar("_Self", bound="OperandTensor")
 
@@ -45,6 +51,8 @@ class OperandTensor(torch.Tensor):
     _shares_scales: bool
     # Whether it is a parameter without its history, as ``data`` and ``detach`` give it.
     _is_of_parameter: bool
+    # The tensor with zeros behind its ends in whose memory it lies, None for one without.
+    _padded: OperandTensor | None
 
     __torch_function__: ClassVar[Any] = no_torch_function
 
@@ -93,6 +101,7 @@ class OperandTensor(torch.Tensor):
         self._lacks_slot = False
         self._shares_scales = False
         self._is_of_parameter = False
+        self._padded = None
         return self
 
     @property
@@ -209,6 +218,22 @@ class OperandTensor(torch.Tensor):
         tensor._shares_scales = self._shares_scales if shares_scales is None else shares_scales
         return tensor
 
+    def _lie_within(self: _Self, whole: OperandTensor) -> _Self:
+        """Become the part of ``whole`` of this tensor's sizes; the rest of ``whole`` is zeros."""
+        with torch.inference_mode(False), counting_views():  # backward reads the whole
+            for name, part in zip(PARTS, whole.parts, strict=True):
+                size = getattr(self, name)
+                if size is not None and part is not None and size.shape != part.shape:
+                    part = part[: size.shape[0], : size.shape[1]]
+                setattr(self, name, part)
+        self._padded = whole
+        return self
+
+    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        """Return a copy, of which a write counts as one to the zeros' memory too."""
+        copied: _Self = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # torch's
+        return copied if copied._padded is None else copied._lie_within(copied._padded)
+
     def with_dtype(self: _Self, dtype: torch.dtype) -> _Self:
         """Return the same operands under another nominal dtype."""
         renamed = type(self)(
@@ -219,6 +244,9 @@ class OperandTensor(torch.Tensor):
         renamed._is_of_parameter = self.is_of_parameter
         renamed._initial_value = self._initial_value
         renamed._keeps_initial_value = self._keeps_initial_value
+        if self._padded is not None:
+            same = dtype == self.dtype
+            renamed._padded = self._padded if same else self._padded.with_dtype(dtype)
         return renamed
 
     def bound_to(self: _Self, slot: Slot | None) -> _Self:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import Operand
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.tensors.operand_tensor import OperandTensor, say_dequantized
@@ -24,10 +23,12 @@ from fp8core.tensors.storage import (
     pad_operand,
     split,
     stored_operands,
+    zeros_of_products,
 )
 from fp8core.tensors.values import as_view, broadcast, decomposed, written
 from fp8core.tensors.views import COPIES, VIEWS, collected
 from fp8core.torch_ops.private import COLLECTIVES, pytree
+from fp8core.torch_ops.shapes import is_captured
 
 
 def write(
@@ -233,6 +234,9 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperandTensor:
     tensor: OperandTensor = args[0]
+    if tensor._padded is not None:
+        whole = _clone(func, (tensor._padded,), {})
+        return tensor.rebuilt(*tensor.stored, tensor.shape)._lie_within(whole)
     copies = [None if part is None else part.clone() for part in tensor.parts]
     clone = type(tensor)(*split(copies), tensor.plan, tensor.dtype, shape=tensor.shape)
     clone._slot, clone._lacks_slot = tensor._slot, tensor._lacks_slot
@@ -259,9 +263,44 @@ def _like(tensor: OperandTensor, device: torch.device) -> OperandTensor:
     rows, columns = matrix_shape(tensor.shape)
     zeros = torch.zeros(rows, columns, dtype=tensor.dtype, device=device)
     stored = stored_operands(make_operands(zeros, tensor.plan), tensor.plan)
-    like = type(tensor)(*stored, tensor.plan, tensor.dtype, shape=tensor.shape)
+    like = with_room(type(tensor)(*stored, tensor.plan, tensor.dtype, shape=tensor.shape))
     like._keeps_initial_value = tensor._keeps_initial_value
     return like
+
+
+def with_room(tensor: OperandTensor) -> OperandTensor:
+    """Return ``tensor`` in memory with the zeros behind its ends that products on its device need,
+    which so copy none of it; itself where they need none, and in a graph."""
+    codes = tensor.tensors()[0]
+    if tensor.dim() != 2 or codes.is_meta or is_captured(codes):
+        return tensor
+    rows, columns = zeros_of_products(tensor.plan, tensor.shape, tensor.device)
+    if not (rows or columns):
+        return tensor
+    return tensor._lie_within(_copy_with_zeros(tensor, rows, columns))
+
+
+def with_zeros(tensor: OperandTensor, rows: int, columns: int) -> torch.Tensor:
+    """Return ``tensor [n, k]`` with ``rows`` and ``columns`` of zeros at its ends, for reading
+    alone: a copy only where its memory does not have them."""
+    whole, (n, k) = tensor._padded, tensor.shape
+    if whole is not None and whole.shape == (n + rows, k + columns):
+        return whole
+    return torch.nn.functional.pad(tensor, (0, columns, 0, rows))
+
+
+def _copy_with_zeros(tensor: OperandTensor, rows: int, columns: int) -> OperandTensor:
+    """Return a copy of ``tensor [n, k]`` with ``rows`` and ``columns`` of zeros at its ends, which
+    shares what needs none, as the scale of all codes."""
+    plan, (rowwise, columnwise) = tensor.plan, tensor.stored
+    assert plan.rowwise is not None
+    assert rowwise is not None
+    turned = None
+    if columnwise is not None:
+        assert plan.columnwise is not None
+        turned = pad_operand(columnwise, plan.columnwise, columns, rows)
+    operand = pad_operand(rowwise, plan.rowwise, rows, columns)
+    return type(tensor)(operand, turned, plan, tensor.dtype)
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -290,16 +329,11 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     tensor, amounts = args[0], list(args[1])
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     is_plain = len(amounts) == 4 and not amounts[0] and not amounts[2] and min(amounts) >= 0
-    rowwise, columnwise = tensor.stored
     plan = tensor.plan
-    if value != 0 or not is_plain or tensor.dim() != 2 or rowwise is None:
+    if value != 0 or not is_plain or tensor.dim() != 2 or tensor.stored[0] is None:
         return _on_values(func, args, kwargs)  # type: ignore[no-any-return]
     _, columns, _, rows = amounts
-    operands = [
-        pad_operand(rowwise, plan.rowwise, rows, columns),
-        None if columnwise is None else pad_operand(columnwise, plan.columnwise, columns, rows),
-    ]
-    parts = [part for operand in operands for part in operand or [None] * len(Operand._fields)]
+    parts = _copy_with_zeros(tensor, rows, columns).parts
     shared = {id(part) for part in tensor.tensors()}
     copies = [part if part is None or id(part) not in shared else part.clone() for part in parts]
     padded: OperandTensor = type(tensor)(*split(copies), plan, tensor.dtype)

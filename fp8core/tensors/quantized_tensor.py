@@ -247,7 +247,7 @@ class QuantizedTensor(OperandTensor):
         first, second = stored_operands(chosen, plan)
         for name, part in zip(PARTS, (*(first or nothing), *(second or nothing)), strict=True):
             setattr(self, name, part)
-        self.plan = plan
+        self.plan, self._padded = plan, None
 
     def get_usages(self) -> dict[str, bool]:
         """Return which orientations are held, as ``{"rowwise": True, "columnwise": False}``."""
@@ -303,10 +303,22 @@ class QuantizedTensor(OperandTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         specs = [None if spec is None else dataclasses.asdict(spec) for spec in self.plan]
         is_parameter = getattr(self, IS_PARAMETER, False)
-        stored = (self.parts, specs, self.dtype, is_parameter, self.requires_grad)
+        stored = (self._packed(), specs, self.dtype, is_parameter, self.requires_grad)
         if self._shares_scales:
             return _rebuild_part, ((*stored, list(self.shape)),)
         return _rebuild, stored if self.dim() == 2 else (*stored, list(self.shape))
+
+    def _packed(self) -> list[torch.Tensor | None]:
+        """Return its parts without the zeros behind them, with which torch would save them."""
+        if self._padded is None:
+            return self.parts
+        pairs = zip(self.parts, self._padded.parts, strict=True)
+        return [
+            part
+            if part is None or part is whole
+            else part.clone(memory_format=torch.contiguous_format)
+            for part, whole in pairs
+        ]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         nominal = str(self.dtype).removeprefix("torch.")

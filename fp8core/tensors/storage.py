@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from fp8core import formats
-from fp8core.backend_api import INVERSES, DequantizeDesc, OpDesc, Operand, OperandSpec
+from fp8core.backend_api import INVERSES, DequantizeDesc, GemmDesc, OpDesc, Operand, OperandSpec
 from fp8core.dispatch import table
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
@@ -226,6 +226,24 @@ def _grown(part: torch.Tensor, rows: int, columns: int, value: int) -> torch.Ten
         return part
     grow = partial(torch.nn.functional.pad, pad=(0, columns, 0, rows), value=value)
     return called_in_repeats(grow, part)
+
+
+def zeros_of_products(
+    plan: TensorPlan, shape: Sequence[int], device: torch.device
+) -> tuple[int, int]:
+    """Return how many rows and columns of zeros a weight of ``shape [n, k]``, stored by ``plan``,
+    needs in products on ``device``; none where they take its sizes, or no backend has one."""
+    spec = plan.rowwise
+    if spec is None or not all(takes_partial_blocks(each) for each in plan if each is not None):
+        return 0, 0
+    of_input = dataclasses.replace(spec, block=(min(spec.block[0], 1), spec.block[1]))
+    try:
+        desc = GemmDesc(of_input, spec, torch.bfloat16)
+        _, n, k = table.resolve(desc, device).alignment
+    except UnsupportedError:
+        return 0, 0
+    step = math.lcm(n, k)  # the columns of fprop are the rows of dgrad
+    return -shape[0] % step, -shape[1] % step
 
 
 def takes_partial_blocks(spec: OperandSpec | None) -> bool:

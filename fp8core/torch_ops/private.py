@@ -60,6 +60,7 @@ __all__ = [
     "compile_variables",
     "copy_all",
     "count_writes",
+    "counting_views",
     "current_backward_pass",
     "current_node",
     "foreach_mul",
@@ -183,6 +184,10 @@ try:
     interpreter_stack: Callable[[], Any] = torch._C._functorch.get_interpreter_stack
     legacy_vmap: Final[Any] = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))
     without_keys: type[Any] = torch._C._ExcludeDispatchKeyGuard
+    # Has views share the count of writes with what they view also within __torch_dispatch__.
+    counting_views: Callable[[], Any] = partial(
+        torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False
+    )
 
     # The depth of forward-mode differentiation, a variable of torch's module; -1 outside of it.
     forward_ad._current_level  # noqa: B018  an early AttributeError where torch lacks it

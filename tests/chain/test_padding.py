@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from fp8core.chain.call import Call
 from fp8core.chain.padding import LayerPadding
 from fp8core.dispatch import table
 from fp8core.modules.calls.bind import bind
+from fp8core.tensors.storage import split
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.device import DEVICE
 from tests.pairs import turns
@@ -314,6 +317,163 @@ def test_a_stored_weight_is_padded_again_after_a_write() -> None:
         assert not torch.equal(before, after)
         for first in (False, True):
             assert torch.equal(layer(x, is_first_microbatch=first), after)
+
+
+STORED = ["current", "rowwise", "block"]
+
+
+def stored_linear(name: str) -> Linear:
+    with fp8core.quantized_model_init(recipe=name):
+        layer = Linear(K, N, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-1, 1, N * K).view(N, K))
+    return layer
+
+
+def gradients(layer: Any, name: str, *splits: Any) -> tuple[list[torch.Tensor], int]:
+    """Return the output and the gradient of the input, and how often a weight was copied."""
+    x = torch.linspace(-2, 2, ROWS * K).view(ROWS, K).requires_grad_()
+    with Copied() as copied, autocast(recipe=name):
+        y = layer(x, *splits)
+        (grad,) = torch.autograd.grad(y, x, torch.linspace(-1, 1, y.numel()).view_as(y))
+    return [y.detach(), grad], copied.count
+
+
+def without_room(layer: Any) -> Any:
+    """Return the layer with its weights in memory of their own size."""
+    for name, weight in list(layer.named_parameters()):
+        if isinstance(weight, fp8core.QuantizedTensor):
+            assert weight._padded is not None
+            small = fp8core.QuantizedTensor(*split(weight._packed()), weight.plan, weight.dtype)
+            setattr(layer, name, torch.nn.Parameter(small, requires_grad=False))
+    return layer
+
+
+@pytest.mark.usefixtures("whole_blocks_of_16")
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_a_stored_weight_is_copied_in_no_call(kind: str, name: str) -> None:
+    if kind == "linear":
+        layer, splits = stored_linear(name), ()
+    else:
+        with fp8core.quantized_model_init(recipe=name):
+            layer, splits = GroupedLinear(2, K, N), ([5, 11],)
+    layer.requires_grad_(False)
+    results, copies = gradients(layer, name, *splits)
+    assert copies == 0
+    expected, copies = gradients(without_room(layer), name, *splits)
+    assert copies
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+
+
+@pytest.mark.usefixtures("whole_blocks_of_16")
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda layer: layer.weight.copy_(torch.randn(N, K)),
+        lambda layer: layer.weight.detach().copy_(torch.randn(N, K)),
+        lambda layer: layer.weight.data.quantize_(torch.randn(N, K)),
+        lambda layer: setattr(layer.weight, "data", torch.randn(N, K)),
+        lambda layer: [part.copy_(part.flip(0)) for part in layer.weight.tensors()],
+        lambda layer: layer.load_state_dict({"weight": torch.randn(N, K)}, strict=False),
+        lambda layer: layer.weight.zero_(),
+    ],
+    ids=["copy", "detach", "quantize", "data", "parts", "load", "zero"],
+)
+def test_the_zeros_of_a_stored_weight_outlive_a_write(changed: Any, name: str) -> None:
+    layer = stored_linear(name).requires_grad_(False)
+    before, _ = gradients(layer, name)
+    with torch.no_grad():
+        changed(layer)
+    results, copies = gradients(layer, name)
+    assert copies == 0
+    assert not torch.equal(results[0], before[0])
+    expected, _ = gradients(without_room(layer), name)
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+
+
+@pytest.mark.usefixtures("whole_blocks_of_16")
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize(
+    "copy",
+    [copy.deepcopy, lambda layer: layer.to_empty(device="cpu").requires_grad_(False)],
+    ids=["deepcopy", "to_empty"],
+)
+def test_a_copy_of_a_stored_weight_has_zeros_of_its_own(copy: Any, name: str) -> None:
+    layer = stored_linear(name).requires_grad_(False)
+    expected, _ = gradients(layer, name)
+    other = copy(layer)
+    other.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        if other is not layer:
+            layer.weight.zero_()
+    results, copies = gradients(other, name)
+    assert copies == 0
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+
+
+@pytest.mark.usefixtures("whole_blocks_of_16")
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize(
+    "copy",
+    [lambda layer: layer, copy.deepcopy, lambda layer: layer.to_empty(device="cpu")],
+    ids=["itself", "deepcopy", "to_empty"],
+)
+def test_a_write_between_forward_and_backward_is_seen(copy: Any, name: str) -> None:
+    layer = copy(stored_linear(name).requires_grad_(False))
+    assert layer.weight._padded is not None
+    x = torch.randn(ROWS, K).requires_grad_()
+    with autocast(recipe=name):
+        y = layer(x)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(N, K))
+    with pytest.raises(fp8core.OperandError, match="was written in place since"):
+        y.sum().backward()
+
+
+@pytest.mark.usefixtures("whole_blocks_of_16")
+def test_files_have_no_zeros_of_a_stored_weight() -> None:
+    layer, file = stored_linear("rowwise"), io.BytesIO()
+    assert {part.untyped_storage().nbytes() for part in layer.weight.tensors()} != {N * K}
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file)["weight"]
+    assert torch.equal(loaded.dequantize(), layer.weight.dequantize())
+    for part in loaded.tensors():
+        assert part.is_contiguous()
+        assert part.untyped_storage().nbytes() == part.nbytes
+    other = stored_linear("rowwise").requires_grad_(False)
+    other.load_state_dict({"weight": loaded}, strict=False)
+    pairs = zip(gradients(other, "rowwise")[0], gradients(layer, "rowwise")[0], strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.usefixtures("whole_blocks_of_16")
+def test_a_usage_that_is_dropped_takes_the_zeros_along() -> None:
+    layer = stored_linear("current").requires_grad_(False)
+    layer.weight.update_usage(columnwise_usage=False)
+    layer.weight.update_usage(columnwise_usage=True)
+    expected, _ = gradients(stored_linear("current").requires_grad_(False), "current")
+    results, _ = gradients(layer, "current")
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+
+
+@pytest.mark.usefixtures("whole_blocks_of_16")
+@pytest.mark.parametrize("name", ["current", "rowwise"])
+def test_a_product_of_tensors_copies_no_stored_weight(name: str) -> None:
+    layer, results = stored_linear(name).requires_grad_(False), []
+    x, dy = torch.randn(ROWS, K), torch.randn(ROWS, N)
+    for weight in (layer.weight, without_room(copy.deepcopy(layer)).weight):
+        a, grad = (fp8core.QuantizedTensor.of(value, weight.plan) for value in (x, dy))
+        a.requires_grad_()
+        with Copied() as copied:
+            y = fp8core.functional.gemm(a, weight)
+            y.backward(grad)
+        results.append((y.detach(), a.grad, copied.count))
+    (*ours, copies), (*theirs, others) = results
+    assert copies == 0 < others
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.usefixtures("whole_blocks_of_16")

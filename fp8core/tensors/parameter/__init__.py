@@ -21,6 +21,7 @@ from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
+from fp8core.tensors.operators import with_room
 from fp8core.tensors.parameter.master import MasterWeights
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.private import TensorMeta
@@ -166,7 +167,7 @@ def make_weight(
     plan = plan_of(LinearPlan, init.recipe, role, value.dtype).weight
     if plan.rowwise is None and plan.columnwise is None:
         return torch.nn.Parameter(value)
-    quantized = QuantizedTensor.quantize(value.zero_(), plan)
+    quantized = with_room(QuantizedTensor.quantize(value.zero_(), plan))
     quantized._keeps_initial_value = init.keeps_initial_value
     return torch.nn.Parameter(quantized)
 

@@ -17,6 +17,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.backend_api import GemmDesc, Operand, OperandSpec, QuantizeDesc
 from fp8core.dispatch import table
+from fp8core.tensors.storage import split
 from fp8core_backends.cuda import autotune, gemm, memory
 from fp8core_backends.cuda.backend import CudaBackend
 from fp8core_backends.cuda.layout import empty_codes, empty_scales, with_rows
@@ -303,6 +304,56 @@ def test_a_step_pads_the_codes_of_its_rows_alone_on_the_host(name: str, sizes: l
     assert sorted(pads.elements) == [16 * 256, 16 * 512]
     assert pads.dtypes == {torch.uint8}
     assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("features", [(256, 500), (250, 512)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_odd_features_of_a_stored_weight_are_not_padded_on_the_host(
+    name: str, features: tuple[int, int], sizes: list[int]
+) -> None:
+    chosen = recipe.by_name(name)
+    with fp8core.quantized_model_init(recipe=chosen):
+        layer = fp8core.Linear(*features, bias=False, params_dtype=BF16).requires_grad_(False)
+    x = torch.randn(16, features[0], dtype=BF16, requires_grad=True)
+    with fp8core.autocast(recipe=chosen):
+        for _ in range(3):
+            with Pads() as pads:
+                y = layer(x)
+                y.backward(torch.ones_like(y))
+            assert all(count <= 16 * 512 for count in pads.elements)
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("shape", [(FEATURES, FEATURES + 1), (FEATURES - 7, FEATURES)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_stored_weight_of_odd_features_is_copied_in_no_call(
+    name: str, shape: tuple[int, int]
+) -> None:
+    k, n = shape
+    with fp8core.quantized_model_init(recipe=recipe.by_name(name)):
+        layer = fp8core.Linear(k, n, bias=False, params_dtype=BF16, device="cuda")
+    layer.requires_grad_(False)
+    x = torch.randn(16, k, dtype=BF16, device="cuda").requires_grad_()
+    dy = torch.randn(16, n, dtype=BF16, device="cuda")
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        with fp8core.autocast(recipe=recipe.by_name(name)):
+            y = layer(x)
+        return y, torch.autograd.grad(y, x, dy)[0]
+
+    weight = layer.weight
+    codes = [None if part is None else part.contiguous().clone() for part in weight.parts]
+    small = fp8core.QuantizedTensor(*split(codes), weight.plan, weight.dtype)
+    results, sizes = [], []
+    for used in (weight, torch.nn.Parameter(small, requires_grad=False)):
+        layer.weight = used
+        for _ in range(3):
+            pair = step()
+        results.append(pair)
+        sizes.append(allocated(step))
+    assert sizes[0] < sizes[1] - CODES  # of both orientations
+    if name != "delayed":  # whose scales follow from the calls before
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.needs_accelerator("cuda")
