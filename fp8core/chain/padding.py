@@ -15,6 +15,7 @@ from fp8core.reporting import log_once
 from fp8core.tensors.operators import with_zeros
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Groups
+from fp8core.torch_ops.shapes import is_captured
 
 
 class RowsChanged(OperandError):
@@ -67,13 +68,7 @@ class LayerPadding:
             return PaddedCall(self, rows, padded[0], None, ())
         # The sizes are on the CPU, whatever torch's default device is.
         ends = torch.tensor([0, *padded], device="cpu").cumsum(0)
-        counts = torch.tensor(sizes, device="cpu")
-        # Row r of group g moves from where its group began, by as much as the groups before grew.
-        shift = (ends[:-1] - (counts.cumsum(0) - counts)).repeat_interleave(
-            counts, output_size=rows
-        )
-        index = torch.arange(rows, device="cpu") + shift
-        return PaddedCall(self, rows, sum(padded), index, (ends,))
+        return PaddedCall(self, rows, sum(padded), (sizes, padded), (ends,))
 
     @property
     def is_of_features(self) -> bool:
@@ -84,7 +79,7 @@ class LayerPadding:
         """Return ``weight [out_features, in_features]`` with the zeros added."""
         if isinstance(weight, QuantizedTensor):
             return with_zeros(weight, self.out_features, self.in_features)
-        return torch.nn.functional.pad(weight, (0, self.in_features, 0, self.out_features))
+        return _zero_padded(weight, self.out_features, self.in_features)
 
     def pad_bias(self, bias: torch.Tensor) -> torch.Tensor:
         """Return ``bias [out_features]`` with the zeros added."""
@@ -142,13 +137,13 @@ def layer_padding(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedCall:
-    """The padding of one call: its ``unpadded`` rows become ``rows``, those of a group at
-    ``index``, if any."""
+    """The padding of one call: its ``unpadded`` rows become ``rows``; ``sizes`` are those of each
+    group before and after, None without groups, or if the device alone has them."""
 
     layer: LayerPadding
     unpadded: int
     rows: int
-    index: torch.Tensor | None
+    sizes: tuple[Sequence[int], Sequence[int]] | None
     groups: Groups
 
     def pad_input(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,15 +156,38 @@ class PaddedCall:
 
     def cut(self, y: torch.Tensor, padded_columns: int) -> torch.Tensor:
         """Return ``y`` without the padding of its rows and its last columns, contiguous."""
-        rows = self.unpadded
-        kept = y[:rows] if self.index is None else y.index_select(0, self.index.to(y.device))
-        return kept[:, : y.shape[1] - padded_columns].contiguous()
+        columns = y.shape[1] - padded_columns
+        if self.sizes is None:
+            return y[: self.unpadded, :columns].contiguous()
+        before, after = self.sizes
+        groups = zip(torch.split(y, list(after)), before, strict=True)
+        return torch.cat([group[:size, :columns] for group, size in groups])
 
     def _pad(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         if x.shape[0] != self.unpadded:  # to pad by a negative amount would be to crop
             raise RowsChanged(self.layer.owner, self.unpadded, x.shape)
-        if self.index is None:
-            return torch.nn.functional.pad(x, (0, columns, 0, self.rows - x.shape[0]))
-        padded = x.new_zeros(self.rows, x.shape[1] + columns)
-        padded[self.index.to(x.device), : x.shape[1]] = x
-        return padded
+        if self.sizes is None:
+            return _zero_padded(x, self.rows - x.shape[0], columns)
+        x = _zero_padded(x, 0, columns)
+        before, after = self.sizes
+        added = [more - size for size, more in zip(before, after, strict=True)]
+        zeros = x.new_zeros(max(added), x.shape[1])
+        groups = zip(torch.split(x, list(before)), added, strict=True)
+        return torch.cat([part for group, rows in groups for part in (group, zeros[:rows])])
+
+
+def _zero_padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return ``x [n, k]`` with ``rows`` and ``columns`` of zeros at its ends, itself for none.
+
+    torch's ``pad`` fills all of the memory first, and so writes half as much again.
+    """
+    if is_captured(x):
+        return torch.nn.functional.pad(x, (0, columns, 0, rows))
+    if not (rows or columns):
+        return x
+    n, k = x.shape
+    padded = x.new_empty(n + rows, k + columns)
+    padded[:n, :k] = x
+    padded[n:].zero_()
+    padded[:n, k:].zero_()
+    return padded

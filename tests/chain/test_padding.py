@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8core
 from fp8core import GroupedLinear, Linear, autocast, frozen_weights, recipe, reporting
 from fp8core.backend_api import Alignment, GemmDesc
+from fp8core.chain import padding
 from fp8core.chain.call import Call
 from fp8core.chain.padding import LayerPadding
 from fp8core.dispatch import table
@@ -158,6 +159,62 @@ def test_groups_are_padded_each_and_cut_back() -> None:
     assert torch.equal(padded.cut(made, padded.layer.in_features), x)
 
 
+class Written(TorchDispatchMode):
+    """Counts the elements that torch's operators write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        (alias,) = (returned.alias_info for returned in func._schema.returns)
+        is_computed = alias is None and func.overloadpacket is not torch.ops.aten.new_empty
+        if is_computed or (alias is not None and alias.is_write):  # no view
+            self.elements += result.numel()
+        return result
+
+
+def test_padding_writes_each_element_once() -> None:
+    layer = LayerPadding("written_once", (1, 1, 16), 3, 9)
+    padded = layer.for_call(50, Call())
+    assert padded is not None
+    for pad, columns in ((padded.pad_input, 3), (padded.pad_grad_output, 9)):
+        x = torch.randn(50, 20)
+        with Written() as written:
+            made = pad(x)
+        assert written.elements == 64 * (20 + columns)
+        assert torch.equal(made, torch.nn.functional.pad(x, (0, columns, 0, 14)))
+    weight = torch.randn(40, 20)
+    with Written() as written:
+        made = layer.pad_weight(weight)
+    assert written.elements == 49 * 23
+    assert torch.equal(made, torch.nn.functional.pad(weight, (0, 3, 0, 9)))
+
+
+def test_a_tensor_without_padding_is_not_copied() -> None:
+    padded = LayerPadding("not_copied", (1, 1, 1), 0, 9).for_call(50, Call())
+    assert padded is not None
+    x = torch.randn(50, 20)
+    assert padded.pad_input(x) is x
+
+
+def test_rows_of_groups_are_written_once() -> None:
+    sizes = [17, 0, 40, 7]
+    call = Call((torch.tensor([0, 17, 17, 57, 64]),), sizes)
+    padded = LayerPadding("rows_are_written_once", (1, 1, 16), 0, 0).for_call(64, call)
+    assert padded is not None
+    x = torch.randn(64, 8)
+    with Written() as pad:
+        made = padded.pad_input(x)
+    assert made.shape == (96, 8)
+    assert pad.elements == (96 + 15) * 8
+    with Written() as cut:
+        back = padded.cut(made, 0)
+    assert cut.elements == 64 * 8
+    assert torch.equal(back, x)
+
+
 def test_rows_are_padded_for_the_gemms_of_the_call_alone() -> None:
     padding = LayerPadding("rows_of_gemms", (1, 4, 6), 0, 0)
     rows = {
@@ -179,14 +236,13 @@ def test_rows_are_padded_for_the_gemms_of_the_call_alone() -> None:
 def test_padded_rows_leave_the_weight_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, multiple = WHOLE_BLOCKS[name]
     layer, x = Linear(2 * multiple, multiple), torch.randn(3, 2 * multiple)
-    padded = []
-    pad_weight = torch.nn.functional.pad
+    padded, pad_any = [], padding._zero_padded
 
-    def pad(x: torch.Tensor, *sizes: Any, **named: Any) -> torch.Tensor:
+    def pad(x: torch.Tensor, *sizes: int) -> torch.Tensor:
         padded.append(x)
-        return pad_weight(x, *sizes, **named)
+        return pad_any(x, *sizes)
 
-    monkeypatch.setattr(torch.nn.functional, "pad", pad)
+    monkeypatch.setattr(padding, "_zero_padded", pad)
     with autocast(recipe=chosen):
         layer(x).sum().backward()
     assert padded

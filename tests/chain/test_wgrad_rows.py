@@ -61,7 +61,8 @@ class Pads(TorchDispatchMode):
         is_block = func is torch.ops.aten.constant_pad_nd.default and any(
             size and size % 128 == 0 for size in result.shape
         )
-        if func is torch.ops.aten.constant_pad_nd.default and not is_block:
+        is_pad = func is torch.ops.aten.constant_pad_nd.default and not is_block
+        if is_pad or func is torch.ops.aten.new_empty.default:  # memory for a padded copy
             self.dtypes.add(result.dtype)
         return result
 
