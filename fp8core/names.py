@@ -32,6 +32,8 @@ SHORT = {
 """Modules that users import by a short name, ``fp8core.optimizers``, and where each is."""
 
 PICKLED = {
+    "chain.pointwise": "chain.boundary",
+    "chain.regrouped": "chain.simple",
     "conversion.report": "conversion.convert",
     "functional.exchange": "functional.quantize",
     "functional.quantizers.composed": "functional.quantizers",
