@@ -99,7 +99,7 @@ class Call(NamedTuple):
     ``first_microbatch`` is the caller's argument, ``keeping`` what follows from it for weights;
     None quantizes them. ``backward_pass`` is set in a recompute: the pass that it is part of, at
     whose end backward scales are updated. ``tensors`` and ``sizes`` are what the link of the chain
-    that takes them says, as :class:`~fp8core.chain.attention.tensors.AttentionTensors` does;
+    that takes them says, as :class:`~fp8core.chain.attention.spec.AttentionTensors` does;
     nothing in them is differentiated. ``delayed_wgrads`` takes the weight gradients that are not
     computed in backward. ``output [rows, n]`` and ``grad_input [rows, k]`` are memory for the
     results of a lone linear. ``routes`` says where rows go whose experts are on several ranks.

@@ -16,11 +16,10 @@ from torch.autograd import forward_ad
 
 from fp8core.backend_api import Recorder
 from fp8core.chain.alone import is_transformed
-from fp8core.chain.arranged import Arranged
-from fp8core.chain.bind import bind_chain
 from fp8core.chain.once import OnlyOnce
 from fp8core.chain.protocol import Link, Program, Saved
-from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.chain.series import Arranged
+from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.dispatch import policy, table
 from fp8core.errors import Fp8CoreError, UnsupportedError
 from fp8core.recipe.plan import HIGH_PRECISION

@@ -2,22 +2,64 @@
 
 A program is told the :class:`QuantizeRequest` of the next one. It calls the request with its
 result, or lets a fused operation of the backend make the same :class:`Handover` in one go.
+
+A gradient that is a matrix product may be computed while its reader casts it, some rows at a time
+(:class:`ComputedProduct`): that of an activation's output is read once, by the operation that makes
+the operands of the linear before it, and of a large one there are never more than a few rows in
+memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 from fp8core.backend_api import Operand
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.padding import PaddedCall, RowsChanged
-from fp8core.chain.stored import is_stored_as, take_operands
+from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations, TensorQuantizer
+from fp8core.tensors.quantizer import Cast, CastAndSum, HighPrecision, Orientations, TensorQuantizer
+from fp8core.tensors.storage import storage_plan
+from fp8core.torch_ops.recorded import called_in_repeats
+
+
+def is_stored_as(
+    x: torch.Tensor,
+    plan: TensorPlan | None,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> bool:
+    """Say whether ``x`` is stored quantized, and holds the operands that a cast by ``plan`` makes.
+
+    It has to hold the orientations asked for. Its scale is its own, also under delayed scaling, and
+    its elements may be rounded to the nearest where the cast rounds stochastically.
+    """
+    if plan is None or not isinstance(x, QuantizedTensor):
+        return False
+    asked = (rowwise, columnwise)
+    pairs = zip(asked, _nearest(x.plan), _nearest(storage_plan(plan)), strict=True)
+    return all(held == wanted for is_asked, held, wanted in pairs if is_asked)
+
+
+def _nearest(plan: TensorPlan) -> TensorPlan:
+    row, column = (
+        spec if spec is None or not spec.stochastic else dataclasses.replace(spec, stochastic=False)
+        for spec in plan
+    )
+    return TensorPlan(row, column)
+
+
+def take_operands(x: QuantizedTensor, rowwise: bool, columnwise: bool) -> Orientations:
+    """Return the orientations asked for."""
+    row, column = x.operands
+    return Orientations(row if rowwise else None, column if columnwise else None)
 
 
 class Handover:
@@ -154,3 +196,76 @@ def _sums_of_groups(y: torch.Tensor, group_offsets: torch.Tensor) -> Sequence[to
     wide = y if y.dtype == torch.float64 else y.to(torch.float32)
     sums = torch.segment_reduce(wide, "sum", offsets=group_offsets, axis=0, unsafe=True)
     return sums.unbind(0)
+
+
+class ComputedProduct(Handover):
+    """``a[m, k] @ b[n, k].T`` in ``dtype``; see :class:`fp8core.backend_api.ComputedRows`."""
+
+    __slots__ = ("_a", "_b", "_buffer", "_dtype", "_gemm_part", "shape")
+
+    def __init__(
+        self, gemm_part: Callable[..., torch.Tensor], a: Operand, b: Operand, dtype: torch.dtype
+    ) -> None:
+        super().__init__(Orientations(None, None), a.data.shape[0])
+        self.shape = (self.rows, b.data.shape[0])
+        self._gemm_part = gemm_part
+        self._a, self._b, self._dtype = a, b, dtype
+        self._buffer: torch.Tensor | None = None
+
+    def rows_of(self, start: int, end: int) -> torch.Tensor:
+        """Return the rows from ``start`` to ``end``, over those that were returned before."""
+        a, rows = self._a, end - start
+        if self._buffer is None:
+            self._buffer = empty_rows(self._b.data, rows, self._dtype)
+        part = Operand(a.data[start:end], a.scale_inv, a.global_scale_inv)
+        return self._gemm_part(self.rows, part, self._b, out=self._buffer[:rows])
+
+    def whole(self) -> torch.Tensor:
+        """Return all rows."""
+        return self.rows_of(0, self.rows)
+
+
+def empty_rows(b: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for ``rows`` rows of a product with ``b [n, k]``, to be written a few rows at a
+    time: each repeat of a recorded run allocates it too."""
+    return called_in_repeats(partial(_empty_rows, rows, dtype), b)
+
+
+def _empty_rows(rows: int, dtype: torch.dtype, b: torch.Tensor) -> torch.Tensor:
+    return b.new_empty((rows, b.shape[0]), dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowsRequest(QuantizeRequest):
+    """Takes any gradient as it is, but that of a product as :class:`ComputedProduct`."""
+
+    @property
+    def is_plain(self) -> bool:
+        """There is nothing to quantize."""
+        return False
+
+    def __call__(self, y: torch.Tensor) -> Any:
+        """Return ``y``."""
+        return y
+
+
+def rows_request(dtype: torch.dtype) -> QuantizeRequest:
+    """Return the request of a program that takes the gradient of its output, in ``dtype``, some
+    rows at a time where it is a product with more rows than each of them adds up products.
+
+    The operands of such a product stay in memory until it is read: the gradient, and what is cast
+    from it, are larger then.
+    """
+    quantizer = HighPrecision(dtype)
+    return _RowsRequest(quantizer, dtype, product=_later, is_computed_later=True)
+
+
+def _later(
+    gemm_part: Callable[..., torch.Tensor], a: Operand, b: Operand, dtype: torch.dtype
+) -> ComputedProduct | None:
+    rows, k = a.data.shape
+    scales = (a.scale_inv, a.global_scale_inv)
+    # Scales of rows would be copied for each part: products read them in a layout of their own.
+    if rows <= k or any(one is not None and one.shape[0] != 1 for one in scales):
+        return None
+    return ComputedProduct(gemm_part, a, b, dtype)

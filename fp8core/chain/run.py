@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fp8core.chain.arranged import Arranged
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.differentiable import (
     Unfused,
@@ -23,7 +22,7 @@ from fp8core.chain.differentiable import (
 from fp8core.chain.once import COMPUTED_AS_ONE, OnlyOnce
 from fp8core.chain.protocol import GradientSum, Link, Program, Saved, backward_with
 from fp8core.chain.repeated import unrecorded
-from fp8core.chain.series import row_error
+from fp8core.chain.series import Arranged, row_error
 from fp8core.chain.unwrap import (
     PLAIN,
     WEIGHTS,

@@ -1,6 +1,7 @@
 """What a link is before it is bound: a plain value that answers questions and binds itself.
 
-A new kind of link is one file, with its shape, its link and its program; a subclass of
+A new kind of link is a shape, with a link and a program where two functions are not enough
+(:mod:`fp8core.chain.simple`); a subclass of
 :class:`fp8core.modules.layers.operation.Operation` that returns the shape makes it a part of
 ``ops.Sequential``. Whoever lays out a layer, checks sizes or binds a chain asks a shape for what it
 needs to know, and never which kind of shape it is.
@@ -8,7 +9,7 @@ needs to know, and never which kind of shape it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -319,3 +320,42 @@ def _group_of(neighbour: Neighbour | None, tensor: str, way: str) -> Communicato
 
 def _is_rounded_first(plan: TensorPlan) -> bool:
     return all(spec is None or spec.cast_first for spec in plan)
+
+
+def bind_chain(shapes: Sequence[LinkShape], context: BindContext) -> tuple[Link, ...]:
+    """Bind the links of ``shapes``, each knowing its neighbours.
+
+    Links that quantize come first, as the others ask them what to hand over. The others are bound
+    from the last to the first, as a link may leave work to the one after it.
+
+    Raises:
+        UnsupportedError: no backend runs one of the operations on the device; GEMMs are asked
+            first, so that the message is about them.
+    """
+    links: dict[int, Link] = {}
+    positions = range(len(shapes))
+
+    def neighbour(position: int) -> Neighbour | None:
+        if position not in positions:
+            return None
+        return Neighbour(shapes[position], links.get(position))
+
+    def computing(nearest: Iterable[int]) -> Neighbour | None:
+        computes = (at for at in nearest if shapes[at].movement is None)
+        return neighbour(next(computes, -1))
+
+    is_parallel = any(shape.movement is not None for shape in shapes)
+    quantizing = [position for position in positions if shapes[position].quantizes]
+    others = [position for position in positions if not shapes[position].quantizes]
+    for position in (*quantizing, *reversed(others)):
+        own_context = context._replace(
+            position=position,
+            first_gemm=context.first_gemm + sum(one.num_weights for one in shapes[:position]),
+            before=neighbour(position - 1),
+            after=neighbour(position + 1),
+            source=computing(range(position - 1, -1, -1)),
+            target=computing(range(position + 1, len(shapes))),
+            is_parallel=is_parallel,
+        )
+        links[position] = shapes[position].bind(own_context)
+    return tuple(links[position] for position in positions)

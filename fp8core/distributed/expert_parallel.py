@@ -19,11 +19,10 @@ from torch.nn.utils import parametrize
 from typing_extensions import override
 
 from fp8core.chain import run as chain
-from fp8core.chain.bind import bind_chain
 from fp8core.chain.call import Call, Routes
 from fp8core.chain.differentiable import arranged
 from fp8core.chain.moving import MovingShape
-from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.collectives import Communicator, named, of_group
 from fp8core.distributed.sharded_state import SavedScales, remote_experts
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError

@@ -38,11 +38,10 @@ from fp8core.backend_api import (
 )
 from fp8core.chain.activation import activation_shape
 from fp8core.chain.attention.shape import AttentionShape
-from fp8core.chain.bind import bind_chain
 from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.residual import AddShape
-from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.chain.simple import RotaryShape
 from fp8core.dispatch.optional import Offers
 from fp8core.dispatch.select import Choice

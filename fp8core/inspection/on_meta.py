@@ -17,9 +17,8 @@ import torch
 
 from fp8core.backend_api import GemmDesc, OpDesc, Operand, Ranks, Transfers
 from fp8core.chain import run as chain
-from fp8core.chain.bind import bind_chain
 from fp8core.chain.call import Call, Routes
-from fp8core.chain.shape import BindContext, LinkShape, input_columns_of
+from fp8core.chain.shape import BindContext, LinkShape, bind_chain, input_columns_of
 from fp8core.collectives import Communicator, Traffic, named
 from fp8core.dispatch import table
 from fp8core.dispatch.optional import Offers

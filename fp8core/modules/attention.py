@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from fp8core.chain import run as chain
 from fp8core.chain.attention.shape import AttentionShape
-from fp8core.chain.attention.tensors import AttentionTensors
+from fp8core.chain.attention.spec import AttentionTensors
 from fp8core.chain.call import Call
 from fp8core.chain.moving import gradients_text
 from fp8core.chain.shape import LinkShape

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8core.chain.arranged import Arranged
 from fp8core.chain.attention.link import AttentionLink
 from fp8core.chain.differentiable import arranged
 from fp8core.chain.packed_attention import PackedAttentionLink
 from fp8core.chain.protocol import Link
+from fp8core.chain.series import Arranged
 from fp8core.context.autocast import active
 from fp8core.modules.attention import AttentionCall, DotProductAttention
 from fp8core.modules.calls.base import LowPrecisionModule

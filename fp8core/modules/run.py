@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 
 from fp8core.chain import run as chain
-from fp8core.chain.arranged import Arranged
 from fp8core.chain.call import Call
 from fp8core.chain.delayed_wgrad import DelayedCall
+from fp8core.chain.series import Arranged
 from fp8core.chain.shape import LinkShape
 from fp8core.context import recompute
 from fp8core.dispatch import policy

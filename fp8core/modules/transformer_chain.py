@@ -16,13 +16,13 @@ import torch
 
 from fp8core.chain import run as chain
 from fp8core.chain.alone import is_transformed
-from fp8core.chain.arranged import Arranged
 from fp8core.chain.attention.link import AttentionLink
 from fp8core.chain.call import DENSE
 from fp8core.chain.differentiable import arranged, only_once
 from fp8core.chain.packed_attention import PackedAttentionLink
 from fp8core.chain.protocol import Link
 from fp8core.chain.residual import ResidualLink
+from fp8core.chain.series import Arranged
 from fp8core.chain.unwrap import PLAIN
 from fp8core.context.autocast import Active, active
 from fp8core.dispatch import policy

@@ -12,8 +12,7 @@ import math
 import torch
 from typing_extensions import override
 
-from fp8core.chain.activation import activation_shape
-from fp8core.chain.scaled_activation import ScaledActivationShape
+from fp8core.chain.activation import ScaledActivationShape, activation_shape
 from fp8core.chain.shape import LinkShape
 from fp8core.chain.simple import DeinterleaveShape
 from fp8core.errors import OperandError

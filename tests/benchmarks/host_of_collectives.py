@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fp8core.chain import arranged
+from fp8core.chain import series
 from fp8core.collectives import of_group
 from tests.benchmarks import host_path
 from tests.benchmarks.measuring.command import run_ranks
@@ -153,7 +153,7 @@ def warmed_up(step: Step) -> Step:
 
 def unrecorded(name: str, device: torch.device) -> Step:
     """Return the parallel step whose chains are not recorded."""
-    with patch.object(arranged, "Repeated", lambda program, *others: program):
+    with patch.object(series, "Repeated", lambda program, *others: program):
         return warmed_up(of_layer(name, is_alone=False, device=device))
 
 

@@ -56,7 +56,7 @@ def test_small_logits_run() -> None:
 def test_a_backend_that_is_asked_for_or_for_the_device_has_no_limit(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp8core.chain.attention.fallback._MAX_FALLBACK_BYTES", 0)
+    monkeypatch.setattr("fp8core.chain.attention.spec._MAX_FALLBACK_BYTES", 0)
     x = tokens(8)
     with pytest.raises(UnsupportedError):
         DotProductAttention(1, 8)(x, x, x)
@@ -65,7 +65,7 @@ def test_a_backend_that_is_asked_for_or_for_the_device_has_no_limit(
 
 
 def test_the_reference_has_no_limit_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8core.chain.attention.fallback._MAX_FALLBACK_BYTES", 0)
+    monkeypatch.setattr("fp8core.chain.attention.spec._MAX_FALLBACK_BYTES", 0)
     with toys.isolation():
         x = tokens(8)
         DotProductAttention(1, 8)(x, x, x)

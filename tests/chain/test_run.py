@@ -25,10 +25,10 @@ from fp8core import (
     recipe,
 )
 from fp8core.chain import run as chain
-from fp8core.chain.arranged import Arranged
 from fp8core.chain.call import DENSE
-from fp8core.chain.linear.link import LinearLink
+from fp8core.chain.linear.shape import LinearLink
 from fp8core.chain.protocol import Wrapper
+from fp8core.chain.series import Arranged
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
 from tests.device import DEVICE, assert_same_sums

@@ -19,8 +19,7 @@ from fp8core.backend_api import (
     OpDesc,
     QuantizeDesc,
 )
-from fp8core.chain.bind import bind_chain
-from fp8core.chain.shape import BindContext
+from fp8core.chain.shape import BindContext, bind_chain
 from fp8core.collectives import Communicator
 from fp8core.conformance.in_process import communicators, run_in_threads
 from fp8core.dispatch.table import DISPATCH, Purpose, Resolved

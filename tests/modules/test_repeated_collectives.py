@@ -17,7 +17,7 @@ import torch
 
 import fp8core
 from fp8core import recipe
-from fp8core.chain import arranged
+from fp8core.chain import series
 from fp8core.chain.repeated import Repeated
 from fp8core.collectives import Communicator, of_group
 from fp8core.errors import Fp8CoreError
@@ -84,7 +84,7 @@ def without_recordings() -> Iterator[None]:
         return program
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arranged, "Repeated", the_program)
+        patch.setattr(series, "Repeated", the_program)
         yield
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from fp8core.chain.attention.fallback import check_memory
-from fp8core.chain.attention.spec import AttentionSpec
-from fp8core.chain.attention.tensors import (
+from fp8core.chain.attention.spec import (
     NUM_KEPT,
+    AttentionSpec,
     AttentionTensors,
+    check_memory,
     hand_out,
     kept,
     of_forward,

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import Operand, OperandSpec
-from fp8core.chain.attention.fallback import check_memory
 from fp8core.chain.attention.link import AttentionLink, AttentionProgram
-from fp8core.chain.attention.tensors import NUM_KEPT, hand_out, kept, of_forward
+from fp8core.chain.attention.spec import NUM_KEPT, check_memory, hand_out, kept, of_forward
 from fp8core.chain.call import Call
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved
 from fp8core.chain.request import Handover, QuantizeRequest

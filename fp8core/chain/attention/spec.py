@@ -1,17 +1,68 @@
-"""What attention computes, before it is bound."""
+"""What attention computes before it is bound, what a call of it brings besides what is
+differentiated, and the memory that it may take."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from fp8core.backend_api import AttentionDesc
-from fp8core.chain.attention.tensors import AttentionTensors
+from fp8core.chain.call import Call
+from fp8core.chain.protocol import Saved
 from fp8core.chain.shape import CallInputs, LinkShape
+from fp8core.dispatch.select import Choice
+from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import AttentionPlan, Plan
+
+
+class AttentionTensors(NamedTuple):
+    """What a call of attention brings in ``Call.tensors``, besides what is differentiated.
+
+    The first six are keywords of :class:`~fp8core.backend_api.AttentionDesc`; ``max_logit_out``,
+    of the statistics' dtype ``[heads]``, is filled with the largest logits. ``Call.sizes`` are, of
+    a dense batch, the first two dimensions of the queries, and with a cache the longest sequence of
+    keys; in thd the longest sequence of queries and of keys.
+    """
+
+    alibi_slopes: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    cu_seqlens_q_padded: torch.Tensor | None = None
+    cu_seqlens_kv_padded: torch.Tensor | None = None
+    max_logit_out: torch.Tensor | None = None
+
+    def keywords(self) -> dict[str, torch.Tensor]:
+        """Return the operation's keywords among them that are given."""
+        pairs = zip(self._fields[:-1], self[:-1], strict=True)
+        return {name: tensor for name, tensor in pairs if tensor is not None}
+
+
+NUM_KEPT = len(AttentionTensors._fields) - 1
+"""How many tensors :func:`kept` returns."""
+
+
+def hand_out(max_logit: torch.Tensor, call: Call) -> None:
+    """Write the largest logits where the call asks for them."""
+    max_logit_out = AttentionTensors(*call.tensors).max_logit_out
+    assert max_logit_out is not None
+    max_logit_out.copy_(max_logit)
+
+
+def kept(call: Call) -> Saved:
+    """Return the tensors of the call that backward reads: autograd then notices a write to them."""
+    return AttentionTensors(*call.tensors)[:-1]
+
+
+def of_forward(call: Call, saved: Saved) -> Call:
+    """Return ``call`` with the tensors that forward kept at the end of ``saved``."""
+    tensors = saved[-NUM_KEPT:]
+    is_empty = not any([one is not None for one in tensors])
+    return call if is_empty else call._replace(tensors=(*tensors, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +72,7 @@ class AttentionSpec(LinkShape):
     backward quantizes nothing, whatever the recipe says.
 
     ``context`` is how the ranks of a group share the tokens, and the names of its groups, see
-    :func:`~fp8core.chain.context_binding.bind_context`; empty for one rank.
+    :func:`~fp8core.chain.attention.shape.bind_context`; empty for one rank.
 
     ``cached``: keys and values are those of a cache, as
     :class:`~fp8core.backend_api.CachedAttentionDesc` has it.
@@ -116,3 +167,38 @@ class AttentionSpec(LinkShape):
         if self.cached and self.layout != "thd":
             sizes = (*sizes, rows)
         return CallInputs(params, tensors, sizes)
+
+
+_MAX_FALLBACK_BYTES = 2 * 2**30
+"""The logits of a call that a backend nobody asked for may hold at once."""
+
+
+def check_memory(
+    choice: Choice | None, shape: AttentionSpec, q: torch.Tensor, k: torch.Tensor, call: Call
+) -> None:
+    """Refuse a call whose logits are many bytes where ``choice``, a backend for other devices that
+    nobody asked for, runs it; None: another runs it.
+
+    Raises:
+        UnsupportedError: says how many, and why no backend for the device runs it.
+    """
+    if choice is None:
+        return
+    if shape.layout == "thd":
+        cu_seqlens = AttentionTensors(*call.tensors).cu_seqlens_q
+        assert cu_seqlens is not None
+        sizes = (cu_seqlens.shape[0] - 1, shape.heads, *call.sizes)
+    else:
+        batch, length = shape.layout.index("b"), shape.layout.index("s")
+        sizes = (q.shape[batch], shape.heads, q.shape[length], k.shape[length])
+    num_bytes = math.prod(sizes) * (8 if q.dtype == torch.float64 else 4)
+    if num_bytes > _MAX_FALLBACK_BYTES:
+        name, device = choice.backend, q.device
+        raise UnsupportedError(
+            f"attention on {device} would run on {name}, which may hold all logits of a call at "
+            f"once: {' x '.join(map(str, sizes))} of batch, heads, queries and keys are "
+            f"{num_bytes / 2**30:.1f} GiB, and without being asked for it takes "
+            f"{_MAX_FALLBACK_BYTES // 2**30} GiB. Call with less at a time, choose attention that "
+            f"a backend for {device.type} runs, or use_backend({name!r}) to run it so. "
+            f"{choice}"
+        )

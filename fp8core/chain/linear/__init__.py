@@ -12,11 +12,8 @@ wgrad  grad_output, turned ``[n, m]`` input, turned ``[k, m]``   grad_weight ``[
 ====== ============================ ============================ =====================
 
 A :class:`~fp8core.chain.linear.shape.LinearShape` says what a layer computes, and binds it: to the
-quantizers of :mod:`fp8core.chain.linear.quantizers`, to GEMMs that
-:mod:`fp8core.chain.linear.gemms` adapts, and, over several ranks, to the exchange of operands of
-:mod:`fp8core.chain.linear.transfers`. Its :class:`~fp8core.chain.linear.link.LinearLink` gives each
-call a :class:`~fp8core.chain.linear.program.LinearProgram`, which is all of the computation. What a
-call adds wraps the program: :mod:`fp8core.chain.groups`, :mod:`fp8core.chain.padded`,
-:mod:`fp8core.chain.main_grad`, :mod:`fp8core.chain.stochastic`; and
-:mod:`fp8core.chain.requantized`, if the recipe has backward quantize weights again.
+quantizers of :mod:`fp8core.chain.linear.quantizers`, which also say how operands travel between
+ranks, and to GEMMs that :mod:`fp8core.chain.linear.gemms` adapts. The bound link gives each call a
+:class:`~fp8core.chain.linear.program.LinearProgram`, which is all of the computation. What a layer
+or a call adds wraps the program: :mod:`fp8core.chain.linear.wrappers`.
 """

@@ -8,9 +8,8 @@ from functools import partial
 import torch
 
 from fp8core.chain import run as chain
-from fp8core.chain.bind import bind_chain
 from fp8core.chain.differentiable import arranged, only_once
-from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.collectives import named
 from fp8core.context import recompute, timeline
 from fp8core.context.autocast import Active, active, active_before, active_name

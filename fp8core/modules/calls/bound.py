@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fp8core.chain import run as chain
-from fp8core.chain.bind import bind_chain
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.differentiable import arranged
 from fp8core.chain.protocol import Link
-from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.context.autocast import named
 from fp8core.dispatch import table
 from fp8core.errors import (

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fp8core.chain.attention.shape import AttentionShape
-from fp8core.chain.context_binding import CONTEXT_WAYS
+from fp8core.chain.attention.shape import CONTEXT_WAYS, AttentionShape
 from fp8core.collectives import of_group
 from fp8core.collectives.base import is_process_group
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean

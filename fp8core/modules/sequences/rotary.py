@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from fp8core.backend_api import ATTENTION_LAYOUTS
 from fp8core.chain import run as chain
-from fp8core.chain.arranged import Arranged
 from fp8core.chain.call import Call
 from fp8core.chain.sequence_chunks import Chunks
+from fp8core.chain.series import Arranged
 from fp8core.chain.simple import RotaryLink, RotaryShape
 from fp8core.chain.unwrap import PLAIN, made_readable, unwrap
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean

@@ -14,7 +14,7 @@ import torch
 
 import fp8core
 from fp8core import recipe
-from fp8core.chain import arranged
+from fp8core.chain import series
 from fp8core.chain.repeated import Repeated
 from fp8core_backends.cuda import recorder
 from tests.device import let_go_of_backward_passes
@@ -57,7 +57,7 @@ def without_recordings() -> Iterator[None]:
         return program
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arranged, "Repeated", the_program)
+        patch.setattr(series, "Repeated", the_program)
         yield
 
 

@@ -11,7 +11,7 @@ import torch
 
 import fp8core
 from fp8core import recipe
-from fp8core.chain import arranged
+from fp8core.chain import series
 from fp8core.chain.repeated import Repeated
 from fp8core.modules.transformer_chain import TransformerChain
 from tests.device import let_go_of_backward_passes
@@ -39,7 +39,7 @@ def one_by_one() -> Iterator[None]:
     """Have layers run by themselves, and their programs each time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransformerChain, "run", lambda *given: None)
-        patch.setattr(arranged, "Repeated", lambda program, *others: program)
+        patch.setattr(series, "Repeated", lambda program, *others: program)
         yield
 
 
