@@ -113,7 +113,7 @@ LONG_SIGNATURES = {
     },
     "fp8core.training.permutation.moe_unpermute": "Transformer Engine's order",
     "fp8core.training.router.fused_topk_with_score_function": "Transformer Engine's order",
-    "fp8core.torch_ops.training._adam": "a torch operator takes no tensor by keyword",
+    "fp8core.backend_api.attention.attention_backward": "what the operation takes",
 }
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef

@@ -42,6 +42,17 @@ class ScaleUpdateDesc:
     __str__ = plain_text
 
 
+@operation(writes=("histories", "scales", "nonfinite"))
+def scale_update(
+    desc: ScaleUpdateDesc,
+    histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    nonfinite: Sequence[torch.Tensor] = (),
+) -> None:
+    """Return None: an update has no result."""
+
+
 @dataclass(frozen=True, slots=True)
 class AmaxDesc:
     """``amax(x, group_offsets=None) -> float32 [n]``: the amaxes from which scales of ``quantize``

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from fp8core.backend_api.operand_spec import OperandSpec, dtype_text, plain_text, text
-from fp8core.backend_api.record import ResultShape, operation, shape_of
+from fp8core.backend_api.operand_spec import Operand, OperandSpec, dtype_text, plain_text, text
+from fp8core.backend_api.record import ResultShape, computing_dtype, operation, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +180,42 @@ class CachedAttentionDesc(AttentionDesc):
     """
 
 
+@operation(schema="(str operation, Tensor?[] tensors, SymInt[]? sizes) -> Tensor[]")
+def attention(
+    desc: AttentionDesc,
+    q: torch.Tensor | Operand,
+    k: torch.Tensor | Operand,
+    v: torch.Tensor | Operand,
+    *,
+    bias: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    softmax_offset: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    rng: torch.Tensor | None = None,
+    s_scale: torch.Tensor | None = None,
+    s_amax_out: torch.Tensor | None = None,
+) -> tuple[ResultShape, ResultShape, ResultShape | None]:
+    """Return the shapes of ``out``, ``stats`` and ``max_logit``."""
+    size = _size(q)
+    out = ResultShape((*size[:-1], desc.head_dim_v), torch.uint8 if desc.out else desc.dtype)
+    wide = computing_dtype(desc.dtype)
+    max_logit = ResultShape((desc.heads,), wide) if desc.max_logit else None
+    if desc.layout == "thd":
+        return out, ResultShape((size[0], desc.heads), wide), max_logit
+    sequence, batch = size[:2] if desc.layout == "sbhd" else (size[1], size[0])
+    return out, ResultShape((batch, desc.heads, sequence), wide), max_logit
+
+
+def _size(x: torch.Tensor | Operand) -> tuple[int, ...]:
+    return tuple((x.data if isinstance(x, Operand) else x).shape)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBackwardDesc:
     """``attention_backward(grad_out, q, k, v, out, stats, *, bias=None, alibi_slopes=None,
@@ -225,3 +261,36 @@ class AttentionPartBackwardDesc(AttentionBackwardDesc):
     the queries is the part's term: the terms of all parts add up to the whole, and the gradients
     of keys and values are complete. ``stats`` is -inf where a query sees no key of any part.
     """
+
+
+@operation(schema="(str operation, Tensor?[] tensors, SymInt[]? sizes) -> Tensor[]")
+def attention_backward(
+    desc: AttentionBackwardDesc,
+    grad_out: torch.Tensor | Operand,
+    q: torch.Tensor | Operand,
+    k: torch.Tensor | Operand,
+    v: torch.Tensor | Operand,
+    out: torch.Tensor,
+    stats: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    softmax_offset: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    rng: torch.Tensor | None = None,
+    s_scale: torch.Tensor | None = None,
+    dp_scale: torch.Tensor | None = None,
+    dp_amax_out: torch.Tensor | None = None,
+) -> tuple[ResultShape, ResultShape, ResultShape, ResultShape | None, ResultShape | None]:
+    """Return the shapes of the gradients of queries, keys, values, bias and offset."""
+    grad_q, grad_k, grad_v = (ResultShape(_size(x), desc.attention.dtype) for x in (q, k, v))
+    grad_bias = shape_of(bias) if desc.bias_grad and bias is not None else None
+    offset = ResultShape((desc.attention.heads,), computing_dtype(desc.attention.dtype))
+    is_learned = desc.attention.softmax == "learnable"
+    return grad_q, grad_k, grad_v, grad_bias, offset if is_learned else None

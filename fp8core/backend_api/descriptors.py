@@ -202,6 +202,19 @@ class GemmDesc:
         return text(self, f"a={self.a}", f"b={self.b}", f"out={dtype_text(self.out_dtype)}")
 
 
+@operation(writes=("out",))
+def gemm(
+    desc: GemmDesc,
+    a: Operand,
+    b: Operand,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> ResultShape:
+    """Return the shape of ``d``."""
+    return ResultShape((a.data.shape[0], b.data.shape[0]), desc.out_dtype)
+
+
 GROUP_STEP = 32
 """With ``offsets_on_device``, groups of a columnwise operand begin at multiples of this, elements:
 the cast pads them, because the host does not know their sizes. Kernels that copy 16 bytes at a time
@@ -227,6 +240,22 @@ class GroupedGemmDesc(GemmDesc):
     op: ClassVar[str] = "grouped_gemm"
     contract_groups: bool = False
     offsets_on_device: bool = False
+
+
+@operation(writes=("out",))
+def grouped_gemm(
+    desc: GroupedGemmDesc,
+    a: Operand,
+    b: Operand | Sequence[Operand],
+    group_offsets: torch.Tensor,
+    *,
+    bias: Sequence[torch.Tensor] | None = None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+) -> ResultShape | list[ResultShape]:
+    """Return the shape of ``d``, or one a group."""
+    first = b if isinstance(b, Operand) else b[0]
+    shape = ResultShape((a.data.shape[0], first.data.shape[0]), desc.out_dtype)
+    return [shape] * num_groups(group_offsets) if desc.contract_groups else shape
 
 
 def num_groups(group_offsets: torch.Tensor | None) -> int:

@@ -53,6 +53,8 @@ class Record(NamedTuple):
         arguments: those of the call without the descriptor, with evaluated annotations.
         shapes: the function that was recorded.
         returns: what it returns: a shape, or a tuple of shapes.
+        writes: the arguments that the call writes in place: lists of tensors, or ``out``, for a
+            result. Another argument that is named ``*_out``, an amax or a count, is written too.
         is_optional: whether a backend may lack it.
         schema: the operator's schema, where it is older than the record; else it is derived.
         order: the arguments by name in the order of the schema.
@@ -64,6 +66,7 @@ class Record(NamedTuple):
     arguments: tuple[inspect.Parameter, ...]
     shapes: Callable[..., Any]
     returns: Any
+    writes: tuple[str, ...]
     is_optional: bool
     schema: str
     order: tuple[str, ...]
@@ -74,7 +77,11 @@ RECORDS: dict[str, Record] = {}
 
 
 def operation(
-    *ops: str, is_optional: bool = False, schema: str = "", order: tuple[str, ...] = ()
+    *ops: str,
+    writes: tuple[str, ...] = (),
+    is_optional: bool = False,
+    schema: str = "",
+    order: tuple[str, ...] = (),
 ) -> Callable[[_Shapes], _Shapes]:
     """Record the decorated function as an operation of its name, or of the names ``ops``."""
 
@@ -89,6 +96,7 @@ def operation(
             arguments,
             shapes,
             hints["return"],
+            writes,
             is_optional,
             schema,
             order or tuple(argument.name for argument in arguments),

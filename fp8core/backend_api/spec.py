@@ -2,100 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from fp8core.backend_api.amax import AmaxDesc, QuantizeByAmaxDesc, ScaleUpdateDesc
-from fp8core.backend_api.attention import AttentionBackwardDesc, AttentionDesc, RotaryDesc
-from fp8core.backend_api.descriptors import DequantizeDesc, GemmDesc, QuantizeDesc
-from fp8core.backend_api.layers import (
-    ActivationBackwardDesc,
-    ActivationDesc,
-    AddNormDesc,
-    ColumnSumsDesc,
-    FusedDesc,
-    NormBackwardDesc,
-    NormDesc,
-)
-from fp8core.backend_api.training import (
-    AdamDesc,
-    CombineBackwardDesc,
-    CombineDesc,
-    CrossEntropyBackwardDesc,
-    CrossEntropyDesc,
-    DispatchDesc,
-    RouteDesc,
-    RouterBackwardDesc,
-    RouterDesc,
-)
+from fp8core.backend_api import attention, layers, training  # noqa: F401  they record operations
+from fp8core.backend_api.amax import QuantizeByAmaxDesc
+from fp8core.backend_api.descriptors import GemmDesc
+from fp8core.backend_api.record import RECORDS
 
-OpDesc: TypeAlias = (
-    QuantizeDesc
-    | QuantizeByAmaxDesc
-    | DequantizeDesc
-    | GemmDesc
-    | AmaxDesc
-    | ScaleUpdateDesc
-    | NormDesc
-    | NormBackwardDesc
-    | ActivationDesc
-    | ActivationBackwardDesc
-    | ColumnSumsDesc
-    | RotaryDesc
-    | AttentionDesc
-    | AttentionBackwardDesc
-    | RouteDesc
-    | DispatchDesc
-    | CombineDesc
-    | CombineBackwardDesc
-    | RouterDesc
-    | RouterBackwardDesc
-    | CrossEntropyDesc
-    | CrossEntropyBackwardDesc
-    | AdamDesc
-    | FusedDesc
-    | AddNormDesc
-)
+if TYPE_CHECKING:
 
-OPS: tuple[str, ...] = (
-    "activation",
-    "activation_backward",
-    "adam",
-    "amax",
-    "attention",
-    "attention_backward",
-    "column_sums",
-    "combine_rows",
-    "combine_rows_backward",
-    "cross_entropy",
-    "cross_entropy_backward",
-    "dequantize",
-    "dispatch_rows",
-    "gemm",
-    "grouped_gemm",
-    "norm",
-    "norm_backward",
-    "quantize",
-    "rotary",
-    "route",
-    "router",
-    "router_backward",
-    "scale_update",
-)
+    class OpDesc(Protocol):
+        """A descriptor: a frozen dataclass that says which operation is to be computed."""
+
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
+        def __hash__(self) -> int: ...
+
+        @property
+        def op(self) -> str:
+            """The operation's name."""
+
+        @property
+        def low_precision(self) -> bool:
+            """Whether the operation quantizes, or reads what is quantized."""
+
+else:
+    # A class that extends another operation's is one of that already. QuantizeByAmaxDesc extends
+    # the call, too.
+    _DESCS = dict.fromkeys(record.desc for record in RECORDS.values())
+    _ROOTS = [desc for desc in _DESCS if _DESCS.keys().isdisjoint(desc.__mro__[1:])]
+    OpDesc = functools.reduce(operator.or_, _ROOTS, QuantizeByAmaxDesc)
+
+OPS: tuple[str, ...] = tuple(sorted(op for op, record in RECORDS.items() if not record.is_optional))
 """Names of the operations every backend's devices need, as ``FP8CORE_OP_BACKEND`` spells them."""
 
-OPTIONAL_OPS: tuple[str, ...] = (
-    "activation_backward_quantize",
-    "activation_quantize",
-    "add_norm",
-    "norm_backward_quantize",
-    "norm_quantize",
-)
+OPTIONAL_OPS: tuple[str, ...] = tuple(sorted(RECORDS.keys() - set(OPS)))
 """Fusions that a backend may offer; without them the pair runs."""
 
 

@@ -11,6 +11,7 @@ does not read routes, and they must be no addresses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -353,3 +354,25 @@ class AdamDesc:
     master: str = "none"
     decoupled: bool = True
     __str__ = plain_text
+
+
+@operation(writes=("params", "exp_avgs", "exp_avg_sqs", "masters"))
+def adam(
+    desc: AdamDesc,
+    grads: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    *,
+    lr: float | torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float | torch.Tensor,
+    bias_correction: bool = True,
+    inv_scale: float | torch.Tensor = 1.0,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """Return None: a step has no result."""

@@ -11,9 +11,8 @@ import torch
 from fp8core.chain.unwrap import PLAIN, are_readable, made_readable, unwrap
 from fp8core.dispatch import plugins, policy, table
 from fp8core.dispatch.registry import Registry
-from fp8core.torch_ops.derived import OPERATORS
 from fp8core.torch_ops.encoding import Operation, encode
-from fp8core.torch_ops.operators import constant_in_graph
+from fp8core.torch_ops.operators import OPERATORS, constant_in_graph
 from fp8core.torch_ops.private import forward_mode_level, is_transform_active
 from fp8core.torch_ops.shapes import is_captured
 

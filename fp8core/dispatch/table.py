@@ -31,7 +31,7 @@ from fp8core.dispatch.optional import Offers, pair_of
 from fp8core.dispatch.registry import Bound, Registry
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
-from fp8core.torch_ops import calls, definition
+from fp8core.torch_ops import definition, operators
 from fp8core.torch_ops.encoding import Operation
 from fp8core.torch_ops.lasting import lasting
 
@@ -159,7 +159,7 @@ def _resolved(
     spec = registry.backends[choice.backend]
     alignment = registry.alignment(spec, desc) if isinstance(desc, GemmDesc) else Alignment()
     if is_captured:
-        bound = Bound(calls.call_of(Operation(choice.backend, desc, spec.transposes)), Offers())
+        bound = Bound(operators.call_of(Operation(choice.backend, desc, spec.transposes)), Offers())
     else:
         bound = registry.bind(spec, desc, device)
     return Resolved(bound.run, bound.offers, choice, alignment)

@@ -14,17 +14,6 @@ from fp8core.torch_ops import shapes
 from fp8core.torch_ops.encoding import decode
 from fp8core.torch_ops.shapes import settle
 
-__all__ = [
-    "Tensors",
-    "bound",
-    "define",
-    "empty",
-    "given",
-    "implementation",
-    "set_binder",
-    "settle_all",
-]
-
 Binder = Callable[[str, OpDesc, torch.device], Callable[..., Any]]
 Tensors = Sequence[torch.Tensor]
 
@@ -76,11 +65,6 @@ def implementation(name: str) -> Callable[..., Any]:
     return _implementations[name]
 
 
-def empty(results: Sequence[ResultShape], device: torch.device) -> list[torch.Tensor]:
-    """Return unfilled tensors of these shapes, the results of a fake kernel."""
-    return [shape.empty(device) for shape in results]
-
-
 def settle_all(
     results: Sequence[torch.Tensor | None], wanted: Sequence[ResultShape]
 ) -> list[torch.Tensor]:
@@ -97,8 +81,3 @@ def settle_all(
             taken.add(result.untyped_storage().data_ptr())
         settled.append(result)
     return settled
-
-
-def given(**keywords: Any) -> dict[str, Any]:
-    """Return the keywords that are not None."""
-    return {name: value for name, value in keywords.items() if value is not None}

@@ -1,154 +1,385 @@
 """``torch.ops.fp8core``: every operation of the backend API as an operator of torch.
 
-The first argument of each is an :class:`~fp8core.torch_ops.encoding.Operation` as text, the rest
-are plain tensors in flat lists: an operand is ``[data, scale_inv, global_scale_inv]``, without
-those that are None. No result shares memory with another tensor, and every write is declared,
-except the count of :mod:`fp8core.torch_ops.counted`.
+The first argument of each is an :class:`~fp8core.torch_ops.encoding.Operation` as text, the others
+are those of the call as plain tensors: an operand is ``[data, scale_inv, global_scale_inv]``,
+without those that are None. No result shares memory with another tensor, and every write is
+declared, except the count of :mod:`fp8core.torch_ops.counted`. Schema, fake kernel and body follow
+from the operation's record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import count
-from typing import Any, ParamSpec, TypeVar
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from inspect import Parameter
+from types import NoneType
+from typing import Any, ParamSpec, TypeVar, get_args, get_origin
 
 import torch
 
 from fp8core import errors
-from fp8core.backend_api import Operand
-from fp8core.backend_api.record import ResultShape
-from fp8core.torch_ops import shapes
-from fp8core.torch_ops.definition import Tensors, bound, define, empty, given, settle_all
-from fp8core.torch_ops.encoding import decode
+from fp8core.backend_api import AttentionBackwardDesc, Operand, OperandSpec, Quantized
+from fp8core.backend_api.descriptors import CastShape, num_groups
+from fp8core.backend_api.record import RECORDS, Record, ResultShape, shape_of
+from fp8core.torch_ops.counted import run_counted
+from fp8core.torch_ops.definition import bound, define, settle_all
+from fp8core.torch_ops.encoding import Operation, decode, encode
 from fp8core.torch_ops.private import MARKED_CONSTANT, ORDERED, PASSES_DATACLASSES
-from fp8core.torch_ops.shapes import settle
 from fp8core.torch_ops.untraced import untraced
-
-__all__ = ["constant_in_graph", "draw_seed", "refuse", "taking_dataclasses"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_TYPES: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    Operand: "Tensor[]",
+    Sequence[torch.Tensor]: "Tensor[]",
+    Operand | Sequence[Operand]: "Tensor[]",
+    Sequence[torch.Tensor] | None: "Tensor[]",
+    torch.Tensor | Sequence[torch.Tensor] | None: "Tensor[]",
+    int: "SymInt",
+}
+_NUMBERS = (float, bool, float | torch.Tensor)
 
-def constant_in_graph(function: Callable[..., Any]) -> None:
-    """Have torch.compile call ``function`` while it traces, and keep its result.
 
-    As torch.compiler.assume_constant_result, which imports all of torch.compile: that takes longer
-    than the rest of ``import fp8core``.
+class Operator:
+    """An operation as an operator of torch, called as the contract calls the operation.
+
+    What a call writes beside its results, an amax or a count, the operator returns behind them:
+    torch cannot make an operator functional that both returns and writes. An operation with the
+    argument ``out`` has two operators: one returns the results, the other writes them.
+
+    Numbers by keyword are the operator's last two arguments: ``on_device``, tensors of one element
+    or None, and ``numbers``, all of them, 0 where a tensor stands for one.
     """
-    setattr(function, MARKED_CONSTANT, True)
+
+    def __init__(self, record: Record, *, writes_out: bool = False) -> None:
+        arguments = {argument.name: argument for argument in record.arguments}
+        keywords = [each for each in arguments.values() if each.kind is Parameter.KEYWORD_ONLY]
+        self._record = record
+        self._names = frozenset(arguments)
+        self._writing: Operator | None = None
+        self._writes = record.writes
+        order = record.order
+        if "out" in record.writes and not writes_out:
+            self._writing, self._writes = type(self)(record, writes_out=True), ()
+            order = tuple(name for name in order if name != "out")
+        self._numbers = [each for each in keywords if each.annotation in _NUMBERS]
+        on_device = [each.name for each in keywords if torch.Tensor in get_args(each.annotation)]
+        self._on_device = on_device if self._numbers else []
+        numbers = {*(each.name for each in self._numbers), *self._on_device}
+        self._types = {
+            name: _TYPES.get(arguments[name].annotation, "")
+            for name in order
+            if name not in numbers
+        }
+        self._recorded = [name for name in arguments if name.endswith("_out")]
+        results = get_args(record.returns) if get_origin(record.returns) is tuple else ()
+        optional = [at for at, result in enumerate(results) if NoneType in get_args(result)]
+        self._num_results = len(results)
+        self._optional_result = optional[0] if len(optional) == 1 else None
+        self._follows_shapes = record.returns is not ResultShape and (
+            not results or bool(self._recorded) or len(optional) > 1
+        )
+        self._is_list = record.returns is not ResultShape
+        schema = (not writes_out and record.schema) or self._schema()
+        register = define(schema, self._fake, name=record.name + "_out" * writes_out)
+        self._operator = register(self._run)
+
+    def __call__(self, text: str, *arguments: Any, **keywords: Any) -> Any:
+        """Return the results of the operation ``text``."""
+        for name in keywords:
+            if name not in self._names:
+                raise TypeError(f"{self._record.name} takes no {name}")
+        if self._writing is not None and keywords.get("out") is not None:
+            self._writing(text, *arguments, **keywords)
+            return keywords["out"]
+        if self._writes and not arguments[0]:  # of no tensors
+            return None
+        results = self._operator(text, *self.flat(arguments, keywords))
+        if self._writes or not self._is_list:
+            return results
+        if self._follows_shapes:
+            return self._restored(text, list(results), arguments, keywords)
+        results = tuple(results)
+        if len(results) == self._num_results:
+            return results
+        return (*results[: self._optional_result], None, *results[self._optional_result :])
+
+    def flat(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> list[Any]:
+        """Return the arguments of the operator, of those of the call."""
+        parameters = self._record.arguments
+        if parameters[0].kind is Parameter.VAR_POSITIONAL:
+            arguments = (list(arguments),)
+        values = {each.name: value for each, value in zip(parameters, arguments, strict=False)}
+        values.update(keywords)
+        flat = [_flat(values.get(name), kind) for name, kind in self._types.items()]
+        if self._numbers:
+            numbers = [values.get(each.name, each.default) for each in self._numbers]
+            on_device = [values.get(name) for name in self._on_device]
+            flat.append([x if isinstance(x, torch.Tensor) else None for x in on_device])
+            flat.append([0.0 if isinstance(x, torch.Tensor) else float(x) for x in numbers])
+        return flat
+
+    def call(self, desc: Any, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of the call, by position and by keyword, of those of the operator.
+
+        Trailing arguments that are None are left out, by torch as well.
+        """
+        positional: list[Any] = []
+        named: dict[str, Any] = {}
+        if self._numbers:
+            *values, on_device, numbers = values
+            for each, number in zip(self._numbers, numbers, strict=True):
+                named[each.name] = bool(number) if each.annotation is bool else number
+            pairs = zip(self._on_device, on_device, strict=True)
+            named |= {name: x for name, x in pairs if x is not None}
+        by_name = dict(zip(self._types, values, strict=False))
+        for argument in self._record.arguments:
+            value: Any = by_name.get(argument.name)
+            is_absent = value is None or (isinstance(value, list | tuple) and not value)
+            if is_absent and argument.default is not Parameter.empty:
+                continue
+            if argument.annotation is Operand:
+                value = Operand(*value)
+            if argument.kind is Parameter.KEYWORD_ONLY:
+                if argument.name in by_name:
+                    named[argument.name] = value
+            elif argument.kind is Parameter.VAR_POSITIONAL:
+                positional += value
+            else:
+                positional.append(value)
+        return positional, named
+
+    def run_of(self, text: str, device: torch.device) -> Callable[..., Any]:
+        """Return what runs the operation ``text`` with the arguments of :meth:`call`."""
+        return bound(text, device)
+
+    def _schema(self) -> str:
+        letters = iter("abcdefgh")
+        words = ["str operation"]
+        for name, kind in self._types.items():
+            if name in self._writes:
+                kind = kind.replace("?", "").replace("Tensor", f"Tensor({next(letters)}!)")
+            words.append(f"{kind} {name}")
+        words += ["Tensor?[] on_device", "float[] numbers"] if self._numbers else []
+        results = "()" if self._writes else "Tensor[]" if self._is_list else "Tensor"
+        return f"({', '.join(words)}) -> {results}"
+
+    def _fake(self, text: str, *values: Any) -> Any:
+        if self._writes:
+            return None
+        operation = decode(text)
+        positional, named = self.call(operation.desc, values)
+        shapes = self._shapes(operation, positional, named)
+        device = _device(values)
+        results = [shape.empty(device) for shape in self._flat_shapes(operation, shapes, named)]
+        return results if self._is_list else results[0]
+
+    def _run(self, text: str, *values: Any) -> Any:
+        operation, device = decode(text), _device(values)
+        positional, named = self.call(operation.desc, values)
+        run = self.run_of(text, device)
+        if self._writes:
+            run(*positional, **named)
+            return None
+        shapes = self._shapes(operation, positional, named)
+        flat_shapes = self._flat_shapes(operation, shapes, named)
+        recorded: list[torch.Tensor | None] = []
+        for name in self._recorded:
+            if name in named and name != "nonfinite_out":
+                named[name] = named[name].clone()
+                recorded.append(named[name])
+        if "nonfinite_out" in self._recorded:
+            nonfinite = named.pop("nonfinite_out", None)
+            results, count = run_counted(run, positional, named, nonfinite, device)
+            recorded.append(count)
+        else:
+            results = run(*positional, **named)
+        flat = _flat_results(_several(results), shapes, operation.transposes)
+        settled = settle_all([*flat, *recorded], flat_shapes)
+        return settled if self._is_list else settled[0]
+
+    def _shapes(self, operation: Operation, positional: Sequence[Any], named: Any) -> Sequence[Any]:
+        return _several(self._record.shapes(operation.desc, *positional, **named))
+
+    def _flat_shapes(
+        self, operation: Operation, shapes: Iterable[Any], named: dict[str, Any]
+    ) -> list[ResultShape]:
+        """Return the shapes of the tensors that the operator returns."""
+        flat: list[ResultShape] = []
+        for shape in shapes:
+            if isinstance(shape, CastShape):
+                flat += [*shape.rowwise(), *shape.columnwise(operation.transposes)]
+            elif shape is not None:
+                flat.append(shape)
+        return [*flat, *(shape_of(named[name]) for name in self._recorded if name in named)]
+
+    def _restored(
+        self, text: str, flat: list[torch.Tensor], arguments: Any, keywords: dict[str, Any]
+    ) -> Any:
+        """Return the results of the call, of those of the operator."""
+        for name in reversed(self._recorded):  # the last result first
+            if keywords.get(name) is not None:
+                keywords[name].copy_(flat.pop())
+        operation = decode(text)
+        shapes = self._record.shapes(operation.desc, *arguments, **keywords)
+        rest = iter(flat)
+        results: list[Any] = []
+        for shape in _several(shapes):
+            if isinstance(shape, CastShape):
+                results.append(_quantized(shape, rest, operation.transposes))
+            else:
+                results.append(None if shape is None else next(rest))
+        if _several(shapes) is not shapes:
+            return results[0]
+        return results if isinstance(shapes, list) else tuple(results)
 
 
-def taking_dataclasses(function: Callable[P, R]) -> Callable[P, R]:
-    """Return ``function``, which is then made a constant in graphs, for calls with a frozen
-    dataclass.
-
-    torch before 2.13 has none of those passed to a constant: there the graph breaks at the call,
-    and with ``fullgraph=True`` torch raises that it would.
-    """
-    return function if PASSES_DATACLASSES else untraced(function)
+def _flat(value: Any, kind: str) -> Any:
+    if not kind.endswith("[]"):
+        return value
+    if value is None or isinstance(value, torch.Tensor | Operand):
+        value = () if value is None else (value,)
+    return [x for each in value for x in (tensors(each) if isinstance(each, Operand) else (each,))]
 
 
-# Quantization
+def tensors(operand: Operand | None) -> list[torch.Tensor]:
+    """Return the tensors of an operand."""
+    return [tensor for tensor in operand or () if tensor is not None]
 
 
-def _count(group_offsets: torch.Tensor | None) -> int:
-    return 0 if group_offsets is None else group_offsets.shape[0] - 1
+def _several(results: Any) -> Sequence[Any]:
+    """Return the results of a call, or their shapes, as a sequence."""
+    is_single = isinstance(results, torch.Tensor | Quantized | ResultShape | CastShape)
+    return (results,) if is_single else results
 
 
-@define(
-    "(str operation, Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor[] targets, "
-    "Tensor(c!)[] nonfinite) -> ()",
-    lambda text, histories, scales, targets, nonfinite: None,
-)
-def _scale_update(
-    text: str, histories: Tensors, scales: Tensors, targets: Tensors, nonfinite: Tensors
-) -> None:
-    bound(text, scales[0].device)(histories, scales, targets, nonfinite)
-
-
-# GEMMs
-
-
-def _product_shape(text: str, a: torch.Tensor, b: torch.Tensor) -> ResultShape:
-    desc: Any = decode(text).desc
-    return ResultShape((a.shape[0], b.shape[0]), desc.out_dtype)
-
-
-@define(
-    "(str operation, Tensor[] a, Tensor[] b, Tensor? bias) -> Tensor",
-    lambda text, a, b, bias: _product_shape(text, a[0], b[0]).empty(a[0].device),
-)
-def _gemm(text: str, a: Tensors, b: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
-    result = bound(text, a[0].device)(Operand(*a), Operand(*b), bias=bias)
-    return settle(result, _product_shape(text, a[0], b[0]))
-
-
-@define(
-    "(str operation, Tensor[] a, Tensor[] b, Tensor? bias, Tensor(a!) out) -> ()",
-    lambda text, a, b, bias, out: None,
-)
-def _gemm_out(
-    text: str, a: Tensors, b: Tensors, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    bound(text, a[0].device)(Operand(*a), Operand(*b), bias=bias, out=out)
-
-
-def _grouped(
-    text: str, a: Tensors, b: Tensors, group_offsets: torch.Tensor
-) -> tuple[Operand, Operand | list[Operand]]:
-    """Return the operands: ``b`` is one operand if k is grouped, else one a group."""
-    desc: Any = decode(text).desc
-    offsets = group_offsets.tolist()
-    dim = 1 if desc.contract_groups else 0
-    first = Operand(*shapes.trim(desc.a, a, offsets, dim))
-    if desc.contract_groups:
-        return first, Operand(*shapes.trim(desc.b, b, offsets, dim))
-    step = len(b) // _count(group_offsets)
-    return first, [Operand(*b[at : at + step]) for at in range(0, len(b), step)]
-
-
-def _grouped_shapes(
-    text: str, a: Tensors, b: Tensors, group_offsets: torch.Tensor
-) -> list[ResultShape]:
-    desc: Any = decode(text).desc
-    shape = _product_shape(text, a[0], b[0])
-    return [shape] * (_count(group_offsets) if desc.contract_groups else 1)
-
-
-@define(
-    "(str operation, Tensor[] a, Tensor[] b, Tensor group_offsets, Tensor[] bias) -> Tensor[]",
-    lambda text, a, b, group_offsets, bias: empty(
-        _grouped_shapes(text, a, b, group_offsets), a[0].device
-    ),
-)
-def _grouped_gemm(
-    text: str, a: Tensors, b: Tensors, group_offsets: torch.Tensor, bias: Tensors
+def _flat_results(
+    results: Iterable[Any], shapes: Iterable[Any], transposes: bool
 ) -> list[torch.Tensor]:
-    operands = _grouped(text, a, b, group_offsets)
-    results = bound(text, a[0].device)(*operands, group_offsets, **given(bias=list(bias) or None))
-    results = [results] if isinstance(results, torch.Tensor) else results
-    return settle_all(results, _grouped_shapes(text, a, b, group_offsets))
+    flat: list[torch.Tensor] = []
+    for result, shape in zip(results, shapes, strict=True):
+        if isinstance(shape, CastShape):
+            flat += tensors(result.rowwise)
+            flat += [] if shape.has_view(transposes) else tensors(result.columnwise)
+        elif shape is not None:
+            flat.append(result)
+    return flat
 
 
-@define(
-    "(str operation, Tensor[] a, Tensor[] b, Tensor group_offsets, Tensor[] bias, "
-    "Tensor(a!)[] out) -> ()",
-    lambda text, a, b, group_offsets, bias, out: None,
+def _quantized(shape: CastShape, flat: Iterator[torch.Tensor], transposes: bool) -> Quantized:
+    """Return the operands of a cast, whose tensors are the next of ``flat``."""
+    rowwise = [next(flat) for _ in shape.rowwise()]
+    columnwise = [next(flat) for _ in shape.columnwise(transposes)]
+    if shape.has_view(transposes):
+        columnwise = [tensor.t() for tensor in rowwise]
+    return Quantized(*(Operand(*side) if side else None for side in (rowwise, columnwise)))
+
+
+def _device(values: Sequence[Any]) -> torch.device:
+    first = values[0]
+    device: torch.device = (first if isinstance(first, torch.Tensor) else first[0]).device
+    return device
+
+
+class GroupedProduct(Operator):
+    """The product of groups: ``b`` is one operand if k is grouped, else one a group."""
+
+    def call(self, desc: Any, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the operands and the offsets, and the keywords of the call."""
+        (a, b, offsets), named = super().call(desc, values)
+        if desc.contract_groups:
+            return [a, Operand(*b), offsets], named
+        if "out" in named:
+            (named["out"],) = named["out"]
+        step = len(b) // num_groups(offsets)
+        return [a, [Operand(*b[at : at + step]) for at in range(0, len(b), step)], offsets], named
+
+    def run_of(self, text: str, device: torch.device) -> Callable[..., Any]:
+        """Return what runs the product without the scales that a cast's operator has added."""
+        desc: Any = decode(text).desc
+        run = bound(text, device)
+
+        def run_trimmed(a: Any, b: Any, group_offsets: torch.Tensor, **keywords: Any) -> Any:
+            offsets = group_offsets.tolist()
+            if desc.contract_groups:
+                a, b = _trimmed(desc.a, a, offsets, 1), _trimmed(desc.b, b, offsets, 1)
+            else:
+                a = _trimmed(desc.a, a, offsets, 0)
+            return run(a, b, group_offsets, **keywords)
+
+        return run_trimmed
+
+
+def _trimmed(
+    spec: OperandSpec | None, operand: Operand, offsets: Sequence[int], dim: int
+) -> Operand:
+    """Return an operand grouped along ``dim`` without scales behind those of its groups."""
+    if spec is None or not spec.block[dim]:
+        return operand
+    sizes = (end - start for start, end in itertools.pairwise(offsets))
+    count = sum(-(-size // spec.block[dim]) for size in sizes)
+    scale_inv = operand.scale_inv
+    assert scale_inv is not None
+    if scale_inv.shape[dim] == count:
+        return operand
+    return operand._replace(scale_inv=scale_inv.narrow(dim, 0, count).contiguous())
+
+
+_ATTENTION_TENSORS = (
+    *("bias", "alibi_slopes", "mask", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv"),
+    *("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "rng", "s_scale", "dp_scale"),
 )
-def _grouped_gemm_out(
-    text: str,
-    a: Tensors,
-    b: Tensors,
-    group_offsets: torch.Tensor,
-    bias: Tensors,
-    out: Tensors,
-) -> None:
-    desc: Any = decode(text).desc
-    operands = _grouped(text, a, b, group_offsets)
-    target = out if desc.contract_groups else out[0]
-    run = bound(text, a[0].device)
-    run(*operands, group_offsets, out=target, **given(bias=list(bias) or None))
+_ATTENTION_SIZES = ("max_seqlen_q", "max_seqlen_kv")
+
+
+class Attention(Operator):
+    """Attention, whose operator takes all tensors in one list: the inputs, the codes of those that
+    are quantized; the keywords; the amax that is written; the scales of the quantized inputs.
+
+    None stands for a keyword that the call does not have. ``sizes`` are None, not empty, where a
+    call has none: a package of AOTInductor cannot pass an empty list of numbers.
+    """
+
+    def flat(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> list[Any]:
+        """Return the tensors and the sizes of a call."""
+        tensors = [x.data if isinstance(x, Operand) else x for x in arguments]
+        tensors += [keywords.get(name) for name in (*_ATTENTION_TENSORS, *self._recorded)]
+        tensors += [x.scale_inv for x in arguments if isinstance(x, Operand)]
+        return [tensors, [keywords[x] for x in _ATTENTION_SIZES if x in keywords] or None]
+
+    def call(self, desc: Any, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the inputs and the keywords of a call."""
+        tensors, sizes = values
+        is_input = [each.kind is not Parameter.KEYWORD_ONLY for each in self._record.arguments]
+        names = (*_ATTENTION_TENSORS, *self._recorded)
+        inputs, rest = list(tensors[: sum(is_input)]), tensors[sum(is_input) :]
+        scales = iter(rest[len(names) :])
+        is_backward = isinstance(desc, AttentionBackwardDesc)
+        qkv = (desc.attention if is_backward else desc).qkv
+        specs = (desc.grad_output, qkv, qkv, qkv) if is_backward else (qkv, qkv, qkv)
+        for at, spec in enumerate(specs):
+            if spec is not None:
+                inputs[at] = Operand(inputs[at], next(scales))
+        named = {name: x for name, x in zip(names, rest, strict=False) if x is not None}
+        return inputs, named | dict(zip(_ATTENTION_SIZES, sizes or (), strict=False))
+
+
+_KINDS = {"attention": Attention, "attention_backward": Attention, "grouped_gemm": GroupedProduct}
+
+OPERATORS: dict[str, Operator] = {}
+"""The operators by the name of the operation."""
+
+for _record in dict.fromkeys(RECORDS.values()):
+    OPERATORS.update(dict.fromkeys(_record.ops, _KINDS.get(_record.name, Operator)(_record)))
+
+
+def call_of(operation: Operation) -> Callable[..., Any]:
+    """Return the operator of ``operation`` as a callable of the backend API's signature."""
+    return partial(OPERATORS[operation.desc.op], encode(operation))
 
 
 # Seeds and errors in graphs
@@ -182,7 +413,7 @@ def _refuse(x: torch.Tensor, columns: int, kind: str, message: str) -> torch.Ten
     raise getattr(errors, kind)(message)
 
 
-_places = count()
+_places = itertools.count()
 
 
 def draw_seed() -> torch.Tensor:
@@ -198,3 +429,22 @@ def refuse(x: torch.Tensor, columns: int, error: errors.Fp8CoreError) -> torch.T
     """Return a tensor ``[..., columns]`` of a graph that raises ``error`` when it runs."""
     result: torch.Tensor = _refuse(x.detach(), columns, type(error).__name__, str(error))
     return result
+
+
+def constant_in_graph(function: Callable[..., Any]) -> None:
+    """Have torch.compile call ``function`` while it traces, and keep its result.
+
+    As torch.compiler.assume_constant_result, which imports all of torch.compile: that takes longer
+    than the rest of ``import fp8core``.
+    """
+    setattr(function, MARKED_CONSTANT, True)
+
+
+def taking_dataclasses(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, which is then made a constant in graphs, for calls with a frozen
+    dataclass.
+
+    torch before 2.13 has none of those passed to a constant: there the graph breaks at the call,
+    and with ``fullgraph=True`` torch raises that it would.
+    """
+    return function if PASSES_DATACLASSES else untraced(function)

@@ -6,6 +6,7 @@ import inspect
 import re
 
 from fp8core.backend_api import OPS, OPTIONAL_OPS, hooks
+from fp8core.backend_api.record import RECORDS
 from tests.backend_api import snapshot
 
 
@@ -42,7 +43,7 @@ def test_every_operation_is_spelt_out_by_a_descriptor() -> None:
     assert set(snapshot.operations()) == {*OPS, *OPTIONAL_OPS} - fused
 
 
-def test_documented_calls_have_the_parameters_of_the_reference() -> None:
+def test_documented_calls_have_the_parameters_of_records_and_of_the_reference() -> None:
     documented = {}
     for op in OPS:
         call = snapshot.operations()[op]
@@ -50,6 +51,8 @@ def test_documented_calls_have_the_parameters_of_the_reference() -> None:
         names = [re.split("[=:]", part)[0].strip() for part in parameters.split(",")]
         documented[op] = [name for name in names if name != "*"]
     assert documented == {op: snapshot.implemented(op) for op in OPS}
+    recorded = {op: [argument.name for argument in RECORDS[op].arguments] for op in OPS}
+    assert documented == recorded
 
 
 def test_there_are_five_hooks() -> None:

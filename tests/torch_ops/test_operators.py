@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,12 +44,11 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
     bind_method,
 )
+from fp8core.backend_api.record import RECORDS
 from fp8core.conformance import calls, subject
 from fp8core.dispatch import plugins, table
-from fp8core.torch_ops import training
-from fp8core.torch_ops.attention import flat_call
-from fp8core.torch_ops.calls import call_of
 from fp8core.torch_ops.encoding import Operation, decode, encode
+from fp8core.torch_ops.operators import OPERATORS, call_of
 from tests.pairs import turns
 
 CPU = torch.device("cpu")
@@ -196,27 +196,11 @@ ATTENTION_BACKWARD = AttentionBackwardDesc(ATTENTION, bias_grad=True)
 PACKED_ATTENTION = AttentionDesc(BF16, "thd", 4, 2, 8, 16, 0.3, (3, 2), padding=True)
 
 
-def attention_case(desc: AttentionDesc | AttentionBackwardDesc) -> tuple[Any, ...]:
+def case(desc: OpDesc) -> tuple[Any, ...]:
+    """The operator of an operation, and its arguments for the kit's call."""
     call = calls.arguments(subject.find("reference"), desc)
-    return text(desc), *flat_call(*call.arguments, **call.keywords)
-
-
-def training_case(desc: OpDesc) -> tuple[Any, ...]:
-    call = calls.arguments(subject.find("reference"), desc)
-    names = {
-        "dispatch_rows": ("probs",),
-        "combine_rows": ("weights", "row_values"),
-        "router": ("expert_bias",),
-    }
-    keywords = (call.keywords.get(name) for name in names.get(desc.op, ()))
-    return getattr(OPS, desc.op), text(desc), *call.arguments, *keywords
-
-
-def step_case(desc: AdamDesc) -> tuple[Any, ...]:
-    call = calls.arguments(subject.find("reference"), desc)
-    operator, words, *lists = training_case(desc)
-    values = [float(call.keywords.get(name, 1.0)) for name in training._ADAM_NUMBERS]
-    return operator, words, *lists, [None] * 4, values
+    flat = OPERATORS[desc.op].flat(call.arguments, call.keywords)
+    return getattr(OPS, desc.op), text(desc), *flat
 
 
 ROUTER = RouterDesc(BF16, 3, "sigmoid", scaling_factor=2.5)
@@ -298,40 +282,51 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         torch.tensor([2, 3], dtype=torch.int32),
         torch.tensor([0, 1, 4], dtype=torch.int32),
     ),
-    "attention": lambda: (OPS.attention, *attention_case(ATTENTION)),
-    "attention_thd": lambda: (OPS.attention, *attention_case(PACKED_ATTENTION)),
-    "attention_backward": lambda: (OPS.attention_backward, *attention_case(ATTENTION_BACKWARD)),
-    "attention_backward_thd": lambda: (
-        OPS.attention_backward,
-        *attention_case(AttentionBackwardDesc(PACKED_ATTENTION)),
-    ),
-    "route": lambda: training_case(RouteDesc(torch.int32, "mask")),
-    "route_of_experts": lambda: training_case(RouteDesc(torch.int64, "experts")),
-    "dispatch_rows": lambda: training_case(DispatchDesc(BF16)),
-    "combine_rows": lambda: training_case(CombineDesc(BF16)),
-    "combine_rows_backward": lambda: training_case(CombineBackwardDesc(BF16)),
-    "router": lambda: training_case(ROUTER),
-    "router_of_all": lambda: training_case(RouterDesc(BF16, 3, "softmax", of_all=True)),
-    "router_backward": lambda: training_case(RouterBackwardDesc(BF16, 3, "sigmoid")),
-    "cross_entropy": lambda: training_case(CrossEntropyDesc(BF16)),
-    "cross_entropy_backward": lambda: training_case(CrossEntropyBackwardDesc(BF16)),
-    "adam": lambda: step_case(AdamDesc(BF16, BF16, master="remainder")),
+    "attention": lambda: case(ATTENTION),
+    "attention_thd": lambda: case(PACKED_ATTENTION),
+    "attention_backward": lambda: case(ATTENTION_BACKWARD),
+    "attention_backward_thd": lambda: case(AttentionBackwardDesc(PACKED_ATTENTION)),
+    "route": lambda: case(RouteDesc(torch.int32, "mask")),
+    "route_of_experts": lambda: case(RouteDesc(torch.int64, "experts")),
+    "dispatch_rows": lambda: case(DispatchDesc(BF16)),
+    "combine_rows": lambda: case(CombineDesc(BF16)),
+    "combine_rows_backward": lambda: case(CombineBackwardDesc(BF16)),
+    "router": lambda: case(ROUTER),
+    "router_of_all": lambda: case(RouterDesc(BF16, 3, "softmax", of_all=True)),
+    "router_backward": lambda: case(RouterBackwardDesc(BF16, 3, "sigmoid")),
+    "cross_entropy": lambda: case(CrossEntropyDesc(BF16)),
+    "cross_entropy_backward": lambda: case(CrossEntropyBackwardDesc(BF16)),
+    "adam": lambda: case(AdamDesc(BF16, BF16, master="remainder")),
     "drop": lambda: (OPS.drop, rand(8, 4), torch.tensor([3, 4]), 1, 0.5),
     "draw_seed": lambda: (OPS.draw_seed, 0),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_operator_passes_opcheck(case: str) -> None:
-    operator, *arguments = CASES[case]()
+@pytest.mark.parametrize("name", CASES)
+def test_operator_passes_opcheck(name: str) -> None:
+    operator, *arguments = CASES[name]()
     # A seed is drawn anew by every call, so the traced result cannot equal the direct one.
-    tests = ["test_schema", "test_faketensor"] if case == "draw_seed" else None
+    tests = ["test_schema", "test_faketensor"] if name == "draw_seed" else None
     more = {} if tests is None else {"test_utils": tests}
     torch.library.opcheck(operator.default, tuple(arguments), **more)
 
 
 def test_every_operation_has_an_operator() -> None:
-    assert [name for name in backend_api.OPS if not hasattr(OPS, name)] == []
+    assert {*backend_api.OPS, *backend_api.OPTIONAL_OPS} == OPERATORS.keys()
+
+
+def test_schemas_are_those_of_saved_programs() -> None:
+    """A program holds calls of operators: another schema, and it loads no more."""
+    names = {record.name for record in RECORDS.values()}
+    names |= {"drop", "draw_seed", "refuse", "gemm_out", "grouped_gemm_out"}
+    schemas = [f"{getattr(OPS, name).default._schema}\n" for name in sorted(names)]
+    assert Path(__file__).with_name("schemas.txt").read_text(encoding="utf-8") == "".join(schemas)
+
+
+def test_an_unknown_keyword_is_refused() -> None:
+    call = call_of(Operation("reference", NORM))
+    with pytest.raises(TypeError, match="norm takes no biases"):
+        call(rand(4, 8), rand(8), biases=rand(8))
 
 
 @pytest.mark.parametrize(
