@@ -27,6 +27,12 @@ SHAPES = (
     *((256, 512), (8, 4096), (4096, 8), (1000, 1000), (33, 2048), (384, 640)),
 )
 EMPTY = ((0, 16), (16, 0), (0, 0))
+# Of rows that are normalized. Cut vectors; chunks of 256, whole and cut; more warps than one; rows
+# held in two and in four vectors a lane; rows that are read again.
+NORM_COLUMNS = (
+    *(1, 3, 8, 70, 256, 264, 768, 1000, 1024, 2048, 2304, 2305, 4096, 5120, 6144),
+    *(8192, 8200, 12288, 13824, 16384, 16392, 20000, 32768, 32776, 40000),
+)
 
 
 def spec(name: str, element: str = "e4m3", power_of_two: bool = False) -> OperandSpec:

@@ -13,7 +13,7 @@ from fp8core.backend_api import Operand, Quantized
 from fp8core.conformance.laws.quantize import ReadOnce, joined
 from fp8core_backends.cuda import fused_chunked, quantize_chunked
 from tests.backends.cuda.cuda_cases import DEVICE, backend, differs, same_bits, spec
-from tests.backends.cuda.test_fused_activation import fused, given
+from tests.backends.cuda.test_activation import fused, given
 from tests.backends.cuda.test_repeated import assert_equal, recorded, without_recordings
 from tests.pairs import pairs
 

@@ -39,7 +39,7 @@ from fp8core.conformance.subject import Size, Subject
 from fp8core.recipe import NVFP4BlockScaling
 from fp8core.recipe.plan import LayerRole
 from fp8core_backends.cuda import fused_chunked, quantize_chunked
-from tests.backends.cuda.cuda_cases import DTYPES, EMPTY, SHAPES, spec, subject
+from tests.backends.cuda.cuda_cases import DTYPES, EMPTY, NORM_COLUMNS, SHAPES, spec, subject
 from tests.pairs import pairs, turns
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
@@ -48,14 +48,9 @@ PARAMS = {"clamped_swiglu": (7.0, 1.702, 1.0)}
 NORMS = ("rmsnorm", "layernorm")
 PLAIN_FP4 = {"disable_rht": True, "disable_2d_quantization": True}
 
-# Cut vectors; chunks of 256 columns, whole and cut; more warps than one; rows held in two and in
-# four vectors a lane; rows that are read again; more rows than a launch's y has.
-_COLUMNS = (
-    *(1, 3, 8, 70, 256, 264, 768, 1000, 1024, 2048, 2304, 2305, 4096, 5120, 6144),
-    *(8192, 8200, 12288, 13824, 16384, 16392, 20000, 32768, 32776, 40000),
-)
+# Also more rows than a launch's y has.
 NORM_SIZES = (
-    *((33, n) for n in _COLUMNS),
+    *((33, n) for n in NORM_COLUMNS),
     *((1, 8), (2, 2304), (700, 264), (700, 5120), (1, 40000), (66000, 1), (66000, 64)),
 )
 # Columns in whole vectors: one; cut and whole chunks, tiles and panels; clusters of every size.
