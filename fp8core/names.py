@@ -34,6 +34,7 @@ SHORT = {
 PICKLED = {
     "chain.pointwise": "chain.boundary",
     "chain.regrouped": "chain.simple",
+    "chain.scaled_activation": "chain.activation",
     "conversion.report": "conversion.convert",
     "functional.exchange": "functional.quantize",
     "functional.quantizers.composed": "functional.quantizers",

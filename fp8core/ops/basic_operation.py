@@ -79,7 +79,7 @@ class FusibleOperation(torch.nn.Module, ExtraTensors):
 
     @property
     def basic_operations(self) -> Sequence[torch.nn.Module]:
-        """The operations that are computed: this one, or those that a fusion replaces."""
+        """The operations that are computed, this one or those that a fusion replaces."""
         return [self]
 
     def fuser_forward(
