@@ -315,7 +315,7 @@ def import_places(sources: Sources) -> Iterator[str]:
 
 # Modules that the next change of the core replaces whole.
 REPLACED = ("attention", "attention_boundary", "multihead_attention")
-KEEP_LISTS = ("fp8core.torch_ops", "fp8core.dispatch.optional")
+KEEP_LISTS = ("fp8core.torch_ops.private", "fp8core.dispatch.optional")
 KEEP_LISTS += tuple(f"fp8core.modules.{name}" for name in REPLACED)
 
 

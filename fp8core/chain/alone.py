@@ -11,10 +11,10 @@ import torch
 from fp8core.chain.unwrap import PLAIN, are_readable, made_readable, unwrap
 from fp8core.dispatch import plugins, policy, table
 from fp8core.dispatch.registry import Registry
+from fp8core.torch_ops.capture import constant_in_graph, is_captured
 from fp8core.torch_ops.encoding import Operation, encode
-from fp8core.torch_ops.operators import OPERATORS, constant_in_graph
+from fp8core.torch_ops.operators import OPERATORS
 from fp8core.torch_ops.private import forward_mode_level, is_transform_active
-from fp8core.torch_ops.shapes import is_captured
 
 Run: TypeAlias = Callable[..., Any]
 

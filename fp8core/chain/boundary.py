@@ -21,7 +21,7 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.quantizer_binding import bind_quantizer
 from fp8core.tensors.storage import check, per_byte, stored_operands
-from fp8core.torch_ops.shapes import is_captured
+from fp8core.torch_ops.capture import is_captured
 
 
 class Boundary:

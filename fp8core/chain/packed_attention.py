@@ -23,7 +23,7 @@ from fp8core.chain.protocol import (
     TensorProgram,
 )
 from fp8core.chain.request import QuantizeRequest
-from fp8core.torch_ops.recorded import called_in_repeats
+from fp8core.torch_ops.repeats import called_in_repeats
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from fp8core.reporting import log_once
 from fp8core.tensors.operators import with_zeros
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Groups
-from fp8core.torch_ops.shapes import is_captured
+from fp8core.torch_ops.capture import is_captured
 
 
 class RowsChanged(OperandError):

@@ -17,7 +17,7 @@ from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.dispatch.select import Choice
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer import TensorQuantizer
-from fp8core.torch_ops.recorded import called_in_repeats
+from fp8core.torch_ops.repeats import called_in_repeats
 
 Saved: TypeAlias = "Sequence[torch.Tensor | None]"
 """Plain tensors, so that checkpointing, offload hooks and compilers see them."""
@@ -67,7 +67,7 @@ class Recordable(NamedTuple):
 
     ``constants`` are tensors that the operations read and write. ``backward_states`` are those in
     which backward records. ``calls_functions``: it calls functions that no backend has bound, by
-    :func:`~fp8core.torch_ops.recorded.called_in_repeats`.
+    :func:`~fp8core.torch_ops.repeats.called_in_repeats`.
     """
 
     constants: tuple[torch.Tensor, ...] = ()

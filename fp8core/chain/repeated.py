@@ -27,8 +27,7 @@ from fp8core.chain.protocol import (
 from fp8core.chain.unwrap import PLAIN
 from fp8core.tensors.saving import is_noting
 from fp8core.tensors.scaling import update_after_backward
-from fp8core.torch_ops.likeness import Likeness, sameness_to
-from fp8core.torch_ops.recorded import recording
+from fp8core.torch_ops.repeats import Likeness, recording, sameness_to
 
 _FIRST = 1
 """Calls that run before one is recorded: the first one of a size chooses algorithms."""

@@ -26,7 +26,7 @@ from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, CastAndSum, HighPrecision, Orientations, TensorQuantizer
 from fp8core.tensors.storage import storage_plan
-from fp8core.torch_ops.recorded import called_in_repeats
+from fp8core.torch_ops.repeats import called_in_repeats
 
 
 def is_stored_as(

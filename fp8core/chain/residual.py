@@ -30,7 +30,7 @@ from fp8core.chain.series import Series, row_error
 from fp8core.chain.shape import BindContext, CallInputs, LinkShape
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
-from fp8core.torch_ops.recorded import called_in_repeats
+from fp8core.torch_ops.repeats import called_in_repeats
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,13 +37,13 @@ from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops import operators
-from fp8core.torch_ops.likeness import Likeness, likeness_to
 from fp8core.torch_ops.private import (
     forward_mode_level,
     is_any_autocast_enabled,
     is_legacy_batched,
     is_transform_active,
 )
+from fp8core.torch_ops.repeats import Likeness, likeness_to
 
 Links: TypeAlias = "tuple[Link, ...] | int"
 """The links of a chain, or, while torch compiles or exports, their number from :func:`capture`."""

@@ -26,7 +26,7 @@ from fp8core.chain.repeated import Repeated, records
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.errors import OperandError
 from fp8core.tensors.delayed_state import DelayedState
-from fp8core.torch_ops.likeness import Likeness
+from fp8core.torch_ops.repeats import Likeness
 
 
 class _Step(NamedTuple):

@@ -28,8 +28,8 @@ from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.collectives import Communicator, Started
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import Orientations, TensorQuantizer
-from fp8core.torch_ops.recorded import called_in_repeats
-from fp8core.torch_ops.shapes import is_captured
+from fp8core.torch_ops.capture import is_captured
+from fp8core.torch_ops.repeats import called_in_repeats
 
 _WORD = 8
 """Bytes that are copied as one element."""

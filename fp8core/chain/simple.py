@@ -29,8 +29,8 @@ from fp8core.chain.protocol import (
 )
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.errors import OperandError
-from fp8core.torch_ops import fused
-from fp8core.torch_ops.recorded import called_in_repeats
+from fp8core.torch_ops import operators
+from fp8core.torch_ops.repeats import called_in_repeats
 
 
 class SimpleShape(LinkShape):
@@ -300,7 +300,7 @@ class DropoutShape(SimpleShape):
                 return x
             if call.rng is None:  # under a transform, which decides how examples draw
                 return torch.nn.functional.dropout(x, self.p)
-            return fused.drop(x, call.rng, index, self.p)
+            return operators.drop(x, call.rng, index, self.p)
 
         return SimpleLink(
             self,

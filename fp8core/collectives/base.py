@@ -32,8 +32,8 @@ from fp8core.collectives.collective import (
 )
 from fp8core.collectives.comparison import Claim
 from fp8core.errors import CollectiveError, Fp8CoreError, OperandError, UnsupportedError
-from fp8core.torch_ops.recorded import called_in_repeats
-from fp8core.torch_ops.shapes import is_captured
+from fp8core.torch_ops.capture import is_captured
+from fp8core.torch_ops.repeats import called_in_repeats
 
 GroupReference: TypeAlias = ReferenceType["dist.ProcessGroup"]
 """``weakref.ref(group)``: the same object each time, as long as the group exists."""

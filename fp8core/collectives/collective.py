@@ -15,7 +15,7 @@ import torch
 
 from fp8core.backend_api import Sending, Transfers
 from fp8core.errors import CollectiveError, Fp8CoreError
-from fp8core.torch_ops.recorded import called_in_repeats
+from fp8core.torch_ops.repeats import called_in_repeats
 
 End: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Blocks until a result is complete, and returns it; called with the result and what was sent."""

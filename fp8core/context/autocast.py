@@ -22,7 +22,7 @@ from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.custom import may_reduce_amaxes
 from fp8core.tensors.reduced_amaxes import note_autocast
-from fp8core.torch_ops.operators import constant_in_graph, taking_dataclasses
+from fp8core.torch_ops.capture import constant_in_graph, taking_dataclasses
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

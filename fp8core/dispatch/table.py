@@ -32,8 +32,8 @@ from fp8core.dispatch.registry import Bound, Registry
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.torch_ops import definition, operators
+from fp8core.torch_ops.capture import in_plain_mode
 from fp8core.torch_ops.encoding import Operation
-from fp8core.torch_ops.lasting import lasting
 
 _Key: TypeAlias = "tuple[policy.Policy, settings.Settings, Registry, int]"
 """The part of a choice's cache key that is read anew each time: the thread's policy, the settings,
@@ -138,7 +138,7 @@ def _resolve(
     is_captured: bool,
     key: _Key,
 ) -> Resolved:
-    return lasting(functools.partial(_resolved, desc, device, backend, is_captured, key))
+    return in_plain_mode(functools.partial(_resolved, desc, device, backend, is_captured, key))
 
 
 def _resolved(
@@ -236,7 +236,7 @@ def _bind_for(
     reason = registry.unsupported(spec, desc, device)
     if reason is not None:
         raise UnsupportedError(f"a compiled graph has {desc} for {backend} on {device}: {reason}")
-    return lasting(functools.partial(registry.bind, spec, desc, device)).run
+    return in_plain_mode(functools.partial(registry.bind, spec, desc, device)).run
 
 
 definition.set_binder(_bind_named)

@@ -27,7 +27,7 @@ from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.sharded_weight import ShardedWeight, as_part_of
-from fp8core.torch_ops.counted import counter_of
+from fp8core.torch_ops.nonfinite import counter_of
 
 
 class RowShard(NamedTuple):

@@ -22,7 +22,7 @@ from fp8core.functional.quantizers.base import readable
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.storage import FLOATS, pad_operand, per_byte, resolve_for
-from fp8core.torch_ops.operators import constant_in_graph
+from fp8core.torch_ops.capture import constant_in_graph
 
 
 def gemm(

@@ -16,7 +16,7 @@ from fp8core.functional.quantizers.base import PlannedQuantizer, Quantizer, quan
 from fp8core.tensors.checks import bytes_of, format_of_dtype, tensor_plan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import entries
-from fp8core.torch_ops.operators import constant_in_graph, taking_dataclasses
+from fp8core.torch_ops.capture import constant_in_graph, taking_dataclasses
 
 
 def quantize(

@@ -61,9 +61,8 @@ from fp8core.modules.sequences.context_group import ContextGroup, check_context
 from fp8core.modules.sequences.inference import InferenceParams
 from fp8core.recipe.plan import AttentionPlan
 from fp8core.reporting import log_once
-from fp8core.torch_ops.likeness import sameness_to
-from fp8core.torch_ops.operators import constant_in_graph
-from fp8core.torch_ops.untraced import untraced
+from fp8core.torch_ops.capture import constant_in_graph, untraced
+from fp8core.torch_ops.repeats import sameness_to
 
 __all__ = ["AttentionCall", "AttentionOptions", "DotProductAttention"]
 

@@ -13,7 +13,7 @@ from fp8core.modules.memo import Memo
 from fp8core.recipe import Recipe
 from fp8core.tensors.delayed_state import LayerStates, Order, new_order
 from fp8core.tensors.weights import WeightStore
-from fp8core.torch_ops.counted import new_counter
+from fp8core.torch_ops.nonfinite import new_counter
 
 bind_lock = threading.RLock()
 """Held while a layer is bound: two threads that use it for the first time must not each create its
@@ -63,7 +63,7 @@ class Bindings:
 
         It is entry 0 of the stored counter for calls that record gradients (``is_training``), and
         entry 1 for the others: an evaluation between two steps is no part of a step. None on meta.
-        Called where a layer is bound, see :func:`fp8core.torch_ops.lasting.lasting`.
+        Called where a layer is bound, see :func:`fp8core.torch_ops.capture.in_plain_mode`.
         """
         if device.type == "meta":
             return None

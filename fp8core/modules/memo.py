@@ -21,7 +21,6 @@ from fp8core.context.scopes import touch
 from fp8core.dispatch import policy
 from fp8core.dispatch.policy import Policy
 from fp8core.tensors.delayed_state import DelayedState, LayerStates
-from fp8core.torch_ops.likeness import Likeness
 from fp8core.torch_ops.private import (
     NO_BACKWARD_PASS,
     current_backward_pass,
@@ -31,6 +30,7 @@ from fp8core.torch_ops.private import (
     is_transform_active,
     watchers_of,
 )
+from fp8core.torch_ops.repeats import Likeness
 
 
 class Witness(NamedTuple):

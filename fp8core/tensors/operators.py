@@ -27,8 +27,8 @@ from fp8core.tensors.storage import (
 )
 from fp8core.tensors.values import as_view, broadcast, decomposed, written
 from fp8core.tensors.views import COPIES, VIEWS, collected
+from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.private import COLLECTIVES, pytree
-from fp8core.torch_ops.shapes import is_captured
 
 
 def write(

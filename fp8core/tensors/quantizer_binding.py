@@ -42,7 +42,7 @@ from fp8core.tensors.quantizer import (
     Slot,
     TensorQuantizer,
 )
-from fp8core.torch_ops.recorded import called_in_repeats
+from fp8core.torch_ops.repeats import called_in_repeats
 
 
 class BoundQuantizer(TensorQuantizer):

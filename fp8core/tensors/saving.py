@@ -25,7 +25,7 @@ from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations, TensorQuantizer
 from fp8core.tensors.weights import CachingWeightQuantizer, How, Keeping, Pad
-from fp8core.torch_ops.shapes import is_captured
+from fp8core.torch_ops.capture import is_captured
 
 
 class Unquantized(NamedTuple):

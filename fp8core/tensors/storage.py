@@ -18,9 +18,9 @@ from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import Orientations, Slot
 from fp8core.tensors.quantizer_binding import Binding, ReduceAmax, bind_quantizer
-from fp8core.torch_ops.counted import counter_of
-from fp8core.torch_ops.recorded import called_in_repeats
-from fp8core.torch_ops.shapes import is_captured
+from fp8core.torch_ops.capture import is_captured
+from fp8core.torch_ops.nonfinite import counter_of
+from fp8core.torch_ops.repeats import called_in_repeats
 
 PARTS = tuple(f"_{way}_{part}" for way in ("rowwise", "columnwise") for part in Operand._fields)
 """The names of the plain tensors of a QuantizedTensor."""

@@ -18,8 +18,8 @@ from fp8core.backend_api import Operand, OperandSpec
 from fp8core.errors import UnsupportedError
 from fp8core.tensors.storage import entries, matrix_shape, per_byte, steps
 from fp8core.tensors.values import FlatView
+from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.private import WAITING, gathered_rows, pytree
-from fp8core.torch_ops.shapes import is_captured
 
 Arguments = tuple[Any, ...]
 _aten = torch.ops.aten

@@ -7,22 +7,20 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["Companions"]
-
 T = TypeVar("T")
 
 
 class Companions(Generic[T]):
-    """What belongs to a tensor: the very object, not one that is equal to it.
+    """Companions of tensors, of the very objects, not of equal ones.
 
-    A tensor is not kept alive, its companion is until the tensor is gone.
+    A tensor is not kept alive by them; a companion lives until its tensor is gone.
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[weakref.ref[torch.Tensor], int, T]] = {}
+        self._companions: dict[int, tuple[weakref.ref[torch.Tensor], int, T]] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._companions)
 
     def put(self, tensor: torch.Tensor, companion: T) -> None:
         """Remember ``companion``; without effect for tensors whose writes torch does not count."""
@@ -31,15 +29,15 @@ class Companions(Generic[T]):
         key = id(tensor)
 
         def forget(dead: weakref.ref[torch.Tensor]) -> None:
-            held = self._held.get(key)
-            if held is not None and held[0] is dead:
-                del self._held[key]
+            entry = self._companions.get(key)
+            if entry is not None and entry[0] is dead:
+                del self._companions[key]
 
-        self._held[key] = weakref.ref(tensor, forget), tensor._version, companion
+        self._companions[key] = weakref.ref(tensor, forget), tensor._version, companion
 
     def get(self, tensor: torch.Tensor) -> T | None:
         """Return what was remembered, None if nothing was or if ``tensor`` was written since."""
-        held = self._held.get(id(tensor))
-        if held is None or held[0]() is not tensor or held[1] != tensor._version:
+        entry = self._companions.get(id(tensor))
+        if entry is None or entry[0]() is not tensor or entry[1] != tensor._version:
             return None
-        return held[2]
+        return entry[2]

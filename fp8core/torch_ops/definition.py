@@ -10,9 +10,9 @@ import torch
 
 from fp8core.backend_api import OpDesc
 from fp8core.backend_api.record import ResultShape
-from fp8core.torch_ops import shapes
+from fp8core.errors import OperandError
+from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.encoding import decode
-from fp8core.torch_ops.shapes import settle
 
 Binder = Callable[[str, OpDesc, torch.device], Callable[..., Any]]
 Tensors = Sequence[torch.Tensor]
@@ -65,19 +65,36 @@ def implementation(name: str) -> Callable[..., Any]:
     return _implementations[name]
 
 
+def settle(result: torch.Tensor, shape: ResultShape) -> torch.Tensor:
+    """Return ``result`` with the strides of ``shape``, padded with zeros to its size.
+
+    Raises:
+        OperandError: a backend returned another dtype or a larger size.
+    """
+    missing = [expected - size for expected, size in zip(shape.size, result.shape, strict=True)]
+    if result.dtype != shape.dtype or any(size < 0 for size in missing):
+        raise OperandError(
+            f"a backend returned {result.dtype} {list(result.shape)}, expected {shape.dtype} "
+            f"{list(shape.size)}."
+        )
+    if any(missing):
+        result = torch.nn.functional.pad(result, (0, missing[1], 0, missing[0]))
+    return result.t().contiguous().t() if shape.is_transposed else result.contiguous()
+
+
 def settle_all(
-    results: Sequence[torch.Tensor | None], wanted: Sequence[ResultShape]
+    results: Sequence[torch.Tensor | None], shapes: Sequence[ResultShape]
 ) -> list[torch.Tensor]:
     """Return the results that are not None in their shapes, none of them in the memory of another:
     the scale that two orientations share is copied. Tensors that torch traces with have none."""
     settled: list[torch.Tensor] = []
-    taken: set[int] = set()
+    memories: set[int] = set()
     present = [tensor for tensor in results if tensor is not None]
-    for tensor, shape in zip(present, wanted, strict=True):
+    for tensor, shape in zip(present, shapes, strict=True):
         result = settle(tensor, shape)
-        if not shapes.is_captured(result):
-            if result.numel() and result.untyped_storage().data_ptr() in taken:
+        if not is_captured(result):
+            if result.numel() and result.untyped_storage().data_ptr() in memories:
                 result = result.clone()
-            taken.add(result.untyped_storage().data_ptr())
+            memories.add(result.untyped_storage().data_ptr())
         settled.append(result)
     return settled

@@ -20,8 +20,6 @@ from fp8core.backend_api import (
 )
 from fp8core.errors import RecipeError
 
-__all__ = ["Operation", "decode", "encode"]
-
 # Descriptors of operations, two that extend one of them, and what they hold.
 _CLASSES = {
     cls.__name__: cls

@@ -3,18 +3,19 @@
 The first argument of each is an :class:`~fp8core.torch_ops.encoding.Operation` as text, the others
 are those of the call as plain tensors: an operand is ``[data, scale_inv, global_scale_inv]``,
 without those that are None. No result shares memory with another tensor, and every write is
-declared, except the count of :mod:`fp8core.torch_ops.counted`. Schema, fake kernel and body follow
-from the operation's record.
+declared, except the count of :mod:`fp8core.torch_ops.nonfinite`. Schema, fake kernel and body
+follow from the operation's record.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from inspect import Parameter
 from types import NoneType
-from typing import Any, ParamSpec, TypeVar, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import torch
 
@@ -22,14 +23,18 @@ from fp8core import errors
 from fp8core.backend_api import AttentionBackwardDesc, Operand, OperandSpec, Quantized
 from fp8core.backend_api.descriptors import CastShape, num_groups
 from fp8core.backend_api.record import RECORDS, Record, ResultShape, shape_of
-from fp8core.torch_ops.counted import run_counted
+from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.definition import bound, define, settle_all
 from fp8core.torch_ops.encoding import Operation, decode, encode
-from fp8core.torch_ops.private import MARKED_CONSTANT, ORDERED, PASSES_DATACLASSES
-from fp8core.torch_ops.untraced import untraced
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from fp8core.torch_ops.nonfinite import run_counted
+from fp8core.torch_ops.private import (
+    ORDERED,
+    is_legacy_batched,
+    is_transform_active,
+    legacy_vmap,
+    without_interpreters,
+    without_keys,
+)
 
 _TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
@@ -382,7 +387,7 @@ def call_of(operation: Operation) -> Callable[..., Any]:
     return partial(OPERATORS[operation.desc.op], encode(operation))
 
 
-# Seeds and errors in graphs
+# Seeds, dropout and errors of graphs
 
 
 @torch.library.custom_op(
@@ -431,20 +436,42 @@ def refuse(x: torch.Tensor, columns: int, error: errors.Fp8CoreError) -> torch.T
     return result
 
 
-def constant_in_graph(function: Callable[..., Any]) -> None:
-    """Have torch.compile call ``function`` while it traces, and keep its result.
+@contextlib.contextmanager
+def _outside_transforms() -> Iterator[None]:
+    """Run the body outside torch's transforms, so that all gradients of a batch get one mask."""
+    # Not by its count of nestings: that is the thread's, and GPUs have a thread for backward.
+    with without_keys(legacy_vmap), without_interpreters():
+        yield
 
-    As torch.compiler.assume_constant_result, which imports all of torch.compile: that takes longer
-    than the rest of ``import fp8core``.
+
+def _dropped(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:
+    if x.is_meta:  # meta has no generator, and no values
+        return x * 1
+    seed, offset = (int(value) for value in rng)
+    generator = torch.Generator(device=x.device)
+    generator.manual_seed((seed * 0x9E3779B97F4A7C15 + offset + index) & (2**63 - 1))
+    is_batched = is_legacy_batched(x)
+    is_plain = not (is_batched or is_transform_active())
+    with contextlib.nullcontext() if is_plain else _outside_transforms():
+        noise = torch.rand(x.shape, generator=generator, device=x.device)
+    kept_rate = 1 - p or 1  # nothing is kept where it is 0
+    return x * ((noise >= p).to(x.dtype) / kept_rate)
+
+
+@define(
+    "(Tensor x, Tensor rng, int index, float p) -> Tensor",
+    lambda x, rng, index, p: x.new_empty(x.shape),
+)
+def _drop(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:
+    return _dropped(x, rng, index, p).contiguous()
+
+
+def drop(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:
+    """Zero elements of ``x`` with probability ``p`` and scale the rest by ``1 / (1 - p)``.
+
+    ``rng`` int64 ``[2]`` is a seed and an offset; ``index`` tells apart the uses of one seed.
     """
-    setattr(function, MARKED_CONSTANT, True)
-
-
-def taking_dataclasses(function: Callable[P, R]) -> Callable[P, R]:
-    """Return ``function``, which is then made a constant in graphs, for calls with a frozen
-    dataclass.
-
-    torch before 2.13 has none of those passed to a constant: there the graph breaks at the call,
-    and with ``fullgraph=True`` torch raises that it would.
-    """
-    return function if PASSES_DATACLASSES else untraced(function)
+    if is_captured(x):
+        result: torch.Tensor = _drop(x, rng, index, p)
+        return result
+    return _dropped(x, rng, index, p)

@@ -14,7 +14,7 @@ from fp8core.backend_api import CrossEntropyBackwardDesc, CrossEntropyDesc
 from fp8core.chain.alone import bound, derivatives, in_torch, is_transformed, needs_node, plain
 from fp8core.errors import OperandError
 from fp8core.modules.calls.parameters import refuse_arguments
-from fp8core.torch_ops.shapes import is_captured
+from fp8core.torch_ops.capture import is_captured
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 import fp8core
 from fp8core import UnsupportedError, autocast, ops, recipe
 from fp8core.chain import differentiable
-from fp8core.torch_ops import fused
+from fp8core.torch_ops import operators
 from tests.chain import fused_toy
 from tests.device import DEVICE, assert_same_sums
 from tests.pairs import turns
@@ -337,9 +337,9 @@ def test_a_batch_of_gradients_has_the_mask_of_its_forward() -> None:
 def test_a_thread_of_autograd_that_entered_no_vmap_draws_the_mask_of_a_batch() -> None:
     """It has the dispatch keys of the thread that called backward, but not its count of levels."""
     x, rng = torch.randn(3, 8), torch.tensor([1, 2])
-    want = fused.drop(x[0], rng, 0, 0.5) != 0
+    want = operators.drop(x[0], rng, 0, 0.5) != 0
     with torch._C._IncludeDispatchKeyGuard(torch._C._dispatch_key_parse("VmapMode")):
-        made = fused.drop(torch._add_batch_dim(x, 0, 1), rng, 0, 0.5)
+        made = operators.drop(torch._add_batch_dim(x, 0, 1), rng, 0, 0.5)
         with pytest.raises(RuntimeError, match="random operations inside of vmap"):
             torch.rand(1)
     assert torch.equal(torch._remove_batch_dim(made, 1, 3, 0) != 0, want.expand(3, 8))

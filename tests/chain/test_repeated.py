@@ -14,7 +14,7 @@ from fp8core.chain.protocol import Backward, Forward, Program, Recordable, Saved
 from fp8core.chain.repeated import Repeated, records, unrecorded
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.torch_ops.private import current_backward_pass
-from fp8core.torch_ops.recorded import called_in_repeats
+from fp8core.torch_ops.repeats import called_in_repeats
 
 X, WEIGHT, GRAD = torch.ones(4, 8), torch.full((8,), 3.0), torch.ones(4, 8)
 

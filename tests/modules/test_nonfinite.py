@@ -12,7 +12,7 @@ import fp8core as te
 from fp8core import recipe
 from fp8core.backend_api import OperandSpec
 from fp8core.modules.calls.base import LowPrecisionModule
-from fp8core.torch_ops import counted
+from fp8core.torch_ops import nonfinite
 from tests.device import DEVICE
 from tests.modules.layers import active
 
@@ -30,7 +30,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def fresh_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8core.torch_ops.counted._counters", {})
+    monkeypatch.setattr("fp8core.torch_ops.nonfinite._counters", {})
 
 
 def linear() -> te.Linear:
@@ -143,9 +143,9 @@ def test_captured_graph_counts_for_its_device() -> None:
     layer = linear()
     compiled = torch.compile(layer, backend="aot_eager")
     results(compiled, "current")
-    before = int(counted.counter_of(DEVICE))
+    before = int(nonfinite.counter_of(DEVICE))
     results(compiled, "current", x_value=math.inf, grad_value=math.nan)
-    assert int(counted.counter_of(DEVICE)) == before + 2
+    assert int(nonfinite.counter_of(DEVICE)) == before + 2
     assert layer._bindings.nonfinite == {}
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8core.torch_ops import likeness
-from fp8core.torch_ops.likeness import likeness_to, sameness_to
+from fp8core.torch_ops import repeats
 from fp8core.torch_ops.private import lazily_negated, lazy_zeros
+from fp8core.torch_ops.repeats import likeness_to, sameness_to
 
 Tensors = Callable[[], torch.Tensor]
 
@@ -93,7 +93,7 @@ def test_the_same_tensors_under_a_transform_are_not_alike(transform: str) -> Non
 
 
 def test_a_torch_without_guards_finds_nothing_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likeness, "tensor_guards", None)
+    monkeypatch.setattr(repeats, "tensor_guards", None)
     assert likeness_to(activations()) is None
     assert sameness_to([activations()]) is None
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core.torch_ops.recorded import called_in_repeats, recording
+from fp8core.torch_ops.repeats import called_in_repeats, recording
 
 X = torch.ones(2)
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from fp8core.torch_ops.untraced import untraced
+from fp8core.torch_ops.capture import untraced
 
 
 def test_it_passes_arguments_results_and_the_name() -> None:

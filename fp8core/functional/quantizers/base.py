@@ -20,8 +20,7 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
 from fp8core.tensors.storage import storage_plan
-from fp8core.torch_ops.operators import constant_in_graph
-from fp8core.torch_ops.shapes import is_captured
+from fp8core.torch_ops.capture import constant_in_graph, is_captured
 
 
 class Quantizer:

@@ -35,7 +35,7 @@ from fp8core.reporting import log_once
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer_binding import Binding
 from fp8core.tensors.scaling import is_of_two_forwards, offered_scale
-from fp8core.torch_ops.lasting import lasting
+from fp8core.torch_ops.capture import in_plain_mode
 from fp8core.torch_ops.private import (
     NO_BACKWARD_PASS,
     current_backward_pass,
@@ -154,7 +154,7 @@ def bind(
             binding = Binding(device, dtype, is_observing)
             if entry is None:
                 arguments = (layer, recipe, mode, binding, chain_shapes, first_gemm)
-                entry = lasting(partial(_bind, *arguments))
+                entry = in_plain_mode(partial(_bind, *arguments))
             bound = entry
             layer._bindings.table[key] = bound
             layer._bindings.last = (key, bound)

@@ -30,8 +30,8 @@ from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan, Plan
 from fp8core.reporting import log_once, some
 from fp8core.tensors.delayed_state import LayerStates
 from fp8core.tensors.quantizer_binding import Binding
-from fp8core.torch_ops.counted import counter_of
-from fp8core.torch_ops.operators import constant_in_graph
+from fp8core.torch_ops.capture import constant_in_graph
+from fp8core.torch_ops.nonfinite import counter_of
 from fp8core.torch_ops.private import is_capturing, is_transform_active, without_modes
 
 _NO_CAPTURE = (

@@ -21,7 +21,7 @@ from fp8core.modules.calls.inputs import cast_to_weight, check_kind
 from fp8core.modules.calls.parameters import check_probability
 from fp8core.modules.layers.parallel import is_group
 from fp8core.modules.run import run_layer
-from fp8core.torch_ops.shapes import is_captured
+from fp8core.torch_ops.capture import is_captured
 
 _Self = TypeVar("_Self", bound="ExtraTensors")
 

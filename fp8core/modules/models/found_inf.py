@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.models.inventory import layers_in
-from fp8core.torch_ops import counted
+from fp8core.torch_ops import nonfinite
 from fp8core.torch_ops.private import UNSCALE_GRADS
 
 
@@ -196,7 +196,7 @@ def read_counts(layers: Sequence[LowPrecisionModule]) -> Counts:
     for layer in layers:
         for device, counter in layer._bindings.nonfinite.items():
             by_device.setdefault(device, []).append(counter)
-    for device, counter in counted.counters().items():
+    for device, counter in nonfinite.counters().items():
         by_device.setdefault(device, []).append(counter)
     return {device: _Counts(counts, torch.stack(counts)) for device, counts in by_device.items()}
 

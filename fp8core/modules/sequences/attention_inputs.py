@@ -12,8 +12,8 @@ from fp8core.chain.run import is_under_torch_autocast
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
 from fp8core.modules.calls.inputs import check_is_whole, check_kind
+from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.private import is_transform_wrapped
-from fp8core.torch_ops.shapes import is_captured
 
 PaddingMask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 

@@ -22,7 +22,7 @@ from fp8core.modules.sequences.kv_cache import (
     gathered,
 )
 from fp8core.tensors.parameter import DTYPES
-from fp8core.torch_ops.untraced import untraced
+from fp8core.torch_ops.capture import untraced
 
 _FORMATS = ("bshd", "sbhd", "thd")
 _Maker: TypeAlias = Callable[..., KVCacheManager]

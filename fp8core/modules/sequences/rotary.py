@@ -25,9 +25,9 @@ from fp8core.modules.calls.inputs import check_input, check_is_whole, check_kind
 from fp8core.modules.calls.parameters import refuse_arguments
 from fp8core.modules.memo import replay
 from fp8core.modules.run import note, run_links
-from fp8core.torch_ops.likeness import sameness_to
+from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.private import is_transform_active
-from fp8core.torch_ops.shapes import is_captured
+from fp8core.torch_ops.repeats import sameness_to
 
 
 class Spans(NamedTuple):

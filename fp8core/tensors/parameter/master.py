@@ -20,7 +20,7 @@ from fp8core.tensors.parameter.shared_grad import (
 )
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.sharded_weight import local_part
-from fp8core.torch_ops.untraced import untraced
+from fp8core.torch_ops.capture import untraced
 
 
 def make_master(parameter: torch.nn.Parameter, name: str, stepping: Stepping) -> torch.Tensor:

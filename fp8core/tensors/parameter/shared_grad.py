@@ -17,8 +17,8 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from fp8core.errors import OperandError, UnsupportedError
+from fp8core.torch_ops.capture import untraced
 from fp8core.torch_ops.private import foreach_types, no_torch_function
-from fp8core.torch_ops.untraced import untraced
 
 MAKE = "Make it of masters.parameters(), not of model.parameters(), and attach it."
 

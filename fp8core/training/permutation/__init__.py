@@ -19,8 +19,8 @@ import torch
 from fp8core.backend_api import CombineBackwardDesc, CombineDesc, DispatchDesc, RouteDesc
 from fp8core.chain.alone import bound, derivatives, in_torch, is_transformed, needs_node, plain
 from fp8core.errors import OperandError, did_you_mean
+from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.companions import Companions
-from fp8core.torch_ops.shapes import is_captured
 
 __all__ = [
     "moe_permute",

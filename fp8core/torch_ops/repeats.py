@@ -1,15 +1,17 @@
-"""One question about several tensors: are they of the kind that was looked at before?"""
+"""Repeats of a call: whether tensors are like the earlier ones, and functions that a recorder calls
+again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
 
+from fp8core.backend_api import RecordsFunctions
 from fp8core.torch_ops.private import tensor_guards
-
-__all__ = ["Likeness", "likeness_to", "sameness_to"]
 
 Likeness: TypeAlias = Callable[..., bool]
 """Called with as many tensors as it was made from; what is no tensor is not alike."""
@@ -38,13 +40,50 @@ def likeness_to(first: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> Lik
 
 def sameness_to(tensors: Sequence[torch.Tensor]) -> Likeness | None:
     """Return what says in one call whether tensors are like these, of the same sizes and strides;
-    None if torch cannot. It is to be given as many."""
+    None if torch cannot.
+
+    The answer is to be asked about as many tensors.
+    """
     if tensor_guards is None:
         return None
     guards = tensor_guards(
         *tensors,
-        dynamic_dims_sizes=[list(one.shape) for one in tensors],
-        dynamic_dims_strides=[list(one.stride()) for one in tensors],
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
     )
     check: Likeness = guards.check
     return check
+
+
+# By thread, while it records a run.
+_recorders: dict[int, RecordsFunctions] = {}
+
+
+@contextmanager
+def recording(recorder: RecordsFunctions) -> Iterator[None]:
+    """Hand the calling thread's :func:`called_in_repeats` to ``recorder``, which records a run."""
+    thread = threading.get_ident()
+    _recorders[thread] = recorder
+    try:
+        yield
+    finally:
+        del _recorders[thread]
+
+
+def called_in_repeats(
+    function: Callable[..., torch.Tensor], *tensors: torch.Tensor
+) -> torch.Tensor:
+    """Return ``function(*tensors)``; if a run is being recorded, each repeat of it calls the
+    function as well.
+
+    The function must not keep the tensors of a call: others stand for them in a repeat.
+    """
+    if _recorders:
+        thread = threading.get_ident()
+        recorder = _recorders.pop(thread, None)  # what the function calls is part of the function
+        if recorder is not None:
+            try:
+                return recorder.call(function, *tensors)
+            finally:
+                _recorders[thread] = recorder
+    return function(*tensors)

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 
-from fp8core.torch_ops.lasting import lasting
+from fp8core.torch_ops.capture import in_plain_mode
 from fp8core.torch_ops.private import without_modes
-
-__all__ = ["counter_of", "counters", "new_counter", "run_counted"]
 
 _counters: dict[torch.device, torch.Tensor] = {}
 _lock = threading.Lock()
@@ -31,7 +29,7 @@ def new_counter(device: torch.device) -> torch.Tensor:
     for the other calls.
     """
     with without_modes():
-        return lasting(partial(torch.zeros, 2, dtype=torch.int64, device=device))
+        return in_plain_mode(partial(torch.zeros, 2, dtype=torch.int64, device=device))
 
 
 def counter_of(device: torch.device) -> torch.Tensor:

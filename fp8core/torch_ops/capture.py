@@ -1,0 +1,84 @@
+"""Code that torch captures in a graph: whether it does, and what it leaves out or calls once."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+from fp8core.torch_ops.private import (
+    MARKED_CONSTANT,
+    PASSES_DATACLASSES,
+    is_traced,
+    is_transform_active,
+    without_interpreters,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_REAL = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_captured(x: torch.Tensor) -> bool:
+    """Say whether torch is capturing a graph, and ``x`` stands for a tensor of it."""
+    return torch.compiler.is_compiling() or type(x) not in _REAL or is_traced()
+
+
+def constant_in_graph(function: Callable[..., Any]) -> None:
+    """Have torch.compile call ``function`` while it traces, and keep its result.
+
+    As torch.compiler.assume_constant_result, which imports all of torch.compile: that takes longer
+    than the rest of ``import fp8core``.
+    """
+    setattr(function, MARKED_CONSTANT, True)
+
+
+def taking_dataclasses(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, which is then made a constant in graphs, for calls with a frozen
+    dataclass.
+
+    torch before 2.13 has none of those passed to a constant: there the graph breaks at the call,
+    and with ``fullgraph=True`` torch raises that it would.
+    """
+    return function if PASSES_DATACLASSES else untraced(function)
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, called outside of what torch.compile captures.
+
+    As torch.compiler.disable, which imports torch's compiler where it is called. That takes as
+    long as importing torch, and most processes compile nothing, so it is called in a capture.
+    """
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        outside: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return outside(*args, **kwargs)
+
+    # Each function has a code object: torch keeps what it compiled by code object, and would
+    # compile a shared one again for each of them.
+    unshared = cast(types.FunctionType, call)
+    unshared.__code__ = unshared.__code__.replace(co_name=function.__name__)
+    return functools.update_wrapper(call, function)
+
+
+def in_plain_mode(create: Callable[[], R]) -> R:
+    """Return ``create()``, which runs outside inference mode and torch.func's transforms.
+
+    Training could not update an inference tensor, and a tensor that a transform has wrapped has no
+    memory after it. What is imported or bound meanwhile may hold tensors as well.
+    """
+    with ExitStack() as outside:
+        if torch.is_inference_mode_enabled():
+            outside.enter_context(torch.inference_mode(False))
+            outside.enter_context(torch.no_grad())
+        if is_transform_active():
+            outside.enter_context(without_interpreters())
+            # Without them torch.compile would take this for a place to compile.
+            create = torch.compiler.disable(create)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return create()
