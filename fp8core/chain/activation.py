@@ -80,7 +80,7 @@ class ActivationShape(GatedShape):
 
     @property
     def reads_grad_rows(self) -> bool:
-        """Its gradient is computed and cast in one operation, if the backend has one."""
+        """Whether rows of the gradient may come: where a backend computes and casts it at once."""
         return True
 
     def bind(self, context: BindContext) -> ActivationLink:
@@ -115,10 +115,10 @@ def activation_shape(name: str, params: dict[str, float] | None = None) -> Activ
             f"{did_you_mean(name, ACTIVATIONS)}"
         )
     defaults = _PARAMS.get(name, {})
-    for given in params or {}:
-        if given not in defaults:
-            known = ", ".join(defaults) or "none"
-            raise RecipeError(f"{name} has no parameter {given!r}; parameters: {known}.")
+    for name_of_param in params or {}:
+        if name_of_param not in defaults:
+            offered = ", ".join(defaults) or "none"
+            raise RecipeError(f"{name} has no parameter {name_of_param!r}; parameters: {offered}.")
     values = {**defaults, **(params or {})}
     return ActivationShape(name, tuple(float(value) for value in values.values()))
 
@@ -264,8 +264,8 @@ class ScaledActivationShape(GatedShape):
     @property
     def is_gated(self) -> bool:
         """Whether it takes twice as many columns as it gives."""
-        known = _IN_TORCH.get(self.name)
-        return self.name in GATED if known is None else known.is_gated
+        in_torch = _IN_TORCH.get(self.name)
+        return self.name in GATED if in_torch is None else in_torch.is_gated
 
     @property
     def num_params(self) -> int:
@@ -282,9 +282,9 @@ class ScaledActivationShape(GatedShape):
         wide = torch.float64 if context.dtype == torch.float64 else torch.float32
         consumer, params = context.output_consumer, self.params
         out_dtype = context.dtype if consumer is None else consumer.dtype
-        known = _IN_TORCH.get(self.name)
-        if known is not None:
-            value, gradient = known.value, known.gradient
+        in_torch = _IN_TORCH.get(self.name)
+        if in_torch is not None:
+            value, gradient = in_torch.value, in_torch.gradient
             return ScaledActivationLink(
                 self,
                 lambda x: value(x.to(wide), params),
@@ -354,8 +354,8 @@ class ScaledActivationProgram(TensorProgram[ScaledActivationLink]):
             scales = unwrap(params[0], f"{link.shape.name}: the scales")
             y, saved = y * scales.reshape(-1, 1).to(y.dtype), (x, scales)
         y = y.to(link.out_dtype if out is not None else x.dtype)
-        kept = saved if True in self._needs_grad else ()
-        return y if out is None else out(y), kept, shape
+        needed = saved if True in self._needs_grad else ()
+        return y if out is None else out(y), needed, shape
 
     def backward(
         self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None

@@ -1,4 +1,4 @@
-"""One operation of a backend outside of a chain, and derivatives of it by torch's operators."""
+"""Single operations of backends outside of a chain, and their derivatives by torch's operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fp8core.chain.unwrap import PLAIN, are_readable, made_readable, unwrap
+from fp8core.chain.unwrap import PLAIN, are_readable, as_readable, unwrap
 from fp8core.dispatch import plugins, policy, table
 from fp8core.dispatch.registry import Registry
 from fp8core.torch_ops.capture import constant_in_graph, is_captured
@@ -81,7 +81,7 @@ def plain(x: torch.Tensor, role: str) -> torch.Tensor:
         x = unwrap(x, role)
     if is_captured(x) or is_transformed() or are_readable(x):
         return x
-    return made_readable(x, x.device, role)
+    return as_readable(x, x.device, role)
 
 
 def needs_node(*tensors: torch.Tensor | None) -> bool:
@@ -103,14 +103,14 @@ def derivatives(
     ``run(*tensors)`` computes the outputs with torch's operators, ``grads`` are their gradients.
     """
     with torch.enable_grad():
-        given = [x if x.requires_grad else x.detach().requires_grad_() for x in tensors]
-        outputs = run(*given)
+        inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in tensors]
+        outputs = run(*inputs)
         pairs = [
             (y, g) for y, g in zip(outputs, grads, strict=True) if y is not None and g is not None
         ]
         return torch.autograd.grad(
             [y for y, _ in pairs],
-            given,
+            inputs,
             [g for _, g in pairs],
             create_graph=True,
             allow_unused=True,

@@ -60,14 +60,14 @@ class Boundary:
             return self.rounded(x)
         rows, cols = x.shape
         plan = TensorPlan(self._row, self._plan.columnwise if columnwise else None)
-        for one in (plan, TensorPlan(self._row, None)):
+        for stored in (plan, TensorPlan(self._row, None)):
             try:
-                check(one, rows, cols)
+                check(stored, rows, cols)
             except UnsupportedError as error:
                 refused = error
                 continue
-            made = self._both(x, columnwise=one.columnwise is not None)
-            return QuantizedTensor(*stored_operands(made, one), one, x.dtype)
+            operands = self._both(x, columnwise=stored.columnwise is not None)
+            return QuantizedTensor(*stored_operands(operands, stored), stored, x.dtype)
         log_once(f"{self._owner}: its result stays a plain tensor of rounded values: {refused}")
         return self.rounded(x)
 
@@ -76,8 +76,8 @@ class Boundary:
         columns = x.shape[1]
         missing = -columns % per_byte(self._row)
         wide = torch.nn.functional.pad(x, (0, missing)) if missing else x
-        made: Orientations = self._both(wide, columnwise=False)
-        values: torch.Tensor = self._dequantize(made.rowwise)
+        operands: Orientations = self._both(wide, columnwise=False)
+        values: torch.Tensor = self._dequantize(operands.rowwise)
         return values[:, :columns].contiguous() if missing else values
 
 
@@ -105,10 +105,10 @@ class QuantizeShape(LinkShape):
         """Return the link; both directions need a backend that casts and decodes."""
         plan, is_observing = context.plan, context.binding.is_observing
         plans = {"input": plan.input, "grad_output": plan.grad_output}
-        is_high = is_observing or not any(one.rowwise for one in plans.values())
+        is_high = is_observing or not any(tensor.rowwise for tensor in plans.values())
         forward, backward = (
-            None if is_observing or one.rowwise is None else Boundary(step, one, context)
-            for step, one in plans.items()
+            None if is_observing or tensor.rowwise is None else Boundary(step, tensor, context)
+            for step, tensor in plans.items()
         )
         only_once = None if is_high else in_low_precision(context.owner)
         return QuantizeLink(

@@ -1,4 +1,4 @@
-"""What a call of a layer brings besides its tensors."""
+"""The call of a layer: groups, seeds, lengths and routes besides its tensors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Routes:
 
     @property
     def experts(self) -> slice:
-        """This rank's experts."""
+        """The experts of this rank."""
         each = len(self.splits)
         return slice(self.rank * each, (self.rank + 1) * each)
 
@@ -90,7 +90,7 @@ class DelayedWgrads(Protocol):
 
 
 class Call(NamedTuple):
-    """What one call of a layer adds to its tensors.
+    """The arguments of one call of a layer besides its tensors.
 
     ``groups`` is ``(group_offsets,)``, int64 ``[groups + 1]`` on the CPU, or ``()`` if dense;
     ``splits`` are the same sizes as integers, ``()`` if only the device knows them, in which case

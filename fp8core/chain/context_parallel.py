@@ -25,7 +25,7 @@ from fp8core.backend_api import AttentionDesc, Operand
 from fp8core.chain.sequence_chunks import Chunks, Lengths, lengths_of_chunks
 from fp8core.collectives import Communicator, Started
 
-Given = torch.Tensor | Operand
+Payload = torch.Tensor | Operand
 Run = Callable[..., Any]
 
 
@@ -36,12 +36,12 @@ class Pair(NamedTuple):
     backward: Run
 
 
-def codes_of(x: Given) -> torch.Tensor:
+def codes_of(x: Payload) -> torch.Tensor:
     """Return a tensor, or the codes of a quantized one."""
     return x.data if isinstance(x, Operand) else x
 
 
-def with_codes(x: Given, codes: torch.Tensor) -> Given:
+def with_codes(x: Payload, codes: torch.Tensor) -> Payload:
     """Return ``codes`` quantized as ``x`` is."""
     return x._replace(data=codes) if isinstance(x, Operand) else codes
 
@@ -141,7 +141,7 @@ class Sides:
             named[f"max_seqlen_{side}"] = longest
         return named
 
-    def others(self, *names: str) -> dict[str, Any]:
+    def of_call(self, *names: str) -> dict[str, Any]:
         """Return those of the call's keywords called ``names``."""
         return {name: self._keywords[name] for name in names if name in self._keywords}
 
@@ -163,7 +163,7 @@ class HeadExchange:
         self._desc, self._communicator, self._inner = desc, communicator, inner
         self._outer_size = outer_size
 
-    def forward(self, q: Given, k: Given, v: Given, **keywords: Any) -> Any:
+    def forward(self, q: Payload, k: Payload, v: Payload, **keywords: Any) -> Any:
         """Return ``out``; the statistics of this rank's heads, for backward; and ``max_logit``."""
         queries, keys = self._chunks(keywords)
         whole = self._whole((q, queries), (k, keys), (v, keys))
@@ -175,10 +175,10 @@ class HeadExchange:
 
     def backward(
         self,
-        grad: Given,
-        q: Given,
-        k: Given,
-        v: Given,
+        grad: Payload,
+        q: Payload,
+        k: Payload,
+        v: Payload,
         out: torch.Tensor,
         stats: torch.Tensor,
         **keywords: Any,
@@ -196,14 +196,14 @@ class HeadExchange:
             every = offset.new_zeros(self._communicator.size, *offset.shape)
             every[self._communicator.rank] = offset
             offset = every.flatten()
-        return (*[_joined(one.wait()) for one in moved], None, offset)
+        return (*[_joined(started.wait()) for started in moved], None, offset)
 
-    def _whole(self, *parts: tuple[Given, Chunks]) -> list[Given]:
+    def _whole(self, *parts: tuple[Payload, Chunks]) -> list[Payload]:
         """Return whole sequences, of the heads of this rank, of tensors with its tokens."""
         started = [self._to_heads(codes_of(x)) for x, _ in parts]
         return [
-            with_codes(x, chunks.whole(one.wait()))
-            for (x, chunks), one in zip(parts, started, strict=True)
+            with_codes(x, chunks.whole(arriving.wait()))
+            for (x, chunks), arriving in zip(parts, started, strict=True)
         ]
 
     def _chunks(self, keywords: Mapping[str, Any]) -> tuple[Chunks, Chunks]:
@@ -268,7 +268,7 @@ class GatheredKeys:
         """Return the descriptor of the parts of a call of ``desc``."""
         return dataclasses.replace(desc, bottom_right=desc.window[1] == 0)
 
-    def forward(self, q: Given, k: Given, v: Given, **keywords: Any) -> Any:
+    def forward(self, q: Payload, k: Payload, v: Payload, **keywords: Any) -> Any:
         """Return ``(out, stats, max_logit)`` of the queries of this rank."""
         sides = self._sides(keywords, q, k)
         keys, values = self._gathered(sides, k, v)
@@ -298,10 +298,10 @@ class GatheredKeys:
 
     def backward(
         self,
-        grad: Given,
-        q: Given,
-        k: Given,
-        v: Given,
+        grad: Payload,
+        q: Payload,
+        k: Payload,
+        v: Payload,
         out: torch.Tensor,
         stats: torch.Tensor,
         **keywords: Any,
@@ -332,8 +332,8 @@ class GatheredKeys:
                 **self._keywords(sides, keywords, half),
             )
             sides.queries.write_half(grad_q, result[0], half)
-            for total, one in zip(totals, result[1:3], strict=True):
-                total.narrow(sides.keys.dim, 0, one.shape[sides.keys.dim]).add_(one)
+            for total, part in zip(totals, result[1:3], strict=True):
+                total.narrow(sides.keys.dim, 0, part.shape[sides.keys.dim]).add_(part)
             if result[4] is not None:
                 offset = result[4] if offset is None else offset + result[4]
         grads = [total.to(dtype) for total in totals]
@@ -345,20 +345,20 @@ class GatheredKeys:
         rank = self._communicator.rank
         return rank, 2 * self._communicator.size - 1 - rank
 
-    def _sides(self, keywords: Mapping[str, Any], q: Given, k: Given) -> Sides:
+    def _sides(self, keywords: Mapping[str, Any], q: Payload, k: Payload) -> Sides:
         return Sides(self._desc, self._communicator.size, keywords, codes_of(q), codes_of(k))
 
-    def _gathered(self, sides: Sides, *given: Given) -> list[Given]:
+    def _gathered(self, sides: Sides, *tensors: Payload) -> list[Payload]:
         size = self._communicator.size
         started = [
-            self._communicator.gather(codes_of(x).contiguous(), "keys and values") for x in given
+            self._communicator.gather(codes_of(x).contiguous(), "keys and values") for x in tensors
         ]
         return [
-            with_codes(x, sides.keys.whole(_by_rank(one.wait(), size)))
-            for x, one in zip(given, started, strict=True)
+            with_codes(x, sides.keys.whole(_by_rank(arriving.wait(), size)))
+            for x, arriving in zip(tensors, started, strict=True)
         ]
 
-    def _up_to(self, x: Given, number: int) -> Given:
+    def _up_to(self, x: Payload, number: int) -> Payload:
         """Return the keys up to the end of chunk ``number``; in thd lengths say so."""
         if self._desc.layout == "thd":
             return x
@@ -370,8 +370,8 @@ class GatheredKeys:
         self, sides: Sides, keywords: Mapping[str, Any], half: int | None
     ) -> dict[str, Any]:
         """Return the keywords for one chunk of queries, or for both if None."""
-        rank, named = self._communicator.rank, sides.others("alibi_slopes", "softmax_offset")
-        named |= sides.others(*RECORDS) | seed_of(keywords, 2 * rank + (half or 0))
+        rank, named = self._communicator.rank, sides.of_call("alibi_slopes", "softmax_offset")
+        named |= sides.of_call(*RECORDS) | seed_of(keywords, 2 * rank + (half or 0))
         if not self._desc.padding:
             return named
         lengths = sides.lengths("q", rank)
@@ -392,7 +392,7 @@ class GatheredKeys:
             self._communicator.exchange(sides.keys.parts(grad), [1] * size, [1] * size, "gradients")
             for grad in grads
         ]
-        return [added_up(one.wait(), self._desc.dtype) for one in started]
+        return [added_up(arriving.wait(), self._desc.dtype) for arriving in started]
 
     def _largest(self, results: Any) -> Any:
         out, stats, largest = results

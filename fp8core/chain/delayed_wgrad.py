@@ -48,7 +48,7 @@ class PendingWgrad(NamedTuple):
 
 
 class _Pass:
-    """What one backward pass of one forward call put into the queue, by link."""
+    """The entries of one backward pass of one forward call in the queue, by link."""
 
     __slots__ = ("is_over", "pending")
 
@@ -96,7 +96,7 @@ class WgradQueue:
 
 
 class DelayedCall:
-    """One forward call of a layer whose weight gradients go into ``queue``.
+    """A forward call of a layer whose weight gradients go into ``queue``.
 
     The call's graph has :meth:`stand_ins` of the weights, so that no hook of a weight runs in
     backward, and a weight that is computed from others keeps its graph until its gradient is there.
@@ -156,7 +156,7 @@ def _is_of_fsdp1(node: Any) -> bool:
         node = left.pop()
         if getattr(getattr(node, "variable", None), FSDP_FLATTENED, False):
             return True
-        new = {one for one, _ in node.next_functions if one is not None} - seen
+        new = {before for before, _ in node.next_functions if before is not None} - seen
         seen |= new
         left += new
     return False
@@ -193,8 +193,8 @@ class Delaying(Wrapper):
         if delayed is None:
             return super().forward(x, params, call, out)
         weights = [*map(delayed.source, params[0] if self._is_grouped else params[:1])]
-        given = (weights if self._is_grouped else weights[0], *params[1:])
-        y, saved, context = super().forward(x, given, call, out)
+        inner_params = (weights if self._is_grouped else weights[0], *params[1:])
+        y, saved, context = super().forward(x, inner_params, call, out)
         run: Any = context or self._wgrad
         return y, saved, partial(self._put, delayed, run, weights)
 

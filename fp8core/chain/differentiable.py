@@ -86,7 +86,7 @@ def is_detached(program: Program, saved: Saved, needs_grad: Sequence[bool]) -> b
     ``needs_grad`` says which of the input and the parameters have a history.
     """
     pairs = zip(program.origins(saved), needs_grad, strict=False)
-    return any(need and one is not None and not one.requires_grad for one, need in pairs)
+    return any(need and tensor is not None and not tensor.requires_grad for tensor, need in pairs)
 
 
 class _Refusing(torch.autograd.Function):
@@ -130,11 +130,11 @@ def refusing(
     ``node`` computed them from ``grad_outputs``. ``torch.autograd.grad`` walks only the paths to
     the tensors it is given, so every leaf that ``node`` depends on is connected.
     """
-    given = [grad.detach().requires_grad_() for grad in grads if grad is not None]
-    if not given:
+    constants = [grad.detach().requires_grad_() for grad in grads if grad is not None]
+    if not constants:
         return tuple(grads)
-    origins = [*_leaves(node), *(one for one in grad_outputs if one.requires_grad)]
-    guarded = iter(_Refusing.apply(error, len(given), *given, *origins))  # type: ignore[no-untyped-call]  # torch's
+    origins = [*_leaves(node), *(origin for origin in grad_outputs if origin.requires_grad)]
+    guarded = iter(_Refusing.apply(error, len(constants), *constants, *origins))  # type: ignore[no-untyped-call]  # torch's
     return tuple(None if grad is None else next(guarded) for grad in grads)
 
 
@@ -204,6 +204,6 @@ def transform_of(tensors: Sequence[torch.Tensor]) -> str | None:
     if stack:
         names = dict.fromkeys(interpreter.key().name for interpreter in stack)
         return " within ".join(_TRANSFORMS.get(name, name) for name in reversed(names))
-    if any(forward_ad.unpack_dual(one).tangent is not None for one in tensors):  # type: ignore[no-untyped-call]  # torch's
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):  # type: ignore[no-untyped-call]  # torch's
         return "forward-mode differentiation (torch.autograd.forward_ad)"
     return None

@@ -134,12 +134,12 @@ def _check_orientations(
 
     Shapes tell a swap apart unless the tensor is square.
     """
-    for name, asked, operand in (
+    for name, is_due, operand in (
         ("rowwise", out.rowwise, quantized.rowwise),
         ("columnwise", out.columnwise, quantized.columnwise),
     ):
-        if asked != (operand is not None):
-            problem = f"lacks the {name} operand" if asked else f"has a {name} operand unasked"
+        if is_due != (operand is not None):
+            problem = f"lacks the {name} operand" if is_due else f"has a {name} operand unasked"
             raise UnsupportedError(f"a fused operation's result {problem}.")
     row, column = map(_elements, quantized, packing)
     if row is not None and row[0] != rows:

@@ -128,7 +128,7 @@ class MovingProgram(Relay[MovingLink]):
 
     @property
     def recordable(self) -> Recordable | None:
-        """Its collectives, but for rows whose numbers differ from call to call."""
+        """Collectives alone, but for rows whose numbers differ from call to call."""
         return Recordable(calls_functions=True) if self._routes is None else None
 
     def _arrived(self, x: Any, out: Out, purpose: str) -> Any:
@@ -361,13 +361,13 @@ _PROGRAMS: dict[str, type[MovingProgram]] = {
 def _splits(a: Operand) -> bool:
     """Say whether each scale of ``a`` is of one row, or of all of them."""
     scales = (a.scale_inv, a.global_scale_inv)
-    return all(one is None or one.shape[0] in (1, a.data.shape[0]) for one in scales)
+    return all(scale is None or scale.shape[0] in (1, a.data.shape[0]) for scale in scales)
 
 
 def _rows_of(a: Operand, rank: int, size: int) -> Operand:
     """Return one of ``size`` equal parts of the rows of ``a``."""
     data, *scales = (
-        one if one is None or one.shape[0] == 1 else one.chunk(size)[rank] for one in a
+        part if part is None or part.shape[0] == 1 else part.chunk(size)[rank] for part in a
     )
     assert data is not None
     return Operand(data, *scales)

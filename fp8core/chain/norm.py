@@ -28,7 +28,7 @@ from fp8core.chain.shape import BindContext, LinkShape
 
 @dataclass(frozen=True, slots=True)
 class NormShape(LinkShape):
-    """What a norm is: ``kind`` ``"layernorm"`` or ``"rmsnorm"``, its width and its options."""
+    """The computation of a norm: ``kind`` ``"layernorm"`` or ``"rmsnorm"``, width and options."""
 
     kind: str
     size: int
@@ -97,8 +97,8 @@ class NormShape(LinkShape):
         wide_desc = NormBackwardDesc(replace(desc, dtype=wide, out_dtype=wide))
         run = context.resolve("norm backward", wide_desc).run
 
-        def run_added(grad: Any, x: Any, *others: Any) -> Sequence[Any]:
-            *parameters, added = others
+        def run_added(grad: Any, x: Any, *rest: Any) -> Sequence[Any]:
+            *parameters, added = rest
             grad_x, *grads = run(grad.to(wide), x.to(wide), *parameters)
             return (grad_x + added).to(added.dtype), *grads
 
@@ -129,7 +129,7 @@ class NormLink(Link):
 
     @property
     def adds_gradient(self) -> bool:
-        """Its program adds, at once where the backend does."""
+        """Whether it adds: always, at once where the backend does."""
         return True
 
     def in_torch(self, bind: Callable[[Any], Any]) -> NormLink:

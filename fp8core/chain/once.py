@@ -20,9 +20,9 @@ class OnlyOnce(NamedTuple):
     state: str
     remedy: str
 
-    def error(self, asked: str) -> UnsupportedError:
-        """Return the error for ``asked``, the name of a transform or derivative."""
-        return UnsupportedError(f"{self.owner}: {asked} is not offered {self.state}. {self.remedy}")
+    def error(self, name: str) -> UnsupportedError:
+        """Return the error about the transform or derivative called ``name``."""
+        return UnsupportedError(f"{self.owner}: {name} is not offered {self.state}. {self.remedy}")
 
 
 _HIGH_PRECISION = (
@@ -68,7 +68,7 @@ def linear_only_once(
     return None if plan.is_high_precision else in_low_precision(owner)
 
 
-COMPUTED_AS_ONE = OnlyOnce(
+COMPUTED_TOGETHER = OnlyOnce(
     "a layer in high precision",
     "where its backend pads, or adds and normalizes at once",
     'Choose one that does neither: fp8core.use_backend("reference").',

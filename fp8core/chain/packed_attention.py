@@ -149,7 +149,7 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
         rows = called_in_repeats(self._attended, x)
         saved: Saved = ()
         if self._needs_grad[0]:
-            saved = (x, rows, called_in_repeats(_taken_statistics, rows))
+            saved = (x, rows, called_in_repeats(_pop_statistics, rows))
         return rows if out is None else out(rows), saved, None
 
     def backward(
@@ -186,6 +186,6 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
         return link.join(x.shape[0], grad_q, grad_k, grad_v)
 
 
-def _taken_statistics(rows: torch.Tensor) -> torch.Tensor:
+def _pop_statistics(rows: torch.Tensor) -> torch.Tensor:
     stats: torch.Tensor = rows.__dict__.pop("attention_statistics")
     return stats

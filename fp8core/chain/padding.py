@@ -31,8 +31,8 @@ class RowsChanged(OperandError):
 
 @dataclass(frozen=True, slots=True)
 class LayerPadding:
-    """What a linear layer has to add: the rows of each group are padded to a multiple of those of
-    ``tokens``, for fprop, dgrad and wgrad, that a call computes; ``in_features`` and
+    """The zeros that a linear layer has to add: the rows of each group are padded to a multiple of
+    those of ``tokens``, for fprop, dgrad and wgrad, that a call computes; ``in_features`` and
     ``out_features`` are the zero columns that are added."""
 
     owner: str

@@ -1,4 +1,4 @@
-"""What a chain consists of: links, and the program that each gives for a call.
+"""The parts of a chain: links, and the program that each gives for a call.
 
 A link holds bound callables of backends, no tensors and no sizes. Asked for a number of
 rows, for whose gradients are needed and for a call, it gives a program, which computes.
@@ -62,8 +62,8 @@ class GradientSum(NamedTuple):
 
 
 class Recordable(NamedTuple):
-    """What a program refers to besides the tensors of a call, if it does nothing but operations of
-    backends with them, and collectives.
+    """The references of a program besides the tensors of a call, if it does nothing but operations
+    of backends with them, and collectives.
 
     ``constants`` are tensors that the operations read and write. ``backward_states`` are those in
     which backward records. ``calls_functions``: it calls functions that no backend has bound, by
@@ -93,7 +93,7 @@ class Program:
 
     @property
     def recordable(self) -> Recordable | None:
-        """What it refers to; None if a dense call is more than operations of backends and
+        """Its references; None if a dense call is more than operations of backends and
         collectives, as where it looks at a version or draws random numbers. They are the same ones
         for tensors alike."""
         return None
@@ -142,7 +142,7 @@ class Consumer(NamedTuple):
 
 
 class Link:
-    """One link of a chain. Holds bound callables only; tensors and sizes come with the call.
+    """A link of a chain. Holds bound callables only; tensors and sizes come with the call.
 
     The base answers for a link that quantizes nothing, has no parameters, draws no random numbers
     and computes with torch's operators; a link overrides what differs.

@@ -64,7 +64,7 @@ class _Direction:
     ) -> None:
         """Call ``run``, which takes no arguments, and keep what repeats it, if anything does."""
         self._attempts_left -= 1
-        is_same = sameness_to([*leading, *(one for one in saved if one is not None)])
+        is_same = sameness_to([*leading, *(tensor for tensor in saved if tensor is not None)])
         recorder = self._recorder
         taking = recording(recorder) if isinstance(recorder, RecordsFunctions) else nullcontext()
         with taking:
@@ -102,15 +102,15 @@ class Repeated(Wrapper):
         """Compute as the program does."""
         if is_noting():  # a recorded run does not say which of the saved tensors are weights
             return self._inner.forward(x, params, call, out)
-        known = self._forward
-        repeat, is_same = known.repeat, known.is_same
+        direction = self._forward
+        repeat, is_same = direction.repeat, direction.is_same
         if out is None and repeat is not None and is_same is not None:
             if is_same(x, *params):
                 results = repeat((x, *params))
                 if results is not None:
                     y, *saved = results
                     return y, saved, self._context
-        elif out is None and PLAIN.issuperset(map(type, (x, *params))) and known.is_due():
+        elif out is None and PLAIN.issuperset(map(type, (x, *params))) and direction.is_due():
             return self._record_forward(x, params, call)
         return self._inner.forward(x, params, call, out)
 
@@ -134,13 +134,13 @@ class Repeated(Wrapper):
         self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Compute as the program does; that the backward states are updated is seen to first."""
-        known = self._backward
-        repeat, is_same = known.repeat, known.is_same
+        direction = self._backward
+        repeat, is_same = direction.repeat, direction.is_same
         if out is None and context is self._context and type(grad) is torch.Tensor:
             for state in self._states:
                 update_after_backward(state, call.backward_pass)
             if repeat is None:
-                if known.is_due():
+                if direction.is_due():
                     return self._record_backward(grad, saved, context, call)
             elif is_same is not None and is_same(grad, *[o for o in saved if o is not None]):
                 results = repeat((grad,), saved)

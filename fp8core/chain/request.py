@@ -43,9 +43,9 @@ def is_stored_as(
     """
     if plan is None or not isinstance(x, QuantizedTensor):
         return False
-    asked = (rowwise, columnwise)
-    pairs = zip(asked, _nearest(x.plan), _nearest(storage_plan(plan)), strict=True)
-    return all(held == wanted for is_asked, held, wanted in pairs if is_asked)
+    reads = (rowwise, columnwise)
+    pairs = zip(reads, _nearest(x.plan), _nearest(storage_plan(plan)), strict=True)
+    return all(stored == cast for is_read, stored, cast in pairs if is_read)
 
 
 def _nearest(plan: TensorPlan) -> TensorPlan:
@@ -84,7 +84,7 @@ class Handover:
         The caller of a program keeps a reference to this object. Two orientations of a large
         gradient in memory at once would set the layer's peak.
         """
-        operands, self.operands = self.operands, _TAKEN
+        operands, self.operands = self.operands, _NO_OPERANDS
         return operands
 
 
@@ -108,7 +108,7 @@ class ProductInParts(Protocol):
         whole. ``gemm_part`` is what :class:`fp8core.backend_api.ComputesParts` offers."""
 
 
-_TAKEN = Orientations(None, None)
+_NO_OPERANDS = Orientations(None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +266,6 @@ def _later(
     rows, k = a.data.shape
     scales = (a.scale_inv, a.global_scale_inv)
     # Scales of rows would be copied for each part: products read them in a layout of their own.
-    if rows <= k or any(one is not None and one.shape[0] != 1 for one in scales):
+    if rows <= k or any(scale is not None and scale.shape[0] != 1 for scale in scales):
         return None
     return ComputedProduct(gemm_part, a, b, dtype)

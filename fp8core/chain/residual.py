@@ -48,7 +48,7 @@ class AddShape(LinkShape):
 
     @property
     def leaves_sum(self) -> bool:
-        """It hands over both tensors to a link that adds them."""
+        """Whether it may leave the sum: to a link that adds both tensors."""
         return True
 
     def bind(self, context: BindContext) -> AddLink:
@@ -121,7 +121,7 @@ class ResidualLink(Link):
 
     @property
     def num_params(self) -> int:  # type: ignore[override]  # a field's default there
-        """Those of the branch."""
+        """The number of the parameters of the branch."""
         return sum(link.num_params for link in self.links)
 
     @property

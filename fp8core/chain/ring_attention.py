@@ -11,8 +11,8 @@ import torch
 from fp8core.backend_api import AttentionDesc
 from fp8core.chain.context_parallel import (
     RECORDS,
-    Given,
     Pair,
+    Payload,
     Sides,
     codes_of,
     seed_of,
@@ -40,8 +40,8 @@ class _Round(NamedTuple):
 
     source: int
     part: _Part
-    keys: Given
-    values: Given
+    keys: Payload
+    values: Payload
 
 
 def _part(rank: int, source: int, *, is_causal: bool) -> _Part:
@@ -67,7 +67,7 @@ class Merged:
         total = torch.logaddexp(self.stats, stats)
         shift = total.masked_fill(total == -torch.inf, 0)
         before, share = (
-            torch.exp(one - shift).permute(self._order)[..., None] for one in (self.stats, stats)
+            torch.exp(sums - shift).permute(self._order)[..., None] for sums in (self.stats, stats)
         )
         self.out, self.stats = self.out * before + out * share, total
 
@@ -78,36 +78,36 @@ class KeysInParts:
     They come from the rank that holds them, the chunks alone that are seen. In backward they come
     again, and their gradients go to that rank, which adds them up in float32.
 
-    ``mine`` and ``others`` compute by :func:`descs_of_parts`; their gradients are those of
+    ``mine`` and ``remote`` compute by :func:`descs_of_parts`; their gradients are those of
     :class:`~fp8core.backend_api.AttentionPartBackwardDesc`.
     """
 
     def __init__(
-        self, desc: AttentionDesc, communicator: Communicator, mine: Pair, others: Pair
+        self, desc: AttentionDesc, communicator: Communicator, mine: Pair, remote: Pair
     ) -> None:
         self._desc, self._communicator = desc, communicator
-        self._mine, self._others = mine, others
+        self._mine, self._remote = mine, remote
         self._is_causal = desc.window[1] == 0
 
-    def forward(self, q: Given, k: Given, v: Given, **keywords: Any) -> Any:
+    def forward(self, q: Payload, k: Payload, v: Payload, **keywords: Any) -> Any:
         """Return ``(out, stats, max_logit)`` of the queries of this rank."""
         sides, rank = self._sides(keywords, q, k), self._communicator.rank
         steps = self._communicator.size
         coming = self._start(sides, 1, k, v) if steps > 1 else None
         out, stats, largest = self._mine.forward(q, k, v, **self._keywords(sides, keywords, rank))
         if steps > 1:
-            out, stats, largest = self._with_others(
+            out, stats, largest = self._with_remote_keys(
                 sides, keywords, (q, k, v), coming, (out, stats, largest)
             )
         if largest is not None:
             largest = self._communicator.max(largest, "largest logits", at_once=True).wait()
         return out, stats, largest
 
-    def _with_others(
+    def _with_remote_keys(
         self,
         sides: Sides,
         keywords: Mapping[str, Any],
-        qkv: tuple[Given, Given, Given],
+        qkv: tuple[Payload, Payload, Payload],
         coming: Started | None,
         first: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -117,7 +117,7 @@ class KeysInParts:
         along = 0 if layout == "thd" else 2
         for source, part, keys, values in self._rounds(sides, coming, k, v):
             queries = self._half(sides, q, part.queries)
-            out, stats, one = self._others.forward(
+            out, stats, part_largest = self._remote.forward(
                 queries, keys, values, **self._keywords(sides, keywords, source)
             )
             if part.queries is not None:  # the other chunk sees none of these keys
@@ -128,15 +128,15 @@ class KeysInParts:
                 out, stats = every, rows
             merged.add(out, stats)
             if largest is not None:
-                largest = torch.maximum(largest, one)
+                largest = torch.maximum(largest, part_largest)
         return merged.out.to(self._desc.dtype), merged.stats, largest
 
     def backward(
         self,
-        grad: Given,
-        q: Given,
-        k: Given,
-        v: Given,
+        grad: Payload,
+        q: Payload,
+        k: Payload,
+        v: Payload,
         out: torch.Tensor,
         stats: torch.Tensor,
         **keywords: Any,
@@ -152,13 +152,13 @@ class KeysInParts:
         if size == 1:
             return (grad_q, *grads, None, offset)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        totals = [one.to(wide) for one in (grad_q, *grads)]
+        totals = [grad.to(wide) for grad in (grad_q, *grads)]
         along = 0 if self._desc.layout == "thd" else 2
         returning: list[tuple[Started, int | None]] = []
         for step, (source, part, keys, values) in enumerate(
             self._rounds(sides, coming, k, v), start=1
         ):
-            grad_q, *grads, _, _ = self._others.backward(
+            grad_q, *grads, _, _ = self._remote.backward(
                 self._half(sides, grad, part.queries),
                 self._half(sides, q, part.queries),
                 keys,
@@ -176,7 +176,9 @@ class KeysInParts:
             self._add_returned(sides, totals[1:], started.wait(), half)
         return (*[total.to(dtype) for total in totals], None, offset)
 
-    def _rounds(self, sides: Sides, coming: Started | None, k: Given, v: Given) -> Iterator[_Round]:
+    def _rounds(
+        self, sides: Sides, coming: Started | None, k: Payload, v: Payload
+    ) -> Iterator[_Round]:
         """Yield the keys and values of each other rank, the first of which are ``coming``; those of
         the next rank come while the caller computes."""
         rank, size = self._communicator.rank, self._communicator.size
@@ -188,19 +190,19 @@ class KeysInParts:
             coming = self._start(sides, step + 1, k, v) if step + 1 < size else None
             yield _Round(source, part, keys, values)
 
-    def _sides(self, keywords: Mapping[str, Any], q: Given, k: Given) -> Sides:
+    def _sides(self, keywords: Mapping[str, Any], q: Payload, k: Payload) -> Sides:
         return Sides(self._desc, self._communicator.size, keywords, codes_of(q), codes_of(k))
 
-    def _half(self, sides: Sides, x: Given, half: int | None) -> Given:
+    def _half(self, sides: Sides, x: Payload, half: int | None) -> Payload:
         return x if half is None else with_codes(x, sides.queries.half(codes_of(x), half))
 
     def _keywords(self, sides: Sides, keywords: Mapping[str, Any], source: int) -> dict[str, Any]:
         """Return the keywords for the keys of ``source``."""
         rank, size = self._communicator.rank, self._communicator.size
         part = _part(rank, source, is_causal=self._is_causal)
-        named = sides.others(*RECORDS) | seed_of(keywords, rank * size + source)
+        named = sides.of_call(*RECORDS) | seed_of(keywords, rank * size + source)
         if rank == source:
-            named |= sides.others("softmax_offset")
+            named |= sides.of_call("softmax_offset")
         if not self._desc.padding:
             return named
         for side, owner, half in (("q", rank, part.queries), ("kv", source, part.keys)):
@@ -211,40 +213,45 @@ class KeysInParts:
                 named |= sides.of_chunks(side, lengths[half], 1)
         return named
 
-    def _start(self, sides: Sides, step: int, *given: Given) -> Started:
+    def _start(self, sides: Sides, step: int, *keys_and_values: Payload) -> Started:
         """Start to send keys and values to the rank ``step`` behind this one, and to receive those
         of the rank as far before it."""
         rank, size = self._communicator.rank, self._communicator.size
         to, source = (rank + step) % size, (rank - step) % size
         sent = _part(to, rank, is_causal=self._is_causal).keys
         received = _part(rank, source, is_causal=self._is_causal).keys
-        tensors = [codes_of(x) for x in given]
+        tensors = [codes_of(x) for x in keys_and_values]
         if sent is not None:
             tensors = [sides.keys.half(x, sent) for x in tensors]
-        sizes = sum(codes_of(x).numel() for x in given) // (1 if received is None else 2)
+        sizes = sum(codes_of(x).numel() for x in keys_and_values) // (1 if received is None else 2)
         return self._exchange(tensors, (to, source), sizes, "keys and values")
 
     def _arrived(
-        self, sides: Sides, started: Started, half: int | None, *given: Given
-    ) -> list[Given]:
+        self, sides: Sides, started: Started, half: int | None, *like: Payload
+    ) -> list[Payload]:
         """Return the keys and values that have come, of one chunk or of both."""
-        sizes = [list(codes_of(x).shape) for x in given]
+        sizes = [list(codes_of(x).shape) for x in like]
         if half is not None:
             for size in sizes:
                 size[sides.keys.dim] //= 2
         return [
-            with_codes(x, one) for x, one in zip(given, _split(started.wait(), sizes), strict=True)
+            with_codes(x, codes)
+            for x, codes in zip(like, _split(started.wait(), sizes), strict=True)
         ]
 
     def _return(
-        self, sides: Sides, step: int, grads: Sequence[torch.Tensor], given: tuple[Given, Given]
+        self,
+        sides: Sides,
+        step: int,
+        grads: Sequence[torch.Tensor],
+        like: tuple[Payload, Payload],
     ) -> tuple[Started, int | None]:
         """Start to send the gradients of another rank's keys and values to it, and to receive those
         of the keys and values of this rank, with the chunk that they are of."""
         rank, size = self._communicator.rank, self._communicator.size
         to, source = (rank - step) % size, (rank + step) % size
         half = _part(source, rank, is_causal=self._is_causal).keys
-        sizes = sum(codes_of(x).numel() for x in given) // (1 if half is None else 2)
+        sizes = sum(codes_of(x).numel() for x in like) // (1 if half is None else 2)
         return self._exchange(grads, (to, source), sizes, "gradients"), half
 
     def _add_returned(
@@ -254,11 +261,11 @@ class KeysInParts:
         if half is not None:
             for size in sizes:
                 size[sides.keys.dim] //= 2
-        for total, one in zip(totals, _split(flat, sizes), strict=True):
+        for total, part in zip(totals, _split(flat, sizes), strict=True):
             if half is None:
-                total += one
+                total += part
             else:
-                sides.keys.add_half(total, one, half)
+                sides.keys.add_half(total, part, half)
 
     def _exchange(
         self, tensors: Sequence[torch.Tensor], peers: tuple[int, int], received: int, purpose: str

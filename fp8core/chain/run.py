@@ -19,7 +19,7 @@ from fp8core.chain.differentiable import (
     transform_of,
     twins,
 )
-from fp8core.chain.once import COMPUTED_AS_ONE, OnlyOnce
+from fp8core.chain.once import COMPUTED_TOGETHER, OnlyOnce
 from fp8core.chain.protocol import GradientSum, Link, Program, Saved, backward_with
 from fp8core.chain.repeated import unrecorded
 from fp8core.chain.series import Arranged, row_error
@@ -28,9 +28,9 @@ from fp8core.chain.unwrap import (
     WEIGHTS,
     address_of,
     are_readable,
+    as_readable,
     has_no_plain_form,
     is_strided,
-    made_readable,
     unwrap,
 )
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
@@ -250,13 +250,13 @@ def _run(
         transform = transform_of((x, *params))
         if transform is not None:
             return _run_in_torch(chain, x, params, call, transform)
-    if type(chain) is Unfused and _needs_node(x, params) and not _is_one_piece(chain, x, params):
+    if type(chain) is Unfused and _needs_node(x, params) and not _is_single_piece(chain, x, params):
         return _run_in_pieces(chain, x, params, call, apply)
     return _run_direct(chain, x, params, call, apply)
 
 
 class Prepared(NamedTuple):
-    """What :func:`run` does for the tensors of a call, ``run(x, *params)``; None where more than
+    """The work of :func:`run` for the tensors of a call, ``run(x, *params)``; None where more than
     tensors take part in it, and are others.
 
     It is right for others if they have memory, each parameter by ``address``, and
@@ -287,10 +287,10 @@ def prepared_run(
 ) -> Callable[..., torch.Tensor] | None:
     """Return what :func:`run` does in ``call``, as ``run(x, *params)``, if it computes from the
     tensors as they are."""
-    if not isinstance(links, Arranged) or not _are_taken_as_given(x, params):
+    if not isinstance(links, Arranged) or not _are_read_directly(x, params):
         return None
     if _needs_node(x, params):
-        if type(links) is not Unfused or _is_one_piece(links, x, params):
+        if type(links) is not Unfused or _is_single_piece(links, x, params):
             return partial(_apply, links, call)
         pieces = links
 
@@ -309,12 +309,12 @@ def prepared_run(
 
 def _is_direct(links: Arranged, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
     """Say whether :func:`run` computes from the tensors as they are, with at most one node."""
-    return _are_taken_as_given(x, params) and (
-        type(links) is not Unfused or _is_one_piece(links, x, params)
+    return _are_read_directly(x, params) and (
+        type(links) is not Unfused or _is_single_piece(links, x, params)
     )
 
 
-def _are_taken_as_given(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
+def _are_read_directly(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
     """Say whether :func:`run` computes from the tensors as they are, in however many nodes."""
     return (
         type(x) in PLAIN
@@ -342,7 +342,7 @@ def _needs_node(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and (x.requires_grad or _any_requires_grad(params))
 
 
-def _is_one_piece(links: Unfused, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
+def _is_single_piece(links: Unfused, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
     """Say whether ``links`` in high precision need one node, and no weight is converted first."""
     if len(links) > 1:
         return False
@@ -361,7 +361,7 @@ def _unwrap(
     if isinstance(x, QuantizedTensor) and x.shape[-1]:
         rows, is_grad_enabled = x.numel() // x.shape[-1], torch.is_grad_enabled()
         tensors = (x, *params[: first.num_params])
-        needs_grad = [is_grad_enabled and one.requires_grad for one in tensors]
+        needs_grad = [is_grad_enabled and tensor.requires_grad for tensor in tensors]
         request = first.program(rows, needs_grad, call).input_request
         if request is not None and not request.takes(x) and first.only_once is not None:
             log_once(
@@ -380,8 +380,8 @@ def _readable(
     x: torch.Tensor, params: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     device = x.device
-    readable = [made_readable(param, device, "a parameter") for param in params]
-    return made_readable(x, device, "input"), readable
+    readable = [as_readable(param, device, "a parameter") for param in params]
+    return as_readable(x, device, "input"), readable
 
 
 def is_under_torch_autocast(x: torch.Tensor) -> bool:
@@ -406,17 +406,17 @@ def _run_in_pieces(
     rounded once, from the float32 sum.
     """
     first, dtype = 0, x.dtype
-    others: Sequence[torch.Tensor] = ()  # besides the output of the first piece
+    extra: Sequence[torch.Tensor] = ()  # besides the output of the first piece
     for piece in links.pieces:
         end = first + sum(link.num_params for link in piece)
-        given = piece[0].converted(params[first:end], dtype)
-        if x.requires_grad or _any_requires_grad(given):
-            result = apply(piece, call, x, *given)
-            x, *others = result if isinstance(result, tuple) else (result, *others)
+        converted = piece[0].converted(params[first:end], dtype)
+        if x.requires_grad or _any_requires_grad(converted):
+            result = apply(piece, call, x, *converted)
+            x, *extra = result if isinstance(result, tuple) else (result, *extra)
         else:
-            x = _forward(piece, call, x, x.shape, given, (False,) * (1 + len(given)))[0]
+            x = _forward(piece, call, x, x.shape, converted, (False,) * (1 + len(converted)))[0]
         first, apply = end, _apply
-    return (x, *others) if others else x
+    return (x, *extra) if extra else x
 
 
 def refuse_transform(links: tuple[Link, ...]) -> None:
@@ -505,7 +505,7 @@ def _leading_of(
 def _readable_grad(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
     if type(ctx.links) is Unfused and not is_strided(grad_output):
         grad_output = grad_output.to_dense()  # torch's layers take sparse gradients as well
-    return made_readable(grad_output, grad_output.device, "grad_output")
+    return as_readable(grad_output, grad_output.device, "grad_output")
 
 
 def _backward(
@@ -516,7 +516,7 @@ def _backward(
             return _backward(ctx, grad_output, added)
     if type(grad_output) is not torch.Tensor and not ctx.program.takes_grad(grad_output):
         grad_output = unwrap(grad_output, "grad_output")
-        grad_output = made_readable(grad_output, grad_output.device, "grad_output")
+        grad_output = as_readable(grad_output, grad_output.device, "grad_output")
     return _gradients(ctx, grad_output, added, frees_early=not torch.compiler.is_compiling())
 
 
@@ -616,12 +616,12 @@ def _backward_again(
             return _backward_again(ctx, grad_output, added)
     links, needs = ctx.links, ctx.needs_input_grad[2:]
     if type(links) is not Unfused or len(links) > 1:
-        return _refused(ctx, grad_output, added, only_once(links) or COMPUTED_AS_ONE)
+        return _refused(ctx, grad_output, added, only_once(links) or COMPUTED_TOGETHER)
     program = ctx.program
     with torch.enable_grad():  # the input reshaped to rows has to keep its history
         saved = _saved(ctx)
     if is_detached(program, saved, needs):
-        return _refused(ctx, grad_output, added, COMPUTED_AS_ONE)
+        return _refused(ctx, grad_output, added, COMPUTED_TOGETHER)
     value = grad_output.reshape(-1, grad_output.shape[-1])
     twin = twins(links, grad_output)[0].program(value.shape[0], needs, ctx.call)
     grad_input, *grad_params = _added_backward(ctx, twin, value, saved, added)
@@ -634,13 +634,13 @@ def _refused(
     ctx: Any, grad_output: torch.Tensor, added: torch.Tensor | None, reason: OnlyOnce
 ) -> tuple[torch.Tensor | None, ...]:
     """Return first derivatives that raise when differentiated; raise for a batch of them."""
-    given = [grad_output] if added is None else [grad_output, added]
-    if any(map(is_legacy_batched, given)) or is_transform_active():
+    grad_outputs = [grad_output] if added is None else [grad_output, added]
+    if any(map(is_legacy_batched, grad_outputs)) or is_transform_active():
         raise reason.error("a batch of gradients in one backward (is_grads_batched, vectorize)")
     with torch.no_grad():
         grads = _backward(ctx, grad_output, added)
     error = reason.error("a second derivative (create_graph=True)")
-    return refusing(grads, error, ctx, given)
+    return refusing(grads, error, ctx, grad_outputs)
 
 
 def _any_requires_grad(params: Sequence[torch.Tensor]) -> bool:

@@ -30,7 +30,7 @@ from fp8core.torch_ops.repeats import Likeness
 
 
 class _Step(NamedTuple):
-    """One program; its parameters are ``params[first:end]``, it is given ``rows`` rows.
+    """A program of a series; its parameters are ``params[first:end]``, it is given ``rows`` rows.
 
     ``request`` is how the next program wants its output, and ``rows_out`` how many rows that has.
     """
@@ -79,20 +79,21 @@ class Series(Program):
         self.input_request = steps[0].program.input_request
         # What each call goes through, as plain tuples: the same series runs in every step.
         self._forwards = [
-            (one.program.forward, one.first, one.end, one.request, one.rows_out) for one in steps
+            (step.program.forward, step.first, step.end, step.request, step.rows_out)
+            for step in steps
         ]
         requests: list[Callable[[Call], QuantizeRequest | None] | None] = [
-            before.program.request_grad if one.needs_input_grad else None
-            for before, one in itertools.pairwise(steps)
+            before.program.request_grad if step.needs_input_grad else None
+            for before, step in itertools.pairwise(steps)
         ]
         self._backwards = [
-            (one.program.backward, one.end - one.first, one.rows, request_grad)
-            for one, request_grad in zip(steps, (None, *requests), strict=True)
+            (step.program.backward, step.end - step.first, step.rows, request_grad)
+            for step, request_grad in zip(steps, (None, *requests), strict=True)
         ]
 
     @property
     def recordable(self) -> Recordable | None:
-        """What its programs refer to; None if one of them does more than operations."""
+        """Return what the programs refer to; None if one of them does more than operations."""
         constants: list[torch.Tensor] = []
         states: dict[DelayedState, None] = {}
         calls_functions = False
@@ -132,7 +133,7 @@ class Series(Program):
         contexts = []
         for at, (forward, first, end, request, rows) in enumerate(self._forwards):
             try:
-                value, kept, context = forward(
+                value, to_save, context = forward(
                     value, params[first:end], call, out if at == last else request
                 )
             except RowsChanged as error:
@@ -140,8 +141,8 @@ class Series(Program):
             num_rows = value.rows if type(value) is Handover else _rows_of(value)
             if num_rows != rows:
                 raise self._row_error(at, "forward", rows, num_rows)
-            saved += kept
-            contexts.append((len(kept), context))
+            saved += to_save
+            contexts.append((len(to_save), context))
         return value, saved, contexts
 
     def backward(
@@ -158,14 +159,14 @@ class Series(Program):
             at -= 1
             num_saved, step_context = context[at]
             left = len(saved) - num_saved
-            kept = saved[left:]
+            step_saved = saved[left:]
             del saved[left:]
             if value is None:  # nothing before it needs a gradient
                 grad_params = (*(None,) * num_params, *grad_params)
                 continue
             request = out if not at else None if request_grad is None else request_grad(call)
             try:
-                value, *grads = backward(value, kept, step_context, call, request)
+                value, *grads = backward(value, step_saved, step_context, call, request)
             except RowsChanged as error:
                 raise self._row_error(at, "backward", error.rows, error.num_rows) from None
             grad_params = (*grads, *grad_params)

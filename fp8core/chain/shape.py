@@ -1,4 +1,4 @@
-"""What a link is before it is bound: a plain value that answers questions and binds itself.
+"""Shapes: a link before it is bound, as a plain value that answers questions and binds itself.
 
 A new kind of link is a shape, with a link and a program where two functions are not enough
 (:mod:`fp8core.chain.simple`); a subclass of
@@ -24,7 +24,7 @@ from fp8core.tensors.quantizer_binding import Binding
 
 
 class CallInputs(NamedTuple):
-    """What a call brings for a link besides the chain's input: the first of the link's parameters,
+    """The arguments of a link in a call besides the chain's input: the first of its parameters,
     where the others are the layer's, and ``Call.tensors`` and ``Call.sizes``."""
 
     params: Sequence[torch.Tensor] = ()
@@ -33,7 +33,7 @@ class CallInputs(NamedTuple):
 
 
 class Movement(NamedTuple):
-    """What a link moves between the ranks of the group ``group``, by its name.
+    """The rows that a link moves between the ranks of the group ``group``, by its name.
 
     ``rows`` says how the rows of its output come from several ranks: ``"gathered"``, those of all
     ranks, of which its input has a rank's; ``"exchanged"``, those of a call's routes; empty if they
@@ -95,8 +95,8 @@ class LinkShape:
 
     @property
     def movement(self) -> Movement | None:
-        """What its link moves between the ranks of a group; None if it computes. The links on both
-        sides quantize for each other as if it were not there."""
+        """The rows that its link moves between the ranks of a group; None if it computes. The
+        links on both sides quantize for each other as if it were not there."""
         return None
 
     @property
@@ -188,7 +188,7 @@ class Neighbour(NamedTuple):
 
 
 class BindContext(NamedTuple):
-    """What a chain is bound with, and what one of its shapes can see of the chain.
+    """The arguments of binding a chain, and what a shape can see of its neighbours in it.
 
     Attributes:
         plan: how the recipe quantizes the tensors of the layer.
@@ -346,16 +346,16 @@ def bind_chain(shapes: Sequence[LinkShape], context: BindContext) -> tuple[Link,
 
     is_parallel = any(shape.movement is not None for shape in shapes)
     quantizing = [position for position in positions if shapes[position].quantizes]
-    others = [position for position in positions if not shapes[position].quantizes]
-    for position in (*quantizing, *reversed(others)):
-        own_context = context._replace(
+    computing_last = [position for position in positions if not shapes[position].quantizes]
+    for position in (*quantizing, *reversed(computing_last)):
+        link_context = context._replace(
             position=position,
-            first_gemm=context.first_gemm + sum(one.num_weights for one in shapes[:position]),
+            first_gemm=context.first_gemm + sum(shape.num_weights for shape in shapes[:position]),
             before=neighbour(position - 1),
             after=neighbour(position + 1),
             source=computing(range(position - 1, -1, -1)),
             target=computing(range(position + 1, len(shapes))),
             is_parallel=is_parallel,
         )
-        links[position] = shapes[position].bind(own_context)
+        links[position] = shapes[position].bind(link_context)
     return tuple(links[position] for position in positions)

@@ -52,7 +52,7 @@ class _Tensor(Protocol):
         """Return what belongs to the rows of one rank when it is here."""
 
 
-class _Given(NamedTuple):
+class _Shared(NamedTuple):
     """A tensor that is the same on all ranks, for all rows; None where the operand has none."""
 
     part: torch.Tensor | None
@@ -107,7 +107,7 @@ class ArrivingOperand:
     def wait(self) -> Operand:
         """Return the operand when its parts have arrived; a second call returns it again."""
         if self._whole is None:
-            data, *scales = (one.wait() for one in self._tensors)
+            data, *scales = (tensor.wait() for tensor in self._tensors)
             assert data is not None
             self._whole = Operand(data, *scales)
         return self._whole
@@ -149,7 +149,7 @@ class ArrivingRows(ArrivingOperand):
         return y
 
     def _rows_of(self, rank: int) -> Operand:
-        data, *scales = (one.rows_of(rank) for one in self._tensors)
+        data, *scales = (tensor.rows_of(rank) for tensor in self._tensors)
         assert data is not None
         return Operand(data, *scales)
 
@@ -269,7 +269,7 @@ class Shards:
         tensors = [
             self._tensor(part, along, partial(self._gathered, name, in_parts, at_once))
             if moved and part is not None
-            else _Given(part)
+            else _Shared(part)
             for part, moved, name in zip(mine, moves, names, strict=True)
         ]
         if in_parts:
@@ -301,7 +301,7 @@ def _side_by_side(*columns: torch.Tensor) -> torch.Tensor:
     if first.dtype.itemsize != 1 or first.shape[1] % _WORD or is_captured(first):
         return torch.cat(columns, dim=1)
     # Torch copies element by element, which for bytes takes several times as long.
-    words = [one.contiguous().view(torch.int64) for one in columns]
+    words = [part.contiguous().view(torch.int64) for part in columns]
     return torch.cat(words, dim=1).view(first.dtype)
 
 

@@ -122,7 +122,7 @@ class OutputShape(SimpleShape):
 
     @property
     def leaves_chain(self) -> bool:
-        """It does nothing else."""
+        """Whether the value leaves the chain: always."""
         return True
 
     def forward(self, x: torch.Tensor, params: Params, call: Call) -> tuple[torch.Tensor, Saved]:

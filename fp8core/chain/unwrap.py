@@ -52,7 +52,7 @@ def unwrap(x: torch.Tensor, role: str) -> torch.Tensor:
     """
     rule = _rule_of(x)
     if rule is None:
-        raise OperandError(f"{role} is a {type(x).__name__}, {_HELD_ELSEWHERE}. {_remedy(x)}")
+        raise OperandError(f"{role} is a {type(x).__name__}, {_WITHOUT_MEMORY}. {_remedy(x)}")
     return rule(x)
 
 
@@ -61,15 +61,15 @@ def has_no_plain_form(x: torch.Tensor) -> bool:
     return _rule_of(x) is None and not _is_lazy(x)
 
 
-def are_readable(x: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> bool:
+def are_readable(x: torch.Tensor, more: Sequence[torch.Tensor] = ()) -> bool:
     """Say whether a kernel on the device of ``x`` may read each of the tensors as it is: plain
     ones, and the operands of quantized ones.
 
-    False also for empty ones; :func:`made_readable` looks closer.
+    False also for empty ones; :func:`as_readable` looks closer.
     """
     device = x.get_device()
     try:
-        for tensor in (x, *others):
+        for tensor in (x, *more):
             if not address_of(tensor) or tensor.is_neg() or tensor.get_device() != device:
                 return False
     except RuntimeError:  # it has no storage
@@ -95,7 +95,7 @@ def is_strided(x: torch.Tensor) -> bool:
     return x.layout is torch.strided
 
 
-def made_readable(x: torch.Tensor, device: torch.device, role: str) -> torch.Tensor:
+def as_readable(x: torch.Tensor, device: torch.device, role: str) -> torch.Tensor:
     """Return ``x`` with its values in memory of ``device``; ``role`` is its name in messages.
 
     A pending negation is carried out, and pending zeros are written. Subclasses, and tensors that
@@ -106,7 +106,7 @@ def made_readable(x: torch.Tensor, device: torch.device, role: str) -> torch.Ten
     """
     if type(x) is QuantizedTensor:
         for part in x.tensors():
-            made_readable(part, device, f"an operand of {role}")
+            as_readable(part, device, f"an operand of {role}")
     if type(x) not in PLAIN or _is_wrapped(x) or is_functional(x):
         return x
     if x.is_nested:
@@ -156,7 +156,7 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-_HELD_ELSEWHERE = "a subclass of torch.Tensor that has no memory for its values"
+_WITHOUT_MEMORY = "a subclass of torch.Tensor that has no memory for its values"
 
 
 def _is_lazy(x: torch.Tensor) -> bool:

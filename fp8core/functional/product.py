@@ -14,7 +14,7 @@ import torch
 from fp8core.backend_api import ColumnSumsDesc, GemmDesc, GroupedGemmDesc, Operand, OperandSpec
 from fp8core.chain.differentiable import gradients_once
 from fp8core.chain.run import is_under_torch_autocast
-from fp8core.chain.unwrap import made_readable, unwrap
+from fp8core.chain.unwrap import as_readable, unwrap
 from fp8core.dispatch import table
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.functional.quantize import dequantize
@@ -249,7 +249,7 @@ def _check_out(settings: Settings, size: tuple[int, ...], tensors: Sequence[torc
             f"{owner}: out is {list(out.shape)} {out.dtype} on {out.device}, expected {list(size)} "
             f"{dtype} on {device}."
         )
-    made_readable(out, out.device, f"{owner}: out")
+    as_readable(out, out.device, f"{owner}: out")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (out, *tensors)):
         raise UnsupportedError(
             f"{owner}(out=...) is not differentiable: leave out away, or use torch.no_grad()."

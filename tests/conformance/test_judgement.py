@@ -349,7 +349,7 @@ def test_the_law_holds() -> None:
 
 
 def test_an_unmade_negation_is_a_breach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "made_readable", lambda x, *_: x)
+    monkeypatch.setattr(chain, "as_readable", lambda x, *_: x)
     with pytest.raises(Broken, match="without memory"):
         no_operand_without_memory_reaches_it(find("reference"))
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from fp8core.chain.attention.spec import (
-    NUM_KEPT,
+    NUM_SAVED,
     AttentionSpec,
     AttentionTensors,
     check_memory,
     hand_out,
-    kept,
     of_forward,
+    saved_tensors,
 )
 from fp8core.chain.call import Call
 from fp8core.chain.once import OnlyOnce
@@ -84,8 +84,8 @@ class AttentionLink(Link):
         if not shape.cached or shape.layout == "thd":
             return params
         at, longest = shape.layout.index("s"), call.sizes[2]
-        keys, values, *others = params
-        return (keys.narrow(at, 0, longest), values.narrow(at, 0, longest), *others)
+        keys, values, *rest = params
+        return (keys.narrow(at, 0, longest), values.narrow(at, 0, longest), *rest)
 
 
 class AttentionProgram(TensorProgram[AttentionLink]):
@@ -114,7 +114,7 @@ class AttentionProgram(TensorProgram[AttentionLink]):
         rows = y.reshape(x.shape[0], shape.heads * shape.head_dim_v)
         saved: Saved = ()
         if True in self._needs_grad:
-            saved = (x, *params, rows, stats, *kept(call))
+            saved = (x, *params, rows, stats, *saved_tensors(call))
         return rows if out is None else out(rows), saved, None
 
     def backward(
@@ -122,7 +122,7 @@ class AttentionProgram(TensorProgram[AttentionLink]):
     ) -> Backward:
         """Compute the gradients of the queries and of the parameters."""
         link, shape = self._link, self._link.shape
-        x, *params, rows, stats = saved[:-NUM_KEPT]
+        x, *params, rows, stats = saved[:-NUM_SAVED]
         call = of_forward(call, saved)
         assert x is not None
         assert rows is not None
@@ -136,11 +136,11 @@ class AttentionProgram(TensorProgram[AttentionLink]):
         )
         return self._gradients(results, params, x.shape, out)
 
-    def _run_backward(self, *given: Any, **keywords: Any) -> Any:
+    def _run_backward(self, *tensors: Any, **keywords: Any) -> Any:
         """Run backward, with the gradient of the bias if it is needed."""
         link = self._link
         needs_bias = link.shape.has_bias and self._needs_grad[3]
-        return (link.run_bias_backward if needs_bias else link.run_backward)(*given, **keywords)
+        return (link.run_bias_backward if needs_bias else link.run_backward)(*tensors, **keywords)
 
     def _gradients(
         self, results: Any, params: Params, size: torch.Size, out: Out = None
@@ -156,7 +156,7 @@ class AttentionProgram(TensorProgram[AttentionLink]):
         if shape.cached:  # it keeps no history, and refuses backward itself
             grads[:2] = None, None
         grad_params = [
-            one if needed else None for one, needed in zip(grads, needs[1:], strict=True)
+            grad if needed else None for grad, needed in zip(grads, needs[1:], strict=True)
         ]
         if not needs[0]:
             return (None, *grad_params)
@@ -194,5 +194,5 @@ class _DifferentiableAttentionProgram(AttentionProgram):
         q = self._in_layout(x, link.shape.head_dim, call)
         y, stats, _ = link.run(q, *params[:2], **link.keywords(params, call))
         rows = y.reshape(x.shape[0], y.shape[-2] * y.shape[-1])
-        again = [x, *params, rows, stats, *kept(call)]
+        again = [x, *params, rows, stats, *saved_tensors(call)]
         return AttentionProgram.backward(self, grad, again, context, call, out)

@@ -10,7 +10,13 @@ import torch
 
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.chain.attention.link import AttentionLink, AttentionProgram
-from fp8core.chain.attention.spec import NUM_KEPT, check_memory, hand_out, kept, of_forward
+from fp8core.chain.attention.spec import (
+    NUM_SAVED,
+    check_memory,
+    hand_out,
+    of_forward,
+    saved_tensors,
+)
 from fp8core.chain.call import Call
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved
 from fp8core.chain.request import Handover, QuantizeRequest
@@ -102,8 +108,8 @@ class LowPrecisionAttentionProgram(AttentionProgram):
         params = link.read(params, call)
         check_memory(link.fallback, link.shape, q, params[0], call)
         operands = [
-            _quantized(link.casts[name], one)
-            for name, one in zip("qkv", (q, *params[:2]), strict=True)
+            _quantized(link.casts[name], tensor)
+            for name, tensor in zip("qkv", (q, *params[:2]), strict=True)
         ]
         slot, keywords = link.s_slot, dict(link.keywords(params, call))
         if slot is None:
@@ -116,15 +122,15 @@ class LowPrecisionAttentionProgram(AttentionProgram):
             hand_out(max_logit, call)
         result: Operand | None
         rows = self._values_of(y.reshape(x.shape[0], link.shape.columns(0)), operands[2])
-        given = rows if out is None else out(rows)
+        handed = rows if out is None else out(rows)
         if True not in self._needs_grad:
-            return given, (), None
+            return handed, (), None
         codes = [part for operand in operands for part in operand[:2]]
-        result, is_turned = _shared_codes(given, out, link.spec)
+        result, is_turned = _shared_codes(handed, out, link.spec)
         if result is None:
             result = Operand(y.reshape(rows.shape))
-        saved = (*codes, *params[2:], *result[:2], stats, scale, *kept(call))
-        return given, saved, _Result(x.shape, is_turned)
+        saved = (*codes, *params[2:], *result[:2], stats, scale, *saved_tensors(call))
+        return handed, saved, _Result(x.shape, is_turned)
 
     def _values_of(self, result: torch.Tensor, values: Operand) -> torch.Tensor:
         """Return the rows of the result, dequantized if they are codes by the scale of ``values``.
@@ -144,7 +150,7 @@ class LowPrecisionAttentionProgram(AttentionProgram):
         self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Compute the gradients from the codes."""
-        *codes, result, result_scale, stats, scale = saved[:-NUM_KEPT]
+        *codes, result, result_scale, stats, scale = saved[:-NUM_SAVED]
         call = of_forward(call, saved)
         operands, more = [Operand(*codes[at : at + 2]) for at in (0, 2, 4)], codes[6:]  # type: ignore[arg-type]  # present
         link, shape = self._link, self._link.shape
@@ -157,7 +163,7 @@ class LowPrecisionAttentionProgram(AttentionProgram):
             rows = rows.t() if is_turned else rows
         params = (*operands[1:], *more)
         keywords: dict[str, Any] = dict(link.keywords(params, call))
-        given: list[Any] = operands
+        qkv: list[Any] = operands
         if "grad_output" in link.casts:
             grad = self._quantized_grad(grad, call)
             keywords["s_scale"] = scale
@@ -166,9 +172,9 @@ class LowPrecisionAttentionProgram(AttentionProgram):
         else:
             grad = self._in_layout(grad, shape.head_dim_v, call)
             if not link.reads_codes:
-                given = [_dequantized(link.dequantize, operand) for operand in operands]
+                qkv = [_dequantized(link.dequantize, operand) for operand in operands]
         rows = self._in_layout(rows, shape.head_dim_v, call)
-        results = self._run_backward(grad, *given, rows, stats, **keywords)
+        results = self._run_backward(grad, *qkv, rows, stats, **keywords)
         return self._gradients(results, params, size, out)
 
     def _quantized_grad(self, grad: Any, call: Call) -> Operand:
@@ -183,28 +189,28 @@ class LowPrecisionAttentionProgram(AttentionProgram):
         return operand._replace(data=codes)
 
 
-def _shared_codes(given: Any, out: Out, spec: OperandSpec) -> tuple[Operand | None, bool | None]:
+def _shared_codes(handed: Any, out: Out, spec: OperandSpec) -> tuple[Operand | None, bool | None]:
     """Return the operand of the result that the next link holds for its own backward, and whether
     that is the transpose; None if it is not quantized by ``spec``."""
-    if out is None or not isinstance(given, Handover):
+    if out is None or not isinstance(handed, Handover):
         return None, None
     plan = out.quantizer.plan
     if plan is None or out.padded is not None:
         return None, None
-    if not all(_is_read_alike(one, spec) for one in plan):
+    if not all(_has_same_values(spec_of_next, spec) for spec_of_next in plan):
         return None, None
-    rowwise, columnwise = given.operands
+    rowwise, columnwise = handed.operands
     operand, is_turned = (rowwise, False) if columnwise is None else (columnwise, True)
     assert isinstance(operand, Operand)
     return operand, is_turned
 
 
-def _is_read_alike(spec: OperandSpec | None, other: OperandSpec) -> bool:
+def _has_same_values(spec: OperandSpec | None, like: OperandSpec) -> bool:
     """Return whether codes of both have the same values: of one format, with one scale a tensor."""
     return spec is not None and all(
-        (one.format, one.block, one.scale_format, one.transform)
-        == (other.format, (0, 0), other.scale_format, None)
-        for one in (spec, other)
+        (compared.format, compared.block, compared.scale_format, compared.transform)
+        == (like.format, (0, 0), like.scale_format, None)
+        for compared in (spec, like)
     )
 
 

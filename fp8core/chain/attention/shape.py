@@ -96,7 +96,7 @@ def _of(backward: AttentionBackwardDesc, desc: AttentionDesc) -> AttentionBackwa
 
 
 class AttentionShape(AttentionSpec):
-    """What attention computes; it binds itself to operations of backends."""
+    """The shape of attention, which binds itself to operations of backends."""
 
     __slots__ = ()
 
@@ -196,8 +196,8 @@ def _bound_low_precision(
         _check_context(context.owner, plan, len(shape.context) - 1)
     # Results of parts of the keys are merged before they could be rounded.
     is_whole = not shape.context or shape.context[0] == "a2a"
-    result = None if plan.o is None or not is_whole else _with_given_scale(plan.o)
-    desc = dataclasses.replace(high, qkv=plan.qkv, s=_with_given_scale(plan.s), out=result)
+    result = None if plan.o is None or not is_whole else _with_scale_argument(plan.o)
+    desc = dataclasses.replace(high, qkv=plan.qkv, s=_with_scale_argument(plan.s), out=result)
     is_quantized = plan.grad_output is not None and not shape.bf16_backward
     if is_quantized:
         backward_desc = AttentionBackwardDesc(desc, grad_output=plan.grad_output, dp=plan.dp)
@@ -256,7 +256,7 @@ def _high_precision_backward(
     return AttentionBackwardDesc(high) if offered is None else codes
 
 
-def _with_given_scale(spec: OperandSpec) -> OperandSpec:
+def _with_scale_argument(spec: OperandSpec) -> OperandSpec:
     """Return ``spec`` with a scale that does not follow from the tensor."""
     return OperandSpec(spec.format, spec.block, spec.target, delayed=True)
 
@@ -330,13 +330,13 @@ def _bound_pair(
     """
     forward = context.resolve(_STEP, desc)
     backward = context.resolve(_BACKWARD_STEP, backward_desc)
-    chosen, other = backward.choice.backend, forward.choice.backend
-    if not desc.dropout or chosen == other:
+    chosen, first = backward.choice.backend, forward.choice.backend
+    if not desc.dropout or chosen == first:
         return forward, backward
     repeated = context.resolve_optional(_STEP, desc, chosen)
     if repeated is None:
         raise UnsupportedError(
-            f"{desc}: {other} runs it, and {chosen} its backward, which cannot repeat what {other} "
+            f"{desc}: {first} runs it, and {chosen} its backward, which cannot repeat what {first} "
             f"dropped. Choose one backend for both with use_backend(), or attention_dropout=0."
         )
     return repeated, backward
@@ -352,13 +352,13 @@ def _backward_of(context: BindContext, desc: AttentionBackwardDesc, forward: Res
     chosen = forward.choice.backend
     if not desc.attention.dropout or resolved.choice.backend == chosen:
         return resolved
-    own = context.resolve_optional(_BACKWARD_STEP, desc, chosen)
-    if own is None:
+    repeated = context.resolve_optional(_BACKWARD_STEP, desc, chosen)
+    if repeated is None:
         raise UnsupportedError(
             f"{desc}: {chosen} has no gradient of the bias, and another backend cannot repeat what "
             f"it drops. Choose another backend with use_backend(), or attention_dropout=0."
         )
-    return own
+    return repeated
 
 
 def _only_once(shape: AttentionShape, owner: str) -> OnlyOnce | None:

@@ -1,5 +1,5 @@
-"""What attention computes before it is bound, what a call of it brings besides what is
-differentiated, and the memory that it may take."""
+"""Attention before it is bound: the computation as a value, the tensors that a call brings besides
+those that are differentiated, and the memory that it may take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8core.recipe.plan import AttentionPlan, Plan
 
 
 class AttentionTensors(NamedTuple):
-    """What a call of attention brings in ``Call.tensors``, besides what is differentiated.
+    """The tensors of a call of attention in ``Call.tensors``, none of which is differentiated.
 
     The first six are keywords of :class:`~fp8core.backend_api.AttentionDesc`; ``max_logit_out``,
     of the statistics' dtype ``[heads]``, is filled with the largest logits. ``Call.sizes`` are, of
@@ -42,8 +42,8 @@ class AttentionTensors(NamedTuple):
         return {name: tensor for name, tensor in pairs if tensor is not None}
 
 
-NUM_KEPT = len(AttentionTensors._fields) - 1
-"""How many tensors :func:`kept` returns."""
+NUM_SAVED = len(AttentionTensors._fields) - 1
+"""How many tensors :func:`saved_tensors` returns."""
 
 
 def hand_out(max_logit: torch.Tensor, call: Call) -> None:
@@ -53,21 +53,21 @@ def hand_out(max_logit: torch.Tensor, call: Call) -> None:
     max_logit_out.copy_(max_logit)
 
 
-def kept(call: Call) -> Saved:
+def saved_tensors(call: Call) -> Saved:
     """Return the tensors of the call that backward reads: autograd then notices a write to them."""
     return AttentionTensors(*call.tensors)[:-1]
 
 
 def of_forward(call: Call, saved: Saved) -> Call:
-    """Return ``call`` with the tensors that forward kept at the end of ``saved``."""
-    tensors = saved[-NUM_KEPT:]
-    is_empty = not any([one is not None for one in tensors])
+    """Return ``call`` with the tensors that forward saved at the end of ``saved``."""
+    tensors = saved[-NUM_SAVED:]
+    is_empty = not any([tensor is not None for tensor in tensors])
     return call if is_empty else call._replace(tensors=(*tensors, None))
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec(LinkShape):
-    """What attention computes; the fields are those of :class:`~fp8core.backend_api.AttentionDesc`,
+    """The computation of attention, by the fields of :class:`~fp8core.backend_api.AttentionDesc`,
     whose groups are ``gqa_groups`` here: the rows of a call have no groups. With ``bf16_backward``
     backward quantizes nothing, whatever the recipe says.
 

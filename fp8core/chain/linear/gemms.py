@@ -37,7 +37,7 @@ def bind_fprop(resolved: Resolved, shape: LinearSpec, context: BindContext) -> C
         return run
 
     def fprop(a: Operand, b: Any, *groups: torch.Tensor, bias: Any, **keywords: Any) -> Any:
-        cast = [one.to(dtype) for one in bias] if shape.groups else bias.to(dtype)
+        cast = [group_bias.to(dtype) for group_bias in bias] if shape.groups else bias.to(dtype)
         return run(a, b, *groups, bias=cast, **keywords)
 
     return fprop
@@ -77,7 +77,7 @@ def turning(run: Callable[..., Any]) -> Callable[..., Any]:
     def turned(a: Operand, b: Any, *groups: torch.Tensor, **keywords: Any) -> Any:
         if isinstance(b, Operand):
             return run(a, Operand(b.data.t()), *groups, **keywords)
-        return run(a, [Operand(one.data.t()) for one in b], *groups, **keywords)
+        return run(a, [Operand(weight.data.t()) for weight in b], *groups, **keywords)
 
     return turned
 

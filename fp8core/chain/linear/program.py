@@ -159,11 +159,11 @@ class LinearProgram(Program):
         self._calls_functions = (
             chunked or pads_wgrad or (rowwise and operations.dgrad_part is not None)
         )
-        asked = rowwise, columnwise, self._needs_bias
-        self._casts_of_later = _casts_of(operations, *asked, chunked=False)
+        needs = rowwise, columnwise, self._needs_bias
+        self._casts_of_later = _casts_of(operations, *needs, chunked=False)
         self._casts = self._casts_of_later
         if chunked and casts_chunks:
-            self._casts = _casts_of(operations, *asked, chunked=True)
+            self._casts = _casts_of(operations, *needs, chunked=True)
         self._backward_state = None if self._casts.cast is None else operations.backward_state
         self._quantizers = (operations.input, weight, operations.grad_output)
         self._arrives = operations.input_shards if sharded[0] else None
@@ -190,7 +190,7 @@ class LinearProgram(Program):
 
     @property
     def recordable(self) -> Recordable | None:
-        """What its casts refer to, and the state in which the cast of the gradient records."""
+        """Return what the casts refer to, and the state in which that of the gradient records."""
         constants: list[torch.Tensor] = []
         for quantizer in self._quantizers:
             if quantizer.constants is None:
@@ -346,7 +346,7 @@ def _decoding(
 
     def restored(saved: SavedList) -> Any:
         weights = restore(saved)
-        return [decode(one) for one in weights] if operations.shape.groups else decode(weights)
+        return [*map(decode, weights)] if operations.shape.groups else decode(weights)
 
     return restored
 

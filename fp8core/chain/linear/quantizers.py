@@ -24,7 +24,7 @@ from fp8core.tensors.weights import CachingWeightQuantizer, How, Pad, PerGroup
 
 
 class Parts(NamedTuple):
-    """What computes some rows of fprop and of dgrad: see
+    """Functions that compute some rows of fprop and of dgrad: see
     :class:`~fp8core.chain.linear.program.LinearOperations`."""
 
     fprop_part: GemmPart | None = None
@@ -38,8 +38,8 @@ def bind_parts(gemms: dict[str, Resolved], context: BindContext, *, is_left: boo
     differentiate, and are whole; so are those that are watched."""
     if is_left or context.watch is not None:
         return Parts()
-    neighbours = [one.shape for one in (context.before, context.after) if one is not None]
-    has_movers = any(one.movement is not None for one in neighbours)
+    neighbours = [side.shape for side in (context.before, context.after) if side is not None]
+    has_movers = any(shape.movement is not None for shape in neighbours)
     reads_rows = context.before is not None and context.before.shape.reads_grad_rows
     fprop, dgrad = (gemms[name].offers.gemm_part for name in ("fprop", "dgrad"))
     return Parts(
@@ -157,7 +157,7 @@ def bind_quantizers(
             f"quantize all groups as one tensor. Let the factory return its plan for such a layer."
         )
 
-    def made_by(tensor: str) -> TensorQuantizer | None:
+    def quantizer_object(tensor: str) -> TensorQuantizer | None:
         maker = makers.get(tensor)
         if maker is None:
             return None
@@ -173,7 +173,7 @@ def bind_quantizers(
         slot = slot_of("weight", group)
         quantizer = (
             unturned
-            or made_by("weight")
+            or quantizer_object("weight")
             or bind_quantizer(
                 plan.weight,
                 shape.weight_dtype,
@@ -208,7 +208,7 @@ def bind_quantizers(
     def quantizer_of(
         tensor: str, dtype: torch.dtype, slot: Slot | None, nonfinite: torch.Tensor | None
     ) -> TensorQuantizer:
-        return made_by(tensor) or bind_quantizer(
+        return quantizer_object(tensor) or bind_quantizer(
             plan.tensors[tensor],
             dtype,
             binding,

@@ -193,7 +193,7 @@ class LinearLink(LinearOperations, Link):
 
 
 class LinearShape(LinearSpec):
-    """What a linear layer computes; it binds itself to operations of backends."""
+    """The shape of a linear layer, which binds itself to operations of backends."""
 
     __slots__ = ()
 

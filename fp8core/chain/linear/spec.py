@@ -1,4 +1,4 @@
-"""What a linear layer computes: its sizes, its dtypes, and what becomes of its gradients."""
+"""The computation of a linear layer: sizes, dtypes, and what becomes of its gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8core.recipe.plan import GemmPlan, LinearPlan
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec(LinkShape):
-    """What a linear layer computes, apart from its recipe; ``groups`` is 0 for a dense layer.
+    """The computation of a linear layer, apart from its recipe; ``groups`` is 0 for a dense layer.
 
     ``accumulates``: weight gradients are added to ``weight.main_grad``. ``offsets_on_device``: the
     host never reads the sizes of the groups. ``delays_wgrad``: backward leaves them to the layer's
@@ -48,7 +48,7 @@ class LinearSpec(LinkShape):
 
     @property
     def quantizes(self) -> bool:
-        """It quantizes its input and its gradient, unless the recipe leaves both as they are."""
+        """Whether its link quantizes: input and gradient, unless the recipe leaves them as they are."""
         return True
 
     def columns(self, columns: int) -> int:

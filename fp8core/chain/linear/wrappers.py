@@ -27,7 +27,7 @@ from fp8core.chain.call import Call
 from fp8core.chain.padding import PaddedCall
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, SavedList, Wrapper
 from fp8core.chain.request import Handover, QuantizeRequest, Travel
-from fp8core.chain.unwrap import made_readable
+from fp8core.chain.unwrap import as_readable
 from fp8core.errors import OperandError
 from fp8core.tensors.quantizer import Orientations, TensorQuantizer
 from fp8core.tensors.saving import is_unquantized
@@ -158,12 +158,12 @@ class Padded(Wrapper):
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Pad the biases; the weight's quantizer pads weights, the request the input."""
-        padded, given = self._padded, params
+        padded, inner_params = self._padded, params
         if padded.layer.out_features:
             count = self._num_weights
-            given = (*params[:count], *map(padded.layer.pad_bias, params[count:]))
+            inner_params = (*params[:count], *map(padded.layer.pad_bias, params[count:]))
         inner_call = call._replace(groups=padded.groups, output=None)
-        y, saved, context = super().forward(x, given, inner_call)
+        y, saved, context = super().forward(x, inner_params, inner_call)
         y = padded.cut(y, padded.layer.out_features)
         if call.output is not None:
             y = call.output.copy_(y)
@@ -184,7 +184,7 @@ class Padded(Wrapper):
             grad_input = grad_input if out is None else out(grad_input)
         if context is not None or not layer.is_of_features:  # or added elsewhere
             return (grad_input, *grads)
-        cut = [None if one is None else layer.cut_grad_weight(one) for one in grads[:count]]
+        cut = [None if grad is None else layer.cut_grad_weight(grad) for grad in grads[:count]]
         return (grad_input, *cut, *grads[count:])
 
 
@@ -276,8 +276,8 @@ def _main_grad(weight: torch.Tensor) -> torch.Tensor:
             f"{list(weight.shape)} has main_grad={main_grad!r}. Set it before backward: "
             f"weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)."
         )
-    wanted = (weight.shape, torch.float32, weight.device)
-    if (main_grad.shape, main_grad.dtype, main_grad.device) != wanted:
+    expected = (weight.shape, torch.float32, weight.device)
+    if (main_grad.shape, main_grad.dtype, main_grad.device) != expected:
         raise OperandError(
             f"fuse_wgrad_accumulation=True adds to weight.main_grad {list(main_grad.shape)} "
             f"{main_grad.dtype} on {main_grad.device}; expected {list(weight.shape)} "
@@ -347,7 +347,7 @@ class Requantizing(Wrapper):
                 f"forward had {list(self._shape)} {self._dtype}. Convert or shard it after "
                 f"backward."
             )
-        return made_readable(weight, self._device, f"{self._owner}: in backward the weight")
+        return as_readable(weight, self._device, f"{self._owner}: in backward the weight")
 
 
 class SavingInput(Wrapper):

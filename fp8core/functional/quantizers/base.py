@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fp8core.chain.differentiable import refuse_transform
-from fp8core.chain.unwrap import made_readable, unwrap
+from fp8core.chain.unwrap import as_readable, unwrap
 from fp8core.dispatch import table
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.parameters import resolve_device
@@ -393,7 +393,7 @@ def readable(tensor: Any, role: str, remedy: str = "Quantize outside of it.") ->
         raise OperandError(f"{role} is {type(tensor).__name__}; expected a torch.Tensor.")
     refuse_transform(tensor, role, remedy)
     plain = unwrap(tensor, role)
-    return made_readable(plain, plain.device, role)
+    return as_readable(plain, plain.device, role)
 
 
 class _StraightThrough(torch.autograd.Function):

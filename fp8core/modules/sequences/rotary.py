@@ -16,7 +16,7 @@ from fp8core.chain.call import Call
 from fp8core.chain.sequence_chunks import Chunks
 from fp8core.chain.series import Arranged
 from fp8core.chain.simple import RotaryLink, RotaryShape
-from fp8core.chain.unwrap import PLAIN, made_readable, unwrap
+from fp8core.chain.unwrap import PLAIN, as_readable, unwrap
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
@@ -119,7 +119,7 @@ def _integers(label: str, name: str, value: torch.Tensor, t: torch.Tensor) -> to
     if not isinstance(value, torch.Tensor):
         raise OperandError(f"{label}: {name} is {type(value).__name__}; expected a torch.Tensor.")
     if not torch.compiler.is_compiling():
-        value = made_readable(unwrap(value, name), t.device, f"{label}: {name}")
+        value = as_readable(unwrap(value, name), t.device, f"{label}: {name}")
     if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
         raise OperandError(
             f"{label}: {name} is {value.dtype} {list(value.shape)}; expected a vector of int32."
