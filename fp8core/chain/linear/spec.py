@@ -48,7 +48,7 @@ class LinearSpec(LinkShape):
 
     @property
     def quantizes(self) -> bool:
-        """Whether its link quantizes: input and gradient, unless the recipe leaves them as they are."""
+        """Whether its link quantizes: input and gradient, unless the recipe leaves them alone."""
         return True
 
     def columns(self, columns: int) -> int:
