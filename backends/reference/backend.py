@@ -139,8 +139,8 @@ def _check_spec(spec: OperandSpec | None) -> str | None:
         return f"unknown scale format {spec.scale_format!r}"
     if spec.transform is not None and spec.transform not in TRANSFORMS:
         return f"unknown transform {spec.transform!r}"
-    if spec.stochastic and spec.format != "e2m1":
-        return f"stochastic rounding is for e2m1, not for {spec.format}"
+    if spec.stochastic and not formats.by_name(spec.format).rounds_stochastically:
+        return f"no stochastic rounding of {spec.format}"
     return None
 
 

@@ -29,8 +29,8 @@ def error(
     Errors are added in a fixed order: along k one after the other, then, of a square block, rows
     that are 8, 4, 2 and 1 apart. Source: docs/numerics.md, NVFP4BlockScaling.
     """
-    e2m1 = formats.by_name(spec.format)
-    decoded = e2m1.decode(e2m1.encode(blocks.multiply(x, multiplier, block)))
+    element = formats.by_name(spec.format)
+    decoded = element.decode(element.encode(blocks.multiply(x, multiplier, block)))
     values = blocks.multiply(decoded, scale, block) * outer_amax
     values = values / torch.full_like(values, spec.target * spec.scale_max)
     difference = values - x.to(torch.float32)

@@ -225,9 +225,9 @@ def _orient(
     multiplier, scale_inv, global_scale_inv = _scales(spec, x, block, scale, amax, dim)
     scaled = blocks.multiply(x, multiplier, block)
     element = formats.by_name(spec.format)
-    codes = (
-        rounding.stochastic_e2m1(scaled, rng, dim) if spec.stochastic else element.encode(scaled)
-    )
+    if spec.stochastic:
+        scaled = rounding.stochastically(scaled, rng, dim)
+    codes = element.encode(scaled)
     data = rounding.pack(codes, dim) if element.bits == 4 else codes
     operand = Operand(data, scale_inv, global_scale_inv)
     return _transpose(operand) if transposed else operand

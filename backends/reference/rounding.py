@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8core import formats
-
-__all__ = ["pack", "stochastic_e2m1", "unpack"]
+__all__ = ["pack", "stochastically", "unpack"]
 
 _MASK = 0xFFFFFFFF
 
@@ -26,11 +24,11 @@ def unpack(data: torch.Tensor) -> torch.Tensor:
     return torch.stack((data & 0x0F, data >> 4), dim=-1).flatten(-2)
 
 
-def stochastic_e2m1(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torch.Tensor:
-    """Encode ``x`` as e2m1, up or down with probabilities that keep the mean; saturates.
+def stochastically(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torch.Tensor:
+    """Round ``x`` to values of e2m1, up or down with probabilities that keep the mean.
 
     ``rng`` int64 ``[2]`` on the CPU is seed and offset; ``dim`` keeps the two orientations of one
-    tensor apart. NaN becomes +6, as in the cast to the nearest.
+    tensor apart. Magnitudes beyond 6 stay beyond, and NaN stays NaN.
     """
     noise = _noise(x, rng, dim)
     magnitude = x.abs()
@@ -44,7 +42,7 @@ def stochastic_e2m1(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torc
     low = torch.floor(position)
     # Both sides are exact; position + noise would be rounded.
     rounded = (low + (position - low >= 1 - noise)) * step
-    return formats.by_name("e2m1").encode(torch.copysign(rounded, x))
+    return torch.copysign(rounded, x)
 
 
 def _noise(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torch.Tensor:

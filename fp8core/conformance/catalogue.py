@@ -29,7 +29,6 @@ from fp8core.backend_api import (
     NormBackwardDesc,
     NormDesc,
     OpDesc,
-    OperandSpec,
     QuantizeByAmaxDesc,
     QuantizeDesc,
     RotaryDesc,
@@ -67,16 +66,10 @@ def _recipes() -> dict[str, Recipe]:
     """Return every named recipe, the plug-ins' included, and the options that change a plan."""
     named = {name: recipe.by_name(name) for name in recipe.names()}
     return named | {
-        "delayed-most-recent": recipe.DelayedScaling(amax_compute_algo="most_recent"),
-        "current-pow2": recipe.Float8CurrentScaling(use_power_2_scales=True),
-        "rowwise-hybrid": recipe.Float8RowwiseScaling(fp8_format="hybrid"),
-        "block-float32": recipe.Float8BlockScaling(use_f32_scales=True),
-        "block-square": recipe.Float8BlockScaling(x_block_scaling_dim=2),
-        "mxfp8-hybrid": recipe.MXFP8BlockScaling(fp8_format="hybrid"),
-        "mxfp8-square": recipe.MXFP8BlockScaling(enable_2d_quantization=True),
-        "nvfp4-plain": recipe.NVFP4BlockScaling(
-            disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
-        ),
+        f"{name}-{variant}": type(default)(**arguments)
+        for name, default in named.items()
+        if default == type(default)()
+        for variant, arguments in default.variants.items()
     }
 
 
@@ -159,7 +152,8 @@ def _of_quantizers(dtype: torch.dtype) -> Iterator[CatalogueEntry]:
     """
     if dtype != DTYPES[0]:
         return
-    plain = OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3")
+    plain = plan_of(LinearPlan, _recipes()["nvfp4-plain"], LayerRole(), dtype).input.rowwise
+    assert plain is not None
     square = dataclasses.replace(plain, block=(16, 16), four_over_six="MSE", scale_max=256.0)
     rows = dataclasses.replace(plain, row_scaled=True)
     unsigned = dataclasses.replace(plain, transform="hadamard16_unsigned")

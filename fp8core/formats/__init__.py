@@ -17,7 +17,7 @@ import math
 import struct
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -52,6 +52,8 @@ class FormatSpec:
         ties: where a midpoint goes: "even" to the neighbour whose code is even (the upper one if
             both are, the lower one if none is), "away" to the neighbour of larger magnitude.
         torch_dtype: the one-byte torch dtype with the same codes, if there is one.
+        packed_dtype: the torch dtype that holds two codes of 4 bits a byte, if there is one.
+        rounds_stochastically: whether casts may round elements up or down at random.
         encoder: replaces the module's rules: called with x as a detached float32 tensor and the
             rounding's name, returns uint8 codes of its shape. May call another spec's ``encode``.
         roundings: the names that ``encoder`` understands.
@@ -73,6 +75,8 @@ class FormatSpec:
     )
     roundings: tuple[str, ...] = field(default=("nearest",), compare=False, kw_only=True)
     targets: tuple[float, float] | None = field(default=None, compare=False, kw_only=True)
+    packed_dtype: torch.dtype | None = field(default=None, compare=False, kw_only=True)
+    rounds_stochastically: bool = field(default=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         finite = [v for v in self.values if math.isfinite(v)]
@@ -99,6 +103,11 @@ class FormatSpec:
         (448.0, 57344.0, 6.0)
         """
         return max(filter(math.isfinite, self.values))
+
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """The torch dtype of a tensor of codes: ``torch_dtype`` or ``packed_dtype``."""
+        return self.torch_dtype or self.packed_dtype
 
     @property
     def target_fwd(self) -> float:
@@ -458,7 +467,6 @@ def encode_e8m0(x: torch.Tensor, rounding: str) -> torch.Tensor:
 
 # --- the formats that are always there ---
 
-# e2m1 has no torch_dtype: torch.float4_e2m1fn_x2 packs two codes a byte.
 _powers = (*(math.ldexp(1.0, code - 127) for code in range(255)), math.nan)
 _modes = ("nearest", "up", "down")
 _E8M0 = FormatSpec(
@@ -467,7 +475,11 @@ _E8M0 = FormatSpec(
 for _spec in (
     minifloat("e4m3", 4, 3, specials="fn", torch_dtype=torch.float8_e4m3fn),
     minifloat("e5m2", 5, 2, specials="ieee", torch_dtype=torch.float8_e5m2),
-    minifloat("e2m1", 2, 1, specials="finite"),
+    replace(
+        minifloat("e2m1", 2, 1, specials="finite"),
+        packed_dtype=torch.float4_e2m1fn_x2,
+        rounds_stochastically=True,
+    ),
     _E8M0,
 ):
     register(_spec)

@@ -161,9 +161,7 @@ def to_torch(x: QuantizedTensor) -> TorchTensor:
     row, spec = x.operands.rowwise, x.plan.rowwise
     if row is None or spec is None:
         raise OperandError(f"to_torch of {x}: it holds no rowwise operand.")
-    dtype = formats.by_name(spec.format).torch_dtype
-    if spec.format == "e2m1":
-        dtype = torch.float4_e2m1fn_x2
+    dtype = formats.by_name(spec.format).stored_dtype
     if dtype is None:
         raise OperandError(f"to_torch of {x}: torch has no dtype for {spec.format}.")
     scale_inv = row.scale_inv

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Collection
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -127,6 +127,10 @@ class QParams(NamedTuple):
     fp4_2d_quantization: bool = False
 
 
+Variants: TypeAlias = "Mapping[str, Mapping[str, Any]]"
+"""Arguments of a recipe by the short name of what they make of it."""
+
+
 class Recipe:
     """Base of every recipe: a frozen dataclass with a method ``plan(role, dtype)``.
 
@@ -141,6 +145,9 @@ class Recipe:
     reads_names: ClassVar[bool] = True
     # The recipe of Transformer Engine that this recipe is, by the name of its predicate.
     family: ClassVar[str | None] = None
+    # Arguments with which the plan has other operations, by a short name: what a backend is tested
+    # by besides the defaults.
+    variants: ClassVar[Variants] = {}
 
     @classmethod
     def delayed(cls) -> bool:
@@ -176,6 +183,11 @@ class Recipe:
     def custom(cls) -> bool:
         """Whether the recipe is :class:`CustomRecipe`."""
         return cls.family == "custom"
+
+    @property
+    def quantization_alignment(self) -> int:
+        """The multiple of rows to which Transformer Engine pads a group."""
+        return 16
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse unknown arguments by name, before the ``__init__`` of the dataclass."""

@@ -10,22 +10,14 @@ from fp8core.errors import RecipeError, did_you_mean
 from fp8core.recipe import named
 from fp8core.recipe.base import Recipe
 
-_NAMED: dict[str, type[Recipe]] = {
-    "delayed": named.DelayedScaling,
-    "current": named.Float8CurrentScaling,
-    "mxfp8": named.MXFP8BlockScaling,
-    "block": named.Float8BlockScaling,
-    "nvfp4": named.NVFP4BlockScaling,
-    "rowwise": named.Float8RowwiseScaling,
-}
 # Reports print a recipe's class name, so that is accepted as its name as well.
-_CLASSES: dict[str, type[Recipe]] = {kind.__name__: kind for kind in _NAMED.values()}
-plugins.reserve_recipes((*_NAMED, *_CLASSES, "none"))  # "none": high precision
+_CLASSES: dict[str, type[Recipe]] = {kind.__name__: kind for kind in named.NAMED.values()}
+plugins.reserve_recipes((*named.NAMED, *_CLASSES, "none"))  # "none": high precision
 
 
 def names() -> tuple[str, ...]:
     """Return the short names that :func:`by_name` takes: those of fp8core, then of plug-ins."""
-    return (*_NAMED, *plugins.load().recipes)
+    return (*named.NAMED, *plugins.load().recipes)
 
 
 def by_name(name: str) -> Recipe:
@@ -88,4 +80,4 @@ def recipe_from(argument: object, origin: str) -> Recipe | None:
 
 
 def _factories() -> Mapping[str, Callable[[], object]]:
-    return {**plugins.load().recipes, **_NAMED}
+    return {**plugins.load().recipes, **named.NAMED}

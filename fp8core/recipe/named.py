@@ -13,6 +13,7 @@ Delayed scaling does not take it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ from fp8core.recipe.base import (
     MMParams,
     QParams,
     Recipe,
+    Variants,
     attention_plan,
     check_attention,
     check_choice,
@@ -73,6 +75,7 @@ class DelayedScaling(Recipe):
     """
 
     reads_names: ClassVar[bool] = False
+    variants: ClassVar[Variants] = {"most-recent": {"amax_compute_algo": "most_recent"}}
     family: ClassVar[str | None] = "delayed"
     margin: float = 0
     fp8_format: str = Format.HYBRID
@@ -113,6 +116,7 @@ class Float8CurrentScaling(Recipe):
     """
 
     reads_names: ClassVar[bool] = False
+    variants: ClassVar[Variants] = {"pow2": {"use_power_2_scales": True}}
     family: ClassVar[str | None] = "float8_current_scaling"
     use_power_2_scales: bool = False
     fp8_format: str = Format.HYBRID
@@ -158,6 +162,7 @@ class Float8RowwiseScaling(Recipe):
     """
 
     reads_names: ClassVar[bool] = False
+    variants: ClassVar[Variants] = {"hybrid": {"fp8_format": Format.HYBRID}}
     use_power_2_scales: bool = False
     fp8_format: str = Format.E4M3
     fp8_gemm_fprop: MMParams = FAST
@@ -192,6 +197,10 @@ class MXFP8BlockScaling(Recipe):
     """
 
     reads_names: ClassVar[bool] = False
+    variants: ClassVar[Variants] = {
+        "hybrid": {"fp8_format": Format.HYBRID},
+        "square": {"enable_2d_quantization": True},
+    }
     family: ClassVar[str | None] = "mxfp8"
     margin: int = 0
     fp8_format: str = Format.E4M3
@@ -212,6 +221,11 @@ class MXFP8BlockScaling(Recipe):
                 f"MXFP8BlockScaling(margin={self.margin}) would have no effect: "
                 f"block scales are rounded up to a power of two. Use margin=0."
             )
+
+    @property
+    def quantization_alignment(self) -> int:
+        """The multiple of rows to which Transformer Engine pads a group."""
+        return 32
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         """Return blocks of 32 along the contraction with e8m0 scales."""
@@ -240,6 +254,10 @@ class Float8BlockScaling(Recipe):
     """
 
     reads_names: ClassVar[bool] = False
+    variants: ClassVar[Variants] = {
+        "float32": {"use_f32_scales": True},
+        "square": {"x_block_scaling_dim": 2},
+    }
     family: ClassVar[str | None] = "float8_block_scaling"
     use_f32_scales: bool = False
     fp8_format: str = Format.E4M3
@@ -333,6 +351,13 @@ class NVFP4BlockScaling(Recipe):
     """
 
     reads_names: ClassVar[bool] = False
+    variants: ClassVar[Variants] = {
+        "plain": {
+            "disable_rht": True,
+            "disable_stochastic_rounding": True,
+            "disable_2d_quantization": True,
+        },
+    }
     family: ClassVar[str | None] = "nvfp4"
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
@@ -393,6 +418,11 @@ class NVFP4BlockScaling(Recipe):
         scale_max = 256.0 if self.nvfp4_4over6_e4m3_use_256 in scopes else 448.0
         return {"four_over_six": self.nvfp4_4over6_err_mode, "scale_max": scale_max}
 
+    @property
+    def quantization_alignment(self) -> int:
+        """The multiple of rows to which Transformer Engine pads a group."""
+        return 128
+
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         """Return blocks of 16 along the contraction with two-level scales."""
 
@@ -431,3 +461,14 @@ def _current_plan(
         return TensorPlan(spec, spec)
 
     return linear_plan(recipe, tensor, _gemms(recipe))
+
+
+NAMED: Mapping[str, type[Recipe]] = {
+    "delayed": DelayedScaling,
+    "current": Float8CurrentScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "block": Float8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+    "rowwise": Float8RowwiseScaling,
+}
+"""The recipes of this module by their short names."""

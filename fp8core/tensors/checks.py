@@ -259,13 +259,14 @@ def plan_from(stored: Any) -> TensorPlan:
 def _is_stored(spec: OperandSpec) -> bool:
     """Say whether an operand may be stored as ``spec``.
 
-    Its blocks have to fit into 32 bits, its format and its transform have to be known, and only
-    e2m1 is rounded stochastically.
+    Its blocks have to fit into 32 bits, its format and its transform have to be known, and its
+    format may be rounded stochastically if it is.
     """
+    element = formats.by_name(spec.format)
     return (
-        formats.by_name(spec.format).bits in (4, 8)
+        element.bits in (4, 8)
         and max(spec.block) < 2**31
-        and (not spec.stochastic or spec.format == "e2m1")
+        and (not spec.stochastic or element.rounds_stochastically)
         and (spec.transform is None or spec.transform in TRANSFORMS)
     )
 
@@ -354,9 +355,8 @@ def bytes_of(x: Any, role: str) -> torch.Tensor:
 
 def format_of_dtype(dtype: torch.dtype) -> str | None:
     """Return the format of one of torch's FP8 and FP4 dtypes, None for another dtype."""
-    if dtype == torch.float4_e2m1fn_x2:
-        return "e2m1"
-    names = {formats.by_name(name).torch_dtype: name for name in ("e4m3", "e5m2")}
+    elements = filter(lambda each: 0.0 in each.values, map(formats.by_name, formats.names()))
+    names = {element.stored_dtype: element.name for element in elements}  # e8m0 has no zero
     return names.get(dtype)
 
 

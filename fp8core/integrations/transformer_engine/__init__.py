@@ -124,8 +124,7 @@ _LAYERS = {
 _RECIPES = {
     **{name: value for name, value in _public(recipe).items() if name in ("Format", "Recipe")},
     **_from(recipe, "MMParams", "QParams"),
-    **_from(recipes, "CustomRecipe", "DelayedScaling", "Float8BlockScaling"),
-    **_from(recipes, "Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"),
+    **{kind.__name__: kind for kind in recipes.KINDS},
 }
 _DISTRIBUTED = {
     **_from(distributed, "CudaRNGStatesTracker", "checkpoint", "get_all_rng_states"),

@@ -201,8 +201,8 @@ class CustomRecipe(_Tolerant, recipe.CustomRecipe):
     """:class:`fp8core.recipe.CustomRecipe` with Transformer Engine's arguments."""
 
 
-for _kind in (
-    *(DelayedScaling, Float8CurrentScaling, Float8BlockScaling),
-    *(MXFP8BlockScaling, NVFP4BlockScaling, CustomRecipe),
-):
+KINDS: tuple[type[recipe.Recipe], ...] = tuple(_Tolerant.__subclasses__())
+"""The recipes of this module."""
+
+for _kind in KINDS:
     _kind.__module__ = "transformer_engine.common.recipe"

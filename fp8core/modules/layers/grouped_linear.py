@@ -31,7 +31,7 @@ from fp8core.modules.layers.operation import ExtraTensors
 from fp8core.modules.layers.parallel import ParallelModule, mark_weight
 from fp8core.modules.memo import replay
 from fp8core.modules.run import delaying, note_call, run_links
-from fp8core.recipe import CustomRecipe, Recipe, get_default_recipe
+from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.parameter import make_weight
 
@@ -485,8 +485,4 @@ def _align_size() -> int:
     """Return the multiple that the active recipe needs, as Transformer Engine chooses it."""
     request = active()
     recipe: Recipe = request.quantize or request.observe or get_default_recipe()
-    if isinstance(recipe, CustomRecipe):
-        return recipe.quantization_alignment
-    if recipe.mxfp8():
-        return 32
-    return 128 if recipe.nvfp4() else 16
+    return recipe.quantization_alignment

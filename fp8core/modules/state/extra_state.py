@@ -40,7 +40,7 @@ import torch
 
 from fp8core.errors import OperandError
 from fp8core.modules.state.opcodes import Record
-from fp8core.modules.state.tensors import RECIPES, read_values
+from fp8core.modules.state.tensors import RECIPE_CLASSES, RECIPES, read_values
 from fp8core.modules.state.writing import EXPERT
 from fp8core.recipe.base import Format
 from fp8core.recipe.plan import AttentionPlan, LinearPlan, Plan
@@ -105,10 +105,6 @@ _ZIP, _PICKLE = b"PK", b"\x80"
 _WAYS = {"forward": "fwd", "backward": "bwd"}
 # Of one GEMM: the slots, and which of them an operation of Transformer Engine writes.
 _SLOTS = {"fwd": (3, (0, 1)), "bwd": (2, (0,))}
-_STATELESS = (
-    *("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"),
-    *("NVFP4BlockScaling", "CustomRecipe"),
-)
 
 
 def may_be_transformer_engine_s(value: Any) -> bool:
@@ -283,11 +279,9 @@ def _is_delayed(content: Mapping[str, Any]) -> bool:
         return any(name in content for name in BUFFERS)
     if type(recipe) is not Record or recipe.kind.module != RECIPES:
         raise OperandError(f"its recipe is a {type(recipe).__name__}")
-    if recipe.kind.name in _STATELESS:
-        return False
-    if recipe.kind.name != "DelayedScaling":
+    if recipe.kind.name not in RECIPE_CLASSES:
         raise OperandError(f"its recipe is a {recipe.kind.name}")
-    return True
+    return recipe.kind.name == "DelayedScaling"
 
 
 def _tensor(content: Mapping[str, Any], name: str) -> torch.Tensor:

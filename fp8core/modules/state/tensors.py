@@ -23,6 +23,9 @@ import torch
 
 from fp8core.errors import OperandError
 from fp8core.modules.state.opcodes import Budget, ClassName, Rebuild, Record, read_pickle
+from fp8core.recipe.base import Recipe
+from fp8core.recipe.custom import CustomRecipe
+from fp8core.recipe.named import NAMED
 
 MAGIC = 0x1950A86A20F9469CFC6C
 """The number at the start of an old ``torch.save`` file. Source: torch/serialization.py."""
@@ -43,10 +46,13 @@ _STORAGES = {
 RECIPES = "transformer_engine.common.recipe"
 """The module of Transformer Engine's recipes."""
 
-_RECIPE_CLASSES = (
-    *("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"),
-    *("NVFP4BlockScaling", "CustomRecipe", "Format", "_FormatHelper", "MMParams", "QParams"),
-    "_OverrideLinearPrecision",
+_KINDS: tuple[type[Recipe], ...] = (*NAMED.values(), CustomRecipe)
+RECIPE_CLASSES = {kind.__name__ for kind in _KINDS if kind.family}
+"""The recipes of Transformer Engine."""
+
+_CLASSES_OF_RECIPES = (
+    *RECIPE_CLASSES,
+    *("Format", "_FormatHelper", "MMParams", "QParams", "_OverrideLinearPrecision"),
 )
 
 _LONGEST = 2**64 - 1
@@ -106,7 +112,7 @@ def _classes(budget: Budget) -> Mapping[ClassName, Rebuild | None]:
         ClassName("collections", "OrderedDict"): _empty_dict,
         ClassName("builtins", "getattr"): _member,
         **{ClassName("torch", name): None for name in _STORAGES},
-        **{ClassName(RECIPES, name): None for name in _RECIPE_CLASSES},
+        **{ClassName(RECIPES, name): None for name in _CLASSES_OF_RECIPES},
     }
 
 
