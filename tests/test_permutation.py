@@ -306,14 +306,6 @@ def test_strides_do_not_matter() -> None:
     assert torch.equal(moe_unpermute(spread, rows.t().contiguous().t()), expected)
 
 
-def test_nan_stays_with_its_token() -> None:
-    x, mask = rand(7, 5), routing()
-    x[2, 1] = torch.nan
-    output, rows = moe_permute(x, mask, 14)
-    y = moe_unpermute(output, rows, torch.rand(7, 4))
-    assert torch.equal(y.isnan(), x.isnan())
-
-
 ERRORS: dict[str, Any] = {
     "expected floating-point [rows, hidden]": lambda: moe_permute(
         torch.ones(3, 4, dtype=torch.int32), routing(3), 6
