@@ -22,7 +22,7 @@ activations. The sum of a gradient is started when dgrad has computed it, and ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -49,6 +49,9 @@ from fp8core.errors import OperandError
 from fp8core.tensors.quantizer import HighPrecision, Orientations
 from fp8core.torch_ops.private import is_traced
 
+_MOST_CALLS = 256
+"""Kinds of calls that a link remembers to be equal on all ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class MovingShape(LinkShape):
@@ -72,7 +75,6 @@ class MovingShape(LinkShape):
             communicator,
             context.dtype,
             context.binding.device,
-            ComparedCalls(communicator, context.owner),
             None if self.splits_experts else context.transfers(communicator),
             over_ranks(context.owner),
         )
@@ -81,27 +83,43 @@ class MovingShape(LinkShape):
 @dataclass(frozen=True, slots=True, eq=False)
 class MovingLink(Link):
     """A link that moves rows over ``communicator``; ``transfers`` move them beside products, None:
-    collectives of the group do. ``only_once``: collectives have no second derivative."""
+    collectives of the group do. ``only_once``: collectives have no second derivative.
+
+    ``compared`` are the kinds of calls that the ranks have compared. Ranks whose calls differ would
+    begin other collectives: of other sizes, where their inputs have others, and in backward alone,
+    where one of them computes no gradients.
+    """
 
     shape: MovingShape
     communicator: Communicator
     dtype: torch.dtype
     device: torch.device
-    calls: ComparedCalls
     transfers: Transfers | None
     only_once: OnlyOnce = field()  # which has no default, unlike in Link
+    compared: set[Hashable] = field(default_factory=set)
 
     def compare(self, shape: Sequence[int], needs_grad: Sequence[bool]) -> None:
-        """Compare the call with those of the other ranks, of which experts have other rows.
+        """Compare a call with those of the other ranks if it is the first of its kind; not while
+        torch captures a graph. Ranks of experts have other rows, and compare no sizes.
 
         Raises:
             OperandError: ranks have inputs of other sizes, or other gradients are due; raised on
                 every rank.
         """
-        if self.shape.splits_experts:
-            self.calls.compare(None, needs_grad)
-        elif self.device.type != "meta":
-            self.calls.compare(shape, needs_grad)
+        sizes = None if self.shape.splits_experts else tuple(shape)
+        if sizes is not None and (
+            self.device.type == "meta" or any(type(size) is not int for size in sizes)
+        ):
+            return  # no values, or symbols, while torch traces
+        kind = sizes, tuple(needs_grad)
+        if kind in self.compared or torch.compiler.is_compiling() or is_traced():
+            return
+        text = gradients_text(needs_grad)
+        text = text if sizes is None else f"an input of {list(sizes)}, {text}"
+        self.communicator.agree(text, f"a call of {self.only_once.owner}")
+        if len(self.compared) >= _MOST_CALLS:  # ragged sizes without end
+            self.compared.clear()
+        self.compared.add(kind)
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> MovingProgram:
         """Return the program of a call, whose routes say how many rows go to which experts."""
@@ -398,44 +416,6 @@ class _StartSum(QuantizeRequest):
         """Start the sum of ``y``."""
         assert self.start is not None
         return _Sum(self.start(y), y.shape[0])
-
-
-_MOST_CALLS = 256
-
-
-class ComparedCalls:
-    """The kinds of calls of ``owner`` that the ranks of ``communicator`` have compared.
-
-    Ranks whose calls differ would begin other collectives: of other sizes, where their inputs
-    have others, and in backward alone, where one of them computes no gradients.
-    """
-
-    __slots__ = ("_calls", "_communicator", "_owner")
-
-    def __init__(self, communicator: Communicator, owner: str) -> None:
-        self._communicator = communicator
-        self._owner = owner
-        self._calls: set[tuple[Sequence[int] | None, tuple[bool, ...]]] = set()
-
-    def compare(self, shape: Sequence[int] | None, needs_grad: Sequence[bool]) -> None:
-        """Compare a call if it is the first of its kind; not while torch captures a graph.
-
-        ``shape`` is that of the input, None where ranks may have others.
-
-        Raises:
-            OperandError: the calls of ranks differ; raised on every rank.
-        """
-        if shape is not None and any(type(size) is not int for size in shape):
-            return  # symbols, while torch traces
-        call = shape, tuple(needs_grad)
-        if call in self._calls or torch.compiler.is_compiling() or is_traced():
-            return
-        text = gradients_text(needs_grad)
-        text = text if shape is None else f"an input of {list(shape)}, {text}"
-        self._communicator.agree(text, f"a call of {self._owner}")
-        if len(self._calls) >= _MOST_CALLS:  # ragged sizes without end
-            self._calls.clear()
-        self._calls.add(call)
 
 
 def gradients_text(needs_grad: Sequence[bool]) -> str:

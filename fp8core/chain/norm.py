@@ -111,6 +111,7 @@ class NormLink(Link):
 
     ``run_added`` adds a residual first, where a backend does both in one go: then the link before
     hands over the two :class:`Unadded`. ``run_backward_added`` adds a gradient at the end.
+    ``recomputes``: backward computes the statistics again, so that torch differentiates them.
     """
 
     shape: NormShape
@@ -121,6 +122,7 @@ class NormLink(Link):
     run_added: Callable[..., Any] | None
     run_backward_added: Callable[..., Any] | None
     num_params: int = field()  # which has no default, unlike in Link
+    recomputes: bool = False
 
     @property
     def adds_residual(self) -> bool:
@@ -133,10 +135,12 @@ class NormLink(Link):
         return True
 
     def in_torch(self, bind: Callable[[Any], Any]) -> NormLink:
-        """Return a norm whose statistics belong to the graph, too."""
+        """Return a norm by torch's operators, whose statistics are differentiated, too."""
         link: NormLink = bind(self.shape)
-        return _DifferentiableNorm(
-            link.shape, link.run, link.run_backward, None, None, None, None, link.num_params
+        return NormLink(
+            *(link.shape, link.run, link.run_backward, None, None, None, None),
+            num_params=link.num_params,
+            recomputes=True,
         )
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> NormProgram:
@@ -176,6 +180,9 @@ class NormProgram(TensorProgram[NormLink]):
         """Compute the three gradients; those of the parameters are summed in float32."""
         grad_x: Any
         link, needs = self._link, self._needs_grad
+        if link.recomputes:
+            _, mean, rstd = link.run(*saved[:2])
+            saved = (*saved[:2], mean, rstd)
         if isinstance(out, GradientSum):
             if link.run_backward_added is not None:
                 grad_x, *grads = link.run_backward_added(grad, *saved, out.added)
@@ -194,25 +201,3 @@ class NormProgram(TensorProgram[NormLink]):
         if not needs[0]:
             return (None, *grad_params)
         return (grad_x if out is None else out(grad_x), *grad_params)
-
-
-class _DifferentiableNorm(NormLink):
-    """A norm whose statistics are differentiated, too."""
-
-    __slots__ = ()
-
-    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> NormProgram:
-        """Return the program, which computes the statistics again in backward."""
-        return _DifferentiableNormProgram(self, needs_grad)
-
-
-class _DifferentiableNormProgram(NormProgram):
-    __slots__ = ()
-
-    def backward(
-        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out | GradientSum = None
-    ) -> Backward:
-        """Compute the gradients from the saved input, and its statistics from that."""
-        x, weight = saved[:2]
-        _, mean, rstd = self._link.run(x, weight)
-        return NormProgram.backward(self, grad, (x, weight, mean, rstd), context, call, out)

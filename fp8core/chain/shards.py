@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -40,16 +40,6 @@ _TRANSFORMED = 16
 
 GemmPart: TypeAlias = Callable[..., torch.Tensor]
 """What :class:`fp8core.backend_api.ComputesParts` offers."""
-
-
-class _Tensor(Protocol):
-    """A tensor of an operand of all rows: codes, or scales."""
-
-    def wait(self) -> torch.Tensor | None:
-        """Return the whole tensor when it is here."""
-
-    def rows_of(self, rank: int) -> torch.Tensor | None:
-        """Return what belongs to the rows of one rank when it is here."""
 
 
 class _Shared(NamedTuple):
@@ -93,6 +83,11 @@ class _ArrivingColumns(NamedTuple):
 
     def rows_of(self, rank: int) -> torch.Tensor:
         return self.mine if rank == self.rank else self.started.rows_of(rank, self.size)
+
+
+_Tensor: TypeAlias = _Shared | _Arriving | _ArrivingColumns
+"""A tensor of an operand of all rows, codes or scales: ``wait()`` returns the whole when it is
+here, ``rows_of(rank)`` what belongs to the rows of a rank; None where the operand has none."""
 
 
 class ArrivingOperand:

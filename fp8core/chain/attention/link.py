@@ -31,7 +31,8 @@ class AttentionLink(Link):
     ``run_bias_backward`` also returns the gradient of the bias. ``run_cached`` reads keys and
     values of a cache at its capacity; None where no backend does. ``fallback`` is the choice of a
     backend for other devices that nobody asked for, whose memory may be that of all logits; None
-    without such a choice.
+    without such a choice. ``recomputes``: backward computes result and statistics again, so that
+    torch differentiates them.
     """
 
     shape: AttentionSpec
@@ -43,6 +44,7 @@ class AttentionLink(Link):
     only_once: OnlyOnce | None = field()
     fallback: Choice | None
     run_cached: Callable[..., Any] | None
+    recomputes: bool = field(default=False, kw_only=True)
 
     @property
     def takes_rows_alone(self) -> bool:
@@ -52,10 +54,9 @@ class AttentionLink(Link):
         return not brings and self.num_params == 2 and shape.layout != "thd"
 
     def in_torch(self, bind: Callable[[Any], Any]) -> AttentionLink:
-        """Return attention whose statistics belong to the graph, too."""
+        """Return attention by torch's operators, whose statistics are differentiated, too."""
         link: AttentionLink = bind(self.shape)
-        values = [getattr(link, f.name) for f in dataclasses.fields(link)]
-        return _DifferentiableAttention(*values)
+        return dataclasses.replace(link, recomputes=True)
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AttentionProgram:
         """Return the program; the sizes of the batch come with the call."""
@@ -126,6 +127,10 @@ class AttentionProgram(TensorProgram[AttentionLink]):
         call = of_forward(call, saved)
         assert x is not None
         assert rows is not None
+        if link.recomputes:
+            q = self._in_layout(x, shape.head_dim, call)
+            y, stats, _ = link.run(q, *params[:2], **link.keywords(params, call))
+            rows = y.reshape(x.shape[0], y.shape[-2] * y.shape[-1])
         results = self._run_backward(
             self._in_layout(grad, shape.head_dim_v, call),
             self._in_layout(x, shape.head_dim, call),
@@ -168,31 +173,3 @@ class AttentionProgram(TensorProgram[AttentionLink]):
         shape = self._link.shape
         tokens = (rows.shape[0],) if shape.layout == "thd" else call.sizes[:2]
         return rows.reshape(*tokens, shape.heads, head_dim)
-
-
-class _DifferentiableAttention(AttentionLink):
-    """Attention whose result and statistics are differentiated, too."""
-
-    __slots__ = ()
-
-    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AttentionProgram:
-        """Return the program, which computes the statistics again in backward."""
-        return _DifferentiableAttentionProgram(self, needs_grad)
-
-
-class _DifferentiableAttentionProgram(AttentionProgram):
-    __slots__ = ()
-
-    def backward(
-        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
-    ) -> Backward:
-        """Compute the gradients from queries, keys and values, and the statistics from those."""
-        link = self._link
-        x, *params = saved[: 1 + link.num_params]
-        call = of_forward(call, saved)
-        assert x is not None
-        q = self._in_layout(x, link.shape.head_dim, call)
-        y, stats, _ = link.run(q, *params[:2], **link.keywords(params, call))
-        rows = y.reshape(x.shape[0], y.shape[-2] * y.shape[-1])
-        again = [x, *params, rows, stats, *saved_tensors(call)]
-        return AttentionProgram.backward(self, grad, again, context, call, out)
