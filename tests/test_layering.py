@@ -60,7 +60,7 @@ VAGUE_NAMES = {"common", "helper", "helpers", "manager", "managers", "types", "u
 PRIVATE_FILES = {"fp8core/torch_ops/private.py", "backends/*/private.py"}
 # Names with an underscore that fp8core does not define and that any file may use.
 USABLE = {
-    **dict.fromkeys(("_asdict", "_fields", "_replace"), "a NamedTuple's public methods"),
+    **dict.fromkeys(("_asdict", "_fields", "_make", "_replace"), "a NamedTuple's public methods"),
     "_getframe": "of Python's sys, which documents it",
     "_version": "of torch.Tensor; torch's notes on autograd describe it",
     "_base": "of torch.Tensor; torch's notes on views describe it",
@@ -313,10 +313,7 @@ def import_places(sources: Sources) -> Iterator[str]:
                 yield f"{source.path}:{item.line}: import of {item.target} inside a function"
 
 
-# Modules that the next change of the core replaces whole.
-REPLACED = ("attention", "attention_boundary", "multihead_attention")
 KEEP_LISTS = ("fp8core.torch_ops.private", "fp8core.dispatch.optional")
-KEEP_LISTS += tuple(f"fp8core.modules.{name}" for name in REPLACED)
 
 
 def faces(sources: Sources) -> Iterator[str]:

@@ -2,75 +2,32 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from typing_extensions import override
 
-from fp8core.chain import run as chain
-from fp8core.chain.attention.shape import AttentionShape
-from fp8core.chain.attention.spec import AttentionTensors
-from fp8core.chain.call import Call
-from fp8core.chain.moving import gradients_text
-from fp8core.chain.shape import LinkShape
-from fp8core.chain.unwrap import PLAIN
-from fp8core.collectives import named
-from fp8core.context.recompute import checkpoint
-from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
-from fp8core.modules.calls.bind import bind
-from fp8core.modules.calls.bound import Bound
+from fp8core.modules.attention_call import AttentionLayer
 from fp8core.modules.calls.parameters import check_probability, fill, resolve_device
-from fp8core.modules.layers.parallel import ParallelModule, mark_weight
+from fp8core.modules.layers.parallel import mark_weight
 from fp8core.modules.memo import replay
-from fp8core.modules.run import note, run_links
 from fp8core.modules.sequences.attention_arguments import (
-    MASK_TYPES,
-    UNLIMITED,
-    Mask,
-    alibi_slopes_of,
-    bias_kind,
+    AttentionOptions,
     checked_choice,
     checked_heads,
     checked_scale,
     checked_softcap,
     mask_of,
     mask_type_of,
-    mask_type_with_cache,
-    refuse_not_offered,
-    repeated_step,
-    with_cache,
 )
-from fp8core.modules.sequences.attention_inputs import (
-    Lengths,
-    PaddingMask,
-    Qkv,
-    batch_of,
-    check_bias,
-    check_layout,
-    check_mask,
-    check_pad_between,
-    check_unread_lengths,
-    checked_qkv,
-    lengths_of,
-    unpacked,
-)
-from fp8core.modules.sequences.context_group import ContextGroup, check_context
+from fp8core.modules.sequences.attention_inputs import PaddingMask, check_layout
+from fp8core.modules.sequences.context_group import ContextGroup
 from fp8core.modules.sequences.inference import InferenceParams
-from fp8core.recipe.plan import AttentionPlan
-from fp8core.reporting import log_once
-from fp8core.torch_ops.capture import constant_in_graph, untraced
-from fp8core.torch_ops.repeats import sameness_to
-
-__all__ = ["AttentionCall", "AttentionOptions", "DotProductAttention"]
 
 _SOFTMAXES = ("vanilla", "off-by-one", "learnable")
-_MOST_CALLS = 256
 
 
-class DotProductAttention(ParallelModule):
+class DotProductAttention(AttentionLayer):
     """``softmax(mask(scale * q k^T + bias)) v`` of every head, with dropout of the weights.
 
     Args:
@@ -105,17 +62,6 @@ class DotProductAttention(ParallelModule):
             calls get that share, and dropout differs between ranks.
         sequence_parallel, get_rng_state_tracker: accepted for compatibility; they change nothing.
     """
-
-    kind = "attention"
-    call_fields = (
-        *ParallelModule.call_fields,
-        *("qkv_format", "attn_mask_type", "window_size", "bottom_right_diagonal", "softcap"),
-        *("softmax_scale", "heads", "attention_dropout", "return_max_logit", "softmax_type"),
-        *("attention_type", "context_group", "parallel"),
-    )
-    is_link = False
-    plan_type = AttentionPlan
-    softmax_offset: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -253,458 +199,33 @@ class DotProductAttention(ParallelModule):
         """Return ``[s, b, heads * size of a value's head]`` in the layout of the queries, ``[t,
         heads * size]`` in thd; with ``return_max_logit`` also the largest logit of each head.
 
-        Arguments that the constructor has too override it for this call.
-
-        Args:
-            query_layer: ``[s_q, b, heads, size]``, ``[b, s_q, heads, size]`` or
-                ``[t, heads, size]``, as ``qkv_format`` says; ``key_layer`` and ``value_layer``
-                likewise, with ``num_gqa_groups`` heads. Any strides.
-            attention_mask: for padding, bool ``[b, 1, 1, s]`` that is True behind the end of each
-                sequence, or a tuple of two, of queries and of keys; for ``"arbitrary"``, bool
-                that broadcasts to ``[b, heads, s_q, s_kv]``, True where a key is excluded. Other
-                mask types ignore it, which is logged once.
-            cu_seqlens_q, cu_seqlens_kv: int32 ``[b + 1]``: the lengths of the sequences, added up;
-                a mask without padding leaves them unread.
-            cu_seqlens_q_padded, cu_seqlens_kv_padded: in thd, where sequences begin if there is
-                padding between them.
-            max_seqlen_q, max_seqlen_kv: in thd, lengths that no sequence exceeds. Without them the
-                host reads cu_seqlens, or, in a captured graph, takes the number of tokens.
-            checkpoint_core_attention: attention is computed again in backward, instead of holding
-                its result and statistics.
-            core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or
-                ``"alibi"``; ``core_attention_bias`` broadcasts to ``[b, heads, s_q, s_kv]``.
-            alibi_slopes: ``[heads]`` or ``[b, heads]``; those of the ALiBi paper if None.
-            fast_zero_fill: changes nothing here.
-            bf16_backward: gradients are computed in high precision, from dequantized tensors, also
-                under a recipe with ``fp8_dpa_backward="fp8"``.
-            inference_params: the cache of keys and values: those of this call are stored, under
-                the layer's number, and the queries see them behind the earlier ones. It says how
-                long sequences are, so that cu_seqlens and a padding mask are not read, and causal
-                mask types have their diagonal where the last query of a sequence sees all keys.
-            pad_between_seqs: whether thd has padding between sequences; it follows from the padded
-                cu_seqlens, which True needs.
-            qkv_layer: queries, keys and values in one tensor; ``kv_layer``: keys and values.
-                ``qkv_interleave_dim`` is the dimension of 3 or 2: -3 or -2.
+        ``query_layer`` is ``[s_q, b, heads, size]``, ``[b, s_q, heads, size]`` or ``[t, heads,
+        size]``, as ``qkv_format`` says; ``key_layer`` and ``value_layer`` likewise, with
+        ``num_gqa_groups`` heads. Any strides. The arguments behind them are those of
+        :class:`~fp8core.modules.sequences.attention_arguments.AttentionOptions`.
 
         Raises:
             OperandError: tensors that do not fit each other or the arguments; names the argument.
-            UnsupportedError: ``fp8_output``, ``score_mod`` and its arguments,
-                ``thd_attention_policies``, a ``num_splits`` other than 1, or an arbitrary mask with
-                ``inference_params``.
+            UnsupportedError: an argument that is not offered.
         """
-        # Compared with those of the call before at once. A captured graph is guarded by what is
-        # read here.
-        arguments: tuple[object, ...] | None = None
-        cache = None  # a reference, as a memo keeps no cache alive
-        if isinstance(inference_params, InferenceParams):
-            cache = weakref.ref(inference_params)
-        if not torch.compiler.is_compiling():
-            arguments = (
-                *(attention_mask, qkv_format, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded),
-                *(cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size),
-                *(bottom_right_diagonal, softcap, checkpoint_core_attention),
-                *(core_attention_bias_type, core_attention_bias, alibi_slopes, cache),
-                *(pad_between_seqs, fp8_output, bf16_backward, num_splits, score_mod),
-                *(score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors, qkv_layer, kv_layer),
-                thd_attention_policies,
-            )
-            memo = self._bindings.memo
-            if memo is not None and query_layer is not None:
-                again = replay(self, memo, query_layer, (key_layer, value_layer), arguments)
-                if again is not None:
-                    return again
-        owner = _Owner(self)
-        refuse_not_offered(
-            owner,
-            fp8_output=fp8_output or None,
-            num_splits=None if num_splits == 1 else num_splits,
-            score_mod=score_mod,
-            score_mod_bprop=score_mod_bprop,
-            score_mod_tensors=score_mod_tensors,
-            score_mod_bprop_tensors=score_mod_bprop_tensors,
-            thd_attention_policies=thd_attention_policies,
+        options = (
+            *(attention_mask, qkv_format, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded),
+            *(cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size),
+            *(bottom_right_diagonal, softcap, checkpoint_core_attention, core_attention_bias_type),
+            *(core_attention_bias, alibi_slopes, fast_zero_fill, inference_params),
+            *(pad_between_seqs, fp8_output, bf16_backward, num_splits, score_mod, score_mod_bprop),
+            *(score_mod_tensors, score_mod_bprop_tensors, qkv_layer, kv_layer, qkv_interleave_dim),
+            *(thd_attention_policies, thd_attention_policy_dispatch),
         )
-        given = (query_layer, key_layer, value_layer)
-        qkv = unpacked(owner, given, qkv_layer, kv_layer, qkv_interleave_dim)
-        attend, inputs = self.prepared(
-            qkv,
-            attention_mask,
-            AttentionOptions(
-                Lengths(
-                    cu_seqlens_q,
-                    cu_seqlens_kv,
-                    cu_seqlens_q_padded,
-                    cu_seqlens_kv_padded,
-                    max_seqlen_q,
-                    max_seqlen_kv,
-                ),
-                qkv_format,
-                attn_mask_type,
-                window_size,
-                bottom_right_diagonal,
-                softcap,
-                core_attention_bias_type,
-                core_attention_bias,
-                alibi_slopes,
-                inference_params,
-                pad_between_seqs,
-                bool(bf16_backward),
-            ),
-        )
-        if not checkpoint_core_attention:
-            if arguments is None or self.drops_all or not _PLAIN.issuperset(map(type, arguments)):
-                return attend.run(*inputs)
-            new = inputs[:3] if inference_params is None else qkv
-            return attend.run_and_note(inputs, arguments, new, inference_params)
-        repeat = checkpoint
-        if torch.compiler.is_compiling():  # the recipe, which fp8core's own repeats, is a constant
-            repeat = torch_checkpoint
-            if attend.shape.dropout:
-                raise UnsupportedError(
-                    f"{owner}: checkpoint_core_attention with dropout is not offered under "
-                    f"torch.compile and torch.export: a graph draws a seed once. Leave it out: a "
-                    f"compiler chooses itself what it computes again."
-                )
-        output: torch.Tensor = repeat(attend.run, *inputs, use_reentrant=False)
-        return output
+        return self._attend((query_layer, key_layer, value_layer), AttentionOptions._make(options))
 
-    @property
-    def drops_all(self) -> bool:
-        """Whether every weight is dropped: attention to values of 0 without dropout is the same."""
-        return self.training and self.attention_dropout == 1
-
-    def prepared(
-        self, qkv: Qkv, attention_mask: PaddingMask, options: AttentionOptions
-    ) -> tuple[AttentionCall, AttentionInputs]:
-        """Return a call that is checked and ready to run, and its queries, keys, values and bias.
-
-        Keys and values are those of the cache, if there is one, in which those given are stored.
-
-        Raises:
-            OperandError, UnsupportedError: as :meth:`forward`.
-        """
-        owner, cache = _Owner(self), options.inference_params
-        mask_type, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
-        layout = check_layout(owner, options.qkv_format or self.qkv_format)
-        qkv = checked_qkv(owner, self.heads, layout, qkv)
-        if cache is not None:
-            mask_type = mask_type_of(owner, mask_type or self.attn_mask_type)
-            mask_type = mask_type_with_cache(owner, mask_type)
-            bottom_right = True
-        bias, slopes = options.core_attention_bias, options.alibi_slopes
-        bias_type = bias_kind(owner, options.core_attention_bias_type, bias, slopes)
-        mask = self._mask(layout, mask_type, options.window_size, bottom_right, bias_type)
-        is_cached = False
-        if cache is None:
-            lengths = None
-        else:
-            attention_mask = None
-            qkv, lengths, is_cached = with_cache(
-                owner, self, cache, layout, qkv, at_capacity=bias is None
-            )
-        if self.drops_all:  # no backend scales by 1 / (1 - p)
-            qkv = qkv._replace(v=qkv.v * 0)
-        if lengths is None:
-            lengths = self._lengths(layout, mask, qkv, attention_mask, options.lengths)
-        check_pad_between(owner, options.pad_between_seqs, lengths)
-        heads = self.heads.heads
-        if bias is not None:
-            bias = check_bias(owner, qkv, layout, heads, lengths, bias)
-        batch = batch_of(layout, qkv, lengths)
-        tensors = AttentionTensors(
-            alibi_slopes_of(owner, heads, batch, qkv.q, slopes, self.parallel)
-            if bias_type == "alibi"
-            else None,
-            check_mask(owner, qkv, layout, heads, attention_mask) if mask.arbitrary else None,
-            *lengths.offsets.values(),
-        )
-        cap = self.softcap if options.softcap is None else checked_softcap(owner, options.softcap)
-        shape = self._shape(
-            *(layout, mask, bias_type, cap), bf16_backward=options.bf16_backward, cached=is_cached
-        )
-        if shape.context:
-            self._agree(shape, qkv, lengths, cache)
-        return AttentionCall(self, shape, tensors, lengths), (*qkv, bias)
-
-    def count_slot_sets(self) -> int:
-        """Return 1: a call computes its plan once."""
-        return 1
-
-    @override
-    def link_names(self) -> list[tuple[str, ...]] | None:
-        return [("softmax_offset",)] if self.softmax_type == "learnable" else []
-
-    def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the shape of a call whose arguments leave everything to the constructor; in thd
-        with a mask type without padding, which each call overrides, of a call with padding."""
-        layout = self.qkv_format
-        is_overridden = layout == "thd" and not MASK_TYPES[self.attn_mask_type].padding
-        mask = self._mask(layout, "padding" if is_overridden else None, None, None, None)
-        return (self._shape(self.qkv_format, mask, None, self.softcap),)
-
-    def _mask(
-        self,
-        layout: str,
-        mask_type: str | None,
-        window_size: tuple[int, int] | None,
-        bottom_right: bool | None,
-        bias_type: str | None,
-    ) -> Mask:
-        """Return the mask of a call; None stands for what the constructor was given."""
-        owner = _Owner(self)
-        name = self.attn_mask_type if mask_type is None else mask_type_of(owner, mask_type)
-        mask = mask_of(
-            owner,
-            name,
-            self.window_size if window_size is None else window_size,
-            self.bottom_right_diagonal if bottom_right is None else bottom_right,
-            has_alibi=bias_type == "alibi",
-        )
-        if layout == "thd" and not mask.padding:
-            expected = ", ".join(name for name, kind in MASK_TYPES.items() if kind.padding)
-            raise OperandError(
-                f"{owner}: attn_mask_type={name!r} with qkv_format='thd', whose sequences have "
-                f"lengths; expected one of {expected}."
-            )
-        return mask
-
-    def refuse_positions(
-        self, mask_type: str | None, window_size: tuple[int, int] | None, bias_type: str
-    ) -> None:
-        """Refuse what depends on where queries are among the keys, for the queries of a step whose
-        keys are not those of its cache; the arguments are those of a call.
-
-        Raises:
-            UnsupportedError: a causal mask, a window or ALiBi.
-        """
-        mask = self._mask(self.qkv_format, mask_type, window_size, None, bias_type)
-        if mask.window == UNLIMITED and bias_type != "alibi":
-            return
-        asked = "ALiBi" if bias_type == "alibi" else f"a causal mask or window {mask.window}"
-        raise UnsupportedError(
-            f"{_Owner(self)}: {asked} in cross attention with inference_params is not offered: a "
-            f"step has some of the queries, whose positions among the encoder's keys follow from "
-            f"all. Use 'no_mask' or 'padding' without a window, or leave out inference_params and "
-            f"give all queries."
-        )
-
-    def _lengths(
-        self, layout: str, mask: Mask, qkv: Qkv, padding_mask: PaddingMask, given: Lengths
-    ) -> Lengths:
-        """Return the lengths of a call; none where the mask has no padding."""
-        owner = _Owner(self)
-        if not mask.padding:
-            if padding_mask is not None and not mask.arbitrary:
-                _log_ignored()
-            check_unread_lengths(owner, layout, qkv, given)
-            return Lengths()
-        is_pair = isinstance(padding_mask, tuple | list)
-        if padding_mask is not None and not is_pair and self.attention_type == "cross":
-            raise OperandError(
-                f"{owner}: attention_mask is one tensor in cross attention; expected a tuple of "
-                f"that of the queries and that of the keys."
-            )
-        size = self.context_group.size
-        return lengths_of(owner, layout, qkv, padding_mask, given, num_ranks=size)
-
-    def _agree(
-        self, shape: AttentionShape, qkv: Qkv, lengths: Lengths, cache: InferenceParams | None
-    ) -> None:
-        """Check a call over several ranks, and, the first time that it is made, that all ranks make
-        the same one."""
-        owner, group = _Owner(self), self.context_group
-        if cache is not None:
-            raise UnsupportedError(
-                f"{owner}: inference_params with context parallelism is not offered; leave out the "
-                f"group: set_context_parallel_group(None)."
-            )
-        problem: Fp8CoreError | None = None
-        try:
-            call = check_context(owner, group, shape, qkv, lengths)
-        except Fp8CoreError as error:  # the other ranks wait for this one
-            if torch.compiler.is_compiling():
-                raise
-            problem, call = error, f"refused, {error}"
-        is_grad_enabled = torch.is_grad_enabled()
-        due = gradients_text([is_grad_enabled and x.requires_grad for x in qkv])
-        call = f"{call}, {due}"
-        if torch.compiler.is_compiling() or call in self._agreed:
-            return
-        for name in group.names:
-            named(name).agree(call, "a call of attention")
-        if problem is not None:
-            raise problem
-        if len(self._agreed) >= _MOST_CALLS:  # packed sequences without end
-            self._agreed.clear()
-        self._agreed.add(call)
-
-    def _shape(
-        self,
-        layout: str,
-        mask: Mask,
-        bias_type: str | None,
-        cap: float,
-        *,
-        bf16_backward: bool = False,
-        cached: bool = False,
-    ) -> AttentionShape:
-        return AttentionShape(
-            layout,
-            *self.heads,
-            self.softmax_scale,
-            *mask,
-            bias_type,
-            cap,
-            self.softmax_type,
-            self.attention_dropout if self.training and not self.drops_all else 0.0,
-            self.return_max_logit,
-            bf16_backward,
-            self.context_group.context,
-            cached,
-        )
-
-    @property
-    def label(self) -> str:
-        """The layer in messages, by its name in the model, else by its class and sizes."""
-        sizes = f"{type(self).__name__}({self.heads.heads}, {self._head_sizes()})"
-        return sizes if self.name is None else f"{self.name!r} ({sizes})"
-
-    def _head_sizes(self) -> str:
-        _, _, head_dim, head_dim_v = self.heads
-        return str(head_dim) if head_dim == head_dim_v else f"({head_dim}, {head_dim_v})"
-
-    def _describe(self) -> list[str]:
-        heads, sizes = self.heads, self._head_sizes()
-        words = [f"num_attention_heads={heads.heads}", f"kv_channels={sizes}"]
-        if heads.groups != heads.heads:
-            words.append(f"num_gqa_groups={heads.groups}")
-        return [*words, f"attn_mask_type={self.attn_mask_type!r}"]
-
-
-class _Owner(NamedTuple):
-    """What messages call a layer. Its name is read by a message alone: a captured graph is guarded
-    by what its call reads, and layers of one shape share a graph."""
-
-    layer: DotProductAttention
-
-    def __str__(self) -> str:
-        return self.layer.label
-
-
-class AttentionOptions(NamedTuple):
-    """What a call of attention is given besides tensors and masks; the names are those of
-    :meth:`DotProductAttention.forward`."""
-
-    lengths: Lengths
-    qkv_format: str | None = None
-    attn_mask_type: str | None = None
-    window_size: tuple[int, int] | None = None
-    bottom_right_diagonal: bool | None = None
-    softcap: float | None = None
-    core_attention_bias_type: str = "no_bias"
-    core_attention_bias: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
-    inference_params: InferenceParams | None = None
-    pad_between_seqs: bool | None = None
-    bf16_backward: bool = False
-
-
-AttentionInputs: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]"
-"""Queries, keys, values and the bias, if there is one."""
-
-
-class AttentionCall(NamedTuple):
-    """A call of ``layer`` ready to be computed, and computed again by a checkpoint."""
-
-    layer: DotProductAttention
-    shape: AttentionShape
-    tensors: AttentionTensors
-    lengths: Lengths
-
-    def bind(self, q: torch.Tensor) -> tuple[Bound, Call]:
-        """Return the layer bound for queries like ``q``, and what the call brings, but for the
-        memory of the largest logits."""
-        layer, shape, lengths = self.layer, self.shape, self.lengths
-        bound = bind(layer, q.device, q.dtype, shapes=(shape,))
-        sizes: tuple[int, ...] = tuple(q.shape[:2])
-        if shape.layout == "thd":
-            assert lengths.max_seqlen_q is not None
-            assert lengths.max_seqlen_kv is not None
-            sizes = lengths.max_seqlen_q, lengths.max_seqlen_kv
-        elif shape.cached:
-            assert lengths.max_seqlen_kv is not None
-            sizes = (*sizes, lengths.max_seqlen_kv)
-        call = bound.call_on(q.device)._replace(tensors=self.tensors, sizes=sizes)
-        if call.rng is not None and layer.parallel.rank:
-            call = call._replace(rng=call.rng + layer.parallel.rank)  # other heads, other masks
-        return bound, call
-
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+    def _attend(
+        self, tensors: Sequence[torch.Tensor | None], options: AttentionOptions
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the result, with the largest logits if the layer returns them."""
-        layer, shape = self.layer, self.shape
-        bound, call = self.bind(q)
-        max_logit = None
-        if shape.max_logit:
-            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-            max_logit = torch.empty(shape.heads, dtype=wide, device=q.device)
-            call = call._replace(tensors=self.tensors._replace(max_logit_out=max_logit))
-        params = [one for one in (k, v, bias, layer.softmax_offset) if one is not None]
-        out = run_links(layer, bound, bound.parts[0], q.flatten(-2), params, call)
-        return out if max_logit is None else (out, max_logit)
-
-    @untraced
-    def run_and_note(
-        self,
-        inputs: AttentionInputs,
-        arguments: tuple[object, ...],
-        new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        cache: InferenceParams | None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return :meth:`run` of ``inputs``, and note what it does for calls of tensors alike with
-        the same ``arguments``, unless other tensors take part than those of a cache.
-
-        The tensors of a call are ``new``: queries, keys and values.
-        """
-        output = self.run(*inputs)
-        q, k, v, bias = inputs
-        shape = self.shape
-        others = (bias, self.layer.softmax_offset, *(() if shape.cached else self.tensors))
-        is_plain = PLAIN.issuperset(map(type, (output, *new)))
-        if not is_plain or any(one is not None for one in others):
-            return output
-        bound, call = self.bind(q)
-        if cache is not None and (torch.is_grad_enabled() or not _reads_capacity(bound)):
-            return output  # the length of the longest sequence takes part
-        is_same = sameness_to(new)
-        run = chain.prepared_run(bound.parts[0], q.flatten(-2), (k, v), call)
-        if is_same is not None and run is not None and call.rng is None:
-
-            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-                return run(q.flatten(-2), k, v)
-
-            if cache is not None:
-                attend = repeated_step(self.layer, cache, shape.layout, run)
-            prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, attend)
-            note(self.layer, bound, prepared, 2, arguments=arguments)
-        return output
-
-
-def _reads_capacity(bound: Bound) -> bool:
-    """Whether attention is bound to what reads a cache at its capacity."""
-    return any(getattr(link, "run_cached", None) is not None for link in bound.links)
-
-
-_PLAIN = frozenset((type(None), bool, int, float, str, tuple, weakref.ReferenceType))
-"""Types of arguments that say the same in another call if they are equal."""
-
-
-def _log_ignored() -> None:
-    log_once(
-        "DotProductAttention ignores attention_mask where the mask type has no padding and is not "
-        "'arbitrary'."
-    )
-
-
-constant_in_graph(_log_ignored)
+        query, *keys_and_values = tensors
+        memo = None if torch.compiler.is_compiling() else self._bindings.memo
+        if memo is not None and query is not None:
+            output = replay(self, memo, query, keys_and_values, options)
+            if output is not None:
+                return output
+        return self.prepared(tensors, options).result()

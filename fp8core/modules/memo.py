@@ -83,7 +83,7 @@ class Memo(NamedTuple):
         arguments: those besides the tensors that it computed from; equal ones say the same.
         witnesses: the module that is called, then the others that take part.
         outside: what the layer computes outside any autocast.
-        asked: what was active.
+        request: what was active.
         backends: those that the program named.
         has_grad: whether gradients were enabled.
         sources: where the parameters lie; None where calls bring them.
@@ -96,7 +96,7 @@ class Memo(NamedTuple):
     arguments: object
     witnesses: Sequence[Witness]
     outside: Active | None
-    asked: Active
+    request: Active
     backends: Policy
     has_grad: bool
     sources: Sources | None
@@ -126,13 +126,13 @@ def memo_of(
     """
     if recompute.current() is not None or recompute.is_in_backward():
         return None
-    asked, has_grad = active(outside), torch.is_grad_enabled()
-    records = has_grad or asked.observe is not None
+    request, has_grad = active(outside), torch.is_grad_enabled()
+    records = has_grad or request.observe is not None
     return Memo(
         arguments,
         [Witness.of(layer, is_called=not at) for at, layer in enumerate(layers)],
         outside,
-        asked,
+        request,
         policy.current(),
         has_grad,
         sources,
@@ -170,9 +170,9 @@ def replay(
     """
     if memo.arguments != arguments:
         return None
-    asked, backends = active(memo.outside), policy.current()
+    request, backends = active(memo.outside), policy.current()
     if (
-        asked is not memo.asked
+        request is not memo.request
         or (backends is not memo.backends and backends != memo.backends)
         or recompute.current() is not None
         or current_backward_pass() != NO_BACKWARD_PASS
@@ -214,5 +214,5 @@ def replay(
     ):
         return None
     for forward, backward in memo.states:
-        touch(forward, backward, asked.group)
+        touch(forward, backward, request.group)
     return memo.run(input, *params)

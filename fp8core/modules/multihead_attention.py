@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
-from fp8core.modules.attention import AttentionOptions, DotProductAttention
-from fp8core.modules.attention_boundary import Joins, attends_to_codes
+from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.calls.inputs import check_kind
 from fp8core.modules.calls.parameters import InitMethod, refuse_arguments
+from fp8core.modules.composition import Composition, attends_to_codes
 from fp8core.modules.layers.layernorm_linear import LayerNormLinear
 from fp8core.modules.layers.linear import Linear
 from fp8core.modules.layers.parallel import set_group
-from fp8core.modules.sequences.attention_inputs import Lengths, Qkv
+from fp8core.modules.sequences.attention_arguments import AttentionOptions
 from fp8core.modules.sequences.head_split import (
     HeadSizes,
     as_heads,
@@ -27,8 +27,6 @@ from fp8core.modules.sequences.head_split import (
 from fp8core.modules.sequences.inference import InferenceParams
 from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
 from fp8core.torch_ops.private import has_hooks
-
-__all__ = ["ATTENTION_TYPES", "MultiheadAttention", "check_main_grad"]
 
 ATTENTION_TYPES = ("self", "cross")
 _NOT_OFFERED = (
@@ -183,7 +181,7 @@ class MultiheadAttention(torch.nn.Module):
         )
         self.tp_size = size = core_attention.tp_size
         self.sequence_parallel = core_attention.sequence_parallel
-        self._joins = Joins()
+        self._joins = Composition()
         self._sizes = HeadSizes(
             core_attention.heads.heads,
             core_attention.heads.groups,
@@ -368,30 +366,31 @@ class MultiheadAttention(torch.nn.Module):
             and thd_attention_policies is None
             and attends_to_codes((self.core_attention, self.proj))
         )
-        options: AttentionOptions | None = None
-        if joins:
-            options = AttentionOptions(
-                Lengths(
-                    cu_seqlens_q,
-                    cu_seqlens_kv,
-                    cu_seqlens_q_padded,
-                    cu_seqlens_kv_padded,
-                    max_seqlen_q,
-                    max_seqlen_kv,
-                ),
-                None,
-                attn_mask_type,
-                window_size,
-                bottom_right_diagonal,
-                softcap,
-                core_attention_bias_type,
-                core_attention_bias,
-                alibi_slopes,
-                inference_params if self.attention_type == "self" else None,
-                pad_between_seqs,
-            )
+        # What attention is given besides queries, keys and values.
+        options_of_call: dict[str, Any] = {
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded,
+            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv,
+            "attn_mask_type": attn_mask_type,
+            "window_size": window_size,
+            "bottom_right_diagonal": bottom_right_diagonal,
+            "softcap": softcap,
+            "checkpoint_core_attention": checkpoint_core_attention,
+            "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+            "fast_zero_fill": fast_zero_fill,
+            "inference_params": inference_params if self.attention_type == "self" else None,
+            "pad_between_seqs": pad_between_seqs,
+            "thd_attention_policies": thd_attention_policies,
+            "thd_attention_policy_dispatch": thd_attention_policy_dispatch,
+        }
+        options = AttentionOptions(attention_mask, **options_of_call) if joins else None
         if options is not None and rotary_pos_emb is None and self._takes_rows(inference_params):
-            return self._in_one_chain(hidden_states, attention_mask, options)
+            return self._in_one_chain(hidden_states, options)
         query, key, value, normalized = self._project(
             hidden_states, encoder_output, is_first_microbatch
         )
@@ -408,37 +407,9 @@ class MultiheadAttention(torch.nn.Module):
         if not self.qk_norm_before_rope:
             query, key = self._normalize(query, key)
         if options is not None:
-            call, inputs = self.core_attention.prepared(
-                Qkv(query, key, value), attention_mask, options
-            )
-            return self._outputs(
-                self._with_bias(self._joins.attend(call, inputs, self.proj)), normalized
-            )
-        context = self.core_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            cu_seqlens_q_padded=cu_seqlens_q_padded,
-            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_kv,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            softcap=softcap,
-            checkpoint_core_attention=checkpoint_core_attention,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
-            alibi_slopes=alibi_slopes,
-            fast_zero_fill=fast_zero_fill,
-            inference_params=inference_params if self.attention_type == "self" else None,
-            pad_between_seqs=pad_between_seqs,
-            thd_attention_policies=thd_attention_policies,
-            thd_attention_policy_dispatch=thd_attention_policy_dispatch,
-        )
+            call = self.core_attention.prepared((query, key, value), options)
+            return self._outputs(self._with_bias(self._joins.attend(call, self.proj)), normalized)
+        context = self.core_attention(query, key, value, attention_mask, **options_of_call)
         return self._outputs(self.proj(context, is_first_microbatch), normalized)
 
     def _outputs(self, outputs: Any, normalized: torch.Tensor | None) -> Any:
@@ -469,20 +440,16 @@ class MultiheadAttention(torch.nn.Module):
         first = getattr(self, self._projection)
         return not self.return_layernorm_output and attends_to_codes((first,))
 
-    def _in_one_chain(
-        self, hidden_states: torch.Tensor, mask: Any, options: AttentionOptions
-    ) -> Any:
+    def _in_one_chain(self, hidden_states: torch.Tensor, options: AttentionOptions) -> Any:
         """Return the output; what lies between the projections is handed over in codes."""
         check_kind(self.core_attention.label, "hidden_states", hidden_states)
         first, sizes = getattr(self, self._projection), self._sizes
         size = sizes.query_size + 2 * sizes.key_size
         leading = first.parallel.gathered(hidden_states.shape[:-1])
         like = hidden_states.new_empty(1).expand(*leading, size)
-        call, inputs = self.core_attention.prepared(
-            Qkv(*split_query_key_value(like, sizes)), mask, options
-        )
+        call = self.core_attention.prepared(split_query_key_value(like, sizes), options)
         return self._with_bias(
-            self._joins.project_and_attend(first, hidden_states, call, inputs[3], self.proj, sizes)
+            self._joins.project_and_attend(first, hidden_states, call, self.proj, sizes)
         )
 
     def _with_bias(self, output: torch.Tensor) -> Any:

@@ -11,6 +11,7 @@ from fp8core.chain.run import is_under_torch_autocast
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.modules.calls.inputs import check_kind
 from fp8core.modules.calls.parameters import InitMethod, check_probability, refuse_arguments
+from fp8core.modules.composition import Composition, EncoderParts
 from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
 from fp8core.modules.layers.operation import DropPath, SampleSplit
@@ -18,7 +19,6 @@ from fp8core.modules.layers.parallel import set_group
 from fp8core.modules.memo import replay
 from fp8core.modules.multihead_attention import MultiheadAttention, check_main_grad
 from fp8core.modules.sequences.inference import InferenceParams
-from fp8core.modules.transformer_chain import TransformerChain, TransformerParts
 
 LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -167,7 +167,7 @@ class TransformerLayer(torch.nn.Module):
         self.output_layernorm = output_layernorm
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
-        self._chain = TransformerChain()
+        self._chain = Composition()
         self.hidden_dropout = check_probability(
             "TransformerLayer", "hidden_dropout", hidden_dropout
         )
@@ -363,9 +363,9 @@ class TransformerLayer(torch.nn.Module):
         if output is not None:
             return output
         parts = self._parts()
-        return None if parts is None else self._chain.run(self, parts, hidden_states)
+        return None if parts is None else self._chain.encode(self, parts, hidden_states)
 
-    def _parts(self) -> TransformerParts | None:
+    def _parts(self) -> EncoderParts | None:
         """Return the layers between the two residual sums, None if other operations run between
         these layers."""
         if (
@@ -384,7 +384,7 @@ class TransformerLayer(torch.nn.Module):
         if parts is None:
             return None
         first, attention, proj, sizes = parts
-        return TransformerParts(first, attention, proj, mlp, sizes, block, self.name)
+        return EncoderParts(first, attention, proj, mlp, sizes, block, self.name)
 
     def _dropped(
         self, branch: Any, residual: torch.Tensor, samples: torch.Tensor | None

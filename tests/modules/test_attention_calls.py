@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import fp8core
 from fp8core import DotProductAttention, OperandError
 from fp8core.modules.calls.bound import new_seed
+from fp8core.modules.sequences.attention_arguments import AttentionOptions
 from fp8core.reporting import _logged
 from tests.device import DEVICE
 from tests.modules.attention_calls import (
@@ -263,3 +265,19 @@ def test_equal_offsets_with_padding_announce_none() -> None:
     equal(
         [attend(q, k, v, **lengths, **padded, pad_between_seqs=False)], [attend(q, k, v, **lengths)]
     )
+
+
+def test_options_of_a_call_are_the_arguments_of_forward_in_every_layer_with_attention() -> None:
+    defaults, hints = AttentionOptions._field_defaults, get_type_hints(AttentionOptions)
+    parameters = inspect.signature(DotProductAttention.forward).parameters
+    assert list(parameters)[4:] == list(AttentionOptions._fields)
+    # The mask of queries and keys is no pair everywhere, and the last is refused whatever it is.
+    wider = {"attention_mask", "thd_attention_policies"}
+    for owner in (DotProductAttention, fp8core.MultiheadAttention, fp8core.TransformerLayer):
+        parameters = inspect.signature(owner.forward).parameters
+        types = get_type_hints(owner.forward)
+        shared = hints.keys() & parameters.keys()
+        assert len(shared) > 15
+        for name in shared:
+            assert parameters[name].default == defaults[name], (owner, name)
+            assert name in wider or types[name] == hints[name], (owner, name)

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp8core
 from fp8core import recipe
 from fp8core.errors import Fp8CoreError, UnsupportedError
-from fp8core.modules import attention
+from fp8core.modules import attention, attention_call
 from fp8core.modules import run as module_run
 from fp8core.modules.layers import grouped_linear
 from fp8core.modules.layers.operation import DropPath
@@ -466,6 +466,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     for module in (module_run, grouped_linear, attention):
         monkeypatch.setattr(module, "replay", noted(module.replay, True))
+    for module in (module_run, grouped_linear, attention_call):
         monkeypatch.setattr(module, "run_links", noted(module.run_links, False))
     return notes
 
@@ -700,7 +701,7 @@ def test_a_trace_and_a_transform_see_the_layers() -> None:
             expected = make_fx(lambda x: layer(x))(x)
         assert traced.code == expected.code
         assert layer._chain.memo is None
-        assert not layer._chain._known
+        assert not layer._chain._chains
         with pytest.raises(UnsupportedError, match=r"torch\.func\.vmap"):
             torch.func.vmap(layer)(x[None])
     assert is_one_chain(layer, recipe.by_name("current"))

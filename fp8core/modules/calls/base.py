@@ -85,8 +85,12 @@ class LowPrecisionModule(DelayedModule):
 
     def link_params(self) -> list[torch.Tensor]:
         """Return the chain's parameters, in order."""
-        params = [self.put_together(names) for names in self.link_names() or ()]
-        return [param for param in params if param is not None]
+        params = []
+        for names in self.link_names() or ():
+            param = self.parameter(*names) if len(names) == 1 else self.put_together(names)
+            if param is not None:
+                params.append(param)
+        return params
 
     def put_together(self, names: Sequence[str]) -> torch.Tensor | None:
         """Return the parameter of that name, or several along their first dimension; None if the

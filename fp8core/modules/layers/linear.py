@@ -258,10 +258,11 @@ class Linear(ParallelModule):
     @override
     def link_names(self) -> list[tuple[str, ...]] | None:
         adds_bias = self.use_bias and not self.return_bias
-        return [self._names_of(kind) for kind in (("weight", "bias") if adds_bias else ("weight",))]
+        names = [self._names_of("weight")]
+        return [*names, self._names_of("bias")] if adds_bias else names
 
     def _names_of(self, kind: str) -> tuple[str, ...]:
-        return tuple([f"{prefix}{kind}" for prefix, _ in self._parts])
+        return tuple(map(f"{{}}{kind}".format, dict(self._parts)))
 
     def _bias(self) -> torch.Tensor | None:
         return self.put_together(self._names_of("bias"))

@@ -1,11 +1,12 @@
-"""Arguments of attention: numbers and names, masks, biases, and the keys and values of a cache."""
+"""Arguments of attention: the options of a call, numbers and names, masks, biases, and the keys and
+values of a cache."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +14,128 @@ from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.calls.inputs import check_is_whole, check_kind
 from fp8core.modules.calls.parameters import check_size, is_number
 from fp8core.modules.layers.parallel import Parallel
-from fp8core.modules.sequences.attention_inputs import Heads, Lengths, Qkv
+from fp8core.modules.sequences.attention_inputs import Heads, Lengths, PaddingMask, Qkv
 from fp8core.modules.sequences.inference import InferenceParams
+
+
+class AttentionOptions(NamedTuple):
+    """The options of a call of attention besides queries, keys and values: the arguments of
+    :meth:`fp8core.DotProductAttention.forward`, in their order. Those that the constructor has too
+    override it for the call.
+
+    Attributes:
+        attention_mask: for padding, bool ``[b, 1, 1, s]`` that is True behind the end of each
+            sequence, or a tuple of two, of queries and of keys; for ``"arbitrary"``, bool that
+            broadcasts to ``[b, heads, s_q, s_kv]``, True where a key is excluded. Other mask types
+            ignore it, which is logged once.
+        cu_seqlens_q, cu_seqlens_kv: int32 ``[b + 1]``: the lengths of the sequences, added up; a
+            mask without padding leaves them unread.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: in thd, where sequences begin if there is padding
+            between them.
+        max_seqlen_q, max_seqlen_kv: in thd, lengths that no sequence exceeds. Without them the host
+            reads cu_seqlens, or, in a captured graph, takes the number of tokens.
+        checkpoint_core_attention: attention is computed again in backward, instead of holding its
+            result and statistics.
+        core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or
+            ``"alibi"``; ``core_attention_bias`` broadcasts to ``[b, heads, s_q, s_kv]``.
+        alibi_slopes: ``[heads]`` or ``[b, heads]``; those of the ALiBi paper if None.
+        fast_zero_fill: changes nothing here.
+        inference_params: the cache of keys and values: those of this call are stored, under the
+            layer's number, and the queries see them behind the earlier ones. It says how long
+            sequences are, so that cu_seqlens and a padding mask are not read, and causal mask types
+            have their diagonal where the last query of a sequence sees all keys.
+        pad_between_seqs: whether thd has padding between sequences; it follows from the padded
+            cu_seqlens, which True needs.
+        bf16_backward: gradients are computed in high precision, from dequantized tensors, also
+            under a recipe with ``fp8_dpa_backward="fp8"``.
+        qkv_layer: queries, keys and values in one tensor; ``kv_layer``: keys and values.
+            ``qkv_interleave_dim`` is the dimension of 3 or 2: -3 or -2.
+        fp8_output, num_splits, thd_attention_policies: not offered, as ``score_mod`` and its
+            arguments.
+    """
+
+    attention_mask: PaddingMask = None
+    qkv_format: str | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    cu_seqlens_q_padded: torch.Tensor | None = None
+    cu_seqlens_kv_padded: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    attn_mask_type: str | None = None
+    window_size: tuple[int, int] | None = None
+    bottom_right_diagonal: bool | None = None
+    softcap: float | None = None
+    checkpoint_core_attention: bool = False
+    core_attention_bias_type: str = "no_bias"
+    core_attention_bias: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    fast_zero_fill: bool = True
+    inference_params: InferenceParams | None = None
+    pad_between_seqs: bool | None = None
+    fp8_output: bool | None = False
+    bf16_backward: bool | None = False
+    num_splits: int | None = 1
+    score_mod: Callable[..., Any] | None = None
+    score_mod_bprop: Callable[..., Any] | None = None
+    score_mod_tensors: Mapping[str, torch.Tensor] | None = None
+    score_mod_bprop_tensors: Mapping[str, torch.Tensor] | None = None
+    qkv_layer: torch.Tensor | None = None
+    kv_layer: torch.Tensor | None = None
+    qkv_interleave_dim: int = -3
+    thd_attention_policies: list[dict[str, Any]] | None = None
+    thd_attention_policy_dispatch: str = "auto"
+
+    @property
+    def lengths(self) -> Lengths:
+        """Where the sequences are, as the call says it."""
+        return Lengths(*self[2:8])
+
+    def refuse_not_offered(self, owner: object) -> None:
+        """Raise for the first option that asks for what is not offered."""
+        for name, idle in _NOT_OFFERED.items():
+            value = getattr(self, name)
+            if value not in idle:
+                shown = repr(value) if isinstance(value, bool | int) else type(value).__name__
+                raise UnsupportedError(f"{owner}: {name}={shown} is not offered; leave it out.")
+
+    def for_memo(self) -> AttentionOptions | None:
+        """Return options that are equal to those of calls that ask for the same, and keep no cache
+        alive; None if some are no plain values."""
+        cache, plain = self.inference_params, self._replace(inference_params=None)
+        if not _PLAIN.issuperset(map(type, plain)):
+            return None
+        same: Any = None if cache is None else _SameCache(cache)
+        return self._replace(inference_params=same)
+
+
+_NOT_OFFERED: dict[str, Sequence[object]] = {
+    "fp8_output": (None, False),
+    "num_splits": (None, 1),
+    "score_mod": (None,),
+    "score_mod_bprop": (None,),
+    "score_mod_tensors": (None,),
+    "score_mod_bprop_tensors": (None,),
+    "thd_attention_policies": (None,),
+}
+"""The values of options that ask for nothing, of those whose other values are refused."""
+
+_PLAIN = frozenset((type(None), bool, int, float, str, tuple))
+"""Types of arguments that say the same in another call if they are equal."""
+
+
+class _SameCache:
+    """Equal to one cache, which it does not keep alive."""
+
+    __slots__ = ("_cache",)
+
+    def __init__(self, cache: InferenceParams) -> None:
+        self._cache = weakref.ref(cache)
+
+    def __eq__(self, cache: object) -> bool:
+        return cache is not None and self._cache() is cache
+
+    __hash__ = None  # type: ignore[assignment]  # compared, and no key
 
 
 def mask_type_with_cache(owner: object, name: str) -> str:
@@ -90,13 +211,13 @@ def _in_layout(
     return keys, values
 
 
-def repeated_step(
+def replayed_step(
     layer: torch.nn.Module,
     cache: InferenceParams,
     layout: str,
     attend: Callable[..., torch.Tensor],
 ) -> Callable[..., torch.Tensor | None]:
-    """Return ``run(q, k, v)``, which repeats the present step of ``cache`` on later tensors of the
+    """Return ``run(q, k, v)``, which replays the present step of ``cache`` on later tensors of the
     same sizes, and returns None in a step of another form. ``attend(q, keys, values)`` is attention
     to the cached keys and values.
 
@@ -291,14 +412,6 @@ def _checked_window(owner: object, window: Window | None) -> Window:
             f"query sees before and behind its own position, -1 for no limit."
         )
     return sides[0], sides[1]
-
-
-def refuse_not_offered(owner: object, **arguments: object) -> None:
-    """Raise for the first argument that is not None: these are not offered."""
-    for name, value in arguments.items():
-        if value is not None:
-            shown = repr(value) if isinstance(value, bool | int) else type(value).__name__
-            raise UnsupportedError(f"{owner}: {name}={shown} is not offered; leave it out.")
 
 
 def checked_heads(

@@ -83,6 +83,9 @@ def unpacked(
     Raises:
         OperandError: tensors are missing, given twice or not packed so.
     """
+    q, k, v = tensors
+    if qkv is None and kv is None and q is not None and k is not None and v is not None:
+        return Qkv(q, k, v)
     if qkv is not None and (kv is not None or any(tensor is not None for tensor in tensors)):
         raise OperandError(
             f"{owner}: qkv_layer holds queries, keys and values; give no other tensor with it."

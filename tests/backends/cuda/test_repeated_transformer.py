@@ -13,7 +13,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.chain import series
 from fp8core.chain.repeated import Repeated
-from fp8core.modules.transformer_chain import TransformerChain
+from fp8core.modules.composition import Composition
 from tests.device import let_go_of_backward_passes
 
 pytestmark = [
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def one_by_one() -> Iterator[None]:
     """Have layers run by themselves, and their programs each time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TransformerChain, "run", lambda *given: None)
+        patch.setattr(Composition, "encode", lambda *arguments: None)
         patch.setattr(series, "Repeated", lambda program, *others: program)
         yield
 
@@ -75,7 +75,7 @@ def step(layer: Any, name: str, x: torch.Tensor) -> list[torch.Tensor]:
 
 def recorded(layer: Any) -> list[tuple[bool, bool]]:
     """Return for each chain and number of rows whether forward and backward are recorded."""
-    chains = [known.links for known in layer._chain._known.values()]
+    chains = [links for links, _ in layer._chain._chains.values()]
     programs = [one for chain in chains for one in chain._programs.values()]
     return [one.is_recorded for one in programs if isinstance(one, Repeated)]
 
@@ -97,7 +97,7 @@ def test_a_repeated_layer_has_the_bits_of_its_layers(option: str, name: str) -> 
             expected = step(judge, name, inputs(seed))
         assert_same(step(layer, name, inputs(seed)), expected)
     assert recorded(layer) == [(True, True)]
-    assert not judge._chain._known
+    assert not judge._chain._chains
 
 
 def test_sizes_and_modes_change_between_repeats() -> None:
