@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,19 @@ _NOT_OFFERED = (
     "ub_bulk_dgrad",
     "ub_bulk_wgrad",
 )
+# The arguments that the layers inside take as they are: attention, the linears, and both where the
+# heads are spread over ranks.
+_OF_ATTENTION = (
+    *("num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type", "window_size"),
+    *("bottom_right_diagonal", "softcap", "attention_type", "softmax_type", "device"),
+)
+_OF_LINEARS = ("fuse_wgrad_accumulation", "bias", "params_dtype", "device")
+OF_GROUP = ("tp_group", "tp_size", "sequence_parallel", "get_rng_state_tracker")
+
+
+def picked(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the ``arguments`` of these names."""
+    return {name: arguments[name] for name in names}
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -137,98 +150,71 @@ class MultiheadAttention(torch.nn.Module):
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        refuse_arguments(MultiheadAttention.__init__, locals(), _NOT_OFFERED)
-        if attention_type not in ATTENTION_TYPES:
-            raise RecipeError(
-                f"MultiheadAttention(attention_type={attention_type!r}): types are "
-                f"{', '.join(ATTENTION_TYPES)}.{did_you_mean(str(attention_type), ATTENTION_TYPES)}"
-            )
+        arguments = locals()
+        refuse_arguments(MultiheadAttention.__init__, arguments, _NOT_OFFERED)
+        _check_attention_type(attention_type)
         check_main_grad("MultiheadAttention", fuse_wgrad_accumulation, fuse_qkv_params)
-        self.name = name
-        self.attention_type = attention_type
+        self.name, self.qkv_format, self.attention_type = name, qkv_format, attention_type
         self.layer_number = 1 if layer_number is None else layer_number
-        self.return_bias = return_bias
-        self.input_layernorm = input_layernorm
+        self.return_bias, self.input_layernorm = return_bias, input_layernorm
         self.return_layernorm_output = input_layernorm and return_layernorm_output
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.qk_norm_before_rope = qk_norm_before_rope
-        self.qkv_format = qkv_format
-        spread: dict[str, Any] = {}
-        if set_parallel_mode:
-            spread = {
-                "tp_group": tp_group,
-                "tp_size": tp_size,
-                "sequence_parallel": sequence_parallel,
-                "get_rng_state_tracker": get_rng_state_tracker,
-            }
-        head_dim = head_dim_of("MultiheadAttention", hidden_size, num_attention_heads, kv_channels)
+        self._add_layers(arguments)
+
+    def _add_layers(self, arguments: Mapping[str, Any]) -> None:
+        """Add the layers inside, of the constructor's ``arguments``."""
+        hidden_size, num_heads = arguments["hidden_size"], arguments["num_attention_heads"]
+        is_spread, is_fused = arguments["set_parallel_mode"], arguments["fuse_qkv_params"]
+        spread = picked(arguments, OF_GROUP) if is_spread else {}
+        head_dim = head_dim_of(
+            "MultiheadAttention", hidden_size, num_heads, arguments["kv_channels"]
+        )
         core_attention = DotProductAttention(
-            num_attention_heads,
+            num_heads,
             head_dim,
-            num_gqa_groups=num_gqa_groups,
-            attention_dropout=attention_dropout,
-            qkv_format=qkv_format,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            softcap=softcap,
             layer_number=self.layer_number,
-            attention_type=attention_type,
-            softmax_type=softmax_type,
             name=self._name_of("core_attention"),
-            device=device,
+            **picked(arguments, _OF_ATTENTION),
             **spread,
         )
-        self.tp_size = size = core_attention.tp_size
+        self.tp_size = core_attention.tp_size
         self.sequence_parallel = core_attention.sequence_parallel
         self._joins = Composition()
         self._sizes = HeadSizes(
             core_attention.heads.heads,
             core_attention.heads.groups,
             head_dim,
-            is_interleaved=fuse_qkv_params and qkv_weight_interleaved,
+            is_interleaved=is_fused and arguments["qkv_weight_interleaved"],
         )
-        linear_arguments: dict[str, Any] = {
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "bias": bias,
-            "params_dtype": params_dtype,
-            "device": device,
-            **spread,
+        linear = picked(arguments, _OF_LINEARS) | spread
+        norm = picked(arguments, ("normalization", "zero_centered_gamma"))
+        norm["eps"] = arguments["layernorm_epsilon"]
+        norm["return_layernorm_output"] = self.return_layernorm_output
+        first = {
+            "init_method": arguments["init_method"],
+            "parallel_mode": "column" if is_spread else None,
         }
-        norm_arguments = {
-            "eps": layernorm_epsilon,
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
-            "return_layernorm_output": self.return_layernorm_output,
-        }
-        self._add_projections(
-            hidden_size,
-            not fuse_qkv_params,
-            {
-                **linear_arguments,
-                "init_method": init_method,
-                "parallel_mode": "column" if set_parallel_mode else None,
-            },
-            norm_arguments if input_layernorm else None,
-        )
+        has_norm = self.input_layernorm
+        self._add_projections(hidden_size, not is_fused, linear | first, norm if has_norm else None)
         self.q_norm, self.k_norm = make_qk_norms(
-            qk_norm_type,
+            arguments["qk_norm_type"],
             head_dim,
-            qk_norm_eps,
-            device=device,
-            dtype=params_dtype,
-            name=name,
-            splits_heads=size > 1,
+            arguments["qk_norm_eps"],
+            device=arguments["device"],
+            dtype=arguments["params_dtype"],
+            name=self.name,
+            splits_heads=self.tp_size > 1,
         )
         self.core_attention = core_attention
         self.proj = Linear(
-            self._sizes.query_size * size,
+            self._sizes.query_size * self.tp_size,
             hidden_size,
-            parallel_mode="row" if set_parallel_mode else None,
-            init_method=output_layer_init_method,
-            return_bias=return_bias,
+            parallel_mode="row" if is_spread else None,
+            init_method=arguments["output_layer_init_method"],
+            return_bias=self.return_bias,
             name=self._name_of("proj"),
-            **linear_arguments,
+            **linear,
         )
 
     def _add_projections(
@@ -529,6 +515,14 @@ class MultiheadAttention(torch.nn.Module):
             for tensor, freqs, (start, ends) in zip(heads, pair, spans, strict=True)
         )
         return query, key
+
+
+def _check_attention_type(attention_type: str) -> None:
+    if attention_type not in ATTENTION_TYPES:
+        raise RecipeError(
+            f"MultiheadAttention(attention_type={attention_type!r}): types are "
+            f"{', '.join(ATTENTION_TYPES)}.{did_you_mean(str(attention_type), ATTENTION_TYPES)}"
+        )
 
 
 def _without_its_neighbours(value: torch.Tensor) -> torch.Tensor:

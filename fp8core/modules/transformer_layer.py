@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,12 @@ from fp8core.modules.layers.norm import LayerNorm, RMSNorm
 from fp8core.modules.layers.operation import DropPath, SampleSplit
 from fp8core.modules.layers.parallel import set_group
 from fp8core.modules.memo import replay
-from fp8core.modules.multihead_attention import MultiheadAttention, check_main_grad
+from fp8core.modules.multihead_attention import (
+    OF_GROUP,
+    MultiheadAttention,
+    check_main_grad,
+    picked,
+)
 from fp8core.modules.sequences.inference import InferenceParams
 
 LAYER_TYPES = ("encoder", "decoder")
@@ -28,14 +33,19 @@ _NOTHING = (None,) * 17
 # The arguments that attention and feed-forward block take as they are, and those of attention.
 _OF_BLOCKS = (
     *("bias", "normalization", "zero_centered_gamma", "fuse_wgrad_accumulation", "init_method"),
-    *("output_layer_init_method", "params_dtype", "device", "set_parallel_mode", "tp_group"),
-    *("tp_size", "sequence_parallel", "get_rng_state_tracker"),
+    *("output_layer_init_method", "params_dtype", "device", "set_parallel_mode", *OF_GROUP),
 )
 _OF_ATTENTION = (
-    *("kv_channels", "num_gqa_groups", "attention_dropout", "layernorm_epsilon", "layer_number"),
+    *("hidden_size", "num_attention_heads", "kv_channels", "num_gqa_groups", "layer_number"),
+    *("attention_dropout", "layernorm_epsilon"),
     *("softcap", "softmax_type", "fuse_qkv_params", "qkv_weight_interleaved"),
     *("rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"),
 )
+_FIELDS = (
+    *("name", "layer_number", "layer_type", "output_layernorm", "parallel_attention_mlp"),
+    "apply_residual_connection_post_layernorm",
+)
+"""The arguments that are attributes as they are."""
 
 
 class TransformerLayer(torch.nn.Module):
@@ -90,6 +100,12 @@ class TransformerLayer(torch.nn.Module):
         RecipeError: an unknown name of a layer type, normalization, activation, mask or layout.
     """
 
+    name: str | None
+    layer_number: int | None
+    layer_type: str
+    output_layernorm: bool
+    apply_residual_connection_post_layernorm: bool
+    parallel_attention_mlp: bool
     # The attributes that decide how a call runs.
     call_fields = (
         *("training", "layer_type", "output_layernorm", "parallel_attention_mlp", "drop_path"),
@@ -153,70 +169,58 @@ class TransformerLayer(torch.nn.Module):
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        arguments = locals()
-        refuse_arguments(TransformerLayer.__init__, arguments, _NOT_OFFERED)
-        _check_layer_type(layer_type)
-        if parallel_attention_mlp:
-            _check_parallel(
-                layer_type == "decoder", apply_residual_connection_post_layernorm, output_layernorm
-            )
-        check_main_grad("TransformerLayer", fuse_wgrad_accumulation, fuse_qkv_params)
-        self.name = name
-        self.layer_number = layer_number
-        self.layer_type = layer_type
-        self.output_layernorm = output_layernorm
-        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
-        self.parallel_attention_mlp = parallel_attention_mlp
+        _check_options(locals())
+        self._add_layers(locals())
+
+    def _add_layers(self, arguments: Mapping[str, Any]) -> None:
+        """Add the blocks, of the constructor's ``arguments``."""
+        vars(self).update(picked(arguments, _FIELDS))
         self._chain = Composition()
         self.hidden_dropout = check_probability(
-            "TransformerLayer", "hidden_dropout", hidden_dropout
+            "TransformerLayer", "hidden_dropout", arguments["hidden_dropout"]
         )
-        common: dict[str, Any] = {argument: arguments[argument] for argument in _OF_BLOCKS}
-        common["return_layernorm_output"] = apply_residual_connection_post_layernorm
-        attention = common | {argument: arguments[argument] for argument in _OF_ATTENTION}
-        attention["qkv_format"] = attn_input_format
-        self.self_attention = MultiheadAttention(
+        hidden_size, eps = arguments["hidden_size"], arguments["layernorm_epsilon"]
+        of_blocks = picked(arguments, _OF_BLOCKS)
+        of_blocks["return_layernorm_output"] = self.apply_residual_connection_post_layernorm
+        self._add_attention(arguments, of_blocks | picked(arguments, _OF_ATTENTION))
+        self.layernorm_mlp = LayerNormMLP(
             hidden_size,
-            num_attention_heads,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            input_layernorm=not output_layernorm,
-            name=self._name_of("self_attention"),
-            **attention,
+            arguments["ffn_hidden_size"],
+            eps=eps,
+            name=self._name_of("layernorm_mlp"),
+            **picked(arguments, ("activation", "activation_params")),
+            **of_blocks,
         )
-        if layer_type == "decoder":
-            self.inter_attention = MultiheadAttention(
+        rate = check_probability("TransformerLayer", "drop_path_rate", arguments["drop_path_rate"])
+        self.drop_path = DropPath(rate, arguments["attn_input_format"]) if rate else None
+        if self.output_layernorm:
+            self.layernorm = _NORMS[arguments["normalization"]](
                 hidden_size,
-                num_attention_heads,
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                eps,
+                name=self._name_of("layernorm"),
+                sequence_parallel=self.layernorm_mlp.sequence_parallel,
+                **picked(arguments, ("params_dtype", "zero_centered_gamma", "device")),
+            )
+
+    def _add_attention(self, arguments: Mapping[str, Any], shared: dict[str, Any]) -> None:
+        """Add self attention, and a decoder's cross attention; ``shared`` are those of both."""
+        shared["qkv_format"] = arguments["attn_input_format"]
+        self.self_attention = MultiheadAttention(
+            attn_mask_type=arguments["self_attn_mask_type"],
+            input_layernorm=not self.output_layernorm,
+            name=self._name_of("self_attention"),
+            **picked(arguments, ("window_size", "bottom_right_diagonal")),
+            **shared,
+        )
+        if self.layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                attn_mask_type=arguments["enc_dec_attn_mask_type"],
+                window_size=arguments["enc_dec_window_size"],
+                bottom_right_diagonal=arguments["enc_dec_bottom_right_diagonal"],
                 input_layernorm=True,
                 attention_type="cross",
                 name=self._name_of("inter_attention"),
-                **attention,
-            )
-        self.layernorm_mlp = LayerNormMLP(
-            hidden_size,
-            ffn_hidden_size,
-            eps=layernorm_epsilon,
-            activation=activation,
-            activation_params=activation_params,
-            name=self._name_of("layernorm_mlp"),
-            **common,
-        )
-        drop_path = check_probability("TransformerLayer", "drop_path_rate", drop_path_rate)
-        self.drop_path = DropPath(drop_path, attn_input_format) if drop_path else None
-        if output_layernorm:
-            self.layernorm = _NORMS[normalization](
-                hidden_size,
-                layernorm_epsilon,
-                params_dtype=params_dtype,
-                zero_centered_gamma=zero_centered_gamma,
-                device=device,
-                name=self._name_of("layernorm"),
-                sequence_parallel=self.layernorm_mlp.sequence_parallel,
+                **shared,
             )
 
     def set_tensor_parallel_group(self, tp_group: object | None) -> None:
@@ -434,12 +438,24 @@ class TransformerLayer(torch.nn.Module):
         return ", ".join([*words, *(f"{flag}=True" for flag in flags if getattr(self, flag))])
 
 
-def _check_layer_type(layer_type: str) -> None:
+def _check_options(arguments: Mapping[str, Any]) -> None:
+    """Refuse what is not offered, an unknown layer type, and options that exclude each other."""
+    refuse_arguments(TransformerLayer.__init__, arguments, _NOT_OFFERED)
+    layer_type = arguments["layer_type"]
     if layer_type not in LAYER_TYPES:
         raise RecipeError(
             f"TransformerLayer(layer_type={layer_type!r}): types are {', '.join(LAYER_TYPES)}."
             f"{did_you_mean(str(layer_type), LAYER_TYPES)}"
         )
+    if arguments["parallel_attention_mlp"]:
+        _check_parallel(
+            layer_type == "decoder",
+            arguments["apply_residual_connection_post_layernorm"],
+            arguments["output_layernorm"],
+        )
+    check_main_grad(
+        "TransformerLayer", arguments["fuse_wgrad_accumulation"], arguments["fuse_qkv_params"]
+    )
 
 
 def _check_parallel(is_decoder: bool, normalizes_residual: bool, has_output_norm: bool) -> None:
