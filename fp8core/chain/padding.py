@@ -15,7 +15,7 @@ from fp8core.reporting import log_once
 from fp8core.tensors.operators import with_zeros
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Groups
-from fp8core.torch_ops.capture import is_captured
+from fp8core.tensors.storage import padded_with
 
 
 class RowsChanged(OperandError):
@@ -79,7 +79,7 @@ class LayerPadding:
         """Return ``weight [out_features, in_features]`` with the zeros added."""
         if isinstance(weight, QuantizedTensor):
             return with_zeros(weight, self.out_features, self.in_features)
-        return _zero_padded(weight, self.out_features, self.in_features)
+        return padded_with(weight, (self.out_features, self.in_features))
 
     def pad_bias(self, bias: torch.Tensor) -> torch.Tensor:
         """Return ``bias [out_features]`` with the zeros added."""
@@ -167,27 +167,10 @@ class PaddedCall:
         if x.shape[0] != self.unpadded:  # to pad by a negative amount would be to crop
             raise RowsChanged(self.layer.owner, self.unpadded, x.shape)
         if self.sizes is None:
-            return _zero_padded(x, self.rows - x.shape[0], columns)
-        x = _zero_padded(x, 0, columns)
+            return padded_with(x, (self.rows - x.shape[0], columns))
+        x = padded_with(x, (0, columns))
         before, after = self.sizes
         added = [more - size for size, more in zip(before, after, strict=True)]
         zeros = x.new_zeros(max(added), x.shape[1])
         groups = zip(torch.split(x, list(before)), added, strict=True)
         return torch.cat([part for group, rows in groups for part in (group, zeros[:rows])])
-
-
-def _zero_padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return ``x [n, k]`` with ``rows`` and ``columns`` of zeros at its ends, itself for none.
-
-    torch's ``pad`` fills all of the memory first, and so writes half as much again.
-    """
-    if is_captured(x):
-        return torch.nn.functional.pad(x, (0, columns, 0, rows))
-    if not (rows or columns):
-        return x
-    n, k = x.shape
-    padded = x.new_empty(n + rows, k + columns)
-    padded[:n, :k] = x
-    padded[n:].zero_()
-    padded[:n, k:].zero_()
-    return padded

@@ -21,7 +21,7 @@ from fp8core.functional.quantize import dequantize
 from fp8core.functional.quantizers.base import readable
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations
-from fp8core.tensors.storage import FLOATS, pad_operand, per_byte, resolve_for
+from fp8core.tensors.storage import FLOATS, pad_operand, padded_with, per_byte, resolve_for
 from fp8core.torch_ops.capture import constant_in_graph
 
 
@@ -388,7 +388,7 @@ def _multiply(
     left, right = padded(a, more[0], more[2]), padded(b, more[1], more[2])
     pad = torch.nn.functional.pad
     wide_bias = None if bias is None else pad(bias, (0, more[1]))
-    wide_out = None if out is None else pad(out, (0, more[1], 0, more[0]))
+    wide_out = None if out is None else padded_with(out, (more[0], more[1]))
     product = resolved.run(left.operand, right.operand, bias=wide_bias, out=wide_out)[:m, :n]
     return product.contiguous() if out is None else out.copy_(product)
 
@@ -494,8 +494,7 @@ def padded(side: Side, rows: int, columns: int) -> Side:
     if not (rows or columns):
         return side
     if side.spec is None:
-        data = torch.nn.functional.pad(side.operand.data, (0, columns, 0, rows))
-        return Side(Operand(data), None)
+        return Side(Operand(padded_with(side.operand.data, (rows, columns))), None)
     whole, (height, width) = side.padded, side.operand.data.shape
     if whole is not None and whole.data.shape == (height + rows, width + columns):  # of 8 bits
         return Side(whole, side.spec)

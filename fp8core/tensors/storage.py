@@ -215,17 +215,30 @@ def pad_operand(operand: Operand, spec: OperandSpec, rows: int, columns: int) ->
         if part is not None:
             counts = map(entries, sizes, along)
             more = [count - size for count, size in zip(counts, part.shape, strict=True)]
-            part = _grown(part, more[0], more[1], fill)
+            if any(more):
+                part = called_in_repeats(
+                    partial(padded_with, added=(more[0], more[1]), value=fill), part
+                )
         parts.append(part)
     return Operand(*parts)  # type: ignore[arg-type]  # data is there
 
 
-def _grown(part: torch.Tensor, rows: int, columns: int, value: int) -> torch.Tensor:
-    """Return ``part`` with ``rows`` and ``columns`` of ``value`` at its ends, itself for none."""
+def padded_with(x: torch.Tensor, added: tuple[int, int], value: int = 0) -> torch.Tensor:
+    """Return ``x [n, k]`` with so many rows and columns of ``value`` at its ends, itself for none.
+
+    torch's ``pad`` fills all of the memory first, and so writes half as much again.
+    """
+    rows, columns = added
+    if is_captured(x):  # a compiler fuses it
+        return torch.nn.functional.pad(x, (0, columns, 0, rows), value=value)
     if not (rows or columns):
-        return part
-    grow = partial(torch.nn.functional.pad, pad=(0, columns, 0, rows), value=value)
-    return called_in_repeats(grow, part)
+        return x
+    n, k = x.shape
+    padded = x.new_empty(n + rows, k + columns)
+    padded[:n, :k] = x
+    padded[n:] = value
+    padded[:n, k:] = value
+    return padded
 
 
 def zeros_of_products(

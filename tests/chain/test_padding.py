@@ -236,13 +236,13 @@ def test_rows_are_padded_for_the_gemms_of_the_call_alone() -> None:
 def test_padded_rows_leave_the_weight_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, multiple = WHOLE_BLOCKS[name]
     layer, x = Linear(2 * multiple, multiple), torch.randn(3, 2 * multiple)
-    padded, pad_any = [], padding._zero_padded
+    padded, pad_any = [], padding.padded_with
 
-    def pad(x: torch.Tensor, *sizes: int) -> torch.Tensor:
+    def pad(x: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
         padded.append(x)
-        return pad_any(x, *sizes)
+        return pad_any(x, sizes)
 
-    monkeypatch.setattr(padding, "_zero_padded", pad)
+    monkeypatch.setattr(padding, "padded_with", pad)
     with autocast(recipe=chosen):
         layer(x).sum().backward()
     assert padded
