@@ -12,8 +12,6 @@ from fp8core.backend_api import Alignment
 from fp8core.chain.call import Call
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.reporting import log_once
-from fp8core.tensors.operators import with_zeros
-from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Groups
 from fp8core.tensors.storage import padded_with
 
@@ -75,11 +73,11 @@ class LayerPadding:
         """Whether weights are padded, and not rows alone."""
         return bool(self.in_features or self.out_features)
 
-    def pad_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``weight [out_features, in_features]`` with the zeros added."""
-        if isinstance(weight, QuantizedTensor):
-            return with_zeros(weight, self.out_features, self.in_features)
-        return padded_with(weight, (self.out_features, self.in_features))
+    @property
+    def of_weight(self) -> tuple[int, int] | None:
+        """The rows and columns of zeros that a weight ``[out_features, in_features]`` gets, None
+        for none."""
+        return (self.out_features, self.in_features) if self.is_of_features else None
 
     def pad_bias(self, bias: torch.Tensor) -> torch.Tensor:
         """Return ``bias [out_features]`` with the zeros added."""

@@ -24,7 +24,8 @@ from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations, TensorQuantizer
-from fp8core.tensors.weights import CachingWeightQuantizer, How, Keeping, Pad
+from fp8core.tensors.storage import padded_with
+from fp8core.tensors.weights import CachingWeightQuantizer, How, Keeping
 from fp8core.torch_ops.capture import is_captured
 
 
@@ -64,9 +65,9 @@ class RequantizedWeight(CachingWeightQuantizer):
         how: How,
         plan: TensorPlan,
         columnwise: Callable[..., Orientations],
-        pad: Pad | None = None,
+        zeros: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(quantizer, index, how, pad)
+        super().__init__(quantizer, index, how, zeros)
         row, column = plan
         assert column is not None
         # Forward's cast is the one that counts NaN and inf and records the amax.
@@ -112,8 +113,8 @@ class RequantizedWeight(CachingWeightQuantizer):
         weight, scale, _ = saved
         if weight is None or not is_unquantized(weight):
             return list(saved)
-        if self._pad is not None:
-            weight = self._pad(weight)
+        if self._zeros is not None:
+            weight = padded_with(weight, self._zeros)
         keywords = {} if scale is None else {"scale": scale}
         return list(self._columnwise(weight, **keywords).columnwise)
 

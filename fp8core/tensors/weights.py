@@ -11,19 +11,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
+from fp8core.backend_api import OperandSpec
 from fp8core.dispatch.select import Choice
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.operators import with_zeros
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, Orientations, Pair, Slot, TensorQuantizer
+from fp8core.tensors.storage import pad_operand, padded_with, takes_partial_blocks
 from fp8core.torch_ops.private import is_capturing
-
-Pad: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
-"""Adds zeros to a weight ``[n, k]``, plain or quantized."""
 
 
 class Origins(NamedTuple):
@@ -218,22 +218,26 @@ class CachingWeightQuantizer(WeightQuantizer):
     """Quantizes a weight in every call, or caches its operands where the caller says that the
     weight does not change.
 
-    ``pad`` adds the zeros that the weight's products need, before the cast; None without any.
+    ``zeros`` are the rows and columns of zeros that the weight's products need behind its ends,
+    None for none.
 
     Nothing is cached of a :class:`QuantizedTensor`, which holds its operands, unless they are
     padded; nor in high precision, where the weight itself is the operand; nor while a CUDA graph is
     captured, to which the memory allocated then belongs.
     """
 
-    __slots__ = ("_both", "_dtype", "_how", "_index", "_pad", "_quantizer", "_rowwise", "choices")
+    __slots__ = ("_both", "_dtype", "_how", "_index", "_quantizer", "_rowwise", "_zeros", "choices")
 
     def __init__(
-        self, quantizer: TensorQuantizer, index: int, how: How, pad: Pad | None = None
+        self, quantizer: TensorQuantizer, index: int, how: How, zeros: tuple[int, int] | None = None
     ) -> None:
         self._quantizer = quantizer
-        self._pad = pad
-        self._both = _padded(pad, quantizer.cast_to(rowwise=True, columnwise=True))
-        self._rowwise = _padded(pad, quantizer.cast_to(rowwise=True, columnwise=False))
+        self._zeros = zeros
+        self._both = quantizer.cast_to(rowwise=True, columnwise=True)
+        self._rowwise = quantizer.cast_to(rowwise=True, columnwise=False)
+        if zeros is not None:
+            self._both = _of_padded(self._both, zeros)
+            self._rowwise = _padded_rowwise(self._rowwise, how.stored.rowwise, zeros)
         self._index = index
         self._how = how
         self._dtype = how.dtype
@@ -257,7 +261,7 @@ class CachingWeightQuantizer(WeightQuantizer):
                 the scope of frozen weights is open.
         """
         if isinstance(weight, QuantizedTensor):
-            if self._pad is None or keeping is None or keeping.is_for_graphs or is_capturing():
+            if self._zeros is None or keeping is None or keeping.is_for_graphs or is_capturing():
                 return self._stored(weight, columnwise=columnwise)
             # A checkpoint need not know it: what is kept of it is what it holds.
             return self._cached(keeping._replace(used=None), weight, columnwise)
@@ -353,16 +357,18 @@ class CachingWeightQuantizer(WeightQuantizer):
     @property
     def constants(self) -> tuple[torch.Tensor, ...] | None:
         """The constants of the weight's quantizer."""
-        return self._quantizer.constants if self._pad is None else None
+        return self._quantizer.constants if self._zeros is None else None
 
     def pair(self, input: TensorQuantizer) -> Pair | None:
         """Return the backend's call that casts an input and the weight both ways, if it has one."""
-        return input.pair_with(self._quantizer) if self._pad is None else None
+        return input.pair_with(self._quantizer) if self._zeros is None else None
 
     def _stored(self, weight: torch.Tensor, *, columnwise: bool) -> Orientations:
         """Return what ``weight``, a QuantizedTensor, holds, padded."""
-        weight = weight if self._pad is None else self._pad(weight)
         assert isinstance(weight, QuantizedTensor)
+        if self._zeros is not None:
+            weight = with_zeros(weight, *self._zeros)
+            assert isinstance(weight, QuantizedTensor)
         row, column = self._how.stored
         if row is None and column is None:
             value = weight.dequantize()
@@ -386,9 +392,26 @@ class CachingWeightQuantizer(WeightQuantizer):
         return Orientations(rowwise, turned)
 
 
-def _padded(pad: Pad | None, cast: Cast) -> Cast:
-    """Return ``cast`` of what ``pad`` makes of a weight."""
-    return cast if pad is None else lambda weight: cast(pad(weight))
+def _of_padded(cast: Cast, zeros: tuple[int, int]) -> Cast:
+    """Return ``cast`` of a weight with ``zeros`` behind its ends."""
+    return lambda weight: cast(padded_with(weight, zeros))
+
+
+def _padded_rowwise(cast: Cast, spec: OperandSpec | None, zeros: tuple[int, int]) -> Cast:
+    """Return the rowwise ``cast``, by ``spec``, of a weight with ``zeros`` behind its ends.
+
+    Rows of codes are a byte an element to copy, of the weight two or four; columns of codes would
+    be copied byte by byte.
+    """
+    if spec is None or zeros[1] or not takes_partial_blocks(spec):
+        return _of_padded(cast, zeros)
+
+    def padded(weight: torch.Tensor) -> Orientations:
+        rowwise = cast(weight).rowwise
+        assert rowwise is not None
+        return Orientations(pad_operand(rowwise, spec, *zeros), None)
+
+    return padded
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from fp8core.chain.call import Call
 from fp8core.chain.padding import LayerPadding
 from fp8core.dispatch import table
 from fp8core.modules.calls.bind import bind
-from fp8core.tensors.storage import split
+from fp8core.tensors.storage import padded_with, split
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.device import DEVICE
 from tests.pairs import turns
@@ -160,14 +161,19 @@ def test_groups_are_padded_each_and_cut_back() -> None:
 
 
 class Written(TorchDispatchMode):
-    """Counts the elements that torch's operators write."""
+    """Counts the elements that torch's operators write, and notes what memory they make."""
 
     def __init__(self) -> None:
         super().__init__()
         self.elements = 0
+        self.of_size: dict[tuple[int, ...], set[torch.dtype]] = defaultdict(set)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.new_empty, torch.ops.aten.constant_pad_nd):
+            self.of_size[tuple(result.shape)].add(result.dtype)
+        if not isinstance(result, torch.Tensor):  # parts, or statistics
+            return result
         (alias,) = (returned.alias_info for returned in func._schema.returns)
         is_computed = alias is None and func.overloadpacket is not torch.ops.aten.new_empty
         if is_computed or (alias is not None and alias.is_write):  # no view
@@ -187,7 +193,7 @@ def test_padding_writes_each_element_once() -> None:
         assert torch.equal(made, torch.nn.functional.pad(x, (0, columns, 0, 14)))
     weight = torch.randn(40, 20)
     with Written() as written:
-        made = layer.pad_weight(weight)
+        made = padded_with(weight, (9, 3))
     assert written.elements == 49 * 23
     assert torch.equal(made, torch.nn.functional.pad(weight, (0, 3, 0, 9)))
 
@@ -373,6 +379,21 @@ def test_a_stored_weight_is_padded_again_after_a_write() -> None:
         assert not torch.equal(before, after)
         for first in (False, True):
             assert torch.equal(layer(x, is_first_microbatch=first), after)
+
+
+@pytest.mark.usefixtures("whole_blocks_of_16")
+@pytest.mark.parametrize("name", ["current", "rowwise", "block", "delayed"])
+def test_rows_of_a_weight_are_added_to_its_codes(name: str) -> None:
+    layer, wide = Linear(48, N, bias=False), Linear(48, 32, bias=False)
+    x = torch.randn(ROWS, 48)
+    with torch.no_grad(), autocast(recipe=name):
+        wide.weight.copy_(pad(layer.weight, 16))
+        for _ in range(2):
+            with Written() as written:
+                y = layer(x)
+            assert torch.equal(y, wide(x)[:, :N])
+            assert torch.uint8 in written.of_size[32, 48]
+            assert torch.float32 not in written.of_size[32, 48]
 
 
 STORED = ["current", "rowwise", "block"]

@@ -20,7 +20,7 @@ from fp8core.tensors.quantizer import HighPrecision, Slot, TensorQuantizer, Untu
 from fp8core.tensors.quantizer_binding import MaximumOverShards, bind_columnwise, bind_quantizer
 from fp8core.tensors.saving import RequantizedWeight
 from fp8core.tensors.storage import storage_plan
-from fp8core.tensors.weights import CachingWeightQuantizer, How, Pad, PerGroup
+from fp8core.tensors.weights import CachingWeightQuantizer, How, PerGroup
 
 
 class Parts(NamedTuple):
@@ -128,13 +128,13 @@ def bind_quantizers(
     dtypes: tuple[torch.dtype, torch.dtype],
     *,
     is_unturned: bool,
-    pad_weight: Pad | None,
+    zeros: tuple[int, int] | None,
 ) -> tuple[
     TensorQuantizer, CachingWeightQuantizer | PerGroup, TensorQuantizer, TensorQuantizer | None
 ]:
     """Return the quantizers of input, weight and grad_output, and that of the input in backward, if
-    it is cast there; ``dtypes`` are those of the input and of grad_output. ``pad_weight`` adds the
-    zeros that the weight's products need, if any."""
+    it is cast there; ``dtypes`` are those of the input and of grad_output. ``zeros`` are the rows
+    and columns of zeros that the weight's products need behind its ends, None for none."""
     plan, binding = context.plan, context.binding
     is_grouped = bool(shape.groups)
     count, propagates = context.nonfinite, plan.nonfinite == "propagate"
@@ -195,7 +195,7 @@ def bind_quantizers(
         is_decoded = dequantizes and plan.weight.rowwise is not None
         how = How(key, dtype, stored, context.owner, slot, is_decoded)
         if requantized is None:
-            return CachingWeightQuantizer(quantizer, index, how, pad_weight)
+            return CachingWeightQuantizer(quantizer, index, how, zeros)
         columnwise = bind_columnwise(
             requantized,
             shape.weight_dtype,
@@ -203,7 +203,7 @@ def bind_quantizers(
             purpose=context.purpose("weight"),
             propagates=propagates,
         )
-        return RequantizedWeight(quantizer, index, how, plan.weight, columnwise, pad_weight)
+        return RequantizedWeight(quantizer, index, how, plan.weight, columnwise, zeros)
 
     def quantizer_of(
         tensor: str, dtype: torch.dtype, slot: Slot | None, nonfinite: torch.Tensor | None

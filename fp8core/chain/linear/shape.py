@@ -236,14 +236,13 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         context.owner,
         offsets_on_device=shape.offsets_on_device,
     )
-    pad_weight = padding.pad_weight if padding is not None and padding.is_of_features else None
     quantizers = bind_quantizers(
         shape,
         context,
         states,
         (input_dtype, grad_dtype),
         is_unturned=only_once is None,
-        pad_weight=pad_weight,
+        zeros=None if padding is None else padding.of_weight,
     )
     x, weight, dy, input_again = quantizers
     sums = None

@@ -44,6 +44,7 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Groups, Orientations
 from fp8core.tensors.quantizer_binding import Binding
 from fp8core.tensors.saving import Unquantized, is_unquantized
+from fp8core.tensors.storage import padded_with
 from fp8core.tensors.weights import Keeping, WeightQuantizer, WeightWrapper
 
 _RESULTS = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}
@@ -295,11 +296,11 @@ class _Probe:
         """Return the value of ``weight`` that was cast, None if it is stored quantized; and which
         elements of its operands are no padding, None if none is."""
         value = None if isinstance(weight, QuantizedTensor) else weight
-        if self._padding is None or not self._padding.is_of_features:
+        zeros = None if self._padding is None else self._padding.of_weight
+        if zeros is None:
             return value, None
-        pad = self._padding.pad_weight
         real = torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
-        return None if value is None else pad(value), pad(real)
+        return None if value is None else padded_with(value, zeros), padded_with(real, zeros)
 
     def cast(
         self,
