@@ -226,7 +226,9 @@ def pad_operand(operand: Operand, spec: OperandSpec, rows: int, columns: int) ->
 def padded_with(x: torch.Tensor, added: tuple[int, int], value: int = 0) -> torch.Tensor:
     """Return ``x [n, k]`` with so many rows and columns of ``value`` at its ends, itself for none.
 
-    torch's ``pad`` fills all of the memory first, and so writes half as much again.
+    torch's ``pad`` fills all of the memory first, and so writes half as much again. Rows that lie
+    as far apart as those of the result, as columnwise codes of casts on CUDA, are copied at once
+    with what is between them: the ends of rows would be copied element by element.
     """
     rows, columns = added
     if type(rows) is int and not (rows or columns):
@@ -235,7 +237,10 @@ def padded_with(x: torch.Tensor, added: tuple[int, int], value: int = 0) -> torc
         return torch.nn.functional.pad(x, (0, columns, 0, rows), value=value)
     n, k = x.shape
     padded = x.new_empty(n + rows, k + columns)
-    padded[:n, :k] = x
+    end = x.storage_offset() + n * (k + columns)
+    if x.stride() == padded.stride() and end * x.itemsize <= x.untyped_storage().nbytes():
+        x = x.as_strided((n, k + columns), x.stride())
+    padded[:n, : x.shape[1]] = x
     padded[n:] = value
     padded[:n, k:] = value
     return padded

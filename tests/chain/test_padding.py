@@ -181,6 +181,19 @@ class Written(TorchDispatchMode):
         return result
 
 
+class Copies(TorchDispatchMode):
+    """Takes down how many columns each copy has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widths: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.copy_:
+            self.widths.append(args[1].shape[1])
+        return func(*args, **(kwargs or {}))
+
+
 def test_padding_writes_each_element_once() -> None:
     layer = LayerPadding("written_once", (1, 1, 16), 3, 9)
     padded = layer.for_call(50, Call())
@@ -196,6 +209,23 @@ def test_padding_writes_each_element_once() -> None:
         made = padded_with(weight, (9, 3))
     assert written.elements == 49 * 23
     assert torch.equal(made, torch.nn.functional.pad(weight, (0, 3, 0, 9)))
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_rows_with_room_between_them_are_copied_at_once(rows: int) -> None:
+    memory = torch.arange(7 * 16, dtype=torch.uint8)
+    before, wanted = memory.clone(), torch.nn.functional.pad
+    for codes in (memory.view(7, 16)[:, :11], memory[16:].as_strided((6, 11), (16, 1), 16)):
+        with Copies() as copies:
+            made = padded_with(codes, (rows, 5))
+        assert copies.widths == [16]
+        assert torch.equal(made, wanted(codes, (0, 5, 0, rows)))
+        assert torch.equal(memory, before)
+    for codes in (memory[: 6 * 16 + 11].clone().as_strided((7, 11), (16, 1)), memory.view(16, 7)):
+        with Copies() as copies:
+            made = padded_with(codes, (rows, 5))
+        assert copies.widths == [codes.shape[1]]
+        assert torch.equal(made, wanted(codes, (0, 5, 0, rows)))
 
 
 def test_a_tensor_without_padding_is_not_copied() -> None:
