@@ -25,16 +25,14 @@ Arguments = tuple[Any, ...]
 _aten = torch.ops.aten
 
 
-def cut(
-    operand: Operand, spec: OperandSpec, dim: int, start: int, stop: int, stride: int = 1
-) -> Operand | None:
-    """Return every ``stride``-th element from ``start`` to ``stop`` along ``dim`` of ``operand``,
-    as views.
+def cut(operand: Operand, spec: OperandSpec, dim: int, span: range) -> Operand | None:
+    """Return the elements of ``span`` along ``dim`` of ``operand``, as views.
 
     ``dim`` is 0 for the rows, 1 for the elements along k. None for parts of a block, and for
     strides over parts of blocks.
     """
     size = operand.data.shape[dim] * steps(spec, dim)[0]
+    start, stop, stride = span.start, span.stop, span.step
     if (start, stop, stride) == (0, size, 1):
         return operand
     parts: list[torch.Tensor | None] = []
@@ -186,10 +184,8 @@ def _refolded(func: Any, tensor: Any, shape: Sequence[int]) -> Any:
     return tensor.rebuilt(folded, None, shape, strides=strides)
 
 
-def _cut_rows(
-    tensor: Any, dim: int, start: int, stop: int, stride: int
-) -> tuple[list[Operand | None], bool] | None:
-    """Return the operands of a part along ``dim``, and whether the parts of it share scales.
+def _cut_rows(tensor: Any, dim: int, span: range) -> tuple[list[Operand | None], bool] | None:
+    """Return the operands of the part ``span`` along ``dim``, and whether parts share scales.
 
     None where a block is cut, or where the part is no range of rows.
     """
@@ -198,14 +194,10 @@ def _cut_rows(
     inner = 1
     if not is_last:
         inner = math.prod(shape[dim + 1 : -1])
-        if math.prod(shape[:dim]) != 1 or (stride != 1 and inner != 1):
+        if math.prod(shape[:dim]) != 1 or (span.step != 1 and inner != 1):
             return None
-    along = _along(is_last)
-    operands = _of_each(
-        tensor,
-        along,
-        lambda operand, spec, at: cut(operand, spec, at, start * inner, stop * inner, stride),
-    )
+    along, rows = _along(is_last), range(span.start * inner, span.stop * inner, span.step)
+    operands = _of_each(tensor, along, lambda operand, spec, at: cut(operand, spec, at, rows))
     if operands is None:
         return None
     specs = zip(tensor.plan, along, strict=True)
@@ -234,24 +226,22 @@ def _of_each(
     return operands
 
 
-def _part(
-    func: Any, tensor: Any, dim: int, start: int, stop: int, step: int = 1, *, drops: bool = False
-) -> Any:
+def _part(func: Any, tensor: Any, dim: int, span: range, *, drops: bool = False) -> Any:
     shape, strides = list(tensor.shape), list(tensor.stride())
-    length = shape[dim]
+    start, stop, step = span.start, span.stop, span.step
     if drops and dim == len(shape) - 1:
         raise _refuse(func, tensor, f"index {start} along the last dimension")
-    is_whole = (start, stop, step) == (0, length, 1)
-    shape[dim] = -(-(stop - start) // step)
+    is_whole = (start, stop, step) == (0, shape[dim], 1)
+    shape[dim] = len(span)
     strides[dim] *= step
     if drops:
         del shape[dim], strides[dim]
     if is_whole:
         return tensor.rebuilt(*tensor.stored, shape, strides=strides)
-    pieces = _cut_rows(tensor, dim, start, stop, step)
-    if pieces is None:
+    part = _cut_rows(tensor, dim, span)
+    if part is None:
         raise _refuse(func, tensor, f"{start}:{stop}:{step} along dimension {dim}")
-    operands, is_shared = pieces
+    operands, is_shared = part
     return tensor.rebuilt(*operands, shape, strides=strides, shares_scales=is_shared or None)
 
 
@@ -272,7 +262,7 @@ def _slice(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     end = _argument(args, kwargs, 3, "end", None)
     step = _argument(args, kwargs, 4, "step", 1)
     start, stop, step = slice(start, end, step).indices(tensor.shape[dim])
-    return _part(func, tensor, dim, start, max(start, stop), step)
+    return _part(func, tensor, dim, range(start, max(start, stop), step))
 
 
 def _select(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -283,7 +273,7 @@ def _select(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if not -length <= index < length:
         raise IndexError(f"index {index} of {tensor} along dimension {dim}")
     index %= length
-    return _part(func, tensor, dim, index, index + 1, drops=True)
+    return _part(func, tensor, dim, range(index, index + 1), drops=True)
 
 
 def _split(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -296,7 +286,7 @@ def _split(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(f"split sizes {list(sizes)} do not add up to {length} of {tensor}")
     parts, start = [], 0
     for size in sizes:
-        parts.append(_part(func, tensor, dim, start, start + size))
+        parts.append(_part(func, tensor, dim, range(start, start + size)))
         start += size
     return parts
 
@@ -304,7 +294,8 @@ def _split(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 def _unbind(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     dim = _dim(tensor, _argument(args, kwargs, 1, "dim", 0))
-    return [_part(func, tensor, dim, at, at + 1, drops=True) for at in range(tensor.shape[dim])]
+    spans = (range(at, at + 1) for at in range(tensor.shape[dim]))
+    return [_part(func, tensor, dim, span, drops=True) for span in spans]
 
 
 def _unsqueeze(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
