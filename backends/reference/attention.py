@@ -21,14 +21,14 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.reference.attention_sequences import (
     Sequences,
+    contradiction,
     distance,
     excluded,
     sequences_of,
 )
+from fp8core_backends.reference.operations import computes, float_problem, spec_problem
 from fp8core_backends.reference.products import product
 from fp8core_backends.reference.quantize import dequantize, quantize
-
-__all__ = ["attention", "attention_backward"]
 
 
 class _Logits(NamedTuple):
@@ -46,6 +46,23 @@ class _Softmax(NamedTuple):
     stats: torch.Tensor
 
 
+def _problem(desc: AttentionDesc) -> str | None:
+    wide = () if desc.low_precision else (torch.float64,)
+    specs = map(spec_problem, (desc.qkv, desc.s, desc.out))
+    return (
+        float_problem(desc.dtype, *wide) or contradiction(desc) or next(filter(None, specs), None)
+    )
+
+
+def _backward_problem(desc: AttentionBackwardDesc) -> str | None:
+    gradients = [spec is not None for spec in (desc.grad_output, desc.dp)]
+    if len(set(gradients)) > 1 or (any(gradients) and not desc.low_precision):
+        return "both the gradient and those of logits are quantized, with q, k and v, or neither"
+    specs = map(spec_problem, (desc.grad_output, desc.dp))
+    return _problem(desc.attention) or next(filter(None, specs), None)
+
+
+@computes(AttentionDesc, refuses=_problem)
 def attention(
     desc: AttentionDesc,
     q: torch.Tensor | Operand,
@@ -95,6 +112,7 @@ def attention(
     return out, sequences.statistics(stats), max_logit
 
 
+@computes(AttentionBackwardDesc, AttentionPartBackwardDesc, refuses=_backward_problem)
 def attention_backward(
     desc: AttentionBackwardDesc,
     grad_out: torch.Tensor,

@@ -15,16 +15,25 @@ from fp8core.backend_api import (
     OperandSpec,
     split_groups,
 )
+from fp8core_backends.reference.operations import computes, float_problem, spec_problem
 from fp8core_backends.reference.products import product
 from fp8core_backends.reference.quantize import bounds_of, dequantize_float32
-
-__all__ = ["gemm", "grouped_gemm"]
 
 # Without AVX-512 torch multiplies half-precision matrices in plain loops, which take ten to forty
 # times as long as the product in float32 with its casts (docs/measured.md).
 _HAS_SLOW_HALF = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 
 
+def _problem(desc: GemmDesc) -> str | None:
+    # One transform undoes the other in the product, so an untransformed operand cannot meet one.
+    a, b = (None if spec is None else spec.transform for spec in (desc.a, desc.b))
+    if a != b:
+        return f"a has the transform {a}, b {b}"
+    wide = () if desc.low_precision else (torch.float64,)
+    return float_problem(desc.out_dtype, *wide) or spec_problem(desc.a) or spec_problem(desc.b)
+
+
+@computes(GemmDesc, refuses=_problem)
 def gemm(
     desc: GemmDesc,
     a: Operand,
@@ -41,6 +50,7 @@ def gemm(
     return _store(_float32_gemm(desc, a, b, bias), desc, out)
 
 
+@computes(GroupedGemmDesc, refuses=_problem)
 def grouped_gemm(
     desc: GroupedGemmDesc,
     a: Operand,

@@ -19,23 +19,56 @@ from fp8core.backend_api import (
     DequantizeDesc,
     Operand,
     OperandSpec,
+    QuantizeByAmaxDesc,
     Quantized,
     QuantizeDesc,
     amax_extent,
     amax_of_groups,
+    has_amax,
     scale_inverses,
     shares_amax,
     split_amax,
 )
 from fp8core_backends.reference import blocks, four_over_six, rounding
-
-__all__ = ["amax", "bounds_of", "dequantize", "dequantize_float32", "quantize"]
+from fp8core_backends.reference.operations import computes, float_problem, spec_problem
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 _UNIT = torch.ones((), dtype=torch.float32, device="cpu")
 _FROM_X = Amaxes(None, None)  # no amax is given
 
 
+def _cast_problem(desc: QuantizeDesc) -> str | None:
+    halves = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
+    if len({spec.delayed for spec in halves}) > 1:
+        return "one orientation is delayed, the other is not"
+    if desc.grouped and any(spec.row_scaled for spec in halves):
+        return "no groups with an outer scale a row"
+    return float_problem(desc.dtype) or next(filter(None, map(spec_problem, halves)), None)
+
+
+def _no_amax_problem(desc: QuantizeDesc) -> str | None:
+    return None if has_amax(desc) else "scales follow from their blocks alone: there is no amax"
+
+
+def _amax_problem(desc: AmaxDesc) -> str | None:
+    quantize = desc.quantize
+    if type(quantize) is not QuantizeDesc:
+        return f"no amax of {type(quantize).__name__}"
+    return _cast_problem(quantize) or _no_amax_problem(quantize)
+
+
+def _cast_by_amax_problem(desc: QuantizeByAmaxDesc) -> str | None:
+    is_delayed = any(spec is not None and spec.delayed for spec in (desc.rowwise, desc.columnwise))
+    if is_delayed:
+        return "a delayed scale is given: it follows from no amax of the tensor"
+    return _cast_problem(desc) or _no_amax_problem(desc)
+
+
+def _dequantize_problem(desc: DequantizeDesc) -> str | None:
+    return float_problem(desc.dtype) or spec_problem(desc.operand)
+
+
+@computes(AmaxDesc, refuses=_amax_problem)
 def amax(
     desc: AmaxDesc, x: torch.Tensor, group_offsets: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -65,6 +98,8 @@ def _amax_of(spec: OperandSpec, x: torch.Tensor, dim: int) -> torch.Tensor:
     return blocks.amax(x, block).reshape(-1)
 
 
+@computes(QuantizeDesc, refuses=_cast_problem)
+@computes(QuantizeByAmaxDesc, refuses=_cast_by_amax_problem)
 def quantize(
     desc: QuantizeDesc,
     x: torch.Tensor,
@@ -337,6 +372,7 @@ def _reciprocal(x: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(x) / x
 
 
+@computes(DequantizeDesc, refuses=_dequantize_problem)
 def dequantize(desc: DequantizeDesc, operand: Operand) -> torch.Tensor:
     """Return the values of ``operand``, ``[rows, k]`` in ``desc.dtype``."""
     return dequantize_float32(desc.operand, operand).to(desc.dtype)

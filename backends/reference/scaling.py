@@ -7,13 +7,18 @@ from collections.abc import Sequence
 import torch
 
 from fp8core.backend_api import ScaleUpdateDesc
+from fp8core_backends.reference.operations import computes
 from fp8core_backends.reference.private import copy_all
-
-__all__ = ["scale_update"]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
+def _problem(desc: ScaleUpdateDesc) -> str | None:
+    algorithms = ("max", "most_recent")
+    return None if desc.algorithm in algorithms else f"no algorithm {desc.algorithm!r}"
+
+
+@computes(ScaleUpdateDesc, refuses=_problem)
 def scale_update(
     desc: ScaleUpdateDesc,
     histories: Sequence[torch.Tensor],

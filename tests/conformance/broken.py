@@ -24,9 +24,8 @@ from fp8core.backend_api import (
 from fp8core.conformance.calls import OpCall
 from fp8core.conformance.laws.fused import add_pair, pair
 from fp8core_backends.reference.backend import ReferenceBackend
-from fp8core_backends.reference.column_sums import column_sums
 from fp8core_backends.reference.gemm import gemm
-from fp8core_backends.reference.norm import norm_backward
+from fp8core_backends.reference.layers import column_sums, norm_backward
 from fp8core_backends.reference.quantize import quantize
 
 Run = Callable[..., Any]

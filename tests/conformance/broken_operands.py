@@ -15,9 +15,8 @@ from fp8core.backend_api import (
     Operand,
     QuantizeDesc,
 )
-from fp8core_backends.reference.activation import activation, activation_backward
 from fp8core_backends.reference.gemm import gemm, grouped_gemm
-from fp8core_backends.reference.norm import norm, norm_backward
+from fp8core_backends.reference.layers import activation, activation_backward, norm, norm_backward
 from fp8core_backends.reference.quantize import dequantize, quantize
 from tests.conformance.broken import Sound, caught_by, fault, operands
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8core_backends.reference.rotary import rotary
+from fp8core_backends.reference.layers import rotary
 from tests.conformance.broken import fault
 
 
