@@ -45,7 +45,7 @@ from fp8core.backend_api import (
     bind_method,
 )
 from fp8core.backend_api.record import RECORDS
-from fp8core.conformance import calls, subject
+from fp8core.conformance import laws, subject
 from fp8core.dispatch import plugins, table
 from fp8core.torch_ops.encoding import Operation, decode, encode
 from fp8core.torch_ops.operators import OPERATORS, call_of
@@ -198,7 +198,7 @@ PACKED_ATTENTION = AttentionDesc(BF16, "thd", 4, 2, 8, 16, 0.3, (3, 2), padding=
 
 def case(desc: OpDesc) -> tuple[Any, ...]:
     """The operator of an operation, and its arguments for the kit's call."""
-    call = calls.arguments(subject.find("reference"), desc)
+    call = laws.arguments(subject.find("reference"), desc)
     flat = OPERATORS[desc.op].flat(call.arguments, call.keywords)
     return getattr(OPS, desc.op), text(desc), *flat
 

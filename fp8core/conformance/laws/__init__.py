@@ -1,9 +1,13 @@
-"""The laws, as functions of a backend and a descriptor; importing this package fills LAWS."""
+"""The laws, as functions of a backend and a descriptor, and examples of the operations' calls.
+
+Importing this package fills LAWS, and gives ``arguments`` its examples.
+"""
 
 from __future__ import annotations
 
+from fp8core.conformance.calls import arguments
 from fp8core.conformance.checks import LAWS
-from fp8core.conformance.laws import (  # noqa: F401  each defines its laws when it is imported
+from fp8core.conformance.laws import (  # noqa: F401  each defines laws and examples
     amax,
     attention,
     declaration,
@@ -18,4 +22,4 @@ from fp8core.conformance.laws import (  # noqa: F401  each defines its laws when
     router,
 )
 
-__all__ = ["LAWS"]
+__all__ = ["LAWS", "arguments"]

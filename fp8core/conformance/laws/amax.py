@@ -22,7 +22,7 @@ from fp8core.backend_api import (
     split_amax,
 )
 from fp8core.conformance import inputs
-from fp8core.conformance.calls import amax_of
+from fp8core.conformance.calls import Case, OpCall, arguments, example
 from fp8core.conformance.checks import BY_AMAX, law
 from fp8core.conformance.compare import require, same_bits
 from fp8core.conformance.judged import (
@@ -47,6 +47,28 @@ from fp8core.conformance.subject import Subject, on_cpu, storage_step
 
 SIZE = 96
 SPLIT = 37  # the length of the first of two parts, before it is rounded up to whole blocks
+
+
+def amax_of(subject: Subject, desc: QuantizeDesc, *arguments: torch.Tensor) -> torch.Tensor:
+    """Return the amaxes of ``x`` and its groups, of the judge if the backend does not take them."""
+    amax: torch.Tensor
+    if subject.refuses(AmaxDesc(desc)) is None:
+        amax = subject.run(AmaxDesc(desc), *arguments)
+    else:
+        amax = subject.here(subject.judged(AmaxDesc(desc), *arguments))
+    return amax
+
+
+@example(QuantizeByAmaxDesc)
+def _quantize_by_amax(subject: Subject, desc: QuantizeByAmaxDesc, case: Case) -> OpCall:
+    call = arguments(subject, desc.plain(), case)
+    amax = amax_of(subject, desc.plain(), *call.arguments)
+    return OpCall(desc, call.arguments, {"amax": amax, **call.keywords})
+
+
+@example(AmaxDesc)
+def _amax(subject: Subject, desc: AmaxDesc, case: Case) -> OpCall:
+    return OpCall(desc, arguments(subject, desc.quantize, case).arguments, {})
 
 
 @law(4, "amax", is_core=True)

@@ -20,7 +20,10 @@ from fp8core.backend_api import (
     Operand,
     OperandSpec,
 )
-from fp8core.conformance import inputs
+from fp8core.conformance import (
+    attention_calls,  # noqa: F401  it makes the calls of attention
+    inputs,
+)
 from fp8core.conformance.calls import Case, OpCall, arguments
 from fp8core.conformance.checks import law
 from fp8core.conformance.compare import (

@@ -8,16 +8,44 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import AddNormDesc, FusedDesc, Quantized
-from fp8core.conformance.calls import ORDINARY, OpCall, calls_of
+from fp8core.conformance import inputs
+from fp8core.conformance.calls import (
+    ORDINARY,
+    POINTWISE,
+    Case,
+    OpCall,
+    arguments,
+    calls_of,
+    example,
+)
 from fp8core.conformance.checks import FUSED, law
 from fp8core.conformance.compare import column_sums_within, require, same_bits
 from fp8core.conformance.judged import LARGE, has_both, same_keywords
 from fp8core.conformance.laws.quantize import ReadOnce, joined
-from fp8core.conformance.subject import Subject, on_cpu
+from fp8core.conformance.operands import SEED, quantize_keywords, up
+from fp8core.conformance.subject import Subject, on_cpu, storage_step
 from fp8core.torch_ops.private import pytree
 
 SIZES = (ORDINARY.size, (136, 144))
 """Rows of no whole vectors, and of whole ones: kernels may be written for these alone."""
+
+
+@example(FusedDesc)
+def _fused(subject: Subject, desc: FusedDesc, case: Case) -> OpCall:
+    """Return a call of a fused op, in a size that operands of its cast can have."""
+    step = storage_step(subject, desc.quantize.rowwise, desc.quantize.columnwise)
+    rows, cols = case.size or POINTWISE
+    stored = case._replace(size=(up(rows, step), up(cols, step)))
+    call = arguments(subject, desc.producer, stored)
+    keywords = quantize_keywords(subject, desc.quantize, seed=SEED + case.seed)
+    return OpCall(desc, call.arguments, keywords, frozenset({"amax_out"}))
+
+
+@example(AddNormDesc)
+def _add_norm(subject: Subject, desc: AddNormDesc, case: Case) -> OpCall:
+    x, *parameters = arguments(subject, desc.norm, case).arguments
+    residual = subject.here(inputs.moderate(*x.shape, desc.norm.dtype, case.seed_of(7)))
+    return OpCall(desc, (x, residual, *parameters), {})
 
 
 def pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:

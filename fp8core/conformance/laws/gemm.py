@@ -14,6 +14,7 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import GemmDesc, GroupedGemmDesc, Numerics, Operand, split_groups
 from fp8core.conformance import inputs
+from fp8core.conformance.calls import Case, OpCall, example
 from fp8core.conformance.checks import law
 from fp8core.conformance.compare import require, same_bits, same_form, ulp, within
 from fp8core.conformance.operands import (
@@ -26,6 +27,33 @@ from fp8core.conformance.operands import (
 )
 from fp8core.conformance.subject import Subject, on_cpu
 from fp8core.torch_ops.private import pytree
+
+
+@example(GemmDesc)
+def _gemm(subject: Subject, desc: GemmDesc, case: Case) -> OpCall:
+    a, b = gemm_operands(subject, desc, *(case.size or (5, 7, 160)), seed=case.seed)
+    m, n = len(a.data), len(b.data)
+    bias = inputs.moderate(1, n, desc.out_dtype, case.seed_of(2))[0]
+    keywords: dict[str, Any] = {"bias": subject.here(bias)}
+    if desc.accumulate:
+        keywords["out"] = subject.here(inputs.moderate(m, n, desc.out_dtype, case.seed_of(3)))
+    return OpCall(desc, (a, b), keywords, frozenset({"out"}))
+
+
+@example(GroupedGemmDesc)
+def _grouped_gemm(subject: Subject, desc: GroupedGemmDesc, case: Case) -> OpCall:
+    groups = grouped_operands(subject, desc, seed=case.seed)
+    keywords: dict[str, Any] = {}
+    if not desc.contract_groups:
+        biases = inputs.moderate(len(groups.sizes), groups.n, desc.out_dtype, case.seed_of(2))
+        keywords["bias"] = list(subject.here(biases))
+    if desc.accumulate:
+        out = inputs.moderate(groups.m, groups.n, desc.out_dtype, case.seed_of(3))
+        count = len(groups.sizes)
+        keywords["out"] = (
+            [subject.here(out) for _ in range(count)] if desc.contract_groups else subject.here(out)
+        )
+    return OpCall(desc, groups.arguments, keywords, frozenset({"out"}))
 
 
 def each_within(

@@ -9,15 +9,59 @@ import torch
 
 from fp8core.backend_api import AdamDesc
 from fp8core.conformance import inputs
-from fp8core.conformance.calls import arguments
+from fp8core.conformance.calls import Case, OpCall, arguments, example
 from fp8core.conformance.checks import law
 from fp8core.conformance.compare import same_bits, ulp, within
 from fp8core.conformance.subject import Subject, on_cpu
-from fp8core.conformance.training_calls import step_lists
 
 BETAS = {"beta1": 0.9, "beta2": 0.999}
 LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs", "masters")
 SHAPES = ((70, 130), (1,), (), (0, 5), (9,), (65537,), (3, 4, 5))
+
+
+_SHAPES = ((7, 5), (33,), (0,), (2, 3, 4), (1030,))
+
+
+@example(AdamDesc)
+def _adam(subject: Subject, desc: AdamDesc, case: Case) -> OpCall:
+    lists = step_lists(desc, case.seed)
+    keywords = {
+        "lr": 0.01,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "step": 3,
+        "inv_scale": 0.5,
+    }
+    return OpCall(desc, tuple(subject.here(lists)), keywords, frozenset({1, 2, 3, 4}))
+
+
+def step_lists(
+    desc: AdamDesc, seed: int, shapes: tuple[tuple[int, ...], ...] = _SHAPES
+) -> list[list[torch.Tensor]]:
+    """Return the lists of a step: gradients, parameters, the averages, and masters."""
+
+    def draw(number: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [
+            inputs.normal(shape, dtype, 100 * number + 10 * at + seed).clone()
+            for at, shape in enumerate(shapes)
+        ]
+
+    grads, params = draw(1, desc.grad_dtype), draw(2, torch.float32)
+    averages = draw(3, desc.state_dtype)
+    squares = [tensor.abs() * 0.1 for tensor in draw(4, desc.state_dtype)]
+    if desc.master == "none":
+        return [grads, [param.to(desc.dtype) for param in params], averages, squares, []]
+    if desc.master == "float32":
+        return [grads, [param.to(desc.dtype) for param in params], averages, squares, params]
+    bits = [param.view(torch.int32) for param in params]
+    remainders = [bit_pattern.to(torch.int16) for bit_pattern in bits]
+    upper = [
+        ((bit_pattern - rest.to(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
+        for bit_pattern, rest in zip(bits, remainders, strict=True)
+    ]
+    return [grads, upper, averages, squares, remainders]
 
 
 @law(4, "adam", is_core=True)

@@ -23,13 +23,13 @@ from fp8core.backend_api import (
 )
 from fp8core.conformance import inputs
 from fp8core.conformance.calls import (
+    POINTWISE,
     Case,
     OpCall,
     arguments,
     calls_of,
     exact,
-    rotary_angles,
-    rotary_input,
+    example,
 )
 from fp8core.conformance.checks import law
 from fp8core.conformance.compare import (
@@ -42,11 +42,109 @@ from fp8core.conformance.compare import (
     ulp,
     within,
 )
-from fp8core.conformance.subject import Size, Subject, on_cpu
+from fp8core.conformance.operands import SEED, operand, up
+from fp8core.conformance.subject import Size, Subject, on_cpu, storage_step
 
 SIZES = ((9, 70), (64, 64), (4100, 24), (5, 4100))
 EMPTY = ((0, 9), (9, 0), (0, 0))
 VERY_LONG = ((66000, 6), (2, 66000))  # above 65535; in bfloat16 alone, which costs less
+
+
+@example(DequantizeDesc)
+def _dequantize(subject: Subject, desc: DequantizeDesc, case: Case) -> OpCall:
+    step = storage_step(subject, desc.operand)
+    rows, cols = case.size or (17, 70)
+    x = inputs.matrix("holes", up(rows, step), up(cols, step), torch.float32, case.seed)
+    quantized = operand(subject, desc.operand, subject.here(x), seed=SEED + case.seed)
+    return OpCall(desc, (quantized,), {})
+
+
+@example(ScaleUpdateDesc)
+def _scale_update(subject: Subject, desc: ScaleUpdateDesc, case: Case) -> OpCall:
+    sizes = ((4, 3), (1, 2), (4, 1))
+    histories = [inputs.matrix("decades", *size, torch.float32, case.seed).abs() for size in sizes]
+    histories[0] = torch.tensor([[0.0, torch.inf, 2.0], *[[3.0, 0.5, 8.0]] * 3]) * (1 + case.seed)
+    scales = [torch.arange(1, size[1] + 1) * (0.5 + case.seed) for size in sizes]
+    targets = [torch.full((size[1],), 448.0 - case.seed) for size in sizes]
+    counts = [torch.full((1,), 3 + case.seed) for _ in sizes]
+    states = subject.here((histories, scales, targets, counts))
+    return OpCall(desc, tuple(states), {}, frozenset({0, 1, 3}))
+
+
+@example(NormDesc)
+def _norm(subject: Subject, desc: NormDesc, case: Case) -> OpCall:
+    rows, cols = case.size or POINTWISE
+    x = inputs.moderate(rows, cols, desc.dtype, case.seed_of(1))
+    parameters = [inputs.moderate(1, cols, desc.dtype, case.seed_of(at))[0] / 4 for at in (2, 3)]
+    return OpCall(
+        desc, tuple(subject.here((x, *parameters[: 2 if desc.kind == "layernorm" else 1]))), {}
+    )
+
+
+@example(NormBackwardDesc)
+def _norm_backward(subject: Subject, desc: NormBackwardDesc, case: Case) -> OpCall:
+    x, weight, *_ = _norm(subject, desc.norm, case).arguments
+    values = on_cpu(x).double()  # some devices have no float64
+    mean = values.mean(-1) if desc.norm.kind == "layernorm" else None
+    centered = values if mean is None else values - mean[:, None]
+    rstd = torch.rsqrt(centered.square().mean(-1) + desc.norm.eps).float()
+    grad = inputs.moderate(*values.shape, desc.norm.dtype, case.seed_of(4))
+    saved = (None if mean is None else mean.float(), rstd)
+    return OpCall(desc, (subject.here(grad), x, weight, *subject.here(saved)), {})
+
+
+@example(ActivationDesc)
+def _activation(subject: Subject, desc: ActivationDesc, case: Case) -> OpCall:
+    return OpCall(desc, (subject.here(_preactivation(desc, case)),), {})
+
+
+@example(ActivationBackwardDesc)
+def _activation_backward(subject: Subject, desc: ActivationBackwardDesc, case: Case) -> OpCall:
+    grad = inputs.moderate(*(case.size or POINTWISE), desc.dtype, case.seed_of(4))
+    return OpCall(desc, tuple(subject.here((grad, _preactivation(desc, case)))), {})
+
+
+def _preactivation(desc: ActivationDesc | ActivationBackwardDesc, case: Case) -> torch.Tensor:
+    rows, cols = case.size or POINTWISE
+    wide = 2 * cols if desc.name in GATED else cols
+    return inputs.moderate(rows, wide, desc.dtype, case.seed_of(1))
+
+
+@example(ColumnSumsDesc)
+def _column_sums(subject: Subject, desc: ColumnSumsDesc, case: Case) -> OpCall:
+    x = inputs.moderate(*(case.size or POINTWISE), desc.dtype, case.seed_of(1))
+    return OpCall(desc, (subject.here(x),), {})
+
+
+@example(RotaryDesc)
+def _rotary(subject: Subject, desc: RotaryDesc, case: Case) -> OpCall:
+    sizes = (8, 8, 8, 8) if case.size else (5, 3, 2, 10)
+    x = rotary_input(desc, sizes, case.seed_of(1))
+    batch, size = sizes[1], sizes[3]
+    keywords = {"start_positions": torch.arange(2, 2 + batch, dtype=torch.int32)}
+    if desc.layout == "thd":
+        bounds = torch.linspace(1, len(x) - 2, batch + 1).round()
+        keywords["cu_seqlens"] = bounds.to(torch.int32)
+    freqs = rotary_angles(sizes[0] * batch + 2 + batch, size - 2)
+    return OpCall(desc, tuple(subject.here((x, freqs))), subject.here(keywords))
+
+
+def rotary_input(desc: RotaryDesc, sizes: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Return x of ``sizes`` (sequence, batch, heads, head size) in the layout of ``desc``, on the
+    CPU: in thd the sequences one after the other."""
+    length, batch, heads, size = sizes
+    x = inputs.moderate(length * batch, heads * size, desc.dtype, seed)
+    if desc.layout == "thd":
+        return x.reshape(-1, heads, size)
+    x = x.reshape(length, batch, heads, size)
+    return x if desc.layout == "sbhd" else x.transpose(0, 1).contiguous()
+
+
+def rotary_angles(positions: int, size: int) -> torch.Tensor:
+    """Return angles ``[positions, 1, 1, size]`` that are all different, from thousandths of a turn
+    to many turns; also those of one pair differ."""
+    factors = 10000.0 ** (-torch.arange(size, dtype=torch.float32) / size)
+    return (torch.arange(positions)[:, None] * factors)[:, None, None, :]
 
 
 def _calls(subject: Subject, desc: OpDesc, dtype: torch.dtype, *empty: Size) -> Iterator[OpCall]:

@@ -17,6 +17,7 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import Chunks, Operand, OperandSpec, Quantized, QuantizeDesc, split_groups
 from fp8core.conformance import inputs
+from fp8core.conformance.calls import Case, OpCall, example
 from fp8core.conformance.checks import law
 from fp8core.conformance.compare import column_sums_within, require, same_bits, same_form, within
 from fp8core.conformance.judged import (
@@ -35,6 +36,7 @@ from fp8core.conformance.judged import (
     tensor_of,
 )
 from fp8core.conformance.operands import (
+    SEED,
     group_offsets,
     groups_of,
     offsets_for,
@@ -48,6 +50,21 @@ from fp8core.conformance.subject import Subject, on_cpu, storage_step
 REPEATS, SEEDS = 256, 48
 CHANCE = 1e-9
 """The chance that one comparison of means fails although the implementation is right."""
+
+
+@example(QuantizeDesc)
+def _quantize(subject: Subject, desc: QuantizeDesc, case: Case) -> OpCall:
+    offsets: tuple[torch.Tensor, ...] = ()
+    sizes, (rows, cols) = [0], case.size or (33, 70)
+    if desc.grouped:
+        step = storage_step(subject, desc.columnwise)
+        sizes = [0, up(rows, step), up(1, step), 0, up(9, step)]
+        rows = sum(sizes)
+        offsets = (offsets_for(subject, desc, sizes),)
+    shape = quantize_size(subject, desc, rows, cols)
+    x = inputs.matrix("holes", *shape, desc.dtype, case.seed)
+    keywords = quantize_keywords(subject, desc, len(sizes), SEED + case.seed)
+    return OpCall(desc, (subject.here(x), *offsets), keywords, frozenset({"amax_out"}))
 
 
 def _is_stochastic(desc: QuantizeDesc) -> bool:

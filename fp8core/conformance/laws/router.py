@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from fp8core.backend_api import (
     RouterDesc,
 )
 from fp8core.conformance import inputs
-from fp8core.conformance.calls import Case, OpCall, arguments, calls_of, exact
+from fp8core.conformance.calls import POINTWISE, Case, OpCall, arguments, calls_of, exact, example
 from fp8core.conformance.checks import law
 from fp8core.conformance.compare import (
     F64,
@@ -36,11 +36,162 @@ from fp8core.conformance.compare import (
     within,
 )
 from fp8core.conformance.subject import Subject, on_cpu
-from fp8core.conformance.training_calls import Route, route_of, routing_of, sums_of
 
 SIZES = ((9, 70), (64, 64), (1, 1), (4100, 3), (5, 4100), (3, 33000), (0, 9))
 TARGETS = torch.tensor([0, 69, 70, -1, -100, 2**62, -(2**62), 2**31, 5])
 """Targets of 9 rows of 70 classes, some of which are no class."""
+
+
+_EXPERTS, _TOPK = 6, 3
+
+
+class Route(NamedTuple):
+    """``index [t, k]``, here called places, and ``sources [m]``."""
+
+    places: torch.Tensor
+    sources: torch.Tensor
+
+
+@example(CrossEntropyDesc)
+def _cross_entropy(subject: Subject, desc: CrossEntropyDesc, case: Case) -> OpCall:
+    rows, cols = case.size or POINTWISE
+    x = inputs.moderate(rows, cols, desc.dtype, 1 + case.seed)
+    return OpCall(desc, tuple(subject.here((x, _target(rows, cols, case.seed)))), {})
+
+
+@example(CrossEntropyBackwardDesc)
+def _cross_entropy_backward(subject: Subject, desc: CrossEntropyBackwardDesc, case: Case) -> OpCall:
+    rows, cols = case.size or POINTWISE
+    x = inputs.moderate(rows, cols, desc.dtype, 1 + case.seed)
+    target = _target(rows, cols, case.seed)
+    grad = inputs.moderate(1, rows, torch.float32, 4 + case.seed)[0].clone()
+    return OpCall(desc, tuple(subject.here((grad, x, target, *sums_of(x.float())))), {})
+
+
+def sums_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``largest`` and ``log_sum`` of a CrossEntropyDesc, in the dtype of ``x``."""
+    largest = x.amax(-1)
+    return largest, (x - largest[:, None]).logsumexp(-1)
+
+
+def _target(rows: int, classes: int, seed: int) -> torch.Tensor:
+    """Return classes, one of them ignored."""
+    target = (torch.arange(rows) * 13 + seed) % max(classes, 1)
+    if rows > 2:
+        target[2] = -100
+    return target
+
+
+@example(RouteDesc)
+def _route(subject: Subject, desc: RouteDesc, case: Case) -> OpCall:
+    rows, _ = case.size or POINTWISE
+    routing = routing_of(desc, rows, _EXPERTS, case.seed)
+    return OpCall(desc, (subject.here(routing), 2 * rows), {})
+
+
+@example(DispatchDesc)
+def _dispatch_rows(subject: Subject, desc: DispatchDesc, case: Case) -> OpCall:
+    rows, cols = case.size or POINTWISE
+    route = route_of(rows, _EXPERTS, case.seed)
+    x = inputs.moderate(rows, cols, desc.dtype, 1 + case.seed)
+    probs = _weights(desc.dtype, rows, 2 + case.seed)
+    return OpCall(desc, tuple(subject.here((x, *route))), {"probs": subject.here(probs)})
+
+
+@example(CombineDesc)
+def _combine_rows(subject: Subject, desc: CombineDesc, case: Case) -> OpCall:
+    rows, cols = case.size or POINTWISE
+    route = route_of(rows, _EXPERTS, case.seed)
+    x = inputs.moderate(len(route.sources), cols, desc.dtype, 1 + case.seed)
+    values = inputs.moderate(1, len(route.sources), torch.float32, 3 + case.seed)[0]
+    keywords = {"weights": _weights(desc.dtype, rows, 2 + case.seed), "row_values": values}
+    return OpCall(desc, tuple(subject.here((x, route.places))), subject.here(keywords))
+
+
+@example(CombineBackwardDesc)
+def _combine_rows_backward(subject: Subject, desc: CombineBackwardDesc, case: Case) -> OpCall:
+    rows, cols = case.size or POINTWISE
+    route = route_of(rows, _EXPERTS, case.seed)
+    grad = inputs.moderate(rows, cols, desc.dtype, 4 + case.seed)
+    x = inputs.moderate(len(route.sources), cols, desc.dtype, 1 + case.seed)
+    weights = _weights(desc.dtype, rows, 2 + case.seed)
+    return OpCall(desc, tuple(subject.here((grad, x, *route, weights))), {})
+
+
+def routing_of(desc: RouteDesc, tokens: int, experts: int, seed: int) -> torch.Tensor:
+    """Return ``routing``: a token in five goes nowhere, and none goes to the expert 1."""
+    if desc.kind == "rows":
+        return route_of(tokens, experts, seed).places.to(desc.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, experts, generator=generator)
+    if experts > 1:
+        scores[:, 1] = -1.0
+    count = min(_TOPK, max(experts - 1, 1))
+    chosen = scores.argsort(dim=1, descending=True)[:, :count]
+    idle = torch.rand(tokens, 1, generator=generator) < 0.2
+    if desc.kind == "experts":
+        return torch.where(idle, -1, chosen).to(desc.dtype)
+    mask = torch.zeros(tokens, experts, dtype=torch.int64)
+    values = torch.arange(1, count + 1).expand(tokens, -1) if desc.dtype != torch.bool else 1
+    mask.scatter_(1, chosen, values)
+    return torch.where(idle, 0, mask).to(desc.dtype)
+
+
+def route_of(tokens: int, experts: int, seed: int) -> Route:
+    """Return a route by which the last rows take no token, and a few tokens are dropped."""
+    routing = routing_of(RouteDesc(torch.bool, "mask"), tokens, experts, seed)
+    places = routing.t().flatten().cumsum(0).reshape(experts, tokens).t() - 1
+    rows = max(2 * tokens, 1)
+    is_row = routing & (places < rows) & (places % 7 != 5)
+    index = torch.where(is_row, places, -1).to(torch.int32)
+    sources = torch.full((rows,), -1, dtype=torch.int32)
+    flat = index.flatten()
+    sources[flat[flat >= 0].long()] = (flat >= 0).nonzero()[:, 0].to(torch.int32)
+    return Route(index.contiguous(), sources)
+
+
+def _weights(dtype: torch.dtype, tokens: int, seed: int) -> torch.Tensor:
+    """Return probabilities ``[tokens, experts]``, a few of them 0; float32 where the tokens are
+    bfloat16."""
+    weights = inputs.moderate(tokens, _EXPERTS, torch.float32, seed).abs().clamp(max=1.0)
+    weights = torch.where(weights < 0.02, 0, weights)
+    return weights if dtype == torch.bfloat16 else weights.to(dtype)
+
+
+@example(RouterDesc)
+def _router(subject: Subject, desc: RouterDesc, case: Case) -> OpCall:
+    rows, _ = case.size or POINTWISE
+    takes_bias = desc.score_function != "softmax" and not desc.of_all
+    keywords = {"expert_bias": _bias(_EXPERTS, case.seed)} if takes_bias else {}
+    logits = _logits(desc.dtype, rows, case.seed)
+    return OpCall(desc, (subject.here(logits),), subject.here(keywords))
+
+
+@example(RouterBackwardDesc)
+def _router_backward(subject: Subject, desc: RouterBackwardDesc, case: Case) -> OpCall:
+    rows, _ = case.size or POINTWISE
+    generator = torch.Generator().manual_seed(50 + case.seed)
+    scores = torch.rand(rows, _EXPERTS, generator=generator) + 0.01
+    order = scores.argsort(1, descending=True)
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order[:, : desc.topk], True)
+    if desc.score_function == "softmax":
+        if not (desc.pre_softmax or desc.of_all):
+            scores = torch.where(chosen, scores, 0)
+        scores = scores / scores.sum(1, keepdim=True)
+    dtype = torch.float32 if desc.of_all else desc.dtype
+    grad = inputs.moderate(rows, _EXPERTS, dtype, 4 + case.seed)
+    return OpCall(desc, tuple(subject.here((grad, chosen, scores))), {})
+
+
+def _logits(dtype: torch.dtype, tokens: int, seed: int) -> torch.Tensor:
+    """Return logits whose scores are apart by far more than their rounding errors."""
+    generator = torch.Generator().manual_seed(40 + seed)
+    order = torch.rand(tokens, _EXPERTS, generator=generator).argsort(1)
+    return (order * 0.75 - 2.0 + 0.125 * seed).to(dtype)
+
+
+def _bias(experts: int, seed: int) -> torch.Tensor:
+    return (torch.arange(experts) % 3 - 1) * (0.3125 + seed / 64)
 
 
 @law(4, "cross_entropy", is_core=True)

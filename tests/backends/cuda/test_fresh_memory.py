@@ -26,7 +26,8 @@ from fp8core.backend_api import (
     QuantizeDesc,
     RotaryDesc,
 )
-from fp8core.conformance.calls import Case, arguments
+from fp8core.conformance.calls import Case
+from fp8core.conformance.laws import arguments
 from fp8core.conformance.laws.every_op import outcome
 from fp8core.torch_ops.private import pytree
 from tests.backends.cuda.cuda_cases import DEVICE, same_bits, spec, subject

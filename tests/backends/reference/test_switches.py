@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from fp8core.backend_api import GemmDesc
-from fp8core.conformance.calls import OpCall, arguments
+from fp8core.conformance.calls import OpCall
 from fp8core.conformance.catalogue import catalogue
+from fp8core.conformance.laws import arguments
 from fp8core.conformance.subject import Subject, find
 from fp8core.torch_ops.private import pytree
 from fp8core_backends.reference.products import product
