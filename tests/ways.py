@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import fp8core
 from fp8core import cpu_offload, ops, recipe
+from fp8core.chain import node
 from fp8core.chain import run as chain
 from fp8core.modules.bindings import Bindings
 from fp8core.modules.composition import Composition
@@ -245,7 +246,8 @@ def plain(layer: torch.nn.Module) -> Iterator[Call]:
     with pytest.MonkeyPatch.context() as patch:
         nothing = property(lambda bindings: None, lambda bindings, memo: None)
         patch.setattr(Bindings, "memo", nothing)
-        patch.setattr(chain, "likeness_to", lambda *tensors: None)
+        for module in (chain, node):
+            patch.setattr(module, "likeness_to", lambda *tensors: None)
         patch.setattr(Composition, "encode", lambda *arguments: None)
         yield layer
 

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fp8core.backend_api import Recorder
 from fp8core.chain.alone import is_transformed
-from fp8core.chain.once import OnlyOnce
 from fp8core.chain.protocol import Link, Program, Saved
-from fp8core.chain.series import Arranged
+from fp8core.chain.series import Chain
 from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.dispatch import policy, table
 from fp8core.errors import Fp8CoreError, UnsupportedError
@@ -27,49 +25,10 @@ from fp8core.tensors.quantizer_binding import Binding
 from fp8core.torch_ops.private import interpreter_stack
 
 
-class Unfused(Arranged):
-    """Links in high precision, which hand each other plain tensors and need no common node.
-
-    Each of ``pieces`` gets an autograd node, which saves the tensors themselves as torch's nodes
-    do, so that second derivatives reach them. A piece is one link, or two that a backend fuses.
-    """
-
-    pieces: tuple[Unfused, ...]
-
-    def __init__(self, links: Sequence[Link]) -> None:
-        """Split ``links``, each of which has None as ``only_once``."""
-        super().__init__(links)
-        ends = [at + 1 for at, link in enumerate(links) if not link.is_left_to_next]
-        starts = [0, *ends[:-1]]
-        is_piece = len(ends) == 1
-        self.pieces = (
-            (self,)
-            if is_piece
-            else tuple(Unfused(links[a:b]) for a, b in zip(starts, ends, strict=True))
-        )
-
-
-def arranged(links: tuple[Link, ...], recorder: Recorder | None = None) -> Arranged:
-    """Return ``links``, as :class:`Unfused` if torch's operators may replace each of them.
-
-    ``recorder`` records dense calls of those that torch's operators may not replace.
-    """
-    if not only_once(links):
-        return Unfused(links)
-    chain = Arranged(links)
-    chain.recorder = recorder
-    return chain
-
-
-def only_once(links: Sequence[Link]) -> OnlyOnce | None:
-    """Return why torch's operators may not replace ``links``; None if they may."""
-    return next((link.only_once for link in links if link.only_once is not None), None)
-
-
-def twins(links: Sequence[Link], like: torch.Tensor) -> Arranged:
+def twins(links: Sequence[Link], like: torch.Tensor) -> Chain:
     """Return ``links`` bound to torch's operators, for activations like ``like``."""
     bind = functools.partial(_bound, device=like.device, dtype=like.dtype)
-    return Arranged([link.in_torch(bind) for link in links])
+    return Chain([link.in_torch(bind) for link in links])
 
 
 @functools.lru_cache(maxsize=4096)

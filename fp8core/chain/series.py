@@ -10,6 +10,7 @@ import torch
 
 from fp8core.backend_api import Recorder
 from fp8core.chain.call import DENSE, Call
+from fp8core.chain.once import OnlyOnce
 from fp8core.chain.padding import RowsChanged
 from fp8core.chain.protocol import (
     Backward,
@@ -204,7 +205,7 @@ def row_error(
 _MOST_PROGRAMS = 64
 
 
-class Arranged(tuple[Link, ...]):
+class Chain(tuple[Link, ...]):
     """Links that run one after the other.
 
     ``like_grad`` says whether the gradient of the output is like one that needed no conversion.
@@ -247,3 +248,42 @@ class Arranged(tuple[Link, ...]):
         if len(self) == 1:
             return self[0].program(rows, needs_grad, call)
         return Series(self, rows, needs_grad, call)
+
+
+class Unfused(Chain):
+    """Links in high precision, which hand each other plain tensors and need no common node.
+
+    Each of ``pieces`` gets an autograd node, which saves the tensors themselves as torch's nodes
+    do, so that second derivatives reach them. A piece is one link, or two that a backend fuses.
+    """
+
+    pieces: tuple[Unfused, ...]
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        """Split ``links``, each of which has None as ``only_once``."""
+        super().__init__(links)
+        ends = [at + 1 for at, link in enumerate(links) if not link.is_left_to_next]
+        starts = [0, *ends[:-1]]
+        is_piece = len(ends) == 1
+        self.pieces = (
+            (self,)
+            if is_piece
+            else tuple(Unfused(links[a:b]) for a, b in zip(starts, ends, strict=True))
+        )
+
+
+def chain_of(links: tuple[Link, ...], recorder: Recorder | None = None) -> Chain:
+    """Return ``links``, as :class:`Unfused` if torch's operators may replace each of them.
+
+    ``recorder`` records dense calls of those that torch's operators may not replace.
+    """
+    if not only_once(links):
+        return Unfused(links)
+    chain = Chain(links)
+    chain.recorder = recorder
+    return chain
+
+
+def only_once(links: Sequence[Link]) -> OnlyOnce | None:
+    """Return why torch's operators may not replace ``links``; None if they may."""
+    return next((link.only_once for link in links if link.only_once is not None), None)

@@ -13,7 +13,7 @@ import torch
 
 from fp8core.backend_api import ColumnSumsDesc, GemmDesc, GroupedGemmDesc, Operand, OperandSpec
 from fp8core.chain.differentiable import gradients_once
-from fp8core.chain.run import is_under_torch_autocast
+from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.unwrap import as_readable, unwrap
 from fp8core.dispatch import table
 from fp8core.errors import OperandError, UnsupportedError

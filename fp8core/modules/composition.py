@@ -29,11 +29,11 @@ from fp8core.chain import run as chain
 from fp8core.chain.alone import is_transformed
 from fp8core.chain.attention.link import AttentionLink
 from fp8core.chain.call import DENSE, Call
-from fp8core.chain.differentiable import arranged, only_once
+from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.packed_attention import PackedAttentionLink
 from fp8core.chain.protocol import Link
 from fp8core.chain.residual import ResidualLink
-from fp8core.chain.series import Arranged
+from fp8core.chain.series import Chain, chain_of, only_once
 from fp8core.chain.unwrap import PLAIN
 from fp8core.context.autocast import Active, active
 from fp8core.dispatch import policy
@@ -168,7 +168,7 @@ class EncoderParts(NamedTuple):
             and x.numel() > 0
             and x.shape[-1] == self.first.in_features
             and all(x.dtype == weight.dtype and x.device == weight.device for weight in weights)
-            and not chain.is_under_torch_autocast(x)
+            and not is_under_torch_autocast(x)
         )
 
 
@@ -181,7 +181,7 @@ class Composition:
     def __init__(self) -> None:
         self.memo: Memo | None = None
         # By the parts of their segments, which the key has by their addresses.
-        self._chains: dict[tuple[object, ...], tuple[Arranged, Sequence[Segment]]] = {}
+        self._chains: dict[tuple[object, ...], tuple[Chain, Sequence[Segment]]] = {}
         self._refused: tuple[Active, Policy] | None = None  # that no chain was made for
 
     def __reduce__(self) -> tuple[type[Composition], tuple[()]]:
@@ -192,7 +192,7 @@ class Composition:
         branches: Sequence[Sequence[Segment]],
         tokens: tuple[int, ...] = (),
         owner: str | None = None,
-    ) -> Arranged:
+    ) -> Chain:
         """Return the links of all ``branches`` as one chain; with an ``owner``, which messages
         name, each branch is added to its input."""
         segments = [*concatenated.from_iterable(branches)]
@@ -207,7 +207,7 @@ class Composition:
         recorder = None if owner is None else _recorder_of(segments)
         if len(self._chains) >= _MOST_CHAINS:  # sizes without end
             self._chains.pop(next(iter(self._chains)), None)
-        self._chains[key] = arranged(links, recorder), segments
+        self._chains[key] = chain_of(links, recorder), segments
         return self._chains[key][0]
 
     def attend(self, call: AttentionCall, proj: Linear) -> torch.Tensor:
@@ -314,5 +314,5 @@ def _recorder_of(segments: Sequence[Segment]) -> Any:
     Attention is a function to it, whoever computes that.
     """
     parts = [segment.bound.parts[0] for segment in segments if segment.heads is None]
-    recorders = [part.recorder if isinstance(part, Arranged) else None for part in parts]
+    recorders = [part.recorder if isinstance(part, Chain) else None for part in parts]
     return recorders[0] if all(each is recorders[0] for each in recorders) else None

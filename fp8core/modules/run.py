@@ -13,7 +13,7 @@ import torch
 from fp8core.chain import run as chain
 from fp8core.chain.call import Call
 from fp8core.chain.delayed_wgrad import DelayedCall
-from fp8core.chain.series import Arranged
+from fp8core.chain.series import Chain
 from fp8core.chain.shape import LinkShape
 from fp8core.context import recompute
 from fp8core.dispatch import policy
@@ -211,7 +211,7 @@ def run_links_by(
 
 def run_joined(
     layers: Sequence[tuple[LowPrecisionModule, Bound]],
-    links: Arranged,
+    links: Chain,
     input: torch.Tensor,
     params: Sequence[torch.Tensor],
     call: Call,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8core.chain.run import is_under_torch_autocast
+from fp8core.chain.node import is_under_torch_autocast
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.modules.calls.inputs import check_kind
 from fp8core.modules.calls.parameters import InitMethod, check_probability, refuse_arguments

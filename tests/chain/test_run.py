@@ -28,7 +28,7 @@ from fp8core.chain import run as chain
 from fp8core.chain.call import DENSE
 from fp8core.chain.linear.shape import LinearLink
 from fp8core.chain.protocol import Wrapper
-from fp8core.chain.series import Arranged
+from fp8core.chain.series import Chain
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
 from tests.device import DEVICE, assert_same_sums
@@ -363,7 +363,7 @@ def test_a_chain_drops_the_oldest_program_alone_of_sizes_without_end() -> None:
     layer = LayerNormLinear(32, 16)
     parts = bind(layer, torch.device(DEVICE), torch.float32).parts
     links = parts[0]
-    assert isinstance(links, Arranged)
+    assert isinstance(links, Chain)
 
     def program(rows: int) -> object:
         return links.program(torch.Size((rows, 32)), rows, (False,) * 4, DENSE)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8core.chain.run import is_under_torch_autocast
+from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.shape import input_columns_of
 from fp8core.chain.unwrap import PLAIN
 from fp8core.errors import OperandError

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fp8core.backend_api import ATTENTION_LAYOUTS
-from fp8core.chain.run import is_under_torch_autocast
+from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
 from fp8core.modules.calls.inputs import check_is_whole, check_kind

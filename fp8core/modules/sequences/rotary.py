@@ -14,7 +14,7 @@ from fp8core.backend_api import ATTENTION_LAYOUTS
 from fp8core.chain import run as chain
 from fp8core.chain.call import Call
 from fp8core.chain.sequence_chunks import Chunks
-from fp8core.chain.series import Arranged
+from fp8core.chain.series import Chain
 from fp8core.chain.simple import RotaryLink, RotaryShape
 from fp8core.chain.unwrap import PLAIN, as_readable, unwrap
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
@@ -209,7 +209,7 @@ class Rotary(LowPrecisionModule):
             return
         is_same = sameness_to((t, *sources))
         is_plain = PLAIN.issuperset(map(type, (t, *sources)))
-        if is_same is None or not is_plain or not isinstance(bound.parts[0], Arranged):
+        if is_same is None or not is_plain or not isinstance(bound.parts[0], Chain):
             return
         if chain.prepared_run(bound.parts[0], t, sources[:1], Call()) is None:
             return
