@@ -26,6 +26,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
     RotaryDesc,
     bind_method,
+    variant_of,
 )
 from fp8core_backends.ascend.attention import attention, attention_backward, refused_attention
 from fp8core_backends.ascend.gemm import gemm
@@ -81,6 +82,9 @@ class AscendBackend:
         check = _CHECKS.get(type(desc))
         if check is None:
             return f"it has no {type(desc).__name__}"
+        variant = variant_of(desc)
+        if variant is not None:
+            return f"it has no {desc.op} with {variant}"
         return check(desc) or (_check_soc(device) if desc.low_precision else None)
 
     def alignment(self, desc: GemmDesc) -> Alignment:

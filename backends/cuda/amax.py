@@ -182,7 +182,7 @@ class _ByAmax:
 
     def __init__(self, desc: QuantizeDesc, device: torch.device, native: Any) -> None:
         self._desc = desc
-        self._cast = bind_quantize(desc, device, native)
+        self._cast: Callable[..., Quantized] = bind_quantize(desc, device, native)
         self.kernel: str = self._cast.kernel  # type: ignore[attr-defined]  # of one spec it has one
 
     def __call__(

@@ -35,7 +35,6 @@ from fp8core.backend_api import (
     OpDesc,
     OperandSpec,
     QuantizeByAmaxDesc,
-    Quantized,
     QuantizeDesc,
     Ranks,
     RotaryDesc,
@@ -73,7 +72,7 @@ from fp8core_backends.cuda.permutation import (
     Route,
     route_problem,
 )
-from fp8core_backends.cuda.quantize import bind_quantize
+from fp8core_backends.cuda.quantize import bind_quantize, variant_problem
 from fp8core_backends.cuda.recorder import Recorder, recorder
 from fp8core_backends.cuda.rotary import Rotary, rotary_problem
 from fp8core_backends.cuda.router import Router, RouterBackward, router_problem
@@ -192,9 +191,7 @@ def _bind_dense(desc: GemmDesc, device: torch.device) -> Callable[..., torch.Ten
     return gemm_type(desc, device, native.load())
 
 
-def _bind_quantize(
-    desc: QuantizeDesc, device: torch.device, library: Any
-) -> Callable[..., Quantized]:
+def _bind_quantize(desc: QuantizeDesc, device: torch.device, library: Any) -> Callable[..., Any]:
     spec = desc.rowwise or desc.columnwise
     assert spec is not None
     bind = bind_quantize if spec.scale_format == "float32" else bind_byte_scaled
@@ -263,6 +260,7 @@ def _check_amax(desc: AmaxDesc) -> str | None:
 def _check_quantize_by_amax(desc: QuantizeByAmaxDesc) -> str | None:
     specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
     problems = (
+        (desc.sums or desc.chunked, "no sums and no chunks by given amaxes"),
         (any(spec.delayed for spec in specs), "a delayed scale is given: it follows from no amax"),
         (not has_amax(desc), "scales follow from their blocks alone: there is no amax"),
         (
@@ -347,7 +345,7 @@ def _check_rows(desc: DispatchDesc | CombineDesc | CombineBackwardDesc) -> str |
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
     ActivationBackwardDesc: activation_problem,
     ActivationDesc: activation_problem,
-    QuantizeDesc: _check_quantize,
+    QuantizeDesc: lambda desc: _check_quantize(desc) or variant_problem(desc),
     QuantizeByAmaxDesc: _check_quantize_by_amax,
     DequantizeDesc: _check_dequantize,
     ColumnSumsDesc: _check_column_sums,

@@ -24,7 +24,7 @@ from fp8core_backends.cuda.activation import (
     native_activation,
 )
 from fp8core_backends.cuda.column_sums import ColumnSums
-from fp8core_backends.cuda.fused_chunked import CHUNKED_MODES, FusedCall, RunChunked
+from fp8core_backends.cuda.fused_chunked import FusedCall, RunChunked, comes_in_chunks
 from fp8core_backends.cuda.layout import adjacent_columns, scale_mode
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.microscaling import ByteScaled
@@ -65,7 +65,11 @@ def fused_activation_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
             "a fusion rounds before the cast unless the scale is delayed",
         ),
         (not is_backward and spec.format == "e5m2", f"no fusion to {spec.format} in forward"),
-        (not is_backward and desc.sums, "no column sums in forward"),
+        (not is_backward and desc.quantize.sums, "no column sums in forward"),
+        (
+            desc.quantize.chunked and not (is_backward and comes_in_chunks(desc.quantize)),
+            f"no chunks of {desc.op} by {spec}",
+        ),
     )
     reason = next((reason for wrong, reason in problems if wrong), None)
     return reason or activation_problem(producer)
@@ -182,7 +186,7 @@ class FusedActivation(_Fused):
 class FusedActivationBackward(_Fused):
     """``(quantized grad_x,)`` from ``grad_output`` and ``x``, and column sums if asked for."""
 
-    __slots__ = ("_backward", "_column_sums", "_empty", "_has_sums", "_num_parts", "run_chunked")
+    __slots__ = ("_backward", "_column_sums", "_empty", "_has_sums", "_num_parts")
 
     def __init__(self, desc: FusedDesc, device: torch.device, native: Any) -> None:
         super().__init__(desc, device, native)
@@ -190,18 +194,14 @@ class FusedActivationBackward(_Fused):
         self._backward = ActivationBackward(desc.producer, device, native)
         self._column_sums = ColumnSums(ColumnSumsDesc(desc.quantize.dtype), device, native)
         self._empty = allocator(self._index)
-        self._has_sums = desc.sums
+        self._has_sums = desc.quantize.sums
         self._num_parts = 2 if desc.producer.name in GATED else 1
-        self.run_chunked = self._chunked(desc.quantize, native)
 
-    def _chunked(self, cast: QuantizeDesc, native: Any) -> RunChunked | None:
-        """Return what computes chunks, None where a chunk has no scale of its own yet."""
-        row = cast.rowwise
-        if row is None or cast.columnwise is None:
-            return None
-        mode = scale_mode(row)
-        if mode not in CHUNKED_MODES or (mode == "tensor" and not row.delayed):
-            return None
+    def in_chunks(self, cast: QuantizeDesc, native: Any) -> RunChunked:
+        """Return the call whose result comes in chunks of ``cast``."""
+        assert cast.rowwise is not None
+        mode = scale_mode(cast.rowwise)
+        assert mode is not None
         call = FusedCall(
             self.__call__,
             self._native_fused,
@@ -281,5 +281,7 @@ def bind_fused_activation(
     desc: FusedDesc, device: torch.device, native: Any
 ) -> Callable[..., tuple[Any, ...]]:
     """Return the callable of ``desc``."""
-    is_forward = isinstance(desc.producer, ActivationDesc)
-    return (FusedActivation if is_forward else FusedActivationBackward)(desc, device, native)
+    if isinstance(desc.producer, ActivationDesc):
+        return FusedActivation(desc, device, native)
+    backward = FusedActivationBackward(desc, device, native)
+    return backward.in_chunks(desc.quantize, native) if desc.quantize.chunked else backward

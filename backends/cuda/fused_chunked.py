@@ -9,20 +9,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import ComputedRows, QuantizedChunks
+from fp8core.backend_api import ComputedRows, QuantizedChunks, QuantizeDesc
 from fp8core_backends.cuda.chunks import LEAST_SAVED, ChunkedResult, Chunks, Part, Slots
-from fp8core_backends.cuda.layout import adjacent_columns, row_stride
+from fp8core_backends.cuda.layout import adjacent_columns, row_stride, scale_mode
 from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.quantize_chunked import CHUNKED_MODES
 from fp8core_backends.cuda.stream import raw_stream
 
-__all__ = ["CHUNKED_MODES", "FusedCall", "RunChunked"]
+__all__ = ["FusedCall", "RunChunked", "comes_in_chunks"]
 
-CHUNKED_MODES = ("tensor", "vec128")
-"""What a scale covers in casts that come in chunks; of a tensor, only where it is delayed: another
-one follows from rows that were not computed yet."""
 CHUNK_ROWS = 2048
 """Rows of a chunk, a multiple of 128. Products of as many fill the chip, and what they return fits
 its cache."""
+
+
+def comes_in_chunks(cast: QuantizeDesc) -> bool:
+    """Whether a chunk of what is cast has its scale before the rows behind it are computed."""
+    row = cast.rowwise
+    if row is None or cast.columnwise is None:
+        return False
+    mode = scale_mode(row)
+    return mode in CHUNKED_MODES and (mode != "tensor" or row.delayed)
 
 
 class FusedCall(NamedTuple):
@@ -44,7 +51,7 @@ class FusedCall(NamedTuple):
 
 
 class RunChunked:
-    """The ``run_chunked`` of a fused call; see FusesChunked."""
+    """A fused call whose cast comes in chunks."""
 
     __slots__ = ("_call", "_empty")
 

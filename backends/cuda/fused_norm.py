@@ -44,7 +44,8 @@ def fused_norm_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
             not rounds and not spec.delayed,
             "a fusion rounds before the cast unless the scale is delayed",
         ),
-        (desc.sums, "no column sums of a norm"),
+        (desc.quantize.sums, "no column sums of a norm"),
+        (desc.quantize.chunked, "no chunks of a norm"),
     )
     reason = next((reason for wrong, reason in problems if wrong), None)
     return reason or norm_problem(norm)

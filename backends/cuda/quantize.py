@@ -27,12 +27,16 @@ from fp8core_backends.cuda.layout import (
 )
 from fp8core_backends.cuda.memory import allocator, allocator_now
 from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum
-from fp8core_backends.cuda.quantize_chunked import QuantizeChunked, QuantizeChunkedAndSum
+from fp8core_backends.cuda.quantize_chunked import (
+    CHUNKED_MODES,
+    QuantizeChunked,
+    QuantizeChunkedAndSum,
+)
 from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from fp8core_backends.cuda.quantize_pair import Addresses, QuantizePair
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["Quantize", "bind_quantize"]
+__all__ = ["Quantize", "bind_quantize", "variant_problem"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Looked up in every call, so here by one name each.
@@ -63,9 +67,6 @@ class Quantize:
         "dtype",
         "kernel",
         "native_cast",
-        "quantize_and_sum",
-        "quantize_chunked",
-        "quantize_chunked_and_sum",
     )
 
     def __init__(
@@ -96,14 +97,6 @@ class Quantize:
         # Equal for two casts that can share a launch, None for one that shares none.
         is_pairable = is_both and mode == "tensor" and spec.format == "e4m3"
         self._pairs_with = (spec.delayed, desc.dtype, self._index) if is_pairable else None
-        if is_both and mode in ("tensor", "vec128"):
-            self.quantize_chunked = QuantizeChunked(desc, device, native, self.native_cast, self)
-        if desc.dtype in quantize_and_sum.DTYPES and mode in quantize_and_sum.MODES:
-            self.quantize_and_sum = QuantizeAndSum(self, self._index)
-            if hasattr(self, "quantize_chunked"):
-                self.quantize_chunked_and_sum = QuantizeChunkedAndSum(
-                    self.quantize_chunked, self.quantize_and_sum, self._empty
-                )
 
     def __call__(
         self,
@@ -302,9 +295,25 @@ def _native_quantize(desc: QuantizeDesc, spec: OperandSpec, index: int, native: 
     )
 
 
-def bind_quantize(
-    desc: QuantizeDesc, device: torch.device, native: Any
-) -> Callable[..., Quantized]:
+def variant_problem(desc: QuantizeDesc) -> str | None:
+    """Say why no cast gives the sums or chunks that ``desc`` asks for, or None."""
+    if not (desc.sums or desc.chunked):
+        return None
+    spec = desc.rowwise or desc.columnwise
+    assert spec is not None
+    mode, is_both = scale_mode(spec), desc.rowwise is not None and desc.columnwise is not None
+    has_sums = desc.dtype in quantize_and_sum.DTYPES and mode in quantize_and_sum.MODES
+    problems = (
+        (desc.grouped, "no sums and no chunks of groups"),
+        (is_both and desc.rowwise != desc.columnwise, "orientations that differ are two casts"),
+        (desc.sums and not has_sums, f"no column sums with a cast of {desc.dtype} by {spec}"),
+        (desc.chunked and not is_both, "a cast in chunks is of both orientations"),
+        (desc.chunked and mode not in CHUNKED_MODES, f"no chunks by {spec}"),
+    )
+    return next((reason for wrong, reason in problems if wrong), None)
+
+
+def bind_quantize(desc: QuantizeDesc, device: torch.device, native: Any) -> Callable[..., Any]:
     """Return the callable of ``desc``: one native call, or one an orientation if specs differ."""
     if desc.offsets_on_device:
         index = index_of(device)
@@ -314,7 +323,8 @@ def bind_quantize(
     if row is None or column is None or row == column:
         spec = row or column
         assert spec is not None
-        dense: Callable[..., Quantized] = Quantize(desc, spec, device, native)
+        cast = Quantize(desc, spec, device, native)
+        dense: Callable[..., Any] = _variant(cast, desc, device, native)
     else:
         halves = [
             Quantize(half, spec, device, native)
@@ -322,3 +332,16 @@ def bind_quantize(
         ]
         dense = apart(*halves)
     return in_groups(dense) if desc.grouped else dense
+
+
+def _variant(
+    cast: Quantize, desc: QuantizeDesc, device: torch.device, native: Any
+) -> Callable[..., Any]:
+    """Return ``cast`` with the sums and the chunks that ``desc`` asks for."""
+    index = index_of(device)
+    if not desc.chunked:
+        return QuantizeAndSum(cast, index) if desc.sums else cast
+    chunked = QuantizeChunked(desc, device, native, cast.native_cast, cast)
+    if not desc.sums:
+        return chunked
+    return QuantizeChunkedAndSum(chunked, QuantizeAndSum(cast, index), allocator(index))

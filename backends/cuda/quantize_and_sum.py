@@ -56,7 +56,7 @@ class SummableCast(Protocol):
 
 
 class QuantizeAndSum:
-    """The ``quantize_and_sum`` of a cast; see QuantizesAndSums."""
+    """A cast of a descriptor with ``sums``."""
 
     __slots__ = ("_cast", "_empty", "_index")
 

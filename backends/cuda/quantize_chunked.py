@@ -16,14 +16,16 @@ from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum
 from fp8core_backends.cuda.quantize_compose import Cast
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["QuantizeChunked", "QuantizeChunkedAndSum"]
+__all__ = ["CHUNKED_MODES", "QuantizeChunked", "QuantizeChunkedAndSum"]
 
+CHUNKED_MODES = ("tensor", "vec128")
+"""What a scale covers in casts that come in chunks."""
 CHUNK_ROWS = 4096
 """Rows of a chunk, a multiple of 128: a product of as many fills the chip."""
 
 
 class QuantizeChunked:
-    """A cast of both orientations by one spec, in chunks; see QuantizesChunked."""
+    """A cast of both orientations by one spec, in chunks."""
 
     __slots__ = (
         *("_amax", "_dtype", "_empty", "_index", "_mode", "_native", "_native_cast"),
@@ -110,7 +112,7 @@ class QuantizeChunked:
 
 
 class QuantizeChunkedAndSum:
-    """The same with column sums; see QuantizesChunkedAndSums."""
+    """The same with column sums."""
 
     __slots__ = ("_chunked", "_empty", "_whole")
 

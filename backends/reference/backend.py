@@ -19,6 +19,7 @@ from fp8core.backend_api import (
     OpDesc,
     OperandSpec,
     bind_method,
+    variant_of,
 )
 from fp8core_backends.reference import (  # noqa: F401  each computes operations
     attention,
@@ -39,6 +40,9 @@ class ReferenceBackend:
         problem = REFUSALS.get(type(desc))
         if problem is None:
             return f"unknown descriptor {desc}"
+        variant = variant_of(desc)
+        if variant is not None:
+            return f"no {desc.op} with {variant}"
         # Low precision runs here only if it is asked for by name; high precision runs unasked.
         is_unasked = isinstance(desc, GroupedGemmDesc) and not desc.low_precision
         if is_unasked and device.type != "cpu" and getattr(desc, "offsets_on_device", False):

@@ -86,16 +86,12 @@ from fp8core.backend_api.optional import (
     Chunks,
     ComputedRows,
     ComputesParts,
-    FusesChunked,
     MovesBeside,
     NamesKernel,
     NamesOtherKernels,
     PairCast,
     PreparesUpdates,
     QuantizedChunks,
-    QuantizesAndSums,
-    QuantizesChunked,
-    QuantizesChunkedAndSums,
     QuantizesPairs,
     Ranks,
     Recorder,
@@ -119,6 +115,7 @@ from fp8core.backend_api.spec import (
     Numerics,
     OpDesc,
     bind_method,
+    variant_of,
 )
 from fp8core.backend_api.training import (
     MASTER_KINDS,
@@ -180,7 +177,6 @@ __all__ = [
     "Finding",
     "FormatSpec",
     "FusedDesc",
-    "FusesChunked",
     "GemmDesc",
     "GroupedGemmDesc",
     "MovesBeside",
@@ -199,9 +195,6 @@ __all__ = [
     "QuantizeDesc",
     "Quantized",
     "QuantizedChunks",
-    "QuantizesAndSums",
-    "QuantizesChunked",
-    "QuantizesChunkedAndSums",
     "QuantizesPairs",
     "Ranks",
     "RecipeError",
@@ -231,6 +224,7 @@ __all__ = [
     "shares_amax",
     "split_amax",
     "split_groups",
+    "variant_of",
 ]
 
 

@@ -54,7 +54,16 @@ class QuantizeDesc:
     - stochastic specs: ``rng`` (int64 ``[2]`` on the CPU: seed and offset; the same values give the
       same rounding).
 
-    What a bound callable may offer for speed: :mod:`fp8core.backend_api.optional`.
+    Optional, of casts that are not grouped, for calls outside of graphs:
+
+    - ``sums``: the result is ``(Quantized, sums)``, the latter those of
+      :class:`~fp8core.backend_api.ColumnSumsDesc` for ``x``: a gradient's cast, and the gradient of
+      a bias, in one reading.
+    - ``chunked``, of both orientations: instead of a :class:`Quantized`, the result has
+      :class:`~fp8core.backend_api.QuantizedChunks` unless chunks save nothing. The amax, the count
+      and the sums are complete when all chunks are read.
+
+    What else a bound callable may offer for speed: :mod:`fp8core.backend_api.optional`.
 
     Raises nothing for values: NaN keeps its place, inf saturates, zero blocks get scale 1."""
 
@@ -65,10 +74,13 @@ class QuantizeDesc:
     columnwise: OperandSpec | None
     grouped: bool = False
     offsets_on_device: bool = False
+    sums: bool = False
+    chunked: bool = False
 
     def halves(self) -> tuple[QuantizeDesc, QuantizeDesc]:
         """Return the descriptors of the rowwise and of the columnwise half alone."""
-        return replace(self, columnwise=None), replace(self, rowwise=None)
+        whole = replace(self, chunked=False)
+        return replace(whole, columnwise=None), replace(whole, rowwise=None)
 
     def __str__(self) -> str:
         start = f"{dtype_text(self.dtype)} -> rowwise={self.rowwise}"

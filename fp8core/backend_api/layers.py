@@ -26,14 +26,17 @@ class FusedDesc:
     Named ``<producer.op>_quantize``. Takes the producer's arguments, then the keywords of
     :class:`QuantizeDesc`; returns the producer's result with a :class:`Quantized` in the place of
     its first tensor. Equals the pair bit for bit; the pair hands over in ``quantize.dtype``, which
-    is float32 where the plan does not round before the cast. With ``sums`` the column sums of that
-    tensor in float32 ``[n]`` are appended: a bias gradient.
+    is float32 where the plan does not round before the cast. With ``quantize.sums`` the column sums
+    of that tensor in float32 ``[n]`` are appended: a bias gradient.
+
+    With ``quantize.chunked``, of an :class:`ActivationBackwardDesc` and specs that round to
+    nearest, chunks of rows are computed and quantized as they are read, and ``grad_output`` may be
+    :class:`~fp8core.backend_api.ComputedRows`. A backend that has this has that cast as well.
     """
 
     low_precision: ClassVar[bool] = True
     producer: NormDesc | NormBackwardDesc | ActivationDesc | ActivationBackwardDesc
     quantize: QuantizeDesc
-    sums: bool = False
 
     @property
     def op(self) -> str:
@@ -62,7 +65,7 @@ def fused(
     """Return the shapes of the producer's results, the first one cast, and of the sums."""
     results = RECORDS[desc.producer.op].shapes(desc.producer, *arguments)
     first, *rest = results if type(results) is tuple else (results,)
-    sums = [ResultShape((first.size[1],), torch.float32)] if desc.sums else []
+    sums = [ResultShape((first.size[1],), torch.float32)] if desc.quantize.sums else []
     return CastShape(desc.quantize, first.size), *rest, *sums
 
 

@@ -11,7 +11,7 @@ method with another signature than here is an error of binding. A member that is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -61,24 +61,6 @@ class QuantizedChunks(NamedTuple):
     columnwise: Operand
 
 
-class QuantizesChunked(Protocol):
-    """A callable of a dense QuantizeDesc of both orientations that can quantize chunks of rows."""
-
-    def quantize_chunked(
-        self,
-        x: torch.Tensor,
-        *,
-        scale: torch.Tensor | None = None,
-        amax_out: torch.Tensor | None = None,
-        nonfinite_out: torch.Tensor | None = None,
-    ) -> Quantized | QuantizedChunks:
-        """Quantize ``x`` as the call does, in chunks, or as a whole where chunks save nothing.
-
-        ``scale`` and ``amax_out`` are given for delayed specs alone. The amax and the count are
-        complete when all chunks are read.
-        """
-
-
 class ComputedRows(Protocol):
     """A tensor whose ``shape`` is ``[rows, cols]``, computed some rows at a time while a reader
     asks for the rows, once."""
@@ -90,31 +72,6 @@ class ComputedRows(Protocol):
 
         A reader calls for all rows, in order; no later call has more rows than the first. The next
         call may overwrite the memory of the rows.
-        """
-
-
-class FusesChunked(Protocol):
-    """A callable of a :class:`~fp8core.backend_api.FusedDesc` of an
-    :class:`~fp8core.backend_api.ActivationBackwardDesc` and a dense cast of both orientations by
-    specs that round to nearest, which can compute and quantize chunks of rows. Its backend offers
-    :class:`QuantizesChunked` of that cast as well."""
-
-    def run_chunked(
-        self,
-        grad_output: torch.Tensor | ComputedRows,
-        x: torch.Tensor,
-        *,
-        scale: torch.Tensor | None = None,
-        amax_out: torch.Tensor | None = None,
-        nonfinite_out: torch.Tensor | None = None,
-    ) -> tuple[Any, ...]:
-        """Return the results of the call, with :class:`QuantizedChunks` in the place of
-        :class:`~fp8core.backend_api.Quantized` unless chunks save nothing.
-
-        ``grad_output`` may be rows that are computed when a chunk is read. The keywords are those
-        of :class:`QuantizesChunked`; the amax, the count and the column sums, if
-        :class:`~fp8core.backend_api.FusedDesc` asks for them, are complete when all chunks are
-        read.
         """
 
 
@@ -135,40 +92,6 @@ class AddsGradients(Protocol):
 
         ``added`` has the shape and dtype of ``grad_x``. ``grad_x`` is rounded, and then the sum.
         """
-
-
-class QuantizesAndSums(Protocol):
-    """A callable of a dense QuantizeDesc that can cast a tensor and add up its columns in one
-    reading: a gradient's cast, and the gradient of a bias."""
-
-    def quantize_and_sum(
-        self,
-        x: torch.Tensor,
-        *,
-        scale: torch.Tensor | None = None,
-        amax_out: torch.Tensor | None = None,
-        nonfinite_out: torch.Tensor | None = None,
-    ) -> tuple[Quantized, torch.Tensor]:
-        """Quantize ``x`` as the call does, and return the column sums of
-        :class:`~fp8core.backend_api.ColumnSumsDesc` as well.
-
-        ``scale`` and ``amax_out`` are given for delayed specs alone.
-        """
-
-
-class QuantizesChunkedAndSums(Protocol):
-    """A callable that is :class:`QuantizesChunked` and :class:`QuantizesAndSums` at once."""
-
-    def quantize_chunked_and_sum(
-        self,
-        x: torch.Tensor,
-        *,
-        scale: torch.Tensor | None = None,
-        amax_out: torch.Tensor | None = None,
-        nonfinite_out: torch.Tensor | None = None,
-    ) -> tuple[Quantized | QuantizedChunks, torch.Tensor]:
-        """Quantize ``x`` as ``quantize_chunked`` does, and return its column sums as well; the sums
-        are complete when all chunks are read."""
 
 
 class PairCast(Protocol):

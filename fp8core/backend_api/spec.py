@@ -15,6 +15,7 @@ import torch
 from fp8core.backend_api import attention, layers, training  # noqa: F401  they record operations
 from fp8core.backend_api.amax import QuantizeByAmaxDesc
 from fp8core.backend_api.descriptors import GemmDesc
+from fp8core.backend_api.layers import FusedDesc
 from fp8core.backend_api.record import RECORDS
 
 if TYPE_CHECKING:
@@ -46,6 +47,26 @@ OPS: tuple[str, ...] = tuple(sorted(op for op, record in RECORDS.items() if not 
 
 OPTIONAL_OPS: tuple[str, ...] = tuple(sorted(RECORDS.keys() - set(OPS)))
 """Fusions that a backend may offer; without them the pair runs."""
+
+
+def variant_of(desc: OpDesc) -> str | None:
+    """Return the field by which ``desc`` asks for more than its operation's call gives, None if it
+    asks for the call alone.
+
+    Variants are optional: a backend denies what it does not have, and the caller composes it. A
+    graph, whose operators are calls alone, has none.
+
+    >>> from fp8core.backend_api import OperandSpec, QuantizeDesc
+    >>> spec = OperandSpec("e4m3", (0, 0), 448.0)
+    >>> variant_of(QuantizeDesc(torch.bfloat16, spec, None, sums=True))
+    'sums'
+    """
+    if isinstance(desc, FusedDesc):
+        return "chunked" if desc.quantize.chunked else None
+    return next((name for name in _VARIANTS if getattr(desc, name, False)), None)
+
+
+_VARIANTS = ("chunked", "sums")
 
 
 class Alignment(NamedTuple):
@@ -124,7 +145,7 @@ class DeclaresNumerics(Protocol):
         """Return the bounds that hold for ``desc``, a supported descriptor, on ``device``."""
 
 
-API_VERSION = (5, 0)
+API_VERSION = (6, 0)
 """(major, minor). A backend written for another major, or a newer minor, is not loaded.
 
 The minor rises with a change that an old backend can ignore: a new operation, a new optional
@@ -137,6 +158,7 @@ BREAKING_CHANGES: Mapping[int, str] = {
     4: "BackendSpec requires api_version, cross_entropy returns largest beside log_sum and its "
     "backward takes both",
     5: "sgd is no operation of backends, and SgdDesc is gone",
+    6: "QuantizeDesc may ask for sums and chunks, and FusedDesc asks for both in its cast",
 }
 """What each major version changed that a backend of an older one does not know."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from fp8core import formats
@@ -78,17 +79,17 @@ def variants(fused: FusedDesc) -> dict[Variant, FusedDesc]:
     """Return the descriptors that a fusion needs, by ``(rowwise, columnwise, sums)``.
 
     ``fused`` itself comes first. An input is always wanted rowwise, columnwise if the weight is
-    trained, and never summed. A gradient is wanted either way or both ways; with ``fused.sums`` it
-    is summed if the bias is trained, and not if it is frozen.
+    trained, and never summed. A gradient is wanted either way or both ways; with ``sums`` it is
+    summed if the bias is trained, and not if it is frozen.
     """
     rowwise, columnwise = fused.quantize.halves()
     casts = {(True, True): fused.quantize, (True, False): rowwise}
     if isinstance(fused.producer, NormBackwardDesc | ActivationBackwardDesc):
         casts[False, True] = columnwise
     return {
-        (*orientations, sums): FusedDesc(fused.producer, cast, sums)
+        (*orientations, sums): FusedDesc(fused.producer, replace(cast, sums=sums))
         for orientations, cast in casts.items()
-        for sums in ((True, False) if fused.sums else (False,))
+        for sums in ((True, False) if cast.sums else (False,))
     }
 
 
@@ -105,13 +106,19 @@ def bind_fusion(
         return None
     runs, chunked = {}, {}
     backend = quantizer.choices[0].backend
-    for key, desc in variants(FusedDesc(producer, quantizer.desc, consumer.has_sums)).items():
+    cast = replace(quantizer.desc, sums=consumer.has_sums)
+    takes_chunks = isinstance(producer, ActivationBackwardDesc) and not cast.grouped
+    for key, desc in variants(FusedDesc(producer, cast)).items():
         fused = context.resolve_optional(f"{step} with cast", desc, backend)
         if fused is None:
             return None
         runs[key] = quantizer.with_slot(fused.run)
-        if fused.offers.run_chunked is not None:
-            chunked[key] = quantizer.with_slot(fused.offers.run_chunked)
+        if not takes_chunks or None in (desc.quantize.rowwise, desc.quantize.columnwise):
+            continue
+        in_chunks = replace(desc, quantize=replace(desc.quantize, chunked=True))
+        fused = context.resolve_optional(f"{step} with cast", in_chunks, backend)
+        if fused is not None:
+            chunked[key] = quantizer.with_slot(fused.run)
     both = quantizer.desc.rowwise, quantizer.desc.columnwise
     row_packing, column_packing = (
         1 if spec is None else _elements_a_byte(spec.format) for spec in both

@@ -332,7 +332,7 @@ def _entries(
             case FusedDesc():
                 name, *_, last = _words(desc.producer)
                 way = "backward" if last == "backward" else ""
-                words = (prefix, name, way, "sums" if desc.sums else "", _word(dtype))
+                words = (prefix, name, way, "sums" if desc.quantize.sums else "", _word(dtype))
             case _:  # the same under every recipe
                 words = _words(desc)
         label = ".".join(filter(None, words))

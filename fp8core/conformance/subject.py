@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from fp8core.backend_api import (
     BackendSpec,
     DeclaresNumerics,
     DequantizeDesc,
+    FusedDesc,
     GemmDesc,
     Numerics,
     OpDesc,
@@ -94,6 +96,15 @@ class Subject:
             self.results[key] = self.backend.bind(desc, self.device)
         run: Callable[..., Any] = self.results[key]
         return run
+
+    def variant(self, desc: OpDesc, **fields: bool) -> Callable[..., Any] | None:
+        """Return the callable of the variant of ``desc`` with these fields, None if the backend
+        denies it; of a fusion they are those of its cast."""
+        values: dict[str, Any] = dict(fields)
+        if isinstance(desc, FusedDesc):
+            values = {"quantize": replace(desc.quantize, **values)}
+        variant: OpDesc = replace(desc, **values)
+        return None if self.refuses(variant) is not None else self.bound(variant)
 
     def offers(self, desc: OpDesc) -> Offers:
         """Return the optional members that the callable of ``desc`` has.

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import (
-    ActivationBackwardDesc,
     Backend,
-    FusedDesc,
     GemmDesc,
     NormBackwardDesc,
     OpDesc,
@@ -23,16 +21,11 @@ from fp8core.backend_api import (
 from fp8core.backend_api.optional import (
     AddsGradients,
     ComputesParts,
-    FusesChunked,
     MovesBeside,
     NamesKernel,
     NamesOtherKernels,
     PairCast,
     PreparesUpdates,
-    QuantizedChunks,
-    QuantizesAndSums,
-    QuantizesChunked,
-    QuantizesChunkedAndSums,
     QuantizesPairs,
     Ranks,
     Recorder,
@@ -50,12 +43,6 @@ class Offers(NamedTuple):
     """The members of the protocols in :mod:`fp8core.backend_api.optional` that one bound callable
     has, None for each that it does not have; and the backend's recorder of its calls."""
 
-    quantize_chunked: Callable[..., Quantized | QuantizedChunks] | None = None
-    quantize_and_sum: Callable[..., tuple[Quantized, torch.Tensor]] | None = None
-    quantize_chunked_and_sum: (
-        Callable[..., tuple[Quantized | QuantizedChunks, torch.Tensor]] | None
-    ) = None
-    run_chunked: Callable[..., tuple[Any, ...]] | None = None
     run_added: Callable[..., tuple[Any, ...]] | None = None
     bind_pair: Callable[[Callable[..., Quantized]], PairCast | None] | None = None
     prepare: Callable[..., Callable[[], None]] | None = None
@@ -196,30 +183,12 @@ def _methods(desc: OpDesc) -> Sequence[_Method]:
     if isinstance(desc, NormBackwardDesc):
         arguments = ("grad_output", "x", "weight", "mean", "rstd", "added")
         return (_Method("run_added", AddsGradients, arguments),)
-    if isinstance(desc, FusedDesc):
-        return _methods_of_fused(desc)
     # By given amaxes nothing but the call is defined.
     if type(desc) is not QuantizeDesc or desc.grouped:
         return ()
-    keywords = _keywords(desc)
-    summing = _Method("quantize_and_sum", QuantizesAndSums, ("x",), keywords)
     if desc.rowwise is None or desc.columnwise is None:
-        return (summing,)
-    return (
-        summing,
-        _Method("quantize_chunked", QuantizesChunked, ("x",), keywords),
-        _Method("quantize_chunked_and_sum", QuantizesChunkedAndSums, ("x",), keywords),
-        _Method("bind_pair", QuantizesPairs, ("other",)),
-    )
-
-
-def _methods_of_fused(desc: FusedDesc) -> Sequence[_Method]:
-    cast = desc.quantize
-    if not isinstance(desc.producer, ActivationBackwardDesc) or cast.grouped:
         return ()
-    if cast.rowwise is None or cast.columnwise is None:
-        return ()
-    return (_Method("run_chunked", FusesChunked, ("grad_output", "x"), _keywords(cast)),)
+    return (_Method("bind_pair", QuantizesPairs, ("other",)),)
 
 
 def _keywords(desc: QuantizeDesc) -> Sequence[str]:

@@ -25,6 +25,7 @@ from fp8core.backend_api import (
     Ranks,
     Recorder,
     Transfers,
+    variant_of,
 )
 from fp8core.dispatch import plugins, policy, select, settings
 from fp8core.dispatch.optional import Offers, pair_of
@@ -93,6 +94,11 @@ in_eager = functools.partial(_resolving_to, is_captured=False)
 for callables that torch is to trace and differentiate, which it cannot do inside an operator."""
 
 
+def _is_captured() -> bool:
+    set_by_capture = _thread.is_capturing
+    return torch.compiler.is_compiling() if set_by_capture is None else set_by_capture
+
+
 def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -> Resolved:
     """Bind ``desc`` for ``device`` under the thread's policy and the environment as it is now.
 
@@ -105,13 +111,14 @@ def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -
     """
     registry = plugins.load()
     key = (policy.current(), settings.read(), registry, len(registry.rows))
-    set_by_capture = _thread.is_capturing
-    is_captured = torch.compiler.is_compiling() if set_by_capture is None else set_by_capture
-    return _resolve(desc, device, backend, is_captured, key)
+    return _resolve(desc, device, backend, _is_captured(), key)
 
 
 def resolve_optional(desc: OpDesc, device: torch.device, backend: str) -> Resolved | None:
-    """Bind an optional operation by ``backend``, or return None if ``backend`` does not run it."""
+    """Bind an optional operation by ``backend``, or return None if ``backend`` does not run it, or
+    a graph that torch captures has no operator of it."""
+    if variant_of(desc) is not None and _is_captured():
+        return None
     registry = plugins.load()
     if registry.unsupported(registry.backends[backend], desc, device) is not None:
         return None
@@ -122,8 +129,7 @@ def transfers(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfe
     """Return the transfers of rows between ``ranks`` beside products, by the backend that
     multiplies tensors of ``dtype``. None if the backend has none, and in a graph, whose collectives
     are torch's."""
-    set_by_capture = _thread.is_capturing
-    if torch.compiler.is_compiling() if set_by_capture is None else set_by_capture:
+    if _is_captured():
         return None
     backend = resolve(GemmDesc(None, None, dtype), device).choice.backend
     registry = plugins.load()

@@ -35,6 +35,7 @@ from fp8core.backend_api import (
     RouterBackwardDesc,
     RouterDesc,
     has_amax,
+    variant_of,
 )
 from fp8core.chain.activation import activation_shape
 from fp8core.chain.attention.shape import AttentionShape
@@ -131,8 +132,9 @@ def record(shapes: Sequence[LinkShape], plan: Plan, dtype: torch.dtype) -> list[
     """Return the requests of the links of ``shapes`` under ``plan`` on activations of ``dtype``.
 
     The descriptors are in the order of the chain, each once for each of its purposes. Optional
-    operations are among them, and the operations that run if no backend offers these. The halves of
-    a cast are not, as every backend that casts in both orientations also casts in either one.
+    operations are among them, and the operations that run if no backend offers these. Variants of
+    calls are not, nor the halves of a cast, as every backend that casts in both orientations also
+    casts in either one.
     """
     return list(_recorded(tuple(shapes), plan, dtype))
 
@@ -165,7 +167,8 @@ class _Recorder:
     def resolve_optional(
         self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
     ) -> None:
-        self.requests.append(Request(purpose, desc))
+        if variant_of(desc) is None:
+            self.requests.append(Request(purpose, desc))
 
     def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> None:
         """Return None: nothing is moved."""

@@ -42,6 +42,7 @@ CastAndSum: TypeAlias = "Callable[[torch.Tensor], tuple[Orientations, torch.Tens
 Pair: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], tuple[Orientations, Orientations]]"
 ColumnSums: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 Resolve: TypeAlias = "Callable[[OpDesc], Resolved]"
+ResolveOptional: TypeAlias = "Callable[[OpDesc, str], Resolved | None]"
 
 
 class TensorQuantizer:

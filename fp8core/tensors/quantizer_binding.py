@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,6 +16,7 @@ import torch
 
 from fp8core.backend_api import (
     AmaxDesc,
+    OpDesc,
     Operand,
     OperandSpec,
     QuantizeByAmaxDesc,
@@ -24,7 +26,7 @@ from fp8core.backend_api import (
     has_amax,
 )
 from fp8core.dispatch.select import Choice
-from fp8core.dispatch.table import DISPATCH, UNNAMED, Purpose, Resolver
+from fp8core.dispatch.table import DISPATCH, UNNAMED, Purpose, Resolved, Resolver
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import (
@@ -38,6 +40,7 @@ from fp8core.tensors.quantizer import (
     Orientations,
     Pair,
     Resolve,
+    ResolveOptional,
     RowwiseTwice,
     Slot,
     TensorQuantizer,
@@ -76,7 +79,10 @@ class BoundQuantizer(TensorQuantizer):
 class LowPrecision(BoundQuantizer):
     """Low precision, in one call of the backend where both orientations are asked for."""
 
-    __slots__ = ("_chunked", "_summing", "_whole", "desc", "nonfinite", "slot")
+    __slots__ = (
+        *("_chunked", "_chunked_summing", "_summing", "_whole"),
+        *("desc", "nonfinite", "slot"),
+    )
 
     def __init__(
         self,
@@ -84,6 +90,7 @@ class LowPrecision(BoundQuantizer):
         resolve: Resolve,
         slot: Slot | None,
         nonfinite: torch.Tensor | None,
+        resolve_variant: ResolveOptional | None = None,
     ) -> None:
         self.desc = desc
         self.slot = slot
@@ -93,16 +100,23 @@ class LowPrecision(BoundQuantizer):
         rowwise, columnwise = desc.halves()
         self._whole = whole
         self._both = self.with_slot(whole.run)
-        self._chunked = self.with_slot(whole.offers.quantize_chunked or whole.run)
-        row, column = resolve(rowwise), resolve(columnwise)
-        self._rowwise = self.with_slot(row.run)
-        self._columnwise = self.with_slot(column.run)
+        self._rowwise = self.with_slot(resolve(rowwise).run)
+        self._columnwise = self.with_slot(resolve(columnwise).run)
+
+        def bound(variant: QuantizeDesc) -> Callable[..., Any] | None:
+            if resolve_variant is None or desc.grouped:
+                return None
+            resolved = resolve_variant(variant, whole.choice.backend)
+            return None if resolved is None else self.with_slot(resolved.run)
+
         # By orientations, rowwise and columnwise; None where the backend offers no sums.
         self._summing = {
-            (True, True): whole.offers.quantize_and_sum,
-            (True, False): row.offers.quantize_and_sum,
-            (False, True): column.offers.quantize_and_sum,
+            (True, True): bound(replace(desc, sums=True)),
+            (True, False): bound(replace(rowwise, sums=True)),
+            (False, True): bound(replace(columnwise, sums=True)),
         }
+        self._chunked = bound(replace(desc, chunked=True))
+        self._chunked_summing = bound(replace(desc, chunked=True, sums=True))
 
     @property
     def plan(self) -> TensorPlan | None:
@@ -112,7 +126,7 @@ class LowPrecision(BoundQuantizer):
     @property
     def casts_chunks(self) -> bool:
         """Whether the backend offers chunks; an operator of a captured graph does not."""
-        return self._whole.offers.quantize_chunked is not None
+        return self._chunked is not None
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...]:
@@ -131,20 +145,19 @@ class LowPrecision(BoundQuantizer):
 
     def cast_chunked(self) -> Callable[..., Orientations]:
         """Return the backend's own call, in chunks where it offers them."""
-        return self._chunked
+        return self._chunked or self._both
 
     def cast_and_sum(self, sums: ColumnSums, *, rowwise: bool, columnwise: bool) -> CastAndSum:
         """Return the backend's own call for both, if it has one."""
         run = self._summing[rowwise, columnwise]
         if run is None:
             return super().cast_and_sum(sums, rowwise=rowwise, columnwise=columnwise)
-        return self.with_slot(run)
+        return run
 
     def cast_chunked_and_sum(self, sums: ColumnSums) -> CastAndSum:
         """Return the backend's own call for both, if it has one."""
-        run = self._whole.offers.quantize_chunked_and_sum
-        if run is not None:
-            return self.with_slot(run)
+        if self._chunked_summing is not None:
+            return self._chunked_summing
         if self.casts_chunks:
             return super().cast_chunked_and_sum(sums)
         return self.cast_and_sum(sums, rowwise=True, columnwise=True)
@@ -339,6 +352,7 @@ def bind_quantizer(
     propagates: bool = False,
     reduce_amax: ReduceAmax | MaximumOverShards | None = None,
     dequantizes: bool = False,
+    is_gradient: bool = False,
 ) -> TensorQuantizer:
     """Return the quantizer of a tensor of ``dtype`` planned as ``plan``.
 
@@ -347,7 +361,8 @@ def bind_quantizer(
     makes the scales of such a tensor NaN. ``reduce_amax`` reduces the amaxes that scales follow
     from; nothing calls it where there are none: in high precision, for scales of blocks, and for
     delayed scales, whose amaxes are reduced where they become scales. With ``dequantizes``, a
-    columnwise operand in high precision beside a rowwise one in low precision is the latter.
+    columnwise operand in high precision beside a rowwise one in low precision is the latter. With
+    ``is_gradient`` the variants of a gradient's cast are bound that its backend offers.
 
     Raises:
         UnsupportedError: no backend quantizes like that on the device; or ``propagates`` and
@@ -355,6 +370,10 @@ def bind_quantizer(
     """
     where = (grouped, offsets_on_device)
     resolve = partial(binding.resolver.resolve, device=binding.device, purpose=purpose)
+
+    def resolve_variant(desc: OpDesc, backend: str) -> Resolved | None:
+        return binding.resolver.resolve_optional(desc, binding.device, backend, purpose)
+
     if binding.is_observing:
         inner = HighPrecision(binding.activation_dtype)
         if slot is None or slot.amax is None:
@@ -377,7 +396,8 @@ def bind_quantizer(
             return ReducedLowPrecision(desc, resolve, nonfinite, reduce_amax)
         if propagates:
             return Propagating(LowPrecision(desc, resolve, slot, None), nonfinite)
-        return LowPrecision(desc, resolve, slot, nonfinite)
+        variants = resolve_variant if is_gradient else None
+        return LowPrecision(desc, resolve, slot, nonfinite, variants)
 
     if plan.rowwise is None or plan.columnwise is None:
         rest = plan._replace(rowwise=plan.rowwise or plan.columnwise)

@@ -14,6 +14,7 @@ import torch
 
 from fp8core.backend_api import (
     AttentionPartBackwardDesc,
+    FusedDesc,
     GroupedGemmDesc,
     OpDesc,
     OperandSpec,
@@ -88,4 +89,7 @@ def _value(plain: Any) -> Any:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{content} is no dtype")
         return dtype
-    return _CLASSES[name](**{field: _value(item) for field, item in content.items()})
+    fields = {field: _value(item) for field, item in content.items()}
+    if name == FusedDesc.__name__ and "sums" in fields:  # until 6.0 of the backend API
+        fields["quantize"] = dataclasses.replace(fields["quantize"], sums=fields.pop("sums"))
+    return _CLASSES[name](**fields)

@@ -10,7 +10,7 @@ import torch
 
 import fp8core
 from fp8core import ops, recipe
-from fp8core.backend_api import API_VERSION, OPTIONAL_OPS, OpDesc, QuantizeDesc
+from fp8core.backend_api import API_VERSION, OPTIONAL_OPS, OpDesc, variant_of
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.dispatch import toys
 from tests.dispatch.toys import Bind
@@ -41,6 +41,10 @@ def train(layer: torch.nn.Module, chosen: recipe.Recipe | None = None) -> list[t
 
 def without_fusions(desc: OpDesc) -> str | None:
     return f"fuses no {desc.op}" if desc.op in OPTIONAL_OPS else None
+
+
+def without_chunks(desc: OpDesc) -> str | None:
+    return without_fusions(desc) if variant_of(desc) in (None, "sums") else "no chunks"
 
 
 def made(name: str) -> torch.nn.Module:
@@ -104,9 +108,7 @@ def summing(calls: list[str]) -> Bind:
             calls.append("quantize_and_sum")
             return run(x, **named), x.sum(0, dtype=torch.float32)
 
-        if type(desc) is QuantizeDesc and not desc.grouped:
-            counted.quantize_and_sum = quantize_and_sum  # type: ignore[attr-defined]
-        return counted
+        return quantize_and_sum if variant_of(desc) == "sums" else counted
 
     return bind
 
@@ -120,7 +122,9 @@ def test_sums_come_with_the_cast_where_the_backend_offers_them(
 ) -> None:
     calls: list[str] = []
     expected = train(made(name), RECIPES[chosen])
-    toys.register(toys.backend("toy", refuse=without_fusions, bind=summing(calls)))
+    toys.register(
+        toys.backend("toy", refuse=without_chunks, bind=summing(calls), has_variants=True)
+    )
     with fp8core.use_backend("toy"):
         grads = train(made(name), RECIPES[chosen])
     assert all(map(torch.equal, grads, expected))
@@ -131,7 +135,9 @@ def test_sums_come_with_the_cast_where_the_backend_offers_them(
 @pytest.mark.parametrize("frozen", ["input", "weight", "both"])
 def test_sums_come_with_the_cast_of_either_orientation(frozen: str) -> None:
     calls: list[str] = []
-    toys.register(toys.backend("toy", refuse=without_fusions, bind=summing(calls)))
+    toys.register(
+        toys.backend("toy", refuse=without_chunks, bind=summing(calls), has_variants=True)
+    )
     layer = made("linear")
     layer.get_parameter("weight").requires_grad_(frozen == "input")
     x = torch.randn(64, 32).to(BF16).requires_grad_(frozen == "weight")

@@ -11,7 +11,7 @@ import torch
 
 import fp8core
 from fp8core import LayerNormMLP, Linear, recipe, use_backend
-from fp8core.backend_api import GemmDesc, Operand
+from fp8core.backend_api import GemmDesc, Operand, variant_of
 from tests.chain import fused_toy
 from tests.conformance import broken
 from tests.pairs import pairs
@@ -30,9 +30,8 @@ class Recording(broken.GivesChunks):
 
     def bind(self, desc: Any, device: torch.device) -> Callable[..., Any]:
         run = super().bind(desc, device)
-        for name in ("quantize_chunked", "quantize_chunked_and_sum"):
-            if hasattr(run, name):
-                setattr(run, name, self._recorded(getattr(run, name)))
+        if getattr(desc, "chunked", False):
+            return self._recorded(run)
         if desc.op != "gemm":
             return run
 
@@ -79,11 +78,7 @@ class WithoutParts(broken.GivesFusedChunks):
 class Recorded(Made):
     def bind(self, desc: Any, device: torch.device) -> Callable[..., Any]:
         run = super().bind(desc, device)
-        operation = Operation(run)
-        for name in ("quantize_chunked", "run_chunked"):
-            if hasattr(run, name):
-                setattr(operation, name, getattr(run, name))
-        return operation
+        return run if variant_of(desc) == "chunked" else Operation(run)
 
     def recorder(self, desc: Any, device: torch.device) -> Any:
         return RECORDER

@@ -115,7 +115,7 @@ def test_a_forward_fusion_is_used_without_column_sums() -> None:
     for name in recipe.names():
         want = unfused(train, gelu, name)
         forward = {"norm_quantize", "activation_quantize"}
-        with fused_toy.installed(*forward, refuse=lambda desc: desc.sums) as calls:
+        with fused_toy.installed(*forward, refuse=lambda desc: desc.quantize.sums) as calls:
             assert same(train(gelu, name), want), name
         assert {op: calls[op] for op in forward} == dict.fromkeys(forward, 1), name
 
@@ -137,7 +137,7 @@ def test_a_backward_fusion_without_column_sums_is_used_before_a_linear_without_b
 
     counts = []
     for bias in (True, False):
-        with fused_toy.installed(*QUANTIZING, refuse=lambda desc: desc.sums) as calls:
+        with fused_toy.installed(*QUANTIZING, refuse=lambda desc: desc.quantize.sums) as calls:
             train(lambda bias=bias: model(bias).to(BF16), "current")  # type: ignore[misc]
         counts.append(calls["activation_backward_quantize"])
     assert counts == [0, 1]

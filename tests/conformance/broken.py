@@ -38,9 +38,10 @@ class Sound(ReferenceBackend):
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         if type(desc) is FusedDesc:
-            return self.unsupported(desc.producer, device) or self.unsupported(
-                desc.quantize, device
-            )
+            if desc.quantize.chunked:
+                return "no fusion in chunks"
+            cast = replace(desc.quantize, sums=False)
+            return self.unsupported(desc.producer, device) or self.unsupported(cast, device)
         if type(desc) is AddNormDesc:
             return self.unsupported(desc.norm, device)
         return super().unsupported(desc, device)
@@ -95,6 +96,13 @@ class Chunked:
             yield start, end, Operand(self._row.data[start:end], scales)
 
 
+def is_dense_cast(desc: OpDesc) -> bool:
+    """Whether it is a cast in both orientations to codes with float32 scales, not in groups."""
+    if type(desc) is not QuantizeDesc or None in (desc.rowwise, desc.columnwise):
+        return False
+    return not desc.grouped and desc.rowwise.scale_format == "float32"
+
+
 class GivesChunks(Sound):
     """Sound, and offers what is optional of a cast with float32 scales too."""
 
@@ -104,19 +112,21 @@ class GivesChunks(Sound):
     def sums(self, x: torch.Tensor) -> torch.Tensor:
         return x.sum(0, dtype=torch.float32)
 
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        if not is_dense_cast(desc):
+            return super().unsupported(desc, device)
+        return super().unsupported(replace(desc, sums=False, chunked=False), device)
+
     def bind(self, desc: OpDesc, device: torch.device) -> Run:
-        run = super().bind(desc, device)
-        if type(desc) is not QuantizeDesc or None in (desc.rowwise, desc.columnwise):
-            return run
-        if desc.grouped or desc.rowwise.scale_format != "float32":
-            return run
+        if not is_dense_cast(desc):
+            return super().bind(desc, device)
+        run = super().bind(replace(desc, sums=False, chunked=False), device)
 
-        def whole(x: torch.Tensor, **given: Any) -> Quantized:
-            return run(x, **given)
-
-        def quantize_chunked(x: torch.Tensor, **given: Any) -> Quantized:
+        def whole(x: torch.Tensor, **given: Any) -> Any:
             made = run(x, **given)
-            return made if len(x) < 256 else made._replace(rowwise=self.chunks(desc.rowwise, made))
+            if desc.chunked and len(x) >= 256:
+                made = made._replace(rowwise=self.chunks(desc.rowwise, made))
+            return (made, self.sums(x)) if desc.sums else made
 
         def bind_pair(other: Run) -> Run:
             def pair(*xs: torch.Tensor, **given: Any) -> list[Quantized]:
@@ -125,16 +135,8 @@ class GivesChunks(Sound):
 
             return pair
 
-        def quantize_and_sum(x: torch.Tensor, **given: Any) -> tuple[Quantized, torch.Tensor]:
-            return run(x, **given), self.sums(x)
-
-        def quantize_chunked_and_sum(x: torch.Tensor, **given: Any) -> tuple[Any, torch.Tensor]:
-            return quantize_chunked(x, **given), self.sums(x)
-
-        whole.quantize_chunked = quantize_chunked  # type: ignore[attr-defined]
-        whole.quantize_and_sum = quantize_and_sum  # type: ignore[attr-defined]
-        whole.quantize_chunked_and_sum = quantize_chunked_and_sum  # type: ignore[attr-defined]
-        whole.bind_pair = bind_pair  # type: ignore[attr-defined]
+        if not (desc.sums or desc.chunked):
+            whole.bind_pair = bind_pair  # type: ignore[attr-defined]
         return whole
 
 
@@ -189,19 +191,23 @@ class GivesFusedChunks(GivesChunks):
 
     fused_chunks = FusedChunks
 
-    def bind(self, desc: OpDesc, device: torch.device) -> Run:
-        run = super().bind(desc, device)
-        if type(desc) is not FusedDesc or type(desc.producer) is not ActivationBackwardDesc:
-            return run
-        cast = desc.quantize
-        if None in (cast.rowwise, cast.columnwise) or cast.grouped:
-            return run
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        if type(desc) is not FusedDesc or not desc.quantize.chunked:
+            return super().unsupported(desc, device)
+        cast = replace(desc.quantize, chunked=False)
+        if type(desc.producer) is not ActivationBackwardDesc or not is_dense_cast(cast):
+            return "no chunks"
         is_whole = cast.rowwise.block == (0, 0) and cast.rowwise.delayed
         if cast.rowwise != cast.columnwise or not (is_whole or cast.rowwise.block == (1, 128)):
-            return run
+            return "no chunks"
+        return super().unsupported(replace(desc, quantize=cast), device)
 
-        def whole(*tensors: Any, **given: Any) -> Any:
-            return run(*tensors, **given)
+    def bind(self, desc: OpDesc, device: torch.device) -> Run:
+        if type(desc) is not FusedDesc or not desc.quantize.chunked:
+            return super().bind(desc, device)
+        summed = replace(desc.quantize, chunked=False)
+        run = super().bind(replace(desc, quantize=summed), device)
+        cast = replace(summed, sums=False)
 
         def run_chunked(grad_output: Any, x: torch.Tensor, **given: Any) -> Any:
             rows, cols = x.shape
@@ -216,10 +222,9 @@ class GivesFusedChunks(GivesChunks):
             sums = torch.zeros(cols, device=x.device)
             tensors = grad_output, x
             chunks = made._replace(rowwise=self.fused_chunks(run, made, sums, tensors, given))
-            return (chunks, sums) if desc.sums else (chunks,)
+            return (chunks, sums) if summed.sums else (chunks,)
 
-        whole.run_chunked = run_chunked  # type: ignore[attr-defined]
-        return whole
+        return run_chunked
 
 
 @caught_by("law6_fused_chunks_equal_the_call")

@@ -12,17 +12,20 @@ import pytest
 import torch
 
 import fp8core
-from fp8core.backend_api import NormBackwardDesc, NormDesc, OpDesc, QuantizeDesc, Recording
+from fp8core.backend_api import (
+    ActivationBackwardDesc,
+    FusedDesc,
+    NormBackwardDesc,
+    NormDesc,
+    OpDesc,
+    Recording,
+)
 from fp8core.dispatch import table
 from fp8core.dispatch.optional import Offers
 from fp8core.dispatch.table import UNNAMED, TrackingResolver
 from fp8core.errors import PluginError
 from tests.dispatch import toys
 from tests.dispatch.toys import CPU
-
-DELAYED = QuantizeDesc(
-    torch.bfloat16, *(replace(toys.E4M3, delayed=True) for _ in ("rowwise", "columnwise"))
-)
 
 
 def resolve(desc: OpDesc, **members: Any) -> table.Resolved:
@@ -38,17 +41,6 @@ def resolve(desc: OpDesc, **members: Any) -> table.Resolved:
 
     toys.register(toys.backend("toy", bind=bind))
     return table.resolve(desc, CPU)
-
-
-def whole(
-    x: Any, *, scale: Any = None, amax_out: Any = None, nonfinite_out: Any = None
-) -> None: ...
-
-
-def without_slots(x: Any, *, nonfinite_out: Any = None) -> None: ...
-
-
-def with_a_stream(x: Any, stream: Any, *, nonfinite_out: Any = None) -> None: ...
 
 
 def pairs(other: Any) -> Callable[..., Any]:
@@ -68,12 +60,6 @@ def part(rows: int, a: Any, b: Any, *, bias: Any = None, out: Any) -> None: ...
 
 def test_member_that_fits_is_offered() -> None:
     for desc, name, member in (
-        (toys.QUANTIZE, "quantize_chunked", whole),
-        (toys.QUANTIZE, "quantize_chunked", without_slots),
-        (DELAYED, "quantize_chunked", whole),
-        (DELAYED, "quantize_and_sum", whole),
-        (DELAYED.halves()[1], "quantize_and_sum", whole),
-        (DELAYED, "quantize_chunked_and_sum", whole),
         (toys.QUANTIZE, "bind_pair", pairs),
         (toys.SCALE_UPDATE, "prepare", update),
         (toys.GEMM, "kernel", "toy::gemm"),
@@ -92,27 +78,6 @@ def test_member_that_fits_is_offered() -> None:
 @pytest.mark.parametrize(
     ("desc", "name", "member", "expected", "found"),
     [
-        (
-            DELAYED,
-            "quantize_chunked",
-            without_slots,
-            "quantize_chunked(x, *, scale, amax_out, nonfinite_out)",
-            "quantize_chunked(x, *, nonfinite_out=None)",
-        ),
-        (
-            toys.QUANTIZE,
-            "quantize_chunked",
-            with_a_stream,
-            "quantize_chunked(x, *, nonfinite_out)",
-            "quantize_chunked(x, stream, *, nonfinite_out=None)",
-        ),
-        (
-            DELAYED.halves()[1],
-            "quantize_and_sum",
-            without_slots,
-            "quantize_and_sum(x, *, scale, amax_out, nonfinite_out)",
-            "quantize_and_sum(x, *, nonfinite_out=None)",
-        ),
         (toys.QUANTIZE, "bind_pair", lambda: None, "bind_pair(other)", "bind_pair()"),
         (toys.QUANTIZE, "bind_pair", 3, "bind_pair(other)", "3"),
         (
@@ -205,24 +170,50 @@ def test_misfit_is_named_without_the_plug_in_s_code(member: Any, found: str) -> 
 
 def test_callable_without_a_readable_signature_is_taken() -> None:
     # A compiled extension's callables look like this one: inspect.signature() raises ValueError.
-    assert resolve(toys.QUANTIZE, quantize_chunked=max).offers.quantize_chunked is max
+    assert resolve(toys.QUANTIZE, bind_pair=max).offers.bind_pair is max
 
 
 @pytest.mark.parametrize(
     "desc", [toys.GEMM, replace(toys.QUANTIZE, grouped=True), toys.QUANTIZE.halves()[0]], ids=str
 )
 def test_other_descriptors_are_not_asked_for_the_methods_of_a_dense_cast(desc: OpDesc) -> None:
-    assert resolve(desc, bind_pair=3, quantize_chunked=3).offers == Offers()
+    assert resolve(desc, bind_pair=3).offers == Offers()
 
 
 def test_none_is_no_offer() -> None:
-    assert resolve(toys.QUANTIZE, bind_pair=None, quantize_chunked=None).offers == Offers()
+    assert resolve(toys.QUANTIZE, bind_pair=None).offers == Offers()
 
 
 def test_operator_of_a_captured_graph_offers_nothing() -> None:
     resolve(toys.QUANTIZE, bind_pair=pairs)
     with table.capturing():
         assert table.resolve(toys.QUANTIZE, CPU).offers == Offers()
+
+
+VARIANTS = [
+    replace(toys.QUANTIZE, sums=True),
+    replace(toys.QUANTIZE, chunked=True),
+    FusedDesc(
+        ActivationBackwardDesc("gelu", torch.bfloat16, torch.bfloat16),
+        replace(toys.QUANTIZE, chunked=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("desc", VARIANTS, ids=str)
+def test_a_variant_is_bound_where_its_backend_has_it_and_no_graph_is_captured(
+    desc: OpDesc,
+) -> None:
+    toys.register(
+        toys.backend("toy", bind=lambda *_: max, has_variants=True),
+        toys.backend("plain", bind=lambda *_: max),
+    )
+    resolved = table.resolve_optional(desc, CPU, "toy")
+    assert resolved is not None
+    assert resolved.run is max
+    assert table.resolve_optional(desc, CPU, "plain") is None
+    with table.capturing():
+        assert table.resolve_optional(desc, CPU, "toy") is None
 
 
 def test_pair_is_what_the_method_returns() -> None:

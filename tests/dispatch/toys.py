@@ -31,6 +31,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
     ScaleUpdateDesc,
     hookimpl,
+    variant_of,
 )
 from fp8core.dispatch import plugins, table
 from fp8core.recipe import Float8RowwiseScaling
@@ -90,13 +91,23 @@ def isolation() -> Iterator[None]:
 class ToyBackend:
     """Runs what ``refuse`` does not refuse, as the reference does, and counts the calls."""
 
-    def __init__(self, refuse: Refusal, calls: list[str], bind: Bind | None = None) -> None:
+    def __init__(
+        self,
+        refuse: Refusal,
+        calls: list[str],
+        bind: Bind | None = None,
+        *,
+        has_variants: bool = False,
+    ) -> None:
         self._reference = ReferenceBackend()
+        self._has_variants = has_variants
         self._bind = bind
         self._refuse = refuse
         self._calls = calls
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        if not self._has_variants and (variant := variant_of(desc)) is not None:
+            return f"no {variant}"
         return self._refuse(desc)
 
     def alignment(self, desc: GemmDesc) -> Alignment:
@@ -134,13 +145,14 @@ def backend(
     refuse: Refusal = takes_all,
     calls: list[str] | None = None,
     bind: Bind | None = None,
+    has_variants: bool = False,
     device_types: Sequence[str] = (DEVICE.type,),
     **fields: Any,
 ) -> BackendSpec:
     """The spec of a toy backend; its factory is in a module made for it."""
     module = types.ModuleType(f"toy_backend_{name}")
     record = [] if calls is None else calls
-    module.Made = lambda: ToyBackend(refuse, record, bind)  # type: ignore[attr-defined]
+    module.Made = lambda: ToyBackend(refuse, record, bind, has_variants=has_variants)  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
     fields.setdefault("api_version", API_VERSION)
     return BackendSpec(name, device_types, f"{module.__name__}:Made", **fields)

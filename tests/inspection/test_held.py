@@ -18,6 +18,7 @@ from fp8core.backend_api import (
     FusedDesc,
     OpDesc,
     QuantizeDesc,
+    variant_of,
 )
 from fp8core.chain.shape import BindContext, bind_chain
 from fp8core.collectives import Communicator
@@ -238,7 +239,8 @@ class Spy:
         return DISPATCH.resolve(desc, device, purpose)
 
     def resolve_optional(self, desc: OpDesc, *where: Any) -> None:
-        self.asked.add(desc)
+        if variant_of(desc) is None:
+            self.asked.add(desc)
 
 
 def plan_of(layer: LowPrecisionModule, chosen: Recipe) -> Any:

@@ -15,6 +15,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
     bind_method,
     hookimpl,
+    variant_of,
 )
 from fp8core.formats import minifloat
 from fp8core.recipe import Float8RowwiseScaling
@@ -32,7 +33,7 @@ def fp8core_register_formats(register):
 @hookimpl
 def fp8core_register_backends(register):
     factory = "fp8core_e3m4:E3M4Backend"
-    register(BackendSpec("e3m4", ("cpu",), factory, preferred_recipe="e3m4", api_version=(5, 0)))
+    register(BackendSpec("e3m4", ("cpu",), factory, preferred_recipe="e3m4", api_version=(6, 0)))
 
 
 @hookimpl
@@ -42,6 +43,8 @@ def fp8core_register_recipes(register):
 
 class E3M4Backend:
     def unsupported(self, desc, device):
+        if variant_of(desc) is not None:
+            return "no variants, which are optional"
         if type(desc) is QuantizeDesc and not desc.grouped:
             specs, dtype = {desc.rowwise, desc.columnwise} - {None}, desc.dtype
         elif type(desc) is DequantizeDesc:

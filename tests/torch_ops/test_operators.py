@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ from fp8core.backend_api import (
     RouterDesc,
     ScaleUpdateDesc,
     bind_method,
+    variant_of,
 )
 from fp8core.backend_api.record import RECORDS
 from fp8core.conformance import laws, subject
@@ -80,7 +83,7 @@ class Fusing:
         self._reference: Any = registry.instance(registry.backends["reference"])
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
-        return None
+        return variant_of(desc)
 
     def alignment(self, desc: GemmDesc) -> Any:
         return self._reference.alignment(desc)
@@ -98,8 +101,9 @@ class Fusing:
     def fused(self, desc: FusedDesc, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
         made = getattr(self._reference, desc.producer.op)(desc.producer, *arguments)
         first, *rest = made if isinstance(made, tuple) else (made,)
-        sums = [first.float().sum(0)] if desc.sums else []
-        return (self.quantize(desc.quantize, first, **keywords), *rest, *sums)
+        sums = [first.float().sum(0)] if desc.quantize.sums else []
+        cast = replace(desc.quantize, sums=False)
+        return (self.quantize(cast, first, **keywords), *rest, *sums)
 
     norm_quantize = activation_quantize = activation_backward_quantize = fused
     norm_backward_quantize = fused
@@ -346,6 +350,16 @@ def test_operation_is_read_back_equal(desc: OpDesc) -> None:
     assert decode(encode(operation)) == operation
 
 
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_fusion_of_a_text_before_version_6_has_its_sums(sums: bool) -> None:
+    desc = FusedDesc(BACKWARD, QuantizeDesc(BF16, CURRENT, CURRENT, sums=sums))
+    backend, fields, transposes = json.loads(encode(Operation("reference", desc)))
+    older = fields["FusedDesc"]
+    del older["quantize"]["QuantizeDesc"]["chunked"]
+    older["sums"] = older["quantize"]["QuantizeDesc"].pop("sums")
+    assert decode(json.dumps([backend, fields, transposes])).desc == desc
+
+
 @pytest.mark.parametrize("text", ["", "[]", "__import__('os')", '["x",{"System":{}},false]'])
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(errors.RecipeError, match="is no operation"):
@@ -362,7 +376,7 @@ def test_backend_that_is_not_installed_is_named() -> None:
     turns([NORM, RMS, SWIGLU, BACKWARD, RMS_BACKWARD, NORM_BACKWARD], [False, True]),
 )
 def test_fused_operation_and_its_operator_agree(fusing: str, producer: Any, sums: bool) -> None:
-    desc = FusedDesc(producer, QuantizeDesc(BF16, DELAYED, DELAYED), sums)
+    desc = FusedDesc(producer, QuantizeDesc(BF16, DELAYED, DELAYED, sums=sums))
     statistics = [torch.rand(4), torch.rand(4)]
     parameters = {
         NORM: [rand(8), rand(8)],

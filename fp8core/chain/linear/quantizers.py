@@ -220,6 +220,7 @@ def bind_quantizers(
             propagates=propagates,
             reduce_amax=amax_reduction(reductions[tensor], context),
             dequantizes=dequantizes and tensor == "input",
+            is_gradient=tensor == "grad_output",
         )
 
     input_dtype, grad_dtype = dtypes

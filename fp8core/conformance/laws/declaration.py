@@ -194,7 +194,8 @@ def either_half_is_supported(subject: Subject, desc: QuantizeDesc) -> None:
 def either_part_of_a_fusion_is_supported(subject: Subject, desc: FusedDesc) -> None:
     """Whoever fuses a producer with a cast does both alone, and fuses every variant in use."""
     is_gradient = isinstance(desc.producer, NormBackwardDesc | ActivationBackwardDesc)
-    used = variants(dataclasses.replace(desc, sums=is_gradient)).values()
-    for part in (desc.producer, desc.quantize, *used):
+    cast = dataclasses.replace(desc.quantize, sums=is_gradient)
+    used = variants(FusedDesc(desc.producer, cast)).values()
+    for part in (desc.producer, dataclasses.replace(cast, sums=False), *used):
         reason = subject.refuses(part)
         require(reason is None, f"supports {desc}, but not {part}: {reason}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,8 +55,9 @@ def pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
     assert isinstance(desc, FusedDesc)
     produced = run(desc.producer, *call.arguments)
     first, *rest = produced if isinstance(produced, tuple) else (produced,)
-    sums = (first.sum(0, dtype=torch.float32),) if desc.sums else ()
-    return (run(desc.quantize, first, **call.keywords), *rest, *sums)
+    sums = (first.sum(0, dtype=torch.float32),) if desc.quantize.sums else ()
+    cast = replace(desc.quantize, sums=False)
+    return (run(cast, first, **call.keywords), *rest, *sums)
 
 
 def add_pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
@@ -78,7 +80,7 @@ def _same(results: Any, expected: Any) -> None:
 def fused_equals_its_unfused_pair(subject: Subject, desc: FusedDesc) -> float | None:
     """The producer and the cast in one call give the bits of two calls; column sums are float32."""
     worst = [_fused_equals_pair(subject, call) for call in calls_of(subject, desc, *SIZES)]
-    return max(worst) if desc.sums else None
+    return max(worst) if desc.quantize.sums else None
 
 
 def _fused_equals_pair(subject: Subject, call: OpCall) -> float:
@@ -86,7 +88,7 @@ def _fused_equals_pair(subject: Subject, call: OpCall) -> float:
     assert isinstance(desc, FusedDesc)
     results, expected = list(call.run(subject)), list(pair(subject.run, again))
     worst = 0.0
-    if desc.sums:
+    if desc.quantize.sums:
         first = subject.run(desc.producer, *call.arguments)
         value = on_cpu(first[0] if isinstance(first, tuple) else first)
         worst = column_sums_within("column sums", results.pop(), value)
@@ -104,14 +106,14 @@ def _fused_equals_pair(subject: Subject, call: OpCall) -> float:
 )
 def fused_chunks_equal_the_call(subject: Subject, desc: FusedDesc) -> float | None:
     """In chunks, of a gradient that is there or is computed while it is read, nothing changes."""
-    run_chunked, worst = subject.offers(desc).run_chunked, 0.0
+    run_chunked, worst = subject.variant(desc, chunked=True), 0.0
     if run_chunked is None:
         return None
     for call in calls_of(subject, desc, *SIZES, LARGE):
         for is_computed in (False, True):
             again = call.again()
             worst = max(worst, _chunks_equal_call(subject, run_chunked, again, is_computed))
-    return worst if desc.sums else None
+    return worst if desc.quantize.sums else None
 
 
 def _chunks_equal_call(
@@ -129,7 +131,7 @@ def _chunks_equal_call(
     expected, *totals = again.run(subject)
     _same(quantized, expected)
     same_keywords("in chunks", keywords, again.keywords)
-    if not desc.sums:
+    if not desc.quantize.sums:
         return 0.0
     require(len(sums) == len(totals) == 1, f"{len(sums)} column sums")
     return column_sums_within("column sums", sums[0], on_cpu(subject.run(desc.producer, grad, x)))

@@ -313,7 +313,7 @@ def quantize_pair_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
 @law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped)
 def quantize_chunked_counts_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
     """After the last chunk, each NaN and inf of x is counted once."""
-    quantize_chunked = subject.offers(desc).quantize_chunked
+    quantize_chunked = subject.variant(desc, chunked=True)
     if quantize_chunked is None:
         return
     for shape in subject.sizes("quantize", (5, 7), SHAPES[2]):

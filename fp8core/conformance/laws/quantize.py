@@ -441,7 +441,7 @@ def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None
 @law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped and is_nearest(desc))
 def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
     """The chunks make up the rowwise operand; after the last the columnwise operand is complete."""
-    run, quantize_chunked = subject.bound(desc), subject.offers(desc).quantize_chunked
+    run, quantize_chunked = subject.bound(desc), subject.variant(desc, chunked=True)
     if quantize_chunked is None:
         return
     for shape in subject.sizes("quantize", (5, 7), LARGE):
@@ -461,8 +461,8 @@ def quantize_and_sum_equals_the_call_and_sums(
 
     The bound is that of sums in float32.
     """
-    offers = subject.offers(desc)
-    for method in (offers.quantize_and_sum, offers.quantize_chunked_and_sum):
+    for chunked in (False, True) if has_both(desc) else (False,):
+        method = subject.variant(desc, sums=True, chunked=chunked)
         if method is not None:
             sizes = subject.sizes("quantize", (5, 7), (0, 5), LARGE)
             for kind, shape in itertools.product(("decades", "nonfinite"), sizes):

@@ -131,7 +131,7 @@ def fused(
     producer = (ActivationBackwardDesc if backward else ActivationDesc)(
         name, dtype, out_dtype, PARAMS.get(name, ())
     )
-    return FusedDesc(producer, QuantizeDesc(out_dtype, own, own), sums)
+    return FusedDesc(producer, QuantizeDesc(out_dtype, own, own, sums=sums))
 
 
 def drawn_for(
@@ -171,8 +171,8 @@ def check_fused(desc: FusedDesc, tensors: list[torch.Tensor]) -> None:
     assert differs(quantized.columnwise, expected.columnwise) is None, f"columnwise {text}"
     for name, one in ours.items():
         assert same_bits(one, theirs[name]), f"{name} {one} for {theirs[name]}: {text}"
-    assert len(sums) == desc.sums
-    if desc.sums:
+    assert len(sums) == desc.quantize.sums
+    if desc.quantize.sums:
         apart = backend("cuda").bind(ColumnSumsDesc(value.dtype), DEVICE)(value)
         assert same_bits(sums[0], apart), f"column sums {text}"
     for one, other in zip(tensors, before, strict=True):

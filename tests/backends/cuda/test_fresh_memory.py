@@ -73,8 +73,8 @@ def fusions() -> Iterator[FusedDesc]:
     for name, activation, kind in itertools.product(names, ("gelu", "swiglu"), kinds):
         is_backward = kind is ActivationBackwardDesc
         out = F32 if name == "delayed" and not (is_backward and activation == "swiglu") else BF16
-        cast = QuantizeDesc(out, spec(name), spec(name))
-        yield FusedDesc(kind(activation, BF16, out), cast, is_backward)
+        cast = QuantizeDesc(out, spec(name), spec(name), sums=is_backward)
+        yield FusedDesc(kind(activation, BF16, out), cast)
 
 
 DESCS = [*casts(), *producers(), *fusions()]

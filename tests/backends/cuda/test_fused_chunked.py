@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 import fp8core
 from fp8core import recipe
-from fp8core.backend_api import Operand, Quantized
+from fp8core.backend_api import FusedDesc, Operand, Quantized
 from fp8core.conformance.laws.quantize import ReadOnce, joined
 from fp8core_backends.cuda import fused_chunked, quantize_chunked
 from tests.backends.cuda.cuda_cases import DEVICE, backend, differs, same_bits, spec
@@ -34,11 +36,19 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LEAST_SAVED", 1)
 
 
+def chunked(desc: FusedDesc) -> FusedDesc:
+    return replace(desc, quantize=replace(desc.quantize, chunked=True))
+
+
+def in_chunks(desc: FusedDesc) -> Callable[..., Any]:
+    return backend("cuda").bind(chunked(desc), DEVICE)
+
+
 def check(desc: Any, tensors: list[torch.Tensor], *, is_computed: bool) -> None:
     own = desc.quantize.rowwise
     ours, theirs = (given(own, nonfinite_out=torch.full((1,), 7, device=DEVICE)) for _ in range(2))
     run, (grad, x) = backend("cuda").bind(desc, DEVICE), tensors
-    made, *sums = run.run_chunked(ReadOnce(grad) if is_computed else grad, x, **ours)
+    made, *sums = in_chunks(desc)(ReadOnce(grad) if is_computed else grad, x, **ours)
     assert isinstance(made.rowwise, Operand) == (len(x) <= 128)
     if not isinstance(made.rowwise, Operand):
         made = Quantized(joined(own, made.rowwise, len(x)), made.columnwise)
@@ -66,20 +76,21 @@ def test_rows_of_a_wider_tensor(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_the_kernel_does_not_read_is_computed_at_once(recipe: str) -> None:
     own = spec(recipe)
-    run = backend("cuda").bind(fused("gelu", own, torch.bfloat16, backward=True), DEVICE)
+    desc = fused("gelu", own, torch.bfloat16, backward=True)
+    run = backend("cuda").bind(desc, DEVICE)
     x = torch.randn(300, 1025, device=DEVICE).bfloat16()
     for tensors in ((x, x), (x[:, 1:], x[:, 1:]), (x.t().contiguous().t(), x)):
-        made, want = (call(*tensors, **given(own))[0] for call in (run.run_chunked, run))
+        made, want = (call(*tensors, **given(own))[0] for call in (in_chunks(desc), run))
         for one, other in zip(made, want, strict=True):
             assert differs(one, other) is None
-        lazy = run.run_chunked(ReadOnce(tensors[0].contiguous()), tensors[1], **given(own))[0]
+        lazy = in_chunks(desc)(ReadOnce(tensors[0].contiguous()), tensors[1], **given(own))[0]
         assert isinstance(lazy.rowwise, Operand)
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mx"])
 def test_scales_that_follow_from_all_rows_have_no_chunks(recipe: str) -> None:
     desc = fused("gelu", spec(recipe), torch.bfloat16, backward=True)
-    assert backend("cuda").bind(desc, DEVICE).run_chunked is None
+    assert "no chunks of" in backend("cuda").unsupported(chunked(desc), DEVICE)
 
 
 def mlp(activation: str, hidden: int = HIDDEN, ffn: int = FFN, **options: Any) -> Any:

@@ -29,7 +29,7 @@ from fp8core_backends.cuda import (
     quantize_and_sum,
     quantize_chunked,
 )
-from fp8core_backends.cuda.quantize import Quantize
+from fp8core_backends.cuda.quantize import bind_quantize
 from tests.backends.cuda.cuda_cases import put_on_the_host, spec
 
 CUDA = torch.device("cuda", 0)
@@ -82,12 +82,11 @@ def calls_of(native: Native, run: Callable[[], object], match: str) -> int:
     return len(native.calls) - before
 
 
-CASTS: dict[str, Callable[[Any], Callable[..., Any]]] = {
-    "call": lambda cast: cast,
-    "with sums": lambda cast: cast.quantize_and_sum,
-    "in chunks": lambda cast: cast.quantize_chunked,
-    "in chunks with sums": lambda cast: cast.quantize_chunked_and_sum,
-    "as one of a pair": lambda cast: lambda x: cast.bind_pair(cast)(x, x),
+CASTS: dict[str, dict[str, bool]] = {
+    "call": {},
+    "with sums": {"sums": True},
+    "in chunks": {"chunked": True},
+    "in chunks with sums": {"sums": True, "chunked": True},
 }
 
 
@@ -95,9 +94,17 @@ CASTS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 @pytest.mark.parametrize("how", CASTS)
 def test_casts_refuse_another_dtype(how: str, shape: tuple[int, int], native: Native) -> None:
     own = spec("current")
-    cast = Quantize(QuantizeDesc(BF16, own, own), own, CUDA, native)
+    cast = bind_quantize(QuantizeDesc(BF16, own, own, **CASTS[how]), CUDA, native)
     x = torch.zeros(shape, dtype=torch.float32)
-    assert calls_of(native, lambda: CASTS[how](cast)(x), r"float32; bound for .*bfloat16") == 0
+    assert calls_of(native, lambda: cast(x), r"float32; bound for .*bfloat16") == 0
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (0, 64)])
+def test_a_pair_refuses_another_dtype(shape: tuple[int, int], native: Native) -> None:
+    own = spec("current")
+    cast: Any = bind_quantize(QuantizeDesc(BF16, own, own), CUDA, native)
+    pair, x = cast.bind_pair(cast), torch.zeros(shape, dtype=torch.float32)
+    assert calls_of(native, lambda: pair(x, x), r"float32; bound for .*bfloat16") == 0
 
 
 def test_casts_with_byte_scales_refuse_another_dtype(native: Native) -> None:

@@ -26,9 +26,9 @@ on_device = pytest.mark.needs_accelerator("cuda")
     ("name", "dtype"), [("square", torch.bfloat16), ("current", torch.float32)]
 )
 def test_what_has_no_kernel_offers_no_sums(name: str, dtype: torch.dtype) -> None:
-    run = backend("cuda").bind(QuantizeDesc(dtype, spec(name), spec(name)), DEVICE)
-    assert getattr(run, "quantize_and_sum", None) is None
-    assert getattr(run, "quantize_chunked_and_sum", None) is None
+    for chunked in (False, True):
+        desc = QuantizeDesc(dtype, spec(name), spec(name), sums=True, chunked=chunked)
+        assert "no column sums with a cast" in backend("cuda").unsupported(desc, DEVICE)
 
 
 @on_device

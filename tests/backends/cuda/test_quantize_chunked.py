@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +32,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_chunked, "LEAST_SAVED", 1)
 
 
+def in_chunks(desc: QuantizeDesc) -> Callable[..., Any]:
+    return backend("cuda").bind(replace(desc, chunked=True), DEVICE)
+
+
 def given(name: str) -> dict[str, torch.Tensor]:
     if name != "delayed":
         return {}
@@ -56,12 +62,12 @@ def joined(name: str, made: Any) -> Quantized:
 @pytest.mark.parametrize("name", ["delayed", "current", "vector"])
 def test_parts_of_strided_tensors_equal_the_whole(name: str) -> None:
     desc = QuantizeDesc(torch.bfloat16, spec(name), spec(name))
-    run, judge = (backend(who).bind(desc, DEVICE) for who in ("cuda", "reference"))
+    run, judge = in_chunks(desc), backend("reference").bind(desc, DEVICE)
     for shape in ((257, 130), (400, 264)):
         x = values("wide", shape, torch.bfloat16)
         for source in (torch.cat((x, x), 1)[:, : shape[1]], x.t().contiguous().t()):
             ours, theirs = given(name), given(name)
-            made = joined(name, run.quantize_chunked(source, **ours))
+            made = joined(name, run(source, **ours))
             for one, other in zip(made, judge(x, **theirs), strict=True):
                 assert differs(one, other) is None, shape
             if ours:
@@ -72,9 +78,11 @@ def test_parts_of_strided_tensors_equal_the_whole(name: str) -> None:
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "vector"])
 def test_columnwise_codes_lie_in_whole_vectors(name: str) -> None:
     """Whatever the number of rows, so that the kernels store 16 codes at once."""
-    run = backend("cuda").bind(QuantizeDesc(torch.bfloat16, spec(name), spec(name)), DEVICE)
+    desc = QuantizeDesc(torch.bfloat16, spec(name), spec(name))
     x = values("wide", (257, 128), torch.bfloat16)
-    casts = (run, getattr(run, "quantize_chunked", run))
+    casts = [backend("cuda").bind(desc, DEVICE)]
+    if name != "rowwise":
+        casts.append(in_chunks(desc))
     for codes in (cast(x, **given(name)).columnwise.data for cast in casts):
         assert (codes.shape, codes.stride(), codes.data_ptr() % 16) == ((128, 257), (272, 1), 0)
 
@@ -82,13 +90,13 @@ def test_columnwise_codes_lie_in_whole_vectors(name: str) -> None:
 @pytest.mark.parametrize("name", ["rowwise", "square"])
 def test_other_scales_have_no_parts(name: str) -> None:
     desc = QuantizeDesc(torch.bfloat16, spec(name), spec(name))
-    assert not hasattr(backend("cuda").bind(desc, DEVICE), "quantize_chunked")
+    assert "no chunks by" in backend("cuda").unsupported(replace(desc, chunked=True), DEVICE)
 
 
 def test_a_small_gradient_is_quantized_at_once() -> None:
     own = spec("current")
-    run = backend("cuda").bind(QuantizeDesc(torch.bfloat16, own, own), DEVICE)
-    made = run.quantize_chunked(torch.randn(512, 512, dtype=torch.bfloat16, device=DEVICE))
+    run = in_chunks(QuantizeDesc(torch.bfloat16, own, own))
+    made = run(torch.randn(512, 512, dtype=torch.bfloat16, device=DEVICE))
     assert isinstance(made.rowwise, Operand)
 
 

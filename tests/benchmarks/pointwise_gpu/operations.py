@@ -116,7 +116,7 @@ class Operation:
             if (
                 isinstance(desc, FusedDesc)
                 and desc.producer.op == self.step
-                and not desc.sums
+                and not desc.quantize.sums
                 and None not in (desc.quantize.rowwise, desc.quantize.columnwise)
             ):
                 return desc

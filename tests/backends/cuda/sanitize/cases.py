@@ -68,9 +68,9 @@ def quantize() -> None:
         for desc, x in itertools.product((both, *both.halves()), (inputs[2], infinite)):
             backend("cuda").bind(desc, DEVICE)(x, **given, nonfinite_out=count)
         for desc, x in itertools.product((both, *both.halves()), inputs):
-            and_sum = getattr(backend("cuda").bind(desc, DEVICE), "quantize_and_sum", None)
-            if and_sum is not None:
-                and_sum(x, **given)
+            summed = dataclasses.replace(desc, sums=True)
+            if backend("cuda").unsupported(summed, DEVICE) is None:
+                backend("cuda").bind(summed, DEVICE)(x, **given)
 
 
 def pairs() -> None:
@@ -93,9 +93,9 @@ def parts() -> None:
             own, given = spec(name), {}
             if own.delayed:
                 given = {"scale": torch.ones(1).to(DEVICE), "amax_out": torch.zeros(1).to(DEVICE)}
-            run = backend("cuda").bind(QuantizeDesc(dtype, own, own), DEVICE)
+            run = backend("cuda").bind(QuantizeDesc(dtype, own, own, chunked=True), DEVICE)
             for shape in ((256, 128), (300, 130), (272, 264)):
-                made = run.quantize_chunked(torch.randn(shape).to(dtype).to(DEVICE), **given)
+                made = run(torch.randn(shape).to(dtype).to(DEVICE), **given)
                 for _ in made.rowwise:
                     pass
 
@@ -112,11 +112,12 @@ def fused_parts() -> None:
             rounds = name in GATED or not own.delayed
             out_dtype = dtype if rounds else torch.float32
             producer = ActivationBackwardDesc(name, dtype, out_dtype)
-            desc = FusedDesc(producer, QuantizeDesc(out_dtype, own, own), sums)
+            cast = QuantizeDesc(out_dtype, own, own, sums=sums, chunked=True)
+            desc = FusedDesc(producer, cast)
             run = backend("cuda").bind(desc, DEVICE)
             for rows, n in ((256, 128), (300, 256), (272, 384)):
                 x = torch.randn(rows, 2 * n if name in GATED else n).to(dtype).to(DEVICE)
-                made, *_ = run.run_chunked(torch.randn(rows, n).to(dtype).to(DEVICE), x, **given)
+                made, *_ = run(torch.randn(rows, n).to(dtype).to(DEVICE), x, **given)
                 for _ in made.rowwise:
                     pass
 
@@ -202,7 +203,8 @@ def fused_activations() -> None:
             grad[-1, -1] = torch.inf
             tensors = (grad, x) if backward else (x,)
             for cast, sums in itertools.product((both, *both.halves()), {False, backward}):
-                run = backend("cuda").bind(FusedDesc(producer, cast, sums), DEVICE)
+                desc = FusedDesc(producer, dataclasses.replace(cast, sums=sums))
+                run = backend("cuda").bind(desc, DEVICE)
                 run(*tensors, **given)
     # More tiles than there are blocks of threads at once.
     x, grad = (torch.randn(2200, n).bfloat16().to(DEVICE) for n in (5888, 2944))
