@@ -81,7 +81,7 @@ def test_layers_run_from_the_queue_that_devices_have(softcann_folder: Path) -> N
     assert queued.returncode == 0, queued.stdout[-8000:] + queued.stderr[-2000:]
 
 
-@pytest.mark.slow  # npu/test_kit.py asks about few descriptors
+@pytest.mark.slow  # npu/test_layers.py asks about few descriptors
 def test_backend_keeps_the_laws_of_the_conformance_kit(softcann_folder: Path) -> None:
     python = str(softcann_folder / "bin" / "python")
     # Whether a result depends on its call alone, law 7, is seen in one dtype of the activations.
