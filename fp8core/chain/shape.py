@@ -269,25 +269,15 @@ class BindContext(NamedTuple):
             return self.dtype
         return self.target.shape.grad_input_dtype(self.dtype)
 
-    @property
-    def input_shards(self) -> Communicator | None:
-        """Who gathers the rows of the input; None: no link does."""
-        return _group_of(self.before, "rows", "gathered")
-
-    @property
-    def grad_shards(self) -> Communicator | None:
-        """Who gathers the rows of the gradient of the output; None: no link does."""
-        return _group_of(self.after, "grad_rows", "gathered")
-
-    @property
-    def input_exchange(self) -> Communicator | None:
-        """Who exchanges the rows of the input; None: no link does."""
-        return _group_of(self.before, "rows", "exchanged")
-
-    @property
-    def grad_exchange(self) -> Communicator | None:
-        """Who exchanges the rows of the gradient of the output; None: no link does."""
-        return _group_of(self.after, "grad_rows", "exchanged")
+    def moved_over(self, tensor: str, way: str) -> Communicator | None:
+        """Return the ranks between which a neighbour moves the rows of ``tensor``, the input or
+        the gradient of the output, by ``way``, as in :class:`Movement`; None: no link does."""
+        neighbour = self.before if tensor == "input" else self.after
+        movement = None if neighbour is None else neighbour.shape.movement
+        if movement is None:
+            return None
+        moved = movement.rows if tensor == "input" else movement.grad_rows
+        return named(movement.group) if moved == way else None
 
     def purpose(self, step: str) -> Purpose:
         """Return what an operation of the link is for."""
@@ -308,14 +298,6 @@ class BindContext(NamedTuple):
             return None
         binding = self.binding
         return binding.resolver.transfers(communicator, binding.device, self.dtype)
-
-
-def _group_of(neighbour: Neighbour | None, tensor: str, way: str) -> Communicator | None:
-    """Return the ranks between which ``neighbour`` moves the rows of ``tensor`` by ``way``."""
-    movement = None if neighbour is None else neighbour.shape.movement
-    if movement is None or getattr(movement, tensor) != way:
-        return None
-    return named(movement.group)
 
 
 def _is_rounded_first(plan: TensorPlan) -> bool:

@@ -52,17 +52,11 @@ def bind_parts(gemms: dict[str, Resolved], context: BindContext, *, is_left: boo
 def bind_shards(
     shape: LinearSpec, context: BindContext, tensor: str, gemm_part: GemmPart | None
 ) -> Shards | None:
-    """Return how ``tensor`` travels quantized if each rank has some of its rows; None: it does not.
-
-    A bias is summed over all rows, and an input that is cast again is held as it came: both need
-    the whole tensor. So does a quantizer object, of which nobody knows what its scales cover.
-    """
-    is_input = tensor == "input"
-    communicator = context.input_shards if is_input else context.grad_shards
-    needs_whole = shape.saves_input if is_input else shape.bias_dtype is not None
-    if communicator is None or needs_whole or tensor in dict(context.plan.makers):
+    """Return how ``tensor`` travels quantized if ranks have some rows of it; None: it does not."""
+    communicator = _ranks_of_codes(shape, context, tensor, "gathered")
+    if communicator is None:
         return None
-    plan = context.gemm_plan
+    is_input, plan = tensor == "input", context.gemm_plan
     is_decoded = is_input and plan.dequantizes and plan.input.columnwise is None
     transfers = context.transfers(communicator)
     return Shards(
@@ -76,20 +70,31 @@ def bind_shards(
     )
 
 
+def _ranks_of_codes(
+    shape: LinearSpec, context: BindContext, tensor: str, way: str
+) -> Communicator | None:
+    """Return the ranks between which codes of ``tensor`` may travel by ``way``; None: they may not.
+
+    A bias is summed over all rows, and an input that is cast again is held as it came: both need
+    the tensor in high precision. So does a quantizer object, of which nobody knows what its scales
+    cover.
+    """
+    needs_values = shape.saves_input if tensor == "input" else shape.bias_dtype is not None
+    if needs_values or tensor in dict(context.plan.makers):
+        return None
+    return context.moved_over(tensor, way)
+
+
 def bind_sent(
     shape: LinearSpec,
     context: BindContext,
     tensor: str,
     dtype: torch.dtype,
 ) -> SentCast | None:
-    """Return how ``tensor`` is cast before its rows are exchanged; None: they travel as they are.
-
-    As in :func:`bind_shards`, a bias and an input that is cast again need rows in high precision.
-    """
-    is_input, plan = tensor == "input", context.gemm_plan
-    communicator = context.input_exchange if is_input else context.grad_exchange
-    needs_rows = shape.saves_input if is_input else shape.bias_dtype is not None
-    if communicator is None or needs_rows or tensor in dict(plan.makers) or plan.dequantizes:
+    """Return how ``tensor`` is cast before its rows leave; None: they travel as they are."""
+    plan = context.gemm_plan
+    communicator = _ranks_of_codes(shape, context, tensor, "exchanged")
+    if communicator is None or plan.dequantizes:
         return None
     specs = plan.tensors[tensor]
     # Delayed scales of an expert are on its rank alone.
@@ -138,7 +143,9 @@ def bind_quantizers(
     plan, binding = context.plan, context.binding
     is_grouped = bool(shape.groups)
     count, propagates = context.nonfinite, plan.nonfinite == "propagate"
-    reductions = {"input": context.input_shards, "grad_output": context.grad_shards}
+    reductions = {
+        tensor: context.moved_over(tensor, "gathered") for tensor in ("input", "grad_output")
+    }
     if propagates and any(reductions.values()):
         raise UnsupportedError(
             "nonfinite='propagate' marks the tensor that holds the NaN or inf, but of one whose "
