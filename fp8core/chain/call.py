@@ -6,10 +6,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from fp8core.chain.delayed_wgrad import DelayedCall
 from fp8core.tensors.quantizer import Groups
 from fp8core.tensors.weights import Keeping
 
@@ -78,17 +79,6 @@ class Routes:
         return (torch.arange(len(shift), device="cpu") + shift).to(device)
 
 
-class DelayedWgrads(Protocol):
-    """Takes the weight gradients of a call that are computed later, see
-    :mod:`fp8core.chain.delayed_wgrad`."""
-
-    def source(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the layer's weight that the call's parameter ``weight`` stands for."""
-
-    def put(self, index: int, pending: Any) -> None:
-        """Leave the gradient of the linear ``index`` to a later call."""
-
-
 class Call(NamedTuple):
     """The arguments of one call of a layer besides its tensors.
 
@@ -113,7 +103,7 @@ class Call(NamedTuple):
     backward_pass: int | None = None
     tensors: Sequence[torch.Tensor | None] = ()
     sizes: Sequence[int] = ()
-    delayed_wgrads: DelayedWgrads | None = None
+    delayed_wgrads: DelayedCall | None = None
     output: torch.Tensor | None = None
     grad_input: torch.Tensor | None = None
     routes: Routes | None = None

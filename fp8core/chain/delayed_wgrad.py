@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.chain.call import Call, DelayedWgrads
-from fp8core.chain.protocol import Forward, Out, Params, Program, Wrapper
 from fp8core.errors import UnsupportedError
 from fp8core.torch_ops.private import FSDP_FLATTENED
 
@@ -160,51 +157,3 @@ def _is_of_fsdp1(node: Any) -> bool:
         seen |= new
         left += new
     return False
-
-
-class Delaying(Wrapper):
-    """Around a linear program: backward puts wgrad into the queue of the call, and returns None.
-
-    ``wgrad`` computes the gradients where the program inside has no other way. ``index`` tells the
-    linears of one chain apart; ``needs_grad`` is the weights' alone. Without a queue, as where only
-    shapes are asked for, backward computes the gradients itself.
-    """
-
-    __slots__ = ("_index", "_is_grouped", "_needs_grad", "_wgrad")
-
-    def __init__(
-        self,
-        inner: Program,
-        wgrad: Callable[..., Any],
-        needs_grad: Sequence[bool],
-        *,
-        index: int,
-        is_grouped: bool,
-    ) -> None:
-        super().__init__(inner, inner.input_request)
-        self._wgrad = wgrad
-        self._needs_grad = needs_grad
-        self._index = index
-        self._is_grouped = is_grouped
-
-    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Compute y; backward is told where to put wgrad."""
-        delayed = call.delayed_wgrads
-        if delayed is None:
-            return super().forward(x, params, call, out)
-        weights = [*map(delayed.source, params[0] if self._is_grouped else params[:1])]
-        inner_params = (weights if self._is_grouped else weights[0], *params[1:])
-        y, saved, context = super().forward(x, inner_params, call, out)
-        run: Any = context or self._wgrad
-        return y, saved, partial(self._put, delayed, run, weights)
-
-    def _put(
-        self,
-        delayed: DelayedWgrads,
-        run: Callable[..., Any],
-        weights: Sequence[torch.Tensor],
-        *operands: Any,
-    ) -> Any:
-        pending = PendingWgrad(run, operands, weights, self._needs_grad, self._is_grouped)
-        delayed.put(self._index, pending)
-        return [None] * len(weights) if self._is_grouped else None

@@ -12,13 +12,13 @@ import torch
 
 from fp8core.backend_api import ColumnSumsDesc
 from fp8core.chain.call import Call
-from fp8core.chain.delayed_wgrad import Delaying
 from fp8core.chain.linear.gemms import bind_decode, bind_fprop, taking_any_rows, turning
 from fp8core.chain.linear.program import LinearOperations, LinearProgram
 from fp8core.chain.linear.quantizers import bind_parts, bind_quantizers, bind_sent, bind_shards
 from fp8core.chain.linear.spec import LinearSpec
 from fp8core.chain.linear.wrappers import (
     Accumulating,
+    Delaying,
     FlatWeights,
     Grouped,
     Padded,

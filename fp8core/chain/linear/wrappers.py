@@ -5,6 +5,7 @@
 - ``main_grad``: weight gradients added by the GEMM that computes them to a float32 tensor that a
   framework gives each weight, zeroes before a step and reads after it. No gradient in the dtype of
   the weight is made, and microbatches add up in float32. The names are Megatron's.
+- ``delay_wgrad_compute``: weight gradients put into the queue of the call instead of computed.
 - ``requantize_weights``: backward quantizes weights again instead of holding their codes.
 - ``save_original_input``: the input saved as it came, and cast again in backward. Where another
   module saves the same tensor anyway, as the norm or the router before several experts does, codes
@@ -24,6 +25,7 @@ import torch
 
 from fp8core.backend_api import Operand
 from fp8core.chain.call import Call
+from fp8core.chain.delayed_wgrad import DelayedCall, PendingWgrad
 from fp8core.chain.padding import PaddedCall
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, SavedList, Wrapper
 from fp8core.chain.request import Handover, QuantizeRequest, Travel
@@ -291,6 +293,54 @@ def _grad_for_autograd(weight: Any) -> torch.Tensor | None:
         return None
     weight.grad_added_to_main_grad = True
     return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+class Delaying(Wrapper):
+    """Around a linear program: backward puts wgrad into the queue of the call, and returns None.
+
+    ``wgrad`` computes the gradients where the program inside has no other way. ``index`` tells the
+    linears of one chain apart; ``needs_grad`` is the weights' alone. Without a queue, as where only
+    shapes are asked for, backward computes the gradients itself.
+    """
+
+    __slots__ = ("_index", "_is_grouped", "_needs_grad", "_wgrad")
+
+    def __init__(
+        self,
+        inner: Program,
+        wgrad: Callable[..., Any],
+        needs_grad: Sequence[bool],
+        *,
+        index: int,
+        is_grouped: bool,
+    ) -> None:
+        super().__init__(inner, inner.input_request)
+        self._wgrad = wgrad
+        self._needs_grad = needs_grad
+        self._index = index
+        self._is_grouped = is_grouped
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Compute y; backward is told where to put wgrad."""
+        delayed = call.delayed_wgrads
+        if delayed is None:
+            return super().forward(x, params, call, out)
+        weights = [*map(delayed.source, params[0] if self._is_grouped else params[:1])]
+        inner_params = (weights if self._is_grouped else weights[0], *params[1:])
+        y, saved, context = super().forward(x, inner_params, call, out)
+        run: Any = context or self._wgrad
+        return y, saved, partial(self._put, delayed, run, weights)
+
+    def _put(
+        self,
+        delayed: DelayedCall,
+        run: Callable[..., Any],
+        weights: Sequence[torch.Tensor],
+        *operands: Any,
+    ) -> Any:
+        pending = PendingWgrad(run, operands, weights, self._needs_grad, self._is_grouped)
+        delayed.put(self._index, pending)
+        return [None] * len(weights) if self._is_grouped else None
 
 
 class Requantizing(Wrapper):
