@@ -9,11 +9,12 @@ from the records.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 import torch
 
+Variants: TypeAlias = Callable[[torch.dtype], Mapping[str, Any]]
 _Shapes = TypeVar("_Shapes", bound=Callable[..., Any])
 
 
@@ -56,6 +57,8 @@ class Record(NamedTuple):
         writes: the arguments that the call writes in place: lists of tensors, or ``out``, for a
             result. Another argument that is named ``*_out``, an amax or a count, is written too.
         is_optional: whether a backend may lack it.
+        variants: of an operation for which no recipe asks: by name, descriptors for activations of
+            a dtype, which stand for all in reports and for the conformance kit.
         schema: the operator's schema, where it is older than the record; else it is derived.
         order: the arguments by name in the order of the schema.
     """
@@ -68,6 +71,7 @@ class Record(NamedTuple):
     returns: Any
     writes: tuple[str, ...]
     is_optional: bool
+    variants: Variants
     schema: str
     order: tuple[str, ...]
 
@@ -80,6 +84,7 @@ def operation(
     *ops: str,
     writes: tuple[str, ...] = (),
     is_optional: bool = False,
+    variants: Variants = lambda dtype: {},
     schema: str = "",
     order: tuple[str, ...] = (),
 ) -> Callable[[_Shapes], _Shapes]:
@@ -98,6 +103,7 @@ def operation(
             hints["return"],
             writes,
             is_optional,
+            variants,
             schema,
             order or tuple(argument.name for argument in arguments),
         )

@@ -11,9 +11,9 @@ does not read routes, and they must be no addresses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 
@@ -47,7 +47,11 @@ class CrossEntropyDesc:
     __str__ = plain_text
 
 
-@operation()
+def _losses(dtype: torch.dtype) -> dict[str, CrossEntropyDesc]:
+    return {"": CrossEntropyDesc(dtype), "smoothed": CrossEntropyDesc(dtype, 0.1)}
+
+
+@operation(variants=_losses)
 def cross_entropy(
     desc: CrossEntropyDesc, x: torch.Tensor, target: torch.Tensor
 ) -> tuple[ResultShape, ResultShape, ResultShape]:
@@ -77,7 +81,15 @@ class CrossEntropyBackwardDesc:
     __str__ = plain_text
 
 
-@operation()
+def _backward(cls: type[Any], variants: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the descriptors of ``cls`` with the fields of those of forward."""
+    return {
+        name: cls(**{field.name: getattr(desc, field.name) for field in fields(desc)})
+        for name, desc in variants.items()
+    }
+
+
+@operation(variants=lambda dtype: _backward(CrossEntropyBackwardDesc, _losses(dtype)))
 def cross_entropy_backward(
     desc: CrossEntropyBackwardDesc,
     grad: torch.Tensor,
@@ -136,7 +148,22 @@ class RouterDesc:
         return text(self, dtype_text(self.dtype), f"top {self.topk}", self.score_function)
 
 
-@operation()
+def _routers(dtype: torch.dtype) -> dict[str, RouterDesc]:
+    return {
+        "softmax": RouterDesc(dtype, 3, "softmax", scaling_factor=2.5),
+        "softmax.pre": RouterDesc(dtype, 3, "softmax", pre_softmax=True),
+        "softmax.groups": RouterDesc(dtype, 4, "softmax", num_groups=3, group_topk=2),
+        "softmax.all": RouterDesc(dtype, 3, "softmax", of_all=True),
+        "sigmoid": RouterDesc(dtype, 3, "sigmoid", scaling_factor=2.5),
+        "sigmoid.one": RouterDesc(dtype, 1, "sigmoid"),
+        "sigmoid.groups": RouterDesc(dtype, 4, "sigmoid", num_groups=3, group_topk=2),
+        "sigmoid.all": RouterDesc(dtype, 3, "sigmoid", of_all=True),
+        "sqrtsoftplus": RouterDesc(dtype, 3, "sqrtsoftplus"),
+        "sqrtsoftplus.all": RouterDesc(dtype, 1, "sqrtsoftplus", of_all=True),
+    }
+
+
+@operation(variants=_routers)
 def router(
     desc: RouterDesc, logits: torch.Tensor, *, expert_bias: torch.Tensor | None = None
 ) -> tuple[ResultShape, ResultShape, ResultShape]:
@@ -169,7 +196,7 @@ class RouterBackwardDesc:
         return text(self, dtype_text(self.dtype), f"top {self.topk}", self.score_function)
 
 
-@operation()
+@operation(variants=lambda dtype: _backward(RouterBackwardDesc, _routers(dtype)))
 def router_backward(
     desc: RouterBackwardDesc,
     grad_probs: torch.Tensor,
@@ -207,7 +234,17 @@ class RouteDesc:
     __str__ = plain_text
 
 
-@operation()
+def _routes(dtype: torch.dtype) -> dict[str, RouteDesc]:
+    return {
+        "mask": RouteDesc(torch.bool, "mask"),
+        "mask.int32": RouteDesc(torch.int32, "mask"),
+        "experts": RouteDesc(torch.int32, "experts"),
+        "experts.int64": RouteDesc(torch.int64, "experts"),
+        "rows": RouteDesc(torch.int32, "rows"),
+    }
+
+
+@operation(variants=_routes)
 def route(desc: RouteDesc, routing: torch.Tensor, rows: int) -> tuple[ResultShape, ResultShape]:
     """Return the shapes of ``index`` and ``sources``."""
     return shape_of(routing, torch.int32), ResultShape((rows,), torch.int32)
@@ -232,7 +269,11 @@ class DispatchDesc:
     __str__ = plain_text
 
 
-@operation()
+def _dispatches(dtype: torch.dtype) -> dict[str, DispatchDesc]:
+    return {"": DispatchDesc(dtype), "probable": DispatchDesc(dtype, skips_improbable=True)}
+
+
+@operation(variants=_dispatches)
 def dispatch_rows(
     desc: DispatchDesc,
     x: torch.Tensor,
@@ -264,7 +305,7 @@ class CombineDesc:
     __str__ = plain_text
 
 
-@operation()
+@operation(variants=lambda dtype: {"": CombineDesc(dtype)})
 def combine_rows(
     desc: CombineDesc,
     x: torch.Tensor,
@@ -295,7 +336,7 @@ class CombineBackwardDesc:
     __str__ = plain_text
 
 
-@operation()
+@operation(variants=lambda dtype: {"": CombineBackwardDesc(dtype)})
 def combine_rows_backward(
     desc: CombineBackwardDesc,
     grad: torch.Tensor,
@@ -356,7 +397,23 @@ class AdamDesc:
     __str__ = plain_text
 
 
-@operation(writes=("params", "exp_avgs", "exp_avg_sqs", "masters"))
+def _steps(dtype: torch.dtype) -> dict[str, AdamDesc]:
+    """Return steps of parameters of ``dtype`` with gradients likewise and in float32."""
+    steps: dict[str, AdamDesc] = {}
+    for grad_dtype in dict.fromkeys((dtype, torch.float32)):
+        of_grads = "" if grad_dtype == dtype else "float32_grads."
+        steps[f"{of_grads}adamw"] = AdamDesc(dtype, grad_dtype)
+        steps[f"{of_grads}adam"] = AdamDesc(dtype, grad_dtype, decoupled=False)
+        if dtype != torch.float32:
+            steps[f"{of_grads}masters"] = AdamDesc(dtype, grad_dtype, master="float32")
+        if dtype == torch.bfloat16:
+            steps[f"{of_grads}remainders"] = AdamDesc(dtype, grad_dtype, master="remainder")
+            averages = AdamDesc(dtype, grad_dtype, torch.bfloat16, "float32")
+            steps[f"{of_grads}bfloat16_averages"] = averages
+    return steps
+
+
+@operation(writes=("params", "exp_avgs", "exp_avg_sqs", "masters"), variants=_steps)
 def adam(
     desc: AdamDesc,
     grads: Sequence[torch.Tensor],

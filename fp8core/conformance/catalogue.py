@@ -43,7 +43,7 @@ from fp8core.chain.norm import NormShape
 from fp8core.chain.residual import AddShape
 from fp8core.chain.shape import LinkShape
 from fp8core.chain.simple import RotaryShape
-from fp8core.inspection.descriptors import NORMS, record, training_descs
+from fp8core.inspection.descriptors import NORMS, listed_descs, record
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import AttentionPlan, LayerRole, LinearPlan
@@ -140,7 +140,7 @@ def _of_dtype(
     yield from _groups("plain.grouped", LinearPlan(), dtype)
     yield from _attentions(dtype)
     yield from _of_quantizers(dtype)
-    for variant, desc in training_descs(dtype):
+    for variant, desc in listed_descs(dtype):
         words = (desc.op, variant, "" if isinstance(desc, RouteDesc) else _word(dtype))
         yield CatalogueEntry(".".join(filter(None, words)), desc)
 

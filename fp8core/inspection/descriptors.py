@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -17,26 +16,18 @@ import torch
 from fp8core.backend_api import (
     ACTIVATIONS,
     ATTENTION_LAYOUTS,
-    AdamDesc,
     Alignment,
     AmaxDesc,
     ColumnSumsDesc,
-    CombineBackwardDesc,
-    CombineDesc,
-    CrossEntropyBackwardDesc,
-    CrossEntropyDesc,
     DequantizeDesc,
-    DispatchDesc,
     FusedDesc,
     OpDesc,
     QuantizeDesc,
     Ranks,
-    RouteDesc,
-    RouterBackwardDesc,
-    RouterDesc,
     has_amax,
     variant_of,
 )
+from fp8core.backend_api.record import RECORDS
 from fp8core.chain.activation import activation_shape
 from fp8core.chain.attention.shape import AttentionShape
 from fp8core.chain.linear.shape import LinearShape
@@ -62,63 +53,11 @@ class Labelled(NamedTuple):
     desc: OpDesc
 
 
-def training_descs(dtype: torch.dtype) -> Iterator[Labelled]:
-    """Yield every variant for activations, gradients and parameters of ``dtype``."""
-    yield Labelled("mask", RouteDesc(torch.bool, "mask"))
-    yield Labelled("mask.int32", RouteDesc(torch.int32, "mask"))
-    yield Labelled("experts", RouteDesc(torch.int32, "experts"))
-    yield Labelled("experts.int64", RouteDesc(torch.int64, "experts"))
-    yield Labelled("rows", RouteDesc(torch.int32, "rows"))
-    yield Labelled("", DispatchDesc(dtype))
-    yield Labelled("probable", DispatchDesc(dtype, skips_improbable=True))
-    yield Labelled("", CombineDesc(dtype))
-    yield Labelled("", CombineBackwardDesc(dtype))
-    yield from _routers(dtype)
-    yield from _cross_entropies(dtype)
-    yield from _steps(dtype)
-
-
-def _routers(dtype: torch.dtype) -> Iterator[Labelled]:
-    routers = {
-        "softmax": RouterDesc(dtype, 3, "softmax", scaling_factor=2.5),
-        "softmax.pre": RouterDesc(dtype, 3, "softmax", pre_softmax=True),
-        "softmax.groups": RouterDesc(dtype, 4, "softmax", num_groups=3, group_topk=2),
-        "softmax.all": RouterDesc(dtype, 3, "softmax", of_all=True),
-        "sigmoid": RouterDesc(dtype, 3, "sigmoid", scaling_factor=2.5),
-        "sigmoid.one": RouterDesc(dtype, 1, "sigmoid"),
-        "sigmoid.groups": RouterDesc(dtype, 4, "sigmoid", num_groups=3, group_topk=2),
-        "sigmoid.all": RouterDesc(dtype, 3, "sigmoid", of_all=True),
-        "sqrtsoftplus": RouterDesc(dtype, 3, "sqrtsoftplus"),
-        "sqrtsoftplus.all": RouterDesc(dtype, 1, "sqrtsoftplus", of_all=True),
-    }
-    for variant, desc in routers.items():
-        yield Labelled(variant, desc)
-        values = {field.name: getattr(desc, field.name) for field in fields(desc)}
-        yield Labelled(variant, RouterBackwardDesc(**values))
-
-
-def _cross_entropies(dtype: torch.dtype) -> Iterator[Labelled]:
-    for variant, smoothing in (("", 0.0), ("smoothed", 0.1)):
-        yield Labelled(variant, CrossEntropyDesc(dtype, smoothing))
-        yield Labelled(variant, CrossEntropyBackwardDesc(dtype, smoothing))
-
-
-def _steps(dtype: torch.dtype) -> Iterator[Labelled]:
-    """Yield steps of parameters of ``dtype`` with gradients likewise and in float32."""
-    single = torch.float32
-    for grad_dtype in dict.fromkeys((dtype, single)):
-        of_grads = "" if grad_dtype == dtype else "float32_grads."
-        yield Labelled(f"{of_grads}adamw", AdamDesc(dtype, grad_dtype))
-        yield Labelled(f"{of_grads}adam", AdamDesc(dtype, grad_dtype, decoupled=False))
-        if dtype == single:
-            continue
-        masters = AdamDesc(dtype, grad_dtype, master="float32")
-        yield Labelled(f"{of_grads}masters", masters)
-        if dtype == torch.bfloat16:
-            short = AdamDesc(dtype, grad_dtype, master="remainder")
-            yield Labelled(f"{of_grads}remainders", short)
-            small = AdamDesc(dtype, grad_dtype, torch.bfloat16, "float32")
-            yield Labelled(f"{of_grads}bfloat16_averages", small)
+def listed_descs(dtype: torch.dtype) -> Iterator[Labelled]:
+    """Yield the variants of operations that are no part of a chain, for tensors of ``dtype``."""
+    for operation in RECORDS.values():
+        for variant, desc in operation.variants(dtype).items():
+            yield Labelled(variant, desc)
 
 
 class Request(NamedTuple):
@@ -225,7 +164,7 @@ def recipe_needs(recipe: Recipe, dtype: torch.dtype) -> list[Need]:
         *_sum_needs(dense, dtype),
         *_rotary_needs(dtype),
         *_attention_needs(recipe, dtype),
-        *(Need(variant, desc) for variant, desc in training_descs(dtype)),
+        *(Need(variant, desc) for variant, desc in listed_descs(dtype)),
     ]
     return list(dict.fromkeys(needs))
 
