@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import parametrize
 
 import fp8core
 from fp8core import recipe
@@ -342,6 +343,23 @@ class TwiceProjected(torch.nn.Module):
         return 2 * self.proj(x, is_first_microbatch)
 
 
+class Doubled(fp8core.Linear):
+    def forward(self, *arguments: Any, **more: Any) -> Any:
+        return 2 * super().forward(*arguments, **more)
+
+
+class Noise(torch.nn.Module):
+    """A parametrization that draws numbers each time that it is computed."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + torch.rand_like(weight) / 64
+
+
+def make_noisy(layer: torch.nn.Module) -> None:
+    name = next(name for name, own in layer.named_parameters() if own.dim() == 2)
+    parametrize.register_parametrization(layer, name, Noise())
+
+
 CORE = "self_attention.core_attention"
 TRANSFORMER: dict[str, Other] = {
     "mask type": given(self_attn_mask_type="no_mask"),
@@ -378,6 +396,15 @@ TRANSFORMER: dict[str, Other] = {
             layer.self_attention, "proj", TwiceProjected(layer.self_attention.proj)
         )
     ),
+    "a module of another class of the same fields": modified(
+        lambda layer: setattr(layer.self_attention.proj, "__class__", Doubled)
+    ),
+    "a noisy weight within": modified(lambda layer: make_noisy(layer.self_attention.proj)),
+    "norms of heads": modified(
+        lambda layer: vars(layer.self_attention).update(
+            q_norm=fp8core.ops.L2Normalization(), k_norm=fp8core.ops.L2Normalization()
+        )
+    ),
     "dropout": having("hidden_dropout", 0.5),
     "dropped paths": having("drop_path", DropPath(0.5, "sbhd")),
     "dropout of attention": having(f"{CORE}.attention_dropout", 0.5),
@@ -391,6 +418,7 @@ TRANSFORMER: dict[str, Other] = {
         )
     ),
 }
+NOISY = {"a noisy weight": modified(lambda layer: make_noisy(layer))}
 LACKING = {"first microbatch", "written in frozen weights"}  # attention has no weight
 JOINED = (
     *("other rows", "no rows", "no input gradient", "no gradients", "evaluating", "copied"),
@@ -407,6 +435,7 @@ CASES = [
     ),
     *turns(["TransformerLayer"], ["delayed", "current", "block"], [*JOINED, *TRANSFORMER]),
     ("TransformerLayer", "delayed", "reset"),
+    *turns(KINDS, RECIPES, NOISY),
 ]
 
 
@@ -440,7 +469,7 @@ def test_calls_after_another_one_are_those_of_a_layer_that_remembers_none(
 ) -> None:
     is_stored = kind.startswith("stored ")
     name, kind = "current" if is_stored else name, kind.removeprefix("stored ")
-    change = {**OTHERS, **ATTENTION, **TRANSFORMER}[other]
+    change = {**OTHERS, **ATTENTION, **TRANSFORMER, **NOISY}[other]
     got = told(Story(kind, name, is_stored=is_stored), change)
     plain = Story(kind, name, is_stored=is_stored)
     with ways.plain(plain.layer):
