@@ -71,9 +71,9 @@ def _fields(names: tuple[str, ...]) -> Callable[[Any], Any]:
     return attrgetter("__class__", *names)
 
 
-Sources: TypeAlias = "Sequence[tuple[Any, ...]]"
-"""Where each parameter of a chain lies: a module's ``_parameters``, followed by its name there, or
-by those of the parts that are put together along their first dimension."""
+Sources: TypeAlias = "Sequence[tuple[dict[str, Any], str, Sequence[str]]]"
+"""Where each parameter of a chain lies: a module's ``_parameters``, its name there, and the names
+of more parts that are put together with it along their first dimension."""
 
 
 class Memo(NamedTuple):
@@ -127,10 +127,16 @@ def memo_of(
     if recompute.current() is not None or recompute.is_in_backward():
         return None
     request, has_grad = active(outside), torch.is_grad_enabled()
-    records = has_grad or request.observe is not None
+    witnesses: list[Witness] = []
+    recorded: list[tuple[DelayedState, DelayedState]] = []
+    for layer in layers:
+        witnesses.append(Witness.of(layer, is_called=not witnesses))
+    for state in states:
+        if state is not None and (has_grad or request.observe is not None):
+            recorded.append((state.forward, state.backward))
     return Memo(
         arguments,
-        [Witness.of(layer, is_called=not at) for at, layer in enumerate(layers)],
+        witnesses,
         outside,
         request,
         policy.current(),
@@ -139,21 +145,23 @@ def memo_of(
         num_params,
         shape,
         *prepared,
-        [(each.forward, each.backward) for each in states if each is not None and records],
+        recorded,
     )
 
 
 def sources_of(layers: Sequence[Any]) -> Sources | None:
     """Return where the parameters of ``layers`` in low precision lie; None if one is computed, as
     by a parametrization, or is a part of a parameter."""
-    sources: list[tuple[Any, ...]] = []
+    sources: list[tuple[dict[str, Any], str, Sequence[str]]] = []
     for layer in layers:
-        names = layer.link_names()
+        stored, names = layer._parameters, layer.link_names()
         if names is None or layer.local_part is not None:
             return None
-        sources += [(layer._parameters, *parts) for parts in names]
-    is_stored = all(name in parameters for parameters, *parts in sources for name in parts)
-    return sources if is_stored else None
+        for first, *more in names:
+            if not stored.keys() >= {first, *more}:
+                return None
+            sources.append((stored, first, more))
+    return sources
 
 
 def replay(
@@ -198,7 +206,7 @@ def replay(
             return None
         params = []
         try:
-            for stored, name, *more in memo.sources:
+            for stored, name, more in memo.sources:
                 param = stored[name]
                 if more:
                     param = torch.cat([param, *map(stored.__getitem__, more)])

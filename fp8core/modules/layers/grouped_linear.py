@@ -182,7 +182,7 @@ class GroupedLinear(ParallelModule, ExtraTensors):
     def link_names(self) -> list[tuple[str, ...]] | None:
         adds_bias = self.use_bias and not self.return_bias
         names = self._names_of("weight") + (self._names_of("bias") if adds_bias else [])
-        return [(name,) for name in names]
+        return list(zip(names, strict=True))
 
     def forward(
         self,
@@ -339,7 +339,7 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         return range(self.first_group, self.first_group + self.num_gemms)
 
     def _names_of(self, kind: str) -> list[str]:
-        return [f"{kind}{number}" for number in self.numbers]
+        return list(map(f"{kind}{{}}".format, self.numbers))
 
     def _all(self, kind: str) -> list[torch.Tensor]:
         named = (self.parameter(name) for name in self._names_of(kind))

@@ -258,8 +258,11 @@ class Linear(ParallelModule):
     @override
     def link_names(self) -> list[tuple[str, ...]] | None:
         adds_bias = self.use_bias and not self.return_bias
-        names = [self._names_of("weight")]
-        return [*names, self._names_of("bias")] if adds_bias else names
+        prefixes = dict(self._parts)
+        names = [tuple(map("{}weight".format, prefixes))]
+        if adds_bias:
+            names.append(tuple(map("{}bias".format, prefixes)))
+        return names
 
     def _names_of(self, kind: str) -> tuple[str, ...]:
         return tuple(map(f"{{}}{kind}".format, dict(self._parts)))
