@@ -1,7 +1,7 @@
-"""Compile time, and a step of a compiled layer against eager.
+"""Compile time, and a step of a compiled layer against eager, on the CPU.
 
-``python tests/benchmarks/compile_time.py``. Forward and backward on the CPU, in milliseconds:
-median and spread (10th to 90th percentile) of interleaved runs. Nothing is asserted.
+``python -m tests.benchmarks.compile_time``. Forward and backward take turns; medians and their
+intervals, in milliseconds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from functools import partial
 import torch
 
 import fp8core as te
-from fp8core import recipe
+from tests.benchmarks.measuring.contest import Contest, step_of
+from tests.benchmarks.measuring.device import HOST
+from tests.benchmarks.measuring.intervals import median_interval
+from tests.benchmarks.measuring.libraries import under_recipe
+from tests.benchmarks.measuring.turns import Calls, Stop
 
-ROWS, HIDDEN, RUNS = 256, 256, 30
+ROWS, HIDDEN, SECONDS = 256, 256, 5.0
 BF16 = torch.bfloat16
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "Linear": lambda: te.Linear(HIDDEN, HIDDEN, params_dtype=BF16),
@@ -27,45 +31,29 @@ LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-def step(call: Callable[..., torch.Tensor], x: torch.Tensor) -> float:
-    """Run forward and backward once; return milliseconds."""
-    start = time.perf_counter()
-    with te.autocast(recipe=recipe.Float8CurrentScaling()):
-        y = call(x)
-    y.backward(torch.ones_like(y))
-    return (time.perf_counter() - start) * 1e3
-
-
-def summary(times: list[float]) -> str:
-    ordered = sorted(times)
-    tenth = len(ordered) // 10
-    low, high = ordered[tenth], ordered[-1 - tenth]
-    return f"{ordered[len(ordered) // 2]:7.2f} ({low:.2f} to {high:.2f})"
-
-
 def main() -> None:
     """Measure every layer."""
     print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads")
     print(f"torch {torch.__version__}, fp8core {te.__version__}, Float8CurrentScaling, inductor")
-    print(f"x [{ROWS}, {HIDDEN}] bfloat16, normal; forward and backward, ms, {RUNS} runs")
+    print(f"x [{ROWS}, {HIDDEN}] bfloat16, normal; forward and backward, ms")
+    x = torch.randn(ROWS, HIDDEN, dtype=BF16, requires_grad=True)
+    grad = torch.ones(ROWS, HIDDEN, dtype=BF16)
     for name, make in LAYERS.items():
         torch._dynamo.reset()
         layer = make()
-        splits = [ROWS // 4] * 4
-
-        grouped = name == "GroupedLinear"
-        eager = partial(layer, m_splits=splits) if grouped else layer
-        fast = torch.compile(eager, fullgraph=True)
-        x = torch.randn(ROWS, HIDDEN, dtype=BF16, requires_grad=True)
-        compile_time = step(fast, x) / 1e3
-        times: dict[str, list[float]] = {"eager": [], "compiled": []}
-        for _ in range(RUNS):
-            times["eager"].append(step(eager, x))
-            times["compiled"].append(step(fast, x))
-        print(
-            f"{name:16} compile {compile_time:6.1f} s   eager {summary(times['eager'])}   "
-            f"compiled {summary(times['compiled'])}"
-        )
+        forward = partial(layer, m_splits=[ROWS // 4] * 4) if name == "GroupedLinear" else layer
+        steps: Calls = {
+            kind: step_of(under_recipe("fp8core", "current", own), x, grad, [*layer.parameters()])
+            for kind, own in (
+                ("eager", forward),
+                ("compiled", torch.compile(forward, fullgraph=True)),
+            )
+        }
+        start = time.perf_counter()
+        steps["compiled"]()
+        print(f"{name:16} compile {time.perf_counter() - start:6.1f} s", flush=True)
+        for kind, times in Contest(HOST).take("eager", steps, Stop(SECONDS)).items():
+            print(f"    {kind:8} {median_interval([us / 1e3 for us in times]).text(2)} ms")
 
 
 if __name__ == "__main__":

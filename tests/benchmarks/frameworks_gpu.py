@@ -6,9 +6,9 @@
 The model is a GPT of torch's modules, the same weights and batches for each contestant: float32
 parameters, AdamW, and the framework's autocast of bf16. Accelerate runs bf16, its FP8 through
 Transformer Engine's name, and a model that ``fp8core.convert`` changed; Lightning's Fabric runs
-``bf16-mixed`` and ``bf16-true`` against ``Fp8CorePrecision`` with the same dtypes, and its Trainer
-one fit of each. The recipe of FP8 is delayed scaling. Prints the median step of each contestant,
-its ratio to bf16 and its losses.
+``bf16-mixed`` and ``bf16-true`` against ``Fp8CorePrecision`` with the same dtypes, the plug-in that
+its Trainer takes as well. The recipe of FP8 is delayed scaling. Prints the median step of each
+contestant, its ratio to bf16 and its losses.
 """
 
 from __future__ import annotations
@@ -178,57 +178,6 @@ def lightning(bench: Bench) -> Contestants:
     return contestants
 
 
-def fit(bench: Bench, steps: int = 12) -> dict[str, tuple[float, list[float]]]:
-    """Return the median milliseconds of a step of Lightning's Trainer, and the losses."""
-    import lightning as framework
-
-    class Module(framework.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model, self.losses = bench.model(), []
-            self.times: list[float] = []
-
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            loss: torch.Tensor = self.model(batch)
-            self.losses.append(loss.detach())
-            return loss
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            bench.device.clock.synchronize()
-            self.start, self.end = (bench.device.clock.event() for _ in range(2))
-            self.start.record()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.end.record()
-            bench.device.clock.synchronize()
-            self.times.append(self.start.elapsed_time(self.end))
-
-        def configure_optimizers(self) -> Any:
-            return bench.optimizer(self)
-
-    data = [bench.batches[at % len(bench.batches)] for at in range(steps)]
-    results = {}
-    for name, options in (
-        ("bf16", {"precision": "bf16-mixed"}),
-        ("fp8", {"plugins": [_precision(torch.float32)]}),
-    ):
-        module = Module()
-        trainer = framework.Trainer(
-            accelerator=bench.device.torch_device.type,
-            devices=1,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **options,
-        )
-        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
-        losses = [float(loss) for loss in module.losses]
-        results[name] = statistics.median(module.times[len(module.times) // 3 :]), losses
-    return results
-
-
 def lines(times: dict[str, list[float]], losses: dict[str, list[float]]) -> list[str]:
     """Return what is printed: the step in ms, its ratio to the bf16 of its dtypes, the losses."""
     printed = []
@@ -266,11 +215,6 @@ def main() -> None:
     times = eager_us(calls, Stop(asked.seconds), clock=device.clock)
     losses = {name: [float(x) for x in one.losses] for name, one in contestants.items()}
     print(*lines(times, losses), sep="\n", flush=True)
-    contestants.clear()
-    calls.clear()
-    if asked.framework == "lightning":
-        for name, (milliseconds, values) in fit(bench).items():
-            print(f"Trainer {name:5} {milliseconds:9.2f} ms, losses", *(f"{x:.4f}" for x in values))
 
 
 if __name__ == "__main__":

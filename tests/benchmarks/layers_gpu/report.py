@@ -122,21 +122,9 @@ def bytes_table(cases: Sequence[Case], recipes: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def cost_table(results: Results) -> str:
-    """Return how many seconds of a machine each run took, by phase."""
-    lines = head(("layer", "size", "recipes", "seconds", "of which"))
-    for case in results.cases:
-        for record in results.of(case, "run"):
-            seconds = dict(record["seconds"])
-            total = seconds.pop("all", sum(seconds.values()))
-            phases = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
-            lines.append(line((*case, " ".join(record["recipes"]), f"{total:.0f}", phases)))
-    return "\n".join(lines)
-
-
 def markdown(results: Results) -> str:
     """Return all tables."""
-    tables = (ratio_table, figures_table, limit_table, cost_table)
+    tables = (ratio_table, figures_table, limit_table)
     return "\n\n".join((bars_table(list(rows(results))), *(table(results) for table in tables)))
 
 
