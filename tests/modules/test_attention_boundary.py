@@ -101,7 +101,7 @@ def count_nodes(y: torch.Tensor) -> int:
         node = left.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            count += node.name() == "_ChainBackward"
+            count += node.name() == "_NodeBackward"
             left += [one for one, _ in node.next_functions]
     return count
 
