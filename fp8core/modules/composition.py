@@ -28,7 +28,7 @@ import torch
 from fp8core.chain import run as chain
 from fp8core.chain.alone import is_transformed
 from fp8core.chain.attention.link import AttentionLink
-from fp8core.chain.call import DENSE, Call
+from fp8core.chain.call import DENSE
 from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.packed_attention import PackedAttentionLink
 from fp8core.chain.protocol import Link
@@ -210,43 +210,33 @@ class Composition:
         self._chains[key] = chain_of(links, recorder), segments
         return self._chains[key][0]
 
-    def attend(self, call: AttentionCall, proj: Linear) -> torch.Tensor:
-        """Return ``proj`` of attention to the queries, keys and values of ``call``."""
-        q, *brought = call.inputs
-        bound, of_call = call.bind(q)
-        segments = Segment(call.layer, bound), Segment(proj, bind(proj, q.device, q.dtype))
-        params = [*brought, call.layer.softmax_offset, *proj.link_params()]
-        return self._run(segments, q.flatten(-2), params, of_call)
-
-    def project_and_attend(
-        self, first: Linear, x: torch.Tensor, call: AttentionCall, proj: Linear, heads: HeadSizes
+    def attend(
+        self, call: AttentionCall, proj: Linear, rows: tuple[Linear, torch.Tensor, HeadSizes] | None
     ) -> torch.Tensor:
-        """Return ``proj`` of attention to what ``first`` projects ``x`` to."""
-        own = first.link_params()
-        weight = next(param for param in own if param.dim() == 2)
-        dtype = check_input(first, x, weight, first.in_features)
-        x = x if x.dtype == dtype else x.to(dtype)
-        # Only the layout and the sizes of queries are read to bind a call.
-        leading = first.parallel.gathered(x.shape[:-1])
-        bound, of_call = call.bind(x.new_empty(1).expand(*leading, heads.num_heads, heads.head_dim))
-        segments = (
-            Segment(first, bind(first, x.device, dtype)),
-            Segment(call.layer, bound, heads),
-            Segment(proj, bind(proj, x.device, dtype)),
-        )
-        params = [*own, call.inputs[3], call.layer.softmax_offset, *proj.link_params()]
-        return self._run(segments, x, params, of_call)
-
-    def _run(
-        self,
-        segments: Sequence[Segment],
-        x: torch.Tensor,
-        params: Sequence[torch.Tensor | None],
-        call: Call,
-    ) -> torch.Tensor:
+        """Return ``proj`` of attention to the queries, keys and values of ``call``; with ``rows``,
+        a layer, its input and how the rows that it returns hold heads, to those. Of the queries
+        the layout and the sizes alone are then read."""
+        q, k, v, bias = call.inputs
+        if rows is None:
+            x, params = q.flatten(-2), [k, v]
+            bound, of_call = call.bind(q)
+            segments = [Segment(call.layer, bound)]
+        else:
+            first, x, heads = rows
+            params = first.link_params()
+            weight = next(param for param in params if param.dim() == 2)
+            dtype = check_input(first, x, weight, first.in_features)
+            x = x if x.dtype == dtype else x.to(dtype)
+            bound, of_call = call.bind(q)
+            segments = [
+                Segment(first, bind(first, x.device, dtype)),
+                Segment(call.layer, bound, heads),
+            ]
+        segments.append(Segment(proj, bind(proj, q.device, q.dtype)))
+        params += [param for param in (bias, call.layer.softmax_offset) if param is not None]
+        params += proj.link_params()
         layers = [(segment.layer, segment.bound) for segment in segments]
-        brought = [param for param in params if param is not None]
-        return run_joined(layers, self.links((segments,)), x, brought, call)
+        return run_joined(layers, self.links((segments,)), x, params, of_call)
 
     def encode(
         self, layer: torch.nn.Module, parts: EncoderParts, x: torch.Tensor

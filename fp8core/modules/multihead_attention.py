@@ -394,7 +394,9 @@ class MultiheadAttention(torch.nn.Module):
             query, key = self._normalize(query, key)
         if options is not None:
             call = self.core_attention.prepared((query, key, value), options)
-            return self._outputs(self._with_bias(self._joins.attend(call, self.proj)), normalized)
+            return self._outputs(
+                self._with_bias(self._joins.attend(call, self.proj, None)), normalized
+            )
         context = self.core_attention(query, key, value, attention_mask, **options_of_call)
         return self._outputs(self.proj(context, is_first_microbatch), normalized)
 
@@ -434,9 +436,8 @@ class MultiheadAttention(torch.nn.Module):
         leading = first.parallel.gathered(hidden_states.shape[:-1])
         like = hidden_states.new_empty(1).expand(*leading, size)
         call = self.core_attention.prepared(split_query_key_value(like, sizes), options)
-        return self._with_bias(
-            self._joins.project_and_attend(first, hidden_states, call, self.proj, sizes)
-        )
+        rows = first, hidden_states, sizes
+        return self._with_bias(self._joins.attend(call, self.proj, rows))
 
     def _with_bias(self, output: torch.Tensor) -> Any:
         """Return the output of ``proj`` as it returns it."""
