@@ -8,7 +8,8 @@ of it has the bits of the whole. A second backend computes the same products, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeGuard
 
 import torch
 
@@ -77,7 +78,7 @@ class Product:
 
 
 class ProductInParts(Product):
-    def gemm_part(
+    def __call__(  # type: ignore[override]  # of a descriptor with part
         self,
         rows: int,
         a: Operand,
@@ -88,22 +89,28 @@ class ProductInParts(Product):
     ) -> torch.Tensor:
         for log in LOG.values():
             log.append(f"product of {a.data.shape[0]} of {rows} rows")
-        return self(a, b, bias=bias, out=out)
+        return super().__call__(a, b, bias=bias, out=out)
 
 
 class PlainBackend(ReferenceBackend):
-    kind: type[Product] = Product
-
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
         run = super().bind(desc, device)
-        if type(desc) is not GemmDesc or (desc.a is not None and desc.a.block[0] > BLOCK):
+        if not is_by_blocks(desc):
             return run
-        is_packed = desc.a is not None and by_name(desc.a.format).bits == 4
-        return (Product if desc.accumulate or is_packed else self.kind)(run, desc)
+        return (ProductInParts if desc.part else Product)(run, desc)
+
+
+def is_by_blocks(desc: OpDesc) -> TypeGuard[GemmDesc]:
+    return type(desc) is GemmDesc and (desc.a is None or desc.a.block[0] <= BLOCK)
 
 
 class Backend(PlainBackend):
-    kind = ProductInParts
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        if not is_by_blocks(desc) or not desc.part:
+            return super().unsupported(desc, device)
+        if desc.accumulate or (desc.a is not None and by_name(desc.a.format).bits == 4):
+            return "no parts of sums, or of packed codes"
+        return super().unsupported(replace(desc, part=False), device)
 
     def transfers(self, ranks: Ranks, device: torch.device) -> Transfers:
         return Transfers(ranks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -187,10 +188,6 @@ class Operation:
 
     def __init__(self, run: Any) -> None:
         self._run = run
-        if hasattr(run, "gemm_part"):
-            self.gemm_part = Operation(run.gemm_part)
-        if hasattr(run, "run_added"):
-            self.run_added = Operation(run.run_added)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         if threading.get_ident() in RECORDER.logs:
@@ -198,26 +195,23 @@ class Operation:
         return self._run(*args, **keywords)
 
 
-class _AddingNorm:
-    """The gradients of a norm, with another one added as the contract's optional method does."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def __call__(self, *args: Any) -> Any:
-        return self._run(*args)
-
-    def run_added(
-        self, grad_output: Any, x: Any, weight: Any, mean: Any, rstd: Any, added: Any
-    ) -> Any:
-        grad_x, *rest = self._run(grad_output, x, weight, mean, rstd)
-        return grad_x + added, *rest
-
-
 class Backend(ReferenceBackend):
+    """The reference, and the gradients of a norm with another one added."""
+
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        plain = replace(desc, added=False) if isinstance(desc, NormBackwardDesc) else desc
+        return super().unsupported(plain, device)
+
     def bind(self, desc: OpDesc, device: torch.device) -> Operation:
         run = super().bind(desc, device)
-        return Operation(_AddingNorm(run) if isinstance(desc, NormBackwardDesc) else run)
+
+        def adding(*tensors: Any) -> Any:
+            *arguments, added = tensors
+            grad_x, *rest = run(*arguments)
+            return grad_x + added, *rest
+
+        is_adding = isinstance(desc, NormBackwardDesc) and desc.added
+        return Operation(adding if is_adding else run)
 
     def recorder(self, desc: OpDesc, device: torch.device) -> Recorder:
         return RECORDER

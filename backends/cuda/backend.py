@@ -58,12 +58,16 @@ from fp8core_backends.cuda.cross_entropy import (
 from fp8core_backends.cuda.dequantize import Dequantize
 from fp8core_backends.cuda.device_groups import DeviceGroupedGemm
 from fp8core_backends.cuda.fused import bind_fused, fused_problem
-from fp8core_backends.cuda.gemm import LowPrecisionGemm, high_precision_gemm
+from fp8core_backends.cuda.gemm import (
+    LowPrecisionGemm,
+    ProductInParts,
+    high_precision_gemm,
+    parts_problem,
+)
 from fp8core_backends.cuda.grouped import bind_grouped_gemm
 from fp8core_backends.cuda.layout import BLOCKS, TILED, scale_mode
 from fp8core_backends.cuda.microscaling import TiledGemm, bind_byte_scaled, spec_problem
-from fp8core_backends.cuda.norm import AddNorm, Norm, norm_problem
-from fp8core_backends.cuda.norm_residual import ResidualNormBackward
+from fp8core_backends.cuda.norm import AddNorm, Norm, NormBackward, norm_problem
 from fp8core_backends.cuda.optimizers import AdamStep, adam_problem
 from fp8core_backends.cuda.permutation import (
     CombineRows,
@@ -182,6 +186,8 @@ _RECORDED = (
 
 
 def _bind_dense(desc: GemmDesc, device: torch.device) -> Callable[..., torch.Tensor]:
+    if desc.part:
+        return ProductInParts(desc, device, native.load())
     if not desc.low_precision:  # which takes no library, so none is built for it
         return functools.partial(high_precision_gemm, desc)
     if native.missing(device) is not None:
@@ -277,6 +283,10 @@ def _check_gemm(desc: GemmDesc, device: torch.device, missing: str | None) -> st
         return f"no result in {desc.out_dtype}"
     if isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device:
         reason = _check_device_groups(desc, device, missing)
+        if reason is not None:
+            return reason
+    if desc.part:
+        reason = parts_problem(desc) or (None if missing is None else f"no parts: {missing}")
         if reason is not None:
             return reason
     if not desc.low_precision:
@@ -386,7 +396,7 @@ _BINDERS: dict[type, Callable[..., Any]] = {
     CrossEntropyBackwardDesc: CrossEntropyBackward,
     AdamDesc: AdamStep,
     NormDesc: Norm,
-    NormBackwardDesc: ResidualNormBackward,
+    NormBackwardDesc: NormBackward,
     AddNormDesc: AddNorm,
     RotaryDesc: Rotary,
     FusedDesc: bind_fused,

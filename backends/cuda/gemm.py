@@ -28,7 +28,13 @@ from fp8core_backends.cuda.memory import allocator, allocator_now
 from fp8core_backends.cuda.stream import index_of, raw_stream
 from fp8core_backends.cuda.transposition import RowsAdjacent
 
-__all__ = ["LowPrecisionGemm", "high_precision_gemm", "store"]
+__all__ = [
+    "LowPrecisionGemm",
+    "ProductInParts",
+    "high_precision_gemm",
+    "parts_problem",
+    "store",
+]
 
 _MAX_PLANS = 4096  # of one descriptor
 _Key: TypeAlias = "tuple[int, int, int, int, bool, int]"
@@ -66,7 +72,6 @@ class LowPrecisionGemm:
         "_native",
         "_now",
         "_out_dtype",
-        "_parts",
         "_plans",
         "_row_step",
         "_rows_adjacent",
@@ -97,7 +102,6 @@ class LowPrecisionGemm:
         self._wide: LowPrecisionGemm | None = None
         self._row_step = row_step(modes[0])
         self._whole_rows = round_up(whole_rows, self._row_step)
-        self._parts: dict[int, LowPrecisionGemm] = {}
         self.kernel = f"cublasLtMatmul, {modes[0]} x {modes[1]} scales"
 
     def __call__(
@@ -135,24 +139,6 @@ class LowPrecisionGemm:
             addresses = (*addresses, workspace.data_ptr(), workspace_bytes)
         run(candidate, addresses, raw_stream(self._index))
         return d
-
-    def gemm_part(
-        self,
-        rows: int,
-        a: Operand,
-        b: Operand,
-        *,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """Multiply some of ``rows`` rows; see the backend API."""
-        if not autotune.takes_the_first():  # an algorithm that is timed is that of the part's size
-            return self(a, b, bias=bias, out=out)
-        parts = self._parts.get(rows)
-        if parts is None:
-            parts = LowPrecisionGemm(self._desc, self._device, self._native, rows)
-            self._parts[rows] = parts
-        return parts(a, b, bias=bias, out=out)
 
     def _run(self, plan: _Plan, addresses: autotune.Addresses) -> None:
         size = plan.workspace_bytes
@@ -336,6 +322,51 @@ class LowPrecisionGemm:
         return native.GemmDesc(
             m, n, k, *operands, out, not is_unbiased, bias, desc.accumulate, is_fast, alignment
         )
+
+
+def parts_problem(desc: GemmDesc) -> str | None:
+    """Say why the product of ``desc`` has no parts with the bits of the whole, or None."""
+    problems = (
+        (type(desc) is not GemmDesc or desc.accumulate, "no parts of groups, and none of a sum"),
+        (desc.a is None, "no parts of a product in high precision"),
+        (
+            desc.a is not None and scale_mode(desc.a) in TILED,
+            f"no parts of a product with the scales of {desc.a}",
+        ),
+    )
+    return next((reason for wrong, reason in problems if wrong), None)
+
+
+class ProductInParts:
+    """A product some rows at a time, by the algorithm of the whole product; see GemmDesc."""
+
+    __slots__ = ("_desc", "_device", "_native", "_parts", "_whole", "kernel")
+
+    def __init__(self, desc: GemmDesc, device: torch.device, native: Any) -> None:
+        self._desc = dataclasses.replace(desc, part=False)
+        self._device = device
+        self._native = native
+        self._whole = LowPrecisionGemm(self._desc, device, native)
+        self._parts: dict[int, LowPrecisionGemm] = {}
+        self.kernel = self._whole.kernel
+
+    def __call__(
+        self,
+        rows: int,
+        a: Operand,
+        b: Operand,
+        *,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Multiply some of ``rows`` rows."""
+        if not autotune.takes_the_first():  # an algorithm that is timed is that of the part's size
+            return self._whole(a, b, bias=bias, out=out)
+        parts = self._parts.get(rows)
+        if parts is None:
+            parts = LowPrecisionGemm(self._desc, self._device, self._native, rows)
+            self._parts[rows] = parts
+        return parts(a, b, bias=bias, out=out)
 
 
 def high_precision_gemm(

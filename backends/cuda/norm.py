@@ -204,17 +204,16 @@ class NormBackward:
         weight: torch.Tensor,
         mean: torch.Tensor | None,
         rstd: torch.Tensor,
-        *,
-        residual_grad: torch.Tensor | None = None,
+        added: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return ``(grad_x, grad_weight, grad_bias or None)``; see the backend API.
 
-        ``residual_grad`` is added to ``grad_x``, after it is rounded, and the sum is rounded again.
+        ``added`` is added to ``grad_x``, after it is rounded, and the sum is rounded again.
         """
         if grad_output.dtype != self._dtype or x.dtype != self._dtype:
             in_float32 = NormBackward(self._desc, self._device, self._library, _FLOAT32)
             wide = (grad_output.float(), x.float())
-            return in_float32(*wide, weight, mean, rstd, residual_grad=residual_grad)
+            return in_float32(*wide, weight, mean, rstd, added)
         (rows, cols), empty = grad_output.shape, self._empty
         if x.shape != grad_output.shape:
             raise OperandError(
@@ -256,14 +255,14 @@ class NormBackward:
             grad_bias_address,
             workspace.data_ptr(),
         )
-        if residual_grad is not None:
-            if residual_grad.shape != grad_x.shape or residual_grad.dtype != grad_x.dtype:
+        if added is not None:
+            if added.shape != grad_x.shape or added.dtype != grad_x.dtype:
                 raise OperandError(
                     f"norm_backward: grad_x is {grad_x.dtype} {list(grad_x.shape)}, the residual's "
-                    f"gradient {residual_grad.dtype} {list(residual_grad.shape)}; they are added."
+                    f"gradient {added.dtype} {list(added.shape)}; they are added."
                 )
-            residual_grad, residual_stride = adjacent_columns(residual_grad)
-            addresses = (*addresses, residual_grad.data_ptr(), residual_stride)
+            added, added_stride = adjacent_columns(added)
+            addresses = (*addresses, added.data_ptr(), added_stride)
         self._native_backward(addresses, raw_stream(self._index))
         return grad_x, grad_weight, grad_bias
 

@@ -82,10 +82,8 @@ from fp8core.backend_api.operand_spec import (
     scale_inverses,
 )
 from fp8core.backend_api.optional import (
-    AddsGradients,
     Chunks,
     ComputedRows,
-    ComputesParts,
     MovesBeside,
     NamesKernel,
     NamesOtherKernels,
@@ -153,7 +151,6 @@ __all__ = [
     "ActivationDesc",
     "AdamDesc",
     "AddNormDesc",
-    "AddsGradients",
     "Alignment",
     "AmaxDesc",
     "Amaxes",
@@ -168,7 +165,6 @@ __all__ = [
     "CombineBackwardDesc",
     "CombineDesc",
     "ComputedRows",
-    "ComputesParts",
     "CrossEntropyBackwardDesc",
     "CrossEntropyDesc",
     "DeclaresNumerics",

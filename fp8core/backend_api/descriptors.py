@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -196,6 +196,11 @@ class GemmDesc:
     None; ``b`` ``[n, k]`` likewise. ``bias`` is ``[n]``, added in float32 before the one rounding
     to ``out_dtype``. With ``out`` the result is written there, with ``accumulate`` added to it.
     ``fast_accumulation`` allows the device's faster, less exact accumulator.
+
+    Optional, without ``accumulate``, for calls outside of graphs: ``part`` is a product some rows
+    at a time, while other rows travel between ranks or are cast. The call takes ``rows`` before
+    ``a``, which is a part of an operand of so many rows, and always ``out``. Where the call has the
+    same bits in every process, ``out`` has the bits of the same rows of the whole product.
     """
 
     op: ClassVar[str] = "gemm"
@@ -204,6 +209,7 @@ class GemmDesc:
     out_dtype: torch.dtype
     accumulate: bool = False
     fast_accumulation: bool = False
+    part: bool = field(default=False, kw_only=True)
 
     @property
     def low_precision(self) -> bool:

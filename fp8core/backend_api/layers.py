@@ -133,11 +133,16 @@ class NormBackwardDesc:
     """``norm_backward(grad_output, x, weight, mean, rstd) -> (grad_x, grad_weight, grad_bias)``.
 
     ``grad_x`` in ``norm.dtype``, the other two float32 ``[n]`` (grad_bias None for ``"rmsnorm"``).
+
+    Optional, for calls outside of graphs: with ``added`` the call takes another gradient of ``x``
+    behind ``rstd``, as that of a residual, of the shape and dtype of ``grad_x``, and returns their
+    sum in its place. ``grad_x`` is rounded, and then the sum.
     """
 
     op: ClassVar[str] = "norm_backward"
     low_precision: ClassVar[bool] = False
     norm: NormDesc
+    added: bool = False
     __str__ = plain_text
 
 

@@ -75,25 +75,6 @@ class ComputedRows(Protocol):
         """
 
 
-class AddsGradients(Protocol):
-    """A callable of a :class:`~fp8core.backend_api.NormBackwardDesc` that can add another gradient
-    of its input, as that of a residual."""
-
-    def run_added(
-        self,
-        grad_output: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        mean: torch.Tensor | None,
-        rstd: torch.Tensor,
-        added: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the results of the call, with ``grad_x + added`` in the place of ``grad_x``.
-
-        ``added`` has the shape and dtype of ``grad_x``. ``grad_x`` is rounded, and then the sum.
-        """
-
-
 class PairCast(Protocol):
     """The cast of two dense tensors in one call, with the bits of a separate call for each."""
 
@@ -206,26 +187,6 @@ class RecordsCalls(Protocol):
         """Return the recorder of calls of ``desc`` on ``device``, None if there is none.
 
         Operations with the same recorder can be recorded in one run.
-        """
-
-
-class ComputesParts(Protocol):
-    """A callable of a dense GemmDesc that can compute a product some rows at a time, while other
-    rows travel between ranks or are cast."""
-
-    def gemm_part(
-        self,
-        rows: int,
-        a: Operand,
-        b: Operand,
-        *,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write the product of ``a``, a part of an operand of ``rows`` rows, to ``out``.
-
-        Where the call has the same bits in every process, ``out`` has the bits of the same rows of
-        the whole product. For descriptors without ``accumulate``.
         """
 
 

@@ -66,7 +66,7 @@ def variant_of(desc: OpDesc) -> str | None:
     return next((name for name in _VARIANTS if getattr(desc, name, False)), None)
 
 
-_VARIANTS = ("chunked", "sums")
+_VARIANTS = ("added", "chunked", "part", "sums")
 
 
 class Alignment(NamedTuple):
@@ -158,7 +158,8 @@ BREAKING_CHANGES: Mapping[int, str] = {
     4: "BackendSpec requires api_version, cross_entropy returns largest beside log_sum and its "
     "backward takes both",
     5: "sgd is no operation of backends, and SgdDesc is gone",
-    6: "QuantizeDesc may ask for sums and chunks, and FusedDesc asks for both in its cast",
+    6: "QuantizeDesc may ask for sums and chunks, also of FusedDesc, NormBackwardDesc for another "
+    "gradient to be added, and GemmDesc for parts; methods beside the call are not looked for",
 }
 """What each major version changed that a backend of an older one does not know."""
 

@@ -24,6 +24,7 @@ from fp8core.chain.protocol import (
     Unadded,
 )
 from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.dispatch.table import Resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class NormShape(LinkShape):
             fusion,
             backward_fusion,
             None if added is None else added.run,
-            self._summed_once(desc, context) or backward.offers.run_added,
+            self._summed_once(desc, context) or _adding(backward, context),
             self.num_params,
         )
 
@@ -103,6 +104,15 @@ class NormShape(LinkShape):
             return (grad_x + added).to(added.dtype), *grads
 
         return run_added
+
+
+def _adding(backward: Resolved, context: BindContext) -> Callable[..., Any] | None:
+    """Return ``backward`` with another gradient of the input added, None if its backend has none
+    that does."""
+    desc, backend = backward.choice.desc, backward.choice.backend
+    assert isinstance(desc, NormBackwardDesc)
+    both = context.resolve_optional("norm backward", replace(desc, added=True), backend)
+    return None if both is None else both.run
 
 
 @dataclass(frozen=True, slots=True, eq=False)

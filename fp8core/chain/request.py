@@ -105,7 +105,7 @@ class ProductInParts(Protocol):
         self, gemm_part: Callable[..., torch.Tensor], a: Operand, b: Operand, dtype: torch.dtype
     ) -> Handover | None:
         """Return ``a[m, k] @ b[n, k].T`` in ``dtype`` as it is requested; None: it is to be given
-        whole. ``gemm_part`` is what :class:`fp8core.backend_api.ComputesParts` offers."""
+        whole. ``gemm_part`` is the call of a GemmDesc with ``part``."""
 
 
 _NO_OPERANDS = Orientations(None, None)

@@ -39,7 +39,7 @@ _TRANSFORMED = 16
 
 
 GemmPart: TypeAlias = Callable[..., torch.Tensor]
-"""What :class:`fp8core.backend_api.ComputesParts` offers."""
+"""The call of a :class:`~fp8core.backend_api.GemmDesc` with ``part``."""
 
 
 class _Shared(NamedTuple):

@@ -179,7 +179,7 @@ def products_of_rows_that_arrive(ranks: RankSubject) -> None:
     pairs = []
     with repeatable():
         for name, desc, k in _products(ranks):
-            gemm_part = ranks.subject.offers(desc).gemm_part
+            gemm_part = ranks.subject.variant(desc, part=True)
             assert gemm_part is not None
             rows = ranks.rows(k, 128)
             a, b = gemm_operands(ranks.subject, desc, size * rows, _COLUMNS, k)
@@ -205,7 +205,7 @@ def products_that_are_summed_in_parts(ranks: RankSubject) -> None:
     pairs = []
     with repeatable():
         for name, desc, k in _products(ranks):
-            gemm_part = ranks.subject.offers(desc).gemm_part
+            gemm_part = ranks.subject.variant(desc, part=True)
             assert gemm_part is not None
             rows = ranks.rows(_COLUMNS * desc.out_dtype.itemsize, 128)
             a, b = gemm_operands(ranks.subject, desc, size * rows, _COLUMNS, k, seed=rank)
@@ -267,7 +267,7 @@ def _products(ranks: RankSubject) -> Sequence[tuple[str, GemmDesc, int]]:
     for label, desc in catalogue():
         if type(desc) is not GemmDesc or desc.accumulate or desc.out_dtype != torch.bfloat16:
             continue
-        if subject.refuses(desc) is not None or subject.offers(desc).gemm_part is None:
+        if subject.refuses(desc) is not None or subject.variant(desc, part=True) is None:
             continue
         casts = [QuantizeDesc(torch.float32, spec, None) for spec in (desc.a, desc.b) if spec]
         if any(subject.refuses(cast) is not None for cast in casts):

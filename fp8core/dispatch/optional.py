@@ -10,8 +10,6 @@ import torch
 
 from fp8core.backend_api import (
     Backend,
-    GemmDesc,
-    NormBackwardDesc,
     OpDesc,
     Quantized,
     QuantizeDesc,
@@ -19,8 +17,6 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.backend_api.optional import (
-    AddsGradients,
-    ComputesParts,
     MovesBeside,
     NamesKernel,
     NamesOtherKernels,
@@ -43,10 +39,8 @@ class Offers(NamedTuple):
     """The members of the protocols in :mod:`fp8core.backend_api.optional` that one bound callable
     has, None for each that it does not have; and the backend's recorder of its calls."""
 
-    run_added: Callable[..., tuple[Any, ...]] | None = None
     bind_pair: Callable[[Callable[..., Quantized]], PairCast | None] | None = None
     prepare: Callable[..., Callable[[], None]] | None = None
-    gemm_part: Callable[..., torch.Tensor] | None = None
     kernel: str | None = None
     other_kernels: tuple[tuple[str, str], ...] = ()
     recorder: Recorder | None = None
@@ -178,11 +172,6 @@ def _methods(desc: OpDesc) -> Sequence[_Method]:
     if isinstance(desc, ScaleUpdateDesc):
         parameters = ("histories", "scales", "targets", "nonfinite")
         return (_Method("prepare", PreparesUpdates, parameters),)
-    if type(desc) is GemmDesc and not desc.accumulate:
-        return (_Method("gemm_part", ComputesParts, ("rows", "a", "b"), ("bias", "out")),)
-    if isinstance(desc, NormBackwardDesc):
-        arguments = ("grad_output", "x", "weight", "mean", "rstd", "added")
-        return (_Method("run_added", AddsGradients, arguments),)
     # By given amaxes nothing but the call is defined.
     if type(desc) is not QuantizeDesc or desc.grouped:
         return ()

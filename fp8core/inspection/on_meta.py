@@ -21,7 +21,6 @@ from fp8core.chain.call import Call, Routes
 from fp8core.chain.shape import BindContext, LinkShape, bind_chain, input_columns_of
 from fp8core.collectives import Communicator, Traffic, named
 from fp8core.dispatch import table
-from fp8core.dispatch.optional import Offers
 from fp8core.dispatch.table import Purpose, Resolved
 from fp8core.modules.agreement import communicators_of
 from fp8core.modules.calls.base import LowPrecisionModule
@@ -253,13 +252,18 @@ class _ShapesOf:
         self._device = device
 
     def resolve(self, desc: OpDesc, device: torch.device, purpose: Purpose) -> Resolved:
-        resolved = table.resolve(desc, self._device)
-        if not isinstance(desc, GemmDesc):
-            return resolved
+        return table.resolve(desc, self._device)
+
+    def resolve_optional(
+        self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
+    ) -> Resolved | None:
+        if not (isinstance(desc, GemmDesc) and desc.part):
+            return table.resolve_optional(desc, self._device, backend)
         with table.in_eager():
-            offers = table.resolve(desc, self._device).offers
-        if offers.gemm_part is None:
-            return resolved
+            resolved = table.resolve_optional(desc, self._device, backend)
+        if resolved is None:
+            return None
+        whole = table.resolve(dataclasses.replace(desc, part=False), self._device, backend=backend)
 
         def part(
             rows: int,
@@ -269,15 +273,10 @@ class _ShapesOf:
             bias: torch.Tensor | None = None,
             out: torch.Tensor,
         ) -> torch.Tensor:
-            resolved.run(a, b, bias=bias)
+            whole.run(a, b, bias=bias)
             return out
 
-        return dataclasses.replace(resolved, offers=Offers(gemm_part=part))
-
-    def resolve_optional(
-        self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
-    ) -> Resolved | None:
-        return table.resolve_optional(desc, self._device, backend)
+        return dataclasses.replace(resolved, run=part)
 
     def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
         with table.in_eager():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,25 +51,30 @@ class Recording(broken.GivesChunks):
         return quantize_chunked
 
 
-class Product:
-    """A product that offers parts, and takes note of both."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = run
-
-    def __call__(self, a: Operand, b: Operand, **given: Any) -> Any:
-        events.append(f"product {len(a.data)} x {len(b.data)}")
-        return self._run(a, b, **given)
-
-    def gemm_part(self, rows: int, a: Operand, b: Operand, *, bias: Any = None, out: Any) -> Any:
-        events.append(f"part {len(a.data)} of {rows} x {len(b.data)}")
-        return self._run(a, b, bias=bias, out=out)
-
-
 class Made(broken.GivesFusedChunks):
+    """Its products have parts; takes note of both."""
+
+    def unsupported(self, desc: Any, device: torch.device) -> str | None:
+        return super().unsupported(replace(desc, part=False) if has_parts(desc) else desc, device)
+
     def bind(self, desc: Any, device: torch.device) -> Callable[..., Any]:
         run = super().bind(desc, device)
-        return Product(run) if type(desc) is GemmDesc and not desc.accumulate else run
+
+        def product(a: Operand, b: Operand, **given: Any) -> Any:
+            events.append(f"product {len(a.data)} x {len(b.data)}")
+            return run(a, b, **given)
+
+        def part(rows: int, a: Operand, b: Operand, *, bias: Any = None, out: Any) -> Any:
+            events.append(f"part {len(a.data)} of {rows} x {len(b.data)}")
+            return run(a, b, bias=bias, out=out)
+
+        if not has_parts(desc):
+            return run
+        return part if desc.part else product
+
+
+def has_parts(desc: Any) -> bool:
+    return type(desc) is GemmDesc and not desc.accumulate
 
 
 class WithoutParts(broken.GivesFusedChunks):

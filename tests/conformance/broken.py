@@ -273,41 +273,36 @@ def swapped_orientation(desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **giv
 class EnlargesParts(Sound):
     """Parts of its products are larger than the same rows of the whole."""
 
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        has_parts = type(desc) is GemmDesc and not desc.accumulate
+        return super().unsupported(replace(desc, part=False) if has_parts else desc, device)
+
     def bind(self, desc: OpDesc, device: torch.device) -> Run:
         run = super().bind(desc, device)
-        if type(desc) is not GemmDesc or desc.accumulate:
-            return run
-
-        def whole(*arguments: Any, **given: Any) -> torch.Tensor:
-            return run(*arguments, **given)
 
         def gemm_part(
             rows: int, a: Operand, b: Operand, *, bias: Any = None, out: torch.Tensor
         ) -> torch.Tensor:
             return out.copy_(run(a, b, bias=bias) * 1.01)
 
-        whole.gemm_part = gemm_part  # type: ignore[attr-defined]
-        return whole
+        return gemm_part if isinstance(desc, GemmDesc) and desc.part else run
 
 
 @caught_by("law4_a_norm_adds_gradients_as_the_pair")
 class AddsGradientsOfAResidualTwice(Sound):
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        plain = replace(desc, added=False) if isinstance(desc, NormBackwardDesc) else desc
+        return super().unsupported(plain, device)
+
     def bind(self, desc: OpDesc, device: torch.device) -> Run:
         run = super().bind(desc, device)
-        if not isinstance(desc, NormBackwardDesc):
-            return run
 
-        def gradients(*tensors: Any) -> Any:
-            return run(*tensors)
-
-        def run_added(
-            grad_output: Any, x: Any, weight: Any, mean: Any, rstd: Any, added: Any
-        ) -> Any:
-            grad_x, *rest = run(grad_output, x, weight, mean, rstd)
+        def run_added(*tensors: Any) -> Any:
+            *arguments, added = tensors
+            grad_x, *rest = run(*arguments)
             return grad_x + 2 * added, *rest
 
-        gradients.run_added = run_added  # type: ignore[attr-defined]
-        return gradients
+        return run_added if isinstance(desc, NormBackwardDesc) and desc.added else run
 
 
 @fault("quantize", "law5_inputs_are_not_written")

@@ -52,23 +52,11 @@ def pairs(other: Any) -> Callable[..., Any]:
 def update(histories: Any, scales: Any, targets: Any, nonfinite: Any = ()) -> None: ...
 
 
-def added(grad_output: Any, x: Any, weight: Any, mean: Any, rstd: Any, added: Any) -> None: ...
-
-
-def part(rows: int, a: Any, b: Any, *, bias: Any = None, out: Any) -> None: ...
-
-
 def test_member_that_fits_is_offered() -> None:
     for desc, name, member in (
         (toys.QUANTIZE, "bind_pair", pairs),
         (toys.SCALE_UPDATE, "prepare", update),
         (toys.GEMM, "kernel", "toy::gemm"),
-        (toys.GEMM, "gemm_part", part),
-        (
-            NormBackwardDesc(NormDesc("rmsnorm", torch.float32, torch.float32, 1e-5)),
-            "run_added",
-            added,
-        ),
     ):
         with toys.isolation():
             offers = resolve(desc, **{name: member}).offers
@@ -80,13 +68,6 @@ def test_member_that_fits_is_offered() -> None:
     [
         (toys.QUANTIZE, "bind_pair", lambda: None, "bind_pair(other)", "bind_pair()"),
         (toys.QUANTIZE, "bind_pair", 3, "bind_pair(other)", "3"),
-        (
-            toys.GEMM,
-            "gemm_part",
-            lambda a, b, *, bias, out: None,
-            "gemm_part(rows, a, b, *, bias, out)",
-            "gemm_part(a, b, *, bias, out)",
-        ),
         (
             toys.SCALE_UPDATE,
             "prepare",
@@ -197,6 +178,8 @@ VARIANTS = [
         ActivationBackwardDesc("gelu", torch.bfloat16, torch.bfloat16),
         replace(toys.QUANTIZE, chunked=True),
     ),
+    NormBackwardDesc(NormDesc("rmsnorm", torch.float32, torch.float32, 1e-5), added=True),
+    replace(toys.GEMM, part=True),
 ]
 
 

@@ -112,7 +112,7 @@ from tests import overlapping_backend as rightly
 from tests.overlapping_backend import fp8core_register_backends
 
 gather, finish = rightly.Transfers.gather, rightly.Sending.finish
-gemm_part = rightly.ProductInParts.gemm_part
+gemm_part = rightly.ProductInParts.__call__
 
 def shifted(self, x):
     result, arrive = gather(self, x)
@@ -160,7 +160,7 @@ def test_a_broken_law_is_named_with_its_ranks(plugin: Path) -> None:
         "rightly.Transfers.gather = shifted\n"
         "rightly.Sending.finish = doubled\n"
         "rightly.Transfers.maximum = of_this_rank\n"
-        "rightly.ProductInParts.gemm_part = rounded",
+        "rightly.ProductInParts.__call__ = rounded",
     )
     broken = {name: one.failure for name, one in found.items() if one.failure is not None}
     assert list(broken) == list(LAWS)[1:]

@@ -3,10 +3,12 @@ operands travel where several ranks have their rows."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
 
+from fp8core.backend_api import GemmDesc
 from fp8core.chain.linear.spec import LinearSpec
 from fp8core.chain.shape import BindContext
 from fp8core.chain.shards import GemmPart, SentCast, Shards
@@ -41,12 +43,20 @@ def bind_parts(gemms: dict[str, Resolved], context: BindContext, *, is_left: boo
     neighbours = [side.shape for side in (context.before, context.after) if side is not None]
     has_movers = any(shape.movement is not None for shape in neighbours)
     reads_rows = context.before is not None and context.before.shape.reads_grad_rows
-    fprop, dgrad = (gemms[name].offers.gemm_part for name in ("fprop", "dgrad"))
+    fprop, dgrad = (_part_of(name, gemms[name], context) for name in ("fprop", "dgrad"))
     return Parts(
         fprop_part=fprop if has_movers else None,
         dgrad_part=dgrad if has_movers or reads_rows else None,
         dgrad_rows=dgrad,
     )
+
+
+def _part_of(step: str, gemm: Resolved, context: BindContext) -> GemmPart | None:
+    desc, backend = gemm.choice.desc, gemm.choice.backend
+    if type(desc) is not GemmDesc:  # of groups there are no parts
+        return None
+    part = context.resolve_optional(step, dataclasses.replace(desc, part=True), backend)
+    return None if part is None else part.run
 
 
 def bind_shards(

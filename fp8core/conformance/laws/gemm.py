@@ -500,11 +500,11 @@ def _of_rows(x: torch.Tensor, at: int, rows: int, whole: int) -> torch.Tensor:
 
 @law(4, "gemm", applies=lambda desc: type(desc) is GemmDesc and not desc.accumulate)
 def gemm_parts_have_the_bits_of_the_whole(subject: Subject, desc: GemmDesc) -> None:
-    """``gemm_part``, if offered, writes what the call gives these rows, and nothing beside them.
+    """With ``part``, if offered, rows are what the call gives them, and nothing is written beside.
 
     With and without a bias.
     """
-    gemm_part = subject.offers(desc).gemm_part
+    gemm_part = subject.variant(desc, part=True)
     if gemm_part is None:
         return
     with repeatable():
@@ -518,6 +518,6 @@ def gemm_parts_have_the_bits_of_the_whole(subject: Subject, desc: GemmDesc) -> N
                     untouched = out[:at].clone()
                     part = out[at : at + m // parts]
                     result = gemm_part(m, rows_of(a, at, m // parts, m), b, bias=bias, out=part)
-                    require(result is part, "gemm_part returned another tensor than out")
+                    require(result is part, "it returned another tensor than out")
                     require(torch.equal(out[:at], untouched), "wrote beside out")
                 same_bits(f"{parts} parts of {m} rows, n {n}, k {k}", out, whole)

@@ -317,8 +317,8 @@ def _norm_backward_within(subject: Subject, desc: NormBackwardDesc, call: OpCall
 
 @law(4, "norm_backward")
 def a_norm_adds_gradients_as_the_pair(subject: Subject, desc: NormBackwardDesc) -> None:
-    """``run_added``, if offered, gives the bits of the call followed by a sum."""
-    run_added = subject.offers(desc).run_added
+    """The call with ``added``, if offered, gives the bits of the call followed by a sum."""
+    run_added = subject.variant(desc, added=True)
     if run_added is None:
         return
     for call in calls_of(subject, desc, *SIZES):

@@ -186,13 +186,15 @@ def test_ragged_rows_are_added_to_a_sum(product: Any, monkeypatch: pytest.Monkey
 def test_a_part_of_ragged_rows_has_the_bits_of_the_whole(
     product: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    desc = GemmDesc(spec("vector"), spec("square"), BF16, part=True)
+    multiply = gemm.ProductInParts(desc, torch.device("cuda", 0), Native())
     monkeypatch.setattr(autotune, "takes_the_first", lambda: True)
     monkeypatch.setattr(autotune, "same_algorithm", lambda *arguments: 0)
     x, b = torch.randn(18, K).to(BF16), weight()
     out = torch.empty(18, N, dtype=BF16)
     for start, end in ((0, 7), (7, 18)):
         part = cast(spec("vector"), x[start:end])
-        product.gemm_part(18, part, b, out=out[start:end])
+        multiply(18, part, b, out=out[start:end])
     assert torch.equal(out, product(cast(spec("vector"), x), b))
 
 

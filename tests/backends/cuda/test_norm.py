@@ -144,7 +144,7 @@ def test_a_residual_s_gradient_of_any_layout_is_added_as_by_the_pair(n: int) -> 
         given = (grad, x, weight, mean, rstd)
         grad_x, *_ = run(NormBackwardDesc(desc), *given)
         for view in (residual, *layouts(residual)):
-            added, *_ = run(NormBackwardDesc(desc), *given, residual_grad=view)
+            added, *_ = run(NormBackwardDesc(desc, added=True), *given, view)
             assert same_bits(added, grad_x + residual), desc
 
 

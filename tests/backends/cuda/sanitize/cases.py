@@ -299,7 +299,8 @@ def norms() -> None:
                 backend("cuda").bind(AddNormDesc(desc), DEVICE)(x, x, *given)
                 backward = backend("cuda").bind(NormBackwardDesc(desc), DEVICE)
                 backward(x, x, given[0], *statistics)
-                backward(x, x, given[0], *statistics, residual_grad=x)
+                adding = backend("cuda").bind(NormBackwardDesc(desc, added=True), DEVICE)
+                adding(x, x, given[0], *statistics, x)
 
 
 def fused_norms() -> None:
