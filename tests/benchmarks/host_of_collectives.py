@@ -24,6 +24,7 @@ process group, which return at once. Nothing is recorded there, ``parallel`` is 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -68,15 +69,13 @@ class Calls:
         self.noted: list[tuple[Callable[..., Any], Sequence[Any]]] = []
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.group, name)
-        if name not in STARTS:
-            return found
+        call = getattr(self.group, name)
+        return functools.partial(self.started, call) if name in STARTS else call
 
-        def call(*arguments: Any) -> Any:
-            self.noted.append((found, arguments))
-            return found(*arguments)
-
-        return call
+    def started(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Make a call that starts a collective."""
+        self.noted.append((call, arguments))
+        return call(*arguments)
 
     def repeat(self) -> None:
         """Make the noted calls again, and wait for each."""
@@ -91,18 +90,11 @@ class Timed(Calls):
 
     seconds = 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.group, name)
-        if name not in STARTS:
-            return found
-
-        def call(*arguments: Any) -> Timed.Work | None:
-            start = time.perf_counter()
-            work = found(*arguments)
-            self.seconds += time.perf_counter() - start
-            return None if work is None else Timed.Work(self, work)
-
-        return call
+    def started(self, call: Callable[..., Any], *arguments: Any) -> Timed.Work | None:
+        start = time.perf_counter()
+        work = call(*arguments)
+        self.seconds += time.perf_counter() - start
+        return None if work is None else Timed.Work(self, work)
 
     class Work(NamedTuple):
         """A call under way."""

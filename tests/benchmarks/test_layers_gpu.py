@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.benchmarks.layers_gpu import __main__ as command
-from tests.benchmarks.layers_gpu import cases, cell, contestants, data, limits, measures, report
+from tests.benchmarks.layers_gpu import cases, cell, contestants, data, limits, report
 from tests.benchmarks.layers_gpu.cases import Case
 from tests.benchmarks.layers_gpu.results import Results
 from tests.benchmarks.layers_records import job_of, turn_record
@@ -58,7 +58,7 @@ def test_a_compiled_transformer_layer_is_one_graph(monkeypatch: pytest.MonkeyPat
     given = data.make_data(case, torch.device("cpu"))
     exact = data.exact_results(case, given)
     eager, compiled = (
-        measures.held_and_errors(make(case, given), given, exact, HOST).errors
+        contestants.held_and_errors(make(case, given), given, exact, HOST).errors
         for make in (contestants.torch_eager, contestants.torch_compiled)
     )
     assert compiled.keys() == eager.keys()

@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.layers_gpu import (
-    bars,
-    cases,
-    data,
-    report,
-)
+from tests.benchmarks.layers_gpu import cases, data, report
+from tests.benchmarks.layers_gpu import results as bars
 from tests.benchmarks.layers_gpu.cases import Case
 from tests.benchmarks.layers_gpu.results import Against, Results, rows
 from tests.benchmarks.layers_records import (

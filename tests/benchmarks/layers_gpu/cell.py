@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks.layers_gpu import limits, measures
+from tests.benchmarks.layers_gpu import contestants, limits
 from tests.benchmarks.layers_gpu.cases import FIGURES, FILE, KERNELS, Job
 from tests.benchmarks.layers_gpu.contestants import (
     COMPILED_BF16,
@@ -219,11 +219,11 @@ def _write_figures(
 ) -> None:
     device, contestant = cell.device, entrant.contestant
     peak = cell.contest.peak_mib(entrant.step, before)
-    held, errors = measures.held_and_errors(contestant, data, exact, device)
+    held, errors = contestants.held_and_errors(contestant, data, exact, device)
     is_compiled = name == COMPILED_BF16 or name.startswith("torchao")
     copies = None  # another number of rows would be compiled again
     if not is_compiled:
-        copies = measures.weight_copies_mib(contestant, data, held, device)
+        copies = contestants.weight_copies_mib(contestant, data, held, device)
     elif name == COMPILED_BF16:
         copies = 0.0  # it multiplies by the parameters themselves
     cell.run.write(

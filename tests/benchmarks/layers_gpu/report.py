@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.benchmarks.layers_gpu import limits, plot
-from tests.benchmarks.layers_gpu.bars import bars_table
 from tests.benchmarks.layers_gpu.cases import HIGH, LAYERS, RECIPES, Case
 from tests.benchmarks.layers_gpu.contestants import CONTESTANTS
 from tests.benchmarks.layers_gpu.data import step_bytes
@@ -17,6 +16,7 @@ from tests.benchmarks.layers_gpu.results import (
     Results,
     Value,
     as_number,
+    bars_table,
     estimate_of,
     rows,
 )

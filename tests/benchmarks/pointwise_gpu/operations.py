@@ -32,7 +32,7 @@ from fp8core.chain.shape import LinkShape
 from fp8core.inspection.descriptors import record
 from fp8core.recipe.plan import TensorPlan
 from tests.benchmarks.layers_gpu.cases import HIGH
-from tests.benchmarks.layers_gpu.data import plan_of
+from tests.benchmarks.layers_gpu.data import ACTIVATION_FUNCTIONS, plan_of
 from tests.benchmarks.measuring import ideal_bytes
 
 __all__ = ["EPS", "OPERATIONS", "Inputs", "Operation", "Shape", "exact_results"]
@@ -240,13 +240,6 @@ def _norm_backward(
     return (scaled - projected) * rstd[:, None]
 
 
-def _activation(kind: str, x: torch.Tensor) -> torch.Tensor:
-    if kind == "gelu":
-        return torch.nn.functional.gelu(x, approximate="tanh")
-    activated, factor = x.chunk(2, dim=-1)
-    return torch.nn.functional.silu(activated) * factor
-
-
 def _activation_backward(kind: str, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if kind == "gelu":
         product: torch.Tensor = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
@@ -262,6 +255,6 @@ FORMULAS: dict[str, Callable[..., torch.Tensor]] = {
     "norm": _norm,
     "add_norm": _add_norm,
     "norm_backward": _norm_backward,
-    "activation": _activation,
+    "activation": lambda kind, x: ACTIVATION_FUNCTIONS[kind](x),
     "activation_backward": _activation_backward,
 }
