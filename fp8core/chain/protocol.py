@@ -93,7 +93,7 @@ class Program:
 
     @property
     def recordable(self) -> Recordable | None:
-        """Its references; None if a dense call is more than operations of backends and
+        """The references of it; None if a dense call is more than operations of backends and
         collectives, as where it looks at a version or draws random numbers. They are the same ones
         for tensors alike."""
         return None
