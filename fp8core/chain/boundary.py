@@ -11,8 +11,17 @@ import torch
 
 from fp8core.backend_api import DequantizeDesc, OperandSpec
 from fp8core.chain.call import Call
-from fp8core.chain.once import OnlyOnce, in_low_precision
-from fp8core.chain.protocol import Backward, Forward, Link, Out, Params, Saved, TensorProgram
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Link,
+    OnlyOnce,
+    Out,
+    Params,
+    Saved,
+    TensorProgram,
+    in_low_precision,
+)
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan

@@ -30,16 +30,17 @@ import torch
 
 from fp8core.backend_api import Operand, Transfers
 from fp8core.chain.call import Call, Routes
-from fp8core.chain.once import OnlyOnce, over_ranks
 from fp8core.chain.protocol import (
     Backward,
     Forward,
     Link,
+    OnlyOnce,
     Out,
     Params,
     Recordable,
     Relay,
     SavedList,
+    over_ranks,
 )
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.shape import BindContext, LinkShape, Movement

@@ -14,8 +14,15 @@ import torch
 
 from fp8core.chain.call import Call
 from fp8core.chain.differentiable import is_detached, refusing, twins
-from fp8core.chain.once import COMPUTED_TOGETHER, OnlyOnce
-from fp8core.chain.protocol import GradientSum, Link, Program, Saved, backward_with
+from fp8core.chain.protocol import (
+    COMPUTED_TOGETHER,
+    GradientSum,
+    Link,
+    OnlyOnce,
+    Program,
+    Saved,
+    backward_with,
+)
 from fp8core.chain.repeated import unrecorded
 from fp8core.chain.series import Chain, Unfused, only_once, row_error
 from fp8core.chain.unwrap import (

@@ -11,11 +11,11 @@ import torch
 from fp8core.chain.attention.link import AttentionLink, AttentionProgram
 from fp8core.chain.attention.spec import check_memory
 from fp8core.chain.call import DENSE, Call
-from fp8core.chain.once import OnlyOnce
 from fp8core.chain.protocol import (
     Backward,
     Forward,
     Link,
+    OnlyOnce,
     Out,
     Params,
     Recordable,

@@ -12,9 +12,9 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from fp8core.chain.call import Call
-from fp8core.chain.once import OnlyOnce
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.dispatch.select import Choice
+from fp8core.errors import UnsupportedError
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer import TensorQuantizer
 from fp8core.torch_ops.repeats import called_in_repeats
@@ -139,6 +139,44 @@ class Consumer(NamedTuple):
     quantizer: TensorQuantizer
     dtype: torch.dtype
     has_sums: bool = False
+
+
+class OnlyOnce(NamedTuple):
+    """Why a link has first derivatives only: no transform and no second derivative.
+
+    ``owner`` names its layer in messages, ``state`` says in which state of the layer this holds,
+    ``remedy`` what the user can do.
+    """
+
+    owner: str
+    state: str
+    remedy: str
+
+    def error(self, name: str) -> UnsupportedError:
+        """Return the error about the transform or derivative called ``name``."""
+        return UnsupportedError(f"{self.owner}: {name} is not offered {self.state}. {self.remedy}")
+
+
+def in_low_precision(owner: str) -> OnlyOnce:
+    """Return the reason of a link whose recipe rounds: rounding has no useful derivative."""
+    inside = "Call it inside fp8core.autocast(enabled=False)"
+    return OnlyOnce(
+        owner, "in low precision", f"{inside}, where it computes with torch's operators."
+    )
+
+
+def over_ranks(owner: str) -> OnlyOnce:
+    """Return the reason of a link in a chain with collectives, which have no second derivative."""
+    remedy = "Compute that derivative with a layer of one rank (tp_size=1)."
+    return OnlyOnce(owner, "over several ranks", remedy)
+
+
+COMPUTED_TOGETHER = OnlyOnce(
+    "a layer in high precision",
+    "where its backend pads, or adds and normalizes at once",
+    'Choose one that does neither: fp8core.use_backend("reference").',
+)
+"""The saved tensors are copies that the backend returned, without a history."""
 
 
 class Link:

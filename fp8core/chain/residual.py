@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from fp8core.chain.call import Call
-from fp8core.chain.once import OnlyOnce
 from fp8core.chain.protocol import (
     Backward,
     Forward,
     GradientSum,
     Link,
+    OnlyOnce,
     Out,
     Params,
     Program,

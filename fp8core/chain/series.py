@@ -10,12 +10,12 @@ import torch
 
 from fp8core.backend_api import Recorder
 from fp8core.chain.call import DENSE, Call
-from fp8core.chain.once import OnlyOnce
 from fp8core.chain.padding import RowsChanged
 from fp8core.chain.protocol import (
     Backward,
     Forward,
     Link,
+    OnlyOnce,
     Out,
     Params,
     Program,

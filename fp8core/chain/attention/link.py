@@ -19,8 +19,16 @@ from fp8core.chain.attention.spec import (
     saved_tensors,
 )
 from fp8core.chain.call import Call
-from fp8core.chain.once import OnlyOnce
-from fp8core.chain.protocol import Backward, Forward, Link, Out, Params, Saved, TensorProgram
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Link,
+    OnlyOnce,
+    Out,
+    Params,
+    Saved,
+    TensorProgram,
+)
 from fp8core.dispatch.select import Choice
 
 

@@ -21,7 +21,7 @@ from fp8core.chain.attention.link import AttentionLink
 from fp8core.chain.attention.low_precision import LowPrecisionAttentionLink
 from fp8core.chain.attention.spec import AttentionSpec
 from fp8core.chain.context_parallel import GatheredKeys, HeadExchange, Pair
-from fp8core.chain.once import OnlyOnce, in_low_precision
+from fp8core.chain.protocol import OnlyOnce, in_low_precision
 from fp8core.chain.ring_attention import KeysInParts, descs_of_parts
 from fp8core.chain.shape import BindContext
 from fp8core.collectives import Communicator, named

@@ -26,9 +26,8 @@ from fp8core.chain.linear.wrappers import (
     SavingInput,
     Stochastic,
 )
-from fp8core.chain.once import OnlyOnce, linear_only_once
 from fp8core.chain.padding import LayerPadding, layer_padding
-from fp8core.chain.protocol import Consumer, Link, Program
+from fp8core.chain.protocol import Consumer, Link, OnlyOnce, Program, in_low_precision, over_ranks
 from fp8core.chain.shape import BindContext
 from fp8core.chain.shards import Exchanged, SentCast
 from fp8core.tensors.quantized_tensor import QuantizedTensor
@@ -209,14 +208,7 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         name: context.resolve(name, shape.gemm_desc(name, plan, dtype))
         for name in ("fprop", "dgrad", "wgrad")
     }
-    only_once = linear_only_once(
-        context.plan,
-        context.binding,
-        context.owner,
-        accumulates=shape.accumulates,
-        delays_wgrad=shape.delays_wgrad,
-        is_parallel=context.is_parallel,
-    )
+    only_once = _only_once(shape, context)
     dgrad = gemms["dgrad"].run
     wgrad, wgrad_rows = taking_any_rows(gemms["wgrad"])
     if only_once is None:
@@ -291,3 +283,19 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         dgrad_rows=parts.dgrad_rows,
         only_once=only_once,
     )
+
+
+def _only_once(shape: LinearSpec, context: BindContext) -> OnlyOnce | None:
+    """Return why torch's operators may not replace a linear, None if they may."""
+    owner = context.owner
+    if context.is_parallel:
+        return over_ranks(owner)
+    if context.binding.is_observing:
+        return in_low_precision(owner)._replace(state="while it calibrates")
+    if shape.accumulates:
+        remedy = "Make the layer with fuse_wgrad_accumulation=False."
+        return OnlyOnce(owner, "with fuse_wgrad_accumulation=True", remedy)
+    if shape.delays_wgrad:
+        remedy = "Make the layer with delay_wgrad_compute=False."
+        return OnlyOnce(owner, "with delay_wgrad_compute=True", remedy)
+    return None if context.plan.is_high_precision else in_low_precision(owner)
