@@ -40,7 +40,8 @@ def define(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Register the decorated function as the operator ``name``, by default of its own name.
 
-    An operator that writes costs a call 12 us more: torch.library.custom_op counts what it writes.
+    torch.library.custom_op counts what an operator writes, and costs a call three times as much as
+    torch.library.Library, which serves the others.
     """
 
     def register(run: Callable[..., Any]) -> Any:

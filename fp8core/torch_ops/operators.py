@@ -80,6 +80,18 @@ class Operator:
             for name in order
             if name not in numbers
         }
+        places = {name: place for place, name in enumerate(self._types)}
+        self._places = [
+            (
+                places[name],
+                name,
+                each.kind,
+                each.annotation is Operand,
+                each.default is not Parameter.empty,
+            )
+            for name, each in arguments.items()
+            if name in places
+        ]
         self._recorded = [name for name in arguments if name.endswith("_out")]
         results = get_args(record.returns) if get_origin(record.returns) is tuple else ()
         optional = [at for at, result in enumerate(results) if NoneType in get_args(result)]
@@ -141,18 +153,16 @@ class Operator:
                 named[each.name] = bool(number) if each.annotation is bool else number
             pairs = zip(self._on_device, on_device, strict=True)
             named |= {name: x for name, x in pairs if x is not None}
-        by_name = dict(zip(self._types, values, strict=False))
-        for argument in self._record.arguments:
-            value: Any = by_name.get(argument.name)
-            is_absent = value is None or (isinstance(value, list | tuple) and not value)
-            if is_absent and argument.default is not Parameter.empty:
+        count = len(values)
+        for place, name, kind, is_operand, has_default in self._places:
+            value: Any = values[place] if place < count else None
+            if has_default and (value is None or (type(value) is list and not value)):
                 continue
-            if argument.annotation is Operand:
+            if is_operand:
                 value = Operand(*value)
-            if argument.kind is Parameter.KEYWORD_ONLY:
-                if argument.name in by_name:
-                    named[argument.name] = value
-            elif argument.kind is Parameter.VAR_POSITIONAL:
+            if kind is Parameter.KEYWORD_ONLY:
+                named[name] = value
+            elif kind is Parameter.VAR_POSITIONAL:
                 positional += value
             else:
                 positional.append(value)
