@@ -41,11 +41,13 @@ _OF_ATTENTION = (
     *("softcap", "softmax_type", "fuse_qkv_params", "qkv_weight_interleaved"),
     *("rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"),
 )
-_FIELDS = (
-    *("name", "layer_number", "layer_type", "output_layernorm", "parallel_attention_mlp"),
-    "apply_residual_connection_post_layernorm",
+
+# The arguments of a call that self attention and cross attention take as they are.
+_OF_CALLS = (
+    *("softcap", "is_first_microbatch", "checkpoint_core_attention", "inference_params"),
+    *("rotary_pos_emb", "core_attention_bias_type", "core_attention_bias", "alibi_slopes"),
+    *("cu_seqlens_q", "cu_seqlens_q_padded", "max_seqlen_q", "fast_zero_fill", "pad_between_seqs"),
 )
-"""The arguments that are attributes as they are."""
 
 
 class TransformerLayer(torch.nn.Module):
@@ -100,12 +102,6 @@ class TransformerLayer(torch.nn.Module):
         RecipeError: an unknown name of a layer type, normalization, activation, mask or layout.
     """
 
-    name: str | None
-    layer_number: int | None
-    layer_type: str
-    output_layernorm: bool
-    apply_residual_connection_post_layernorm: bool
-    parallel_attention_mlp: bool
     # The attributes that decide how a call runs.
     call_fields = (
         *("training", "layer_type", "output_layernorm", "parallel_attention_mlp", "drop_path"),
@@ -174,14 +170,19 @@ class TransformerLayer(torch.nn.Module):
 
     def _add_layers(self, arguments: Mapping[str, Any]) -> None:
         """Add the blocks, of the constructor's ``arguments``."""
-        vars(self).update(picked(arguments, _FIELDS))
+        self.name, self.layer_number = arguments["name"], arguments["layer_number"]
+        self.layer_type = arguments["layer_type"]
+        self.output_layernorm = arguments["output_layernorm"]
+        self.parallel_attention_mlp = arguments["parallel_attention_mlp"]
+        normalizes_residual = arguments["apply_residual_connection_post_layernorm"]
+        self.apply_residual_connection_post_layernorm = normalizes_residual
         self._chain = Composition()
         self.hidden_dropout = check_probability(
             "TransformerLayer", "hidden_dropout", arguments["hidden_dropout"]
         )
         hidden_size, eps = arguments["hidden_size"], arguments["layernorm_epsilon"]
         of_blocks = picked(arguments, _OF_BLOCKS)
-        of_blocks["return_layernorm_output"] = self.apply_residual_connection_post_layernorm
+        of_blocks["return_layernorm_output"] = normalizes_residual
         self._add_attention(arguments, of_blocks | picked(arguments, _OF_ATTENTION))
         self.layernorm_mlp = LayerNormMLP(
             hidden_size,
@@ -302,22 +303,7 @@ class TransformerLayer(torch.nn.Module):
         self._check_encoder_arguments(encoder_output, enc_dec_attn_mask)
         if is_under_torch_autocast(hidden_states):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
-        # The arguments of both self attention and cross attention.
-        arguments: dict[str, Any] = {
-            "softcap": softcap,
-            "is_first_microbatch": is_first_microbatch,
-            "checkpoint_core_attention": checkpoint_core_attention,
-            "inference_params": inference_params,
-            "rotary_pos_emb": rotary_pos_emb,
-            "core_attention_bias_type": core_attention_bias_type,
-            "core_attention_bias": core_attention_bias,
-            "alibi_slopes": alibi_slopes,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_q_padded": cu_seqlens_q_padded,
-            "max_seqlen_q": max_seqlen_q,
-            "fast_zero_fill": fast_zero_fill,
-            "pad_between_seqs": pad_between_seqs,
-        }
+        arguments = picked(locals(), _OF_CALLS)
         attended = self.self_attention(
             hidden_states,
             attention_mask=attention_mask,
