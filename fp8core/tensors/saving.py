@@ -24,8 +24,7 @@ from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations, TensorQuantizer
-from fp8core.tensors.storage import padded_with
-from fp8core.tensors.weights import CachingWeightQuantizer, How, Keeping
+from fp8core.tensors.weights import CachingWeightQuantizer, How, Keeping, of_padded
 from fp8core.torch_ops.capture import is_captured
 
 
@@ -73,6 +72,8 @@ class RequantizedWeight(CachingWeightQuantizer):
         # Forward's cast is the one that counts NaN and inf and records the amax.
         self._casts_both = row is None or (column.delayed and not row.delayed)
         self._is_delayed = column.delayed
+        if zeros is not None:
+            columnwise = of_padded(columnwise, TensorPlan(None, column), zeros)
         self._columnwise = columnwise
 
     def __call__(
@@ -113,8 +114,6 @@ class RequantizedWeight(CachingWeightQuantizer):
         weight, scale, _ = saved
         if weight is None or not is_unquantized(weight):
             return list(saved)
-        if self._zeros is not None:
-            weight = padded_with(weight, self._zeros)
         keywords = {} if scale is None else {"scale": scale}
         return list(self._columnwise(weight, **keywords).columnwise)
 

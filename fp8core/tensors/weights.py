@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import OperandSpec
 from fp8core.dispatch.select import Choice
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.operators import with_zeros
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Cast, Orientations, Pair, Slot, TensorQuantizer
+from fp8core.tensors.quantizer import Orientations, Pair, Slot, TensorQuantizer
 from fp8core.tensors.storage import pad_operand, padded_with, takes_partial_blocks
 from fp8core.torch_ops.private import is_capturing
 
@@ -236,8 +235,9 @@ class CachingWeightQuantizer(WeightQuantizer):
         self._both = quantizer.cast_to(rowwise=True, columnwise=True)
         self._rowwise = quantizer.cast_to(rowwise=True, columnwise=False)
         if zeros is not None:
-            self._both = _of_padded(self._both, zeros)
-            self._rowwise = _padded_rowwise(self._rowwise, how.stored.rowwise, zeros)
+            self._both = of_padded(self._both, how.stored, zeros)
+            rowwise = how.stored._replace(columnwise=None)
+            self._rowwise = of_padded(self._rowwise, rowwise, zeros)
         self._index = index
         self._how = how
         self._dtype = how.dtype
@@ -392,24 +392,27 @@ class CachingWeightQuantizer(WeightQuantizer):
         return Orientations(rowwise, turned)
 
 
-def _of_padded(cast: Cast, zeros: tuple[int, int]) -> Cast:
-    """Return ``cast`` of a weight with ``zeros`` behind its ends."""
-    return lambda weight: cast(padded_with(weight, zeros))
+def of_padded(
+    cast: Callable[..., Orientations], plan: TensorPlan, zeros: tuple[int, int]
+) -> Callable[..., Orientations]:
+    """Return ``cast``, in the orientations of ``plan``, of a weight with ``zeros`` behind its ends.
 
-
-def _padded_rowwise(cast: Cast, spec: OperandSpec | None, zeros: tuple[int, int]) -> Cast:
-    """Return the rowwise ``cast``, by ``spec``, of a weight with ``zeros`` behind its ends.
-
-    Rows of codes are a byte an element to copy, of the weight two or four; columns of codes would
-    be copied byte by byte.
+    The codes of one orientation are a byte an element to copy, of the weight two or four. Where
+    each row of the weight becomes longer, its codes would be copied element by element.
     """
-    if spec is None or zeros[1] or not takes_partial_blocks(spec):
-        return _of_padded(cast, zeros)
+    row, column = plan
+    spec = row or column
+    if (row and column) or zeros[1] or not takes_partial_blocks(spec):
+        return lambda weight, **keywords: cast(padded_with(weight, zeros), **keywords)
+    assert spec is not None
 
-    def padded(weight: torch.Tensor) -> Orientations:
-        rowwise = cast(weight).rowwise
-        assert rowwise is not None
-        return Orientations(pad_operand(rowwise, spec, *zeros), None)
+    def padded(weight: torch.Tensor, **keywords: Any) -> Orientations:
+        rowwise, columnwise = cast(weight, **keywords)
+        if rowwise is not None:
+            rowwise = pad_operand(rowwise, spec, *zeros)
+        if columnwise is not None:
+            columnwise = pad_operand(columnwise, spec, *zeros[::-1])
+        return Orientations(rowwise, columnwise)
 
     return padded
 

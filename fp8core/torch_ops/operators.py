@@ -23,7 +23,7 @@ from fp8core import errors
 from fp8core.backend_api import AttentionBackwardDesc, Operand, OperandSpec, Quantized
 from fp8core.backend_api.descriptors import CastShape, num_groups
 from fp8core.backend_api.record import RECORDS, Record, ResultShape, shape_of
-from fp8core.torch_ops.capture import is_captured
+from fp8core.torch_ops.capture import constant_in_graph, is_captured
 from fp8core.torch_ops.definition import bound, define, settle_all
 from fp8core.torch_ops.encoding import Operation, decode, encode
 from fp8core.torch_ops.nonfinite import run_counted
@@ -239,7 +239,7 @@ class Operator:
         for name in reversed(self._recorded):  # the last result first
             if keywords.get(name) is not None:
                 keywords[name].copy_(flat.pop())
-        operation = decode(text)
+        operation = _decoded(text)
         shapes = self._record.shapes(operation.desc, *arguments, **keywords)
         rest = iter(flat)
         results: list[Any] = []
@@ -251,6 +251,13 @@ class Operator:
         if _several(shapes) is not shapes:
             return results[0]
         return results if isinstance(shapes, list) else tuple(results)
+
+
+def _decoded(text: str) -> Operation:
+    return decode(text)
+
+
+constant_in_graph(_decoded)  # torch.compile warns of a cache that it would trace
 
 
 def _flat(value: Any, kind: str) -> Any:

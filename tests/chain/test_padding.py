@@ -6,6 +6,7 @@ import copy
 import io
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -414,16 +415,22 @@ def test_a_stored_weight_is_padded_again_after_a_write() -> None:
 @pytest.mark.usefixtures("whole_blocks_of_16")
 @pytest.mark.parametrize("name", ["current", "rowwise", "block", "delayed"])
 def test_rows_of_a_weight_are_added_to_its_codes(name: str) -> None:
+    chosen = replace(recipe.by_name(name), requantize_weights=True)
     layer, wide = Linear(48, N, bias=False), Linear(48, 32, bias=False)
-    x = torch.randn(ROWS, 48)
-    with torch.no_grad(), autocast(recipe=name):
+    x, dy = torch.randn(ROWS, 48).requires_grad_(), torch.randn(ROWS, N)
+    with torch.no_grad():
         wide.weight.copy_(pad(layer.weight, 16))
-        for _ in range(2):
-            with Written() as written:
+    for _ in range(2):
+        with autocast(recipe=chosen):
+            wanted = wide(x)
+        (grad,) = torch.autograd.grad(wanted, x, torch.nn.functional.pad(dy, (0, 8)))
+        with Written() as written:
+            with autocast(recipe=chosen):
                 y = layer(x)
-            assert torch.equal(y, wide(x)[:, :N])
-            assert torch.uint8 in written.of_size[32, 48]
-            assert torch.float32 not in written.of_size[32, 48]
+            (made,) = torch.autograd.grad(y, x, dy)
+        assert torch.equal(y, wanted[:, :N])
+        assert torch.equal(made, grad)
+        assert written.of_size[32, 48] == {torch.uint8}
 
 
 STORED = ["current", "rowwise", "block"]

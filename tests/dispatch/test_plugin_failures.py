@@ -118,26 +118,6 @@ BROKEN = {
         "registers backend 'toy' twice",
     ),
     "unknown_field": (backends("'toy', ('cpu',), FACTORY, prio=1"), "TypeError: "),
-    "devices_in_one_string": (
-        backends("'toy', 'cuda', FACTORY"),
-        "backend 'toy': device_types='cuda'; expected a tuple",
-    ),
-    "priority_in_words": (
-        backends("'toy', ('cpu',), FACTORY, priority='high'"),
-        "backend 'toy': priority='high'; expected a whole number",
-    ),
-    "no_device": (
-        backends("'toy', (), FACTORY"),
-        "backend 'toy': device_types=(); expected a tuple of one or more device types",
-    ),
-    "factory_is_the_class": (
-        backends("'toy', ('cpu',), BackendSpec"),
-        "factory=<class 'fp8core.backend_api.spec.BackendSpec'>; expected 'module:Class'",
-    ),
-    "probe_is_a_text": (
-        backends("'toy', ('cpu',), FACTORY, probe='no'"),
-        "backend 'toy': probe='no'; expected a function",
-    ),
     "not_a_backend": (
         f"{GOOD}\n@hookimpl\ndef fp8core_register_backends(register): register('toy')",
         "registers 'toy' as a backend; expected a BackendSpec",

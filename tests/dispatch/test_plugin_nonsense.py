@@ -158,8 +158,10 @@ def test_a_device_that_torch_does_not_know_stops_nobody(kinds: tuple[str, ...]) 
 
 FIELDS = {
     "name": ["", " ", "a,b", "a=b", "--to", "a\nb", "\ud800"],
-    "device_types": [("",), ("cuda:7",), ("CPU",), ("cpu\n",)],
-    "factory": [":", "a:", ":a", "a:b:c", "a:b\n"],
+    "device_types": [("",), ("cuda:7",), ("CPU",), ("cpu\n",), "cuda", ()],
+    "factory": [":", "a:", ":a", "a:b:c", "a:b\n", toys.BackendSpec],
+    "priority": ["high"],
+    "probe": ["no"],
     "builder": ["a", "a:"],
     "selftest": ["a", "a:"],
     "portable": ["no", None, 1],
