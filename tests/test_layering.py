@@ -313,7 +313,7 @@ def import_places(sources: Sources) -> Iterator[str]:
                 yield f"{source.path}:{item.line}: import of {item.target} inside a function"
 
 
-KEEP_LISTS = ("fp8core.torch_ops.private", "fp8core.dispatch.optional")
+KEEP_LISTS = ("fp8core.torch_ops.private",)
 
 
 def faces(sources: Sources) -> Iterator[str]:

@@ -80,7 +80,7 @@ from fp8core_backends.cuda.quantize import bind_quantize, variant_problem
 from fp8core_backends.cuda.recorder import Recorder, recorder
 from fp8core_backends.cuda.rotary import Rotary, rotary_problem
 from fp8core_backends.cuda.router import Router, RouterBackward, router_problem
-from fp8core_backends.cuda.scale_update import ScaleUpdate
+from fp8core_backends.cuda.scale_update import bind_update
 from fp8core_backends.cuda.stream import index_of
 from fp8core_backends.cuda.transfers import Transfers, transfers_between
 
@@ -385,7 +385,7 @@ _BINDERS: dict[type, Callable[..., Any]] = {
     DequantizeDesc: Dequantize,
     ColumnSumsDesc: ColumnSums,
     AmaxDesc: bind_amax,
-    ScaleUpdateDesc: ScaleUpdate,
+    ScaleUpdateDesc: bind_update,
     RouteDesc: Route,
     DispatchDesc: DispatchRows,
     CombineDesc: CombineRows,

@@ -11,13 +11,13 @@ from fp8core.backend_api import ScaleUpdateDesc
 from fp8core_backends.cuda.private import count_writes
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["ScaleUpdate"]
+__all__ = ["ScaleUpdate", "bind_update"]
 
 _address = torch.Tensor.data_ptr
 
 
 class ScaleUpdate:
-    """The callable of a ScaleUpdateDesc; :meth:`prepare` is for states that are updated often."""
+    """The callable of a ScaleUpdateDesc; :meth:`prepare` is that of one with ``prepared``."""
 
     __slots__ = ("_index", "_is_max", "_native", "kernel")
 
@@ -98,3 +98,9 @@ class ScaleUpdate:
             for tensor, new in zip(group, updated, strict=True):
                 if tensor is not new:
                     tensor.copy_(new)
+
+
+def bind_update(desc: ScaleUpdateDesc, device: torch.device, native: Any) -> Callable[..., Any]:
+    """Return the callable of ``desc``."""
+    update = ScaleUpdate(desc, device, native)
+    return update.prepare if desc.prepared else update

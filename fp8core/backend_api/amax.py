@@ -34,11 +34,16 @@ class ScaleUpdateDesc:
     empty sequence counts nothing.
 
     ``algorithm`` is ``"max"`` or ``"most_recent"``.
+
+    Optional, for calls outside of graphs: with ``prepared`` the call returns the update of its
+    tensors, in every later step, as a function of no arguments. The tensors remain the same
+    objects; their storage may be replaced between two steps (``.data``, ``set_``).
     """
 
     op: ClassVar[str] = "scale_update"
     low_precision: ClassVar[bool] = False
     algorithm: str
+    prepared: bool = False
     __str__ = plain_text
 
 

@@ -1,11 +1,19 @@
-"""Optional members of bound callables, for speed alone.
+"""What a backend may have for speed alone; without it, it is complete.
 
-A backend without optional members is complete. The callable that
-:meth:`fp8core.backend_api.Backend.bind` returns may have the members of these protocols, for the
-descriptors that each protocol names. Members are looked up once, when the operation is bound; a
-method with another signature than here is an error of binding. A member that is None is absent.
-:class:`RecordsCalls` and :class:`MovesBeside` are protocols of the backend itself,
-:class:`RecordsFunctions` of its recorder.
+:class:`Chunks` and :class:`ComputedRows` belong to variants of descriptors; see
+:func:`fp8core.backend_api.variant_of`. :class:`RecordsCalls` and :class:`MovesBeside` are protocols
+of the backend itself, :class:`RecordsFunctions` of its recorder.
+
+A callable that :meth:`fp8core.backend_api.Backend.bind` returns may have these attributes:
+
+- ``kernel``, a text, which ``explain`` shows as the name of what runs on the device; without it,
+  that is the qualified name of the callable;
+- ``other_kernels``, pairs of texts: each kernel of the backend that the call does not run, and the
+  reason, in the order of preference;
+- of a dense QuantizeDesc of both orientations ``bind_pair(other)``, which returns a
+  :class:`PairCast`: a layer's input and its weight in one launch, the first as by this callable,
+  the second as by ``other``, a callable that this or another backend has bound; None if there is no
+  such cast.
 """
 
 from __future__ import annotations
@@ -20,25 +28,6 @@ from fp8core.backend_api.spec import OpDesc
 
 Slots: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
 """A keyword of a pair: the value for the first tensor, and the value for the second."""
-
-
-class NamesKernel(Protocol):
-    """A callable of any descriptor that names the kernel that it runs.
-
-    ``explain`` shows ``kernel``; without it, the qualified name of the callable.
-    """
-
-    kernel: str
-
-
-class NamesOtherKernels(Protocol):
-    """A callable of any descriptor of a backend that has several kernels for the operation.
-
-    ``explain`` shows ``other_kernels``: each kernel that the call does not run, and the reason, in
-    the order of preference.
-    """
-
-    other_kernels: tuple[tuple[str, str], ...]
 
 
 class Chunks(Protocol):
@@ -89,36 +78,6 @@ class PairCast(Protocol):
     ) -> tuple[Quantized, Quantized]:
         """Quantize ``x`` and ``other``; ``scale`` and ``amax_out`` are given for delayed specs
         alone."""
-
-
-class QuantizesPairs(Protocol):
-    """A callable of a dense QuantizeDesc of both orientations that can take a second tensor along:
-    a layer's input and its weight in one launch."""
-
-    def bind_pair(self, other: Callable[..., Quantized]) -> PairCast | None:
-        """Return the cast of two tensors: the first as by this callable, the second as by
-        ``other``, a callable that this or another backend has bound. None if there is no such
-        cast."""
-
-
-class PreparesUpdates(Protocol):
-    """A callable of a ScaleUpdateDesc that can be prepared for the states of all later steps.
-
-    Without ``prepare`` the callable is called in each step, with the same sequences.
-    """
-
-    def prepare(
-        self,
-        histories: Sequence[torch.Tensor],
-        scales: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
-        nonfinite: Sequence[torch.Tensor] = (),
-    ) -> Callable[[], None]:
-        """Return the update of these tensors as a function of no arguments.
-
-        The tensors remain the same objects; their storage may be replaced between two steps
-        (``.data``, ``set_``).
-        """
 
 
 class Repeat(Protocol):

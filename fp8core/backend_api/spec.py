@@ -66,7 +66,7 @@ def variant_of(desc: OpDesc) -> str | None:
     return next((name for name in _VARIANTS if getattr(desc, name, False)), None)
 
 
-_VARIANTS = ("added", "chunked", "part", "sums")
+_VARIANTS = ("added", "chunked", "part", "prepared", "sums")
 
 
 class Alignment(NamedTuple):
@@ -159,7 +159,8 @@ BREAKING_CHANGES: Mapping[int, str] = {
     "backward takes both",
     5: "sgd is no operation of backends, and SgdDesc is gone",
     6: "QuantizeDesc may ask for sums and chunks, also of FusedDesc, NormBackwardDesc for another "
-    "gradient to be added, and GemmDesc for parts; methods beside the call are not looked for",
+    "gradient to be added, GemmDesc for parts and ScaleUpdateDesc for an update that is prepared; "
+    "of members beside a call, there are bind_pair and the names of kernels",
 }
 """What each major version changed that a backend of an older one does not know."""
 

@@ -27,7 +27,6 @@ from fp8core.backend_api import (
 from fp8core.conformance.compare import Unjudged
 from fp8core.dispatch import plugins
 from fp8core.dispatch.isolation import Failure, attempt
-from fp8core.dispatch.optional import Offers, offers_of
 from fp8core.dispatch.registry import unknown_fields
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.torch_ops.private import pytree
@@ -105,14 +104,6 @@ class Subject:
             values = {"quantize": replace(desc.quantize, **values)}
         variant: OpDesc = replace(desc, **values)
         return None if self.refuses(variant) is not None else self.bound(variant)
-
-    def offers(self, desc: OpDesc) -> Offers:
-        """Return the optional members that the callable of ``desc`` has.
-
-        Raises:
-            PluginError: it has an optional method that cannot be called as the contract says.
-        """
-        return offers_of(self.bound(desc), desc, f"{self.name}: the callable of {desc}")
 
     def judging(self, desc: OpDesc) -> Callable[..., Any]:
         """Return the judge's callable for ``desc``, which takes tensors on the CPU.

@@ -18,14 +18,16 @@ from fp8core.backend_api import (
     BackendSpec,
     FormatSpec,
     GemmDesc,
+    MovesBeside,
     OpDesc,
     OperandSpec,
     Ranks,
+    Recorder,
+    RecordsCalls,
     Transfers,
 )
 from fp8core.dispatch import settings
 from fp8core.dispatch.isolation import Failure, answered, attempt, is_a, name_of_class, shown
-from fp8core.dispatch.optional import Offers, offers_of, recorder_of, transfers_of
 from fp8core.errors import PluginError, RecipeError, did_you_mean
 from fp8core.reporting import some
 
@@ -42,10 +44,10 @@ class PluginRow:
 
 
 class Bound(NamedTuple):
-    """A callable that a backend has bound, and what it offers besides its call."""
+    """A callable that a backend has bound, and what records its calls, None if nothing does."""
 
     run: Callable[..., Any]
-    offers: Offers
+    recorder: Recorder | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -131,8 +133,8 @@ class Registry:
         """Return the callable with which ``spec``'s backend runs ``desc`` on ``device``.
 
         Raises:
-            PluginError: its ``bind()`` raised, or returned something that is no callable, or a
-                callable with an optional method that cannot be called.
+            PluginError: its ``bind()`` or its ``recorder()`` raised, or ``bind()`` returned
+                something that is no callable.
         """
         backend = self.instance(spec)
         method = f"{spec.name} says that it runs {desc}, but its bind()"
@@ -141,17 +143,26 @@ class Registry:
             run.fail(f"{method} failed")
         if not callable(run):
             raise PluginError(f"{method} returned {shown(run)}; expected a function")
-        offers = offers_of(run, desc, f"{method} returned a callable which")
-        recorder = recorder_of(backend, desc, device, f"{spec.name} runs {desc}, and")
-        return Bound(run, offers._replace(recorder=recorder))
+        if not isinstance(backend, RecordsCalls):
+            return Bound(run)
+        recorder = attempt(lambda: backend.recorder(desc, device))
+        if isinstance(recorder, Failure):
+            recorder.fail(f"{spec.name} runs {desc}, but its recorder(desc, device) failed")
+        return Bound(run, recorder)
 
     def transfers(self, spec: BackendSpec, ranks: Ranks, device: torch.device) -> Transfers | None:
         """Return what ``spec``'s backend moves rows between ``ranks`` by, None if nothing does.
 
         Raises:
-            PluginError: its ``transfers()`` raised, or returned something else.
+            PluginError: its ``transfers()`` raised.
         """
-        return transfers_of(self.instance(spec), ranks, device, spec.name)
+        backend = self.instance(spec)
+        if not isinstance(backend, MovesBeside):
+            return None
+        transfers = attempt(lambda: backend.transfers(ranks, device))
+        if isinstance(transfers, Failure):
+            transfers.fail(f"{spec.name} has transfers(ranks, device), which failed")
+        return transfers
 
     def alignment(self, spec: BackendSpec, desc: GemmDesc) -> Alignment:
         """Return the numbers of which ``spec``'s backend wants multiples as sizes of ``desc``.
@@ -185,6 +196,51 @@ class Registry:
             for name in settings.read().disabled_plugins
             if name not in names
         ]
+
+
+class Kernels(NamedTuple):
+    """The kernel that runs an operation, and the backend's other kernels with the reasons against
+    each."""
+
+    name: str
+    rejected: tuple[tuple[str, str], ...]
+
+
+def named_kernels(run: Callable[..., Any], who: str) -> Kernels:
+    """Return the kernels that ``run`` names, the callable that ``who`` has bound; the name of the
+    callable itself if it names none.
+
+    Raises:
+        PluginError: a name is no text, or reading it failed.
+    """
+    named = attempt(lambda: (getattr(run, "kernel", None), getattr(run, "other_kernels", None)))
+    if isinstance(named, Failure):
+        named.fail(f"{who} names its kernels, but reading them failed")
+    name, rejected = named[0], named[1] or ()
+    if not isinstance(name, str | None):
+        raise PluginError(
+            f"{who} has kernel={shown(name)}; expected a text, the name of what runs on the device"
+        )
+    if not _is_text_pairs(rejected):
+        raise PluginError(
+            f"{who} has other_kernels={shown(rejected)}; expected pairs of texts, each the name of "
+            f"a kernel that does not run and why not"
+        )
+    if name is None:
+        while isinstance(run, functools.partial):
+            run = run.func
+        callee = run if hasattr(run, "__qualname__") else type(run)
+        name = f"{callee.__module__}.{callee.__qualname__}"
+    return Kernels(name, tuple(map(tuple, rejected)))
+
+
+def _is_text_pairs(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(
+        isinstance(pair, tuple | list)
+        and len(pair) == 2
+        and all(isinstance(text, str) for text in pair)
+        for pair in value
+    )
 
 
 @functools.lru_cache(maxsize=4096)

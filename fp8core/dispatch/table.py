@@ -21,15 +21,13 @@ from fp8core.backend_api import (
     GemmDesc,
     OpDesc,
     PairCast,
-    QuantizeDesc,
     Ranks,
     Recorder,
     Transfers,
     variant_of,
 )
 from fp8core.dispatch import plugins, policy, select, settings
-from fp8core.dispatch.optional import Offers, pair_of
-from fp8core.dispatch.registry import Bound, Registry
+from fp8core.dispatch.registry import Bound, Kernels, Registry, named_kernels
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.torch_ops import definition, operators
@@ -46,25 +44,23 @@ _ATTENTION = (AttentionDesc, AttentionBackwardDesc)
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A bound operation: the callable for the hot path, the callable's optional members, and the
-    choice of its backend. In a captured graph the callable is an operator, without members."""
+    """A bound operation: the callable for the hot path, what records its calls, None if nothing
+    does, and the choice of its backend. In a captured graph the callable is an operator."""
 
     run: Callable[..., Any]
-    offers: Offers
+    recorder: Recorder | None
     choice: select.Choice
     alignment: Alignment
 
     def pair_with(self, second: Resolved) -> PairCast | None:
         """Return the cast of two dense tensors in one call, the second tensor as ``second`` casts
-        it; None if the backend has no such cast.
+        it; None if the backend has no such cast."""
+        bind_pair: Callable[..., PairCast | None] = getattr(self.run, "bind_pair", _no_pair)
+        return bind_pair(second.run)
 
-        Raises:
-            PluginError: the backend's ``bind_pair`` failed, or returned no pair cast.
-        """
-        desc = self.choice.desc
-        assert isinstance(desc, QuantizeDesc)
-        who = f"{self.choice.backend} says that it runs {desc}, but its callable"
-        return pair_of(self.offers, desc, second.run, who)
+
+def _no_pair(second: Callable[..., Any]) -> None:
+    """Return None: a backend without pairs has none."""
 
 
 class _Thread(threading.local):
@@ -165,10 +161,10 @@ def _resolved(
     spec = registry.backends[choice.backend]
     alignment = registry.alignment(spec, desc) if isinstance(desc, GemmDesc) else Alignment()
     if is_captured:
-        bound = Bound(operators.call_of(Operation(choice.backend, desc, spec.transposes)), Offers())
+        bound = Bound(operators.call_of(Operation(choice.backend, desc, spec.transposes)))
     else:
         bound = registry.bind(spec, desc, device)
-    return Resolved(bound.run, bound.offers, choice, alignment)
+    return Resolved(bound.run, bound.recorder, choice, alignment)
 
 
 def forget() -> None:
@@ -204,29 +200,16 @@ def _announce_fallback(choice: select.Choice) -> None:
         )
 
 
-class Kernels(NamedTuple):
-    """The kernel that runs an operation, and the backend's other kernels with the reasons against
-    each."""
-
-    name: str
-    rejected: tuple[tuple[str, str], ...]
-
-
 def kernels_of(choice: select.Choice) -> Kernels:
-    """Return the kernels of ``choice``. The name is the callable's ``kernel``, or else the name of
-    the callable itself.
+    """Return the kernels of ``choice``, whose operation is bound, as by a layer, and not run.
 
-    The operation is bound, as by a layer, and not run.
+    Raises:
+        PluginError: binding it failed, or what it names is no kernel.
     """
     registry = plugins.load()
-    run, offers = registry.bind(registry.backends[choice.backend], choice.desc, choice.device)
-    if offers.kernel is not None:
-        return Kernels(offers.kernel, offers.other_kernels)
-    while isinstance(run, functools.partial):
-        run = run.func
-    callee = run if hasattr(run, "__qualname__") else type(run)
-    name = f"{callee.__module__}.{callee.__qualname__}"
-    return Kernels(name, offers.other_kernels)
+    run, _ = registry.bind(registry.backends[choice.backend], choice.desc, choice.device)
+    who = f"{choice.backend} says that it runs {choice.desc}, but its bind() returned a callable"
+    return named_kernels(run, f"{who} which")
 
 
 def _bind_named(backend: str, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
@@ -293,7 +276,7 @@ class TrackingResolver:
     def resolve(self, desc: OpDesc, device: torch.device, purpose: Purpose) -> Resolved:
         """Return the operation for ``desc``, or raise UnsupportedError."""
         resolved = self._resolver.resolve(desc, device, purpose)
-        self._recorders.append(resolved.offers.recorder)
+        self._recorders.append(resolved.recorder)
         return resolved
 
     def resolve_optional(
@@ -302,7 +285,7 @@ class TrackingResolver:
         """Return the operation for ``desc`` by ``backend``, None if ``backend`` does not run it."""
         resolved = self._resolver.resolve_optional(desc, device, backend, purpose)
         if resolved is not None:
-            self._recorders.append(resolved.offers.recorder)
+            self._recorders.append(resolved.recorder)
         return resolved
 
     def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:

@@ -35,7 +35,6 @@ from fp8core.chain.norm import NormShape
 from fp8core.chain.residual import AddShape
 from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.chain.simple import RotaryShape
-from fp8core.dispatch.optional import Offers
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Purpose, Resolved
 from fp8core.modules.calls.base import LowPrecisionModule
@@ -101,7 +100,7 @@ class _Recorder:
         if isinstance(desc, QuantizeDesc) and None not in (desc.rowwise, desc.columnwise):
             self.halves.update(Request(purpose, half) for half in desc.halves())
         choice = Choice(desc, device, "a record", "nothing runs", None, ())
-        return Resolved(_cannot_run, Offers(), choice, Alignment())
+        return Resolved(_cannot_run, None, choice, Alignment())
 
     def resolve_optional(
         self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose

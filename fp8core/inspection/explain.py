@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, overload
 
 import torch
@@ -196,7 +196,8 @@ def _bound(needs: Iterable[Need], device: torch.device) -> Iterator[Need]:
     for need in needs:
         if isinstance(need.desc, FusedDesc):
             try:
-                chosen = select.choose(need.desc.quantize, device, policy.current()).backend
+                cast = replace(need.desc.quantize, sums=False)
+                chosen = select.choose(cast, device, policy.current()).backend
             except UnsupportedError:
                 continue  # the cast has a line that says so
             descs = variants(need.desc).values()

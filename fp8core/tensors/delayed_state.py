@@ -7,7 +7,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -97,7 +97,11 @@ class DelayedState:
         desc = update_desc(plan)
         if desc is not None:
             resolved = table.resolve(desc, scale.device)
-            self.advance, self.prepare = resolved.run, resolved.offers.prepare
+            self.advance = resolved.run
+            prepared = table.resolve_optional(
+                replace(desc, prepared=True), scale.device, resolved.choice.backend
+            )
+            self.prepare = None if prepared is None else prepared.run
         self.group: GroupReference | None = None
         # The ranks over which the layer is spread: they exchange codes, and need equal scales.
         self.communicator: Communicator | None = None

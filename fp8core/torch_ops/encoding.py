@@ -41,7 +41,7 @@ def encode(operation: Operation) -> str:
 
     >>> from fp8core.backend_api import ScaleUpdateDesc
     >>> encode(Operation("reference", ScaleUpdateDesc("max")))
-    '["reference",{"ScaleUpdateDesc":{"algorithm":"max"}},false]'
+    '["reference",{"ScaleUpdateDesc":{"algorithm":"max","prepared":false}},false]'
     """
     return json.dumps(_plain(tuple(operation)), separators=(",", ":"))
 

@@ -20,6 +20,7 @@ from fp8core.backend_api import (
     OperandSpec,
     Quantized,
     QuantizeDesc,
+    ScaleUpdateDesc,
 )
 from fp8core.conformance.calls import OpCall
 from fp8core.conformance.laws.fused import add_pair, pair
@@ -234,15 +235,38 @@ class LeavesOutTheLastFusedChunk(GivesFusedChunks):
             yield from list(super().__iter__())[:-1]
 
 
-@caught_by("law7_optional_methods_can_be_called")
-class PairsNeedAStream(GivesChunks):
-    """Its pairs take an argument that the contract does not give."""
+@caught_by("law7_kernels_are_named_by_texts")
+class NumbersItsKernels(GivesChunks):
+    """Its casts name the kernels that they do not run by numbers."""
 
     def bind(self, desc: OpDesc, device: torch.device) -> Run:
         run = super().bind(desc, device)
         if hasattr(run, "bind_pair"):
-            run.bind_pair = lambda other, stream: None  # type: ignore[attr-defined]
+            run.other_kernels = (1, 2)  # type: ignore[attr-defined]
         return run
+
+
+@caught_by("law4_a_prepared_update_equals_the_calls")
+class UpdatesOnce(Sound):
+    """An update that is prepared does nothing from the second step on."""
+
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        plain = replace(desc, prepared=False) if isinstance(desc, ScaleUpdateDesc) else desc
+        return super().unsupported(plain, device)
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Run:
+        run = super().bind(desc, device)
+
+        def prepare(*states: Any) -> Callable[[], None]:
+            steps = iter([states])
+
+            def update() -> None:
+                for tensors in steps:
+                    run(*tensors)
+
+            return update
+
+        return prepare if isinstance(desc, ScaleUpdateDesc) and desc.prepared else run
 
 
 def operands(made: Quantized, change: Callable[[Operand], Operand]) -> Quantized:

@@ -31,6 +31,7 @@ from tests.conformance import (
 CPU = torch.device("cpu")
 LABELS = {
     "current.input.bfloat16",
+    "delayed.max",
     "delayed.input.float16",
     "current.grouped.input.bfloat16",
     "current.grouped.input.bfloat16.device",

@@ -1,8 +1,7 @@
-"""What a callable offers besides its call: found and checked when the operation is bound."""
+"""What a backend may have: variants of calls, pairs, names of kernels, recorders, transfers."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from fp8core.backend_api import (
     Recording,
 )
 from fp8core.dispatch import table
-from fp8core.dispatch.optional import Offers
 from fp8core.dispatch.table import UNNAMED, TrackingResolver
 from fp8core.errors import PluginError
 from tests.dispatch import toys
@@ -43,59 +41,24 @@ def resolve(desc: OpDesc, **members: Any) -> table.Resolved:
     return table.resolve(desc, CPU)
 
 
-def pairs(other: Any) -> Callable[..., Any]:
-    def pair(x: Any, other: Any, **given: Any) -> None: ...
-
-    return pair
+def kernels_of(desc: OpDesc, **members: Any) -> table.Kernels:
+    return table.kernels_of(resolve(desc, **members).choice)
 
 
-def update(histories: Any, scales: Any, targets: Any, nonfinite: Any = ()) -> None: ...
-
-
-def test_member_that_fits_is_offered() -> None:
-    for desc, name, member in (
-        (toys.QUANTIZE, "bind_pair", pairs),
-        (toys.SCALE_UPDATE, "prepare", update),
-        (toys.GEMM, "kernel", "toy::gemm"),
-    ):
-        with toys.isolation():
-            offers = resolve(desc, **{name: member}).offers
-        assert offers == Offers(**{name: member}), (desc, name)
-
-
-@pytest.mark.parametrize(
-    ("desc", "name", "member", "expected", "found"),
-    [
-        (toys.QUANTIZE, "bind_pair", lambda: None, "bind_pair(other)", "bind_pair()"),
-        (toys.QUANTIZE, "bind_pair", 3, "bind_pair(other)", "3"),
-        (
-            toys.SCALE_UPDATE,
-            "prepare",
-            lambda histories, scales: None,
-            "prepare(histories, scales, targets, nonfinite)",
-            "prepare(histories, scales)",
-        ),
-    ],
-)
-def test_method_that_cannot_be_called_prints_both_sides(
-    desc: OpDesc, name: str, member: Any, expected: str, found: str
-) -> None:
-    with pytest.raises(PluginError) as raised:
-        resolve(desc, **{name: member})
-    text = str(raised.value)
-    assert text.startswith(f"toy says that it runs {desc}, but its bind() returned")
-    assert f"\n  expected {expected}\n  found    {found}" in text
+def test_a_callable_names_its_kernels() -> None:
+    named = kernels_of(toys.GEMM, kernel="toy::gemm", other_kernels=[("toy::slow", "is slow")])
+    assert named == ("toy::gemm", (("toy::slow", "is slow"),))
 
 
 @pytest.mark.parametrize("given", ["name", [("name",)], [("name", 7)], 7])
 def test_other_kernels_that_are_no_pairs_of_texts_are_an_error(given: object) -> None:
-    with pytest.raises(PluginError, match=r"expected pairs of texts.*NamesOtherKernels"):
-        resolve(toys.GEMM, other_kernels=given)
+    with pytest.raises(PluginError, match=r"expected pairs of texts"):
+        kernels_of(toys.GEMM, other_kernels=given)
 
 
 def test_kernel_that_is_no_text_is_an_error() -> None:
-    with pytest.raises(PluginError, match=r"kernel=7; expected a text.*NamesKernel"):
-        resolve(toys.GEMM, kernel=7)
+    with pytest.raises(PluginError, match=r"kernel=7; expected a text"):
+        kernels_of(toys.GEMM, kernel=7)
 
 
 def test_member_whose_reading_fails_is_an_error() -> None:
@@ -107,68 +70,8 @@ def test_member_whose_reading_fails_is_an_error() -> None:
             raise LookupError("no driver")
 
     toys.register(toys.backend("toy", bind=lambda *_: Run()))
-    with pytest.raises(PluginError, match=r"member 'kernel', but reading it failed: LookupError"):
-        table.resolve(toys.GEMM, CPU)
-
-
-class Silent:
-    def __repr__(self) -> str:
-        raise LookupError("no driver")
-
-
-class Refusing(inspect.Signature):
-    """A signature of the plug-in's own class, with code that fails."""
-
-    def bind(self, *args: Any, **kwargs: Any) -> Any:
-        raise LookupError("no driver")
-
-
-SILENT = Silent()
-
-
-def with_a_default(other: Any, stream: Any, queue: Any = SILENT) -> None: ...
-
-
-def with_a_signature(stream: Any) -> None: ...
-
-
-with_a_signature.__signature__ = Refusing()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("member", "found"),
-    [
-        (with_a_default, "bind_pair(other, stream, queue=an object of class Silent)"),
-        (with_a_signature, "bind_pair()"),
-    ],
-    ids=["repr of a default", "class of a signature"],
-)
-def test_misfit_is_named_without_the_plug_in_s_code(member: Any, found: str) -> None:
-    with pytest.raises(PluginError, match=r"QuantizesPairs") as raised:
-        resolve(toys.QUANTIZE, bind_pair=member)
-    assert f"\n  found    {found}" in str(raised.value)
-
-
-def test_callable_without_a_readable_signature_is_taken() -> None:
-    # A compiled extension's callables look like this one: inspect.signature() raises ValueError.
-    assert resolve(toys.QUANTIZE, bind_pair=max).offers.bind_pair is max
-
-
-@pytest.mark.parametrize(
-    "desc", [toys.GEMM, replace(toys.QUANTIZE, grouped=True), toys.QUANTIZE.halves()[0]], ids=str
-)
-def test_other_descriptors_are_not_asked_for_the_methods_of_a_dense_cast(desc: OpDesc) -> None:
-    assert resolve(desc, bind_pair=3).offers == Offers()
-
-
-def test_none_is_no_offer() -> None:
-    assert resolve(toys.QUANTIZE, bind_pair=None).offers == Offers()
-
-
-def test_operator_of_a_captured_graph_offers_nothing() -> None:
-    resolve(toys.QUANTIZE, bind_pair=pairs)
-    with table.capturing():
-        assert table.resolve(toys.QUANTIZE, CPU).offers == Offers()
+    with pytest.raises(PluginError, match=r"names its kernels, but reading them failed: LookupE"):
+        table.kernels_of(table.resolve(toys.GEMM, CPU).choice)
 
 
 VARIANTS = [
@@ -180,6 +83,7 @@ VARIANTS = [
     ),
     NormBackwardDesc(NormDesc("rmsnorm", torch.float32, torch.float32, 1e-5), added=True),
     replace(toys.GEMM, part=True),
+    replace(toys.SCALE_UPDATE, prepared=True),
 ]
 
 
@@ -212,28 +116,8 @@ def test_there_may_be_no_pair(members: dict[str, Any]) -> None:
     assert one.pair_with(one) is None
 
 
-def test_pair_that_cannot_be_called_prints_both_sides() -> None:
-    one = resolve(toys.QUANTIZE, bind_pair=lambda other: lambda x: None)
-    with pytest.raises(PluginError, match=r"PairCast") as raised:
-        one.pair_with(one)
-    assert "(x, other, *, nonfinite_out)\n  found    bind_pair(other)(x)" in str(raised.value)
-
-
-def test_pair_whose_making_fails_says_so() -> None:
-    def fail(other: Any) -> None:
-        raise LookupError("no such launch")
-
-    one = resolve(toys.QUANTIZE, bind_pair=fail)
-    with pytest.raises(PluginError, match=r"bind_pair\(other\), which failed: LookupError: no"):
-        one.pair_with(one)
-
-
 class Recorder:
     def record(self, run: Any, leading: Any, saved: Any = (), constants: Any = ()) -> Recording: ...
-
-
-class Narrow:
-    def record(self, run: Any) -> Recording: ...
 
 
 def recording(monkeypatch: pytest.MonkeyPatch, recorder: Any) -> table.Resolved:
@@ -246,35 +130,16 @@ def recording(monkeypatch: pytest.MonkeyPatch, recorder: Any) -> table.Resolved:
 
 def test_the_recorder_of_a_backend_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Recorder()
-    assert recording(monkeypatch, lambda: one).offers == Offers(recorder=one)
+    assert recording(monkeypatch, lambda: one).recorder is one
 
 
 def test_a_backend_may_record_nothing_of_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert recording(monkeypatch, lambda: None).offers == Offers()
+    assert recording(monkeypatch, lambda: None).recorder is None
 
 
-class TakesNothing(Recorder):
-    def call(self) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("recorder", "text"),
-    [
-        (TakesNothing, r"RecordsFunctions:\n  expected call\(function, tensor, tensor\)"),
-        (
-            Narrow,
-            r"Recorder:\n  expected record\(run, leading, saved, constants\)\n  found    record",
-        ),
-        (object, r"Recorder:\n  expected record"),
-        (lambda: [][0], r"recorder\(desc, device\), which failed: IndexError"),
-    ],
-    ids=["call takes nothing", "other parameters", "no method", "raises"],
-)
-def test_a_recorder_that_cannot_record_is_an_error(
-    recorder: Any, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(PluginError, match=text):
-        recording(monkeypatch, recorder)
+def test_a_recorder_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PluginError, match=r"recorder\(desc, device\) failed: IndexError"):
+        recording(monkeypatch, lambda: [][0])
 
 
 class Copies:
@@ -286,10 +151,6 @@ class Copies:
     def gather(self, x: Any) -> Any: ...
 
     def scatter(self, size: Any, dtype: Any) -> Any: ...
-
-
-class OneWay:
-    takes = gather = Copies.takes
 
 
 def transfers(monkeypatch: pytest.MonkeyPatch, offered: Callable[[], Any]) -> Any:
@@ -323,19 +184,9 @@ def test_a_graph_holds_collectives_of_torch_alone(monkeypatch: pytest.MonkeyPatc
         assert transfers(monkeypatch, Copies) is None
 
 
-@pytest.mark.parametrize(
-    ("offered", "text"),
-    [
-        (OneWay, r"expected gather\(x\)\n  found    gather\(num_bytes\)|expected scatter"),
-        (lambda: [][0], r"toy has transfers\(ranks, device\), which failed: IndexError"),
-    ],
-    ids=["no scatter", "raises"],
-)
-def test_transfers_that_cannot_move_rows_are_an_error(
-    offered: Any, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(PluginError, match=text):
-        transfers(monkeypatch, offered)
+def test_transfers_that_fail_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PluginError, match=r"transfers\(ranks, device\), which failed: IndexError"):
+        transfers(monkeypatch, lambda: [][0])
 
 
 class Answers:
@@ -345,7 +196,7 @@ class Answers:
         self.recorders = iter(recorders)
 
     def resolve(self, *asked: object) -> Any:
-        return SimpleNamespace(offers=Offers(recorder=next(self.recorders)))
+        return SimpleNamespace(recorder=next(self.recorders))
 
     resolve_optional = resolve
 

@@ -25,6 +25,7 @@ from fp8core.conformance.catalogue import CatalogueEntry, catalogue
 from fp8core.conformance.checks import EVERY_OP, FUSED, law
 from fp8core.conformance.compare import Broken, require
 from fp8core.conformance.subject import Subject
+from fp8core.dispatch.registry import named_kernels
 from fp8core.torch_ops.private import TorchDispatchMode
 
 GEMMS = ("gemm", "grouped_gemm")
@@ -94,10 +95,10 @@ def unknown_values_are_denied(subject: Subject) -> None:
 
 
 @law(7)
-def optional_methods_can_be_called(subject: Subject) -> None:
-    """Optional methods of a callable take the arguments that the contract says."""
+def kernels_are_named_by_texts(subject: Subject) -> None:
+    """The kernels that a callable names, to run and not to run, have names that explain shows."""
     for entry in _declared(subject):
-        subject.offers(entry.desc)
+        named_kernels(subject.bound(entry.desc), f"{subject.name}: the callable of {entry.desc}")
 
 
 def _denied(subject: Subject, desc: Any, name: str) -> None:

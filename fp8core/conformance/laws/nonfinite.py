@@ -290,7 +290,7 @@ def quantize_counts_nan_and_inf_of_groups(subject: Subject, desc: QuantizeDesc) 
 @law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped)
 def quantize_pair_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
     """Two tensors quantized in one call are counted apart, either of them or both."""
-    bind_pair = subject.offers(desc).bind_pair
+    bind_pair = getattr(subject.bound(desc), "bind_pair", None)
     two: Any = None if bind_pair is None else bind_pair(subject.bound(desc))
     if two is None:
         return

@@ -180,6 +180,24 @@ def scale_update_equals_the_reference(subject: Subject, desc: ScaleUpdateDesc) -
                 same_bits(f"{name} {at} of {len(ours)} states", mine, yours)
 
 
+@law(4, "scale_update")
+def a_prepared_update_equals_the_calls(subject: Subject, desc: ScaleUpdateDesc) -> None:
+    """With ``prepared``, if offered, the update has the bits of the call in each step."""
+    prepare = subject.variant(desc, prepared=True)
+    if prepare is None:
+        return
+    ours, theirs = (subject.here(_many_states()) for _ in range(2))
+    update = prepare(*ours)
+    for step in range(3):
+        for history in (*ours[0], *theirs[0]):
+            history[0] = 2.0**step  # an amax of 0 would change nothing
+        update()
+        subject.run(desc, *theirs)
+        for name, mine, yours in zip(STATE, ours, theirs, strict=True):
+            for at, pair in enumerate(zip(mine, yours, strict=True)):
+                same_bits(f"{name} {at} in step {step}", *pair)
+
+
 STATE = ("history", "scale", "target", "count of non-finite amaxes")
 
 

@@ -416,7 +416,8 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
 @law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped and is_nearest(desc))
 def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
     """Two tensors quantized in one call have the bits of a call for each."""
-    run, bind_pair = subject.bound(desc), subject.offers(desc).bind_pair
+    run = subject.bound(desc)
+    bind_pair = getattr(run, "bind_pair", None)
     pair: Any = None if bind_pair is None else bind_pair(run)
     if pair is None:
         return

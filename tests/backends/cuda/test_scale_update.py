@@ -36,8 +36,9 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Native:
 
 def prepared(native: Native) -> tuple[list[torch.Tensor], Any]:
     tensors = [torch.zeros(4, 2), torch.ones(2), torch.ones(2), torch.zeros(1, dtype=torch.int64)]
-    update = scale_update.ScaleUpdate(ScaleUpdateDesc("max"), torch.device("cuda", 0), native)
-    return tensors, update.prepare(*([one] for one in tensors))
+    desc = ScaleUpdateDesc("max", prepared=True)
+    prepare = scale_update.bind_update(desc, torch.device("cuda", 0), native)
+    return tensors, prepare(*([one] for one in tensors))
 
 
 def test_states_are_described_once(native: Native) -> None:
