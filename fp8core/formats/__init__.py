@@ -106,7 +106,7 @@ class FormatSpec:
 
     @property
     def stored_dtype(self) -> torch.dtype | None:
-        """The torch dtype of a tensor of codes: ``torch_dtype`` or ``packed_dtype``."""
+        """The torch dtype of a tensor of codes, ``torch_dtype`` or ``packed_dtype``."""
         return self.torch_dtype or self.packed_dtype
 
     @property
