@@ -91,10 +91,8 @@ from fp8core.backend_api.optional import (
     Recorder,
     Recording,
     RecordsCalls,
-    RecordsFunctions,
     Repeat,
     Sending,
-    TakesMaxima,
     Transfers,
 )
 from fp8core.backend_api.spec import (
@@ -189,7 +187,6 @@ __all__ = [
     "Recorder",
     "Recording",
     "RecordsCalls",
-    "RecordsFunctions",
     "Repeat",
     "RotaryDesc",
     "RouteDesc",
@@ -197,7 +194,6 @@ __all__ = [
     "RouterDesc",
     "ScaleUpdateDesc",
     "Sending",
-    "TakesMaxima",
     "Transfers",
     "UnsupportedError",
     "amax_extent",

@@ -2,7 +2,7 @@
 
 :class:`Chunks` and :class:`ComputedRows` belong to variants of descriptors; see
 :func:`fp8core.backend_api.variant_of`. :class:`RecordsCalls` and :class:`MovesBeside` are protocols
-of the backend itself, :class:`RecordsFunctions` of its recorder.
+of the backend itself.
 
 A callable that :meth:`fp8core.backend_api.Backend.bind` returns may have these attributes:
 
@@ -124,13 +124,9 @@ class Recorder(Protocol):
         noticed: the recording then has no ``repeat``.
         """
 
-
-@runtime_checkable
-class RecordsFunctions(Recorder, Protocol):
-    """A recorder that also takes functions into a run that no backend has bound, as collectives."""
-
     def call(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        """Return ``function(*tensors)``, called once within a run that this thread records.
+        """Return ``function(*tensors)``, called once within a run that this thread records: what no
+        backend has bound, as a collective.
 
         Each repeat calls the function at this point of the run, with its own tensors in the places
         of ``tensors``, which are arguments or results of the run, or views of these. The function
@@ -205,13 +201,9 @@ class Transfers(Protocol):
     def scatter(self, size: Sequence[int], dtype: torch.dtype) -> Sending:
         """Start a sum over ranks of which each rank gets a part of ``size``."""
 
-
-class TakesMaxima(Protocol):
-    """Transfers that also take the maximum of a few numbers of each rank, such as amaxes, in less
-    time than a collective of the process group."""
-
     def maximum(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the elementwise maximum of the ``x`` of all ranks, a new tensor.
+        """Return the elementwise maximum of the ``x`` of all ranks, a new tensor: of a few numbers
+        of each, such as amaxes.
 
         None, on every rank, for tensors that the process group reduces faster. ``explain`` calls
         with a tensor on meta, of which nothing is read.

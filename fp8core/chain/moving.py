@@ -148,7 +148,7 @@ class MovingProgram(Relay[MovingLink]):
     @property
     def recordable(self) -> Recordable | None:
         """Collectives alone, but for rows whose numbers differ from call to call."""
-        return Recordable(calls_functions=True) if self._routes is None else None
+        return Recordable() if self._routes is None else None
 
     def _arrived(self, x: Any, out: Out, purpose: str) -> Any:
         """Return the rows of all ranks, or of this rank's experts, as ``out`` requests them."""

@@ -142,7 +142,7 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
 
     __slots__ = ()
 
-    recordable = Recordable(calls_functions=True)
+    recordable = Recordable()
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Attend."""

@@ -66,13 +66,12 @@ class Recordable(NamedTuple):
     of backends with them, and collectives.
 
     ``constants`` are tensors that the operations read and write. ``backward_states`` are those in
-    which backward records. ``calls_functions``: it calls functions that no backend has bound, by
+    which backward records. Functions that no backend has bound are called by
     :func:`~fp8core.torch_ops.repeats.called_in_repeats`.
     """
 
     constants: tuple[torch.Tensor, ...] = ()
     backward_states: tuple[DelayedState, ...] = ()
-    calls_functions: bool = False
 
 
 class Program:

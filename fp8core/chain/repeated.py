@@ -7,12 +7,11 @@ recorded, and whenever a call differs from the recorded one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from fp8core.backend_api import Recorder, RecordsFunctions, Repeat
+from fp8core.backend_api import Recorder, Repeat
 from fp8core.chain.call import Call
 from fp8core.chain.protocol import (
     Backward,
@@ -65,10 +64,8 @@ class _Direction:
         """Call ``run``, which takes no arguments, and keep what repeats it, if anything does."""
         self._attempts_left -= 1
         is_same = sameness_to([*leading, *(tensor for tensor in saved if tensor is not None)])
-        recorder = self._recorder
-        taking = recording(recorder) if isinstance(recorder, RecordsFunctions) else nullcontext()
-        with taking:
-            _, repeat = recorder.record(run, leading, saved, constants)
+        with recording(self._recorder):
+            _, repeat = self._recorder.record(run, leading, saved, constants)
         if is_same is not None:
             self.is_same, self.repeat = is_same, repeat
 
@@ -166,11 +163,6 @@ def _is_constant(context: object) -> bool:
     if isinstance(context, list | tuple):
         return all(map(_is_constant, context))
     return context is None or isinstance(context, int)
-
-
-def records(recorder: Recorder, recordable: Recordable) -> bool:
-    """Say whether ``recorder`` records all that a program does that is ``recordable``."""
-    return isinstance(recorder, RecordsFunctions) or not recordable.calls_functions
 
 
 def unrecorded(program: Program) -> Program:

@@ -171,8 +171,7 @@ class ResidualProgram(TensorProgram[ResidualLink]):
     @property
     def recordable(self) -> Recordable | None:
         """As the branch; the sums are functions of torch."""
-        branch = self._branch.recordable
-        return None if branch is None else branch._replace(calls_functions=True)
+        return self._branch.recordable
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Return the sum of ``x`` and its branch."""

@@ -23,7 +23,7 @@ from fp8core.chain.protocol import (
     Relay,
     SavedList,
 )
-from fp8core.chain.repeated import Repeated, records
+from fp8core.chain.repeated import Repeated
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.errors import OperandError
 from fp8core.tensors.delayed_state import DelayedState
@@ -97,15 +97,13 @@ class Series(Program):
         """Return what the programs refer to; None if one of them does more than operations."""
         constants: list[torch.Tensor] = []
         states: dict[DelayedState, None] = {}
-        calls_functions = False
         for step in self._steps:
             part = step.program.recordable
             if part is None:
                 return None
             constants += part.constants
             states.update(dict.fromkeys(part.backward_states))
-            calls_functions = calls_functions or part.calls_functions
-        return Recordable(tuple(constants), tuple(states), calls_functions)
+        return Recordable(tuple(constants), tuple(states))
 
     def request_grad(self, call: Call) -> QuantizeRequest | None:
         """Return how the last program wants the gradient of its output."""
@@ -233,7 +231,7 @@ class Chain(tuple[Link, ...]):
             program = self._new_program(shape, rows, needs_grad, call)
             recorder = self.recorder
             recordable = None if recorder is None else program.recordable
-            if recorder is not None and recordable and records(recorder, recordable):
+            if recorder is not None and recordable is not None:
                 program = Repeated(program, recordable, recorder)
             if len(self._programs) >= _MOST_PROGRAMS:  # ragged sizes without end
                 self._programs.pop(next(iter(self._programs)), None)

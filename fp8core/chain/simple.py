@@ -245,7 +245,7 @@ class BiasShape(SimpleShape):
 
     size: int
     dtype: torch.dtype
-    recordable: ClassVar[Recordable | None] = Recordable(calls_functions=True)
+    recordable: ClassVar[Recordable | None] = Recordable()
 
     @property
     def num_params(self) -> int:

@@ -61,7 +61,7 @@ def existing(reference: GroupReference, use: str) -> dist.ProcessGroup:
 
 
 Maximum: TypeAlias = Callable[[torch.Tensor], "torch.Tensor | None"]
-"""What :class:`fp8core.backend_api.TakesMaxima` offers."""
+"""The ``maximum`` of :class:`fp8core.backend_api.Transfers`."""
 
 
 class Communicator(ABC):

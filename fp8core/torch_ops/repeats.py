@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from fp8core.backend_api import RecordsFunctions
+from fp8core.backend_api import Recorder
 from fp8core.torch_ops.private import tensor_guards
 
 Likeness: TypeAlias = Callable[..., bool]
@@ -56,11 +56,11 @@ def sameness_to(tensors: Sequence[torch.Tensor]) -> Likeness | None:
 
 
 # By thread, while it records a run.
-_recorders: dict[int, RecordsFunctions] = {}
+_recorders: dict[int, Recorder] = {}
 
 
 @contextmanager
-def recording(recorder: RecordsFunctions) -> Iterator[None]:
+def recording(recorder: Recorder) -> Iterator[None]:
     """Hand the calling thread's :func:`called_in_repeats` to ``recorder``, which records a run."""
     thread = threading.get_ident()
     _recorders[thread] = recorder

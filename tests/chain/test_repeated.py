@@ -11,7 +11,7 @@ import torch
 from fp8core.backend_api import Recording
 from fp8core.chain.call import DENSE
 from fp8core.chain.protocol import Backward, Forward, Program, Recordable, SavedList, TensorProgram
-from fp8core.chain.repeated import Repeated, records, unrecorded
+from fp8core.chain.repeated import Repeated, unrecorded
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.torch_ops.private import current_backward_pass
 from fp8core.torch_ops.repeats import called_in_repeats
@@ -48,6 +48,7 @@ class Recorder:
     def __init__(self, repeat: Any) -> None:
         self.repeat = repeat
         self.num_recorded = 0
+        self.functions: list[Any] = []
         self.constants: Sequence[torch.Tensor] = ()
 
     def record(
@@ -60,14 +61,6 @@ class Recorder:
         self.num_recorded += 1
         self.constants = constants
         return Recording(run(), self.repeat)
-
-
-class TakingRecorder(Recorder):
-    """Takes functions into its runs as well, and keeps them."""
-
-    def __init__(self, repeat: Any) -> None:
-        super().__init__(repeat)
-        self.functions: list[Any] = []
 
     def call(self, function: Any, *tensors: torch.Tensor) -> Any:
         self.functions.append(function)
@@ -186,19 +179,12 @@ def test_torch_is_shown_the_program_itself() -> None:
     assert unrecorded(program) is program
 
 
-def test_a_recorder_that_takes_no_functions_records_no_collectives() -> None:
-    for calls_functions, expected in [(False, True), (True, False)]:
-        held = Recordable(calls_functions=calls_functions)
-        assert records(Recorder(repeated), held) is expected, (calls_functions, expected)
-        assert records(TakingRecorder(repeated), held), (calls_functions, expected)
-
-
 def test_functions_of_a_run_go_to_its_recorder() -> None:
     class Calling(Scale):
         def forward(self, x: Any, params: Any, call: Any, out: Any = None) -> Forward:
             return super().forward(called_in_repeats(torch.clone, x), params, call, out)
 
-    recorder = TakingRecorder(repeated)
-    chain = Repeated(Calling(), Recordable(calls_functions=True), recorder)
+    recorder = Recorder(repeated)
+    chain = Repeated(Calling(), Recordable(), recorder)
     assert [forward(chain)[0][0, 0].item() for _ in range(3)] == [3.0, 3.0, 70.0]
     assert recorder.functions == [torch.clone]

@@ -109,7 +109,7 @@ class LinearProgram(Program):
     """
 
     __slots__ = (
-        *("_backward_state", "_bias_dtype", "_calls_functions", "_cast_input"),
+        *("_backward_state", "_bias_dtype", "_cast_input"),
         *("_casts", "_casts_of_later"),
         *("_dgrad", "_fprop"),
         *("_grad_request", "_has_bias", "_needs_bias", "_needs_input", "_needs_weight", "_pair"),
@@ -155,10 +155,6 @@ class LinearProgram(Program):
             self._dgrad = in_chunks(
                 operations.dgrad, operations.dgrad_rows, operations.grad_input_dtype
             )
-        # What allocates memory for rows in turn is a function, and what adds zeros to codes.
-        self._calls_functions = (
-            chunked or pads_wgrad or (rowwise and operations.dgrad_part is not None)
-        )
         needs = rowwise, columnwise, self._needs_bias
         self._casts_of_later = _casts_of(operations, *needs, chunked=False)
         self._casts = self._casts_of_later
@@ -197,7 +193,7 @@ class LinearProgram(Program):
                 return None
             constants += quantizer.constants
         states = () if self._backward_state is None else (self._backward_state,)
-        return Recordable(tuple(constants), states, self._calls_functions)
+        return Recordable(tuple(constants), states)
 
     def request_grad(self, call: Call) -> QuantizeRequest:
         """Return the request for grad_output: rowwise for dgrad, columnwise for wgrad, its sums.

@@ -128,7 +128,8 @@ def amax_reduction(
     """Return what reduces the amaxes of a tensor whose rows are on several ranks."""
     if communicator is None:
         return None
-    maximum = getattr(context.transfers(communicator), "maximum", None)
+    transfers = context.transfers(communicator)
+    maximum = None if transfers is None else transfers.maximum
 
     def largest(amaxes: torch.Tensor) -> torch.Tensor:
         return communicator.max(amaxes, "amax", maximum, at_once=True).wait()
