@@ -79,17 +79,12 @@ def test_option_alone_runs_the_kit_alone(project: Path) -> None:
     assert "fp8core conformance: reference on cpu" in done.stdout
 
 
-def test_paths_are_run_besides_the_kit(project: Path) -> None:
-    words = ("--fp8core-backend=reference", "-k", "law7_something or good")
+def test_paths_are_run_besides_the_kit_whose_checks_have_one_thread(project: Path) -> None:
+    (project / "conftest.py").write_text(SEEN)
+    words = ("-s", "--fp8core-backend=reference", "-k", "law7_something or good")
     done = pytest_in(project, *words, "test_good.py")
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
-
-
-def test_checks_run_on_one_thread_and_may_begin_with_cublas(project: Path) -> None:
-    (project / "conftest.py").write_text(SEEN)
-    done = pytest_in(project, "-s", "--fp8core-backend=reference", "-k", "law7_something")
-    assert done.returncode == 0, done.stdout
     assert "threads: 1\n" in done.stdout
     assert "threads afterwards: 3\n" in done.stdout
 

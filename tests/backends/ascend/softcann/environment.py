@@ -57,7 +57,7 @@ def create(folder: Path) -> Path:
         wheel = (f"torch-npu=={VERSION}", "pyyaml")
         command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps"]
         installed = subprocess.run(
-            [*command, "--quiet", "--disable-pip-version-check", *wheel],
+            [*command, "--no-compile", "--quiet", "--disable-pip-version-check", *wheel],
             capture_output=True,
             text=True,
             check=False,
