@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin
 import torch
 
 from fp8core import errors
-from fp8core.backend_api import AttentionBackwardDesc, Operand, OperandSpec, Quantized
+from fp8core.backend_api import AttentionBackwardDesc, FusedDesc, Operand, OperandSpec, Quantized
 from fp8core.backend_api.descriptors import CastShape, num_groups
 from fp8core.backend_api.record import RECORDS, Record, ResultShape, shape_of
 from fp8core.torch_ops.capture import constant_in_graph, is_captured
@@ -239,13 +239,14 @@ class Operator:
         for name in reversed(self._recorded):  # the last result first
             if keywords.get(name) is not None:
                 keywords[name].copy_(flat.pop())
-        operation = _decoded(text)
-        shapes = self._record.shapes(operation.desc, *arguments, **keywords)
+        if self._record.returns is CastShape:  # which torch.compile traces: it reads no descriptor
+            return _quantized(_parts(text), iter(flat))
+        shapes = self._record.shapes(decode(text).desc, *arguments, **keywords)
         rest = iter(flat)
         results: list[Any] = []
         for shape in _several(shapes):
             if isinstance(shape, CastShape):
-                results.append(_quantized(shape, rest, operation.transposes))
+                results.append(_quantized(_parts(text), rest))
             else:
                 results.append(None if shape is None else next(rest))
         if _several(shapes) is not shapes:
@@ -253,11 +254,16 @@ class Operator:
         return results if isinstance(shapes, list) else tuple(results)
 
 
-def _decoded(text: str) -> Operation:
-    return decode(text)
+def _parts(text: str) -> tuple[int, int, bool]:
+    """Return the number of tensors of the rowwise and of the columnwise operand of a cast, and
+    whether the columnwise one is a view."""
+    _, desc, transposes = decode(text)
+    shape = CastShape(desc.quantize if isinstance(desc, FusedDesc) else desc, (0, 0))  # type: ignore[arg-type]  # the text says a cast
+    rowwise, columnwise = shape.rowwise(), shape.columnwise(transposes)
+    return len(rowwise), len(columnwise), shape.has_view(transposes)
 
 
-constant_in_graph(_decoded)  # torch.compile warns of a cache that it would trace
+constant_in_graph(_parts)
 
 
 def _flat(value: Any, kind: str) -> Any:
@@ -292,11 +298,12 @@ def _flat_results(
     return flat
 
 
-def _quantized(shape: CastShape, flat: Iterator[torch.Tensor], transposes: bool) -> Quantized:
+def _quantized(parts: tuple[int, int, bool], flat: Iterator[torch.Tensor]) -> Quantized:
     """Return the operands of a cast, whose tensors are the next of ``flat``."""
-    rowwise = [next(flat) for _ in shape.rowwise()]
-    columnwise = [next(flat) for _ in shape.columnwise(transposes)]
-    if shape.has_view(transposes):
+    num_rowwise, num_columnwise, has_view = parts
+    rowwise = [next(flat) for _ in range(num_rowwise)]
+    columnwise = [next(flat) for _ in range(num_columnwise)]
+    if has_view:
         columnwise = [tensor.t() for tensor in rowwise]
     return Quantized(*(Operand(*side) if side else None for side in (rowwise, columnwise)))
 
