@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 import torch
 
-Variants: TypeAlias = Callable[[torch.dtype], Mapping[str, Any]]
+Samples: TypeAlias = Callable[[torch.dtype], Mapping[str, Any]]
 _Shapes = TypeVar("_Shapes", bound=Callable[..., Any])
 
 
@@ -57,7 +57,7 @@ class Record(NamedTuple):
         writes: the arguments that the call writes in place: lists of tensors, or ``out``, for a
             result. Another argument that is named ``*_out``, an amax or a count, is written too.
         is_optional: whether a backend may lack it.
-        variants: of an operation for which no recipe asks: by name, descriptors for activations of
+        samples: of an operation for which no recipe asks: by name, descriptors for activations of
             a dtype, which stand for all in reports and for the conformance kit.
         schema: the operator's schema, where it is older than the record; else it is derived.
         order: the arguments by name in the order of the schema.
@@ -71,7 +71,7 @@ class Record(NamedTuple):
     returns: Any
     writes: tuple[str, ...]
     is_optional: bool
-    variants: Variants
+    samples: Samples
     schema: str
     order: tuple[str, ...]
 
@@ -84,7 +84,7 @@ def operation(
     *ops: str,
     writes: tuple[str, ...] = (),
     is_optional: bool = False,
-    variants: Variants = lambda dtype: {},
+    samples: Samples = lambda dtype: {},
     schema: str = "",
     order: tuple[str, ...] = (),
 ) -> Callable[[_Shapes], _Shapes]:
@@ -103,7 +103,7 @@ def operation(
             hints["return"],
             writes,
             is_optional,
-            variants,
+            samples,
             schema,
             order or tuple(argument.name for argument in arguments),
         )

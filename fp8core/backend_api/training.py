@@ -51,7 +51,7 @@ def _losses(dtype: torch.dtype) -> dict[str, CrossEntropyDesc]:
     return {"": CrossEntropyDesc(dtype), "smoothed": CrossEntropyDesc(dtype, 0.1)}
 
 
-@operation(variants=_losses)
+@operation(samples=_losses)
 def cross_entropy(
     desc: CrossEntropyDesc, x: torch.Tensor, target: torch.Tensor
 ) -> tuple[ResultShape, ResultShape, ResultShape]:
@@ -81,15 +81,15 @@ class CrossEntropyBackwardDesc:
     __str__ = plain_text
 
 
-def _backward(cls: type[Any], variants: Mapping[str, Any]) -> dict[str, Any]:
+def _backward(cls: type[Any], samples: Mapping[str, Any]) -> dict[str, Any]:
     """Return the descriptors of ``cls`` with the fields of those of forward."""
     return {
         name: cls(**{field.name: getattr(desc, field.name) for field in fields(desc)})
-        for name, desc in variants.items()
+        for name, desc in samples.items()
     }
 
 
-@operation(variants=lambda dtype: _backward(CrossEntropyBackwardDesc, _losses(dtype)))
+@operation(samples=lambda dtype: _backward(CrossEntropyBackwardDesc, _losses(dtype)))
 def cross_entropy_backward(
     desc: CrossEntropyBackwardDesc,
     grad: torch.Tensor,
@@ -163,7 +163,7 @@ def _routers(dtype: torch.dtype) -> dict[str, RouterDesc]:
     }
 
 
-@operation(variants=_routers)
+@operation(samples=_routers)
 def router(
     desc: RouterDesc, logits: torch.Tensor, *, expert_bias: torch.Tensor | None = None
 ) -> tuple[ResultShape, ResultShape, ResultShape]:
@@ -196,7 +196,7 @@ class RouterBackwardDesc:
         return text(self, dtype_text(self.dtype), f"top {self.topk}", self.score_function)
 
 
-@operation(variants=lambda dtype: _backward(RouterBackwardDesc, _routers(dtype)))
+@operation(samples=lambda dtype: _backward(RouterBackwardDesc, _routers(dtype)))
 def router_backward(
     desc: RouterBackwardDesc,
     grad_probs: torch.Tensor,
@@ -244,7 +244,7 @@ def _routes(dtype: torch.dtype) -> dict[str, RouteDesc]:
     }
 
 
-@operation(variants=_routes)
+@operation(samples=_routes)
 def route(desc: RouteDesc, routing: torch.Tensor, rows: int) -> tuple[ResultShape, ResultShape]:
     """Return the shapes of ``index`` and ``sources``."""
     return shape_of(routing, torch.int32), ResultShape((rows,), torch.int32)
@@ -273,7 +273,7 @@ def _dispatches(dtype: torch.dtype) -> dict[str, DispatchDesc]:
     return {"": DispatchDesc(dtype), "probable": DispatchDesc(dtype, skips_improbable=True)}
 
 
-@operation(variants=_dispatches)
+@operation(samples=_dispatches)
 def dispatch_rows(
     desc: DispatchDesc,
     x: torch.Tensor,
@@ -305,7 +305,7 @@ class CombineDesc:
     __str__ = plain_text
 
 
-@operation(variants=lambda dtype: {"": CombineDesc(dtype)})
+@operation(samples=lambda dtype: {"": CombineDesc(dtype)})
 def combine_rows(
     desc: CombineDesc,
     x: torch.Tensor,
@@ -336,7 +336,7 @@ class CombineBackwardDesc:
     __str__ = plain_text
 
 
-@operation(variants=lambda dtype: {"": CombineBackwardDesc(dtype)})
+@operation(samples=lambda dtype: {"": CombineBackwardDesc(dtype)})
 def combine_rows_backward(
     desc: CombineBackwardDesc,
     grad: torch.Tensor,
@@ -413,7 +413,7 @@ def _steps(dtype: torch.dtype) -> dict[str, AdamDesc]:
     return steps
 
 
-@operation(writes=("params", "exp_avgs", "exp_avg_sqs", "masters"), variants=_steps)
+@operation(writes=("params", "exp_avgs", "exp_avg_sqs", "masters"), samples=_steps)
 def adam(
     desc: AdamDesc,
     grads: Sequence[torch.Tensor],

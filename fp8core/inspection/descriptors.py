@@ -53,10 +53,10 @@ class Labelled(NamedTuple):
 
 
 def listed_descs(dtype: torch.dtype) -> Iterator[Labelled]:
-    """Yield the variants of operations that are no part of a chain, for tensors of ``dtype``."""
+    """Yield the samples of operations that are no part of a chain, for tensors of ``dtype``."""
     for operation in RECORDS.values():
-        for variant, desc in operation.variants(dtype).items():
-            yield Labelled(variant, desc)
+        for name, desc in operation.samples(dtype).items():
+            yield Labelled(name, desc)
 
 
 class Request(NamedTuple):
