@@ -23,8 +23,8 @@ EXAMPLE = ROOT / "tests" / "thirdparty"
 PAGE = (ROOT / "docs" / "writing-a-backend.md").read_text(encoding="utf-8")
 SOURCES = [path.read_text(encoding="utf-8") for path in sorted(EXAMPLE.iterdir()) if path.is_file()]
 QUOTES = re.findall(r"^```(?:toml|python no-run)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-# Not of the example, which has nothing to declare.
-INVENTED = [quote for quote in QUOTES if quote.startswith("def numerics(")]
+# Not of the example, which has nothing to declare, and no variants.
+INVENTED = [quote for quote in QUOTES if "def numerics(" in quote or "CastAndSum(" in quote]
 
 TRAIN = """
 import json, torch, fp8core as te
@@ -52,7 +52,7 @@ def test_example_has_under_100_lines() -> None:
 
 def test_page_quotes_the_example_as_it_is() -> None:
     assert len(QUOTES) - len(INVENTED) >= 7
-    assert len(INVENTED) == 1
+    assert len(INVENTED) == 3
     for quote in QUOTES:
         if quote not in INVENTED:
             assert any(quote in source for source in SOURCES), quote

@@ -54,7 +54,7 @@ def decode(text: str) -> Operation:
         RecipeError: ``text`` is something else, or of a version that knew other descriptors.
 
     >>> decode('["reference",{"ScaleUpdateDesc":{"algorithm":"max"}},false]').desc
-    ScaleUpdateDesc(algorithm='max')
+    ScaleUpdateDesc(algorithm='max', prepared=False)
     """
     try:
         backend, desc, transposes = _value(json.loads(text))

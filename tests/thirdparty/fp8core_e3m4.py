@@ -15,7 +15,6 @@ from fp8core.backend_api import (
     QuantizeDesc,
     bind_method,
     hookimpl,
-    variant_of,
 )
 from fp8core.formats import minifloat
 from fp8core.recipe import Float8RowwiseScaling
@@ -43,13 +42,11 @@ def fp8core_register_recipes(register):
 
 class E3M4Backend:
     def unsupported(self, desc, device):
-        if variant_of(desc) is not None:
-            return "no variants, which are optional"
-        if type(desc) is QuantizeDesc and not desc.grouped:
+        if type(desc) is QuantizeDesc and not (desc.grouped or desc.sums or desc.chunked):
             specs, dtype = {desc.rowwise, desc.columnwise} - {None}, desc.dtype
         elif type(desc) is DequantizeDesc:
             specs, dtype = {desc.operand}, desc.dtype
-        elif type(desc) is GemmDesc:
+        elif type(desc) is GemmDesc and not desc.part:
             specs, dtype = {desc.a, desc.b}, desc.out_dtype
         else:
             return "only quantizes, dequantizes and multiplies"
