@@ -66,6 +66,7 @@ LEFT_OUT = {
     "tests/test_compile.py": "torch.compile; tests/backends/cuda/test_compile.py is about CUDA",
     "tests/test_device.py": "how tests are put on a device",
     "tests/test_doctests.py": "printed tensors name their device",
+    "tests/test_house.py": "source text",
     "tests/test_layering.py": "source text",
     "tests/test_lightning.py": "a framework that is told to use the CPU",
     "tests/test_megatron.py": "a framework that is told to use the CPU",
