@@ -17,6 +17,7 @@ import dataclasses
 import reprlib
 import threading
 from collections.abc import Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -301,9 +302,19 @@ class QuantizedTensor(OperandTensor):
         return tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._reduced(self._packed())
+
+    def __copy__(self) -> torch.Tensor:
+        """Return another tensor of the same operands, as copies of torch's tensors share memory."""
+        rebuild, arguments = self._reduced(self.parts)
+        copied: torch.Tensor = rebuild(*arguments)
+        return copied
+
+    def _reduced(self, parts: list[torch.Tensor | None]) -> tuple[Any, tuple[Any, ...]]:
+        """Return the function and the arguments that make a tensor like this one of ``parts``."""
         specs = [None if spec is None else dataclasses.asdict(spec) for spec in self.plan]
         is_parameter = getattr(self, IS_PARAMETER, False)
-        stored = (self._packed(), specs, self.dtype, is_parameter, self.requires_grad)
+        stored = (parts, specs, self.dtype, is_parameter, self.requires_grad)
         if self._shares_scales:
             return _rebuild_part, ((*stored, list(self.shape)),)
         return _rebuild, stored if self.dim() == 2 else (*stored, list(self.shape))
@@ -331,6 +342,14 @@ class QuantizedTensor(OperandTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return operators.run(func, args, kwargs or {})
+
+
+def _shared(tensor: QuantizedTensor) -> tuple[Any, tuple[Any, ...]]:
+    return tensor._reduced(tensor.parts)
+
+
+# Another process gets the memory itself, as of torch's tensors: copies would be freed here first.
+ForkingPickler.register(QuantizedTensor, _shared)
 
 
 def _rebuild(

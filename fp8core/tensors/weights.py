@@ -366,28 +366,28 @@ class CachingWeightQuantizer(WeightQuantizer):
     def _stored(self, weight: torch.Tensor, *, columnwise: bool) -> Orientations:
         """Return what ``weight``, a QuantizedTensor, holds, padded."""
         assert isinstance(weight, QuantizedTensor)
-        if self._zeros is not None:
-            weight = with_zeros(weight, *self._zeros)
-            assert isinstance(weight, QuantizedTensor)
         row, column = self._how.stored
-        if row is None and column is None:
-            value = weight.dequantize()
-            return self._quantizer(value, rowwise=True, columnwise=columnwise)
+        is_plain = row is None and column is None
         is_high = column is None  # backward in high precision, from the dequantized weight
         is_turned = is_high or not columnwise or weight.plan.columnwise == column
-        if weight.plan.rowwise != row or not is_turned:
+        if not is_plain and (weight.plan.rowwise != row or not is_turned):
             raise OperandError(
                 f"{self._how.owner}: the weight is stored as {weight.plan.rowwise} (columnwise "
                 f"{weight.plan.columnwise}), the recipe of autocast needs {row} ({column}).\n"
                 f"  Use the recipe of quantized_model_init, or no autocast, which dequantizes it."
             )
+        padded = weight if self._zeros is None else with_zeros(weight, *self._zeros)
+        if is_plain:
+            value = padded.dequantize()
+            return self._quantizer(value, rowwise=True, columnwise=columnwise)
+        assert isinstance(padded, QuantizedTensor)
         if not columnwise:
-            return Orientations(weight.stored[0], None)
-        rowwise, turned = weight.operands
+            return Orientations(padded.stored[0], None)
+        rowwise, turned = padded.operands
         if self._how.dequantizes:
             return Orientations(rowwise, rowwise)
         if is_high:
-            value = weight.dequantize()
+            value = padded.dequantize()
             turned = self._quantizer(value, rowwise=False, columnwise=True).columnwise
         return Orientations(rowwise, turned)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -561,6 +563,29 @@ def test_files_have_no_zeros_of_a_stored_weight() -> None:
     other.load_state_dict({"weight": loaded}, strict=False)
     pairs = zip(gradients(other, "rowwise")[0], gradients(layer, "rowwise")[0], strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.usefixtures("whole_blocks_of_16")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a process cannot open its own memory of a GPU")
+@pytest.mark.parametrize(
+    "copy",
+    [copy.copy, lambda weight: pickle.loads(ForkingPickler.dumps(weight))],
+    ids=["copy", "process"],
+)
+def test_a_stored_weight_shares_its_memory(copy: Any) -> None:
+    layer = stored_linear("rowwise").share_memory()
+    shared = copy(layer.weight)
+    with torch.no_grad():
+        shared.copy_(torch.ones(N, K))
+    assert torch.equal(layer.weight.dequantize(), torch.ones(N, K))
+
+
+@pytest.mark.usefixtures("whole_blocks_of_16")
+def test_a_stored_weight_of_one_orientation_is_refused_before_it_is_padded() -> None:
+    layer = stored_linear("rowwise")
+    layer.weight.update_usage(rowwise_usage=False)
+    with autocast(recipe="rowwise"), pytest.raises(fp8core.OperandError, match="stored as None"):
+        layer(torch.randn(ROWS, K))
 
 
 @pytest.mark.usefixtures("whole_blocks_of_16")
