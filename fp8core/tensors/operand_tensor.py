@@ -124,7 +124,11 @@ class OperandTensor(torch.Tensor):
         return Orientations(rowwise, columnwise)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the plain tensors of its operands, for a collective or a count of bytes."""
+        """Return the plain tensors of its operands, for a collective or a count of bytes.
+
+        Some may be views with gaps, which gloo sends and receives wrongly without an error: give a
+        collective ``part.contiguous()``, and copy what it received to ``part``.
+        """
         return [part for part in self.parts if part is not None]
 
     @property

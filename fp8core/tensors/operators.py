@@ -130,7 +130,8 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return broadcast(func, args, kwargs)
     if func.namespace == "c10d":  # in place, or into lists
         raise UnsupportedError(
-            f"{func} of a QuantizedTensor: pass each of its .tensors(), or .dequantize()."
+            f"{func} of a QuantizedTensor: pass each of its .tensors(), a contiguous() copy of "
+            f"those with gaps, or .dequantize()."
         )
     if func.namespace == COLLECTIVES:
         gathered = collected(func, args)

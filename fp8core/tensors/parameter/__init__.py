@@ -80,7 +80,7 @@ class quantized_model_init(contextlib.ContextDecorator):
 
     torch's DistributedDataParallel sends the values of the parameters when it wraps a model. The
     columnwise operands of blocks along k alone are rounded again then, equally on all ranks. To
-    avoid it, broadcast each of ``weight.tensors()`` and pass ``init_sync=False``.
+    avoid it, broadcast each ``weight.data``, which sends codes, and pass ``init_sync=False``.
 
     Args:
         enabled: False stores weights in high precision.
