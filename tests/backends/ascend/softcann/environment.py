@@ -56,8 +56,9 @@ def create(folder: Path) -> Path:
         venv.create(folder, with_pip=False, symlinks=True)
         wheel = (f"torch-npu=={VERSION}", "pyyaml")
         command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps"]
+        # Compiled here: its invalid escapes are warnings, and errors where pytest compiles.
         installed = subprocess.run(
-            [*command, "--no-compile", "--quiet", "--disable-pip-version-check", *wheel],
+            [*command, "--compile", "--quiet", "--disable-pip-version-check", *wheel],
             capture_output=True,
             text=True,
             check=False,
