@@ -41,6 +41,7 @@ class Witness(NamedTuple):
         fields: returns the attributes that decide how it runs, its ``call_fields``.
         values: what they were.
         children: the modules within, by name.
+        parameters: its own dictionary of them, which a shallow copy of the module may replace.
         last: the key and the links that a layer in low precision was bound to; None of others.
         scope: the weights of the scope of frozen weights that was open, None if none was.
     """
@@ -49,6 +50,7 @@ class Witness(NamedTuple):
     fields: Callable[[Any], Any]
     values: Any
     children: dict[str, torch.nn.Module | None]
+    parameters: dict[str, torch.nn.Parameter | None]
     last: object
     scope: object
 
@@ -61,6 +63,7 @@ class Witness(NamedTuple):
             fields,
             fields(module),
             dict(module._modules),
+            module._parameters,
             None if bindings is None else bindings.last,
             None if bindings is None else bindings.weights.scope,
         )
@@ -191,11 +194,13 @@ def replay(
         or (len(memo.witnesses) > 1 and has_global_hooks())
     ):
         return None
-    for module, fields, values, children, last, scope in memo.witnesses:
+    for module, fields, values, children, parameters, last, scope in memo.witnesses:
         if module is not None and (any(watchers_of(module)) or "forward" in module.__dict__):
             return None
         witness: Any = layer if module is None else module
         if fields(witness) != values or witness._modules != children:
+            return None
+        if witness._parameters is not parameters:
             return None
         if last is not None:
             bindings = witness._bindings

@@ -744,3 +744,18 @@ def test_a_second_derivative_is_refused() -> None:
     refused = r"TransformerLayer\(64, 96\): a second derivative"
     with pytest.raises(UnsupportedError, match=refused):
         torch.autograd.backward(grad, torch.ones_like(grad))
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+def test_a_shallow_copy_computes_with_its_own_parameters(kind: str) -> None:
+    story = Story(kind, "current")
+    (x,) = story.inputs()
+    for _ in range(3):
+        story.call(x)
+    clone = copy.copy(story.layer)
+    clone._parameters = {
+        name: torch.nn.Parameter(own.detach() * 0.5) for name, own in clone._parameters.items()
+    }
+    fresh = copy.deepcopy(clone)
+    with active("current"):
+        assert torch.equal(clone(x), fresh(x))
