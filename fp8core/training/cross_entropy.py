@@ -63,6 +63,22 @@ def parallel_cross_entropy(
     if _input is not None:
         warnings.warn("_input is now called inp.", FutureWarning, stacklevel=2)
         inp = _input
+    classes = _check_inputs(owner, inp, target, label_smoothing)
+    labels = target.reshape(-1)
+    if labels.device.type == "cpu" and not (is_captured(labels) or is_transformed()):
+        _check_classes(owner, labels, classes, ignore_idx)
+    rows = plain(inp, f"inp of {owner}").reshape(-1, classes)
+    values = (inp.dtype, float(label_smoothing), int(ignore_idx))
+    loss = _losses(values, rows, labels)
+    if reduce_loss:
+        return loss.sum() / (labels != ignore_idx).sum()
+    return loss.reshape(inp.shape[:-1])
+
+
+def _check_inputs(
+    owner: str, inp: torch.Tensor, target: torch.Tensor, label_smoothing: float
+) -> int:
+    """Return the number of classes of logits and targets that fit."""
     if not isinstance(inp, torch.Tensor) or inp.dtype not in _FLOATS or inp.dim() < 2:
         is_tensor = isinstance(inp, torch.Tensor)
         shown = f"{inp.dtype} {list(inp.shape)}" if is_tensor else type(inp).__name__
@@ -83,15 +99,7 @@ def parallel_cross_entropy(
         )
     if not 0.0 <= label_smoothing <= 1.0:
         raise OperandError(f"{owner}(label_smoothing={label_smoothing}): expected 0 to 1.")
-    labels = target.reshape(-1)
-    if labels.device.type == "cpu" and not (is_captured(labels) or is_transformed()):
-        _check_classes(owner, labels, classes, ignore_idx)
-    rows = plain(inp, f"inp of {owner}").reshape(-1, classes)
-    values = (inp.dtype, float(label_smoothing), int(ignore_idx))
-    loss = _losses(values, rows, labels)
-    if reduce_loss:
-        return loss.sum() / (labels != ignore_idx).sum()
-    return loss.reshape(inp.shape[:-1])
+    return classes
 
 
 def _check_classes(owner: str, labels: torch.Tensor, classes: int, ignored: int) -> None:
