@@ -33,6 +33,7 @@ __all__ = [
     "choose",
     "same_algorithm",
     "takes_the_first",
+    "warn_of_parts",
 ]
 
 MAX_WORKSPACE = 32 << 20
@@ -122,8 +123,13 @@ def same_algorithm(gemm: Any, larger: Any, problem: str) -> int:
     try:
         return _index_of(gemm, larger.algorithm(0))
     except (ValueError, RuntimeError) as error:
-        _warn(f"parts of {problem} may have other bits than the whole: {error}")
+        warn_of_parts(problem, error)
         return 0
+
+
+def warn_of_parts(problem: str, reason: object) -> None:
+    """Warn, once, that parts of a product do not run the algorithm of the whole."""
+    _warn(f"parts of {problem} may have other bits than the whole: {reason}")
 
 
 def _index_of(gemm: Any, algorithm: bytes) -> int:

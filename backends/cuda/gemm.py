@@ -263,9 +263,11 @@ class LowPrecisionGemm:
         is_unbiased = key[4]
         try:
             plan = self._timed_plan(key, addresses, d)
-        except UnsupportedError:
+        except UnsupportedError as error:
             if is_unbiased:
                 raise
+            if self._whole_rows:
+                autotune.warn_of_parts(str(self._desc), error)
             plan = None
         if not torch.cuda.is_current_stream_capturing():  # a capture could not time: ask again
             if len(self._plans) >= _MAX_PLANS:  # ragged sizes without end

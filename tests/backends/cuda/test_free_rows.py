@@ -27,6 +27,7 @@ from tests.benchmarks import host_path
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 N, K = 48, 272
+PARTS = GemmDesc(spec("vector"), spec("square"), BF16, part=True)
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +174,23 @@ def test_a_bias_without_an_algorithm_is_added_after_the_product(
     assert torch.equal(other(x, b, bias=bias), wanted)
 
 
+def test_a_part_whose_bias_is_added_after_warns_of_other_bits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, part = bound(monkeypatch), gemm.ProductInParts(PARTS, torch.device("cuda", 0), Native())
+    monkeypatch.setattr(autotune, "takes_the_first", lambda: True)
+    monkeypatch.setattr(Product, "takes_bias", False)
+    x, b, bias = cast(spec("vector"), torch.randn(4, K).to(BF16)), weight(), torch.randn(N).to(BF16)
+    out = torch.empty(4, N, dtype=BF16)
+    with caplog.at_level("WARNING"):
+        whole(x, b, bias=bias)
+        assert "other bits" not in caplog.text
+        monkeypatch.setattr(autotune, "same_algorithm", lambda *arguments: 0)
+        part(8, x, b, bias=bias, out=out)
+    assert "may have other bits than the whole" in caplog.text
+    assert torch.equal(out, whole(x, b, bias=bias))
+
+
 def test_ragged_rows_are_added_to_a_sum(product: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x, b = torch.randn(5, K).to(BF16), weight()
     part = in_place_of_the_cast(cast(spec("vector"), x))
@@ -186,8 +204,7 @@ def test_ragged_rows_are_added_to_a_sum(product: Any, monkeypatch: pytest.Monkey
 def test_a_part_of_ragged_rows_has_the_bits_of_the_whole(
     product: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desc = GemmDesc(spec("vector"), spec("square"), BF16, part=True)
-    multiply = gemm.ProductInParts(desc, torch.device("cuda", 0), Native())
+    multiply = gemm.ProductInParts(PARTS, torch.device("cuda", 0), Native())
     monkeypatch.setattr(autotune, "takes_the_first", lambda: True)
     monkeypatch.setattr(autotune, "same_algorithm", lambda *arguments: 0)
     x, b = torch.randn(18, K).to(BF16), weight()
