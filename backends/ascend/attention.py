@@ -13,8 +13,6 @@ from fp8core_backends.ascend.dense_attention import (
 from fp8core_backends.ascend.operators import arguments
 from fp8core_backends.ascend.packed_attention import packed_attention, packed_attention_backward
 
-__all__ = ["attention", "attention_backward", "refused_attention"]
-
 _MAX_HEAD_DIM = 768
 
 

@@ -16,8 +16,6 @@ from fp8core_backends.ascend.operators.fused_attention import (
     NO_MASK,
 )
 
-__all__ = ["NEVER", "Mask", "mask_of"]
-
 _NO_LIMIT = 2**31 - 1
 NEVER = torch.finfo(torch.float32).max / 2
 """The statistic of a query without keys in backward: all its weights become 0."""

@@ -43,8 +43,6 @@ from fp8core_backends.ascend.operators import arguments, library
 from fp8core_backends.ascend.quantize import dequantize, quantize
 from fp8core_backends.ascend.rotary import refused_rotary, rotary
 
-__all__ = ["AscendBackend"]
-
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SOURCE = "CANN's ops-nn: scale = amax * (1 / max) and x / scale, each rounded to float32"
 _SOURCE_MX = "CANN's ops-nn: the exponent of a block with inf or NaN is 255, its codes are 0"

@@ -12,8 +12,6 @@ from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
 from fp8core_backends.ascend.attention_mask import NEVER, Mask, mask_of
 from fp8core_backends.ascend.operators import fused_attention
 
-__all__ = ["LAYOUTS", "dense_attention", "dense_attention_backward"]
-
 LAYOUTS = {"sbhd": "SBH", "bshd": "BSND"}
 """torch_npu's names of the layouts."""
 

@@ -14,8 +14,6 @@ from fp8core.backend_api import GemmDesc, Operand, OperandSpec
 from fp8core_backends.ascend.kinds import Kind, groups_of, kind_of
 from fp8core_backends.ascend.operators import arguments, products
 
-__all__ = ["dense", "gemm", "is_transposed", "store"]
-
 
 class _Matrix(NamedTuple):
     """An operand ``[rows, k]`` as torch_npu takes it: codes, and scales in their layout."""

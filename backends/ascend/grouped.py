@@ -18,8 +18,6 @@ from fp8core_backends.ascend.gemm import dense, gemm, is_transposed, store
 from fp8core_backends.ascend.kinds import Kind, groups_of, kind_of
 from fp8core_backends.ascend.operators import grouped_products
 
-__all__ = ["grouped_gemm"]
-
 _MAX_GROUPS = 1024
 _MAX_INNER = 2**21 - 1
 """The longest row of an operand."""

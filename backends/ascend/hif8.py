@@ -31,8 +31,6 @@ from numpy.typing import NDArray
 from fp8core.errors import OperandError
 from fp8core.formats import FormatSpec
 
-__all__ = ["HIF8", "decode_numpy", "encode", "encode_numpy"]
-
 _NAN, _INF = 0x80, 0x6F
 # Prefix, bits of the exponent and of the mantissa.
 _FIELDS = ((0b0001, 0, 3), (0b001, 1, 3), (0b01, 2, 3), (0b10, 3, 2), (0b11, 4, 1))

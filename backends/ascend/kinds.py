@@ -14,8 +14,6 @@ from fp8core_backends.ascend.operators.arguments import (
     Groups,
 )
 
-__all__ = ["Kind", "groups_of", "kind_of", "refusal", "refused_product"]
-
 
 class Kind(Enum):
     """Which elements share a scale; a delayed scale is one for the tensor."""

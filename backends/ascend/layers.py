@@ -19,8 +19,6 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.ascend.operators import activations, norms
 
-__all__ = ["ACTIVATIONS", "activation", "activation_backward", "norm", "norm_backward"]
-
 
 class _Kernels(NamedTuple):
     """``forward(x)`` and ``backward(grad, x)``."""

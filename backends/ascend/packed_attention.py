@@ -18,8 +18,6 @@ from fp8core.errors import OperandError
 from fp8core_backends.ascend.attention_mask import NEVER, Mask, mask_of
 from fp8core_backends.ascend.operators import fused_attention
 
-__all__ = ["packed_attention", "packed_attention_backward"]
-
 Lengths = torch.Tensor | None
 
 

@@ -23,8 +23,6 @@ from fp8core.backend_api import (
 from fp8core_backends.ascend.kinds import Kind, kind_of
 from fp8core_backends.ascend.operators import casts
 
-__all__ = ["dequantize", "quantize"]
-
 
 def quantize(
     desc: QuantizeDesc,

@@ -7,8 +7,6 @@ import torch
 from fp8core.backend_api import RotaryDesc
 from fp8core_backends.ascend.operators import arguments, rotation
 
-__all__ = ["refused_rotary", "rotary"]
-
 
 def refused_rotary(desc: RotaryDesc) -> str | None:
     """Return why ``desc`` is not computed, or None."""

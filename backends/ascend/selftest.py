@@ -19,8 +19,6 @@ from fp8core_backends.ascend import hif8, selftest_recipes
 from fp8core_backends.ascend.operators import activations, casts, library, norms, products
 from fp8core_backends.ascend.selftest_question import Question
 
-__all__ = ["run"]
-
 _FORMATS = ("e4m3", "e5m2", "hif8")
 _FAULTS = (RuntimeError, ValueError, TypeError, IndexError)
 """torch_npu's errors, those of CANN's operators included, and results of other shapes."""

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Question", "worst_row_snr"]
-
 
 class Question(NamedTuple):
     """A point that no document settles: the assumption, and how the device answers."""

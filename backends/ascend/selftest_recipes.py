@@ -29,8 +29,6 @@ from fp8core_backends.ascend.operators import casts
 from fp8core_backends.ascend.quantize import quantize
 from fp8core_backends.ascend.selftest_question import Question, worst_row_snr
 
-__all__ = ["questions"]
-
 BF16 = torch.bfloat16
 ROWS, IN, OUT = 256, 320, 192
 ENDS = (0, 64, 64, ROWS)

@@ -11,8 +11,6 @@ from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["Activation", "ActivationBackward", "activation_problem", "native_activation"]
-
 
 class _Function(NamedTuple):
     """The native name of ``f``, and the ``beta`` of ``x sigmoid(beta x)``."""

@@ -34,8 +34,6 @@ from fp8core_backends.cuda.quantize import bind_quantize
 from fp8core_backends.cuda.quantize_compose import join
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["bind_amax", "bind_quantize_by_amax"]
-
 
 class _Amax:
     """The native call for the amax of a tensor, or of its rows and of its columns; or of groups."""

@@ -18,8 +18,6 @@ from fp8core_backends.cuda.attention_forward import GraphAttention
 from fp8core_backends.cuda.attention_support import FRONTEND, TORCH, KernelNames, kernels
 from fp8core_backends.cuda.attention_torch import TorchAttention, TorchAttentionBackward
 
-__all__ = ["bind_attention", "bind_attention_backward"]
-
 
 def bind_attention(desc: AttentionDesc, device: torch.device) -> Callable[..., Any]:
     """Return the callable of forward."""

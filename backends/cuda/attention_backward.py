@@ -15,8 +15,6 @@ from fp8core_backends.cuda.attention_lengths import Keywords, in_rows
 from fp8core_backends.cuda.attention_operands import aligned, check_operands, check_rows
 from fp8core_backends.cuda.attention_support import KernelNames
 
-__all__ = ["Gradients", "GraphAttentionBackward"]
-
 Gradients: TypeAlias = (
     "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]"
 )

@@ -6,8 +6,6 @@ import torch
 
 from fp8core.backend_api import AttentionDesc, OperandError
 
-__all__ = ["added", "blind_rows", "grad_of_bias"]
-
 _EXCLUDES = -1e30
 """Finite, so that a row of it alone has a softmax: -inf less -inf would be NaN."""
 

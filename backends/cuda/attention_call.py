@@ -27,8 +27,6 @@ from fp8core_backends.cuda.attention_plans import Graphs
 from fp8core_backends.cuda.attention_support import KernelNames
 from fp8core_backends.cuda.stream import index_of
 
-__all__ = ["GraphCall", "GraphOperation", "first_rows", "with_rows"]
-
 _CPU = torch.device("cpu")
 _MIX = 0x9E3779B97F4A7C15 - 2**64  # an odd number of random bits, as int64
 

@@ -23,8 +23,6 @@ from fp8core_backends.cuda.attention_forward import GraphAttention
 from fp8core_backends.cuda.attention_operands import check_number, check_operands, check_rows
 from fp8core_backends.cuda.attention_support import KernelNames
 
-__all__ = ["CodesAttentionBackward"]
-
 
 class CodesAttentionBackward:
     """The gradients of attention to e4m3 codes without bias and sink; see AttentionBackwardDesc.

@@ -19,9 +19,6 @@ from fp8core_backends.cuda.attention_operands import (
 )
 from fp8core_backends.cuda.attention_support import KernelNames
 
-__all__ = ["GraphAttention"]
-
-
 _LARGEST_E4M3 = 448.0
 _NUMBER_STEP = 4  # floats: 16 bytes, the alignment that cuDNN assumes of any tensor
 

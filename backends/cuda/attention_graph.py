@@ -13,17 +13,6 @@ import torch
 
 from fp8core.backend_api import AttentionDesc
 
-__all__ = [
-    "Problem",
-    "Strides",
-    "Uid",
-    "backward",
-    "contiguous_strides",
-    "forward",
-    "operand_type",
-    "quantized_forward",
-]
-
 Strides = tuple[int, int, int, int]
 _NUMBER = [1, 1, 1, 1]  # the sizes, and the strides, of a number
 

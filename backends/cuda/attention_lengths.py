@@ -14,19 +14,6 @@ from fp8core.backend_api import AttentionDesc, OperandError
 from fp8core_backends.cuda.autotune import bucket
 from fp8core_backends.cuda.stream import raw_stream
 
-__all__ = [
-    "Keywords",
-    "OfLengths",
-    "Sequences",
-    "Unseen",
-    "in_rows",
-    "keys_outside",
-    "sequences_of",
-    "steady",
-    "unseen",
-    "whole",
-]
-
 
 class Keywords(NamedTuple):
     """The lengths in a call's keywords: ``cu_seqlens`` and those with padding, int32 ``[b + 1]``,

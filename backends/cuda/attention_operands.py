@@ -8,19 +8,6 @@ import torch
 
 from fp8core.backend_api import AttentionDesc, OperandError
 
-__all__ = [
-    "Kind",
-    "aligned",
-    "by_heads",
-    "check_number",
-    "check_operands",
-    "check_rows",
-    "in_layout",
-    "in_order",
-    "kind_of",
-    "out_size",
-]
-
 _ALIGNMENT = 16  # bytes, of addresses and strides
 
 Kind: TypeAlias = "list[object]"

@@ -18,8 +18,6 @@ from fp8core_backends.cuda.attention_graph import Problem, Uid, operand_type
 from fp8core_backends.cuda.cudnn_frontend import execution
 from fp8core_backends.cuda.memory import allocator
 
-__all__ = ["Graphs"]
-
 _MAX_PLANS = 1024  # of one descriptor in one thread
 
 

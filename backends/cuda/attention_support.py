@@ -18,16 +18,6 @@ from fp8core.backend_api import (
 from fp8core_backends.cuda import cudnn_frontend
 from fp8core_backends.cuda.layout import scale_mode
 
-__all__ = [
-    "FP8",
-    "FRONTEND",
-    "TORCH",
-    "KernelNames",
-    "attention_backward_problem",
-    "attention_problem",
-    "kernels",
-]
-
 TORCH = "cuDNN's attention, by torch"
 FRONTEND = "cuDNN's attention, by its frontend"
 FP8 = "cuDNN's FP8 attention, by its frontend"

@@ -27,8 +27,6 @@ from fp8core_backends.cuda.attention_support import KernelNames
 from fp8core_backends.cuda.private import cudnn_attention, cudnn_attention_backward
 from fp8core_backends.cuda.stream import index_of
 
-__all__ = ["TorchAttention", "TorchAttentionBackward"]
-
 Gradients: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]"
 
 

@@ -25,17 +25,6 @@ from fp8core.backend_api import UnsupportedError
 from fp8core_backends.cuda import cache, settings
 from fp8core_backends.cuda.reporting import logger
 
-__all__ = [
-    "MAX_WORKSPACE",
-    "NUM_CANDIDATES",
-    "Addresses",
-    "bucket",
-    "choose",
-    "same_algorithm",
-    "takes_the_first",
-    "warn_of_parts",
-]
-
 MAX_WORKSPACE = 32 << 20
 """Bytes of scratch memory that an algorithm may take; Transformer Engine gives as much."""
 

@@ -84,8 +84,6 @@ from fp8core_backends.cuda.scale_update import bind_update
 from fp8core_backends.cuda.stream import index_of
 from fp8core_backends.cuda.transfers import Transfers, transfers_between
 
-__all__ = ["CudaBackend"]
-
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FORMATS = ("e4m3", "e5m2")
 _K = 16

@@ -30,18 +30,6 @@ from fp8core.backend_api import UnsupportedError
 from fp8core.errors import did_you_mean
 from fp8core_backends.cuda import cache, settings
 
-__all__ = [
-    "ARCHITECTURES",
-    "MODULE",
-    "Toolchain",
-    "build",
-    "find",
-    "find_toolchain",
-    "present",
-    "source_hash",
-    "target",
-]
-
 MODULE = "fp8core_cuda"
 """The extension's name, which its init function carries."""
 

@@ -28,8 +28,6 @@ try:  # Unix alone has them
 except ImportError:  # pragma: no cover
     pass
 
-__all__ = ["LEFTOVER", "check", "clear", "locked", "make", "refusal", "remedy", "say"]
-
 LEFTOVER = "build-"
 """How the name of a folder begins in which a build is under way, or was when it was killed."""
 

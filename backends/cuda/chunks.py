@@ -14,8 +14,6 @@ from fp8core.backend_api import Operand
 from fp8core_backends.cuda.layout import column_pitch, empty_scales
 from fp8core_backends.cuda.memory import Empty
 
-__all__ = ["LEAST_SAVED", "ChunkedResult", "Chunks", "Part", "Slots"]
-
 LEAST_SAVED = 2**24
 """Bytes that are worth three launches more: a cast, and a product that clears its counters."""
 

@@ -11,8 +11,6 @@ from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["CrossEntropy", "CrossEntropyBackward", "cross_entropy_problem"]
-
 
 def cross_entropy_problem(desc: CrossEntropyDesc | CrossEntropyBackwardDesc) -> str | None:
     """Say why there is no kernel for ``desc``, or None."""

@@ -17,8 +17,6 @@ from fp8core.backend_api import UnsupportedError
 from fp8core_backends.cuda.private import loaded_cudnn
 from fp8core_backends.cuda.stream import raw_stream
 
-__all__ = ["Execution", "execution", "load", "missing"]
-
 PACKAGE = "nvidia-cudnn-frontend"
 # 1.19 has no sink; backward of 1.24 asks for an attribute that cuDNN 9.19, torch 2.11's, lacks.
 FIRST, AFTER_LAST = (1, 20), (1, 24)

@@ -11,8 +11,6 @@ from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["Dequantize"]
-
 
 class Dequantize:
     """The callable of a DequantizeDesc: one native call. A transform is not undone.

@@ -35,8 +35,6 @@ from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.quantize_compose import apart
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["DeviceGroupedGemm", "bind_device_quantize", "checked_offsets"]
-
 _GroupedOperand: TypeAlias = "tuple[list[int], int, list[int], int, int, int]"
 """The fields of the native GroupedOperand: addresses of codes, bytes between rows; addresses of
 scales, their strides by row and by k, and how many there are along k."""

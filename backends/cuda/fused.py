@@ -23,8 +23,6 @@ from fp8core_backends.cuda.fused_activation import bind_fused_activation, fused_
 from fp8core_backends.cuda.fused_norm import bind_fused_norm, fused_norm_problem
 from fp8core_backends.cuda.microscaling import native_spec
 
-__all__ = ["bind_fused", "fused_problem"]
-
 
 class _Producer(NamedTuple):
     """Why a fusion with a producer has no kernel, or None; and the callable of one that has."""

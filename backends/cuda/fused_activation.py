@@ -31,8 +31,6 @@ from fp8core_backends.cuda.microscaling import ByteScaled
 from fp8core_backends.cuda.quantize import Quantize
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["bind_fused_activation", "fused_activation_problem"]
-
 # The kernels' casts, and of how many columns each of two halves is a multiple.
 _MODES = {"tensor": 1, "row": 1, "vec128": 128, "mx32": 32, "nv16": 1}
 _HALVES = (torch.bfloat16, torch.float16)

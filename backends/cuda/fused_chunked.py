@@ -16,8 +16,6 @@ from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.quantize_chunked import CHUNKED_MODES
 from fp8core_backends.cuda.stream import raw_stream
 
-__all__ = ["FusedCall", "RunChunked", "comes_in_chunks"]
-
 CHUNK_ROWS = 2048
 """Rows of a chunk, a multiple of 128. Products of as many fill the chip, and what they return fits
 its cache."""

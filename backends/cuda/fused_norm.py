@@ -13,8 +13,6 @@ from fp8core_backends.cuda.norm import Norm, NormOperands, native_norm, norm_pro
 from fp8core_backends.cuda.quantize import Quantize
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["FusedNorm", "bind_fused_norm", "fused_norm_problem"]
-
 _MODES = ("tensor", "row", "vec128")
 _HALVES = (torch.bfloat16, torch.float16)
 _FLOAT32 = torch.float32

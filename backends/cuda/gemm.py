@@ -28,14 +28,6 @@ from fp8core_backends.cuda.memory import allocator, allocator_now
 from fp8core_backends.cuda.stream import index_of, raw_stream
 from fp8core_backends.cuda.transposition import RowsAdjacent
 
-__all__ = [
-    "LowPrecisionGemm",
-    "ProductInParts",
-    "high_precision_gemm",
-    "parts_problem",
-    "store",
-]
-
 _MAX_PLANS = 4096  # of one descriptor
 _Key: TypeAlias = "tuple[int, int, int, int, bool, int]"
 """m, n, k of a, k of b, whether there is no bias, and the addresses' alignment in bytes."""

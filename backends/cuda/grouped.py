@@ -9,8 +9,6 @@ import torch
 
 from fp8core.backend_api import GroupedGemmDesc, Operand, split_groups
 
-__all__ = ["bind_grouped_gemm"]
-
 
 def bind_grouped_gemm(
     desc: GroupedGemmDesc, dense: Callable[..., torch.Tensor]

@@ -12,27 +12,6 @@ import torch
 from fp8core.backend_api import OperandError, OperandSpec
 from fp8core_backends.cuda.memory import Empty
 
-__all__ = [
-    "ALIGNMENT",
-    "ALIGNMENT_OF_ALLOCATIONS",
-    "BLOCKS",
-    "DTYPES",
-    "TILED",
-    "adjacent_columns",
-    "column_pitch",
-    "empty_codes",
-    "empty_scales",
-    "k_contiguous",
-    "round_up",
-    "row_step",
-    "row_stride",
-    "scale_mode",
-    "scale_strides",
-    "scales",
-    "with_rows",
-    "wrong_dtype",
-]
-
 ALIGNMENT = 16
 """Bytes that addresses and distances between rows are multiples of."""
 

@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from fp8core_backends.cuda.private import Empty
+from fp8core_backends.cuda.private import Empty as Empty
 from fp8core_backends.cuda.private import current_device as _current_device
 from fp8core_backends.cuda.private import empty_strided as _empty_here
-
-__all__ = ["Empty", "Source", "allocator", "allocator_now", "noting", "source"]
 
 
 class Source(NamedTuple):

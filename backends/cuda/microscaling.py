@@ -26,8 +26,6 @@ from fp8core_backends.cuda.layout import (
 from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["ByteScaled", "TiledGemm", "bind_byte_scaled", "native_spec", "spec_problem"]
-
 _FORMATS = {"mx32": ("e4m3", "e5m2"), "nv16": ("e2m1",)}
 _PITCH = 16
 """Bytes that the pitch of scales, and their address, are multiples of."""

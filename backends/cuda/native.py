@@ -21,8 +21,6 @@ import torch
 from fp8core.backend_api import UnsupportedError
 from fp8core_backends.cuda import build, cache, settings
 
-__all__ = ["load", "missing", "status"]
-
 
 class _Source(NamedTuple):
     """The file to load, None to build it; its description; and why there is no library.

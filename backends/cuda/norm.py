@@ -13,8 +13,6 @@ from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["AddNorm", "Norm", "NormBackward", "NormOperands", "native_norm", "norm_problem"]
-
 _FLOAT32 = torch.float32
 
 

@@ -12,8 +12,6 @@ from fp8core_backends.cuda.layout import DTYPES
 from fp8core_backends.cuda.private import count_writes
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["AdamStep", "adam_problem"]
-
 Tensors = Sequence[torch.Tensor]
 Number = float | torch.Tensor
 

@@ -19,8 +19,6 @@ from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["CombineRows", "CombineRowsBackward", "DispatchRows", "Route", "route_problem"]
-
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

@@ -36,8 +36,6 @@ from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from fp8core_backends.cuda.quantize_pair import Addresses, QuantizePair
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["Quantize", "bind_quantize", "variant_problem"]
-
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Looked up in every call, so here by one name each.
 _UINT8, _FLOAT32, _SINGLE = torch.uint8, torch.float32, (1, 1)

@@ -15,8 +15,6 @@ from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.quantize_pair import Addresses
 from fp8core_backends.cuda.stream import raw_stream
 
-__all__ = ["DTYPES", "MODES", "QuantizeAndSum"]
-
 DTYPES = (torch.bfloat16, torch.float16)
 MODES = ("tensor", "row", "vec128")
 """What there are kernels for: dtypes of the tensor, and what a scale covers."""

@@ -16,8 +16,6 @@ from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum
 from fp8core_backends.cuda.quantize_compose import Cast
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["CHUNKED_MODES", "QuantizeChunked", "QuantizeChunkedAndSum"]
-
 CHUNKED_MODES = ("tensor", "vec128")
 """What a scale covers in casts that come in chunks."""
 CHUNK_ROWS = 4096

@@ -10,8 +10,6 @@ import torch
 
 from fp8core.backend_api import Operand, Quantized
 
-__all__ = ["Cast", "apart", "in_groups", "join"]
-
 Cast: TypeAlias = "Callable[..., Quantized]"
 
 

@@ -10,8 +10,6 @@ import torch
 from fp8core.backend_api import Quantized
 from fp8core_backends.cuda.stream import raw_stream
 
-__all__ = ["Addresses", "PairableCast", "QuantizePair"]
-
 Addresses: TypeAlias = "tuple[int, ...]"
 """The arguments of a native cast: the fields of ``QuantizeArguments`` in their order (see
 csrc/include/fp8core/quantize.h), 0 where there is no tensor."""

@@ -22,8 +22,6 @@ from fp8core_backends.cuda.layout import ALIGNMENT_OF_ALLOCATIONS, round_up
 from fp8core_backends.cuda.private import TorchDispatchMode, apart_from_modes
 from fp8core_backends.cuda.stream import raw_stream
 
-__all__ = ["Recorder", "recorder"]
-
 _aten = torch.ops.aten
 _VIEWS = frozenset(
     (

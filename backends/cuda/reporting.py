@@ -4,6 +4,4 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["logger"]
-
 logger = logging.getLogger("fp8core.cuda")

@@ -11,8 +11,6 @@ from fp8core_backends.cuda.layout import DTYPES
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["Rotary", "rotary_problem"]
-
 
 def rotary_problem(desc: RotaryDesc) -> str | None:
     """Say why there is no kernel for ``desc``, or None."""

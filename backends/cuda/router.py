@@ -17,8 +17,6 @@ from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["Router", "RouterBackward", "router_problem"]
-
 _MOST_GROUPS = 32
 
 

@@ -11,8 +11,6 @@ from fp8core.backend_api import ScaleUpdateDesc
 from fp8core_backends.cuda.private import count_writes
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["ScaleUpdate", "bind_update"]
-
 _address = torch.Tensor.data_ptr
 
 

@@ -15,8 +15,6 @@ from fp8core_backends.cuda.gemm import store
 from fp8core_backends.cuda.layout import k_contiguous, scale_mode
 from fp8core_backends.cuda.private import scaled_mm
 
-__all__ = ["bind_scaled_mm", "unsupported"]
-
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 

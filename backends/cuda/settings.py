@@ -8,8 +8,6 @@ from pathlib import Path
 
 from fp8core.backend_api import RecipeError
 
-__all__ = ["Settings", "autotunes", "read", "toolkits"]
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

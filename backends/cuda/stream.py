@@ -8,8 +8,6 @@ import torch
 
 from fp8core_backends.cuda import private
 
-__all__ = ["index_of", "raw_stream"]
-
 
 def index_of(device: torch.device) -> int:
     """Return the index of a CUDA device, that of the current one if it has none."""

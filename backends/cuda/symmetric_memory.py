@@ -12,8 +12,6 @@ import torch
 from fp8core_backends.cuda.private import symmetric_empty, symmetric_handle, timeout_of
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["Lane", "Slot", "meet"]
-
 _MOST_VIEWS = 64
 """Views of a buffer that are remembered; more than these many sizes vary from step to step."""
 

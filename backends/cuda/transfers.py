@@ -31,8 +31,6 @@ from fp8core_backends.cuda.private import group_of, store_of, timeout_of
 from fp8core_backends.cuda.stream import index_of
 from fp8core_backends.cuda.symmetric_memory import Lane, Slot, meet
 
-__all__ = ["Transfers", "transfers_between"]
-
 FEWEST_BYTES = 2 << 20
 """Below, a collective of NCCL is as fast: it has two barriers and a copy less."""
 

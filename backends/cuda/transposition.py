@@ -10,8 +10,6 @@ from fp8core_backends.cuda.layout import k_contiguous
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["RowsAdjacent"]
-
 _STEP = 16
 """Sizes and addresses that the kernel takes are multiples of it."""
 

@@ -14,8 +14,6 @@ from fp8core.backend_api import (
     AttentionDesc,
 )
 
-__all__ = ["Sequences", "contradiction", "distance", "excluded", "sequences_of"]
-
 
 class _Tokens(NamedTuple):
     """Where the tokens of the sequences of one side, queries or keys, are.

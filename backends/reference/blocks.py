@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["amax", "extent", "multiply"]
-
 
 def extent(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
     """Return the block's rows and columns in elements, at least 1."""

@@ -8,8 +8,6 @@ from fp8core import formats
 from fp8core.backend_api import OperandSpec
 from fp8core_backends.reference import blocks
 
-__all__ = ["error"]
-
 
 def error(
     spec: OperandSpec,

@@ -9,7 +9,5 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["copy_all"]
-
 # Copies a list of tensors into another in one call.
 copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_

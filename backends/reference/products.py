@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["product"]
-
 # Where torch's switches, such as ``torch.set_float32_matmul_precision``, round float32 operands to
 # TF32 or bfloat16. The switches belong to the process, so setting them for a product would change
 # those of other threads.

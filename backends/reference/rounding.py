@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["pack", "stochastically", "unpack"]
-
 _MASK = 0xFFFFFFFF
 
 

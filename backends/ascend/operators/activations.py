@@ -7,21 +7,6 @@ import torch
 from fp8core_backends.ascend.operators.arguments import check_rows
 from fp8core_backends.ascend.operators.library import load
 
-__all__ = [
-    "fast_gelu",
-    "fast_gelu_backward",
-    "geglu",
-    "geglu_backward",
-    "gelu",
-    "gelu_backward",
-    "relu",
-    "relu_backward",
-    "silu",
-    "silu_backward",
-    "swiglu",
-    "swiglu_backward",
-]
-
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """Return ``x * sigmoid(x)``."""

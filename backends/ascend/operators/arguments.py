@@ -9,26 +9,6 @@ import torch
 from fp8core.errors import OperandError
 from fp8core_backends.ascend.operators.library import load
 
-__all__ = [
-    "BLOCK",
-    "BLOCK_GROUPS",
-    "FLOAT8",
-    "HIF8_TARGETS",
-    "MX_GROUPS",
-    "QUANTIZABLE",
-    "RESULTS",
-    "SCALABLE",
-    "SQUARE_GROUPS",
-    "Groups",
-    "check_exponents",
-    "check_input",
-    "check_rows",
-    "check_scale",
-    "codes_of",
-    "dtype_of",
-    "require",
-]
-
 QUANTIZABLE = (torch.bfloat16, torch.float16)
 """The dtypes that the casts take that derive their scales."""
 SCALABLE = (torch.bfloat16, torch.float16, torch.float32)

@@ -19,17 +19,6 @@ from fp8core_backends.ascend.operators.arguments import (
 )
 from fp8core_backends.ascend.operators.library import load
 
-__all__ = [
-    "BlockRows",
-    "QuantMode",
-    "block_quant",
-    "decode",
-    "dynamic_quant",
-    "mx_quant",
-    "mx_quant_both",
-    "quant_max",
-]
-
 QuantMode = Literal["pertensor", "pertoken", "perchannel"]
 BlockRows = Literal[1, 128]
 

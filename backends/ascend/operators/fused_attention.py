@@ -16,17 +16,6 @@ from fp8core_backends.ascend.operators.arguments import (
 )
 from fp8core_backends.ascend.operators.library import load
 
-__all__ = [
-    "BAND",
-    "CAUSAL_BOTTOM_RIGHT",
-    "CAUSAL_TOP_LEFT",
-    "FULL_MASK",
-    "NO_MASK",
-    "AttentionMask",
-    "fusion_attention",
-    "fusion_attention_grad",
-]
-
 NO_MASK, FULL_MASK, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT, BAND = 0, 1, 2, 3, 4
 """What ``sparse_mode`` says of a mask: none; bool ``[b, heads, s_q, s_kv]``, True excludes; for the
 others bool ``[2048, 2048]``, True above the diagonal. A band counts from the lower right corner."""

@@ -23,8 +23,6 @@ from fp8core_backends.ascend.operators.products import (
     operands_to_add,
 )
 
-__all__ = ["add_quant_gmm_", "grouped_quant_matmul"]
-
 
 def _check_grouped(
     operator: str,

@@ -10,8 +10,6 @@ import torch
 
 from fp8core.errors import UnsupportedError
 
-__all__ = ["device_name", "load"]
-
 
 def load() -> Any:
     """Return the module torch_npu.

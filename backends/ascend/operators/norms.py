@@ -7,8 +7,6 @@ import torch
 from fp8core_backends.ascend.operators.arguments import check_rows, check_scale, require
 from fp8core_backends.ascend.operators.library import load
 
-__all__ = ["layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
-
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float

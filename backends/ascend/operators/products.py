@@ -18,17 +18,6 @@ from fp8core_backends.ascend.operators.arguments import (
 )
 from fp8core_backends.ascend.operators.library import load
 
-__all__ = [
-    "add_quant_matmul_",
-    "check_product",
-    "check_scales",
-    "check_sum",
-    "check_terms",
-    "operands_of",
-    "operands_to_add",
-    "quant_matmul",
-]
-
 
 def check_scales(
     operator: str,

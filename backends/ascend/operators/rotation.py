@@ -7,8 +7,6 @@ import torch
 from fp8core_backends.ascend.operators.arguments import check_rows
 from fp8core_backends.ascend.operators.library import load
 
-__all__ = ["rotary_mul", "rotary_mul_backward"]
-
 
 def rotary_mul(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool
