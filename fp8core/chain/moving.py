@@ -14,7 +14,7 @@ combine     results back to the ranks   gradients to the ranks of the experts
             of their rows
 =========== =========================== ==========================================
 
-Each is one class, its program, which also says what its neighbours' binding asks. A gather asks the
+Each is a row of :data:`_WAYS`: the way of its output, and that of its gradient. A gather asks the
 linear that it feeds how that wants its operands, and moves codes and scales
 (:mod:`fp8core.chain.shards`), and so do dispatch and combine; sums are of the dtype of the
 activations. The sum of a gradient is started when dgrad has computed it, and runs beside wgrad.
@@ -22,9 +22,9 @@ activations. The sum of a gradient is started when dgrad has computed it, and ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -53,6 +53,16 @@ from fp8core.torch_ops.private import is_traced
 _MOST_CALLS = 256
 """Kinds of calls that a link remembers to be equal on all ranks."""
 
+_WAYS: Mapping[str, tuple[str, str]] = {
+    "gather": ("gathered", "scattered"),
+    "scatter": ("scattered", "gathered"),
+    "all_reduce": ("summed", "unmoved"),
+    "replicate": ("unmoved", "summed"),
+    "dispatch": ("exchanged", "returned"),
+    "combine": ("returned", "exchanged"),
+}
+"""How each link moves its input, and the gradient of its output: as in the table above."""
+
 
 @dataclass(frozen=True, slots=True)
 class MovingShape(LinkShape):
@@ -64,9 +74,8 @@ class MovingShape(LinkShape):
 
     @property
     def movement(self) -> Movement:
-        """How its program says."""
-        program = _PROGRAMS[self.kind]
-        return Movement(self.group, program.rows, program.grad_rows)
+        """The ways in which rows arrive."""
+        return Movement(self.group, *(way if way in _ARRIVING else "" for way in _WAYS[self.kind]))
 
     def bind(self, context: BindContext) -> MovingLink:
         """Return the link."""
@@ -124,33 +133,68 @@ class MovingLink(Link):
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> MovingProgram:
         """Return the program of a call, whose routes say how many rows go to which experts."""
-        return _PROGRAMS[self.shape.kind](self, needs_grad, call.routes)
+        return MovingProgram(self, needs_grad, call.routes)
 
 
 class MovingProgram(Relay[MovingLink]):
-    """Base of the collectives: takes what its neighbours hand over, tensors or shards of operands.
+    """A collective of a call: takes what its neighbours hand over, tensors or shards of operands.
 
-    ``rows`` and ``grad_rows`` are as in :class:`~fp8core.chain.shape.Movement`, ``summed`` is the
-    name of the tensor that is summed over the ranks, the output or the gradient of the input.
+    ``_summed`` is the name of the tensor that is summed over the ranks, if one is; with
+    ``_is_scattered`` each rank gets its rows of it.
     """
 
-    __slots__ = ("_communicator", "_routes", "_transfers")
-
-    rows: ClassVar[str] = ""
-    grad_rows: ClassVar[str] = ""
-    summed: ClassVar[str] = ""
+    __slots__ = (
+        *("_backward", "_forward", "_is_scattered", "_summed"),
+        *("_communicator", "_routes", "_transfers"),
+    )
 
     def __init__(self, link: MovingLink, needs_grad: Sequence[bool], routes: Routes | None) -> None:
         super().__init__(link, needs_grad)
         self._communicator, self._transfers = link.communicator, link.transfers
         self._routes = routes
+        self._forward, self._backward = ways = _WAYS[link.shape.kind]
+        self._is_scattered = "scattered" in ways
+        self._summed = "output" if self._forward in _SUMS else "grad_input"
 
     @property
     def recordable(self) -> Recordable | None:
         """Collectives alone, but for rows whose numbers differ from call to call."""
         return Recordable() if self._routes is None else None
 
-    def _arrived(self, x: Any, out: Out, purpose: str) -> Any:
+    def num_rows(self, rows: int) -> int:
+        """Return how many rows the output has on this rank."""
+        if self._forward in ("exchanged", "returned"):
+            assert self._routes is not None
+            return sum(self._routes.received if self._forward == "exchanged" else self._routes.sent)
+        if self._forward == "gathered":
+            return rows * self._communicator.size
+        return rows // self._communicator.size if self._forward == "scattered" else rows
+
+    def relay(self, out: Out) -> Out:
+        """Return the next program's request, where rows travel as it wants them for those of this
+        rank. A sum, each rank's rows of it, asks for a product some rows at a time, whose sums
+        start one after the other; None where none of them would travel beside the next."""
+        if self._forward in _ARRIVING:
+            return None if out is None or out.shards is None else out.shards.request(out)
+        if self._forward == "scattered" and self._transfers is not None:
+            return self._sum_request()
+        return out if self._forward == "unmoved" else None
+
+    def request_grad(self, call: Call) -> QuantizeRequest | None:
+        """Return the request that starts the sum of the gradient."""
+        return self._sum_request() if self._backward in _SUMS else None
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Move the rows."""
+        return _MOVES[self._forward](self, x, out, "input", "output"), (), None
+
+    def backward(
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Move the gradients."""
+        return (_MOVES[self._backward](self, grad, out, "grad_output", "grad_input"),)
+
+    def _arrived(self, x: Any, out: Out, purpose: str, _: str) -> Any:
         """Return the rows of all ranks, or of this rank's experts, as ``out`` requests them."""
         if out is not None and out.shards is not None:
             mine = x if isinstance(x, Handover) else out.shards.request(out)(x)
@@ -161,30 +205,34 @@ class MovingProgram(Relay[MovingLink]):
             rows = exchanged(self._communicator, x, self._routes, 1, purpose)
         return rows if out is None else out(rows)
 
-    def _returned(self, x: torch.Tensor, out: Out, purpose: str) -> Any:
+    def _returned(self, x: torch.Tensor, out: Out, _: str, purpose: str) -> Any:
         """Return this rank's rows, for all experts."""
         assert self._routes is not None
         rows = returned(self._communicator, x, self._routes, purpose)
         return rows if out is None else out(rows)
 
-    def _sum_request(self) -> QuantizeRequest:
-        """Return how the tensor that is summed is wanted: its sum started as soon as it is
-        computed, also some rows at a time where those of other ranks travel meanwhile."""
-        is_in_parts = self._transfers is not None and bool(self.rows or self.grad_rows)
-        product = self._sum_in_parts if is_in_parts else None
-        dtype = self._link.dtype
-        return _StartSum(HighPrecision(dtype), dtype, product=product, start=self._start_sum)
+    def _unmoved(self, x: Any, out: Out, _: str, __: str) -> Any:
+        """Return the tensor, which all ranks have."""
+        return x if out is None or isinstance(x, Handover) else out(x)
 
-    def _sum_of(self, x: Any, out: Out) -> Any:
+    def _sum_of(self, x: Any, out: Out, _: str, __: str) -> Any:
         """Return the sum of ``x`` over the ranks, which may have been started."""
         started = x.started if isinstance(x, _Sum) else self._start_sum(x)
         total = started.wait()
         return total if out is None else out(total)
 
+    def _sum_request(self) -> QuantizeRequest:
+        """Return how the tensor that is summed is wanted: its sum started as soon as it is
+        computed, also some rows at a time where those of other ranks travel meanwhile."""
+        is_in_parts = self._transfers is not None and self._is_scattered
+        product = self._sum_in_parts if is_in_parts else None
+        dtype = self._link.dtype
+        return _StartSum(HighPrecision(dtype), dtype, product=product, start=self._start_sum)
+
     def _start_sum(self, x: torch.Tensor) -> Started:
-        communicator, purpose = self._communicator, self.summed
+        communicator, purpose = self._communicator, self._summed
         at_once = purpose == "output"  # nothing runs beside it
-        if not (self.rows or self.grad_rows):
+        if not self._is_scattered:
             return communicator.sum(x, purpose, at_once=at_once)
         if x.shape[0] % communicator.size:
             raise OperandError(
@@ -212,169 +260,23 @@ class MovingProgram(Relay[MovingLink]):
             gemm_part(rows, _rows_of(a, rank, size), b, out=out)
 
         started = self._communicator.scatter_in_parts(
-            b.data, (part, columns), dtype, compute, self.summed, transfers
+            b.data, (part, columns), dtype, compute, self._summed, transfers
         )
         return _Sum(started, rows)
 
 
-class _Gather(MovingProgram):
-    """Gathers rows; its gradient is summed over the ranks, each of which keeps its rows."""
-
-    __slots__ = ()
-
-    rows, summed = "gathered", "grad_input"
-
-    def num_rows(self, rows: int) -> int:
-        """Return the rows of all ranks."""
-        return rows * self._communicator.size
-
-    def relay(self, out: Out) -> Out:
-        """Return the next program's request for a rank's rows."""
-        return None if out is None or out.shards is None else out.shards.request(out)
-
-    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Gather the rows."""
-        return self._arrived(x, out, "input"), (), None
-
-    def request_grad(self, call: Call) -> QuantizeRequest:
-        """Return the request that starts the sum."""
-        return self._sum_request()
-
-    def backward(
-        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
-    ) -> Backward:
-        """Finish the sum, started when the gradient was computed."""
-        return (self._sum_of(grad, out),)
-
-
-class _Scatter(MovingProgram):
-    """Sums over the ranks, each of which keeps its rows; the gradient is gathered."""
-
-    __slots__ = ()
-
-    grad_rows, summed = "gathered", "output"
-
-    def num_rows(self, rows: int) -> int:
-        """Return a rank's rows."""
-        return rows // self._communicator.size
-
-    def relay(self, out: Out) -> Out:
-        """Return the request for a product some rows at a time, whose sums start one after the
-        other; None where none of them would travel beside the next."""
-        return None if self._transfers is None else self._sum_request()
-
-    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Sum, and keep a rank's rows."""
-        return self._sum_of(x, out), (), None
-
-    def backward(
-        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
-    ) -> Backward:
-        """Gather the gradient, as the link before wants it."""
-        return (self._arrived(grad, out, "grad_output"),)
-
-
-class _AllReduce(MovingProgram):
-    """Sums over the ranks; the gradient stays as it is, equal on all ranks."""
-
-    __slots__ = ()
-
-    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Sum."""
-        y = self._communicator.sum(x, "output", at_once=True).wait()
-        return y if out is None else out(y), (), None
-
-    def backward(
-        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
-    ) -> Backward:
-        """Hand the gradient on."""
-        return (grad if out is None else out(grad),)
-
-
-class _Replicate(MovingProgram):
-    """Hands on a tensor that all ranks have; its gradient is summed over them."""
-
-    __slots__ = ()
-
-    summed = "grad_input"
-
-    def relay(self, out: Out) -> Out:
-        """Return the next program's request."""
-        return out
-
-    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Hand the tensor on."""
-        return x if out is None or isinstance(x, Handover) else out(x), (), None
-
-    def request_grad(self, call: Call) -> QuantizeRequest:
-        """Return the request that starts the sum."""
-        return self._sum_request()
-
-    def backward(
-        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
-    ) -> Backward:
-        """Finish the sum, started when the gradient was computed."""
-        return (self._sum_of(grad, out),)
-
-
-class _Dispatch(MovingProgram):
-    """Sends rows to the ranks of their experts."""
-
-    __slots__ = ()
-
-    rows = "exchanged"
-
-    def num_rows(self, rows: int) -> int:
-        """Return the rows of this rank's experts."""
-        assert self._routes is not None
-        return sum(self._routes.received)
-
-    def relay(self, out: Out) -> Out:
-        """Return the next program's request for the rows before they leave."""
-        return None if out is None or out.shards is None else out.shards.request(out)
-
-    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Send rows to their experts."""
-        return self._arrived(x, out, "input"), (), None
-
-    def backward(
-        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
-    ) -> Backward:
-        """Send gradients back."""
-        return (self._returned(grad, out, "grad_input"),)
-
-
-class _Combine(MovingProgram):
-    """Sends the results of experts back to the ranks of their rows."""
-
-    __slots__ = ()
-
-    grad_rows = "exchanged"
-
-    def num_rows(self, rows: int) -> int:
-        """Return this rank's rows."""
-        assert self._routes is not None
-        return sum(self._routes.sent)
-
-    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Send results back."""
-        return self._returned(x, out, "output"), (), None
-
-    def backward(
-        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
-    ) -> Backward:
-        """Send gradients to the experts."""
-        return (self._arrived(grad, out, "grad_output"),)
-
-
-_PROGRAMS: dict[str, type[MovingProgram]] = {
-    "gather": _Gather,
-    "scatter": _Scatter,
-    "all_reduce": _AllReduce,
-    "replicate": _Replicate,
-    "dispatch": _Dispatch,
-    "combine": _Combine,
+_MOVES: Mapping[str, Callable[[MovingProgram, Any, Out, str, str], Any]] = {
+    "gathered": MovingProgram._arrived,
+    "exchanged": MovingProgram._arrived,
+    "returned": MovingProgram._returned,
+    "scattered": MovingProgram._sum_of,
+    "summed": MovingProgram._sum_of,
+    "unmoved": MovingProgram._unmoved,
 }
+"""What computes each way. It takes the names of the tensor before and after."""
+
+_ARRIVING = ("gathered", "exchanged")
+_SUMS = ("scattered", "summed")
 
 
 def _splits(a: Operand) -> bool:
