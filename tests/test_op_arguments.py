@@ -11,7 +11,7 @@ import torch
 
 import fp8core
 from fp8core import OperandError, UnsupportedError, autocast, ops
-from fp8core.conformance.in_process import communicators
+from tests.in_process import communicators
 from tests.refusals import Refusal, unrefused
 
 

@@ -37,7 +37,7 @@ _registered: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
 def of_group(group: dist.ProcessGroup | Communicator | None = None) -> Communicator:
     """Return the communicator of ``group``, the default group if None; the same one each time.
 
-    A communicator, as those of :mod:`fp8core.conformance.in_process`, is returned as it is.
+    A communicator is returned as it is, so that ranks need not be processes of torch.
 
     Raises:
         OperandError: torch.distributed is not initialized, or this process is not in the group.

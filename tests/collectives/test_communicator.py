@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8core.collectives import Communicator, named, of_group, process_group
 from fp8core.collectives.process_group import wait_patiently
-from fp8core.conformance.in_process import run_in_threads
 from fp8core.errors import CollectiveError, OperandError
+from tests.in_process import run_in_threads
 from tests.ranks import device, run_ranks
 
 FP8 = torch.float8_e4m3fn

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 import fp8core
 from fp8core import UnsupportedError, recipe
 from fp8core.collectives import Communicator
-from fp8core.conformance.in_process import run_in_threads
 from fp8core.distributed import ShardLayout, gather_quantized, shard_layout, sharded_state_dict
 from fp8core.tensors.sharded_weight import ShardedWeight, local_part
+from tests.in_process import run_in_threads
 from tests.ranks import run_ranks
 
 HIDDEN, FFN = 64, 96

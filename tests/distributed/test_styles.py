@@ -18,10 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fp8core
 from fp8core import distributed, recipe
 from fp8core.collectives import Communicator
-from fp8core.conformance.in_process import run_in_threads
 from fp8core.distributed import ColwiseParallel, RowwiseParallel, SequenceParallel
 from fp8core.errors import OperandError, UnsupportedError
 from tests.distributed.programs import raised
+from tests.in_process import run_in_threads
 from tests.ranks import device, emulated, run_ranks
 
 HIDDEN, FFN, ROWS, BATCH = 128, 256, 64, 2

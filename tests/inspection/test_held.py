@@ -22,7 +22,6 @@ from fp8core.backend_api import (
 )
 from fp8core.chain.shape import BindContext, bind_chain
 from fp8core.collectives import Communicator
-from fp8core.conformance.in_process import communicators, run_in_threads
 from fp8core.dispatch.table import DISPATCH, Purpose, Resolved
 from fp8core.inspection.descriptors import layer_needs, record
 from fp8core.inspection.explain import explain
@@ -33,6 +32,7 @@ from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.quantizer_binding import Binding
 from tests.device import DEVICE
 from tests.dispatch import toys
+from tests.in_process import communicators, run_in_threads
 from tests.pairs import pairs, turns
 
 BF16 = torch.bfloat16

@@ -11,9 +11,9 @@ import torch
 import fp8core
 from fp8core import recipe
 from fp8core.collectives import BESIDE, IN_PARTS, PLAIN, READ, Communicator, of_group
-from fp8core.conformance.in_process import communicators, run_in_threads
 from fp8core.dispatch import plugins
 from fp8core.inspection.on_meta import sent_by
+from tests.in_process import communicators, run_in_threads
 from tests.modules import test_parallel as parallel
 from tests.overlapping_backend import LOG, NAME, PLAIN_NAME
 from tests.ranks import run_ranks

@@ -15,8 +15,8 @@ import torch
 import fp8core
 from fp8core import autocast, recipe
 from fp8core.collectives import Communicator, of_group
-from fp8core.conformance.in_process import communicators, run_in_threads
 from fp8core.errors import OperandError
+from tests.in_process import communicators, run_in_threads
 from tests.ranks import device, emulated, run_ranks
 
 HIDDEN, FFN, ROWS = 256, 512, 256

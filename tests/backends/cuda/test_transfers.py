@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 import fp8core
 from fp8core.backend_api import UnsupportedError
-from fp8core.conformance.in_process import run_in_threads
 from fp8core.dispatch import plugins
 from fp8core_backends.cuda import settings, transfers
 from fp8core_backends.cuda.symmetric_memory import meet
@@ -31,6 +30,7 @@ from tests.backends.cuda.transfers_stand_in import (
     Slot,
     over,
 )
+from tests.in_process import run_in_threads
 from tests.modules import test_parallel as parallel
 
 
