@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
+import fp8core
 import fp8core as te
 from fp8core import backend_api, recipe
 from fp8core.chain import run as chain
@@ -504,6 +506,19 @@ def test_backward_alone_compiles_to_one_graph(kind: str) -> None:
     with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
         y.sum().backward()
     assert torch.equal(cast(torch.Tensor, x.grad), cast(torch.Tensor, want))
+
+
+LAYERS = [
+    value
+    for value in (getattr(fp8core, name) for name in fp8core.__all__)
+    if isinstance(value, type) and issubclass(value, torch.nn.Module)
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_forward_has_no_call_that_the_oldest_torch_cannot_trace(layer: Any) -> None:
+    """Dynamo of torch 2.11 knows no ``locals()``; that of 2.13 does."""
+    assert "locals" not in inspect.unwrap(layer.forward).__code__.co_names
 
 
 def test_autocast_of_a_device_that_torch_forgets(monkeypatch: pytest.MonkeyPatch) -> None:

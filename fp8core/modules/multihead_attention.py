@@ -44,14 +44,6 @@ _OF_ATTENTION = (
 )
 _OF_LINEARS = ("fuse_wgrad_accumulation", "bias", "params_dtype", "device")
 OF_GROUP = ("tp_group", "tp_size", "sequence_parallel", "get_rng_state_tracker")
-# The arguments of a call that attention takes as they are.
-_OF_CALLS = (
-    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("max_seqlen_q", "max_seqlen_kv", "attn_mask_type", "window_size", "bottom_right_diagonal"),
-    *("softcap", "checkpoint_core_attention", "core_attention_bias_type", "core_attention_bias"),
-    *("alibi_slopes", "fast_zero_fill", "inference_params", "pad_between_seqs"),
-    *("thd_attention_policies", "thd_attention_policy_dispatch"),
-)
 
 
 def picked(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -360,7 +352,27 @@ class MultiheadAttention(torch.nn.Module):
             and thd_attention_policies is None
             and attends_to_codes((self.core_attention, self.proj))
         )
-        options_of_call = picked(locals(), _OF_CALLS)
+        options_of_call: dict[str, Any] = {  # torch 2.11 compiles no locals()
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded,
+            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv,
+            "attn_mask_type": attn_mask_type,
+            "window_size": window_size,
+            "bottom_right_diagonal": bottom_right_diagonal,
+            "softcap": softcap,
+            "checkpoint_core_attention": checkpoint_core_attention,
+            "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+            "fast_zero_fill": fast_zero_fill,
+            "inference_params": inference_params,
+            "pad_between_seqs": pad_between_seqs,
+            "thd_attention_policies": thd_attention_policies,
+            "thd_attention_policy_dispatch": thd_attention_policy_dispatch,
+        }
         if self.attention_type == "cross":
             options_of_call["inference_params"] = None
         options = AttentionOptions(attention_mask, **options_of_call) if joins else None

@@ -42,13 +42,6 @@ _OF_ATTENTION = (
     *("rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"),
 )
 
-# The arguments of a call that self attention and cross attention take as they are.
-_OF_CALLS = (
-    *("softcap", "is_first_microbatch", "checkpoint_core_attention", "inference_params"),
-    *("rotary_pos_emb", "core_attention_bias_type", "core_attention_bias", "alibi_slopes"),
-    *("cu_seqlens_q", "cu_seqlens_q_padded", "max_seqlen_q", "fast_zero_fill", "pad_between_seqs"),
-)
-
 
 class TransformerLayer(torch.nn.Module):
     """Attention and a feed-forward block, each added to its input.
@@ -303,7 +296,21 @@ class TransformerLayer(torch.nn.Module):
         self._check_encoder_arguments(encoder_output, enc_dec_attn_mask)
         if is_under_torch_autocast(hidden_states):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
-        arguments = picked(locals(), _OF_CALLS)
+        arguments: dict[str, Any] = {  # torch 2.11 compiles no locals()
+            "softcap": softcap,
+            "is_first_microbatch": is_first_microbatch,
+            "checkpoint_core_attention": checkpoint_core_attention,
+            "inference_params": inference_params,
+            "rotary_pos_emb": rotary_pos_emb,
+            "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded,
+            "max_seqlen_q": max_seqlen_q,
+            "fast_zero_fill": fast_zero_fill,
+            "pad_between_seqs": pad_between_seqs,
+        }
         attended = self.self_attention(
             hidden_states,
             attention_mask=attention_mask,
