@@ -59,10 +59,26 @@ class Contest:
             entrant = make()
             self.device.clock.synchronize()  # an error of a kernel belongs to its contestant
         except Exception as error:  # noqa: BLE001  a peer raises what it likes; its line says so
-            self.refused[name] = _reason(error)
-            print(f"  {name} does not run: {self.refused[name]}", flush=True)
+            self._refuse(name, error)
             return None
         return entrant
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        self.refused[name] = _reason(error)
+        print(f"  {name} does not run: {self.refused[name]}", flush=True)
+
+    def guarded(self, name: str, call: Callable[[], object]) -> Callable[[], None]:
+        """Return ``call`` for turns: once it has raised, ``name`` is refused and nothing runs."""
+
+        def run() -> None:
+            if name in self.refused:
+                return
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001  as in enter
+                self._refuse(name, error)
+
+        return run
 
     def capture(self, calls: Sequence[Callable[[], object]], count: int) -> Callable[[], object]:
         """Return the replay of a graph of ``count`` calls, of each of ``calls`` in turn.

@@ -69,16 +69,18 @@ class Stop:
 
     They are enough when the interval of each ratio of ``pairs`` is at most ``width`` of it wide.
     That asks for the spread of the ratios alone, never for their value, so stopping favors nobody.
+    ``fewest`` turns come before either; :data:`FEWEST_TURNS` where it is None.
     """
 
     seconds: float
     pairs: tuple[tuple[str, str], ...] = ()
     width: float = 0.01
+    fewest: int | None = None
 
     def is_reached(self, times: dict[str, list[float]], started: float, clock: Clock) -> bool:
         """Whether no further turn is needed; ``started`` by the clock."""
         turns = min(map(len, times.values()), default=MOST_TURNS)
-        if turns < FEWEST_TURNS:
+        if turns < (FEWEST_TURNS if self.fewest is None else self.fewest):
             return False
         if turns >= MOST_TURNS:
             return True

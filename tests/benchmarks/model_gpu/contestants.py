@@ -1,0 +1,321 @@
+"""Who trains: decoders of torch, torchao, Transformer Engine, transformers and fp8core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+import fp8core
+from fp8core.optimizers import FusedAdam
+from tests.benchmarks.layers_gpu.transformer import attend
+from tests.benchmarks.measuring.command import HIGH
+from tests.benchmarks.measuring.device import CUDA, Device
+from tests.benchmarks.measuring.libraries import EPS, layers_of, under_recipe
+from tests.benchmarks.model_gpu.weights import Shape, Shared
+
+__all__ = ["BASE", "COMPILED", "CONTESTANTS", "LOSSES", "Bench", "Contestant"]
+
+BF16 = torch.bfloat16
+LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.1
+COMPILED = " compiled"
+BASE = f"torch {HIGH}"
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Bench(NamedTuple):
+    """What the contestants of one length of sequences share."""
+
+    shared: Shared
+    device: Device
+    sequence: int
+    loss: Loss
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the decoder."""
+        return self.shared.shape
+
+    def angles(self) -> torch.Tensor:
+        """Return the rotary angles ``[s, 1, 1, d]`` float32."""
+        angles = fp8core.RotaryPositionEmbedding(self.shape.head)(self.sequence)
+        return angles.to(self.device.torch_device)
+
+    def optimizer(self, model: torch.nn.Module, *, is_own: bool = False) -> torch.optim.Optimizer:
+        """Return torch's AdamW, or fp8core's, over the shared averages."""
+        on_device = self.device is CUDA
+        optimizer: torch.optim.Optimizer = own_adam(model) if is_own else adamw(model, on_device)
+        for parameter, name in self.shared.of(model):
+            state = {key: tensors[name] for key, tensors in self.shared.averages.items()}
+            if not is_own:
+                state["step"] = torch.zeros((), device=parameter.device if on_device else "cpu")
+            optimizer.state[parameter] = state
+        return optimizer
+
+
+def adamw(model: torch.nn.Module, is_fused: bool) -> torch.optim.AdamW:
+    """Return torch's AdamW."""
+    return torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=is_fused
+    )
+
+
+def own_adam(model: torch.nn.Module, *, master_weights: bool = False) -> FusedAdam:
+    """Return fp8core's AdamW with averages in bfloat16, as torch has them."""
+    return FusedAdam(
+        model.parameters(),
+        lr=LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        exp_avg_dtype=BF16,
+        exp_avg_sq_dtype=BF16,
+        master_weights=master_weights,
+    )
+
+
+class Contestant(NamedTuple):
+    """Tokens ``[b, s]`` to logits ``[b, s, vocabulary]``, the model, its optimizer and its loss."""
+
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Loss
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Train on ``tokens [b, s + 1]``; return the loss."""
+        loss = self.loss(self.logits(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+Make = Callable[[Bench], Contestant]
+
+
+class TorchLayer(torch.nn.Module):
+    """A pre-norm layer of torch's modules, ``[b, s, hidden]``."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        linear = partial(torch.nn.Linear, bias=False)
+        sizes = shape.layer_tensors()
+        self.norm1, self.norm2 = (torch.nn.RMSNorm(shape.hidden, EPS) for _ in range(2))
+        self.qkv, self.proj, self.fc1, self.fc2 = (
+            linear(*reversed(sizes[name])) for name in ("qkv", "proj", "fc1", "fc2")
+        )
+        self.head, self.heads = shape.head, [shape.heads, shape.groups, shape.groups]
+
+    def forward(
+        self, x: torch.Tensor, rotary_pos_emb: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        cos, sin = rotary_pos_emb
+        packed = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.head))
+        q, k, v = packed.split(self.heads, dim=-2)
+        q, k = (y * cos + torch.cat(y.chunk(2, -1)[::-1], -1) * sin for y in (q, k))
+        x = x + self.proj(attend(q, k, v, is_causal=True).flatten(-2))
+        gate, up = self.fc1(self.norm2(x)).chunk(2, -1)
+        y: torch.Tensor = x + self.fc2(functional.silu(gate) * up)
+        return y
+
+
+class Decoder(torch.nn.Module):
+    """Tokens ``[b, s]`` to logits, through layers that take their angles as ``rotary``."""
+
+    def __init__(self, shape: Shape, layers: Sequence[torch.nn.Module], rotary: Any) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers, self.rotary = torch.nn.ModuleList(layers), rotary
+        self.norm = torch.nn.RMSNorm(shape.hidden, EPS)
+        self.head = torch.nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, rotary_pos_emb=self.rotary)
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+def torch_decoder(bench: Bench) -> Decoder:
+    """Return the decoder of torch's modules."""
+    angles = bench.angles()[:, 0]  # [s, 1, d]
+    half = bench.shape.head // 2
+    sin = torch.cat([-angles[..., :half].sin(), angles[..., half:].sin()], -1)
+    with bench.device.torch_device:
+        layers = [TorchLayer(bench.shape) for _ in range(bench.shape.layers)]
+        model = Decoder(bench.shape, layers, (angles.cos().to(BF16), sin.to(BF16))).to(BF16)
+    bench.shared.lend(model)
+    return model
+
+
+def compile_layers(model: Any) -> None:
+    """Have torch.compile run each layer of a decoder, or of a model of transformers."""
+    for layer in getattr(model, "model", model).layers:
+        layer.compile(dynamic=False)
+
+
+def of_torch(bench: Bench, *, is_compiled: bool) -> Contestant:
+    """Return torch's modules in bfloat16."""
+    model = torch_decoder(bench)
+    if is_compiled:
+        compile_layers(model)
+    return Contestant(model, model, bench.optimizer(model), bench.loss)
+
+
+def of_torchao(bench: Bench, name: str) -> Contestant:
+    """Return torch's modules, the linears of whose layers torchao has changed, compiled."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = torch_decoder(bench)
+    convert_to_float8_training(model.layers, config=Float8LinearConfig.from_recipe_name(name))
+    compile_layers(model)
+    return Contestant(model, model, bench.optimizer(model), bench.loss)
+
+
+def decoder_of(library: str, bench: Bench) -> Decoder:
+    """Return a decoder of TransformerLayers of ``te`` or ``fp8core``."""
+    shape = bench.shape
+    layers = [
+        layers_of(library).TransformerLayer(
+            shape.hidden,
+            shape.ffn,
+            shape.heads,
+            num_gqa_groups=shape.groups,
+            layernorm_epsilon=EPS,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            self_attn_mask_type="causal",
+            normalization="RMSNorm",
+            activation="swiglu",
+            bias=False,
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=False,
+            attn_input_format="bshd",
+            layer_number=number,
+            params_dtype=BF16,
+            device=bench.device.torch_device,
+        )
+        for number in range(1, shape.layers + 1)
+    ]
+    with bench.device.torch_device:
+        return Decoder(shape, layers, bench.angles()).to(BF16)
+
+
+def of_library(
+    bench: Bench, library: str, name: str, *, is_compiled: bool = False, is_best: bool = False
+) -> Contestant:
+    """Return a decoder of TransformerLayers under a recipe; ``is_best``: with fp8core's optimizer
+    and cross entropy."""
+    model = decoder_of(library, bench)
+    bench.shared.lend(model)
+    if is_compiled:
+        compile_layers(model)
+    optimizer = bench.optimizer(model, is_own=is_best)
+    return Contestant(
+        under_recipe(library, name, model), model, optimizer, own_loss if is_best else bench.loss
+    )
+
+
+def of_stored(bench: Bench, name: str) -> Contestant:
+    """Return a decoder of TransformerLayers whose weights are stored as a recipe has them."""
+    initial = bench.shared.values
+    with fp8core.quantized_model_init(recipe=fp8core.recipe.by_name(name)):
+        model = decoder_of("fp8core", bench)
+    optimizer = own_adam(model, master_weights=True)
+    for parameter, tensor in bench.shared.of(model):
+        with torch.no_grad():
+            parameter.copy_(initial[tensor])
+        optimizer.initialize_state(parameter)
+        optimizer.set_scaled_state(parameter, "master_param", initial[tensor].float())
+    return Contestant(under_recipe("fp8core", name, model), model, optimizer, own_loss)
+
+
+def of_transformers(
+    bench: Bench,
+    name: str = HIGH,
+    *,
+    is_compiled: bool = False,
+    is_best: bool = False,
+    has_liger: bool = False,
+) -> Contestant:
+    """Return Hugging Face's Llama, converted unless ``name`` is that of no recipe."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = bench.shape
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.groups,
+        rms_norm_eps=EPS,
+        max_position_embeddings=bench.sequence,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    with bench.device.torch_device:
+        model = LlamaForCausalLM._from_config(config, dtype=BF16).train()
+    bench.shared.lend(model)
+    if has_liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False)
+    if name != HIGH:
+        fp8core.convert(model, fp8core.recipe.by_name(name))
+    if is_compiled:
+        compile_layers(model)
+    optimizer = bench.optimizer(model, is_own=is_best)
+    loss = own_loss if is_best else bench.loss
+    return Contestant(lambda tokens: model(tokens).logits, model, optimizer, loss)
+
+
+def own_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return fp8core's mean cross entropy."""
+    return fp8core.parallel_cross_entropy(logits, targets, reduce_loss=True)
+
+
+def torch_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return torch's mean cross entropy, computed in float32."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def bf16_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return torch's mean cross entropy, computed in the dtype of the logits."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+LOSSES: dict[str, Callable[[], Loss]] = {
+    "compiled": lambda: torch.compile(torch_loss, dynamic=False),
+    "eager": lambda: torch_loss,
+    "bf16": lambda: bf16_loss,
+}
+"""The loss of all contestants but the best ones. Compiled, it holds no logits in float32."""
+FP8_RECIPES = ("delayed", "current", "block")
+CONTESTANTS: dict[str, Make] = {
+    BASE: partial(of_torch, is_compiled=False),
+    BASE + COMPILED: partial(of_torch, is_compiled=True),
+    **{f"torchao {name}": partial(of_torchao, name=name) for name in ("tensorwise", "rowwise")},
+    **{
+        f"{library} {name}": partial(of_library, library=library, name=name)
+        for library in ("te", "fp8core")
+        for name in (HIGH, *FP8_RECIPES)
+    },
+    f"fp8core current{COMPILED}": partial(
+        of_library, library="fp8core", name="current", is_compiled=True
+    ),
+    f"hf {HIGH}": of_transformers,
+    f"hf {HIGH}{COMPILED}": partial(of_transformers, is_compiled=True),
+    f"liger {HIGH}": partial(of_transformers, has_liger=True),
+    **{f"converted {name}": partial(of_transformers, name=name) for name in FP8_RECIPES},
+    **{
+        f"converted {name}{COMPILED}": partial(of_transformers, name=name, is_compiled=True)
+        for name in FP8_RECIPES
+    },
+    "best layers": partial(of_library, library="fp8core", name="delayed", is_best=True),
+    "best stored": partial(of_stored, name="delayed"),
+    "best converted": partial(of_transformers, name="current", is_compiled=True, is_best=True),
+}
