@@ -188,7 +188,7 @@ class QuantizeRequest:
             return _sums_of_groups(y, self.call.groups[0])
         assert self.column_sums is not None
         parts = torch.split(y, list(self.call.splits)) if self.call.groups else (y,)
-        return [self.column_sums(part) for part in parts]
+        return [*map(self.column_sums, parts)]
 
 
 def _sums_of_groups(y: torch.Tensor, group_offsets: torch.Tensor) -> Sequence[torch.Tensor]:

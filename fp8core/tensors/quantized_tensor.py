@@ -17,20 +17,20 @@ import dataclasses
 import reprlib
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 
 from fp8core.backend_api import Operand, OperandSpec
-from fp8core.dispatch.select import Choice
 from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors import operators
 from fp8core.tensors.checks import check_stored, fit_codes, matrix_size, plan_from
 from fp8core.tensors.operand_tensor import OperandTensor
 from fp8core.tensors.operators import write
-from fp8core.tensors.quantizer import Groups, Orientations, Slot, TensorQuantizer
+from fp8core.tensors.quantizer import Orientations, Slot, TensorQuantizer, each_way
 from fp8core.tensors.quantizer_binding import ReduceAmax
 from fp8core.tensors.storage import (
     FLOATS,
@@ -420,47 +420,42 @@ _turns = threading.Lock()
 """Lets one cast run at a time: usages are set on the object, which layers may share."""
 
 
-class ObjectQuantizer(TensorQuantizer):
-    """Quantizes by ``maker``, an object with ``set_usage`` and a call that quantizes.
+def object_quantizer(maker: Any, plan: TensorPlan, role: str) -> TensorQuantizer:
+    """Return the quantizer by ``maker``, an object with ``set_usage`` and a call that quantizes.
 
-    ``plan`` is how it stores both orientations, ``role`` what messages call it. A call raises
+    ``plan`` is how it stores both orientations, ``role`` what messages call it. A cast raises
     OperandError if the object makes something else.
     """
+    stored = storage_plan(plan)
+    return TensorQuantizer(each_way(partial(_cast_by, maker, stored, role)), plan=stored)
 
-    __slots__ = ("_maker", "_plan", "_role", "choices")
 
-    def __init__(self, maker: Any, plan: TensorPlan, role: str) -> None:
-        self._maker = maker
-        self._plan = storage_plan(plan)
-        self._role = role
-        self.choices: tuple[Choice, ...] = ()
-
-    @property
-    def plan(self) -> TensorPlan:
-        """The specs by which ``maker`` stores both orientations."""
-        return self._plan
-
-    def _cast(
-        self, x: torch.Tensor, groups: Groups, rng: Any, *, rowwise: bool, columnwise: bool
-    ) -> Orientations:
-        with _turns, torch.no_grad():
-            self._maker.set_usage(rowwise=rowwise, columnwise=columnwise)
-            quantized = self._maker(x)
-        usages = [(rowwise, "rowwise"), (columnwise, "columnwise")]
-        if not isinstance(quantized, QuantizedTensor):
+def _cast_by(
+    maker: Any,
+    plan: TensorPlan,
+    role: str,
+    x: torch.Tensor,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    rng: torch.Tensor | None = None,
+) -> Orientations:
+    with _turns, torch.no_grad():
+        maker.set_usage(rowwise=rowwise, columnwise=columnwise)
+        quantized = maker(x)
+    usages = [(rowwise, "rowwise"), (columnwise, "columnwise")]
+    if not isinstance(quantized, QuantizedTensor):
+        raise OperandError(f"{role} returned {type(quantized).__name__}, no QuantizedTensor.")
+    for (is_used, way), spec, planned in zip(usages, quantized.plan, plan, strict=True):
+        if is_used and spec != planned:
             raise OperandError(
-                f"{self._role} returned {type(quantized).__name__}, no QuantizedTensor."
+                f"{role} is planned {way} as {planned}, and returned {spec}. What it "
+                f"makes has to be stored as its plan, or its make_empty(), says."
             )
-        for (is_used, way), spec, planned in zip(usages, quantized.plan, self._plan, strict=True):
-            if is_used and spec != planned:
-                raise OperandError(
-                    f"{self._role} is planned {way} as {planned}, and returned {spec}. What it "
-                    f"makes has to be stored as its plan, or its make_empty(), says."
-                )
-        if (quantized.shape, quantized.device) != (x.shape, x.device):
-            raise OperandError(
-                f"{self._role} made {list(quantized.shape)} on {quantized.device} of "
-                f"{list(x.shape)} on {x.device}."
-            )
-        row, column = quantized.operands
-        return Orientations(row if rowwise else None, column if columnwise else None)
+    if (quantized.shape, quantized.device) != (x.shape, x.device):
+        raise OperandError(
+            f"{role} made {list(quantized.shape)} on {quantized.device} of "
+            f"{list(x.shape)} on {x.device}."
+        )
+    row, column = quantized.operands
+    return Orientations(row if rowwise else None, column if columnwise else None)

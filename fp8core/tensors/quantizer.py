@@ -1,17 +1,17 @@
-"""Quantizers, each of which makes the operands of one tensor: base, high precision, combinations.
+"""Quantizers, each of which makes the operands of one tensor: in high precision, and combinations.
 
 Those that call a backend are in :mod:`fp8core.tensors.quantizer_binding`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fp8core.backend_api import AmaxDesc, OpDesc, Operand, QuantizeDesc
+from fp8core.backend_api import OpDesc, Operand
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
 from fp8core.recipe.plan import TensorPlan
@@ -37,40 +37,65 @@ class Slot(NamedTuple):
     amax: torch.Tensor | None
 
 
-Cast: TypeAlias = "Callable[[torch.Tensor], Orientations]"
+Cast: TypeAlias = "Callable[..., Orientations]"
+"""Casts ``x``, behind it the ``group_offsets`` of a grouped operand; ``rng`` as in QuantizeDesc."""
+
+Casts: TypeAlias = "tuple[Cast, Cast, Cast]"
+"""The casts to both orientations, to the rowwise and to the columnwise one."""
+
 CastAndSum: TypeAlias = "Callable[[torch.Tensor], tuple[Orientations, torch.Tensor]]"
 Pair: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], tuple[Orientations, Orientations]]"
 ColumnSums: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 Resolve: TypeAlias = "Callable[[OpDesc], Resolved]"
-ResolveOptional: TypeAlias = "Callable[[OpDesc, str], Resolved | None]"
+ResolveOptional: TypeAlias = "Callable[..., Resolved | None]"
+
+
+class Variant(NamedTuple):
+    """A cast that gives more: column sums as well, or chunks; of both orientations by default."""
+
+    sums: bool = False
+    chunked: bool = False
+    rowwise: bool = True
+    columnwise: bool = True
 
 
 class TensorQuantizer:
-    """Makes the operands of one tensor ``x [rows, cols]``; ``choices`` says who computes them.
+    """Makes the operands of one tensor ``x [rows, cols]`` by one of three ``casts``.
 
-    A cast is the call alone; a backend's shortcuts are a subclass's.
+    ``choices`` says who computes them. ``variants`` are a backend's calls of more than that.
+    ``plan`` is how a stored tensor has to be quantized to be taken as the result; None where none
+    is taken: for an orientation in high precision, reduced amaxes, and NaN that propagates.
+    ``constants`` are the tensors besides its argument that a cast reads and writes, if it is
+    operations of backends and a reduction over ranks; None if it does more.
     """
 
-    __slots__ = ()
+    __slots__ = ("_both", "_columnwise", "_rowwise", "_variants", "choices", "constants", "plan")
 
-    choices: tuple[Choice, ...]
+    def __init__(
+        self,
+        casts: Casts,
+        choices: tuple[Choice, ...] = (),
+        *,
+        plan: TensorPlan | None = None,
+        constants: tuple[torch.Tensor, ...] | None = None,
+        variants: Mapping[Variant, Callable[..., Any]] | None = None,
+    ) -> None:
+        self._both, self._rowwise, self._columnwise = casts
+        self._variants = variants or {}
+        self.choices = choices
+        self.plan = plan
+        self.constants = constants
+
+    @property
+    def casts(self) -> Casts:
+        """The calls for both orientations, for the rowwise and for the columnwise one."""
+        return self._both, self._rowwise, self._columnwise
 
     @property
     def casts_chunks(self) -> bool:
-        """Whether :meth:`cast_chunked` may return chunks; never in a captured graph."""
-        return False
-
-    @property
-    def plan(self) -> TensorPlan | None:
-        """How a stored tensor has to be quantized to be taken as the result; None where none is
-        taken: for an orientation in high precision, reduced amaxes, and NaN that propagates."""
-        return None
-
-    @property
-    def constants(self) -> tuple[torch.Tensor, ...] | None:
-        """The tensors besides its argument that a cast reads and writes, if it is operations of
-        backends and a reduction over ranks; None if it does more."""
-        return None
+        """Whether :meth:`cast_chunked` may return chunks; never in a captured graph, as an operator
+        of one does not offer them."""
+        return Variant(chunked=True) in self._variants
 
     def __call__(
         self,
@@ -81,31 +106,35 @@ class TensorQuantizer:
         columnwise: bool = True,
         rng: torch.Tensor | None = None,
     ) -> Orientations:
-        """Return the orientations asked for; ``rng`` as in QuantizeDesc."""
-        return self._cast(x, groups, rng, rowwise=rowwise, columnwise=columnwise)
-
-    def _cast(
-        self, x: torch.Tensor, groups: Groups, rng: Any, *, rowwise: bool, columnwise: bool
-    ) -> Orientations:
-        raise NotImplementedError
+        """Return the orientations asked for, at least one; ``rng`` as in QuantizeDesc."""
+        both_or_column = self._both if rowwise else self._columnwise
+        run = both_or_column if columnwise else self._rowwise
+        return run(x, *groups) if rng is None else run(x, *groups, rng=rng)
 
     def cast_to(self, *, rowwise: bool, columnwise: bool) -> Cast:
-        """Return the call for dense tensors without ``rng`` that makes these orientations."""
-        return partial(self, rowwise=rowwise, columnwise=columnwise)
+        """Return the call that makes these orientations, with nothing in between."""
+        both_or_column = self._both if rowwise else self._columnwise
+        return both_or_column if columnwise else self._rowwise
 
     def cast_chunked(self) -> Cast:
         """Return the call for both orientations of dense tensors without ``rng``. The rowwise
         operand is read once, and may be :class:`fp8core.backend_api.Chunks`."""
-        return self.cast_to(rowwise=True, columnwise=True)
+        return self._variants.get(Variant(chunked=True), self._both)
 
     def cast_and_sum(self, sums: ColumnSums, *, rowwise: bool, columnwise: bool) -> CastAndSum:
         """Return the call of :meth:`cast_to` that returns the column sums of the tensor as well:
         by ``sums`` where the backend does not offer both at once."""
-        return _in_two_calls(self.cast_to(rowwise=rowwise, columnwise=columnwise), sums)
+        run = self._variants.get(Variant(sums=True, rowwise=rowwise, columnwise=columnwise))
+        return run or _in_two_calls(self.cast_to(rowwise=rowwise, columnwise=columnwise), sums)
 
     def cast_chunked_and_sum(self, sums: ColumnSums) -> CastAndSum:
         """Return the call of :meth:`cast_chunked` with column sums, complete with the chunks."""
-        return _in_two_calls(self.cast_chunked(), sums)
+        run = self._variants.get(Variant(sums=True, chunked=True))
+        if run is not None:
+            return run
+        if self.casts_chunks:
+            return _in_two_calls(self.cast_chunked(), sums)
+        return self.cast_and_sum(sums, rowwise=True, columnwise=True)
 
     def pair_with(self, second: TensorQuantizer) -> Pair | None:
         """Return the call for both orientations of this tensor and ``second``'s, if any."""
@@ -120,97 +149,78 @@ def _in_two_calls(cast: Cast, sums: ColumnSums) -> CastAndSum:
     return run
 
 
+def each_way(cast: Cast) -> Casts:
+    """Return three casts from one that takes ``rowwise`` and ``columnwise``."""
+    return cast, partial(cast, columnwise=False), partial(cast, rowwise=False)
+
+
 class HighPrecision(TensorQuantizer):
-    """No quantization: the operands are the tensor in the activation dtype, and its view."""
+    """No quantization: the operands are the tensor in the activation dtype, and its view.
 
-    __slots__ = ("_dtype", "choices")
-
-    _turns = True
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self.choices: tuple[Choice, ...] = ()
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
-    ) -> Orientations:
-        """Return ``x`` and its transposed view."""
-        if x.dtype != self._dtype:
-            x = x.to(self._dtype)
-        turned = x.t() if columnwise and self._turns else x
-        return Orientations(
-            Operand(x) if rowwise else None, Operand(turned) if columnwise else None
-        )
-
-
-class Unturned(HighPrecision):
-    """No quantization, and no view: both operands are the tensor itself, which its GEMM turns.
-
+    Without ``turns`` there is no view: both operands are the tensor itself, which its GEMM turns.
     What autograd saves is then the tensor that it knows, with its history.
     """
 
     __slots__ = ()
 
-    _turns = False
+    def __init__(self, dtype: torch.dtype, *, turns: bool = True) -> None:
+        super().__init__(each_way(partial(_plain, dtype, turns)))
 
 
-class MixedPrecision(TensorQuantizer):
-    """A quantizer of one orientation in low precision; the second stays in high precision."""
-
-    __slots__ = ("_columnwise", "_rowwise", "choices")
-
-    def __init__(self, rowwise: TensorQuantizer, columnwise: TensorQuantizer) -> None:
-        self._rowwise = rowwise
-        self._columnwise = columnwise
-        self.choices = (*rowwise.choices, *columnwise.choices)
-
-    def _cast(
-        self, x: torch.Tensor, groups: Groups, rng: Any, *, rowwise: bool, columnwise: bool
-    ) -> Orientations:
-        row = self._rowwise(x, groups, columnwise=False, rng=rng).rowwise if rowwise else None
-        if not columnwise:
-            return Orientations(row, None)
-        return Orientations(row, self._columnwise(x, groups, rowwise=False, rng=rng).columnwise)
+def _plain(
+    dtype: torch.dtype,
+    turns: bool,
+    x: torch.Tensor,
+    *groups: torch.Tensor,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    rng: torch.Tensor | None = None,
+) -> Orientations:
+    """Return ``x`` and its transposed view, if it ``turns``."""
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    turned = x.t() if columnwise and turns else x
+    return Orientations(Operand(x) if rowwise else None, Operand(turned) if columnwise else None)
 
 
-class RowwiseTwice(TensorQuantizer):
-    """Low precision for both orientations: the columnwise operand is the rowwise one, which its
-    reader dequantizes and transposes."""
+def mixed(first: TensorQuantizer, second: TensorQuantizer) -> TensorQuantizer:
+    """Return the quantizer that makes the rowwise operand by ``first``, and the columnwise one by
+    ``second``: one of them in low precision, the other in high precision."""
+    (_, rowwise, _), (_, _, columnwise) = first.casts, second.casts
 
-    __slots__ = ("_rowwise", "choices")
+    def both(x: torch.Tensor, *groups: torch.Tensor, **rng: Any) -> Orientations:
+        row = rowwise(x, *groups, **rng).rowwise
+        return Orientations(row, columnwise(x, *groups, **rng).columnwise)
 
-    def __init__(self, rowwise: TensorQuantizer) -> None:
-        self._rowwise = rowwise
-        self.choices = rowwise.choices
-
-    def _cast(
-        self, x: torch.Tensor, groups: Groups, rng: Any, *, rowwise: bool, columnwise: bool
-    ) -> Orientations:
-        operand = self._rowwise(x, groups, columnwise=False, rng=rng).rowwise
-        return Orientations(operand if rowwise else None, operand if columnwise else None)
+    return TensorQuantizer((both, rowwise, columnwise), (*first.choices, *second.choices))
 
 
-class Observer(TensorQuantizer):
-    """Records the amax that ``desc`` would record, then hands the tensor to another quantizer."""
+def rowwise_twice(quantizer: TensorQuantizer) -> TensorQuantizer:
+    """Return low precision for both orientations: the columnwise operand is the rowwise one, which
+    its reader dequantizes and transposes."""
+    _, rowwise, _ = quantizer.casts
 
-    __slots__ = ("_amax", "_inner", "_recorded", "choices")
+    def both(x: torch.Tensor, *groups: torch.Tensor, **rng: Any) -> Orientations:
+        operand = rowwise(x, *groups, **rng).rowwise
+        return Orientations(operand, operand)
 
-    def __init__(
-        self, inner: TensorQuantizer, desc: QuantizeDesc, resolve: Resolve, recorded: torch.Tensor
-    ) -> None:
-        self._inner = inner
-        self._amax = resolve(AmaxDesc(desc)).run
-        self._recorded = recorded
-        self.choices = inner.choices
+    def columnwise(x: torch.Tensor, *groups: torch.Tensor, **rng: Any) -> Orientations:
+        return Orientations(None, rowwise(x, *groups, **rng).rowwise)
 
-    def _cast(
-        self, x: torch.Tensor, groups: Groups, rng: Any, *, rowwise: bool, columnwise: bool
-    ) -> Orientations:
-        self._recorded.copy_(torch.maximum(self._recorded, self._amax(x, *groups)))
-        return self._inner(x, groups, rowwise=rowwise, columnwise=columnwise, rng=rng)
+    return TensorQuantizer((both, rowwise, columnwise), quantizer.choices)
+
+
+def observed(
+    quantizer: TensorQuantizer, amax: Callable[..., torch.Tensor], recorded: torch.Tensor
+) -> TensorQuantizer:
+    """Return ``quantizer``, before which the ``amax`` of a tensor is recorded."""
+
+    def after(cast: Cast) -> Cast:
+        def run(x: torch.Tensor, *groups: torch.Tensor, **rng: Any) -> Orientations:
+            recorded.copy_(torch.maximum(recorded, amax(x, *groups)))
+            return cast(x, *groups, **rng)
+
+        return run
+
+    both, rowwise, columnwise = map(after, quantizer.casts)
+    return TensorQuantizer((both, rowwise, columnwise), quantizer.choices)

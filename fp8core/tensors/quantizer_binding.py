@@ -16,7 +16,6 @@ import torch
 
 from fp8core.backend_api import (
     AmaxDesc,
-    OpDesc,
     Operand,
     OperandSpec,
     QuantizeByAmaxDesc,
@@ -26,63 +25,30 @@ from fp8core.backend_api import (
     has_amax,
 )
 from fp8core.dispatch.select import Choice
-from fp8core.dispatch.table import DISPATCH, UNNAMED, Purpose, Resolved, Resolver
+from fp8core.dispatch.table import DISPATCH, UNNAMED, Purpose, Resolver
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import (
     Cast,
-    CastAndSum,
-    ColumnSums,
-    Groups,
     HighPrecision,
-    MixedPrecision,
-    Observer,
     Orientations,
     Pair,
     Resolve,
     ResolveOptional,
-    RowwiseTwice,
     Slot,
     TensorQuantizer,
+    Variant,
+    mixed,
+    observed,
+    rowwise_twice,
 )
 from fp8core.torch_ops.repeats import called_in_repeats
 
 
-class BoundQuantizer(TensorQuantizer):
-    """Low precision by three bound calls: for both orientations, and for either one."""
-
-    __slots__ = ("_both", "_columnwise", "_rowwise", "choices")
-
-    _both: Callable[..., Orientations]
-    _rowwise: Callable[..., Orientations]
-    _columnwise: Callable[..., Orientations]
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
-    ) -> Orientations:
-        """Quantize ``x``."""
-        run = self.cast_to(rowwise=rowwise, columnwise=columnwise)
-        return run(x, *groups) if rng is None else run(x, *groups, rng=rng)
-
-    def cast_to(self, *, rowwise: bool, columnwise: bool) -> Callable[..., Orientations]:
-        """Return the bound call of these orientations, with nothing in between."""
-        both_or_column = self._both if rowwise else self._columnwise
-        return both_or_column if columnwise else self._rowwise
-
-
-class LowPrecision(BoundQuantizer):
+class LowPrecision(TensorQuantizer):
     """Low precision, in one call of the backend where both orientations are asked for."""
 
-    __slots__ = (
-        *("_chunked", "_chunked_summing", "_summing", "_whole"),
-        *("desc", "nonfinite", "slot"),
-    )
+    __slots__ = ("_whole", "desc", "nonfinite", "slot")
 
     def __init__(
         self,
@@ -92,47 +58,29 @@ class LowPrecision(BoundQuantizer):
         nonfinite: torch.Tensor | None,
         resolve_variant: ResolveOptional | None = None,
     ) -> None:
-        self.desc = desc
-        self.slot = slot
-        self.nonfinite = nonfinite
-        whole = resolve(desc)
-        self.choices: tuple[Choice, ...] = (whole.choice,)
-        rowwise, columnwise = desc.halves()
-        self._whole = whole
-        self._both = self.with_slot(whole.run)
-        self._rowwise = self.with_slot(resolve(rowwise).run)
-        self._columnwise = self.with_slot(resolve(columnwise).run)
-
-        def bound(variant: QuantizeDesc) -> Callable[..., Any] | None:
-            if resolve_variant is None or desc.grouped:
-                return None
-            resolved = resolve_variant(variant, whole.choice.backend)
-            return None if resolved is None else self.with_slot(resolved.run)
-
-        # By orientations, rowwise and columnwise; None where the backend offers no sums.
-        self._summing = {
-            (True, True): bound(replace(desc, sums=True)),
-            (True, False): bound(replace(rowwise, sums=True)),
-            (False, True): bound(replace(columnwise, sums=True)),
-        }
-        self._chunked = bound(replace(desc, chunked=True))
-        self._chunked_summing = bound(replace(desc, chunked=True, sums=True))
-
-    @property
-    def plan(self) -> TensorPlan | None:
-        """How both orientations are quantized."""
-        return TensorPlan(self.desc.rowwise, self.desc.columnwise)
-
-    @property
-    def casts_chunks(self) -> bool:
-        """Whether the backend offers chunks; an operator of a captured graph does not."""
-        return self._chunked is not None
-
-    @property
-    def constants(self) -> tuple[torch.Tensor, ...]:
-        """The delayed scale, where its amax is recorded, and the count of NaN and inf."""
-        tensors = (*(self.slot or ()), self.nonfinite)
-        return tuple(tensor for tensor in tensors if tensor is not None)
+        self.desc, self.slot, self.nonfinite = desc, slot, nonfinite
+        self._whole = whole = resolve(desc)
+        halves = desc.halves()
+        rowwise, columnwise = (self.with_slot(resolve(half).run) for half in halves)
+        descs = [replace(each, sums=True) for each in (desc, *halves)]
+        descs += [replace(desc, chunked=True), replace(desc, chunked=True, sums=True)]
+        variants: dict[Variant, Callable[..., Any]] = {}
+        if resolve_variant is not None and not desc.grouped:
+            for each in descs:
+                resolved = resolve_variant(each, backend=whole.choice.backend)
+                if resolved is not None:
+                    ways = each.rowwise is not None, each.columnwise is not None
+                    key = Variant(each.sums, each.chunked, *ways)
+                    variants[key] = self.with_slot(resolved.run)
+        # The delayed scale, where its amax is recorded, and the count of NaN and inf.
+        constants = (*(slot or ()), nonfinite)
+        super().__init__(
+            (self.with_slot(whole.run), rowwise, columnwise),
+            (whole.choice,),
+            plan=TensorPlan(desc.rowwise, desc.columnwise),
+            constants=tuple(tensor for tensor in constants if tensor is not None),
+            variants=variants,
+        )
 
     def with_slot(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``run`` with this tensor's delayed scale, amax and count filled in."""
@@ -142,25 +90,6 @@ class LowPrecision(BoundQuantizer):
         if self.nonfinite is not None:
             state["nonfinite_out"] = self.nonfinite
         return partial(run, **state) if state else run
-
-    def cast_chunked(self) -> Callable[..., Orientations]:
-        """Return the backend's own call, in chunks where it offers them."""
-        return self._chunked or self._both
-
-    def cast_and_sum(self, sums: ColumnSums, *, rowwise: bool, columnwise: bool) -> CastAndSum:
-        """Return the backend's own call for both, if it has one."""
-        run = self._summing[rowwise, columnwise]
-        if run is None:
-            return super().cast_and_sum(sums, rowwise=rowwise, columnwise=columnwise)
-        return run
-
-    def cast_chunked_and_sum(self, sums: ColumnSums) -> CastAndSum:
-        """Return the backend's own call for both, if it has one."""
-        if self._chunked_summing is not None:
-            return self._chunked_summing
-        if self.casts_chunks:
-            return super().cast_chunked_and_sum(sums)
-        return self.cast_and_sum(sums, rowwise=True, columnwise=True)
 
     def pair_with(self, second: TensorQuantizer) -> Pair | None:
         """Return the backend's own call for both tensors, if there is any."""
@@ -206,43 +135,33 @@ def _joined(*parts: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-class ReducedLowPrecision(BoundQuantizer):
-    """Low precision for a part of a tensor: ``reduce_amax`` runs between amax and cast.
+def reduced(
+    desc: QuantizeDesc,
+    resolve: Resolve,
+    nonfinite: torch.Tensor | None,
+    reduce_amax: ReduceAmax | MaximumOverShards,
+) -> TensorQuantizer:
+    """Return low precision for a part of a tensor: ``reduce_amax`` runs between amax and cast.
 
     Operands are the part's share of the whole tensor's, bit for bit. A backend's fusions, pairs and
     parts, which derive scales from the part, are not used, and no stored operand is taken as the
     result, as nobody knows the amaxes that its scales follow from.
     """
 
-    __slots__ = ("_nonfinite",)
+    def bind(desc: QuantizeDesc) -> tuple[Cast, tuple[Choice, ...]]:
+        if not has_amax(desc):  # this orientation's scales belong to blocks
+            plain = resolve(desc)
+            return _counting(plain.run, nonfinite), (plain.choice,)
+        amax = resolve(AmaxDesc(desc))
+        cast = resolve(QuantizeByAmaxDesc.of(desc))
+        run = _reducing(desc, amax.run, reduce_amax, _counting(cast.run, nonfinite))
+        return run, (amax.choice, cast.choice)
 
-    def __init__(
-        self,
-        desc: QuantizeDesc,
-        resolve: Resolve,
-        nonfinite: torch.Tensor | None,
-        reduce_amax: ReduceAmax | MaximumOverShards,
-    ) -> None:
-        self._nonfinite = nonfinite
-
-        def bind(desc: QuantizeDesc) -> tuple[Cast, tuple[Choice, ...]]:
-            if not has_amax(desc):  # this orientation's scales belong to blocks
-                plain = resolve(desc)
-                return _counting(plain.run, nonfinite), (plain.choice,)
-            amax = resolve(AmaxDesc(desc))
-            cast = resolve(QuantizeByAmaxDesc.of(desc))
-            run = _reducing(desc, amax.run, reduce_amax, _counting(cast.run, nonfinite))
-            return run, (amax.choice, cast.choice)
-
-        rowwise, columnwise = desc.halves()
-        self._both, self.choices = bind(desc)
-        self._rowwise, _ = bind(rowwise)
-        self._columnwise, _ = bind(columnwise)
-
-    @property
-    def constants(self) -> tuple[torch.Tensor, ...]:
-        """The count of NaN and inf: what it does is two operations, and a reduction in between."""
-        return () if self._nonfinite is None else (self._nonfinite,)
+    both, choices = bind(desc)
+    rowwise, columnwise = (bind(half)[0] for half in desc.halves())
+    # All of it is two operations, and a reduction in between.
+    constants = () if nonfinite is None else (nonfinite,)
+    return TensorQuantizer((both, rowwise, columnwise), choices, constants=constants)
 
 
 def _counting(run: Callable[..., Any], nonfinite: torch.Tensor | None) -> Callable[..., Any]:
@@ -288,26 +207,15 @@ _E8M0_NAN = 0xFF
 """Source: OCP MX v1.0 sec. 5.4.1."""
 
 
-class Propagating(BoundQuantizer):
-    """Casts, and makes the scales of a tensor with NaN or inf NaN, and so all results of it.
+def propagating(
+    run: Callable[..., Orientations], nonfinite: torch.Tensor | None
+) -> Callable[..., Orientations]:
+    """Return the cast ``run`` with scales of NaN for a tensor with NaN or inf, and so all results
+    of it.
 
     Each cast counts NaN and inf in a tensor of its own, and then adds the count to ``nonfinite``,
     which others read: three small kernels more, and none of a backend's fusions, pairs and chunks.
     """
-
-    __slots__ = ()
-
-    def __init__(self, inner: LowPrecision, nonfinite: torch.Tensor | None) -> None:
-        self.choices = inner.choices
-        self._both = propagating(inner.cast_to(rowwise=True, columnwise=True), nonfinite)
-        self._rowwise = propagating(inner.cast_to(rowwise=True, columnwise=False), nonfinite)
-        self._columnwise = propagating(inner.cast_to(rowwise=False, columnwise=True), nonfinite)
-
-
-def propagating(
-    run: Callable[..., Orientations], nonfinite: torch.Tensor | None
-) -> Callable[..., Orientations]:
-    """Return the cast ``run`` with scales of NaN for a tensor that is not finite."""
 
     def cast(x: torch.Tensor, *groups: torch.Tensor, **keywords: Any) -> Orientations:
         count = torch.zeros(1, dtype=torch.int64, device=x.device)
@@ -337,6 +245,13 @@ class Binding(NamedTuple):
     activation_dtype: torch.dtype
     is_observing: bool = False
     resolver: Resolver = DISPATCH
+
+
+_NOT_MARKED = (
+    "nonfinite='propagate' marks the tensor that holds the NaN or inf, but with reduce_amax that "
+    "is one part of several, whose scales have to be equal. nonfinite='saturate' works with "
+    "reduce_amax."
+)
 
 
 def bind_quantizer(
@@ -370,44 +285,35 @@ def bind_quantizer(
     """
     where = (grouped, offsets_on_device)
     resolve = partial(binding.resolver.resolve, device=binding.device, purpose=purpose)
-
-    def resolve_variant(desc: OpDesc, backend: str) -> Resolved | None:
-        return binding.resolver.resolve_optional(desc, binding.device, backend, purpose)
-
+    high = HighPrecision(binding.activation_dtype)
     if binding.is_observing:
-        inner = HighPrecision(binding.activation_dtype)
         if slot is None or slot.amax is None:
-            return inner
+            return high
         row, column = (spec if spec is not None and spec.delayed else None for spec in plan)
         recorded = QuantizeDesc(dtype, row, column, *where)
-        return Observer(inner, recorded, resolve, slot.amax)
+        return observed(high, resolve(AmaxDesc(recorded)).run, slot.amax)
     if plan.rowwise is None and plan.columnwise is None:
-        return HighPrecision(binding.activation_dtype)
-
-    def low_precision(specs: TensorPlan) -> TensorQuantizer:
-        desc = QuantizeDesc(dtype, *specs, *where)
-        if reduce_amax is not None and has_amax(desc) and not specs.is_delayed:
-            if propagates:
-                raise UnsupportedError(
-                    f"{desc}: nonfinite='propagate' marks the tensor that holds the NaN or inf, "
-                    f"but with reduce_amax that is one part of several, whose scales have to be "
-                    f"equal. nonfinite='saturate' works with reduce_amax."
-                )
-            return ReducedLowPrecision(desc, resolve, nonfinite, reduce_amax)
+        return high
+    specs = TensorPlan(plan.rowwise or plan.columnwise, plan.columnwise or plan.rowwise)
+    desc = QuantizeDesc(dtype, *specs, *where)
+    low: TensorQuantizer
+    if reduce_amax is not None and has_amax(desc) and not specs.is_delayed:
         if propagates:
-            return Propagating(LowPrecision(desc, resolve, slot, None), nonfinite)
-        variants = resolve_variant if is_gradient else None
-        return LowPrecision(desc, resolve, slot, nonfinite, variants)
-
-    if plan.rowwise is None or plan.columnwise is None:
-        rest = plan._replace(rowwise=plan.rowwise or plan.columnwise)
-        rest = rest._replace(columnwise=rest.rowwise)
-        low = low_precision(rest)
-        if dequantizes and plan.columnwise is None:
-            return RowwiseTwice(low)
-        high = HighPrecision(binding.activation_dtype)
-        return MixedPrecision(high, low) if plan.rowwise is None else MixedPrecision(low, high)
-    return low_precision(plan)
+            raise UnsupportedError(f"{desc}: {_NOT_MARKED}")
+        low = reduced(desc, resolve, nonfinite, reduce_amax)
+    elif propagates:
+        marked = LowPrecision(desc, resolve, slot, None)
+        both, rowwise, columnwise = (propagating(cast, nonfinite) for cast in marked.casts)
+        low = TensorQuantizer((both, rowwise, columnwise), marked.choices)
+    else:
+        optional = binding.resolver.resolve_optional
+        variant = partial(optional, device=binding.device, purpose=purpose)
+        low = LowPrecision(desc, resolve, slot, nonfinite, variant if is_gradient else None)
+    if plan.rowwise is None:
+        return mixed(high, low)
+    if plan.columnwise is None:
+        return rowwise_twice(low) if dequantizes else mixed(low, high)
+    return low
 
 
 def bind_columnwise(

@@ -136,7 +136,7 @@ class How(NamedTuple):
     is cast. ``stored`` is how a QuantizedTensor has to be stored to be used; a plan in high
     precision takes any. ``owner`` names the layer in messages. ``slot`` holds the delayed scale,
     None for other recipes. ``dequantizes``: the columnwise operand is the rowwise one, see
-    :class:`~fp8core.tensors.quantizer_binding.RowwiseTwice`.
+    :func:`~fp8core.tensors.quantizer.rowwise_twice`.
     """
 
     key: tuple[object, ...]
@@ -481,9 +481,7 @@ class PerGroup(WeightQuantizer):
             quantizer(weight, columnwise=columnwise, keeping=keeping)
             for quantizer, weight in zip(self._quantizers, weights, strict=True)
         ]
-        return Orientations(
-            tuple(pair.rowwise for pair in operands), tuple(pair.columnwise for pair in operands)
-        )
+        return Orientations(*zip(*operands, strict=True))
 
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return ``saved``, three tensors a group, with operands in the places of weights."""

@@ -17,8 +17,8 @@ from fp8core.dispatch.table import Resolved
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.recipe.plan import HIGH_PRECISION, LinearPlan
 from fp8core.tensors.delayed_state import LayerStates
-from fp8core.tensors.quantized_tensor import ObjectQuantizer
-from fp8core.tensors.quantizer import HighPrecision, Slot, TensorQuantizer, Unturned
+from fp8core.tensors.quantized_tensor import object_quantizer
+from fp8core.tensors.quantizer import HighPrecision, Slot, TensorQuantizer
 from fp8core.tensors.quantizer_binding import MaximumOverShards, bind_columnwise, bind_quantizer
 from fp8core.tensors.saving import RequantizedWeight
 from fp8core.tensors.storage import storage_plan
@@ -165,7 +165,7 @@ def bind_quantizers(
     requantized = None  # by which spec backward quantizes weights again
     if plan.requantize_weights and not binding.is_observing:
         requantized = plan.weight.columnwise
-    unturned = Unturned(binding.activation_dtype) if is_unturned else None
+    unturned = HighPrecision(binding.activation_dtype, turns=False) if is_unturned else None
     dequantizes = plan.dequantizes and not binding.is_observing
 
     makers = {} if binding.is_observing else dict(plan.makers)
@@ -175,12 +175,12 @@ def bind_quantizers(
             f"quantize all groups as one tensor. Let the factory return its plan for such a layer."
         )
 
-    def quantizer_object(tensor: str) -> TensorQuantizer | None:
+    def object_of(tensor: str) -> TensorQuantizer | None:
         maker = makers.get(tensor)
         if maker is None:
             return None
         role = f"{context.owner}: the {type(maker).__name__} of its {tensor}"
-        return ObjectQuantizer(maker, plan.tensors[tensor], role)
+        return object_quantizer(maker, plan.tensors[tensor], role)
 
     def slot_of(tensor: str, group: int | None = None) -> Slot | None:
         if states is None or not plan.tensors[tensor].is_delayed:
@@ -191,7 +191,7 @@ def bind_quantizers(
         slot = slot_of("weight", group)
         quantizer = (
             unturned
-            or quantizer_object("weight")
+            or object_of("weight")
             or bind_quantizer(
                 plan.weight,
                 shape.weight_dtype,
@@ -226,7 +226,7 @@ def bind_quantizers(
     def quantizer_of(
         tensor: str, dtype: torch.dtype, slot: Slot | None, nonfinite: torch.Tensor | None
     ) -> TensorQuantizer:
-        return quantizer_object(tensor) or bind_quantizer(
+        return object_of(tensor) or bind_quantizer(
             plan.tensors[tensor],
             dtype,
             binding,
