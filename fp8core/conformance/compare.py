@@ -45,6 +45,20 @@ def same_bits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         raise Broken(f"{name}: {_first(differs, ours, theirs)}")
 
 
+def same_tensors(title: str, ours: Any, theirs: Any) -> None:
+    """Require tensors of equal bits in the same places of two trees, as results and written
+    arguments are."""
+    mine, yours = pytree.tree_leaves(ours), pytree.tree_flatten_with_path(theirs)[0]
+    present, due = (
+        [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        for leaves in (mine, [leaf for _, leaf in yours])
+    )
+    require(present == due, f"{title}: a tensor is missing, or is there unasked")
+    for result, (path, expected) in zip(mine, yours, strict=True):
+        if isinstance(expected, torch.Tensor):
+            same_bits(f"{title}{pytree.keystr(path)}", result, expected)
+
+
 def same_form(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Require equal shapes and dtypes."""
     require(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -229,24 +229,6 @@ def same_scales(subject: Subject, desc: QuantizeDesc, title: str, judged: Judged
             bound = torch.full_like(bits[1], allowed, dtype=torch.float64)
             worst = max(worst, within(f"{where} in ulps", bits[0], bits[1].double(), bound))
     return worst
-
-
-def same_operands(desc: QuantizeDesc, title: str, ours: Quantized, theirs: Quantized) -> None:
-    """Require equal bits in every tensor of every orientation of ``desc``."""
-    for name, _, first, second in operands(desc, ours, theirs):
-        for part in Operand._fields:
-            mine, yours = getattr(first, part), getattr(second, part)
-            _both_or_none(f"{title}: {name} {part}", mine, yours)
-            if mine is not None:
-                same_bits(f"{title}: {name} {part}", mine, yours)
-
-
-def same_keywords(
-    title: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
-) -> None:
-    """Require equal bits in the keywords of two calls, some of which the calls have written."""
-    for name, value in ours.items():
-        same_bits(f"{title}: {name}", value, theirs[name])
 
 
 def has_both(desc: QuantizeDesc) -> bool:

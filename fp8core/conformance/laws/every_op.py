@@ -17,7 +17,7 @@ from fp8core.backend_api import AddNormDesc, FusedDesc, OpDesc
 from fp8core.conformance import inputs
 from fp8core.conformance.calls import ORDINARY, Case, OpCall, arguments
 from fp8core.conformance.checks import EVERY_OP, law
-from fp8core.conformance.compare import Broken, require, same_bits, signature
+from fp8core.conformance.compare import Broken, require, same_bits, same_tensors, signature
 from fp8core.conformance.laws.fused import add_pair, pair
 from fp8core.conformance.subject import Subject, on_cpu
 from fp8core.torch_ops.private import TorchDispatchMode, pytree
@@ -200,12 +200,6 @@ def _leaves(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _same(title: str, ours: Any, theirs: Any) -> None:
-    require(signature(ours) == signature(theirs), f"{title}: another shape or dtype")
-    for at, (mine, yours) in enumerate(zip(_leaves(ours), _leaves(theirs), strict=True)):
-        same_bits(f"{title}: tensor {at}", mine, yours)
-
-
 def _overwrite(call: OpCall, source: OpCall) -> None:
     """Copy values from the tensors of ``source`` to those of ``call``, past version counters."""
     ours, theirs = (_leaves((op_call.arguments, op_call.keywords)) for op_call in (call, source))
@@ -230,7 +224,7 @@ def no_result_is_kept_from_another_call(subject: Subject, desc: OpDesc) -> None:
     _overwrite(call, second_call.again())
     second = outcome(call, call.run(subject))
     third = outcome(again, again.run(subject))
-    _same("the same values in other tensors", third, second)
+    same_tensors("the same values in other tensors", third, second)
     ours = zip(_leaves(first), _leaves(second), strict=True)
     for at, (result_pair, expected_pair) in enumerate(
         zip(ours, zip(*expected, strict=True), strict=True)
@@ -250,7 +244,7 @@ def results_stay_when_it_runs_again(subject: Subject, desc: OpDesc) -> None:
     result = call.run(subject)
     before = outcome(call, result)
     second.run(subject)
-    _same("after another call", outcome(call, result), before)
+    same_tensors("after another call", outcome(call, result), before)
 
 
 @law(7, *EVERY_OP)
@@ -260,7 +254,7 @@ def every_run_gives_the_same_bits(subject: Subject, desc: OpDesc) -> None:
     calls += [calls[0].again() for _ in range(ROUNDS)]
     outcomes = [outcome(call, call.run(subject)) for call in calls]
     for number, result in enumerate(outcomes[1:], 2):
-        _same(f"call {number} of the same values", result, outcomes[0])
+        same_tensors(f"call {number} of the same values", result, outcomes[0])
 
 
 def _in_threads(*tasks: Callable[[], None]) -> None:
@@ -311,13 +305,13 @@ def every_thread_gets_the_same_results(subject: Subject, desc: OpDesc) -> None:
             results[thread].append(outcome(call, call.run(subject)))
 
     _in_threads(
-        lambda: _same("in a second thread", outcome(alone, alone.run(subject)), expected[0])
+        lambda: same_tensors("in a second thread", outcome(alone, alone.run(subject)), expected[0])
     )
     with _switching_often():
         _in_threads(lambda: run_calls(0), lambda: run_calls(1))
     for results_of_thread, due in zip(results, expected, strict=True):
         for result in results_of_thread:
-            _same("in one of two threads at once", result, due)
+            same_tensors("in one of two threads at once", result, due)
 
 
 def _generators(device: torch.device) -> list[Any]:
@@ -351,4 +345,4 @@ def no_global_generator_is_used(subject: Subject, desc: OpDesc) -> None:
             torch.manual_seed(seed)
             seeded = arguments(subject, desc)
             outcomes.append(outcome(seeded, seeded.run(subject)))
-    _same("with another seed of torch's global generator", outcomes[1], outcomes[0])
+    same_tensors("with another seed of torch's global generator", outcomes[1], outcomes[0])

@@ -20,12 +20,11 @@ from fp8core.conformance.calls import (
     example,
 )
 from fp8core.conformance.checks import FUSED, law
-from fp8core.conformance.compare import column_sums_within, require, same_bits
-from fp8core.conformance.judged import LARGE, has_both, same_keywords
+from fp8core.conformance.compare import column_sums_within, require, same_tensors
+from fp8core.conformance.judged import LARGE, has_both
 from fp8core.conformance.laws.quantize import ReadOnce, joined
 from fp8core.conformance.operands import SEED, quantize_keywords, up
 from fp8core.conformance.subject import Subject, on_cpu, storage_step
-from fp8core.torch_ops.private import pytree
 
 SIZES = (ORDINARY.size, (136, 144))
 """Rows of no whole vectors, and of whole ones: kernels may be written for these alone."""
@@ -69,13 +68,6 @@ def add_pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
     return (total, *run(desc.norm, total, *parameters))
 
 
-def _same(results: Any, expected: Any) -> None:
-    parts = zip(pytree.tree_leaves(results), pytree.tree_leaves(expected), strict=True)
-    for at, (mine, yours) in enumerate(parts):
-        if isinstance(yours, torch.Tensor):
-            same_bits(f"tensor {at} of the result", mine, yours)
-
-
 @law(6, *FUSED, is_core=True)
 def fused_equals_its_unfused_pair(subject: Subject, desc: FusedDesc) -> float | None:
     """The producer and the cast in one call give the bits of two calls; column sums are float32."""
@@ -93,9 +85,7 @@ def _fused_equals_pair(subject: Subject, call: OpCall) -> float:
         value = on_cpu(first[0] if isinstance(first, tuple) else first)
         worst = column_sums_within("column sums", results.pop(), value)
         expected.pop()
-    _same(results, expected)
-    if "amax_out" in call.keywords:
-        same_bits("amax_out", call.keywords["amax_out"], again.keywords["amax_out"])
+    same_tensors("result", (results, call.keywords), (expected, again.keywords))
     return worst
 
 
@@ -129,8 +119,7 @@ def _chunks_equal_call(
     quantized = Quantized(rowwise, quantized.columnwise)
     again = again._replace(keywords={**again.keywords, "nonfinite_out": counts[1]})
     expected, *totals = again.run(subject)
-    _same(quantized, expected)
-    same_keywords("in chunks", keywords, again.keywords)
+    same_tensors("in chunks", (quantized, keywords), (expected, again.keywords))
     if not desc.quantize.sums:
         return 0.0
     require(len(sums) == len(totals) == 1, f"{len(sums)} column sums")
@@ -141,4 +130,4 @@ def _chunks_equal_call(
 def add_norm_equals_its_unfused_pair(subject: Subject, desc: AddNormDesc) -> None:
     """The residual's sum is rounded to the norm's dtype before it is normalized."""
     for call in calls_of(subject, desc, *SIZES):
-        _same(call.run(subject), add_pair(subject.run, call))
+        same_tensors("result", call.run(subject), add_pair(subject.run, call))

@@ -11,7 +11,7 @@ from fp8core.backend_api import AdamDesc
 from fp8core.conformance import inputs
 from fp8core.conformance.calls import Case, OpCall, arguments, example
 from fp8core.conformance.checks import law
-from fp8core.conformance.compare import same_bits, ulp, within
+from fp8core.conformance.compare import same_bits, same_tensors, ulp, within
 from fp8core.conformance.subject import Subject, on_cpu
 
 BETAS = {"beta1": 0.9, "beta2": 0.999}
@@ -147,14 +147,12 @@ def steps_stop_where_something_is_not_finite(subject: Subject, desc: AdamDesc) -
         stopped, before = call.again(), on_cpu(call.arguments)
         stopped.keywords["found_inf"] = subject.here(torch.ones(1, dtype=dtype))
         stopped.run(subject)
-        for ours, theirs in zip(_flat(stopped.arguments), _flat(before), strict=True):
-            same_bits(f"a tensor of a step that is stopped ({dtype})", ours, theirs)
+        same_tensors(f"a step that is stopped ({dtype})", stopped.arguments, before)
         going, plain = call.again(), call.again()
         going.keywords["found_inf"] = subject.here(torch.zeros(1, dtype=dtype))
         going.run(subject)
         plain.run(subject)
-        for ours, theirs in zip(_flat(going.arguments), _flat(plain.arguments), strict=True):
-            same_bits(f"a tensor of a step that goes on ({dtype})", ours, theirs)
+        same_tensors(f"a step that goes on ({dtype})", going.arguments, plain.arguments)
 
 
 @law(4, "adam")
@@ -166,9 +164,4 @@ def steps_take_tensors_of_any_strides(subject: Subject, desc: AdamDesc) -> None:
         plain = call.again()
         plain.run(subject)
         subject.run(desc, *spread, **call.keywords)
-        for ours, theirs in zip(_flat(spread), _flat(plain.arguments), strict=True):
-            same_bits(f"a tensor, {view.__name__}", ours, theirs)
-
-
-def _flat(lists: Any) -> list[torch.Tensor]:
-    return [tensor for group in lists for tensor in group]
+        same_tensors(f"tensors that are {view.__name__}", spread, plain.arguments)

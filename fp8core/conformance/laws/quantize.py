@@ -19,7 +19,14 @@ from fp8core.backend_api import Chunks, Operand, OperandSpec, Quantized, Quantiz
 from fp8core.conformance import inputs
 from fp8core.conformance.calls import Case, OpCall, example
 from fp8core.conformance.checks import law
-from fp8core.conformance.compare import column_sums_within, require, same_bits, same_form, within
+from fp8core.conformance.compare import (
+    column_sums_within,
+    require,
+    same_bits,
+    same_form,
+    same_tensors,
+    within,
+)
 from fp8core.conformance.judged import (
     LARGE,
     Judged,
@@ -30,8 +37,6 @@ from fp8core.conformance.judged import (
     has_both,
     is_nearest,
     same_codes,
-    same_keywords,
-    same_operands,
     same_scales,
     tensor_of,
 )
@@ -350,7 +355,7 @@ def quantize_stops_blocks_at_group_boundaries(subject: Subject, desc: QuantizeDe
         of_group = {name: value[group : group + 1].clone() for name, value in keywords.items()}
         alone = subject.quantizer(dense)(dense, subject.here(x[start:end]), **of_group)
         parts = Quantized(*(None if parts is None else parts[group] for parts in split))
-        same_operands(desc, f"group {group}", parts, on_cpu(alone))
+        same_tensors(f"group {group}", parts, alone)
 
 
 @law(1, "quantize", applies=is_nearest)
@@ -391,7 +396,7 @@ def quantize_takes_offsets_of_any_values(subject: Subject, desc: QuantizeDesc) -
         title = f"{rows} rows in groups at {offsets.tolist()}"
         yield same_codes(subject, desc, title, judged)
         yield same_scales(subject, desc, title, judged)
-        same_keywords(title, *keywords)
+        same_tensors(title, *keywords)
 
 
 @law(3, "quantize", applies=has_both)
@@ -410,7 +415,7 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
 
         rowwise, columnwise = desc.halves()
         halves = Quantized(run(rowwise).rowwise, run(columnwise).columnwise)
-        same_operands(desc, kind, run(desc), halves)
+        same_tensors(kind, run(desc), halves)
 
 
 @law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped and is_nearest(desc))
@@ -435,8 +440,8 @@ def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None
             **{name: (options[0][name], options[1][name]) for name in options[0]},
         )
         for number, size in enumerate((first, second)):
-            same_operands(desc, f"{list(size)} of a pair", together[number], alone[number])
-            same_keywords(f"{list(size)} of a pair", options[number], apart[number])
+            pair_result = together[number], options[number]
+            same_tensors(f"{list(size)} of a pair", pair_result, (alone[number], apart[number]))
 
 
 @law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped and is_nearest(desc))
@@ -450,8 +455,8 @@ def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> N
         options = [quantize_keywords(subject, desc) for _ in range(2)]
         rowwise, columnwise = quantize_chunked(subject.here(x), **options[0])
         quantized = Quantized(joined(desc.rowwise, rowwise, len(x)), columnwise)
-        same_operands(desc, f"{list(shape)}", quantized, run(subject.here(x), **options[1]))
-        same_keywords(f"{list(shape)}", *options)
+        expected = run(subject.here(x), **options[1])
+        same_tensors(f"{list(shape)}", (quantized, options[0]), (expected, options[1]))
 
 
 @law(3, "quantize", applies=lambda desc: not desc.grouped and is_nearest(desc))
@@ -478,9 +483,8 @@ def _sums_within(
     counts = [torch.zeros(1, dtype=torch.int64, device=subject.device) for _ in range(2)]
     (row, column), sums = method(subject.here(x), **options[0], nonfinite_out=counts[0])
     alone = subject.run(desc, subject.here(x), **options[1], nonfinite_out=counts[1])
-    same_operands(desc, title, Quantized(joined(desc.rowwise, row, len(x)), column), alone)
-    same_keywords(title, *options)
-    same_bits(f"count of NaN and inf of {title}", *counts)
+    quantized = Quantized(joined(desc.rowwise, row, len(x)), column)
+    same_tensors(title, (quantized, options[0], counts[0]), (alone, options[1], counts[1]))
     same_form(f"sums of {title}", sums, torch.empty(x.shape[1], dtype=torch.float32))
     return column_sums_within(f"sums of {title}", sums, x)
 
@@ -499,4 +503,4 @@ def quantize_columnwise_is_the_operand_of_the_transpose(
     plain = QuantizeDesc(desc.dtype, desc.rowwise, None)
     straight = subject.quantizer(plain)(plain, subject.here(x), **quantize_keywords(subject, plain))
     expected = Quantized(straight.rowwise, transposed.rowwise)
-    same_operands(desc, "square", ours, on_cpu(expected))
+    same_tensors("square", ours, expected)

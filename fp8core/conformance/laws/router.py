@@ -32,6 +32,7 @@ from fp8core.conformance.compare import (
     require,
     same_bits,
     same_form,
+    same_tensors,
     ulp,
     within,
 )
@@ -466,8 +467,7 @@ def _same_route(
 ) -> None:
     expected = subject.judged(desc, routing, rows)
     results = subject.run(desc, subject.here(routing), rows)
-    for word, ours, theirs in zip(("index", "sources"), results, expected, strict=True):
-        same_bits(f"{word} of {name} to {rows} rows", ours, theirs)
+    same_tensors(f"index and sources of {name} to {rows} rows", results, expected)
 
 
 def _strange(route: Route) -> Route:
@@ -498,10 +498,7 @@ def _same_rows(subject: Subject, call: OpCall, name: str) -> None:
     expected = subject.judged(call.desc, *call.arguments, **call.keywords)
     y, permuted = call.run(subject)
     require(y.is_contiguous(), f"y of {name} is not contiguous")
-    same_bits(f"y of {name}", y, expected[0])
-    require((permuted is None) == (expected[1] is None), f"probs of {name}: None or not")
-    if permuted is not None:
-        same_bits(f"probs of {name}", permuted, expected[1])
+    same_tensors(f"y and probs of {name}", (y, permuted), expected)
 
 
 @law(4, "combine_rows", is_core=True)
