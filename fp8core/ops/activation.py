@@ -8,6 +8,7 @@ two halves of a gated activation come in alternating blocks of so many columns, 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -38,9 +39,14 @@ class _Activation(Operation):
 
 
 class _Named(_Activation):
-    """An activation of the backends."""
+    """An activation of the backends, by the name of the class unless it has another."""
 
     activation: str
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "activation" not in vars(cls):
+            cls.activation = cls.__name__.lower()
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(None)
@@ -52,67 +58,45 @@ class _Named(_Activation):
 class GELU(_Named):
     """GELU, tanh approximation."""
 
-    activation = "gelu"
-
 
 class GEGLU(_Named):
     """``gelu(a) * b`` of the two halves of each row."""
-
-    activation = "geglu"
 
 
 class GLU(_Named):
     """``sigmoid(a) * b``."""
 
-    activation = "glu"
-
 
 class QGELU(_Named):
     """``x sigmoid(1.702 x)``."""
-
-    activation = "qgelu"
 
 
 class QGEGLU(_Named):
     """``qgelu(a) * b``."""
 
-    activation = "qgeglu"
-
 
 class ReLU(_Named):
     """``max(x, 0)``."""
-
-    activation = "relu"
 
 
 class ReGLU(_Named):
     """``relu(a) * b``."""
 
-    activation = "reglu"
-
 
 class SReLU(_Named):
     """``max(x, 0)^2``."""
-
-    activation = "srelu"
 
 
 class SReGLU(_Named):
     """``srelu(a) * b``."""
 
-    activation = "sreglu"
-
 
 class SiLU(_Named):
     """``x sigmoid(x)``."""
 
-    activation = "silu"
-
 
 class SwiGLU(_Named):
     """``silu(a) * b``."""
-
-    activation = "swiglu"
 
     def __init__(
         self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
@@ -149,23 +133,7 @@ def _positive(owner: str, name: str, value: float) -> float:
     return float(value)
 
 
-class _Shaped(_Activation):
-    """An activation of a :class:`ScaledActivationShape`."""
-
-    def __init__(
-        self,
-        name: str,
-        params: tuple[float, ...] = (),
-        *,
-        has_scales: bool,
-        glu_interleave_size: int | None = None,
-    ) -> None:
-        super().__init__(None)
-        self._take_blocks(glu_interleave_size)
-        self._shape = ScaledActivationShape(name, params, has_scales)
-
-
-class SiTUGLU(_Shaped):
+class SiTUGLU(_Activation):
     """``beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2)``, computed by torch's operators.
 
     Source: the technical report of Kimi K3, as Transformer Engine 2.20.2 cites it.
@@ -179,49 +147,45 @@ class SiTUGLU(_Shaped):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
+        super().__init__(None)
         names = ("cache_quantized_input",)
         refuse_arguments(SiTUGLU.__init__, locals(), names, owner="ops.SiTUGLU")
-        params = (_positive("SiTUGLU", "beta1", beta1), _positive("SiTUGLU", "beta2", beta2))
-        super().__init__(
-            "situglu", params, has_scales=False, glu_interleave_size=glu_interleave_size
-        )
+        betas = (_positive("SiTUGLU", "beta1", beta1), _positive("SiTUGLU", "beta2", beta2))
+        self._take_blocks(glu_interleave_size)
+        self._shape = ScaledActivationShape("situglu", betas, has_scales=False)
 
 
-class _Scaled(_Shaped):
+class _Scaled(_Activation):
     """An activation whose rows are multiplied by an extra input, of the shape of the input without
     its last dimension: rounded once, from float32."""
 
     num_extra_inputs = 1
+    scaled: str
 
     def __init__(
-        self,
-        name: str,
-        params: tuple[float, ...] = (),
-        *,
-        glu_interleave_size: int | None = None,
-        activation_recompute_in_mlp: bool = False,
+        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
     ) -> None:
+        super().__init__(None)
         names = ("activation_recompute_in_mlp",)
         owner = f"ops.{type(self).__name__}"
         refuse_arguments(_Scaled.__init__, locals(), names, owner=owner)
-        super().__init__(name, params, has_scales=True, glu_interleave_size=glu_interleave_size)
+        self._take_blocks(glu_interleave_size)
+        self._take_params()
+
+    def _take_params(self, *params: float) -> None:
+        self._shape = ScaledActivationShape(self.scaled, params, has_scales=True)
 
 
 class ScaledSwiGLU(_Scaled):
     """``silu(a) * b * scale`` with a scale for each row."""
 
-    def __init__(
-        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
-    ) -> None:
-        super().__init__(
-            "swiglu",
-            glu_interleave_size=glu_interleave_size,
-            activation_recompute_in_mlp=activation_recompute_in_mlp,
-        )
+    scaled = "swiglu"
 
 
 class ScaledSiTUGLU(_Scaled):
     """:class:`SiTUGLU` with a scale for each row."""
+
+    scaled = "situglu"
 
     def __init__(
         self,
@@ -231,17 +195,17 @@ class ScaledSiTUGLU(_Scaled):
         beta1: float = 4.0,
         beta2: float = 25.0,
     ) -> None:
-        owner = "ScaledSiTUGLU"
         super().__init__(
-            "situglu",
-            (_positive(owner, "beta1", beta1), _positive(owner, "beta2", beta2)),
-            glu_interleave_size=glu_interleave_size,
-            activation_recompute_in_mlp=activation_recompute_in_mlp,
+            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
+        owner = "ScaledSiTUGLU"
+        self._take_params(_positive(owner, "beta1", beta1), _positive(owner, "beta2", beta2))
 
 
 class ScaledClampedQGeGLU(_Scaled):
     """:class:`ClampedSwiGLU` with a scale for each row."""
+
+    scaled = "clamped_swiglu"
 
     def __init__(
         self,
@@ -252,33 +216,33 @@ class ScaledClampedQGeGLU(_Scaled):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
     ) -> None:
-        params = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
         super().__init__(
-            "clamped_swiglu",
-            activation_shape("clamped_swiglu", params).params,
-            glu_interleave_size=glu_interleave_size,
-            activation_recompute_in_mlp=activation_recompute_in_mlp,
+            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
+        params = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
+        self._take_params(*activation_shape(self.scaled, params).params)
 
 
 class ScaledSReLU(_Scaled):
     """``max(x, 0)^2 * scale`` with a scale for each row."""
 
+    scaled = "srelu"
+
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__("srelu", activation_recompute_in_mlp=activation_recompute_in_mlp)
+        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
 
 
 class ScaledTanhSReLU(_Scaled):
     """``(c tanh(max(x, 0) / c))^2 * scale`` with a scale for each row, computed by torch's
     operators; ``tanh_clamp_scale`` is c."""
 
+    scaled = "tanh_srelu"
+
     def __init__(
         self, *, tanh_clamp_scale: float, activation_recompute_in_mlp: bool = False
     ) -> None:
-        cap = _positive("ScaledTanhSReLU", "tanh_clamp_scale", tanh_clamp_scale)
-        super().__init__(
-            "tanh_srelu", (cap,), activation_recompute_in_mlp=activation_recompute_in_mlp
-        )
+        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
+        self._take_params(_positive("ScaledTanhSReLU", "tanh_clamp_scale", tanh_clamp_scale))
 
 
 def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
