@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -85,23 +84,32 @@ def operand(
     subject: Subject,
     spec: OperandSpec | None,
     x: torch.Tensor,
-    *,
+    *offsets: torch.Tensor,
     columnwise: bool = False,
     seed: int = SEED,
+    on_device: bool = False,
 ) -> Operand:
-    """Quantize ``x``, a tensor on the device under test, in one orientation.
+    """Quantize ``x``, a tensor on the device under test, in one orientation; with ``offsets``,
+    which may be ``on_device``, in groups of rows.
 
     Where the backend does not support the cast, the judge quantizes and the operand is copied to
     the device. If ``spec`` is None, the operand is ``x`` itself, or a view of its transpose.
     """
     if spec is None:
         return Operand(x.t() if columnwise else x)
-    desc = QuantizeDesc(x.dtype, None if columnwise else spec, spec if columnwise else None)
+    ways = (None, spec) if columnwise else (spec, None)
+    desc = QuantizeDesc(x.dtype, *ways, grouped=bool(offsets), offsets_on_device=on_device)
+    groups = len(offsets[0]) - 1 if offsets else 1
     run = subject.quantizer(desc)
-    quantized: Quantized = run(desc, x, **quantize_keywords(subject, desc, seed=seed))
-    result = quantized.columnwise if columnwise else quantized.rowwise
+    quantized: Quantized = run(desc, x, *offsets, **quantize_keywords(subject, desc, groups, seed))
+    result = quantized[columnwise]
     assert result is not None
     return result
+
+
+def source_dtype(desc: GemmDesc) -> torch.dtype:
+    """Return the dtype of the tensors that operands of ``desc`` are made of."""
+    return torch.float32 if desc.low_precision else desc.out_dtype
 
 
 def aligned(subject: Subject, desc: GemmDesc, m: int, n: int, k: int) -> tuple[int, int, int]:
@@ -125,7 +133,7 @@ def gemm_operands(
     With ``columnwise`` these are the columnwise operands of tensors ``[k, m]`` and ``[k, n]``.
     """
     m, n, k = aligned(subject, desc, m, n, k)
-    dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    dtype = source_dtype(desc)
     operands = []
     for spec, rows, first in ((desc.a, m, 20), (desc.b, n, 40)):
         x = subject.here(inputs.moderate(rows, k, dtype, first + 100 * seed))
@@ -166,41 +174,23 @@ def grouped_operands(
     total = sum(sizes) + behind
     offsets = offsets_for(subject, desc, sizes)
     m, n = up(size[0], align.m), up(size[1], align.n)
-    dtype = torch.float32 if desc.low_precision else desc.out_dtype
-    make = partial(_grouped_operand, on_device=desc.offsets_on_device)
+    dtype = source_dtype(desc)
+
+    def grouped(spec: OperandSpec | None, x: torch.Tensor) -> Operand:
+        here = subject.here(change(x, sizes))
+        ways = {"columnwise": desc.contract_groups, "on_device": desc.offsets_on_device}
+        return operand(subject, spec, here, offsets, **ways)
+
     if desc.contract_groups:
         a, b = (
-            make(subject, spec, change(inputs.moderate(total, cols, dtype, at), sizes), offsets, 1)
-            for spec, cols, at in ((desc.a, m, 20 + 100 * seed), (desc.b, n, 40 + 100 * seed))
+            grouped(spec, inputs.moderate(total, cols, dtype, first + 100 * seed))
+            for spec, cols, first in ((desc.a, m, 20), (desc.b, n, 40))
         )
         return Groups((a, b, offsets), sizes, m, n)
     k = up(size[2], align.k)
-    tokens = change(inputs.moderate(total, k, dtype, 20 + 100 * seed), sizes)
-    a = make(subject, desc.a, tokens, offsets, 0)
+    a = grouped(desc.a, inputs.moderate(total, k, dtype, 20 + 100 * seed))
     weights = [
         operand(subject, desc.b, subject.here(inputs.moderate(n, k, dtype, first + 100 * seed)))
         for first in range(40, 40 + len(sizes))
     ]
     return Groups((a, weights, offsets), sizes, total, n)
-
-
-def _grouped_operand(
-    subject: Subject,
-    spec: OperandSpec | None,
-    x: torch.Tensor,
-    offsets: torch.Tensor,
-    dim: int,
-    *,
-    on_device: bool,
-) -> Operand:
-    """Quantize ``x``, grouped along its rows: rowwise for ``dim`` 0, columnwise for 1."""
-    x = subject.here(x)
-    if spec is None:
-        return Operand(x.t() if dim else x)
-    rowwise, columnwise = (None, spec) if dim else (spec, None)
-    desc = QuantizeDesc(x.dtype, rowwise, columnwise, grouped=True, offsets_on_device=on_device)
-    keywords = quantize_keywords(subject, desc, len(offsets) - 1)
-    quantized: Quantized = subject.quantizer(desc)(desc, x, offsets, **keywords)
-    result = quantized[dim]
-    assert result is not None
-    return result

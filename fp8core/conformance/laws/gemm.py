@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from fp8core.conformance.operands import (
     gemm_operands,
     grouped_operands,
     operand,
+    source_dtype,
     step_of,
 )
 from fp8core.conformance.subject import Subject, on_cpu
@@ -64,18 +65,28 @@ def each_within(
     terms: list[torch.Tensor] | None = None,
 ) -> Iterator[float]:
     """Require every group's product, plus its entry of ``terms``, to be within the bound."""
-    a, b, offsets = on_cpu(groups.arguments)
-    bounds = offsets.tolist()
-    firsts = split_groups(desc.a, a, bounds, int(desc.contract_groups), step_of(desc))
-    if desc.contract_groups:
-        seconds, parts = split_groups(desc.b, b, bounds, 1, step_of(desc)), list(results)
-    else:
-        seconds, parts = b, list(torch.split(results, groups.sizes))
+    parts = parts_of(desc, groups, results)
     require(len(parts) == len(groups.sizes), f"{len(parts)} results for {len(groups.sizes)} groups")
-    for group, operands in enumerate(zip(firsts, seconds, strict=True)):
+    for group, operands in enumerate(operands_by_group(desc, groups.arguments)):
         term = None if terms is None else terms[group]
         name = f"group {group} of sizes {groups.sizes}"
         yield product_within(subject, desc, name, parts[group], operands, term)
+
+
+def parts_of(desc: GroupedGemmDesc, groups: Groups, results: Any) -> list[torch.Tensor]:
+    """Return the result of each group, where the groups may be rows of one tensor."""
+    return list(results if desc.contract_groups else torch.split(results, groups.sizes))
+
+
+def operands_by_group(
+    desc: GroupedGemmDesc, arguments: Sequence[Any]
+) -> Iterator[tuple[Operand, Operand]]:
+    """Yield the operands of each group's product, on the CPU."""
+    a, b, offsets = on_cpu(arguments)
+    bounds, dim = offsets.tolist(), int(desc.contract_groups)
+    firsts = split_groups(desc.a, a, bounds, dim, step_of(desc))
+    seconds = split_groups(desc.b, b, bounds, 1, step_of(desc)) if dim else b
+    yield from zip(firsts, seconds, strict=True)
 
 
 @law(4, "grouped_gemm", applies=lambda desc: not desc.accumulate, is_core=True)
@@ -127,15 +138,12 @@ def grouped_gemm_accumulates_into_out(subject: Subject, desc: GroupedGemmDesc) -
     """With accumulate each product is added to out; an empty group leaves out unchanged."""
     groups = grouped_operands(subject, desc)
     out = _out(subject, desc, groups, None)
-    if desc.contract_groups:
-        before = [product.clone() for product in out]
-    else:
-        before = list(torch.split(out.clone(), groups.sizes))
+    before = [part.clone() for part in parts_of(desc, groups, out)]
     subject.run(desc, *groups.arguments, out=out)
-    if desc.contract_groups:
-        for group, size in enumerate(groups.sizes):
-            if size == 0:
-                same_bits(f"out of the empty group {group}", out[group], before[group])
+    for group, size in enumerate(groups.sizes):
+        if size == 0:
+            part = parts_of(desc, groups, out)[group]
+            same_bits(f"out of the empty group {group}", part, before[group])
     yield from each_within(subject, desc, groups, out, before)
 
 
@@ -163,7 +171,7 @@ def grouped_gemm_of_rows_of_no_group_is_zero(
     subject.run(desc, *groups.arguments, out=out)
     rest = before[used:] if desc.accumulate else torch.zeros_like(before[used:])
     same_bits("out behind the last group", out[used:] + 0.0, rest + 0.0)  # +0 for -0
-    terms = list(torch.split(before[:used], groups.sizes)) if desc.accumulate else None
+    terms = parts_of(desc, groups, before[:used]) if desc.accumulate else None
     yield from each_within(subject, desc, groups, out[:used], terms)
     if not desc.accumulate:
         result = subject.run(desc, *groups.arguments)
@@ -189,8 +197,7 @@ def grouped_gemm_keeps_nan_in_its_group(subject: Subject, desc: GroupedGemmDesc)
 
     groups = grouped_operands(subject, desc, (37, 20, 71), change=spoil)
     results = subject.run(desc, *groups.arguments)
-    parts = results if desc.contract_groups else torch.split(results, groups.sizes)
-    finite = [bool(part.isfinite().all()) for part in parts]
+    finite = [bool(part.isfinite().all()) for part in parts_of(desc, groups, results)]
     require(finite == [True, False, True], f"groups without NaN: {finite}, expected all but 1")
 
 
@@ -286,7 +293,7 @@ def gemm_rounds_once_after_the_bias_or_out(subject: Subject, desc: GemmDesc) -> 
     m, n, k = aligned(subject, desc, 1, 1, 2)
     values = torch.zeros(max(m, n), k)
     values[:, 0], values[:, 1] = 2.0**-4, 2.0**-10
-    dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    dtype = source_dtype(desc)
     a = operand(subject, desc.a, subject.here(values[:m].to(dtype)))
     b = operand(subject, desc.b, subject.here(values[:n].to(dtype)))
     keywords: dict[str, Any] = {"bias": torch.ones(n, dtype=torch.bfloat16)}
@@ -347,7 +354,7 @@ def gemm_keeps_nan_in_its_row(subject: Subject, desc: GemmDesc) -> None:
         return
     if desc.a is not None and desc.a.transform is not None:
         return
-    dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    dtype = source_dtype(desc)
     x = inputs.moderate(m, k, dtype, 20).clone()
     x[2, 3] = math.nan
     _, b = gemm_operands(subject, desc, m, n, k)
@@ -397,7 +404,7 @@ def _sparse(subject: Subject, desc: GemmDesc, at: int, rows: int, k: int) -> Ope
     The bound grows with the magnitudes of all terms, so that among many terms of one size a
     missing one would stay within it.
     """
-    dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    dtype = source_dtype(desc)
     x = inputs.moderate(rows, min(k, 64), dtype, 20 + 20 * at)
     if k > x.shape[1]:
         wide = torch.zeros(rows, k, dtype=dtype)

@@ -16,7 +16,7 @@ from fp8core.chain.unwrap import PLAIN
 from fp8core.conformance import inputs
 from fp8core.conformance.checks import law
 from fp8core.conformance.compare import require
-from fp8core.conformance.laws.gemm import each_within, product_within
+from fp8core.conformance.laws.gemm import each_within, parts_of, product_within
 from fp8core.conformance.operands import Groups, gemm_operands, grouped_operands
 from fp8core.conformance.subject import Subject
 from fp8core.context.autocast import autocast
@@ -89,7 +89,7 @@ def gemm_adds_the_bias_into_out(subject: Subject, desc: GemmDesc) -> Iterator[fl
     m, n = len(a.data), len(b.data)
     for dtype in dict.fromkeys((desc.out_dtype, torch.float32)):
         bias = subject.here(inputs.moderate(1, n, dtype, 2)[0].abs() * 10 + 1)
-        term = bias.double() if bias.device.type == "cpu" else bias.cpu().double()
+        term = bias.cpu().double()
         out = torch.full((m, n), math.nan, dtype=desc.out_dtype, device=subject.device)
         if desc.accumulate:
             out = subject.here(inputs.moderate(m, n, desc.out_dtype, 3).abs() * 10)
@@ -119,9 +119,8 @@ def grouped_gemm_writes_into_out_of_any_strides(
         before = [view.clone() for view in views]
         target = views if desc.contract_groups else views[0]
         subject.run(desc, *groups.arguments, out=target)
-        terms = None
-        if desc.accumulate:
-            terms = before if desc.contract_groups else list(torch.split(before[0], groups.sizes))
+        whole = before if desc.contract_groups else before[0]
+        terms = parts_of(desc, groups, whole) if desc.accumulate else None
         yield from each_within(subject, desc, groups, target, terms)
         for out in outs:
             out.require_rest_untouched(name)
@@ -141,7 +140,7 @@ def grouped_gemm_adds_the_biases_into_out(
     out = torch.full(shape, math.nan, dtype=desc.out_dtype, device=subject.device)
     if desc.accumulate:
         out = subject.here(inputs.moderate(*shape, desc.out_dtype, 3).abs() * 10)
-        parts = torch.split(out.cpu().double(), groups.sizes)
+        parts = parts_of(desc, groups, out.cpu().double())
         terms = [term + part for term, part in zip(terms, parts, strict=True)]
     subject.run(desc, *groups.arguments, bias=list(subject.here(biases)), out=out)
     yield from each_within(subject, desc, groups, out, terms)

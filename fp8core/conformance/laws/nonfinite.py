@@ -3,6 +3,7 @@ a result's dtype: infinity, which a loss scaler looks for."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import (
-    GATED,
     ActivationBackwardDesc,
     ActivationDesc,
     DequantizeDesc,
@@ -22,14 +22,16 @@ from fp8core.backend_api import (
     NormDesc,
     Operand,
     QuantizeDesc,
-    split_groups,
 )
+from fp8core.chain.alone import in_torch
 from fp8core.conformance import inputs
 from fp8core.conformance.calls import ORDINARY, arguments, calls_of, exact
 from fp8core.conformance.checks import FUSED, law
 from fp8core.conformance.compare import Broken, require, same_tensors, within
 from fp8core.conformance.judged import MANY_GROUPS, group_sizes, has_both
 from fp8core.conformance.laws.fused import SIZES, pair
+from fp8core.conformance.laws.gemm import operands_by_group, parts_of
+from fp8core.conformance.laws.quantize import bound_pair, joined
 from fp8core.conformance.operands import (
     aligned,
     grouped_operands,
@@ -37,10 +39,10 @@ from fp8core.conformance.operands import (
     operand,
     quantize_keywords,
     quantize_size,
-    step_of,
+    source_dtype,
     up,
 )
-from fp8core.conformance.subject import Subject, on_cpu, storage_step
+from fp8core.conformance.subject import CPU, Subject, on_cpu, storage_step
 
 F16 = torch.float16
 BEYOND = 1.05
@@ -65,7 +67,7 @@ def _overflows(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:
 def _large(desc: GemmDesc, rows: int, k: int, seed: int) -> torch.Tensor:
     """Return rows of one sign each, so large that the product of any two values overflows."""
     magnitude = 1000.0 if desc.out_dtype == F16 else 2.0**70
-    dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    dtype = source_dtype(desc)
     x = (1 + inputs.moderate(rows, k, torch.float32, seed).abs() / 8) * magnitude
     x[1::2] *= -1
     return x.to(dtype)
@@ -103,12 +105,9 @@ def grouped_gemm_overflows_to_infinity(subject: Subject, desc: GroupedGemmDesc) 
     groups = grouped_operands(subject, desc, (0, 64, 32), (6, 10, 64))
     raised = _raised(groups.arguments[:2], 2.0**24)
     products = subject.run(desc, *raised, groups.arguments[2])
-    (a, b), bounds = on_cpu(raised), groups.arguments[2].tolist()
-    dim = int(desc.contract_groups)
-    firsts = split_groups(desc.a, a, bounds, dim, step_of(desc))
-    seconds = split_groups(desc.b, b, bounds, 1, step_of(desc)) if dim else b
-    parts = list(products) if dim else list(torch.split(products, groups.sizes))
-    for at, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
+    parts = parts_of(desc, groups, products)
+    operands = operands_by_group(desc, (*raised, groups.arguments[2]))
+    for at, (first, second) in enumerate(operands):
         x, y = subject.values(desc.a, first), subject.values(desc.b, second)
         expected = x @ y.t()
         expected[expected.abs() < (x.abs() @ y.abs().t()) / 64] = 0.0  # cancelled: not judged
@@ -180,11 +179,16 @@ def norm_backward_overflows_to_infinity(subject: Subject, desc: NormBackwardDesc
     _overflows("grad_x", subject.run(desc, *operands)[0], exact(subject, desc, *operands)[0][0])
 
 
-def _is_unbounded(desc: ActivationDesc | ActivationBackwardDesc) -> bool:
+@functools.cache
+def _grows(name: str, params: tuple[float, ...]) -> bool:
+    """Whether an activation takes a float32 far within the range beyond it."""
+    run = in_torch(ActivationDesc, (name, torch.float32, torch.float32, params), CPU)
+    return not bool(run(torch.full((1, 2), 2.0**80)).isfinite().all())
+
+
+def _is_unbounded(desc: ActivationDesc) -> bool:
     """Whether a result can be beyond the range of an input within it."""
-    # The sigmoid of glu is 1 at most, and the params of clamped_swiglu are its limits.
-    is_gated = desc.name in GATED - {"glu"} and not desc.params
-    return desc.out_dtype == desc.dtype and (is_gated or desc.name == "srelu")
+    return desc.out_dtype == desc.dtype and _grows(desc.name, desc.params)
 
 
 @law(4, "activation", applies=_is_unbounded)
@@ -290,8 +294,7 @@ def quantize_counts_nan_and_inf_of_groups(subject: Subject, desc: QuantizeDesc) 
 @law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped)
 def quantize_pair_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
     """Two tensors quantized in one call are counted apart, either of them or both."""
-    bind_pair = getattr(subject.bound(desc), "bind_pair", None)
-    two: Any = None if bind_pair is None else bind_pair(subject.bound(desc))
+    two = bound_pair(subject, desc)
     if two is None:
         return
     xs = [
@@ -320,9 +323,7 @@ def quantize_chunked_counts_the_whole(subject: Subject, desc: QuantizeDesc) -> N
         x = inputs.matrix("nonfinite", *quantize_size(subject, desc, *shape), desc.dtype)
         count, keywords = _count(subject), quantize_keywords(subject, desc)
         rowwise, _ = quantize_chunked(subject.here(x), **keywords, nonfinite_out=count)
-        if not isinstance(rowwise, Operand | None):
-            for _ in rowwise:
-                pass
+        joined(desc.rowwise, rowwise, len(x))  # reads every chunk
         _require_count(f"{list(x.shape)} in chunks", count, x)
 
 

@@ -418,12 +418,19 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
         same_tensors(kind, run(desc), halves)
 
 
+def bound_pair(subject: Subject, desc: QuantizeDesc) -> Callable[..., Any] | None:
+    """Return what casts two tensors as ``desc`` says in one call; None if the backend has no such
+    call."""
+    run = subject.bound(desc)
+    bind_pair = getattr(run, "bind_pair", None)
+    pair: Callable[..., Any] | None = None if bind_pair is None else bind_pair(run)
+    return pair
+
+
 @law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped and is_nearest(desc))
 def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
     """Two tensors quantized in one call have the bits of a call for each."""
-    run = subject.bound(desc)
-    bind_pair = getattr(run, "bind_pair", None)
-    pair: Any = None if bind_pair is None else bind_pair(run)
+    run, pair = subject.bound(desc), bound_pair(subject, desc)
     if pair is None:
         return
     sizes = subject.sizes("quantize", (33, 70), LARGE, (0, 5))
