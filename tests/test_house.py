@@ -37,7 +37,7 @@ SUBJECTS: Mapping[str, str] = {
 }
 MOST = {
     "lines of fp8core": 67_500,
-    "files": 255,
+    "files": 254,
     "files under 100 lines": 43,
     "modules that list names": 1,
     "protocols": 25,
@@ -49,7 +49,7 @@ MOST = {
     "files that name the format e2m1": 7,
     "files that name the recipe NVFP4BlockScaling": 7,
     "files that name the plan of attention": 10,
-    "files that name the activation srelu": 5,
+    "files that name the activation srelu": 4,
 }
 
 

@@ -97,8 +97,8 @@ def operand(
     """
     if spec is None:
         return Operand(x.t() if columnwise else x)
-    ways = (None, spec) if columnwise else (spec, None)
-    desc = QuantizeDesc(x.dtype, *ways, grouped=bool(offsets), offsets_on_device=on_device)
+    row, column = (None, spec) if columnwise else (spec, None)
+    desc = QuantizeDesc(x.dtype, row, column, bool(offsets), on_device)
     groups = len(offsets[0]) - 1 if offsets else 1
     run = subject.quantizer(desc)
     quantized: Quantized = run(desc, x, *offsets, **quantize_keywords(subject, desc, groups, seed))
