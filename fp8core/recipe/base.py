@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -257,19 +257,56 @@ def plan_of(kind: type[_Kind], recipe: Recipe | None, role: LayerRole, dtype: to
     )
 
 
+def spec_of(
+    fp8_format: str, tensor: str, block: tuple[int, int] = (0, 0), **options: Any
+) -> OperandSpec:
+    """Return how ``tensor`` is quantized in its format of ``fp8_format``; ``options`` are further
+    fields of OperandSpec."""
+    pair = Format(fp8_format)
+    if tensor == "grad_output":
+        return OperandSpec(pair.backward.name, block, pair.backward.target_bwd, **options)
+    return OperandSpec(pair.forward.name, block, pair.forward.target_fwd, **options)
+
+
+LINEAR_TENSORS = ("input", "weight", "grad_output")
+"""The tensors of a linear layer."""
+
+DELAYED: Mapping[str, Any] = {"delayed": True, "cast_first": False}
+"""The options of an operand with a delayed scale; a fused norm or activation casts from float32."""
+
+
+def tensors_of(
+    fp8_format: str,
+    block: tuple[int, int] = (0, 0),
+    *,
+    weight: tuple[int, int] | None = None,
+    **options: Any,
+) -> dict[str, TensorPlan]:
+    """Return the plans of the three tensors, each in blocks of one size in both orientations:
+    ``weight`` is that of the weight, None for ``block``."""
+    blocks = dict.fromkeys(LINEAR_TENSORS, block) | ({} if weight is None else {"weight": weight})
+    specs = {name: spec_of(fp8_format, name, size, **options) for name, size in blocks.items()}
+    return {name: TensorPlan(spec, spec) for name, spec in specs.items()}
+
+
+SPLIT = MMParams(use_split_accumulator=True)
+FAST = MMParams(use_split_accumulator=False)
+FAST_FPROP = (FAST, SPLIT, SPLIT)
+
+
 def linear_plan(
     recipe: Any,
-    tensors: Callable[[str], TensorPlan],
-    accumulators: tuple[MMParams, MMParams, MMParams],
+    tensors: Mapping[str, TensorPlan],
+    accumulators: tuple[MMParams, MMParams, MMParams] = (SPLIT, SPLIT, SPLIT),
     *,
     delayed: DelayedPlan | None = None,
 ) -> LinearPlan:
     """Return the three GEMMs of ``recipe`` from the plans of the tensors they multiply.
 
-    ``tensors`` returns the plan of ``"input"``, ``"weight"`` and ``"grad_output"``;
-    ``accumulators`` are those of fprop, dgrad and wgrad.
+    ``tensors`` are those of :data:`LINEAR_TENSORS`; ``accumulators`` those of fprop, dgrad and
+    wgrad.
     """
-    x, w, dy = (tensors(name) for name in ("input", "weight", "grad_output"))
+    x, w, dy = (tensors[name] for name in LINEAR_TENSORS)
     fprop = _gemm_plan(x.rowwise, w.rowwise, accumulators[0])
     if recipe.backward_override is not None:
         return LinearPlan(
@@ -295,33 +332,15 @@ def _gemm_plan(a: OperandSpec | None, b: OperandSpec | None, params: MMParams) -
     return GemmPlan(a, b, not params.use_split_accumulator)
 
 
-SPLIT = MMParams(use_split_accumulator=True)
-FAST = MMParams(use_split_accumulator=False)
-
-
-def delayed_linear_plan(recipe: Any, fp8_format: str, delayed: DelayedPlan) -> LinearPlan:
-    """Return the plan of tensorwise delayed scaling; dgrad and wgrad accumulate in float32."""
-
-    def tensor(name: str) -> TensorPlan:
-        spec = OperandSpec(*element(fp8_format, name, (0, 0)), delayed=True, cast_first=False)
-        return TensorPlan(spec, spec)
-
-    return linear_plan(recipe, tensor, (FAST, SPLIT, SPLIT), delayed=delayed)
-
-
 def attention_plan(
     recipe: Any, delayed: DelayedPlan | None = None, **options: Any
 ) -> AttentionPlan:
     """Return the plan of attention for ``recipe``, whose tensors have one scale each: delayed ones
     with ``delayed``, else by ``options``, fields of OperandSpec, from the tensors themselves."""
 
-    def spec(tensor: str) -> OperandSpec:
-        first = element(recipe.fp8_format, tensor, (0, 0))
-        return OperandSpec(*first, delayed=delayed is not None, **options)
-
-    forward, gradient = spec("input"), None
-    if recipe.fp8_dpa_backward == "fp8":
-        gradient = spec("grad_output")
+    tensors = tensors_of(recipe.fp8_format, delayed=delayed is not None, **options)
+    forward = tensors["input"].rowwise
+    gradient = tensors["grad_output"].rowwise if recipe.fp8_dpa_backward == "fp8" else None
     out = forward if recipe.fp8_dpa_output == "fp8" else None
     return AttentionPlan(forward, forward, gradient, gradient, out, delayed, recipe.nonfinite)
 
@@ -376,16 +395,6 @@ def check_delayed(fields: Any) -> None:
             f"{recipe}(scaling_factor_compute_algo={plan.scaling_algorithm!r}): expected a "
             f"function or None."
         )
-
-
-def element(
-    fp8_format: str, tensor: str, block: tuple[int, int]
-) -> tuple[str, tuple[int, int], float]:
-    """Return format name, block and target for ``tensor``: OperandSpec's first three fields."""
-    pair = Format(fp8_format)
-    if tensor == "grad_output":
-        return pair.backward.name, block, pair.backward.target_bwd
-    return pair.forward.name, block, pair.forward.target_fwd
 
 
 def check_format(recipe: Any, refuse: tuple[str, ...] = (), field: str = "fp8_format") -> None:

@@ -13,18 +13,18 @@ import torch
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import RecipeError
 from fp8core.recipe.base import (
-    FAST,
-    SPLIT,
+    DELAYED,
+    FAST_FPROP,
+    LINEAR_TENSORS,
     Format,
     Recipe,
     check_common,
     check_delayed,
     check_format,
-    delayed_linear_plan,
     delayed_plan,
-    element,
     explains_writes,
     linear_plan,
+    tensors_of,
 )
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import (
@@ -279,7 +279,8 @@ class CustomRecipe(Recipe):
         """
         if self.qfactory is None:
             request = self._request()
-            return delayed_linear_plan(self, request.fp8_format, delayed_plan(request))
+            tensors = tensors_of(request.fp8_format, **DELAYED)
+            return linear_plan(self, tensors, FAST_FPROP, delayed=delayed_plan(request))
         names = _names_of(role)
         plan, *rest = [self._plan_of_product(role, name, self.qfactory) for name in names]
         if any(_without_objects(second) != _without_objects(plan) for second in rest):
@@ -296,8 +297,7 @@ class CustomRecipe(Recipe):
         """Return the plan of the factory's answers for the dense product ``name``."""
         module_type = "linear" if role.kind in _LINEAR_KINDS else role.kind
         answers = {
-            tensor: qfactory(QuantizerRole(module_type, tensor, name))
-            for tensor in ("input", "weight", "grad_output")
+            tensor: qfactory(QuantizerRole(module_type, tensor, name)) for tensor in LINEAR_TENSORS
         }
         delayed = [a for a in answers.values() if isinstance(a, DelayedScalingRequest)]
         requests = set(map(delayed_plan, delayed))
@@ -307,12 +307,8 @@ class CustomRecipe(Recipe):
                 f"but qfactory asked for {sorted(map(str, requests))}."
             )
         makers = {tensor: maker for tensor, maker in answers.items() if _is_maker(maker)}
-        plan = linear_plan(
-            self,
-            lambda tensor: _tensor_plan(tensor, answers[tensor]),
-            (FAST, SPLIT, SPLIT),
-            delayed=next(iter(requests), None),
-        )
+        tensors = {tensor: _tensor_plan(tensor, answer) for tensor, answer in answers.items()}
+        plan = linear_plan(self, tensors, FAST_FPROP, delayed=next(iter(requests), None))
         return dataclasses.replace(plan, makers=self._checked(makers)) if makers else plan
 
     def _checked(self, makers: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -381,9 +377,7 @@ def _tensor_plan(tensor: str, answer: _Answer) -> TensorPlan:
             scale, which does not say how the scale is computed.
     """
     if isinstance(answer, DelayedScalingRequest):
-        first = element(answer.fp8_format, tensor, (0, 0))
-        spec = OperandSpec(*first, delayed=True, cast_first=False)
-        return TensorPlan(spec, spec)
+        return tensors_of(answer.fp8_format, **DELAYED)[tensor]
     plan: Any = answer
     if isinstance(answer, OperandSpec):
         plan = TensorPlan(answer, answer)

@@ -15,14 +15,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from fp8core.backend_api import OperandSpec
 from fp8core.errors import RecipeError
 from fp8core.recipe.base import (
+    DELAYED,
     FAST,
+    FAST_FPROP,
+    LINEAR_TENSORS,
     SPLIT,
     Format,
     MMParams,
@@ -35,11 +38,11 @@ from fp8core.recipe.base import (
     check_common,
     check_delayed,
     check_format,
-    delayed_linear_plan,
     delayed_plan,
-    element,
     explains_writes,
     linear_plan,
+    spec_of,
+    tensors_of,
 )
 from fp8core.recipe.plan import (
     AmaxAlgorithm,
@@ -101,9 +104,12 @@ class DelayedScaling(Recipe):
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> Plan:
         """Return tensorwise delayed scaling; a fused norm or activation casts from float32."""
+        delayed = delayed_plan(self)
         if role.kind == "attention" and (self.fp8_dpa or self.fp8_mha):
-            return attention_plan(self, delayed_plan(self))
-        return delayed_linear_plan(self, self.fp8_format, delayed_plan(self))
+            return attention_plan(self, delayed)
+        return linear_plan(
+            self, tensors_of(self.fp8_format, **DELAYED), FAST_FPROP, delayed=delayed
+        )
 
 
 @explains_writes
@@ -149,7 +155,8 @@ class Float8CurrentScaling(Recipe):
         """Return tensorwise current scaling."""
         if role.kind == "attention" and (self.fp8_dpa or self.fp8_mha):
             return attention_plan(self, power_of_two=self.use_power_2_scales)
-        return _current_plan(self, (0, 0))
+        tensors = tensors_of(self.fp8_format, power_of_two=self.use_power_2_scales)
+        return linear_plan(self, tensors, _gemms(self))
 
 
 @explains_writes
@@ -182,7 +189,8 @@ class Float8RowwiseScaling(Recipe):
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         """Return current scaling with one scale for each row."""
-        return _current_plan(self, (1, 0))
+        tensors = tensors_of(self.fp8_format, (1, 0), power_of_two=self.use_power_2_scales)
+        return linear_plan(self, tensors, _gemms(self))
 
 
 @explains_writes
@@ -229,15 +237,9 @@ class MXFP8BlockScaling(Recipe):
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         """Return blocks of 32 along the contraction with e8m0 scales."""
-
-        def tensor(name: str) -> TensorPlan:
-            is_square = name == "weight" and self.enable_2d_quantization
-            block = (32, 32) if is_square else (1, 32)
-            spec = OperandSpec(*element(self.fp8_format, name, block), scale_format="e8m0")
-            return TensorPlan(spec, spec)
-
-        gemms = (SPLIT, SPLIT, SPLIT)
-        return linear_plan(self, tensor, gemms)
+        weight = (32, 32) if self.enable_2d_quantization else None
+        tensors = tensors_of(self.fp8_format, (1, 32), weight=weight, scale_format="e8m0")
+        return linear_plan(self, tensors)
 
 
 @explains_writes
@@ -309,19 +311,15 @@ class Float8BlockScaling(Recipe):
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         """Return blocks of 128 along the contraction with float32 scales."""
-        dims = self._dims()
-
-        def operand(tensor: str, dim: int) -> OperandSpec:
-            block = (128, 128) if dim == 2 else (1, 128)
-            first = element(self.fp8_format, tensor, block)
-            return OperandSpec(*first, power_of_two=not self.use_f32_scales)
-
-        def tensor(name: str) -> TensorPlan:
-            dim = dims[{"input": "x", "weight": "w", "grad_output": "grad"}[name]]
-            columnwise = dims["x_wgrad"] if name == "input" else dim
-            return TensorPlan(operand(name, dim), operand(name, columnwise))
-
-        return linear_plan(self, tensor, _gemms(self))
+        blocks = {name: (1, 128) if dim == 1 else (128, 128) for name, dim in self._dims().items()}
+        spec = partial(spec_of, self.fp8_format, power_of_two=not self.use_f32_scales)
+        w, dy = spec("weight", blocks["w"]), spec("grad_output", blocks["grad"])
+        tensors = {
+            "input": TensorPlan(spec("input", blocks["x"]), spec("input", blocks["x_wgrad"])),
+            "weight": TensorPlan(w, w),
+            "grad_output": TensorPlan(dy, dy),
+        }
+        return linear_plan(self, tensors, _gemms(self))
 
 
 _SCOPES = ("none", "weights", "activations", "all")
@@ -386,7 +384,7 @@ class NVFP4BlockScaling(Recipe):
                 f"activations have either two maxima a block or the Hadamard transform. Or choose "
                 f"nvfp4_4over6='weights'."
             )
-        for name, only in (("fp4_format", "e2m1"), ("fp8_format", "e4m3")):
+        for name, only in (("fp4_format", Format.E2M1), ("fp8_format", Format.E4M3)):
             check_format(self, field=name)
             value = getattr(self, name)
             if value != only:
@@ -428,8 +426,8 @@ class NVFP4BlockScaling(Recipe):
 
         def tensor(name: str) -> TensorPlan:
             is_square = name == "weight" and not self.disable_2d_quantization
-            spec = OperandSpec(
-                *element(self.fp4_format, name, (16, 16) if is_square else (1, 16)),
+            spec = spec_of(
+                *(self.fp4_format, name, (16, 16) if is_square else (1, 16)),
                 scale_format="e4m3",
                 stochastic=name == "grad_output" and not self.disable_stochastic_rounding,
                 **self._four_over_six(name),
@@ -440,27 +438,13 @@ class NVFP4BlockScaling(Recipe):
                 return TensorPlan(row, spec)
             return TensorPlan(row, dataclasses.replace(spec, transform="hadamard16"))
 
-        gemms = (SPLIT, SPLIT, SPLIT)
-        return linear_plan(self, tensor, gemms)
+        return linear_plan(self, {name: tensor(name) for name in LINEAR_TENSORS})
 
 
 def _gemms(
     recipe: Float8CurrentScaling | Float8RowwiseScaling | Float8BlockScaling,
 ) -> tuple[MMParams, MMParams, MMParams]:
     return recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad
-
-
-def _current_plan(
-    recipe: Float8CurrentScaling | Float8RowwiseScaling, block: tuple[int, int]
-) -> LinearPlan:
-    """Return the plan of float32 scales from the tensor itself, one for each ``block``."""
-
-    def tensor(name: str) -> TensorPlan:
-        first = element(recipe.fp8_format, name, block)
-        spec = OperandSpec(*first, power_of_two=recipe.use_power_2_scales)
-        return TensorPlan(spec, spec)
-
-    return linear_plan(recipe, tensor, _gemms(recipe))
 
 
 NAMED: Mapping[str, type[Recipe]] = {

@@ -17,7 +17,7 @@ from fp8core import formats
 from fp8core.backend_api import TRANSFORMS, Operand, OperandSpec
 from fp8core.errors import OperandError, RecipeError
 from fp8core.recipe import Recipe
-from fp8core.recipe.base import plan_of
+from fp8core.recipe.base import LINEAR_TENSORS, plan_of
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.tensors.storage import FLOATS, PARTS, entries, per_byte, split, storage_plan, turn
@@ -271,18 +271,15 @@ def _is_stored(spec: OperandSpec) -> bool:
     )
 
 
-_TENSORS = ("input", "weight", "grad_output")
-
-
 def tensor_plan(by: Any, tensor: str, dtype: torch.dtype) -> TensorPlan:
     """Return how ``by``, a recipe, its name, an OperandSpec or a TensorPlan, quantizes ``tensor``.
 
     Raises:
         RecipeError: it is none of these, or leaves the tensor in high precision.
     """
-    if tensor not in _TENSORS:
+    if tensor not in LINEAR_TENSORS:
         raise RecipeError(
-            f"quantize or from_codes of {tensor!r}: expected one of {', '.join(_TENSORS)}."
+            f"quantize or from_codes of {tensor!r}: expected one of {', '.join(LINEAR_TENSORS)}."
         )
     plan: Any = by
     if isinstance(by, OperandSpec):
@@ -363,7 +360,7 @@ def format_of_dtype(dtype: torch.dtype) -> str | None:
 def _candidates(recipe: Any, tensor: str | None, dtype: torch.dtype) -> Iterator[OperandSpec]:
     """Yield the rowwise specs that a tensor may be stored by."""
     by_recipe = isinstance(recipe, Recipe | str) and tensor is None
-    for name in ("input", "weight", "grad_output") if by_recipe else (tensor or "input",):
+    for name in LINEAR_TENSORS if by_recipe else (tensor or "input",):
         spec = storage_plan(tensor_plan(recipe, name, dtype)).rowwise
         if spec is not None:
             yield spec
