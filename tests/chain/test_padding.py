@@ -513,7 +513,7 @@ def test_the_zeros_of_a_stored_weight_outlive_a_write(changed: Any, name: str) -
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize(
     "copy",
-    [copy.deepcopy, lambda layer: layer.to_empty(device="cpu").requires_grad_(False)],
+    [copy.deepcopy, lambda layer: layer.to_empty(device=DEVICE).requires_grad_(False)],
     ids=["deepcopy", "to_empty"],
 )
 def test_a_copy_of_a_stored_weight_has_zeros_of_its_own(copy: Any, name: str) -> None:
@@ -533,7 +533,7 @@ def test_a_copy_of_a_stored_weight_has_zeros_of_its_own(copy: Any, name: str) ->
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize(
     "copy",
-    [lambda layer: layer, copy.deepcopy, lambda layer: layer.to_empty(device="cpu")],
+    [lambda layer: layer, copy.deepcopy, lambda layer: layer.to_empty(device=DEVICE)],
     ids=["itself", "deepcopy", "to_empty"],
 )
 def test_a_write_between_forward_and_backward_is_seen(copy: Any, name: str) -> None:

@@ -12,6 +12,7 @@ import torch
 
 import fp8core
 from fp8core import recipe
+from tests.device import DEVICE
 
 FILE = Path(__file__).parents[1] / "golden" / "pickled_models.xz"
 PICKLED: dict[str, bytes] = pickle.loads(lzma.decompress(FILE.read_bytes()))
@@ -48,7 +49,7 @@ def test_a_pickle_of_an_earlier_version_loads(name: str) -> None:
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_layer_of_an_earlier_version_takes_a_step(name: str) -> None:
-    layer = pickle.loads(PICKLED[name])
+    layer = pickle.loads(PICKLED[name]).to(DEVICE)
     _, is_stored, recipe_name = name.partition("quantized_")
     chosen = recipe.by_name(recipe_name) if is_stored else recipe.DelayedScaling(amax_history_len=2)
     with fp8core.autocast(recipe=chosen):
