@@ -112,21 +112,23 @@ class CastShape(NamedTuple):
     def rowwise(self) -> list[ResultShape]:
         """Return the shapes of the tensors of the rowwise operand."""
         spec = self.desc.rowwise
-        return [] if spec is None else _operand_shapes(spec, self.size, self.groups, grouped_dim=0)
+        return [] if spec is None else operand_shapes(spec, self.size, self.groups, grouped_dim=0)
 
     def columnwise(self, transposes: bool) -> list[ResultShape]:
         """Return the shapes of the tensors of the columnwise operand, none of a view."""
         spec = self.desc.columnwise
         if spec is None or self.has_view(transposes):
             return []
-        shapes = _operand_shapes(spec, self.size[::-1], self.groups, grouped_dim=1)
+        shapes = operand_shapes(spec, self.size[::-1], self.groups, grouped_dim=1)
         is_transposed = not self.groups and not transposes
         return [shape._replace(is_transposed=is_transposed) for shape in shapes]
 
 
-def _operand_shapes(
-    spec: OperandSpec, size: tuple[int, ...], groups: int, grouped_dim: int
+def operand_shapes(
+    spec: OperandSpec, size: tuple[int, ...], groups: int = 0, grouped_dim: int = 0
 ) -> list[ResultShape]:
+    """Return the shapes of the tensors of an operand of ``size (rows, k)``, those of its codes
+    first; with ``groups`` along ``grouped_dim`` as in :class:`CastShape`."""
     blocks = [
         -(-extent // block) if block else 1 for extent, block in zip(size, spec.block, strict=True)
     ]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import DequantizeDesc, OperandSpec
+from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.chain.call import Call
 from fp8core.chain.protocol import (
     Backward,
@@ -29,7 +30,7 @@ from fp8core.reporting import log_once
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.quantizer_binding import bind_quantizer
-from fp8core.tensors.storage import check, per_byte, stored_operands
+from fp8core.tensors.storage import check, stored_operands
 from fp8core.torch_ops.capture import is_captured
 
 
@@ -83,7 +84,7 @@ class Boundary:
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x [rows, cols]`` rounded to the format and back, a plain tensor."""
         columns = x.shape[1]
-        missing = -columns % per_byte(self._row)
+        missing = -columns % codes_per_byte(self._row)
         wide = torch.nn.functional.pad(x, (0, missing)) if missing else x
         operands: Orientations = self._both(wide, columnwise=False)
         values: torch.Tensor = self._dequantize(operands.rowwise)

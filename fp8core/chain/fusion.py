@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from fp8core import formats
 from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
@@ -18,6 +17,7 @@ from fp8core.backend_api import (
     Quantized,
     QuantizedChunks,
 )
+from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.chain.protocol import Consumer
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.shape import BindContext
@@ -120,15 +120,8 @@ def bind_fusion(
         if fused is not None:
             chunked[key] = quantizer.with_slot(fused.run)
     both = quantizer.desc.rowwise, quantizer.desc.columnwise
-    row_packing, column_packing = (
-        1 if spec is None else _elements_a_byte(spec.format) for spec in both
-    )
-    packing = row_packing, column_packing
-    return Fusion(runs, chunked, packing, is_checked=settings.read().debug)
-
-
-def _elements_a_byte(format: str) -> int:
-    return 2 if formats.by_name(format).bits == 4 else 1
+    rows, columns = (1 if spec is None else codes_per_byte(spec) for spec in both)
+    return Fusion(runs, chunked, (rows, columns), is_checked=settings.read().debug)
 
 
 def _check_orientations(

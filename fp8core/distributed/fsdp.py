@@ -12,6 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
+from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.collectives import Communicator
 from fp8core.context.recompute import is_in_backward
 from fp8core.distributed.gathered_weight import GatheredWeight, WeakModule, communicator_of
@@ -25,7 +26,7 @@ from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.reporting import log_once, some
 from fp8core.tensors.quantized_tensor import QuantizedTensor, initial_value
 from fp8core.tensors.sharded_weight import ShardedWeight, local_part
-from fp8core.tensors.storage import check_parameter, per_byte, storage_plan
+from fp8core.tensors.storage import check_parameter, storage_plan
 from fp8core.torch_ops.private import forward_root, reshards_to_fewer_ranks
 
 
@@ -213,7 +214,7 @@ def _plan_of(site: _Site, recipe: Recipe) -> TensorPlan | None:
         for shape in (tuple(parameter.shape), _largest_part(parameter)):
             check_parameter(stored, shape, _RECIPE_REMEDY)
         for spec in filter(None, stored):
-            if per_byte(spec) != 1:
+            if codes_per_byte(spec) != 1:
                 raise UnsupportedError(
                     f"a quantized gather of weights in the 4-bit format {spec.format} is not "
                     f"offered. Leave out gather_quantized: the weights are gathered in "

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import ColumnSumsDesc, GemmDesc, GroupedGemmDesc, Operand, OperandSpec
+from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.chain.differentiable import gradients_once
 from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.unwrap import as_readable, unwrap
@@ -21,7 +22,7 @@ from fp8core.functional.quantize import dequantize
 from fp8core.functional.quantizers.base import readable
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations
-from fp8core.tensors.storage import FLOATS, pad_operand, padded_with, per_byte, resolve_for
+from fp8core.tensors.storage import FLOATS, pad_operand, padded_with, resolve_for
 from fp8core.torch_ops.capture import constant_in_graph
 
 
@@ -486,7 +487,7 @@ def transposed(side: Side) -> Side:
 
 def length_of(side: Side) -> int:
     """Return how many values a row of ``side`` has."""
-    return side.operand.data.shape[1] * (1 if side.spec is None else per_byte(side.spec))
+    return side.operand.data.shape[1] * (1 if side.spec is None else codes_per_byte(side.spec))
 
 
 def padded(side: Side, rows: int, columns: int) -> Side:

@@ -6,6 +6,7 @@ before it becomes a QuantizedTensor.
 
 from __future__ import annotations
 
+import itertools
 import math
 import reprlib
 from collections.abc import Iterator, Sequence
@@ -15,12 +16,14 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import TRANSFORMS, Operand, OperandSpec
+from fp8core.backend_api.descriptors import operand_shapes
+from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.errors import OperandError, RecipeError
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import LINEAR_TENSORS, plan_of
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
-from fp8core.tensors.storage import FLOATS, PARTS, entries, per_byte, split, storage_plan, turn
+from fp8core.tensors.storage import FLOATS, PARTS, is_square, split, storage_plan, turn
 from fp8core.torch_ops.private import FakeTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -44,10 +47,10 @@ def _size_of(parts: Sequence[Any], plan: TensorPlan) -> tuple[int, int]:
     """Return ``(n, k)`` from the codes of the orientation that is held, the rowwise one first."""
     if plan.rowwise is not None:
         rows, packed = parts[0].shape
-        return rows, packed * per_byte(plan.rowwise)
+        return rows, packed * codes_per_byte(plan.rowwise)
     assert plan.columnwise is not None
     columns, packed = parts[3].shape
-    return packed * per_byte(plan.columnwise), columns
+    return packed * codes_per_byte(plan.columnwise), columns
 
 
 def check_stored(parts: Sequence[Any], plan: TensorPlan, dtype: Any) -> None:
@@ -167,20 +170,12 @@ def _operand_errors(
     names: Sequence[str], operand: Operand, spec: OperandSpec, size: tuple[int, int]
 ) -> Iterator[str]:
     """Yield the faults of ``operand [rows, k]``, where ``size`` is ``(rows, k)``."""
-    rows, k = size
-    counts = tuple(map(entries, size, spec.block))
-    is_float, has_two_levels = spec.scale_format == "float32", spec.scale_format == "e4m3"
-    forms = (
-        ((rows, k // per_byte(spec)), torch.uint8),
-        (counts, torch.float32 if is_float else torch.uint8),
-        ((rows if spec.row_scaled else 1, 1), torch.float32) if has_two_levels else None,
-    )
-    for name, part, want in zip(names, operand, forms, strict=True):
+    for name, part, want in itertools.zip_longest(names, operand, operand_shapes(spec, size)):
         if want is None or part is None:
             if (want is None) != (part is None):
                 yield f"{name} is {'missing' if part is None else 'there, and is not planned'}"
             continue
-        shape, dtype = want
+        shape, dtype, _ = want
         if part.layout is not torch.strided or part.is_nested:
             yield f"{name} is {part.layout}, expected a dense tensor"
         elif tuple(part.shape) != shape or part.dtype != dtype:
@@ -329,10 +324,9 @@ def fit_codes(
         if fitted is None:
             reasons.append(f"{spec} has no scales {scale_inv.dtype} {list(scale_inv.shape)}")
             continue
-        is_both = spec.block[0] == spec.block[1] and per_byte(spec) == 1
-        plan = TensorPlan(spec, spec if is_both else None)
+        plan = TensorPlan(spec, spec if is_square(spec) else None)
         check_stored([*fitted, *[None] * (len(PARTS) - 3)], plan, dtype)
-        return fitted, plan, [*data.shape[:-1], data.shape[-1] * per_byte(spec)]
+        return fitted, plan, [*data.shape[:-1], data.shape[-1] * codes_per_byte(spec)]
     raise OperandError(
         f"from_codes of codes {codes.dtype} {list(codes.shape)}: {'; '.join(reasons)}."
     )
@@ -371,16 +365,13 @@ def _fitted(
 ) -> Operand | None:
     """Return the operand of matrices; None if the scales are not those of ``spec``."""
     rows, packed = math.prod(data.shape[:-1]), data.shape[-1] if data.dim() else 0
-    k = packed * per_byte(spec)
-    counts = [*map(entries, (rows, k), spec.block)]
-    scale_dtype = torch.float32 if spec.scale_format == "float32" else torch.uint8
-    if scales.dtype != scale_dtype or scales.numel() != math.prod(counts) or not data.dim():
+    _, inner, *above = operand_shapes(spec, (rows, packed * codes_per_byte(spec)))
+    if scales.dtype != inner.dtype or scales.numel() != math.prod(inner.size) or not data.dim():
         return None
-    if (spec.scale_format == "e4m3") != (outer is not None):
+    if bool(above) != (outer is not None):
         return None
     if outer is not None:
-        size = (rows if spec.row_scaled else 1, 1)
-        if outer.numel() != size[0]:
+        if outer.numel() != above[0].size[0]:
             return None
-        outer = outer.detach().reshape(size)
-    return Operand(data.reshape(rows, packed), scales.reshape(counts), outer)
+        outer = outer.detach().reshape(above[0].size)
+    return Operand(data.reshape(rows, packed), scales.reshape(inner.size), outer)

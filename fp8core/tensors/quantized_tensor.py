@@ -37,9 +37,9 @@ from fp8core.tensors.storage import (
     PARTS,
     check,
     check_parameter,
+    is_square,
     make_operands,
     matrix_shape,
-    per_byte,
     split,
     storage_plan,
     stored_operands,
@@ -408,7 +408,7 @@ def _turned(
     tensor: QuantizedTensor, operand: Operand | None, spec: OperandSpec | None, way: str
 ) -> tuple[Operand, OperandSpec]:
     """Return the orientation ``way`` from the other one, which has the same codes."""
-    if operand is None or spec is None or spec.block[0] != spec.block[1] or per_byte(spec) != 1:
+    if operand is None or spec is None or not is_square(spec):
         raise OperandError(
             f"update_usage of {tensor}: its {way} codes are another rounding of the value that was "
             f"written. Quantize that value again by a quantizer with {way} usage."

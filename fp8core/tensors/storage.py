@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import torch
 
-from fp8core import formats
 from fp8core.backend_api import INVERSES, DequantizeDesc, GemmDesc, OpDesc, Operand, OperandSpec
+from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.dispatch import table
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
@@ -53,15 +53,10 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
-def per_byte(spec: OperandSpec) -> int:
-    """Return how many elements a byte of ``data`` holds."""
-    return 8 // formats.by_name(spec.format).bits
-
-
 def steps(spec: OperandSpec, dim: int) -> tuple[int, int, int]:
     """Return of how many elements along ``dim``, 0 the rows of an operand and 1 its k, an entry is:
     of its codes, of its scales, and of the scales above; 0 where one entry is of all."""
-    return per_byte(spec) if dim else 1, spec.block[dim], int(spec.row_scaled and not dim)
+    return codes_per_byte(spec) if dim else 1, spec.block[dim], int(spec.row_scaled and not dim)
 
 
 def entries(size: int, step: int) -> int:
@@ -76,6 +71,11 @@ def split(parts: Sequence[torch.Tensor | None]) -> StoredOperands:
         None if row is None else Operand(row, *row_scales),
         None if column is None else Operand(column, *column_scales),
     )
+
+
+def is_square(spec: OperandSpec) -> bool:
+    """Say whether an operand of ``spec`` has the codes of the other orientation, transposed."""
+    return spec.block[0] == spec.block[1] and codes_per_byte(spec) == 1
 
 
 def turn(operand: Operand) -> Operand:
@@ -128,10 +128,9 @@ def stored_operands(operands: Orientations, plan: TensorPlan) -> StoredOperands:
 def _is_turned(operands: Orientations, plan: TensorPlan) -> bool:
     """Say by spec and strides whether the columnwise codes are a view of the rowwise ones."""
     spec = plan.rowwise
-    if spec is None or spec != plan.columnwise or spec.block[0] != spec.block[1]:
+    if spec is None or spec != plan.columnwise or not is_square(spec):
         return False
-    codes, turned = operands.rowwise.data, operands.columnwise.data
-    return per_byte(spec) == 1 and turned.stride() == codes.t().stride()
+    return bool(operands.columnwise.data.stride() == operands.rowwise.data.t().stride())
 
 
 OUTSIDE_OF_INIT = (
@@ -175,7 +174,7 @@ def check(plan: TensorPlan, rows: int, columns: int) -> None:
 
 def _whole_along_k(spec: OperandSpec) -> int:
     """Return the number of which k must be a multiple: byte scales have no partial blocks."""
-    return spec.block[1] if spec.scale_format != "float32" else per_byte(spec)
+    return spec.block[1] if spec.scale_format != "float32" else codes_per_byte(spec)
 
 
 def decode_operand(operand: Operand, spec: OperandSpec, dtype: torch.dtype) -> torch.Tensor:
@@ -206,7 +205,7 @@ def pad_operand(operand: Operand, spec: OperandSpec, rows: int, columns: int) ->
     New blocks get a finite scale: 1 for float32 scales, code 0 for scales of a byte. Tensors to
     which nothing is added are those of ``operand``.
     """
-    packed = per_byte(spec)
+    packed = codes_per_byte(spec)
     sizes = operand.data.shape[0] + rows, (operand.data.shape[1] + columns // packed) * packed
     fills = 0, 1 if spec.scale_format == "float32" else 0, 1
     ways = zip(steps(spec, 0), steps(spec, 1), strict=True)
@@ -267,6 +266,6 @@ def zeros_of_products(
 def takes_partial_blocks(spec: OperandSpec | None) -> bool:
     """Say whether a tensor of any size has an operand of ``spec``, to which zeros can be added
     behind its cast: the cast then writes what it writes of a tensor with these zeros."""
-    if spec is None or spec.scale_format != "float32" or per_byte(spec) != 1:
+    if spec is None or spec.scale_format != "float32" or codes_per_byte(spec) != 1:
         return False
     return spec.transform is None and not spec.stochastic

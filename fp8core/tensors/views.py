@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import Operand, OperandSpec
+from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.errors import UnsupportedError
-from fp8core.tensors.storage import entries, matrix_shape, per_byte, steps
+from fp8core.tensors.storage import entries, matrix_shape, steps
 from fp8core.tensors.values import FlatView
 from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.private import WAITING, gathered_rows, pytree
@@ -102,7 +103,7 @@ def refold(operand: Operand, spec: OperandSpec, rows: int, columns: int) -> Oper
     """Return the same elements in memory as ``[rows, columns]``, as views."""
     data, scale_inv, global_scale_inv = operand
     assert scale_inv is not None
-    packed = per_byte(spec)
+    packed = codes_per_byte(spec)
     if columns % packed or spec.row_scaled:
         return None
     sizes = (rows, columns // packed)

@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from fp8core.backend_api import Operand, OperandSpec
+from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.conversion.experts import ExpertsLinear
 from fp8core.conversion.layers import RECORD
 from fp8core.conversion.survey import Filter, check_patterns, survey, unwanted
@@ -41,7 +42,7 @@ from fp8core.tensors.checks import is_sharded
 from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
-from fp8core.tensors.storage import make_operands, per_byte, storage_plan
+from fp8core.tensors.storage import make_operands, storage_plan
 from fp8core.torch_ops.private import COMPILED_MODULE, FSDP_FLATTENED
 
 
@@ -473,7 +474,7 @@ def _quantized_tensors(weight: Weight, layout: Layout) -> dict[str, torch.Tensor
     start = 0
     for name, parameter in zip(weight.names, weight.parts, strict=True):
         rows, columns = parameter.shape
-        if columns % per_byte(weight.spec):
+        if columns % codes_per_byte(weight.spec):
             raise UnsupportedError(
                 f"save_pretrained: {name!r} has {columns} columns, and a byte holds two codes of "
                 f"{layout.name}. Leave it out by skip=."
