@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import AttentionDesc, Operand
-from fp8core.chain.sequence_chunks import Chunks, Lengths, lengths_of_chunks
+from fp8core.chain.sequence_chunks import Chunks, lengths_of_chunks
 from fp8core.collectives import Communicator, Started
 
 Payload = torch.Tensor | Operand
@@ -60,40 +60,57 @@ def seed_of(keywords: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {"rng": (rng + step) & (2**62 - 1)}
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def added_up(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum of ``parts [n, ...]`` in their order, rounded once to ``dtype``."""
-    wide = torch.float64 if parts.dtype == torch.float64 else torch.float32
-    total = parts[0].to(wide)
+    total = parts[0].to(wide(parts.dtype))
     for part in parts[1:]:
         total = total + part
     return total.to(dtype)
+
+
+def over_all(communicator: Communicator, largest: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the largest logits of all ranks; None if they are not asked for."""
+    if largest is None:
+        return None
+    return communicator.max(largest, "largest logits", at_once=True).wait()
+
+
+def starts_of(desc: AttentionDesc, side: str, keywords: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return where sequences begin in thd, with their padding; None in other layouts."""
+    if desc.layout != "thd":
+        return None
+    padded: torch.Tensor | None = keywords.get(f"cu_seqlens_{side}_padded")
+    return keywords[f"cu_seqlens_{side}"] if padded is None else padded
 
 
 class Sides:
     """Where the tokens of one call are, for a group of ``size`` ranks: of queries and of keys.
 
     ``keywords`` are those of the call, with whole sequences; ``q`` and ``k`` what a rank holds.
+    ``along`` is the dimension of the tokens in statistics.
     """
 
     def __init__(
-        self,
-        desc: AttentionDesc,
-        size: int,
-        keywords: Mapping[str, Any],
-        q: torch.Tensor,
-        k: torch.Tensor,
+        self, desc: AttentionDesc, size: int, keywords: Mapping[str, Any], q: Payload, k: Payload
     ) -> None:
         self._desc, self._size, self._keywords = desc, size, keywords
-        self._local = q, k
+        self._local = codes_of(q), codes_of(k)
         self.queries = Chunks(desc.layout, size, self.starts("q"))
         self.keys = Chunks(desc.layout, size, self.starts("kv"))
+        self.along = 0 if desc.layout == "thd" else 2
 
     def starts(self, side: str) -> torch.Tensor | None:
-        """Return where sequences begin in thd, with their padding; None in other layouts."""
-        if self._desc.layout != "thd":
-            return None
-        padded: torch.Tensor | None = self._keywords.get(f"cu_seqlens_{side}_padded")
-        return self._keywords[f"cu_seqlens_{side}"] if padded is None else padded
+        """Return :func:`starts_of` the call."""
+        return starts_of(self._desc, side, self._keywords)
+
+    def half(self, x: Payload, half: int | None) -> Payload:
+        """Return a chunk of the queries of each sequence, or both if None."""
+        return x if half is None else with_codes(x, self.queries.half(codes_of(x), half))
 
     def chunk(self, side: str) -> torch.Tensor | int:
         """Return the length of a chunk of each sequence."""
@@ -103,11 +120,14 @@ class Sides:
         chunks = self.queries if side == "q" else self.keys
         return self._local[side != "q"].shape[chunks.dim] // 2
 
-    def lengths(self, side: str, rank: int) -> Lengths:
-        """Return the lengths of the chunks of ``rank``."""
-        return lengths_of_chunks(
+    def of_rank(self, side: str, rank: int, half: int | None) -> dict[str, Any]:
+        """Return the keywords of one side for a chunk of ``rank``, or for both if None."""
+        lengths = lengths_of_chunks(
             self._keywords[f"cu_seqlens_{side}"], self.chunk(side), self._size, rank
         )
+        if half is None:
+            return self._of_chunks(side, lengths.both, 2)
+        return self._of_chunks(side, lengths[half], 1)
 
     def of_sequences(self, side: str, lengths: torch.Tensor | None) -> dict[str, Any]:
         """Return the keywords of one side for tokens that are those of whole sequences, of which
@@ -124,7 +144,7 @@ class Sides:
             named[f"max_seqlen_{side}"] = self._keywords[f"max_seqlen_{side}"]
         return named
 
-    def of_chunks(self, side: str, lengths: torch.Tensor, num_chunks: int) -> dict[str, Any]:
+    def _of_chunks(self, side: str, lengths: torch.Tensor, num_chunks: int) -> dict[str, Any]:
         """Return the keywords of one side for ``num_chunks`` chunks of each sequence, of which the
         first ``lengths`` tokens count."""
         named: dict[str, Any] = {f"cu_seqlens_{side}": cu_seqlens_of(lengths)}
@@ -207,14 +227,12 @@ class HeadExchange:
         ]
 
     def _chunks(self, keywords: Mapping[str, Any]) -> tuple[Chunks, Chunks]:
-        layout, size = self._desc.layout, self._communicator.size
-        starts: list[torch.Tensor | None] = [None, None]
-        if layout == "thd":
-            for at, side in enumerate(("q", "kv")):
-                padded = keywords.get(f"cu_seqlens_{side}_padded")
-                whole = keywords[f"cu_seqlens_{side}"] if padded is None else padded
-                starts[at] = whole // self._outer_size
-        return Chunks(layout, size, starts[0]), Chunks(layout, size, starts[1])
+        whole = (starts_of(self._desc, side, keywords) for side in ("q", "kv"))
+        starts = (None if begins is None else begins // self._outer_size for begins in whole)
+        queries, keys = (
+            Chunks(self._desc.layout, self._communicator.size, begins) for begins in starts
+        )
+        return queries, keys
 
     def _of_heads(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keywords for the heads of this rank."""
@@ -270,14 +288,15 @@ class GatheredKeys:
 
     def forward(self, q: Payload, k: Payload, v: Payload, **keywords: Any) -> Any:
         """Return ``(out, stats, max_logit)`` of the queries of this rank."""
-        sides = self._sides(keywords, q, k)
+        sides = Sides(self._desc, self._communicator.size, keywords, q, k)
         keys, values = self._gathered(sides, k, v)
         if not self._is_causal:
             named = self._keywords(sides, keywords, None)
-            return self._largest(self._inner.forward(q, keys, values, **named))
+            out, stats, largest = self._inner.forward(q, keys, values, **named)
+            return out, stats, over_all(self._communicator, largest)
         results = [
             self._inner.forward(
-                with_codes(q, sides.queries.half(codes_of(q), half)),
+                sides.half(q, half),
                 self._up_to(keys, number),
                 self._up_to(values, number),
                 **self._keywords(sides, keywords, half),
@@ -286,15 +305,14 @@ class GatheredKeys:
         ]
         local, first = codes_of(q), results[0]
         out = first[0].new_empty((*local.shape[:-1], self._desc.head_dim_v))
-        along = 0 if self._desc.layout == "thd" else 2
         size = list(first[1].shape)
-        size[along] *= 2
+        size[sides.along] *= 2
         stats = first[1].new_empty(size)
         for half, result in enumerate(results):
             sides.queries.write_half(out, result[0], half)
-            sides.queries.write_half(stats, result[1], half, along)
+            sides.queries.write_half(stats, result[1], half, sides.along)
         largest = None if first[2] is None else torch.maximum(first[2], results[1][2])
-        return self._largest((out, stats, largest))
+        return out, stats, over_all(self._communicator, largest)
 
     def backward(
         self,
@@ -307,7 +325,8 @@ class GatheredKeys:
         **keywords: Any,
     ) -> Any:
         """Return the gradients of what forward was given."""
-        sides, dtype = self._sides(keywords, q, k), self._desc.dtype
+        sides = Sides(self._desc, self._communicator.size, keywords, q, k)
+        dtype = self._desc.dtype
         keys, values = self._gathered(sides, k, v)
         if not self._is_causal:
             named = self._keywords(sides, keywords, None)
@@ -315,20 +334,19 @@ class GatheredKeys:
                 grad, q, keys, values, out, stats, **named
             )
             return (grad_q, *self._scattered(sides, grads), None, offset)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
         grad_q = torch.empty(codes_of(q).shape, dtype=dtype, device=out.device)
         totals = [
-            torch.zeros(codes_of(x).shape, dtype=wide, device=out.device) for x in (keys, values)
+            torch.zeros(codes_of(x).shape, dtype=wide(dtype), device=out.device)
+            for x in (keys, values)
         ]
         offset = None
-        along = 0 if self._desc.layout == "thd" else 2
         for half, number in enumerate(self._numbers):
             result = self._inner.backward(
-                *(with_codes(x, sides.queries.half(codes_of(x), half)) for x in (grad, q)),
+                *(sides.half(x, half) for x in (grad, q)),
                 self._up_to(keys, number),
                 self._up_to(values, number),
                 sides.queries.half(out, half),
-                sides.queries.half(stats, half, along),
+                sides.queries.half(stats, half, sides.along),
                 **self._keywords(sides, keywords, half),
             )
             sides.queries.write_half(grad_q, result[0], half)
@@ -344,9 +362,6 @@ class GatheredKeys:
         """The numbers of this rank's two chunks."""
         rank = self._communicator.rank
         return rank, 2 * self._communicator.size - 1 - rank
-
-    def _sides(self, keywords: Mapping[str, Any], q: Payload, k: Payload) -> Sides:
-        return Sides(self._desc, self._communicator.size, keywords, codes_of(q), codes_of(k))
 
     def _gathered(self, sides: Sides, *tensors: Payload) -> list[Payload]:
         size = self._communicator.size
@@ -374,16 +389,12 @@ class GatheredKeys:
         named |= sides.of_call(*RECORDS) | seed_of(keywords, 2 * rank + (half or 0))
         if not self._desc.padding:
             return named
-        lengths = sides.lengths("q", rank)
+        named |= sides.of_rank("q", rank, half)
         if half is None:
-            return named | sides.of_chunks("q", lengths.both, 2) | sides.of_sequences("kv", None)
+            return named | sides.of_sequences("kv", None)
         whole = keywords["cu_seqlens_kv"].diff()
         end = (self._numbers[half] + 1) * torch.as_tensor(sides.chunk("kv")).to(whole)
-        return (
-            named
-            | sides.of_chunks("q", lengths[half], 1)
-            | sides.of_sequences("kv", torch.minimum(whole, end))
-        )
+        return named | sides.of_sequences("kv", torch.minimum(whole, end))
 
     def _scattered(self, sides: Sides, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's part of the gradients of whole sequences, added up over the ranks."""
@@ -393,9 +404,3 @@ class GatheredKeys:
             for grad in grads
         ]
         return [added_up(arriving.wait(), self._desc.dtype) for arriving in started]
-
-    def _largest(self, results: Any) -> Any:
-        out, stats, largest = results
-        if largest is not None:
-            largest = self._communicator.max(largest, "largest logits", at_once=True).wait()
-        return out, stats, largest

@@ -15,7 +15,9 @@ from fp8core.chain.context_parallel import (
     Payload,
     Sides,
     codes_of,
+    over_all,
     seed_of,
+    wide,
     with_codes,
 )
 from fp8core.collectives import Communicator, Started
@@ -91,17 +93,15 @@ class KeysInParts:
 
     def forward(self, q: Payload, k: Payload, v: Payload, **keywords: Any) -> Any:
         """Return ``(out, stats, max_logit)`` of the queries of this rank."""
-        sides, rank = self._sides(keywords, q, k), self._communicator.rank
-        steps = self._communicator.size
-        coming = self._start(sides, 1, k, v) if steps > 1 else None
+        rank, size = self._communicator.rank, self._communicator.size
+        sides = Sides(self._desc, size, keywords, q, k)
+        coming = self._start(sides, 1, k, v) if size > 1 else None
         out, stats, largest = self._mine.forward(q, k, v, **self._keywords(sides, keywords, rank))
-        if steps > 1:
+        if size > 1:
             out, stats, largest = self._with_remote_keys(
                 sides, keywords, (q, k, v), coming, (out, stats, largest)
             )
-        if largest is not None:
-            largest = self._communicator.max(largest, "largest logits", at_once=True).wait()
-        return out, stats, largest
+        return out, stats, over_all(self._communicator, largest)
 
     def _with_remote_keys(
         self,
@@ -112,11 +112,10 @@ class KeysInParts:
         first: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the results with the keys of the other ranks taken into account."""
-        layout, (q, k, v) = self._desc.layout, qkv
-        merged, largest = Merged(layout, *first[:2]), first[2]
-        along = 0 if layout == "thd" else 2
+        q, k, v = qkv
+        merged, largest = Merged(self._desc.layout, *first[:2]), first[2]
         for source, part, keys, values in self._rounds(sides, coming, k, v):
-            queries = self._half(sides, q, part.queries)
+            queries = sides.half(q, part.queries)
             out, stats, part_largest = self._remote.forward(
                 queries, keys, values, **self._keywords(sides, keywords, source)
             )
@@ -124,7 +123,7 @@ class KeysInParts:
                 every = merged.out.new_zeros(merged.out.shape)
                 sides.queries.write_half(every, out.to(every.dtype), part.queries)
                 rows = merged.stats.new_full(merged.stats.shape, -torch.inf)
-                sides.queries.write_half(rows, stats, part.queries, along)
+                sides.queries.write_half(rows, stats, part.queries, sides.along)
                 out, stats = every, rows
             merged.add(out, stats)
             if largest is not None:
@@ -142,8 +141,8 @@ class KeysInParts:
         **keywords: Any,
     ) -> Any:
         """Return the gradients of what forward was given."""
-        sides, dtype = self._sides(keywords, q, k), self._desc.dtype
         rank, size = self._communicator.rank, self._communicator.size
+        sides, dtype = Sides(self._desc, size, keywords, q, k), self._desc.dtype
         coming = self._start(sides, 1, k, v) if size > 1 else None
         first = self._mine.backward(
             grad, q, k, v, out, stats, **self._keywords(sides, keywords, rank)
@@ -151,20 +150,17 @@ class KeysInParts:
         grad_q, *grads, _, offset = first
         if size == 1:
             return (grad_q, *grads, None, offset)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        totals = [grad.to(wide) for grad in (grad_q, *grads)]
-        along = 0 if self._desc.layout == "thd" else 2
+        totals = [grad.to(wide(dtype)) for grad in (grad_q, *grads)]
         returning: list[tuple[Started, int | None]] = []
         for step, (source, part, keys, values) in enumerate(
             self._rounds(sides, coming, k, v), start=1
         ):
+            half = part.queries
             grad_q, *grads, _, _ = self._remote.backward(
-                self._half(sides, grad, part.queries),
-                self._half(sides, q, part.queries),
-                keys,
-                values,
-                self._half(sides, out, part.queries),
-                stats if part.queries is None else sides.queries.half(stats, part.queries, along),
+                *(sides.half(x, half) for x in (grad, q)),
+                *(keys, values),
+                sides.half(out, half),
+                stats if half is None else sides.queries.half(stats, half, sides.along),
                 **self._keywords(sides, keywords, source),
             )
             if part.queries is None:
@@ -190,12 +186,6 @@ class KeysInParts:
             coming = self._start(sides, step + 1, k, v) if step + 1 < size else None
             yield _Round(source, part, keys, values)
 
-    def _sides(self, keywords: Mapping[str, Any], q: Payload, k: Payload) -> Sides:
-        return Sides(self._desc, self._communicator.size, keywords, codes_of(q), codes_of(k))
-
-    def _half(self, sides: Sides, x: Payload, half: int | None) -> Payload:
-        return x if half is None else with_codes(x, sides.queries.half(codes_of(x), half))
-
     def _keywords(self, sides: Sides, keywords: Mapping[str, Any], source: int) -> dict[str, Any]:
         """Return the keywords for the keys of ``source``."""
         rank, size = self._communicator.rank, self._communicator.size
@@ -205,13 +195,8 @@ class KeysInParts:
             named |= sides.of_call("softmax_offset")
         if not self._desc.padding:
             return named
-        for side, owner, half in (("q", rank, part.queries), ("kv", source, part.keys)):
-            lengths = sides.lengths(side, owner)
-            if half is None:
-                named |= sides.of_chunks(side, lengths.both, 2)
-            else:
-                named |= sides.of_chunks(side, lengths[half], 1)
-        return named
+        named |= sides.of_rank("q", rank, part.queries)
+        return named | sides.of_rank("kv", source, part.keys)
 
     def _start(self, sides: Sides, step: int, *keys_and_values: Payload) -> Started:
         """Start to send keys and values to the rank ``step`` behind this one, and to receive those
@@ -230,14 +215,8 @@ class KeysInParts:
         self, sides: Sides, started: Started, half: int | None, *like: Payload
     ) -> list[Payload]:
         """Return the keys and values that have come, of one chunk or of both."""
-        sizes = [list(codes_of(x).shape) for x in like]
-        if half is not None:
-            for size in sizes:
-                size[sides.keys.dim] //= 2
-        return [
-            with_codes(x, codes)
-            for x, codes in zip(like, _split(started.wait(), sizes), strict=True)
-        ]
+        arrived = _split(sides, started.wait(), half, [codes_of(x) for x in like])
+        return [with_codes(x, codes) for x, codes in zip(like, arrived, strict=True)]
 
     def _return(
         self,
@@ -257,11 +236,7 @@ class KeysInParts:
     def _add_returned(
         self, sides: Sides, totals: Sequence[torch.Tensor], flat: torch.Tensor, half: int | None
     ) -> None:
-        sizes = [list(total.shape) for total in totals]
-        if half is not None:
-            for size in sizes:
-                size[sides.keys.dim] //= 2
-        for total, part in zip(totals, _split(flat, sizes), strict=True):
+        for total, part in zip(totals, _split(sides, flat, half, totals), strict=True):
             if half is None:
                 total += part
             else:
@@ -277,7 +252,14 @@ class KeysInParts:
         return self._communicator.exchange(flat, send, receive, purpose)
 
 
-def _split(flat: torch.Tensor, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Return tensors of ``sizes`` that were sent one after the other."""
+def _split(
+    sides: Sides, flat: torch.Tensor, half: int | None, like: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return tensors of the sizes of ``like``, or of one chunk of them, that were sent one after
+    the other."""
+    sizes = [list(x.shape) for x in like]
+    if half is not None:
+        for size in sizes:
+            size[sides.keys.dim] //= 2
     counts = [torch.Size(size).numel() for size in sizes]
     return [part.view(*size) for part, size in zip(torch.split(flat, counts), sizes, strict=True)]
