@@ -48,77 +48,43 @@ def attention_backward_of_a_part_uses_the_given_result(
     subject: Subject, desc: AttentionPartBackwardDesc
 ) -> Iterator[float]:
     """The gradients of the keys at hand, where the result and its statistics are of more keys."""
-    forward = desc.attention
     for case in cases():
-        call = arguments(subject, desc, case)
-        results = on_cpu(call.run(subject))
-        grad, q, k, v, out, stats = on_cpu(call.arguments)
-        keywords = on_cpu(call.keywords)
-        queries, keys = sides_of(call, forward, q, k)
-        expected, bound = ([torch.zeros(x.shape, dtype=F64) for x in (q, k, v)] for _ in range(2))
-        offset, offset_bound = (torch.zeros(forward.heads, dtype=F64) for _ in range(2))
-        for at in range(len(queries.lengths)):
-            tensors = queries.part(q, at), keys.part(k, at), keys.part(v, at)
-            exact = sequence(forward, at, tensors, keywords)
-            rows = _Rows(
-                queries.part(grad, at).double(),
-                queries.part(out, at).double(),
-                queries.statistics(stats, at).double(),
-            )
-            results_of, limits = _gradients(desc, exact, rows)
-            for number, side in enumerate((queries, keys, keys)):
-                side.part(expected[number], at).copy_(results_of[number])
-                side.part(bound[number], at).copy_(limits[number])
-            if forward.softmax == "learnable":
-                sums = -rows.products.t()
-                sink = torch.exp(keywords["softmax_offset"].double()[:, None] - rows.stats)
-                sink = sink.masked_fill(rows.stats == -torch.inf, 0)
-                offset += (sink * sums).sum(1)
-                sizes = (rows.grad.abs() * rows.out.abs()).sum(-1).t()
-                offset_bound += (sink * sizes).sum(1) * (forward.head_dim_v + 16) * 2 * ROUND
-        yield from _grads_within(forward, results, expected, bound)
-        if forward.softmax == "learnable":
-            yield within("grad_softmax_offset", results[4], offset, offset_bound + ROUND)
+        yield from _backward_within(subject, arguments(subject, desc, case))
 
 
-class _Rows:
-    """The arguments of a sequence's queries in float64: ``grad`` and ``out [s_q, heads, d]``, and
-    ``stats [heads, s_q]``."""
+class _Part(NamedTuple):
+    """A sequence whose result is of more keys than it has: ``exact`` with the weights among all of
+    them, ``total``, whose gradients are those of its tensors, and sizes of their errors: ``mean
+    [heads, s_q, 1]``, and ``sink [heads]`` for the offset of the softmax."""
 
-    def __init__(self, grad: torch.Tensor, out: torch.Tensor, stats: torch.Tensor) -> None:
-        self.grad, self.out, self.stats = grad, out, stats
-        self.products = (grad * out).sum(-1)
+    exact: Sequence
+    total: torch.Tensor
+    mean: torch.Tensor
+    sink: torch.Tensor
 
 
-def _gradients(
-    desc: AttentionPartBackwardDesc, exact: Sequence, rows: _Rows
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the gradients of a sequence's q, k and v, and how far a backend's may be from them."""
-    forward, eps = desc.attention, torch.finfo(desc.attention.dtype).eps
-    repeats = forward.heads // forward.groups
-    q, k, v = (leaf.detach() for leaf in exact.leaves)
-    keys, values = (x.repeat_interleave(repeats, 1) for x in (k, v))
-    shift = rows.stats.masked_fill(rows.stats == -torch.inf, 0)[..., None]
-    weights = torch.exp(exact.logits.detach() - shift)
-    flow = torch.einsum("ihd,jhd->hij", rows.grad, values)
-    size = torch.einsum("ihd,jhd->hij", rows.grad.abs(), values.abs())
-    mean = (rows.grad.abs() * rows.out.abs()).sum(-1).t()[..., None]
-    grads = forward.scale * weights * (flow - rows.products.t()[..., None])
-    off = 2 * exact.error + 4 * eps  # of the weights, which may be rounded to the dtype
-    errors = 4 * forward.scale * weights * off * (size + mean)
-
-    def products(
-        of_logits: torch.Tensor, q: torch.Tensor, keys: torch.Tensor
-    ) -> list[torch.Tensor]:
-        of_keys = torch.einsum("hij,ihd->jhd", of_logits, q)
-        return [torch.einsum("hij,jhd->ihd", of_logits, keys), _of_groups(forward, of_keys)]
-
-    of_values = torch.einsum("hij,ihd->jhd", weights, rows.grad)
-    of_values_error = torch.einsum("hij,ihd->jhd", off * weights, rows.grad.abs())
-    return (
-        [*products(grads, q, keys), _of_groups(forward, of_values)],
-        [*products(errors, q.abs(), keys.abs()), _of_groups(forward, of_values_error)],
-    )
+def _part_of(
+    desc: AttentionDesc,
+    exact: Sequence,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    stats: torch.Tensor,
+    keywords: dict[str, Any],
+) -> _Part:
+    """Return the part for ``grad`` and ``out [s_q, heads, d]``, and ``stats [heads, s_q]``, all in
+    float64."""
+    shift = stats.masked_fill(stats == -torch.inf, 0)[..., None]
+    weights = torch.exp(exact.logits - shift)
+    values = exact.leaves[2].repeat_interleave(desc.heads // desc.groups, 1)
+    flow = torch.einsum("ihd,jhd->hij", grad, values)
+    sums, mean = ((x * y).sum(-1).t() for x, y in ((grad, out), (grad.abs(), out.abs())))
+    total, sink = (weights * (flow - sums[..., None])).sum(), torch.zeros(desc.heads, dtype=F64)
+    if desc.softmax == "learnable":
+        offset = torch.exp(keywords["softmax_offset"][:, None, None] - shift)[..., 0]
+        offset = offset.masked_fill(stats == -torch.inf, 0)
+        total = total - (offset * sums).sum()
+        sink = (offset.detach() * mean).sum(1) * (desc.head_dim_v + 16) * 2 * ROUND
+    return _Part(exact._replace(weights=weights), total, mean[..., None], sink)
 
 
 def _of_groups(desc: AttentionDesc, x: torch.Tensor) -> torch.Tensor:
@@ -267,7 +233,7 @@ def attention_backward_is_within_the_bound(
 
 def _backward_within(subject: Subject, call: OpCall) -> Iterator[float]:
     backward: Any = call.desc
-    desc = backward.attention
+    desc, is_part = backward.attention, isinstance(backward, AttentionPartBackwardDesc)
     results = on_cpu(call.run(subject))
     specs = (backward.grad_output, *(desc.qkv,) * 3)
     grad, q, k, v = (
@@ -276,14 +242,24 @@ def _backward_within(subject: Subject, call: OpCall) -> Iterator[float]:
     keywords = _wide(on_cpu(call.keywords))
     queries, keys = sides_of(call, desc, q, k)
     expected, bound = ([torch.zeros(x.shape, dtype=F64) for x in (q, k, v)] for _ in range(2))
-    bias_bound = offset_bound = amax = 0.0
+    bias_bound = amax = 0.0
+    offset_bound = torch.full((desc.heads,), ROUND, dtype=F64)
     for at in range(len(queries.lengths)):
         parts = queries.part(q, at), keys.part(k, at), keys.part(v, at)
         exact = sequence(desc, at, parts, keywords)
         part = queries.part(grad, at).double()
         exact.logits.retain_grad()
-        torch.autograd.backward(exact.out, part)
-        limits = _limits(backward, exact, part)
+        if is_part:
+            out, stats = on_cpu(call.arguments[4:])
+            given = queries.part(out, at).double(), queries.statistics(stats, at).double()
+            exact, total, mean, sink = _part_of(desc, exact, part, *given, keywords)
+            torch.autograd.backward(total)
+            limits = _limits(backward, exact, part, mean)
+            offset_bound += sink
+        else:
+            torch.autograd.backward(exact.out, part)
+            limits = _limits(backward, exact, part)
+            offset_bound += float(limits[3].sum((1, 2)).max()) if limits[3].numel() else 0.0
         for number, (side, leaf) in enumerate(
             zip((queries, keys, keys), exact.leaves, strict=True)
         ):
@@ -292,7 +268,6 @@ def _backward_within(subject: Subject, call: OpCall) -> Iterator[float]:
         if exact.error.numel():
             amax = max(amax, float(_grad(exact.logits).abs().max()))
         bias_bound += float(limits[3].sum(0).max()) if limits[3].numel() else 0.0
-        offset_bound += float(limits[3].sum((1, 2)).max()) if limits[3].numel() else 0.0
     yield from _grads_within(desc, results, expected, bound)
     if backward.dp is not None and backward.dp.delayed:
         yield _record_within("dp_amax_out", call, amax)
@@ -305,8 +280,7 @@ def _backward_within(subject: Subject, call: OpCall) -> Iterator[float]:
     if desc.softmax == "learnable":
         want = _grad(keywords["softmax_offset"])
         same_form("grad_softmax_offset", of_offset, torch.empty(desc.heads))
-        limit = torch.full_like(want, offset_bound + ROUND)
-        yield within("grad_softmax_offset", of_offset, want, limit)
+        yield within("grad_softmax_offset", of_offset, want, offset_bound)
 
 
 def _grad(leaf: torch.Tensor) -> torch.Tensor:
@@ -314,9 +288,13 @@ def _grad(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _limits(
-    backward: AttentionBackwardDesc, exact: Sequence, grad: torch.Tensor
+    backward: AttentionBackwardDesc,
+    exact: Sequence,
+    grad: torch.Tensor,
+    mean: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Return the errors that the gradients of one sequence may have, and those of its logits.
+    """Return the errors that the gradients of one sequence may have, and those of its logits;
+    ``mean [heads, s_q, 1]`` is the size of the sum over all keys, if these are a part.
 
     Weights and gradients of logits may be rounded to the dtype before they are multiplied.
     """
@@ -327,8 +305,9 @@ def _limits(
     weights = exact.weights.detach()
     off = 2 * (exact.error + (weights * exact.error).sum(-1, keepdim=True)) + 4 * eps
     flow = torch.einsum("ihd,jhd->hij", grad.abs(), values)
-    mean = (weights * flow).sum(-1, keepdim=True)
-    of_logits = 4 * weights * (off * (flow + mean) + (weights * off * flow).sum(-1, keepdim=True))
+    of_mean = 0.0 if mean is not None else (weights * off * flow).sum(-1, keepdim=True)
+    mean = (weights * flow).sum(-1, keepdim=True) if mean is None else mean
+    of_logits = 4 * weights * (off * (flow + mean) + of_mean)
     of_logits = of_logits + _rounding(backward.dp) * weights * (flow + mean)
     scaled = desc.scale * of_logits * (4 if desc.softcap else 1)
     rounded = off + (0.0 if backward.grad_output is None else _rounding(desc.s))
