@@ -1,15 +1,16 @@
 """Laws of the rows that a backend moves between ranks, held to the collectives of their group; all
 ranks run them at the same time.
 
-A law exchanges everything first and compares at its end, so that the ranks stay in step where one
-of them finds a fault. Numbers are such that each rank can compute those of the others.
+Numbers are such that each rank can compute those of the others.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,20 +23,33 @@ from fp8core.conformance.operands import gemm_operands
 from fp8core.conformance.subject import Subject
 from fp8core.dispatch import plugins
 from fp8core.errors import OperandError
+from fp8core.tensors.checks import bytes_of
 
-_COLUMNS = 256
+_ROWS, _COLUMNS = 6, 256
 _MOST_BYTES = 1 << 26
 _ROUNDS = 3
 _NUMBERS = 31  # sums of so few integers up to this are exact in every dtype
+_CODES = 120  # byte patterns from 0 on, none of which is a NaN of float8_e4m3fn
+
+Pair: TypeAlias = tuple[str, torch.Tensor, torch.Tensor]
+"""A name, what arrived, and what is due."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSubject:
-    """A backend on one rank: ``transfers`` moves rows beside its products, None: nothing does."""
+    """A rank of a group, and a backend on it: ``transfers`` moves rows beside its products, None:
+    nothing does. Laws of the group alone need no ``backend``."""
 
-    subject: Subject
     communicator: Communicator
-    transfers: Transfers | None
+    device: torch.device
+    backend: Subject | None = None
+    transfers: Transfers | None = None
+
+    @property
+    def subject(self) -> Subject:
+        """The backend, which laws of what it moves have."""
+        assert self.backend is not None
+        return self.backend
 
     @property
     def moves(self) -> Transfers:
@@ -61,120 +75,174 @@ class RankSubject:
                 raise Unjudged(f"parts of {_MOST_BYTES} bytes are not moved beside products")
         return rows
 
+    def values(
+        self, rank: int, rows: int, dtype: torch.dtype, round_: int = 0, columns: int = _COLUMNS
+    ) -> torch.Tensor:
+        """Return the numbers ``[rows, columns]`` of a rank, on the device of this one."""
+        numbers = torch.arange(rows * columns).reshape(rows, columns) * 7 + 11 * rank + 3 * round_
+        if dtype == torch.float8_e4m3fn:
+            return (numbers % _CODES).to(torch.uint8).view(dtype).to(self.device)
+        return (numbers % _NUMBERS).to(dtype).to(self.device)
+
+    def of_each(
+        self, rows: int, dtype: torch.dtype, round_: int = 0, columns: int = _COLUMNS
+    ) -> list[torch.Tensor]:
+        """Return the numbers of all ranks, in their order."""
+        ranks = range(self.communicator.size)
+        return [self.values(rank, rows, dtype, round_, columns) for rank in ranks]
+
 
 def subject_of(subject: Subject, communicator: Communicator) -> RankSubject:
     """Return the backend of ``subject`` between the ranks of ``communicator``."""
     registry = plugins.load()
     spec = registry.spec(subject.name, "the conformance kit")
-    return RankSubject(
-        subject, communicator, registry.transfers(spec, communicator, subject.device)
+    transfers = registry.transfers(spec, communicator, subject.device)
+    return RankSubject(communicator, subject.device, subject, transfers)
+
+
+RankLaw: TypeAlias = Callable[[RankSubject], None]
+
+
+def _compared(law: Callable[[RankSubject], Iterable[Pair]]) -> RankLaw:
+    """Return ``law``, whose pairs are compared when everything is exchanged, so that the ranks stay
+    in step where one of them finds a fault."""
+
+    @functools.wraps(law)
+    def compare(ranks: RankSubject) -> None:
+        for name, arrived, due in list(law(ranks)):
+            same_bits(name, bytes_of(arrived, name), bytes_of(due, name))
+
+    return compare
+
+
+def _gathered(
+    ranks: RankSubject, dtype: torch.dtype, *sizes: int, by: Transfers | None = None
+) -> Iterator[Pair]:
+    for rows in sizes:
+        x = ranks.values(ranks.communicator.rank, rows, dtype)
+        arrived = ranks.communicator.gather(x, "kit", by).wait()
+        yield f"{dtype} [{rows}, {_COLUMNS}]", arrived, torch.cat(ranks.of_each(rows, dtype))
+
+
+def _scattered(
+    ranks: RankSubject, dtype: torch.dtype, rows: int, by: Transfers | None = None
+) -> Iterator[Pair]:
+    size, rank = ranks.communicator.size, ranks.communicator.rank
+    x = torch.cat(ranks.of_each(rows, dtype, round_=rank))
+    part = ranks.communicator.scatter(x, "kit", by).wait()
+    addends = torch.stack([ranks.values(rank, rows, dtype, round_=peer) for peer in range(size)])
+    yield f"{dtype}", part, addends.float().sum(0).to(dtype)
+
+
+def _reduced(ranks: RankSubject, kind: str) -> Iterator[Pair]:
+    addends = ranks.of_each(_ROWS, torch.float32)
+    reduce = getattr(ranks.communicator, kind)
+    due = torch.stack(addends)
+    result = reduce(addends[ranks.communicator.rank], "kit").wait()
+    yield kind, result, due.sum(0) if kind == "sum" else due.amax(0)
+
+
+def _exchanged(ranks: RankSubject, dtype: torch.dtype) -> Iterator[Pair]:
+    size, rank = ranks.communicator.size, ranks.communicator.rank
+    sent = [[(of + to) % size for to in range(size)] for of in range(size)]  # none to one of them
+    inputs = [ranks.values(of, sum(sizes), dtype) for of, sizes in enumerate(sent)]
+    receive = [sizes[rank] for sizes in sent]
+    arrived = ranks.communicator.exchange(inputs[rank], sent[rank], receive).wait()
+    parts = [torch.split(x.view(torch.uint8), sizes) for x, sizes in zip(inputs, sent, strict=True)]
+    yield f"{dtype}", arrived, torch.cat([of[rank] for of in parts])
+
+
+def _of(
+    law: Callable[..., Iterator[Pair]], *options: Any
+) -> Callable[[RankSubject], Iterator[Pair]]:
+    return lambda ranks: law(ranks, *options)
+
+
+COLLECTIVES: dict[str, RankLaw] = {
+    name: _compared(_of(law, *options))
+    for name, law, options in (
+        ("gather of float8_e4m3fn", _gathered, (torch.float8_e4m3fn, _ROWS)),
+        ("gather of bfloat16", _gathered, (torch.bfloat16, _ROWS)),
+        ("scatter of sums in bfloat16", _scattered, (torch.bfloat16, _ROWS)),
+        ("sum of float32", _reduced, ("sum",)),
+        ("maximum of float32", _reduced, ("max",)),
+        ("exchange of float8_e4m3fn", _exchanged, (torch.float8_e4m3fn,)),
     )
+}
+"""The laws of the collectives of a group, in the order in which every rank runs them."""
 
 
-def _values(
-    ranks: RankSubject, rank: int, rows: int, dtype: torch.dtype, round_: int = 0
-) -> torch.Tensor:
-    """Return the whole numbers of a rank, on its device."""
-    numbers = torch.arange(rows * _COLUMNS).reshape(rows, _COLUMNS) * 7 + 11 * rank + 3 * round_
-    return ranks.subject.here((numbers % _NUMBERS).to(dtype))  # type: ignore[no-any-return]  # a tensor
-
-
-def _of_all(ranks: RankSubject, rows: int, dtype: torch.dtype, round_: int = 0) -> torch.Tensor:
-    size = ranks.communicator.size
-    return torch.cat([_values(ranks, rank, rows, dtype, round_) for rank in range(size)])
-
-
-def rows_gathered_beside_products(ranks: RankSubject) -> None:
+@_compared
+def rows_gathered_beside_products(ranks: RankSubject) -> Iterator[Pair]:
     """Rows of every dtype, of one size and the next ones, are those that the group gathers."""
-    communicator = ranks.communicator
-    pairs = []
     for dtype in (torch.uint8, torch.bfloat16, torch.float32):
         least = ranks.rows(_COLUMNS * dtype.itemsize)
-        for rows in (least, least + 1, 2 * least + 3):
-            x = _values(ranks, communicator.rank, rows, dtype)
-            started = communicator.gather(x, "kit", ranks.moves)
-            pairs.append((f"{dtype} [{rows}, {_COLUMNS}]", started.wait(), (rows, dtype)))
-    for name, gathered, arguments in pairs:
-        same_bits(name, gathered, _of_all(ranks, *arguments))
+        yield from _gathered(ranks, dtype, least, least + 1, 2 * least + 3, by=ranks.moves)
 
 
-def rows_that_arrive_one_rank_after_the_other(ranks: RankSubject) -> None:
+@_compared
+def rows_that_arrive_one_rank_after_the_other(ranks: RankSubject) -> Iterator[Pair]:
     """The rows of a rank are complete when they are said to be, before those of all are."""
     communicator = ranks.communicator
     size, rank = communicator.size, communicator.rank
     rows = ranks.rows(2 * _COLUMNS)
-    x = _values(ranks, rank, rows, torch.bfloat16)
-    started = communicator.gather(x, "kit", ranks.moves, in_parts=True)
-    order = [(rank + step) % size for step in range(1, size)]
-    arrived = {sender: started.rows_of(sender, size).clone() for sender in order}
-    whole = started.wait()
-    for sender, part in arrived.items():
-        same_bits(f"rows of rank {sender}", part, _values(ranks, sender, rows, torch.bfloat16))
-    same_bits("all rows", whole, _of_all(ranks, rows, torch.bfloat16))
+    due = ranks.of_each(rows, torch.bfloat16)
+    started = communicator.gather(due[rank], "kit", ranks.moves, in_parts=True)
+    for sender in ((rank + step) % size for step in range(1, size)):
+        yield f"rows of rank {sender}", started.rows_of(sender, size).clone(), due[sender]
+    yield "all rows", started.wait(), torch.cat(due)
 
 
-def maxima_of_a_few_numbers(ranks: RankSubject) -> None:
+@_compared
+def maxima_of_a_few_numbers(ranks: RankSubject) -> Iterator[Pair]:
     """Maxima over ranks are exact, for one number and for thousands, again and again without a
     wait, and leave what they are taken of as it was."""
-    communicator, results = ranks.communicator, []
-    rank, size = communicator.rank, communicator.size
-    maximum = ranks.moves.maximum
-
-    def numbers(rank: int, count: int, round_: int) -> torch.Tensor:
-        x = torch.arange(count) * 7 + 11 * rank + 3 * round_
-        return ranks.subject.here((x % _NUMBERS).float() / 8)  # type: ignore[no-any-return]  # a tensor
-
+    rank, maximum = ranks.communicator.rank, ranks.moves.maximum
     for round_ in range(_ROUNDS):
         for count in (1, 2, 4099):
-            x = numbers(rank, count, round_)
-            results.append((count, round_, x, communicator.max(x, "kit", maximum).wait()))
-    for count, round_, x, largest in results:
-        same_bits(f"{count} numbers given", x, numbers(rank, count, round_))
-        addends = torch.stack([numbers(peer, count, round_) for peer in range(size)])
-        same_bits(f"the maxima of {count}", largest, addends.amax(0))
+            numbers = [x[0] / 8 for x in ranks.of_each(1, torch.float32, round_, count)]
+            x = numbers[rank].clone()
+            largest = ranks.communicator.max(x, "kit", maximum).wait()
+            yield f"{count} numbers", x, numbers[rank]
+            yield f"the maxima of {count}", largest, torch.stack(numbers).amax(0)
 
 
-def several_transfers_under_way(ranks: RankSubject) -> None:
+@_compared
+def several_transfers_under_way(ranks: RankSubject) -> Iterator[Pair]:
     """Gathers and sums that are started before others are waited for, again and again, mix up
     nothing: memory is written anew only when nobody reads it any more."""
     communicator, moves = ranks.communicator, ranks.moves
     size, rank = communicator.size, communicator.rank
-    rows, dtype = ranks.rows(2 * _COLUMNS), torch.bfloat16
-    results = []
+    rows, dtype, results = ranks.rows(2 * _COLUMNS), torch.bfloat16, []
     for round_ in range(_ROUNDS):
-        x = _values(ranks, rank, rows, dtype, round_)
-        whole = _of_all(ranks, rows, dtype, round_ + rank)
+        x = ranks.values(rank, rows, dtype, round_)
+        whole = torch.cat(ranks.of_each(rows, dtype, round_ + rank))
         first = communicator.gather(x, "kit", moves)
         total = communicator.scatter(whole, "kit", moves)
         second = communicator.gather(x + 1, "kit", moves)
-        results.append((second.wait().clone(), total.wait().clone(), first.wait().clone()))
+        results.append([started.wait().clone() for started in (second, total, first)])
     for round_, (second_rows, part, first_rows) in enumerate(results):
-        expected = _of_all(ranks, rows, dtype, round_)
-        same_bits(f"round {round_}, the first gather", first_rows, expected)
-        same_bits(f"round {round_}, the second gather", second_rows, expected + 1)
-        addends = [_values(ranks, rank, rows, dtype, round_ + peer) for peer in range(size)]
-        same_bits(f"round {round_}, the sum", part, torch.stack(addends).sum(0).to(dtype))
+        due = torch.cat(ranks.of_each(rows, dtype, round_))
+        addends = [ranks.values(rank, rows, dtype, round_ + peer) for peer in range(size)]
+        yield f"round {round_}, the first gather", first_rows, due
+        yield f"round {round_}, the second gather", second_rows, due + 1
+        yield f"round {round_}, the sum", part, torch.stack(addends).sum(0).to(dtype)
 
 
-def sums_scattered_beside_products(ranks: RankSubject) -> None:
+@_compared
+def sums_scattered_beside_products(ranks: RankSubject) -> Iterator[Pair]:
     """Each rank gets its rows of the sum over ranks, of every dtype of activations."""
-    communicator, results = ranks.communicator, []
-    rank, size = communicator.rank, communicator.size
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         rows = ranks.rows(_COLUMNS * dtype.itemsize) + 1
-        x = _of_all(ranks, rows, dtype, round_=rank)
-        results.append((dtype, rows, communicator.scatter(x, "kit", ranks.moves).wait()))
-    for dtype, rows, part in results:
-        addends = [_values(ranks, rank, rows, dtype, round_=peer) for peer in range(size)]
-        same_bits(f"{dtype}", part, torch.stack(addends).float().sum(0).to(dtype))
+        yield from _scattered(ranks, dtype, rows, ranks.moves)
 
 
-def products_of_rows_that_arrive(ranks: RankSubject) -> None:
+@_compared
+def products_of_rows_that_arrive(ranks: RankSubject) -> Iterator[Pair]:
     """A product of each rank's rows as they arrive has the bits of gather and product, for one
     product of each kind of scales."""
     communicator = ranks.communicator
     size, rank = communicator.size, communicator.rank
-    pairs = []
     with repeatable():
         for name, desc, k in _products(ranks):
             gemm_part = ranks.subject.variant(desc, part=True)
@@ -191,9 +259,7 @@ def products_of_rows_that_arrive(ranks: RankSubject) -> None:
                 data = started.rows_of(sender, size) if step else mine.data
                 part = part._replace(data=data)
                 gemm_part(size * rows, part, b, out=out[sender * rows : (sender + 1) * rows])
-            pairs.append((name, out, whole))
-    for name, out, whole in pairs:
-        same_bits(name, out, whole)
+            yield name, out, whole
 
 
 def products_that_are_summed_in_parts(ranks: RankSubject) -> None:
@@ -236,7 +302,7 @@ def _part_of(
 def faults_are_told_to_every_rank(ranks: RankSubject) -> None:
     """Ranks that differ in what they compare, and rows that the ranks do not divide, are named
     errors on all of them, after which collectives work."""
-    communicator, device = ranks.communicator, ranks.subject.device
+    communicator, device = ranks.communicator, ranks.device
     told = []
     for call in (
         lambda: communicator.agree(f"rank {communicator.rank}", "the kit's texts"),
@@ -277,7 +343,7 @@ def _products(ranks: RankSubject) -> Sequence[tuple[str, GemmDesc, int]]:
     return list(products.values())
 
 
-LAWS: dict[str, Callable[[RankSubject], None]] = {
+LAWS: dict[str, RankLaw] = {
     law.__name__: law
     for law in (
         faults_are_told_to_every_rank,

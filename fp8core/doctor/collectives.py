@@ -6,30 +6,24 @@ others, so that its result is compared exactly.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fp8core.collectives import Communicator, of_group
 from fp8core.conformance.compare import Broken, Unjudged
-from fp8core.conformance.ranks import LAWS, subject_of
+from fp8core.conformance.ranks import COLLECTIVES, LAWS, RankLaw, RankSubject, subject_of
 from fp8core.conformance.subject import find
 from fp8core.dispatch import plugins, process
 from fp8core.dispatch.process import Ending, Record
 from fp8core.doctor.findings import absent
 from fp8core.errors import Fp8CoreError
-
-ROWS, COLUMNS = 6, 40
-_NUMBERS = 31  # sums of so few integers up to this are exact in every dtype
-_CODES = 120  # byte patterns from 0 on, none of which is a NaN of float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,89 +36,6 @@ class Outcome:
     skipped: str | None = None
 
 
-class _Case(NamedTuple):
-    """A collective: ``run(communicator, x)`` and, from the tensors of all ranks, what is due."""
-
-    name: str
-    dtype: torch.dtype
-    run: Callable[[Communicator, torch.Tensor], torch.Tensor]
-    due: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
-    rows: Callable[[int, int], int] = lambda rank, size: ROWS * size
-
-
-def _sizes(rank: int, size: int) -> list[int]:
-    """Return how many rows ``rank`` sends to each rank: none to one of them."""
-    return [(rank + other) % size for other in range(size)]
-
-
-def _exchange(communicator: Communicator, x: torch.Tensor) -> torch.Tensor:
-    rank, size = communicator.rank, communicator.size
-    receive = [_sizes(other, size)[rank] for other in range(size)]
-    return communicator.exchange(x, _sizes(rank, size), receive).wait()
-
-
-def _exchanged(inputs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-    parts = [torch.split(x, _sizes(r, len(inputs)))[rank] for r, x in enumerate(inputs)]
-    return torch.cat(parts)
-
-
-def _added(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([x.double() for x in inputs]).sum(0).to(inputs[0].dtype)
-
-
-_CASES = (
-    _Case(
-        "gather of float8_e4m3fn",
-        torch.float8_e4m3fn,
-        lambda communicator, x: communicator.gather(x).wait(),
-        lambda inputs, rank: torch.cat([x.view(torch.uint8) for x in inputs]),
-    ),
-    _Case(
-        "gather of bfloat16",
-        torch.bfloat16,
-        lambda communicator, x: communicator.gather(x).wait(),
-        lambda inputs, rank: torch.cat(list(inputs)),
-    ),
-    _Case(
-        "scatter of sums in bfloat16",
-        torch.bfloat16,
-        lambda communicator, x: communicator.scatter(x).wait(),
-        lambda inputs, rank: _added(inputs).chunk(len(inputs))[rank],
-    ),
-    _Case(
-        "sum of float32",
-        torch.float32,
-        lambda communicator, x: communicator.sum(x).wait(),
-        lambda inputs, rank: _added(inputs),
-    ),
-    _Case(
-        "maximum of float32",
-        torch.float32,
-        lambda communicator, x: communicator.max(x).wait(),
-        lambda inputs, rank: torch.stack(list(inputs)).amax(0),
-    ),
-    _Case(
-        "exchange of float8_e4m3fn",
-        torch.float8_e4m3fn,
-        _exchange,
-        lambda inputs, rank: _exchanged([x.view(torch.uint8) for x in inputs], rank),
-        lambda rank, size: sum(_sizes(rank, size)),
-    ),
-)
-
-
-def _input(case: _Case, rank: int, size: int) -> torch.Tensor:
-    rows = case.rows(rank, size)
-    numbers = torch.arange(rows * COLUMNS).reshape(rows, COLUMNS) * 7 + 11 * rank
-    if case.dtype.itemsize == 1:
-        return (numbers % _CODES).to(torch.uint8).view(case.dtype)
-    return (numbers % _NUMBERS - _NUMBERS // 2).to(case.dtype)
-
-
-NAMES = tuple(case.name for case in _CASES)
-"""The tested collectives, in their order."""
-
-
 def records(
     backend: str | None, rank: int, size: int, device: torch.device, folder: str
 ) -> Iterator[Record]:
@@ -135,25 +46,27 @@ def records(
     """
     yield {"begin": "joining the group"}
     with joined(rank, size, device, folder) as (communicator, mine):
-        for case in _CASES:
-            yield {"begin": case.name}
-            inputs = [_input(case, of, size) for of in range(size)]
-            received = case.run(communicator, inputs[rank].to(mine)).cpu()
-            yield {"collective": case.name, "failure": _compare(received, case.due(inputs, rank))}
+        ranks = RankSubject(communicator, mine)
+        for name, law in COLLECTIVES.items():
+            yield from _result(name, law, ranks)
         if backend is None:
             return
         yield {"begin": "binding the backend"}
-        subject = subject_of(find(backend, str(mine)), communicator)
+        ranks = subject_of(find(backend, str(mine)), communicator)
         for name, law in LAWS.items():
-            yield {"begin": name}
-            failure = skipped = None
-            try:
-                law(subject)
-            except Broken as error:
-                failure = str(error)
-            except Unjudged as error:
-                skipped = str(error)
-            yield {"collective": name, "failure": failure, "skipped": skipped}
+            yield from _result(name, law, ranks)
+
+
+def _result(name: str, law: RankLaw, ranks: RankSubject) -> Iterator[Record]:
+    yield {"begin": name}
+    failure = skipped = None
+    try:
+        law(ranks)
+    except Broken as error:
+        failure = str(error)
+    except Unjudged as error:
+        skipped = str(error)
+    yield {"collective": name, "failure": failure, "skipped": skipped}
 
 
 @contextmanager
@@ -175,15 +88,6 @@ def joined(
     )
     yield of_group(), device
     dist.destroy_process_group()
-
-
-def _compare(received: torch.Tensor, due: torch.Tensor) -> str | None:
-    if due.dtype is torch.uint8:
-        received = received.view(torch.uint8)
-    if received.shape != due.shape:
-        return f"received {list(received.shape)} instead of {list(due.shape)}"
-    wrong = int((received != due).sum())
-    return f"{wrong} of {math.prod(due.shape)} elements are wrong" if wrong else None
 
 
 def device_for(asked: torch.device | None, processes: int) -> torch.device:
@@ -231,7 +135,7 @@ def apart(
         for record in seen
         if record.get("skipped")
     }
-    names = (*NAMES, *(() if backend is None else LAWS))
+    names = (*COLLECTIVES, *(() if backend is None else LAWS))
     return [Outcome(name, _failures(name, ranks), skipped.get(name)) for name in names]
 
 
