@@ -31,11 +31,8 @@ def quantize(
     *,
     scale: torch.Tensor | None = None,
     amax_out: torch.Tensor | None = None,
-    nonfinite_out: torch.Tensor | None = None,
 ) -> Quantized:
     """Quantize ``x [rows, cols]`` in the orientations of ``desc``; see the backend API."""
-    if nonfinite_out is not None:
-        nonfinite_out += x.numel() - torch.isfinite(x).sum()
     if group_offsets is None:
         return _quantize(desc, x.contiguous(), scale, amax_out)
     bounds = group_offsets.tolist()  # on the CPU

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -103,13 +103,17 @@ class QuantizeByAmaxDesc(QuantizeDesc):
     @classmethod
     def of(cls, desc: QuantizeDesc) -> QuantizeByAmaxDesc:
         """Return the descriptor of the cast of ``desc`` by amaxes of the caller."""
-        return cls(desc.dtype, desc.rowwise, desc.columnwise, desc.grouped, desc.offsets_on_device)
+        return cls(**_shared_fields(desc))
 
     def plain(self) -> QuantizeDesc:
         """Return the descriptor of the same cast by the amaxes of ``x`` itself."""
-        return QuantizeDesc(
-            self.dtype, self.rowwise, self.columnwise, self.grouped, self.offsets_on_device
-        )
+        return QuantizeDesc(**_shared_fields(self))
+
+
+def _shared_fields(desc: QuantizeDesc) -> dict[str, Any]:
+    """Return the fields of a cast that a cast by given amaxes has as well."""
+    names = ("dtype", "rowwise", "columnwise", "grouped", "offsets_on_device", "counted")
+    return {name: getattr(desc, name) for name in names}
 
 
 class Amaxes(NamedTuple):

@@ -40,9 +40,6 @@ class QuantizeDesc:
     nonfinite_out=None) -> Quantized``.
 
     ``x [rows, cols]`` has ``dtype``, any strides, and is on the device the op was bound for.
-    ``nonfinite_out`` (int64 ``[1]`` on ``x``'s device, or None) grows by the number of NaN and inf
-    in ``x``, each counted once, also where both orientations are asked for.
-
     Every other argument is given for descriptors of one kind alone, so that a backend which denies
     that kind does not take it:
 
@@ -53,6 +50,9 @@ class QuantizeDesc:
     - :class:`~fp8core.backend_api.QuantizeByAmaxDesc`: ``amax``.
     - stochastic specs: ``rng`` (int64 ``[2]`` on the CPU: seed and offset; the same values give the
       same rounding).
+    - ``counted``: ``nonfinite_out`` (int64 ``[1]`` on ``x``'s device, or None) grows by the number
+      of NaN and inf in ``x``, each counted once, also where both orientations are asked for; rows
+      of no group are not counted. Optional: without it a pass of its own counts.
 
     Optional, of casts that are not grouped, for calls outside of graphs:
 
@@ -76,6 +76,7 @@ class QuantizeDesc:
     offsets_on_device: bool = False
     sums: bool = False
     chunked: bool = False
+    counted: bool = False
 
     def halves(self) -> tuple[QuantizeDesc, QuantizeDesc]:
         """Return the descriptors of the rowwise and of the columnwise half alone."""

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -62,11 +62,11 @@ def variant_of(desc: OpDesc) -> str | None:
     'sums'
     """
     if isinstance(desc, FusedDesc):
-        return "chunked" if desc.quantize.chunked else None
+        desc = replace(desc.quantize, sums=False)
     return next((name for name in _VARIANTS if getattr(desc, name, False)), None)
 
 
-_VARIANTS = ("added", "chunked", "part", "prepared", "sums")
+_VARIANTS = ("added", "chunked", "part", "prepared", "sums", "counted")
 
 
 class Alignment(NamedTuple):
@@ -145,7 +145,7 @@ class DeclaresNumerics(Protocol):
         """Return the bounds that hold for ``desc``, a supported descriptor, on ``device``."""
 
 
-API_VERSION = (6, 0)
+API_VERSION = (6, 1)
 """(major, minor). A backend written for another major, or a newer minor, is not loaded.
 
 The minor rises with a change that an old backend can ignore: a new operation, a new optional

@@ -9,7 +9,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -18,9 +18,12 @@ from fp8core.backend_api import (
     Alignment,
     AttentionBackwardDesc,
     AttentionDesc,
+    BackendSpec,
+    FusedDesc,
     GemmDesc,
     OpDesc,
     PairCast,
+    QuantizeDesc,
     Ranks,
     Recorder,
     Transfers,
@@ -30,7 +33,7 @@ from fp8core.dispatch import plugins, policy, select, settings
 from fp8core.dispatch.registry import Bound, Kernels, Registry, named_kernels
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
-from fp8core.torch_ops import definition, operators
+from fp8core.torch_ops import definition, nonfinite, operators
 from fp8core.torch_ops.capture import in_plain_mode
 from fp8core.torch_ops.encoding import Operation
 
@@ -112,11 +115,12 @@ def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -
 
 def resolve_optional(desc: OpDesc, device: torch.device, backend: str) -> Resolved | None:
     """Bind an optional operation by ``backend``, or return None if ``backend`` does not run it, or
-    a graph that torch captures has no operator of it."""
+    a graph that torch captures has no operator of it: there a fusion has to count NaN and inf."""
     if variant_of(desc) is not None and _is_captured():
         return None
     registry = plugins.load()
-    if registry.unsupported(registry.backends[backend], desc, device) is not None:
+    needed = counted(desc) if _is_captured() and isinstance(desc, FusedDesc) else desc
+    if registry.unsupported(registry.backends[backend], needed, device) is not None:
         return None
     return resolve(desc, device, backend=backend)
 
@@ -151,7 +155,8 @@ def _resolved(
     key: _Key,
 ) -> Resolved:
     active, _, registry, _ = key
-    choice = select.choose(desc, device, active, backend)
+    plain = counted(desc, False)  # no reason for another backend
+    choice = select.choose(plain, device, active, backend)
     if choice.substitution:
         log_once(f"{desc.op} on {device} runs on {choice.backend}: {choice.substitution} [{desc}]")
     if select.is_product(desc) or isinstance(desc, _ATTENTION):
@@ -161,10 +166,27 @@ def _resolved(
     spec = registry.backends[choice.backend]
     alignment = registry.alignment(spec, desc) if isinstance(desc, GemmDesc) else Alignment()
     if is_captured:
-        bound = Bound(operators.call_of(Operation(choice.backend, desc, spec.transposes)))
+        bound = Bound(operators.call_of(Operation(choice.backend, plain, spec.transposes)))
     else:
-        bound = registry.bind(spec, desc, device)
+        bound = _bind(registry, spec, desc, device)
     return Resolved(bound.run, bound.recorder, choice, alignment)
+
+
+def counted(desc: OpDesc, is_counted: bool = True) -> OpDesc:
+    """Return ``desc``, a cast or a fusion with one, as it counts NaN and inf or does not; another
+    descriptor as it is."""
+    if isinstance(desc, FusedDesc):
+        return replace(desc, quantize=replace(desc.quantize, counted=is_counted))
+    return replace(desc, counted=is_counted) if isinstance(desc, QuantizeDesc) else desc
+
+
+def _bind(registry: Registry, spec: BackendSpec, desc: OpDesc, device: torch.device) -> Bound:
+    """Bind ``desc``; NaN and inf are counted beside a cast that the backend does not count in."""
+    plain = counted(desc, False)
+    if desc == plain or registry.unsupported(spec, desc, device) is None:
+        return registry.bind(spec, desc, device)
+    bound = registry.bind(spec, plain, device)
+    return bound._replace(run=nonfinite.counting(bound.run))
 
 
 def forget() -> None:
@@ -213,7 +235,8 @@ def kernels_of(choice: select.Choice) -> Kernels:
 
 
 def _bind_named(backend: str, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
-    """Bind ``desc`` by the backend that was chosen when a graph was compiled or exported."""
+    """Bind ``desc`` by the backend that was chosen when a graph was compiled or exported; its casts
+    count NaN and inf."""
     return _bind_for(plugins.load(), backend, desc, device)
 
 
@@ -222,10 +245,11 @@ def _bind_for(
     registry: Registry, backend: str, desc: OpDesc, device: torch.device
 ) -> Callable[..., Any]:
     spec = registry.spec(backend, "a compiled graph")
-    reason = registry.unsupported(spec, desc, device)
+    desc, plain = counted(desc), desc
+    reason = registry.unsupported(spec, desc if isinstance(desc, FusedDesc) else plain, device)
     if reason is not None:
         raise UnsupportedError(f"a compiled graph has {desc} for {backend} on {device}: {reason}")
-    return in_plain_mode(functools.partial(registry.bind, spec, desc, device)).run
+    return in_plain_mode(functools.partial(_bind, registry, spec, desc, device)).run
 
 
 definition.set_binder(_bind_named)

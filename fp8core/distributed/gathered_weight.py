@@ -4,6 +4,7 @@ rank's rows as part of the whole."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -158,7 +159,7 @@ class RowCast:
 
     def _cast(self, x: torch.Tensor, reduced: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keywords = {"nonfinite_out": counter_of(x.device)}
-        desc = self._desc
+        desc = dataclasses.replace(self._desc, counted=True)
         if self._reduces:
             desc = QuantizeByAmaxDesc.of(desc)
             keywords["amax"] = reduced

@@ -152,7 +152,7 @@ def reduced(
         if not has_amax(desc):  # this orientation's scales belong to blocks
             plain = resolve(desc)
             return _counting(plain.run, nonfinite), (plain.choice,)
-        amax = resolve(AmaxDesc(desc))
+        amax = resolve(AmaxDesc(replace(desc, counted=False)))
         cast = resolve(QuantizeByAmaxDesc.of(desc))
         run = _reducing(desc, amax.run, reduce_amax, _counting(cast.run, nonfinite))
         return run, (amax.choice, cast.choice)
@@ -295,7 +295,8 @@ def bind_quantizer(
     if plan.rowwise is None and plan.columnwise is None:
         return high
     specs = TensorPlan(plan.rowwise or plan.columnwise, plan.columnwise or plan.rowwise)
-    desc = QuantizeDesc(dtype, *specs, *where)
+    is_counted = nonfinite is not None or propagates
+    desc = QuantizeDesc(dtype, *specs, *where, counted=is_counted)
     low: TensorQuantizer
     if reduce_amax is not None and has_amax(desc) and not specs.is_delayed:
         if propagates:
@@ -333,6 +334,6 @@ def bind_columnwise(
     Raises:
         UnsupportedError: no backend quantizes like that on the device.
     """
-    desc = QuantizeDesc(dtype, None, spec)
+    desc = QuantizeDesc(dtype, None, spec, counted=propagates)
     run = binding.resolver.resolve(desc, device=binding.device, purpose=purpose).run
     return propagating(run, None) if propagates else run

@@ -48,6 +48,26 @@ def counters() -> dict[torch.device, torch.Tensor]:
     return dict(_counters)
 
 
+def counting(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the cast ``run`` of a backend that counts no NaN and inf, with ``nonfinite_out``."""
+
+    def counted(
+        x: torch.Tensor,
+        *groups: torch.Tensor,
+        nonfinite_out: torch.Tensor | None = None,
+        **keywords: Any,
+    ) -> Any:
+        if nonfinite_out is not None:
+            is_finite = x.isfinite()
+            if groups:  # rows behind the last one belong to none
+                end = groups[0].to(x.device).amax()
+                is_finite |= (torch.arange(len(x), device=x.device) >= end)[:, None]
+            nonfinite_out += x.numel() - is_finite.sum()
+        return run(x, *groups, **keywords)
+
+    return counted
+
+
 def run_counted(
     run: Callable[..., Any],
     arguments: Sequence[Any],

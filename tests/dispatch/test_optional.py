@@ -13,6 +13,7 @@ import torch
 import fp8core
 from fp8core.backend_api import (
     ActivationBackwardDesc,
+    ActivationDesc,
     FusedDesc,
     NormBackwardDesc,
     NormDesc,
@@ -21,7 +22,9 @@ from fp8core.backend_api import (
 )
 from fp8core.dispatch import table
 from fp8core.dispatch.table import UNNAMED, TrackingResolver
-from fp8core.errors import PluginError
+from fp8core.errors import PluginError, UnsupportedError
+from fp8core.torch_ops import definition
+from fp8core.torch_ops.encoding import Operation, encode
 from tests.dispatch import toys
 from tests.dispatch.toys import CPU
 
@@ -77,6 +80,7 @@ def test_member_whose_reading_fails_is_an_error() -> None:
 VARIANTS = [
     replace(toys.QUANTIZE, sums=True),
     replace(toys.QUANTIZE, chunked=True),
+    replace(toys.QUANTIZE, counted=True),
     FusedDesc(
         ActivationBackwardDesc("gelu", torch.bfloat16, torch.bfloat16),
         replace(toys.QUANTIZE, chunked=True),
@@ -101,6 +105,41 @@ def test_a_variant_is_bound_where_its_backend_has_it_and_no_graph_is_captured(
     assert table.resolve_optional(desc, CPU, "plain") is None
     with table.capturing():
         assert table.resolve_optional(desc, CPU, "toy") is None
+
+
+@pytest.mark.parametrize("has_variants", [True, False])
+@pytest.mark.parametrize("groups", [(), (torch.tensor([0, 3, 3, 6]),)], ids=["dense", "groups"])
+def test_nan_and_inf_are_counted_with_a_cast_or_before_it(
+    groups: tuple[torch.Tensor, ...], has_variants: bool
+) -> None:
+    toys.register(toys.backend("toy", has_variants=has_variants))
+    fields = {"grouped": bool(groups), "offsets_on_device": bool(groups)}
+    desc = replace(toys.QUANTIZE, **fields, counted=True)
+    x = torch.randn(8, 16).to(desc.dtype)
+    x[2, :3], x[5, 0], x[7] = torch.nan, torch.inf, -torch.inf  # the last row is of no group
+    plain, resolved = (table.resolve(each, CPU) for each in (replace(desc, counted=False), desc))
+    assert plain.choice == resolved.choice
+    count = torch.tensor([2**40])
+    quantized = resolved.run(x, *groups, nonfinite_out=count)
+    assert int(count) == 2**40 + (4 if groups else 4 + 16)
+    expected = plain.run(x, *groups)
+    assert torch.equal(quantized.rowwise.data, expected.rowwise.data)
+    assert torch.equal(resolved.run(x, *groups).rowwise.data, expected.rowwise.data)
+
+
+@pytest.mark.parametrize("has_variants", [True, False])
+def test_a_fusion_is_in_a_graph_if_it_counts(has_variants: bool) -> None:
+    toys.register(toys.backend("toy", bind=lambda *_: max, has_variants=has_variants))
+    desc = FusedDesc(ActivationDesc("gelu", torch.bfloat16, torch.bfloat16), toys.QUANTIZE)
+    assert table.resolve_optional(desc, CPU, "toy") is not None
+    with table.capturing():
+        assert (table.resolve_optional(desc, CPU, "toy") is not None) == has_variants
+    encoded = Operation("toy", desc)
+    if has_variants:
+        assert definition.bound(encode(encoded), CPU) is max
+        return
+    with pytest.raises(UnsupportedError, match=r"counted.* for toy on cpu: no counted"):
+        definition.bound(encode(encoded), CPU)
 
 
 def test_pair_is_what_the_method_returns() -> None:

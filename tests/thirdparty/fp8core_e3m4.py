@@ -15,6 +15,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
     bind_method,
     hookimpl,
+    variant_of,
 )
 from fp8core.formats import minifloat
 from fp8core.recipe import Float8RowwiseScaling
@@ -32,7 +33,7 @@ def fp8core_register_formats(register):
 @hookimpl
 def fp8core_register_backends(register):
     factory = "fp8core_e3m4:E3M4Backend"
-    register(BackendSpec("e3m4", ("cpu",), factory, preferred_recipe="e3m4", api_version=(6, 0)))
+    register(BackendSpec("e3m4", ("cpu",), factory, preferred_recipe="e3m4", api_version=(6, 1)))
 
 
 @hookimpl
@@ -42,7 +43,7 @@ def fp8core_register_recipes(register):
 
 class E3M4Backend:
     def unsupported(self, desc, device):
-        if type(desc) is QuantizeDesc and not (desc.grouped or desc.sums or desc.chunked):
+        if type(desc) is QuantizeDesc and not (desc.grouped or variant_of(desc)):
             specs, dtype = {desc.rowwise, desc.columnwise} - {None}, desc.dtype
         elif type(desc) is DequantizeDesc:
             specs, dtype = {desc.operand}, desc.dtype
@@ -59,9 +60,7 @@ class E3M4Backend:
     def bind(self, desc, device):
         return bind_method(self, desc)
 
-    def quantize(self, desc, x, *, nonfinite_out=None):  # it declares no groups, delayed or random
-        if nonfinite_out is not None:
-            nonfinite_out += (~x.isfinite()).sum()
+    def quantize(self, desc, x):  # it declares no groups, delayed or random
         row = None if desc.rowwise is None else _quantize(x)
         return Quantized(row, None if desc.columnwise is None else _quantize(x.t()))
 

@@ -83,7 +83,8 @@ class Fusing:
         self._reference: Any = registry.instance(registry.backends["reference"])
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
-        return variant_of(desc)
+        variant = variant_of(desc)
+        return None if variant == "counted" else variant
 
     def alignment(self, desc: GemmDesc) -> Any:
         return self._reference.alignment(desc)

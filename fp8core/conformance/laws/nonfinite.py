@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fp8core.backend_api import (
     GroupedGemmDesc,
     NormBackwardDesc,
     NormDesc,
+    OpDesc,
     Operand,
     QuantizeDesc,
 )
@@ -28,8 +30,8 @@ from fp8core.conformance import inputs
 from fp8core.conformance.calls import ORDINARY, arguments, calls_of, exact
 from fp8core.conformance.checks import FUSED, law
 from fp8core.conformance.compare import Broken, require, same_tensors, within
-from fp8core.conformance.judged import MANY_GROUPS, group_sizes, has_both
-from fp8core.conformance.laws.fused import SIZES, pair
+from fp8core.conformance.judged import LARGE, MANY_GROUPS, group_sizes, has_both
+from fp8core.conformance.laws.fused import SIZES
 from fp8core.conformance.laws.gemm import operands_by_group, parts_of
 from fp8core.conformance.laws.quantize import bound_pair, joined
 from fp8core.conformance.operands import (
@@ -223,6 +225,11 @@ def _count(subject: Subject) -> torch.Tensor:
     return count
 
 
+def _is_counted(subject: Subject, desc: OpDesc) -> bool:
+    """Whether the backend counts; if it does not, the front end counts beside its cast."""
+    return subject.variant(desc, counted=True) is not None
+
+
 def _require_count(name: str, count: torch.Tensor, x: torch.Tensor) -> None:
     """Require ``count`` to have grown by the NaN and inf of ``x``, which is on the CPU."""
     counted, expected = int(on_cpu(count)) - BEFORE, int((~x.isfinite()).sum())
@@ -259,6 +266,8 @@ def _dense_inputs(subject: Subject, desc: QuantizeDesc) -> list[tuple[str, torch
 @law(1, "quantize", applies=lambda desc: not desc.grouped)
 def quantize_counts_nan_and_inf(subject: Subject, desc: QuantizeDesc) -> None:
     """nonfinite_out grows by the NaN and inf of x, each counted once; operands are unchanged."""
+    if not _is_counted(subject, desc):
+        return
     every = _dense_inputs(subject, desc)
     many = every[: len(subject.sizes("quantize", *SHAPES))]
     halves = desc.halves() if has_both(desc) else ()
@@ -266,8 +275,11 @@ def quantize_counts_nan_and_inf(subject: Subject, desc: QuantizeDesc) -> None:
         for name, x in named:
             count = _count(subject)
             counted, plain = (
-                subject.run(cast, subject.here(x), **quantize_keywords(subject, cast), **counts)
-                for counts in ({"nonfinite_out": count}, {})
+                subject.run(asked, subject.here(x), **quantize_keywords(subject, cast), **counts)
+                for asked, counts in (
+                    (replace(cast, counted=True), {"nonfinite_out": count}),
+                    (cast, {}),
+                )
             )
             _require_count(name, count, x)
             same_tensors(name, counted, plain)
@@ -276,6 +288,8 @@ def quantize_counts_nan_and_inf(subject: Subject, desc: QuantizeDesc) -> None:
 @law(1, "quantize", applies=lambda desc: desc.grouped)
 def quantize_counts_nan_and_inf_of_groups(subject: Subject, desc: QuantizeDesc) -> None:
     """nonfinite_out grows by the NaN and inf of all groups, without the rows behind the last."""
+    if not _is_counted(subject, desc):
+        return
     step = storage_step(subject, desc.columnwise)
     few, many = group_sizes(subject, desc), [up(size, step) for size in MANY_GROUPS]
     behind = 2 * step if desc.offsets_on_device else 0
@@ -287,14 +301,16 @@ def quantize_counts_nan_and_inf_of_groups(subject: Subject, desc: QuantizeDesc) 
             x[-1] = math.nan
         count, keywords = _count(subject), quantize_keywords(subject, cast, len(sizes))
         groups = offsets_for(subject, desc, sizes)
-        subject.run(cast, subject.here(x), groups, **keywords, nonfinite_out=count)
+        counted = replace(cast, counted=True)
+        subject.run(counted, subject.here(x), groups, **keywords, nonfinite_out=count)
         _require_count(f"groups of {list(sizes)}", count, x[: sum(sizes)])
 
 
 @law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped)
 def quantize_pair_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
     """Two tensors quantized in one call are counted apart, either of them or both."""
-    two = bound_pair(subject, desc)
+    counted = replace(desc, counted=True)
+    two = bound_pair(subject, counted) if _is_counted(subject, desc) else None
     if two is None:
         return
     xs = [
@@ -313,32 +329,37 @@ def quantize_pair_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
                 _require_count(f"{list(x.shape)} of a pair", count, x)
 
 
-@law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped)
-def quantize_chunked_counts_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
-    """After the last chunk, each NaN and inf of x is counted once."""
-    quantize_chunked = subject.variant(desc, chunked=True)
-    if quantize_chunked is None:
-        return
-    for shape in subject.sizes("quantize", (5, 7), SHAPES[2]):
-        x = inputs.matrix("nonfinite", *quantize_size(subject, desc, *shape), desc.dtype)
-        count, keywords = _count(subject), quantize_keywords(subject, desc)
-        rowwise, _ = quantize_chunked(subject.here(x), **keywords, nonfinite_out=count)
-        joined(desc.rowwise, rowwise, len(x))  # reads every chunk
-        _require_count(f"{list(x.shape)} in chunks", count, x)
+@law(3, "quantize", applies=lambda desc: not desc.grouped)
+def quantize_variants_count_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
+    """With column sums, and after the last chunk, each NaN and inf of x is counted once."""
+    for sums, chunked in ((True, False), (False, True), (True, True)):
+        run = subject.variant(desc, sums=sums, chunked=chunked, counted=True)
+        if run is None:
+            continue
+        for shape in subject.sizes("quantize", (5, 7), SHAPES[2]):
+            x = inputs.matrix("nonfinite", *quantize_size(subject, desc, *shape), desc.dtype)
+            count, keywords = _count(subject), quantize_keywords(subject, desc)
+            result = run(subject.here(x), **keywords, nonfinite_out=count)
+            rowwise, _ = result[0] if sums else result
+            joined(desc.rowwise, rowwise, len(x))  # reads every chunk
+            _require_count(f"{list(x.shape)}, {sums=}, {chunked=}", count, x)
 
 
 @law(6, *FUSED)
-def fused_counts_what_its_pair_counts(subject: Subject, desc: FusedDesc) -> None:
+def fused_counts_nan_and_inf_of_its_result(subject: Subject, desc: FusedDesc) -> None:
     """nonfinite_out grows by the NaN and inf of the producer's result, which the cast reads."""
-    for call, value in itertools.product(calls_of(subject, desc, *SIZES), (math.inf, math.nan)):
+    if not _is_counted(subject, desc):
+        return
+    desc = replace(desc, quantize=replace(desc.quantize, counted=True))
+    in_chunks = subject.variant(desc, chunked=True)
+    sizes = SIZES if in_chunks is None else (*SIZES, LARGE)
+    for call, value in itertools.product(calls_of(subject, desc, *sizes), (math.inf, math.nan)):
         if call.arguments[0].numel():
             _with(call.arguments[0], value, (0, 0), (-1, -1))
-        counts = [_count(subject) for _ in range(2)]
-        fused, paired = (
-            call.again()._replace(keywords={**call.again().keywords, "nonfinite_out": count})
-            for count in counts
-        )
-        fused.run(subject)
-        pair(subject.run, paired)
-        counted, expected = (int(on_cpu(count)) - BEFORE for count in counts)
-        require(counted == expected, f"counted {counted} of {value}, the pair counts {expected}")
+        produced = subject.run(desc.producer, *call.again().arguments)
+        first = on_cpu(produced[0] if isinstance(produced, tuple) else produced)
+        for run in filter(None, (subject.bound(desc), in_chunks)):
+            count, again = _count(subject), call.again()
+            quantized, *_ = run(*again.arguments, **again.keywords, nonfinite_out=count)
+            joined(desc.quantize.rowwise, quantized.rowwise, len(first))  # reads every chunk
+            _require_count(f"{value}", count, first)

@@ -233,7 +233,7 @@ OF_SIZES = (
     *("norm_keeps_nan_and_inf_in_their_rows", "a_norm_adds_gradients_as_the_pair"),
     *("add_norm_equals_its_unfused_pair", "activation_is_within_the_bound"),
     *("activation_backward_is_within_the_bound", "fused_equals_its_unfused_pair"),
-    "fused_counts_what_its_pair_counts",
+    "fused_counts_nan_and_inf_of_its_result",
     "column_sums_are_within_the_bound",
     *("rotary_is_within_the_bound", "rotary_starts_at_the_given_positions"),
     "route_equals_the_reference",
@@ -241,7 +241,7 @@ OF_SIZES = (
 )
 """The laws that try the sizes given to them."""
 OF_CHUNKS = (
-    *("quantize_chunked_equals_the_whole", "quantize_chunked_counts_the_whole"),
+    *("quantize_chunked_equals_the_whole", "quantize_variants_count_the_whole"),
     *("quantize_and_sum_equals_the_call_and_sums", "fused_chunks_equal_the_call"),
 )
 
