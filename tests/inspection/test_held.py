@@ -238,7 +238,7 @@ class Spy:
         self.asked.add(desc)
         return DISPATCH.resolve(desc, device, purpose)
 
-    def resolve_optional(self, desc: OpDesc, *where: Any) -> None:
+    def resolve_optional(self, desc: OpDesc, *where: Any, **named: Any) -> None:
         if variant_of(desc) is None:
             self.asked.add(desc)
 
