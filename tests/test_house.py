@@ -37,11 +37,11 @@ SUBJECTS: Mapping[str, str] = {
 }
 MOST = {
     "lines of fp8core": 67_500,
-    "files": 254,
-    "files under 100 lines": 43,
+    "files": 253,
+    "files under 100 lines": 42,
     "modules that list names": 1,
-    "protocols": 25,
-    "classes of the core": 394,
+    "protocols": 23,
+    "classes of the core": 391,
     "functions over 60 lines": 24,
     "vague names": 91,
     "docstrings that begin with a pronoun": 1,

@@ -96,21 +96,6 @@ class Count(NamedTuple):
     bytes: int = 0
 
 
-class _Entry:
-    """A count that grows, and the way of the last call: a step of training makes no new ones."""
-
-    __slots__ = ("bytes", "calls", "way")
-
-    def __init__(self) -> None:
-        self.calls = self.bytes = 0
-        self.way = PLAIN
-
-    @property
-    def count(self) -> Count:
-        """The count so far."""
-        return Count(self.calls, self.bytes)
-
-
 class Traffic:
     """Counts by ``(collective, purpose)``, such as ``("gather", "input")``.
 
@@ -120,49 +105,45 @@ class Traffic:
     captured graph are not counted.
     """
 
-    __slots__ = ("_counts",)
+    __slots__ = ("_counts", "_ways")
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], _Entry] = {}
+        self._counts: dict[tuple[str, str], Count] = {}
+        self._ways: dict[tuple[str, str], str] = {}
 
     def add(self, collective: str, purpose: str, num_bytes: int, way: str = PLAIN) -> None:
         """Count one call, which ran in the given ``way``."""
         key = collective, purpose
-        entry = self._counts.get(key)
-        if entry is None:
-            entry = self._counts[key] = _Entry()
-        entry.calls += 1
-        entry.bytes += num_bytes
-        entry.way = way
+        calls, sent = self._counts.get(key, (0, 0))
+        self._counts[key] = Count(calls + 1, sent + num_bytes)
+        self._ways[key] = way
 
     def note_way(self, collective: str, purpose: str, way: str) -> None:
         """Note that the latest call of that purpose ran in another way than was counted."""
-        self._counts[collective, purpose].way = way
+        self._ways[collective, purpose] = way
 
     def way(self, collective: str, purpose: str) -> str:
         """Return how the last collective of that purpose ran: :data:`PLAIN`, :data:`BESIDE`,
         :data:`IN_PARTS` or :data:`READ`."""
-        entry = self._counts.get((collective, purpose))
-        return PLAIN if entry is None else entry.way
+        return self._ways.get((collective, purpose), PLAIN)
 
     def clear(self) -> None:
         """Start again from zero."""
         self._counts.clear()
+        self._ways.clear()
 
     @property
     def total(self) -> Count:
         """All collectives together."""
-        counts = [entry.count for entry in self._counts.values()]
-        return Count(*(sum(column) for column in zip(Count(), *counts, strict=True)))
+        return Count(*map(sum, zip(Count(), *self._counts.values(), strict=True)))
 
     def __getitem__(self, key: tuple[str, str]) -> Count:
         """Return the count of one collective and purpose; zeros if there was none."""
-        entry = self._counts.get(key)
-        return Count() if entry is None else entry.count
+        return self._counts.get(key, Count())
 
     def __iter__(self) -> Iterator[tuple[tuple[str, str], Count]]:
         """Yield ``((collective, purpose), count)`` in the order of the first calls."""
-        return iter([(key, entry.count) for key, entry in self._counts.items()])
+        return iter([*self._counts.items()])
 
 
 Finish = Callable[[], object]

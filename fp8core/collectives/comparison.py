@@ -21,22 +21,12 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fp8core.errors import CollectiveError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
 _SAME = "same"
-
-
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` that comparisons use."""
-
-    def set(self, key: str, value: str, /) -> None: ...  # noqa: D102
-    def get(self, key: str, /) -> bytes: ...  # noqa: D102
-    def add(self, key: str, amount: int, /) -> int: ...  # noqa: D102
-    def check(self, keys: list[str], /) -> bool: ...  # noqa: D102
-    def delete_key(self, key: str, /) -> bool: ...  # noqa: D102
 
 
 class Claim(NamedTuple):
@@ -53,10 +43,11 @@ class Claim(NamedTuple):
 class Comparisons:
     """The comparisons of one rank with the others of a group of ``size`` ranks, in order.
 
+    ``store`` is a Store of torch.distributed, which all of them read and write.
     ``timeout_s`` is how long a rank waits for the others.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         self._store = store
         self._rank = rank
         self._size = size
@@ -126,7 +117,8 @@ class Comparisons:
         store.set(f"{prefix}/{self._rank}", json.dumps(post))
         if store.add(f"{prefix}/count", 1) < self._size:
             self._wait(prefix, subject)
-            return store.get(verdict).decode()
+            said: bytes = store.get(verdict)
+            return said.decode()
         keys = [f"{prefix}/{rank}" for rank in range(self._size)]
         posts = [json.loads(store.get(key)) for key in keys]
         is_same = phase == "digest" and all(digest[1] == posts[0][1] for digest in posts)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fp8core.collectives import Communicator, named, of_group, process_group
-from fp8core.collectives.process_group import wait_patiently
+from fp8core.collectives import Communicator, named, of_group, wait_patiently
 from fp8core.errors import CollectiveError, OperandError
 from tests.in_process import run_in_threads
 from tests.ranks import device, run_ranks
@@ -316,7 +315,7 @@ class Work:
 
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "_PATIENCE", timedelta(seconds=0.01))
+    monkeypatch.setattr("fp8core.collectives._PATIENCE", timedelta(seconds=0.01))
 
 
 @pytest.mark.usefixtures("short_patience")
