@@ -46,7 +46,9 @@ class Ranks:
         return dict(zip(names, mine.tolist(), strict=True))
 
 
-def join(rank: int, size: int, kind: str, folder: str) -> Ranks:
+def join(
+    rank: int, size: int, kind: str, folder: str, timeout: datetime.timedelta = TIMEOUT
+) -> Ranks:
     """Join the group of ``size`` ranks on devices of ``kind``, which meet in ``folder``."""
     device = _device(rank, kind)
     dist.init_process_group(
@@ -54,7 +56,7 @@ def join(rank: int, size: int, kind: str, folder: str) -> Ranks:
         init_method=Path(folder, "rendezvous").as_uri(),
         rank=rank,
         world_size=size,
-        timeout=TIMEOUT,
+        timeout=timeout,
         device_id=device.torch_device if kind == "cuda" else None,
     )
     return of_world(device)

@@ -1,0 +1,1 @@
+"""What the owner of several GPUs runs: ``python -m tests.on_ranks``."""

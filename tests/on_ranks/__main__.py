@@ -1,0 +1,127 @@
+"""What the owner of a machine with two GPUs runs: everything that goes over ranks, by NCCL.
+
+    python -m tests.on_ranks [PART ...] [--logs DIR]     # all parts, less than ten minutes
+    python -m tests.on_ranks --device cpu [PART ...]     # tiny sizes over gloo: a trial run
+    python -m tests.on_ranks.training --steps 1500       # the whole training, half an hour
+
+Each part is a process with a limit of time. Prints the tables of the parts, whether each passed,
+and its row for docs/measured.md. The exit status is 0 if all did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tests.on_gpu import HEAD, Part, commit, run, show
+from tests.on_ranks import layers, state
+
+__all__ = ["PARTS", "main"]
+
+RANKS = 2
+TOTAL_LIMIT_S = 590.0
+HERE = {"layers": layers.main, "state": state.main}
+"""Programs that start ranks on devices of the environment's TEST_DEVICE."""
+PYTEST = (
+    "-m",
+    "pytest",
+    "-q",
+    "-p",
+    "no:benchmark",
+    "-p",
+    "no:cacheprovider",
+    "--dist",
+    "loadfile",
+)
+TESTS = (
+    *("tests/distributed", "tests/collectives", "tests/modules/test_amax_reduction.py"),
+    *("tests/modules/test_overlap.py", "tests/modules/test_parallel.py"),
+    *("tests/modules/test_parallel_graphs.py", "tests/modules/test_parallel_layers.py"),
+    *("tests/modules/test_parted_ranks.py", "tests/modules/test_repeated_collectives.py"),
+)
+
+
+class Limited(NamedTuple):
+    """A command, its meaning, the most seconds that it takes, and what tells it the device: an
+    option, or the environment."""
+
+    meaning: str
+    command: tuple[str, ...]
+    limit_s: float
+    has_option: bool = True
+    trial: tuple[str, ...] = ()
+
+    def part(self, device: str) -> Part:
+        """Return the part on a device."""
+        option = ("--device", device) if self.has_option else ()
+        trial = self.trial if device == "cpu" else ()
+        return Part(self.meaning, (*self.command, *option, *trial), device == "cuda")
+
+
+_HERE = ("-m", "tests.on_ranks", "--here")
+PARTS = {
+    "state": Limited("a checkpoint of two ranks", (*_HERE, "state"), 90, has_option=False),
+    "faults": Limited("one of two ranks fails", ("-m", "tests.on_ranks.faults"), 120),
+    "layers": Limited("layers, and one process", (*_HERE, "layers"), 150, has_option=False),
+    "training": Limited(
+        "a decoder on one and two devices",
+        ("-m", "tests.on_ranks.training"),
+        240,
+        trial=("--steps", "10"),
+    ),
+    "tests": Limited("tests of ranks", (*PYTEST, "-n", "6", *TESTS), 180, has_option=False),
+}
+
+
+def tables(log: Path) -> list[str]:
+    """Return the lines of tables in a part's output."""
+    lines = log.read_text("utf-8", "replace").splitlines() if log.exists() else []
+    return [line for line in lines if line.startswith("|")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts that ``arguments`` name, or all; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.on_ranks",
+        description=__doc__,
+        epilog="\n".join(f"{name}: {own.meaning}" for name, own in PARTS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="default: all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="for output and JUnit files")
+    parser.add_argument("--here", choices=list(HERE), help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if unknown := [name for name in args.parts if name not in PARTS]:
+        parser.error(f"no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
+    if args.here is not None:
+        return HERE[args.here]()
+    if args.device == "cuda" and torch.cuda.device_count() < RANKS:
+        print(f"{torch.cuda.device_count()} GPUs; {RANKS} are needed, or --device cpu to try it")
+        return 2
+    folder = (args.logs or Path(tempfile.mkdtemp(prefix="fp8core-ranks-"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes, end = {}, time.monotonic() + TOTAL_LIMIT_S
+    for name in args.parts or PARTS:
+        limit = min(PARTS[name].limit_s, end - time.monotonic())
+        outcomes[name] = run(PARTS[name].part(args.device), name, folder, limit)
+        print(f"\n{name}: {PARTS[name].meaning}", *tables(folder / f"{name}.log"), sep="\n")
+        if not outcomes[name].is_success:
+            show(name, folder)
+        print(f"{name}: {'passed' if outcomes[name].is_success else 'FAILED'}", flush=True)
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    where, at = f"{RANKS} x {device}, torch {torch.__version__}", commit()
+    print(f"\n{HEAD}", *(own.row(name, where, at) for name, own in outcomes.items()), sep="\n")
+    print(f"\noutput and JUnit files: {folder}")
+    return int(not all(outcome.is_success for outcome in outcomes.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
