@@ -165,7 +165,8 @@ class Experts(LowPrecisionModule):
         rng = new_seed() if bound.needs_rng else None
         call = Call((offsets,), routes.splits, rng, routes=routes)
         value = rows if rows.dtype == dtype else rows.to(dtype)
-        return run_links(self, bound, bound.parts[0], value, params, call)
+        y: torch.Tensor = run_links(self, bound, bound.parts[0], value, params, call)
+        return y
 
     def _refuse_shards(self, communicator: Communicator) -> None:
         """Refuse experts that ``fully_shard`` has spread over ranks with other experts.

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -24,8 +24,6 @@ from fp8core.modules.calls.inputs import check_input
 from fp8core.modules.memo import Sources, memo_of, replay, sources_of
 from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.tensors.scaling import offered_scale
-
-_Result = TypeVar("_Result")
 
 
 def run_layer(
@@ -115,7 +113,7 @@ def note_call(
     """
     links, store = bound.parts[0], layer._bindings.weights
     if store.scope is not None:
-        origins = partial(_origins_of, weakref.ref(layer))  # a memo keeps no layer alive
+        origins = partial(_weight_origins, weakref.ref(layer))
         call = call._replace(keeping=store.keeping(None, origins))
     prepared = chain.prepared(links, input, params, call)
     if prepared is None:
@@ -164,31 +162,21 @@ def run_links(
     input: torch.Tensor,
     params: Sequence[torch.Tensor],
     call: Call,
-) -> torch.Tensor:
+    *,
+    run: Callable[..., Any] = chain.run,
+) -> Any:
     """Run some of the links of ``layer``, or repeat exactly what a checkpoint's forward ran.
 
-    ``links`` is one of ``bound.parts``. A graph that torch captures has no tape.
+    ``links`` is one of ``bound.parts``, and ``run`` a function like :func:`fp8core.chain.run.run`,
+    whose result is returned. A graph that torch captures has no tape.
     """
-    return run_links_by(layer, bound, links, input, params, call, run=chain.run)
-
-
-def run_links_by(
-    layer: LowPrecisionModule,
-    bound: Bound,
-    links: chain.Links,
-    input: torch.Tensor,
-    params: Sequence[torch.Tensor],
-    call: Call,
-    *,
-    run: Callable[..., _Result],
-) -> _Result:
-    """Return what ``run`` does, a function like :func:`fp8core.chain.run.run`, as in
-    :func:`run_links`."""
     if isinstance(links, int):
         return run(links, input, params, call)
     first, store, tape = call.first_microbatch, layer._bindings.weights, recompute.current()
     if first is not None or store.scope is not None:
-        call = call._replace(keeping=store.keeping(first, partial(_weight_origins, layer)))
+        call = call._replace(
+            keeping=store.keeping(first, partial(_weight_origins, weakref.ref(layer)))
+        )
     if tape is None:
         if bound.states is None or not recompute.is_in_backward():
             return run(links, input, params, call)
@@ -201,7 +189,8 @@ def run_links_by(
         if first is not None and tape.is_grad_enabled and call.keeping is not None:
             call = call._replace(keeping=call.keeping._replace(used=entry.weights))
         return run(links, input, params, call)
-    keeping = store.keeping(entry.first_microbatch, partial(_weight_origins, layer))
+    origins = partial(_weight_origins, weakref.ref(layer))
+    keeping = store.keeping(entry.first_microbatch, origins)
     if keeping is not None and entry.weights:
         keeping = keeping._replace(used=entry.weights)
     call = call._replace(backward_pass=tape.backward_pass, keeping=keeping)
@@ -236,14 +225,11 @@ def run_joined(
         return chain.run(links, input, params, call)
 
 
-def _weight_origins(layer: LowPrecisionModule) -> list[torch.Tensor]:
+def _weight_origins(layer: weakref.ref[LowPrecisionModule]) -> list[torch.Tensor]:
     """Return the tensors that a weight may be computed from in each forward, as by a
-    parametrization: the layer's parameters, and its buffers but for delayed scales."""
-    buffers = (buffer for name, buffer in layer.named_buffers() if name not in BUFFERS)
-    return [*layer.parameters(), *buffers]
-
-
-def _origins_of(layer: weakref.ref[LowPrecisionModule]) -> list[torch.Tensor]:
+    parametrization: the layer's parameters, and its buffers but for delayed scales. ``layer`` is
+    not kept alive by a memo."""
     running = layer()
     assert running is not None
-    return _weight_origins(running)
+    buffers = (buffer for name, buffer in running.named_buffers() if name not in BUFFERS)
+    return [*running.parameters(), *buffers]

@@ -17,7 +17,7 @@ from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.inputs import cast_to_weight, check_chained, check_input, check_kind
 from fp8core.modules.layers.operation import ExtraTensors, MakeExtraOutput
-from fp8core.modules.run import delaying, run_layer, run_links, run_links_by
+from fp8core.modules.run import delaying, run_layer, run_links
 from fp8core.ops.basic_operation import FusedOperation, fused, has_fusions
 
 Key: TypeAlias = "torch.nn.Module | int"
@@ -351,7 +351,7 @@ class Sequential(LowPrecisionModule):
         if torch.promote_types(source.dtype, dtype) != dtype:  # the extra output has all bits
             return run_links(*arguments), source
         # In the dtype of the chain gradients are added before they are rounded to the input's.
-        output, extra_output = run_links_by(*arguments, run=run_returning_input)
+        output, extra_output = run_links(*arguments, run=run_returning_input)
         return output, extra_output.to(source.dtype)
 
     def _check_extra(self, tensors: Sequence[torch.Tensor], input: torch.Tensor) -> None:

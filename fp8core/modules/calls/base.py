@@ -85,9 +85,15 @@ class LowPrecisionModule(DelayedModule):
 
     def link_params(self) -> list[torch.Tensor]:
         """Return the chain's parameters, in order."""
+        stored = self._parameters if self.local_part is None else {}
         params = []
         for names in self.link_names() or ():
-            param = self.parameter(*names) if len(names) == 1 else self.put_together(names)
+            if len(names) > 1:
+                param = self.put_together(names)
+            elif names[0] in stored:  # as most are: without a call
+                param = stored[names[0]]
+            else:
+                param = self.parameter(*names)
             if param is not None:
                 params.append(param)
         return params

@@ -12,7 +12,7 @@ from typing_extensions import override
 from fp8core.chain.alone import plain
 from fp8core.chain.call import Call
 from fp8core.chain.delayed_wgrad import DelayedCall
-from fp8core.chain.linear.shape import LinearShape
+from fp8core.chain.shape import LinkShape
 from fp8core.context.autocast import active
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.bind import bind
@@ -22,18 +22,13 @@ from fp8core.modules.calls.parameters import (
     InitMethod,
     check_size,
     default_init_method,
-    fill,
-    make_parameter,
     refuse_arguments,
-    resolve_device,
 )
 from fp8core.modules.layers.operation import ExtraTensors
-from fp8core.modules.layers.parallel import ParallelModule, mark_weight
+from fp8core.modules.layers.parallel import LinearParameters, ParallelModule
 from fp8core.modules.memo import replay
 from fp8core.modules.run import delaying, note_call, run_links
 from fp8core.recipe import Recipe, get_default_recipe
-from fp8core.recipe.plan import LayerRole
-from fp8core.tensors.parameter import make_weight
 
 KINDS = ("weight", "bias")
 """The prefixes of the names of parameters; the number of a group follows."""
@@ -123,28 +118,21 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.save_original_input = save_original_input
         self._init_method = init_method or default_init_method
-        target = resolve_device(device)
-        for i in range(num_gemms):
-            role = LayerRole(self.kind, self.name)
-            weight = make_weight((out_features, in_features), target, params_dtype, role)
-            mark_weight(weight, 1 if parallel_mode == "row" else 0)
-            self.register_parameter(f"weight{i}", weight)
-            self.register_parameter(
-                f"bias{i}",
-                make_parameter(out_features, device=target, dtype=params_dtype) if bias else None,
-            )
-        if delay_wgrad_compute:
-            self._delay_wgrads()
-        if target.type != "meta":
-            self.reset_parameters()
+        self._init_parameters(device, params_dtype, delay_wgrad_compute)
 
-    def _fill_parameters(self) -> None:
-        """Fill the weights with ``init_method`` and the biases with 0."""
-        for weight in self._all("weight"):
-            with self._forked():
-                fill(weight, self._init_method)
-        for bias in self._all("bias"):
-            fill(bias, torch.nn.init.zeros_)
+    @override
+    def _linears(self) -> list[LinearParameters]:
+        adds_bias = self.use_bias and not self.return_bias
+        sizes = (self.out_features,), self.in_features
+        method, mode = self._init_method, self.parallel_mode
+        return [
+            LinearParameters((f"weight{i}",), (f"bias{i}",), *sizes, method, mode, adds_bias)
+            for i in self.numbers
+        ]
+
+    def _mark_parameters(self, linear: LinearParameters) -> None:
+        """Mark the weight alone: the caller computes what follows with biases."""
+        super()._mark_parameters(linear._replace(biases=()))
 
     def number_groups(self, first: int, total: int) -> None:
         """Name the parameters ``weight{first}``, ``bias{first}`` and so on, in their order; the
@@ -172,11 +160,8 @@ class GroupedLinear(ParallelModule, ExtraTensors):
                 self.register_parameter(f"{kind}{number}", None)
 
     @override
-    def link_shapes(self) -> tuple[LinearShape]:
-        sizes, weight = (self.in_features, self.out_features), self._names_of("weight")[0]
-        has_bias = self.use_bias and not self.return_bias
-        bias = self._names_of("bias")[0] if has_bias else None
-        return (self._linear_shape(sizes, weight, bias, self.num_gemms),)
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        return self._links_of(self._linears()[0]._replace(mode=None), self.num_gemms)
 
     @override
     def link_names(self) -> list[tuple[str, ...]] | None:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-from fp8core.chain.norm import NormShape
 from fp8core.chain.shape import LinkShape
-from fp8core.chain.simple import OutputShape
 from fp8core.errors import OperandError, RecipeError
-from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.parameters import (
     InitMethod,
     check_normalization,
-    fill,
     refuse_arguments,
 )
 from fp8core.modules.layers.linear import NOT_OFFERED, Linear
-from fp8core.modules.layers.norm import register_norm
-from fp8core.modules.layers.parallel import mark_norm
-from fp8core.modules.run import run_layer
 
 _OF_LINEAR = (
     *("in_features", "out_features", "sequence_parallel", "tp_group", "tp_size", "bias", "name"),
@@ -31,12 +24,6 @@ _OF_LINEAR = (
     "delay_wgrad_compute",
 )
 """The arguments that the linear takes as they are."""
-
-NORM_PARAMETERS = {
-    "layernorm": (("layer_norm_weight",), ("layer_norm_bias",)),
-    "rmsnorm": (("layer_norm_weight",),),
-}
-"""The names of a norm's parameters in a layer with a norm, in order, by its kind."""
 
 
 class LayerNormLinear(Linear):
@@ -109,29 +96,11 @@ class LayerNormLinear(Linear):
             raise RecipeError(
                 "LayerNormLinear(parameters_split=...): 'layer_norm' is the norm's own name."
             )
-        register_norm(self, self._norm[0], (self.in_features,), device, dtype)
         super()._make_parameters(device, dtype)
 
-    def _mark_parameters(self) -> None:
-        super()._mark_parameters()
-        mark_norm(norm_params(self, self._norm[0]), self.sequence_parallel)
-
-    def _fill_parameters(self) -> None:
-        """Fill as :class:`Linear` does; the norm starts as the identity."""
-        reset_norm(self, self.zero_centered_gamma)
-        super()._fill_parameters()
-
-    def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the norm and the linear, with an output of the norm's result between if wanted."""
-        kind, eps = self._norm
-        dtype = self.dtype_of("layer_norm_weight")
-        norm = NormShape(kind, self.in_features, eps, self.zero_centered_gamma, dtype)
-        return (norm, *with_output(super().link_shapes(), self))
-
     @override
-    def link_names(self) -> list[tuple[str, ...]] | None:
-        linear = super().link_names()
-        return None if linear is None else [*NORM_PARAMETERS[self._norm[0]], *linear]
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        return self._behind_norm(super().link_shapes())
 
     def forward(
         self,
@@ -145,41 +114,5 @@ class LayerNormLinear(Linear):
         Returns the output, followed by the bias with ``return_bias`` and by the norm's result with
         ``return_layernorm_output``. The other arguments are those of :meth:`Linear.forward`.
         """
-        outputs: list[Any] = run_layer(
-            self,
-            input,
-            is_first_microbatch,
-            columns=self.in_features,
-            num_inner=len(NORM_PARAMETERS[self._norm[0]]),
-            shapes=self._call_shapes(fp8_output, fp8_grad),
-        )
-        if self.return_bias:
-            outputs.insert(1, self._bias())
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-class _ReturnsNorm(Protocol):
-    return_layernorm_output: bool
-    return_layernorm_output_gathered: bool
-
-
-def with_output(shapes: tuple[LinkShape, ...], layer: _ReturnsNorm) -> tuple[LinkShape, ...]:
-    """Return ``shapes``, which follow the norm, with the link at which its result leaves the chain,
-    if ``layer`` returns that: behind the gather, if it returns that of all ranks."""
-    if not layer.return_layernorm_output:
-        return shapes
-    movement = shapes[0].movement
-    is_gathered = bool(layer.return_layernorm_output_gathered and movement and movement.rows)
-    return (*shapes[:is_gathered], OutputShape(), *shapes[is_gathered:])
-
-
-def reset_norm(module: torch.nn.Module, zero_centered: bool) -> None:
-    """Fill gamma with 1 (0 if zero-centered) and beta with 0."""
-    first = torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
-    fill(module._parameters.get("layer_norm_weight"), first)
-    fill(module._parameters.get("layer_norm_bias"), torch.nn.init.zeros_)
-
-
-def norm_params(module: LowPrecisionModule, kind: str) -> list[torch.Tensor | None]:
-    """Return the parameters of the norm of ``kind``, in order."""
-    return [module.put_together(names) for names in NORM_PARAMETERS[kind]]
+        shapes = self._call_shapes(fp8_output, fp8_grad) if fp8_output or fp8_grad else None
+        return self._compute(input, is_first_microbatch, self.in_features, shapes)

@@ -10,31 +10,16 @@ import torch.utils.checkpoint
 from typing_extensions import override
 
 from fp8core.chain.activation import activation_shape
-from fp8core.chain.norm import NormShape
 from fp8core.chain.shape import LinkShape
-from fp8core.chain.simple import BiasShape
 from fp8core.context.recompute import checkpoint as recomputed
 from fp8core.modules.calls.parameters import (
     InitMethod,
     check_normalization,
     check_size,
     default_init_method,
-    fill,
-    make_parameter,
     refuse_arguments,
-    resolve_device,
 )
-from fp8core.modules.layers.layernorm_linear import (
-    NORM_PARAMETERS,
-    norm_params,
-    reset_norm,
-    with_output,
-)
-from fp8core.modules.layers.norm import register_norm
-from fp8core.modules.layers.parallel import ALONE, Parallel, ParallelModule, mark_norm, mark_weight
-from fp8core.modules.run import run_layer
-from fp8core.recipe.plan import LayerRole
-from fp8core.tensors.parameter import make_weight
+from fp8core.modules.layers.parallel import ALONE, LinearParameters, Parallel, ParallelModule
 
 _NOT_OFFERED = (
     "ub_overlap_ag",
@@ -144,27 +129,15 @@ class LayerNormMLP(ParallelModule):
             init_method or default_init_method,
             output_layer_init_method or default_init_method,
         )
-        target = resolve_device(device)
-        self._make_parameters(target, params_dtype)
-        if delay_wgrad_compute:
-            self._delay_wgrads()
-        if target.type != "meta":
-            self.reset_parameters()
+        self._init_parameters(device, params_dtype, delay_wgrad_compute)
 
-    def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        register_norm(self, self._norm[0], (self.hidden_size,), device, dtype)
-        inner = self._ffn * (2 if self._activation.is_gated else 1)
-        sizes = (inner, self.hidden_size), (self.hidden_size, self._ffn)
-        for name, (rows, columns) in zip(("fc1", "fc2"), sizes, strict=True):
-            weight = make_weight((rows, columns), device, dtype, LayerRole(self.kind, self.name))
-            bias = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
-            self.register_parameter(f"{name}_weight", weight)
-            self.register_parameter(f"{name}_bias", bias)
-        mark_norm(norm_params(self, self._norm[0]), self.sequence_parallel)
-        mark_weight(self.fc1_weight, 0)
-        mark_weight(self.fc1_bias, 0)
-        mark_weight(self.fc2_weight, 1)
-        mark_norm([self.fc2_bias], self._spread.sequence)
+    @override
+    def _linears(self) -> tuple[LinearParameters, LinearParameters]:
+        hidden, ffn, (first, second) = self.hidden_size, self._ffn, self._init_methods
+        inner, adds_last = ffn * (2 if self._activation.is_gated else 1), not self.return_bias
+        fc1 = ("fc1_weight",), ("fc1_bias",), (inner,), hidden, first, "column", self.use_bias
+        fc2 = ("fc2_weight",), ("fc2_bias",), (hidden,), ffn, second, "row"
+        return LinearParameters(*fc1), LinearParameters(*fc2, self.use_bias and adds_last)
 
     def row_blocks(self) -> dict[str, tuple[int, ...]]:
         """Return the rows of the parts that follow each other in parameters with several: the gate
@@ -174,17 +147,9 @@ class LayerNormMLP(ParallelModule):
         return dict.fromkeys(("fc1_weight", "fc1_bias"), (self._ffn, self._ffn))
 
     @property
+    @override
     def _spread(self) -> Parallel:
-        """How the linears are spread over ranks: not without ``set_parallel_mode``."""
         return self.parallel if self.set_parallel_mode else ALONE
-
-    def _fill_parameters(self) -> None:
-        """Fill the weights, zero the biases, and start the norm as the identity."""
-        reset_norm(self, self.zero_centered_gamma)
-        for name, method in zip(("fc1", "fc2"), self._init_methods, strict=True):
-            with self._forked():
-                fill(self._parameters.get(f"{name}_weight"), method)
-            fill(self._parameters.get(f"{name}_bias"), torch.nn.init.zeros_)
 
     @property
     def is_link(self) -> bool:
@@ -193,34 +158,8 @@ class LayerNormMLP(ParallelModule):
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the norm, fc1, the activation and fc2, and the links of a parallel layer."""
-        kind, eps = self._norm
-        hidden, ffn = self.hidden_size, self._ffn
-        inner = ffn * (2 if self._activation.is_gated else 1)
-        norm_dtype = self.dtype_of("layer_norm_weight")
-        before, after = self._spread.before_column, self._spread.after_row
-        first, second = ("fc1_bias", "fc2_bias") if self.use_bias else (None, None)
-        fc1 = self._linear_shape((hidden, inner), "fc1_weight", first)
-        adds_bias = self.use_bias and not self.return_bias
-        if not adds_bias or self._spread.size > 1:
-            second = None
-        fc2 = self._linear_shape((ffn, hidden), "fc2_weight", second)
-        bias: tuple[LinkShape, ...] = ()
-        if after and adds_bias:  # once, and not by each rank
-            bias = (BiasShape(hidden, self.dtype_of("fc2_bias")),)
-        return (
-            NormShape(kind, hidden, eps, self.zero_centered_gamma, norm_dtype),
-            *with_output((*before, fc1), self),
-            self._activation,
-            *(fc2, *after, *bias),
-        )
-
-    @override
-    def link_names(self) -> list[tuple[str, ...]] | None:
-        linears = ["fc1_weight", "fc2_weight"]
-        if self.use_bias:
-            linears = ["fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"]
-            linears = linears[:3] if self.return_bias else linears
-        return [*NORM_PARAMETERS[self._norm[0]], *((name,) for name in linears)]
+        fc1, fc2 = map(self._links_of, self._linears())
+        return (*self._behind_norm(fc1), self._activation, *fc2)
 
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Compute ``[..., hidden_size]`` from ``[..., hidden_size]``.
@@ -232,20 +171,9 @@ class LayerNormMLP(ParallelModule):
             # A graph that torch captures has no recipe that a recompute could miss.
             is_captured = torch.compiler.is_compiling()
             run = torch.utils.checkpoint.checkpoint if is_captured else recomputed
-            return run(self._run, input, is_first_microbatch, use_reentrant=False)
-        return self._run(input, is_first_microbatch)
-
-    def _run(self, input: torch.Tensor, is_first_microbatch: bool | None) -> Any:
-        outputs: list[Any] = run_layer(
-            self,
-            input,
-            is_first_microbatch,
-            columns=self.hidden_size,
-            num_inner=len(NORM_PARAMETERS[self._norm[0]]),
-        )
-        if self.return_bias:
-            outputs.insert(1, self.fc2_bias)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+            arguments = input, is_first_microbatch, self.hidden_size
+            return run(self._compute, *arguments, use_reentrant=False)
+        return self._compute(input, is_first_microbatch, self.hidden_size)
 
     def _describe(self) -> list[str]:
         return [

@@ -10,21 +10,14 @@ from typing_extensions import override
 
 from fp8core.chain.boundary import QuantizeShape
 from fp8core.chain.shape import LinkShape
-from fp8core.chain.simple import BiasShape
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.modules.calls.parameters import (
     InitMethod,
     check_size,
     default_init_method,
-    fill,
-    make_parameter,
     refuse_arguments,
-    resolve_device,
 )
-from fp8core.modules.layers.parallel import Parallel, ParallelModule, mark_norm, mark_weight
-from fp8core.modules.run import run_layer
-from fp8core.recipe.plan import LayerRole
-from fp8core.tensors.parameter import make_weight
+from fp8core.modules.layers.parallel import LinearParameters, Parallel, ParallelModule
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 NOT_OFFERED = (
@@ -139,42 +132,33 @@ class Linear(ParallelModule):
                 "fuse_wgrad_accumulation=True with parameters_split is not offered: the gradient "
                 "of the whole weight would have to be added to the main_grad of each part."
             )
-        target = resolve_device(device)
-        self._make_parameters(target, params_dtype)
-        if delay_wgrad_compute:
-            self._delay_wgrads()
-        if target.type != "meta":
-            self.reset_parameters()
+        self._init_parameters(device, params_dtype, delay_wgrad_compute)
 
     def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        for prefix, rows in self._parts:
-            size, role = (rows, self.in_features), LayerRole(self.kind, self.name)
-            weight = make_weight(size, device, dtype, role)
-            if len(self._parts) > 1:
-                _refuse_quantized(weight, [name for name, _ in self._parts])
-            self.register_parameter(f"{prefix}weight", weight)
-        for prefix, rows in self._parts:
-            bias = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
-            self.register_parameter(f"{prefix}bias", bias)
-        self._mark_parameters()
+        super()._make_parameters(device, dtype)
+        names = [prefix for prefix, _ in self._parts]
+        if len(names) > 1 and isinstance(self._parameters[f"{names[0]}weight"], QuantizedTensor):
+            raise UnsupportedError(
+                f"Linear(parameters_split={names}) under quantized_model_init is not offered: the "
+                f"parts would have to share their scales. Leave it out (fuse_qkv_params=True in "
+                f"MultiheadAttention and TransformerLayer), or make this layer inside "
+                f"quantized_model_init(enabled=False)."
+            )
 
-    def _mark_parameters(self) -> None:
-        """Set the attributes that Megatron reads."""
-        for prefix, _ in self._parts:
-            weight = self._parameters.get(f"{prefix}weight")
-            bias = self._parameters.get(f"{prefix}bias")
-            mark_weight(weight, 1 if self.parallel_mode == "row" else 0)
-            if self.parallel_mode == "row":
-                mark_norm([bias], self.sequence_parallel)
-            elif self.parallel_mode == "column":
-                mark_weight(bias, 0)
-
-    def _fill_parameters(self) -> None:
-        """Fill the weights with ``init_method`` and the biases with 0."""
-        for prefix, _ in self._parts:
-            with self._forked():
-                fill(self._parameters.get(f"{prefix}weight"), self._init_method)
-            fill(self._parameters.get(f"{prefix}bias"), torch.nn.init.zeros_)
+    @override
+    def _linears(self) -> tuple[LinearParameters]:
+        prefixes, rows = zip(*self._parts, strict=True)
+        return (
+            LinearParameters(
+                tuple(map("{}weight".format, prefixes)),
+                tuple(map("{}bias".format, prefixes)),
+                rows,
+                self.in_features,
+                self._init_method,
+                self.parallel_mode,
+                adds_bias=self.use_bias and not self.return_bias,
+            ),
+        )
 
     @property
     def parts(self) -> list[tuple[str, int]]:
@@ -205,19 +189,7 @@ class Linear(ParallelModule):
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the shape of the one linear, between the links of its parallel mode."""
-        before: tuple[LinkShape, ...] = ()
-        after: tuple[LinkShape, ...] = ()
-        if self.parallel_mode == "column":
-            before = self.parallel.before_column
-        elif self.parallel_mode == "row":
-            after = self.parallel.after_row
-        first = self._parts[0][0]
-        bias = f"{first}bias" if self.use_bias and not self.return_bias else None
-        added: tuple[LinkShape, ...] = ()
-        if after and bias is not None:  # once, and not by each rank
-            added, bias = (BiasShape(self.out_features, self.dtype_of(bias)),), None
-        sizes = self.in_features, self.out_features
-        return (*before, self._linear_shape(sizes, f"{first}weight", bias), *after, *added)
+        return self._links_of(*self._linears())
 
     def forward(
         self,
@@ -238,47 +210,16 @@ class Linear(ParallelModule):
         plain tensors without a recipe, where its blocks do not divide the sizes, and in graphs that
         torch captures.
         """
-        shapes = self._call_shapes(fp8_output, fp8_grad)
-        columns = self.in_features
-        output = run_layer(self, input, is_first_microbatch, columns=columns, shapes=shapes)[0]
-        return (output, self._bias()) if self.return_bias else output
+        shapes = self._call_shapes(fp8_output, fp8_grad) if fp8_output or fp8_grad else None
+        output: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+        output = self._compute(input, is_first_microbatch, self.in_features, shapes)
+        return output
 
-    def _call_shapes(self, fp8_output: bool, fp8_grad: bool) -> tuple[LinkShape, ...] | None:
-        """Return the chain of a call with these arguments; None: the layer's own."""
-        if not (fp8_output or fp8_grad):
-            return None
+    def _call_shapes(self, fp8_output: bool, fp8_grad: bool) -> tuple[LinkShape, ...]:
+        """Return the chain of a call with one of these arguments."""
         first = (QuantizeShape(False, True),) if fp8_grad else ()
         last = (QuantizeShape(True, False),) if fp8_output else ()
         return (*first, *self.link_shapes(), *last)
-
-    @override
-    def weight_names(self) -> list[tuple[str, ...]]:
-        return [self._names_of("weight")]
-
-    @override
-    def link_names(self) -> list[tuple[str, ...]] | None:
-        adds_bias = self.use_bias and not self.return_bias
-        prefixes = dict(self._parts)
-        names = [tuple(map("{}weight".format, prefixes))]
-        if adds_bias:
-            names.append(tuple(map("{}bias".format, prefixes)))
-        return names
-
-    def _names_of(self, kind: str) -> tuple[str, ...]:
-        return tuple(map(f"{{}}{kind}".format, dict(self._parts)))
-
-    def _bias(self) -> torch.Tensor | None:
-        return self.put_together(self._names_of("bias"))
-
-
-def _refuse_quantized(weight: torch.Tensor, names: Sequence[str]) -> None:
-    if isinstance(weight, QuantizedTensor):
-        raise UnsupportedError(
-            f"Linear(parameters_split={list(names)}) under quantized_model_init is not offered: "
-            f"the parts would have to share their scales. Leave it out (fuse_qkv_params=True in "
-            f"MultiheadAttention and TransformerLayer), or make this layer inside "
-            f"quantized_model_init(enabled=False)."
-        )
 
 
 def split_sizes(

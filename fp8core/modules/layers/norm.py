@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -13,27 +13,49 @@ from fp8core.chain.norm import NormShape
 from fp8core.chain.residual import AddShape
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
-from fp8core.modules.calls.bind import bind
-from fp8core.modules.calls.inputs import cast_to_weight, check_input, check_kind
+from fp8core.modules.calls.inputs import cast_to_weight, check_kind
 from fp8core.modules.calls.parameters import check_size, fill, make_parameter, resolve_device
-from fp8core.modules.layers.parallel import mark_norm
-from fp8core.modules.run import run_layer, run_links
+from fp8core.modules.run import run_layer
+
+NORM_PARAMETERS = {"layernorm": ("weight", "bias"), "rmsnorm": ("weight",)}
+"""The names of a norm's parameters, in order, by its kind."""
+
+
+def norm_names(kind: str, prefix: str = "layer_norm_") -> list[str]:
+    """Return the names in a layer of the parameters of a norm of ``kind``."""
+    return list(map(f"{prefix}{{}}".format, NORM_PARAMETERS[kind]))
 
 
 def register_norm(
     module: torch.nn.Module,
-    kind: str,
+    names: Iterable[str],
     sizes: Sequence[int],
     device: torch.device,
     dtype: torch.dtype | None,
     *,
-    prefix: str = "layer_norm_",
+    sequence_parallel: bool | None,
 ) -> None:
-    """Give ``module`` the parameters of a norm of ``kind``: a weight, and for a LayerNorm a bias,
-    whose names begin with ``prefix``."""
-    for name in ("weight", "bias") if kind == "layernorm" else ("weight",):
+    """Give ``module`` the parameters of a norm, marked for Megatron unless ``sequence_parallel`` is
+    None."""
+    for name in names:
         parameter = make_parameter(*sizes, device=device, dtype=dtype)
-        module.register_parameter(f"{prefix}{name}", parameter)
+        module.register_parameter(name, parameter)
+        if sequence_parallel is not None:
+            mark_norm(parameter, sequence_parallel)
+
+
+def reset_norm(module: torch.nn.Module, names: Iterable[str], *, zero_centered: bool) -> None:
+    """Fill the parameters of a norm: gamma with 1 (0 if zero-centered), beta with 0."""
+    first = torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
+    for name, method in zip(names, (first, torch.nn.init.zeros_), strict=False):
+        fill(module._parameters.get(name), method)
+
+
+def mark_norm(parameter: torch.Tensor | None, sequence_parallel: bool) -> None:
+    """Set the attribute by which Megatron knows a parameter whose gradient it has to sum over
+    ranks, as each sees some of the rows or heads."""
+    if parameter is not None:
+        vars(parameter).update(sequence_parallel=sequence_parallel)
 
 
 class _Norm(LowPrecisionModule):
@@ -72,17 +94,14 @@ class _Norm(LowPrecisionModule):
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         target = resolve_device(device)
-        register_norm(self, self.norm_kind, sizes, target, params_dtype or dtype, prefix="")
-        if sequence_parallel is not None:
-            mark_norm(self.parameters(), sequence_parallel)
+        names, dtype = norm_names(self.norm_kind, ""), params_dtype or dtype
+        register_norm(self, names, sizes, target, dtype, sequence_parallel=sequence_parallel)
         if target.type != "meta":
             self.reset_parameters()
 
     def _fill_parameters(self) -> None:
-        """Fill gamma with 1 (0 if zero-centered) and beta with 0."""
-        first = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
-        fill(self.weight, first)
-        fill(self._parameters.get("bias"), torch.nn.init.zeros_)
+        names = norm_names(self.norm_kind, "")
+        reset_norm(self, names, zero_centered=self.zero_centered_gamma)
 
     @override
     def link_shapes(self) -> tuple[NormShape]:
@@ -96,7 +115,7 @@ class _Norm(LowPrecisionModule):
 
     @override
     def link_names(self) -> list[tuple[str, ...]] | None:
-        return [("weight",), ("bias",)] if self.norm_kind == "layernorm" else [("weight",)]
+        return [*zip(NORM_PARAMETERS[self.norm_kind], strict=True)]
 
     def link_params(self) -> list[torch.Tensor]:
         """Return gamma, then beta if there is one, each in one dimension."""
@@ -144,11 +163,9 @@ class _Norm(LowPrecisionModule):
                 f"{self.label}: residual {list(residual.shape)} on {residual.device}, input "
                 f"{list(input.shape)} on {input.device}; expected the same shape and device."
             )
-        dtype = check_input(self, input, self.weight, self.hidden_size)
-        bound = bind(self, input.device, dtype, shapes=(AddShape(), *self.link_shapes()))
-        call = bound.call(None)
-        params = [residual, *self.link_params()]
-        return run_links(self, bound, bound.parts[0], input.to(dtype), params, call)
+        shapes, params = (AddShape(), *self.link_shapes()), [residual, *self.link_params()]
+        columns, like = self.hidden_size, self.weight
+        return run_layer(self, input, columns=columns, shapes=shapes, params=params, like=like)[0]
 
     def _describe(self) -> list[str]:
         return [

@@ -1,4 +1,5 @@
-"""Tensor and sequence parallelism of a layer: Transformer Engine's arguments, and their links.
+"""Layers of linears, perhaps behind a norm, and how ranks share them: Transformer Engine's
+arguments, parameters, and links.
 
 A column-parallel linear has some of the output features, a row-parallel one some of the input
 features, on each rank of a group. With sequence parallelism the tensors between the two, which all
@@ -11,19 +12,33 @@ ranks would hold otherwise, are split by rows::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.moving import MovingShape
+from fp8core.chain.norm import NormShape
 from fp8core.chain.shape import LinkShape
+from fp8core.chain.simple import BiasShape, OutputShape
 from fp8core.collectives import Communicator, named, of_group
 from fp8core.collectives.base import is_process_group
 from fp8core.errors import OperandError
 from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.parameters import InitMethod, fill, make_parameter, resolve_device
+from fp8core.modules.layers.norm import (
+    NORM_PARAMETERS,
+    mark_norm,
+    norm_names,
+    register_norm,
+    reset_norm,
+)
+from fp8core.modules.run import run_layer
+from fp8core.recipe.plan import LayerRole
+from fp8core.tensors.parameter import make_weight
 
 _MODES = ("column", "row", None)
 
@@ -108,12 +123,45 @@ ALONE = Parallel()
 """A layer of one rank."""
 
 
+class LinearParameters(NamedTuple):
+    """The parameters of a linear of a layer: a weight ``[out_features, in_features]`` and a bias
+    ``[out_features]``, either whole or in parts along ``out_features``.
+
+    Attributes:
+        weights, biases: the names of the parts.
+        rows: the output features of each part.
+        in_features: the input features.
+        init_method: fills each part of the weight.
+        mode: how ranks share it, ``"column"`` or ``"row"``; None: each has all of it.
+        adds_bias: whether the linear adds its bias.
+    """
+
+    weights: tuple[str, ...]
+    biases: tuple[str, ...]
+    rows: tuple[int, ...]
+    in_features: int
+    init_method: InitMethod
+    mode: str | None
+    adds_bias: bool
+
+
 class ParallelModule(LowPrecisionModule):
-    """Base of the layers that may be spread over ranks, with Transformer Engine's attributes."""
+    """Base of the layers of linears, which may be spread over ranks, with Transformer Engine's
+    attributes.
+
+    A subclass says which linears it has, and perhaps a norm before them: that is the one
+    description of its parameters, from which follow their names, values, and links.
+    """
 
     parallel: Parallel = ALONE
     parallel_mode: str | None = None
+    return_bias = False
+    return_layernorm_output = False
+    return_layernorm_output_gathered = False
     save_original_input = False
+    zero_centered_gamma = False
+    # The kind of the norm before the linears, and what it adds to the variance.
+    _norm: tuple[str, float] | None = None
     # Who forks the random state for weights that differ between ranks, and under which name.
     _tracker: tuple[Callable[[], Any] | None, str | None] = (None, None)
 
@@ -186,19 +234,127 @@ class ParallelModule(LowPrecisionModule):
         self.parallel = Parallel.of(owner, *arguments)
         self._tracker = (tracker, rng_tracker_name)
 
-    def _linear_shape(
-        self, features: tuple[int, int], weight: str, bias: str | None, groups: int = 0
-    ) -> LinearShape:
-        """Return the shape of a linear whose parameters have these names; None: it adds no bias."""
-        return LinearShape(
-            *features,
-            self.dtype_of(weight),
-            None if bias is None else self.dtype_of(bias),
+    def _linears(self) -> Sequence[LinearParameters]:
+        """Return the parameters of the layer's linears, in order."""
+        return ()
+
+    @property
+    def _spread(self) -> Parallel:
+        """How the linears are spread over ranks."""
+        return self.parallel
+
+    def _init_parameters(
+        self, device: torch.device | str | None, dtype: torch.dtype | None, delays_wgrad: bool
+    ) -> None:
+        """Create the parameters, and fill them unless they are on meta."""
+        target = resolve_device(device)
+        self._make_parameters(target, dtype)
+        if delays_wgrad:
+            self._delay_wgrads()
+        if target.type != "meta":
+            self.reset_parameters()
+
+    def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        linears, role = self._linears(), LayerRole(self.kind, self.name)
+        if self._norm is not None:
+            names, sizes = norm_names(self._norm[0]), (linears[0].in_features,)
+            is_sequence = self.sequence_parallel
+            register_norm(self, names, sizes, device, dtype, sequence_parallel=is_sequence)
+        for linear in linears:
+            for name, rows in zip(linear.weights, linear.rows, strict=True):
+                weight = make_weight((rows, linear.in_features), device, dtype, role)
+                self.register_parameter(name, weight)
+            for name, rows in zip(linear.biases, linear.rows, strict=True):
+                bias = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
+                self.register_parameter(name, bias)
+            self._mark_parameters(linear)
+
+    def _mark_parameters(self, linear: LinearParameters) -> None:
+        """Set the attributes that Megatron reads."""
+        for name in linear.weights:
+            mark_weight(self._parameters[name], 1 if linear.mode == "row" else 0)
+        for name in linear.biases:
+            if linear.mode == "row":
+                mark_norm(self._parameters[name], self._spread.sequence)
+            elif linear.mode == "column":
+                mark_weight(self._parameters[name], 0)
+
+    def _fill_parameters(self) -> None:
+        """Fill the weights by their methods, the biases with 0, and start a norm as the identity;
+        a tensor that a parametrization computes stays as it is."""
+        if self._norm is not None:
+            reset_norm(self, norm_names(self._norm[0]), zero_centered=self.zero_centered_gamma)
+        for linear in self._linears():
+            for name in linear.weights:
+                with self._forked():
+                    fill(self._parameters.get(name), linear.init_method)
+            for name in linear.biases:
+                fill(self._parameters.get(name), torch.nn.init.zeros_)
+
+    @override
+    def weight_names(self) -> list[tuple[str, ...]]:
+        return [linear.weights for linear in self._linears()]
+
+    @override
+    def link_names(self) -> list[tuple[str, ...]] | None:
+        names: list[tuple[str, ...]] = []
+        if self._norm is not None:
+            names += zip(norm_names(self._norm[0]), strict=True)
+        for linear in self._linears():
+            names.append(linear.weights)
+            if linear.adds_bias:
+                names.append(linear.biases)
+        return names
+
+    def _links_of(self, linear: LinearParameters, groups: int = 0) -> tuple[LinkShape, ...]:
+        """Return the shape of ``linear``, or of ``groups`` like it, between the links of its mode.
+        The bias of one whose results are summed over ranks is added once, behind the sum."""
+        before = self._spread.before_column if linear.mode == "column" else ()
+        after = self._spread.after_row if linear.mode == "row" else ()
+        bias_dtype = self.dtype_of(linear.biases[0]) if linear.adds_bias else None
+        out_features = sum(linear.rows)
+        shape = LinearShape(
+            *(linear.in_features, out_features),
+            self.dtype_of(linear.weights[0]),
+            None if after else bias_dtype,
             groups,
             accumulates=self.fuse_wgrad_accumulation,
             delays_wgrad=self.wgrad_queue is not None,
             saves_input=self.save_original_input,
         )
+        if after and bias_dtype is not None:
+            after = (*after, BiasShape(out_features, bias_dtype))
+        return (*before, shape, *after)
+
+    def _behind_norm(self, shapes: tuple[LinkShape, ...]) -> tuple[LinkShape, ...]:
+        """Return ``shapes`` behind the norm, with the link at which its result leaves the chain if
+        the layer returns that: behind the gather, if it returns that of all ranks."""
+        assert self._norm is not None
+        (kind, eps), dtype = self._norm, self.dtype_of("layer_norm_weight")
+        size = self._linears()[0].in_features
+        norm = NormShape(kind, size, eps, self.zero_centered_gamma, dtype)
+        if not self.return_layernorm_output:
+            return (norm, *shapes)
+        movement = shapes[0].movement
+        is_gathered = bool(self.return_layernorm_output_gathered and movement and movement.rows)
+        return (norm, *shapes[:is_gathered], OutputShape(), *shapes[is_gathered:])
+
+    def _compute(
+        self,
+        input: torch.Tensor,
+        first_microbatch: bool | None,
+        columns: int,
+        shapes: tuple[LinkShape, ...] | None = None,
+    ) -> Any:
+        """Return the output of the layer for ``input [..., columns]``, followed by the last bias
+        with ``return_bias``, and by the norm's result with ``return_layernorm_output``."""
+        num_inner = 0 if self._norm is None else len(NORM_PARAMETERS[self._norm[0]])
+        outputs: list[Any] = run_layer(
+            self, input, first_microbatch, columns=columns, num_inner=num_inner, shapes=shapes
+        )
+        if self.return_bias:
+            outputs.insert(1, self.put_together(self._linears()[-1].biases))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _forked(self) -> AbstractContextManager[Any]:
         """Return the context in which weights that differ between ranks are filled."""
@@ -230,11 +386,3 @@ def mark_weight(parameter: torch.Tensor | None, dim: int) -> None:
     """Set the attributes by which Megatron knows a parameter that is split along ``dim``."""
     if parameter is not None:
         vars(parameter).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
-
-
-def mark_norm(parameters: Iterable[torch.Tensor | None], sequence_parallel: bool) -> None:
-    """Set the attribute by which Megatron knows a parameter whose gradient it has to sum over
-    ranks, as each sees some of the rows or heads."""
-    for parameter in parameters:
-        if parameter is not None:
-            vars(parameter).update(sequence_parallel=sequence_parallel)

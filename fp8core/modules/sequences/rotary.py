@@ -189,7 +189,7 @@ class Rotary(LowPrecisionModule):
         bound = bind(self, t.device, dtype)
         tensors = (spans.starts, spans.cu_seqlens if layout == "thd" else None)
         call = Call(tensors=tensors, sizes=t.shape)
-        y = run_links(self, bound, bound.parts[0], t.flatten(-2), [freqs], call)
+        y: torch.Tensor = run_links(self, bound, bound.parts[0], t.flatten(-2), [freqs], call)
         is_unchanged = spans.starts is start_positions and spans.cu_seqlens is cu_seqlens
         # On a CPU the host reads positions, to refuse those that have no angle.
         if is_unchanged and sources[0] is freqs and not t.is_cpu:
