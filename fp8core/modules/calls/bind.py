@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -133,38 +134,49 @@ def bind(
     if last is not None and last[0] == key:
         bound: Bound = last[1]
     else:
-        chain_shapes = shapes or _shapes(layer, offsets_on_device)
-        agreement = layer._bindings.agreement
-        if key not in layer._bindings.table and any(shape.process_groups for shape in chain_shapes):
-            text = agree(
-                layer.label,
-                LayerRole(layer.kind, layer.name),
-                layer.plan_type,
-                recipe,
-                Binding(device, dtype, is_observing),
-                chain_shapes,
-                mode=_mode_text(mode),
-                scales=[layer._buffers.get(name) for name in ("scale_fwd", "scale_bwd")],
-            )
-            agreement.add(key, text, chain_shapes)
-        elif last is not None and agreement.is_known(key) and agreement.is_known(last[0]):
-            agreement.change(layer.label, last[0], key)
-        with bind_lock:
-            entry: Bound | None = layer._bindings.table.get(key)
-            binding = Binding(device, dtype, is_observing)
-            if entry is None:
-                arguments = (layer, recipe, mode, binding, chain_shapes, first_gemm)
-                entry = in_plain_mode(partial(_bind, *arguments))
-            bound = entry
-            layer._bindings.table[key] = bound
-            layer._bindings.last = (key, bound)
-            _note_change(layer, recipe, bound)
+        bound = _changed(layer, key)
     if bound.states is not None and repeats:
         check_scales(layer, bound.states.forward)
     if bound.states is not None and records:
         if is_transform_active():
             chain.refuse_transform(bound.links)  # before autocast notes a state to update
         touch(bound.states.forward, bound.states.backward, requested.group)
+    return bound
+
+
+def _changed(layer: LowPrecisionModule, key: tuple[Any, ...]) -> Bound:
+    """Return the links of ``layer`` for ``key``, other ones than those of its last call: ranks that
+    compute it together agree on them, or on the change to those that it has run before.
+
+    ``key`` has recipe, device, dtype, policy, mode, the options of :func:`bind`: all that decides.
+    """
+    recipe, device, dtype, _, mode, offsets_on_device, shapes, first_gemm = key
+    chain_shapes = shapes or _shapes(layer, offsets_on_device)
+    binding = Binding(device, dtype, mode[0])
+    bindings = layer._bindings
+    agreement, last = bindings.agreement, bindings.last
+    if key not in bindings.table and any(shape.process_groups for shape in chain_shapes):
+        text = agree(
+            layer.label,
+            LayerRole(layer.kind, layer.name),
+            layer.plan_type,
+            recipe,
+            binding,
+            chain_shapes,
+            mode=_mode_text(mode),
+            scales=[layer._buffers.get(name) for name in ("scale_fwd", "scale_bwd")],
+        )
+        agreement.add(key, text, chain_shapes)
+    elif last is not None and agreement.is_known(key) and agreement.is_known(last[0]):
+        agreement.change(layer.label, last[0], key)
+    with bind_lock:
+        bound: Bound | None = layer._bindings.table.get(key)
+        if bound is None:
+            arguments = (layer, recipe, mode, binding, chain_shapes, first_gemm)
+            bound = in_plain_mode(partial(_bind, *arguments))
+        layer._bindings.table[key] = bound
+        layer._bindings.last = (key, bound)
+        _note_change(layer, recipe, bound)
     return bound
 
 

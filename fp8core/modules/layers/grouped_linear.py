@@ -198,9 +198,8 @@ class GroupedLinear(ParallelModule, ExtraTensors):
             UnsupportedError: sizes on a device whose backend does not take them, or under a
                 monitor, which would have to read them.
         """
-        sizes: tuple[int, ...] | None = None  # of a call that others may repeat
-        if is_first_microbatch is None and out is None and dgrad_out is None:
-            sizes = _sizes(m_splits)
+        is_alone = is_first_microbatch is None and out is None and dgrad_out is None
+        sizes = _sizes(m_splits) if is_alone else None  # of a call that others may repeat
         memo = None if sizes is None else self._bindings.memo
         params: Sequence[torch.Tensor] | None = None
         if memo is not None:
@@ -211,24 +210,10 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         if params is None:
             params = self.link_params()
         dtype = check_input(self, input, params[0], self.in_features)
-        leading = input.shape[:-1]
-        output_rows = self._buffer("out", out, (*leading, self.out_features), input, dtype)
-        grad_rows = self._buffer("dgrad_out", dgrad_out, (*leading, self.in_features), input, dtype)
-        rows = input.numel() // self.in_features
-        if isinstance(m_splits, torch.Tensor) and torch.compiler.is_compiling():
-            raise OperandError(
-                "m_splits must be a list of integers while torch compiles or exports: the sizes of "
-                "a graph cannot come from a tensor's values. Call m_splits.tolist() outside of it."
-            )
-        splits: tuple[int, ...] = ()
-        if isinstance(m_splits, torch.Tensor) and _stays_on_device(m_splits):
-            offsets = self._device_offsets(m_splits, rows, input.device)
-            bound = bind(self, input.device, dtype, offsets_on_device=True)
-        else:
-            splits = self._check_splits(m_splits, rows)
-            # Known on the host, so they stay there: reading them back would wait for the device.
-            offsets = torch.tensor((0, *splits), device="cpu").cumsum(0)
-            bound = bind(self, input.device, dtype)
+        output_rows = self._buffer("out", out, self.out_features, input, dtype)
+        grad_rows = self._buffer("dgrad_out", dgrad_out, self.in_features, input, dtype)
+        splits, offsets = self._offsets(m_splits, input.numel() // self.in_features, input.device)
+        bound = bind(self, input.device, dtype, offsets_on_device=not splits)
         if isinstance(bound.parts[0], int) and not (out is None and dgrad_out is None):
             raise UnsupportedError(
                 f"{self.label}: out and dgrad_out are not offered under torch.compile and "
@@ -240,8 +225,7 @@ class GroupedLinear(ParallelModule, ExtraTensors):
             (offsets,), splits, rng, is_first_microbatch, output=output_rows, grad_input=grad_rows
         )
         if self.wgrad_queue is not None:
-            delayed = DelayedCall(self.wgrad_queue)
-            call, params = delaying(self.link_shapes(), delayed, call, params)
+            call, params = delaying(self.link_shapes(), DelayedCall(self.wgrad_queue), call, params)
         output = run_links(self, bound, bound.parts[0], converted, params, call)
         if sizes is not None and converted is input and self.wgrad_queue is None:
             note_call(self, bound, input, params, call, arguments=sizes, shape=input.shape)
@@ -256,14 +240,15 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         self,
         name: str,
         buffer: torch.Tensor | None,
-        shape: Sequence[int],
+        columns: int,
         input: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor | None:
-        """Return the rows of ``buffer``, memory for a result of ``shape``, without its history."""
+        """Return the rows of ``buffer``, memory for a result, without its history."""
         if buffer is None:
             return None
-        expected = (tuple(shape), dtype, input.device)
+        shape = (*input.shape[:-1], columns)
+        expected = (shape, dtype, input.device)
         if (
             (tuple(buffer.shape), buffer.dtype, buffer.device) != expected
             or not buffer.is_contiguous()
@@ -276,11 +261,44 @@ class GroupedLinear(ParallelModule, ExtraTensors):
                 f"{order}{state}; expected {dtype} {list(shape)} on {input.device}, contiguous, "
                 f"without a gradient."
             )
-        return buffer.detach().view(-1, shape[-1])
+        return buffer.detach().view(-1, columns)
 
-    def _device_offsets(self, sizes: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
-        """Return the groups' bounds, int64 ``[num_gemms + 1]``, from 0 to at most ``rows``."""
-        self._check_tensor(sizes)
+    def _offsets(
+        self, m_splits: Sequence[int] | torch.Tensor, rows: int, device: torch.device
+    ) -> tuple[tuple[int, ...], torch.Tensor]:
+        """Return the sizes of the groups, none if the host cannot read them or would have to wait
+        for that, and their bounds, int64 ``[num_gemms + 1]``, from 0 to ``rows`` or less."""
+        if isinstance(m_splits, torch.Tensor):
+            self._check_tensor(m_splits, device)
+            if _stays_on_device(m_splits):
+                ends = m_splits.to(torch.int64).clamp(0, rows).cumsum(0).clamp(max=rows)
+                return (), torch.nn.functional.pad(ends, (1, 0))
+        splits = _integers(m_splits)
+        is_valid = splits is not None and len(splits) == self.num_gemms and min(splits) >= 0
+        if splits is None or not is_valid or sum(splits) != rows:
+            raise OperandError(
+                f"{self.label}: m_splits={m_splits if splits is None else splits!r} for {rows} "
+                f"rows; expected {self.num_gemms} integers >= 0 that add up to {rows}."
+            )
+        # Known on the host, so they stay there: reading them back would wait for the device.
+        return tuple(splits), torch.tensor((0, *splits), device="cpu").cumsum(0)
+
+    def _check_tensor(self, sizes: torch.Tensor, device: torch.device) -> None:
+        """Refuse ``sizes`` that are no integers, or lie where a call on ``device`` cannot use
+        them."""
+        if torch.compiler.is_compiling():
+            raise OperandError(
+                "m_splits must be a list of integers while torch compiles or exports: the sizes of "
+                "a graph cannot come from a tensor's values. Call m_splits.tolist() outside of it."
+            )
+        is_integer = not (sizes.is_floating_point() or sizes.is_complex())
+        if sizes.shape != (self.num_gemms,) or not is_integer or sizes.dtype == torch.bool:
+            raise OperandError(
+                f"{self.label}: m_splits is {sizes.dtype} {list(sizes.shape)}; expected an integer "
+                f"tensor [{self.num_gemms}], or a list of {self.num_gemms} integers."
+            )
+        if not _stays_on_device(sizes):
+            return
         if sizes.device != device:
             raise OperandError(
                 f"{self.label}: m_splits is on {sizes.device}, the input on {device}. Give it on "
@@ -295,28 +313,6 @@ class GroupedLinear(ParallelModule, ExtraTensors):
                 f"{self.label}: a monitor has to read m_splits, which is on {device}. Give it as a "
                 f"list of integers, or close the monitor."
             )
-        ends = sizes.to(torch.int64).clamp(0, rows).cumsum(0).clamp(max=rows)
-        return torch.nn.functional.pad(ends, (1, 0))
-
-    def _check_tensor(self, sizes: torch.Tensor) -> None:
-        is_integer = not (sizes.is_floating_point() or sizes.is_complex())
-        if sizes.shape != (self.num_gemms,) or not is_integer or sizes.dtype == torch.bool:
-            raise OperandError(
-                f"{self.label}: m_splits is {sizes.dtype} {list(sizes.shape)}; expected an integer "
-                f"tensor [{self.num_gemms}], or a list of {self.num_gemms} integers."
-            )
-
-    def _check_splits(self, m_splits: Sequence[int] | torch.Tensor, rows: int) -> tuple[int, ...]:
-        if isinstance(m_splits, torch.Tensor):
-            self._check_tensor(m_splits)
-        splits = _integers(m_splits)
-        is_valid = splits is not None and len(splits) == self.num_gemms and min(splits) >= 0
-        if splits is None or not is_valid or sum(splits) != rows:
-            raise OperandError(
-                f"{self.label}: m_splits={m_splits if splits is None else splits!r} for {rows} "
-                f"rows; expected {self.num_gemms} integers >= 0 that add up to {rows}."
-            )
-        return tuple(splits)
 
     @property
     def numbers(self) -> range:

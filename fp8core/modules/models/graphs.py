@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -91,57 +92,52 @@ def make_graphed_callables(
         recipe=recipe,
         amax_reduction_group=amax_reduction_group,
     )
-    args: tuple[Any, ...] = (sample_args,) if is_module and _order is None else tuple(sample_args)
-    keywords = _keywords(sample_kwargs, len(args), is_single=is_module and _order is None)
+    is_single = is_module and _order is None
+    args: tuple[Any, ...] = (sample_args,) if is_single else tuple(sample_args)
+    keywords = _keywords(sample_kwargs, len(args), is_single=is_single)
     hooks = _hooks(capture_time_hooks, len(each))
-    schedule = None
-    if _order is not None:
-        schedule = Schedule.of(_order, len(each), len(args), _num_layers_per_chunk)
-    elif len(args) != len(each):
-        raise OperandError(
-            f"make_graphed_callables: {len(args)} sample_args for {len(each)} modules."
-        )
-    else:
-        count = len(each)
-        order = [*range(1, count + 1), *range(-count, 0)]
-        schedule = Schedule(order, [1] * count)
-    steps = passes_of(schedule)
+    steps = passes_of(_schedule(_order, len(each), len(args), _num_layers_per_chunk))
     owners = {sample: module for module, sample, _ in steps}
     passes = [
         Pass(each[owners[at]], args[at], keywords[at], hooks[owners[at]]) for at in range(len(args))
     ]
-    plain = [vars(module).get("forward") for module in each]
-    stores = [_stores(module) if cache_quantized_params else [] for module in each]
-    with _restored_states(each), _inside(context, each):
-        with _used_by_graphs([store for of_module in stores for store in of_module]):
-            _warm_up(
-                passes,
-                num_warmup_iters,
-                allow_unused_input,
-                caches=cache_quantized_params,
-                hooks=(pre_warmup_hook, post_warmup_hook),
-            )
-            _capture(
-                passes,
-                steps,
-                pool,
-                caches=cache_quantized_params,
-                allow_unused=allow_unused_input,
-                retain=retain_graph_in_backward,
-            )
+    caches, clones = cache_quantized_params, clone_param_grads_on_return
+    stores = [_stores(module) if caches else [] for module in each]
+    with (
+        _restored_states(each),
+        _inside(context, each),
+        _used_by_graphs([*itertools.chain(*stores)]),
+    ):
+        around = pre_warmup_hook, post_warmup_hook
+        _warm_up(passes, num_warmup_iters, allow_unused_input, caches=caches, hooks=around)
+        _capture(
+            passes,
+            steps,
+            pool,
+            caches=caches,
+            allow_unused=allow_unused_input,
+            retain=retain_graph_in_backward,
+        )
         forwards = [
-            _forward(
-                sample_pass, stores[owners[at]], cache_quantized_params, clone_param_grads_on_return
-            )
+            _forward(sample_pass, stores[owners[at]], caches, clones)
             for at, sample_pass in enumerate(passes)
         ]
     if _order is not None:
-        for module, before in zip(each, plain, strict=True):
-            _put_back(module, before)
         return tuple(forwards)
     for module, forward in zip(each, forwards, strict=True):
         module.forward = forward
     return each[0] if is_module else each
+
+
+def _schedule(
+    order: Sequence[int] | None, modules: int, samples: int, chunks: Sequence[int] | int | None
+) -> Schedule:
+    """Return the order of the passes; without ``order`` modules run one after the other."""
+    if order is not None:
+        return Schedule.of(order, modules, samples, chunks)
+    if samples != modules:
+        raise OperandError(f"make_graphed_callables: {samples} sample_args for {modules} modules.")
+    return Schedule([*range(1, modules + 1), *range(-modules, 0)], [1] * modules)
 
 
 def _check_modules(modules: Sequence[torch.nn.Module]) -> None:
@@ -290,24 +286,18 @@ def _used_by_graphs(stores: Sequence[WeightStore]) -> Iterator[None]:
 
 @contextmanager
 def _inside(context: autocast, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Have each module's forward enter ``context``; an exception restores the forwards."""
-    before = [vars(module).get("forward") for module in modules]
+    """Have each module's forward enter ``context``, until the forwards are restored at the end."""
+    before = [vars(module).get("forward") for module in modules]  # None: that of the class
     for module in modules:
         module.forward = _entering(context, module.forward)
     try:
         yield
-    except BaseException:
+    finally:
         for module, forward in zip(modules, before, strict=True):
-            _put_back(module, forward)
-        raise
-
-
-def _put_back(module: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Restore the ``forward`` that was an attribute of ``module``; None stands for the class's."""
-    if forward is None:
-        del module.forward
-    else:
-        module.forward = forward
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
 
 
 def _entering(context: autocast, forward: Callable[..., Any]) -> Callable[..., Any]:
