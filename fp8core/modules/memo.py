@@ -74,9 +74,9 @@ def _fields(names: tuple[str, ...]) -> Callable[[Any], Any]:
     return attrgetter("__class__", *names)
 
 
-Sources: TypeAlias = "Sequence[tuple[dict[str, Any], str, Sequence[str]]]"
-"""Where each parameter of a chain lies: a module's ``_parameters``, its name there, and the names
-of more parts that are put together with it along their first dimension."""
+Sources: TypeAlias = "Sequence[tuple[dict[str, Any], Sequence[str]]]"
+"""Where each parameter of a chain lies: a module's ``_parameters``, and its name there, or those of
+its parts along their first dimension."""
 
 
 class Memo(NamedTuple):
@@ -155,15 +155,15 @@ def memo_of(
 def sources_of(layers: Sequence[Any]) -> Sources | None:
     """Return where the parameters of ``layers`` in low precision lie; None if one is computed, as
     by a parametrization, or is a part of a parameter."""
-    sources: list[tuple[dict[str, Any], str, Sequence[str]]] = []
+    sources: list[tuple[dict[str, Any], Sequence[str]]] = []
     for layer in layers:
-        stored, names = layer._parameters, layer.link_names()
-        if names is None or layer.local_part is not None:
+        stored, parameters = layer._parameters, layer.link_names()
+        if parameters is None or layer.local_part is not None:
             return None
-        for first, *more in names:
-            if not stored.keys() >= {first, *more}:
+        for names in parameters:
+            if not stored.keys() >= {*names}:
                 return None
-            sources.append((stored, first, more))
+            sources.append((stored, names))
     return sources
 
 
@@ -211,11 +211,9 @@ def replay(
             return None
         params = []
         try:
-            for stored, name, more in memo.sources:
-                param = stored[name]
-                if more:
-                    param = torch.cat([param, *map(stored.__getitem__, more)])
-                params.append(param)
+            for stored, names in memo.sources:
+                parts = [*map(stored.__getitem__, names)]
+                params += parts if len(parts) == 1 else (torch.cat(parts),)
         except KeyError:  # computed by a parametrization, or a view of a flat parameter
             return None
     if (

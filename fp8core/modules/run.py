@@ -21,7 +21,7 @@ from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound, new_seed
 from fp8core.modules.calls.inputs import check_input
-from fp8core.modules.memo import Sources, memo_of, replay, sources_of
+from fp8core.modules.memo import memo_of, replay, sources_of
 from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.tensors.scaling import offered_scale
 
@@ -135,22 +135,12 @@ def note(
     bound: Bound,
     prepared: chain.Prepared,
     num_params: int,
-    *,
-    arguments: object = (),
-    sources: Sources | None = None,
-    shape: torch.Size | None = None,
+    **attributes: Any,
 ) -> None:
-    """Keep the memo of the call of ``layer`` that has just run, unless it repeated another."""
-    memo = memo_of(
-        (layer,),
-        layer.outside_autocast,
-        prepared,
-        num_params,
-        (bound.states,),
-        arguments=arguments,
-        sources=sources,
-        shape=shape,
-    )
+    """Keep the memo of the call of ``layer`` that has just run, unless it repeated another;
+    ``attributes`` as of :func:`~fp8core.modules.memo.memo_of`."""
+    outside, states = layer.outside_autocast, (bound.states,)
+    memo = memo_of((layer,), outside, prepared, num_params, states, **attributes)
     if memo is not None:
         layer._bindings.memo = memo
 
