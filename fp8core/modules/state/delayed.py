@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -426,19 +426,11 @@ def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch
     return weight
 
 
-class _LoadingLayer(NamedTuple):
-    """A layer, the prefix of its entries in a state_dict, and whether it loads its parameters
-    unchanged; its delayed state always loads unchanged."""
-
-    layer: DelayedModule
-    prefix: str
-    gets_parameters: bool
-
-
 def _layers_below(
     module: torch.nn.Module, prefix: str, gets_parameters: bool = True
-) -> Iterator[_LoadingLayer]:
-    """Yield the layers in and below ``module`` that load what a state_dict has for them.
+) -> Iterator[tuple[DelayedModule, str, bool]]:
+    """Yield the layers in and below ``module`` that load what a state_dict has for them: each with
+    the prefix of its entries, and whether it loads its parameters unchanged, as its delayed state.
 
     Layers behind a user's hook, or a user's method that loads, are left out, as the user may repair
     the entries there first. Hooks of torch shard, gather or wrap parameters, or rename the keys of
@@ -451,7 +443,7 @@ def _layers_below(
     if hooks and CHECKPOINTED_MODULE not in module._modules:
         gets_parameters = False
     if isinstance(module, DelayedModule):
-        yield _LoadingLayer(module, prefix, gets_parameters)
+        yield module, prefix, gets_parameters
     for name, child in module._modules.items():
         if child is not None:
             below = prefix if name in RENAMED_MODULES else f"{prefix}{name}."

@@ -33,14 +33,13 @@ pytorch/constants.py numbers the slots.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.modules.state.opcodes import Record
-from fp8core.modules.state.tensors import RECIPE_CLASSES, RECIPES, read_values
+from fp8core.modules.state.reading import RECIPE_CLASSES, RECIPES, Record, read_values
 from fp8core.modules.state.writing import EXPERT
 from fp8core.recipe.base import Format
 from fp8core.recipe.plan import AttentionPlan, LinearPlan, Plan
@@ -65,13 +64,11 @@ def from_three_gemms(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     """
     buffers = {}
     for way, (places, names, count) in _THREE_GEMMS.items():
-        for name, fill in ((f"scale_{way}", 1.0), (f"amax_history_{way}", 0.0)):
-            tensor = tensors[name]
+        for name, tensor, buffer in _fresh(way, tensors, len(names)):
             if tensor.shape[-1] != count:
                 raise OperandError(
                     f"its {name} is {list(tensor.shape)}, expected {count} slots of attention"
                 )
-            buffer = tensor.new_full((*tensor.shape[:-1], len(names)), fill)
             for slot, at in places.items():
                 buffer[..., names.index(slot)] = tensor[..., at]
             buffers[name] = buffer
@@ -86,9 +83,7 @@ def to_three_gemms(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     """
     tensors = {}
     for way, (places, names, count) in _THREE_GEMMS.items():
-        for name, fill in ((f"scale_{way}", 1.0), (f"amax_history_{way}", 0.0)):
-            source = buffers[name]
-            whole = source.new_full((*source.shape[:-1], count), fill)
+        for name, source, whole in _fresh(way, buffers, count):
             for slot, at in places.items():
                 whole[..., at] = source[..., names.index(slot)]
             if way == "fwd":
@@ -98,6 +93,16 @@ def to_three_gemms(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
                 whole[..., _RESULT] = source[..., names.index("v")]
             tensors[name] = whole
     return tensors
+
+
+def _fresh(
+    way: str, tensors: Mapping[str, torch.Tensor], count: int
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield the name of the scale and of the history of ``way``, the tensor of that name, and a
+    fresh one like it of ``count`` slots."""
+    for name, fill in ((f"scale_{way}", 1.0), (f"amax_history_{way}", 0.0)):
+        tensor = tensors[name]
+        yield name, tensor, tensor.new_full((*tensor.shape[:-1], count), fill)
 
 
 _T = TypeVar("_T")
@@ -125,7 +130,7 @@ def read_extra_state(value: Any, plan_type: type[Plan] = LinearPlan) -> dict[str
         OperandError: it is damaged, or holds a class that no such state needs; nothing of the file
             was called.
     """
-    return _refusing(lambda: _READERS[plan_type](read_values(_bytes_of(value))))
+    return _refusing(lambda: _READERS[plan_type](_content(value)))
 
 
 def read_expert_state(value: Any) -> tuple[dict[str, torch.Tensor], bool]:
@@ -137,8 +142,8 @@ def read_expert_state(value: Any) -> tuple[dict[str, torch.Tensor], bool]:
     """
 
     def read() -> tuple[dict[str, torch.Tensor], bool]:
-        content = read_values(_bytes_of(value))
-        return _buffers(content), type(content) is dict and type(content.get(EXPERT)) is dict
+        content = _content(value)
+        return _buffers(content), type(content.get(EXPERT)) is dict
 
     return _refusing(read)
 
@@ -154,22 +159,25 @@ def _refusing(read: Callable[[], _T]) -> _T:
         ) from None
 
 
-def _bytes_of(value: Any) -> bytes:
-    """Return the bytes of an extra state.
+def _content(value: Any) -> dict[Any, Any]:
+    """Return the entries of an extra state, none of an empty one.
 
     Raises:
-        OperandError: it is no pickle, and no zip file of one.
+        OperandError: it is no pickle, and no zip file of one, or not that of a dict.
     """
-    data = _content_of(value)
+    data = _bytes_of(value)
     if not data.startswith((_PICKLE, _ZIP)):
         raise OperandError(
             f"it begins with the bytes {data[:4]!r}, and a state of Transformer Engine is a pickle "
             f"or a zip file by torch.save"
         )
-    return data
+    content = read_values(data)
+    if content is not None and type(content) is not dict:
+        raise OperandError(f"it holds a {type(content).__name__}, not a dict of tensors")
+    return content or {}
 
 
-def _content_of(value: Any) -> bytes:
+def _bytes_of(value: Any) -> bytes:
     if isinstance(value, io.BytesIO):
         if value.closed:
             raise OperandError("it is a file in memory that is closed")
@@ -191,11 +199,7 @@ def _content_of(value: Any) -> bytes:
     return value.detach().cpu().contiguous().resolve_neg().numpy().tobytes()  # type: ignore[no-any-return]
 
 
-def _buffers(content: Any) -> dict[str, torch.Tensor]:
-    if content is None or content == {}:
-        return {}
-    if type(content) is not dict:
-        raise OperandError(f"it holds a {type(content).__name__}, not a dict of tensors")
+def _buffers(content: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     if set(content) <= set(_WAYS):
         return _operation_buffers(content)
     if not _is_delayed(content):
@@ -206,13 +210,9 @@ def _buffers(content: Any) -> dict[str, torch.Tensor]:
     return {**tensors, META: _meta(content, tensors)}
 
 
-def _attention_buffers(content: Any) -> dict[str, torch.Tensor]:
+def _attention_buffers(content: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     """Return the buffers of attention; none where it computes in high precision, or where the
     state is that of a recipe without delayed scaling of queries, keys and values."""
-    if content is None or content == {}:
-        return {}
-    if type(content) is not dict:
-        raise OperandError(f"it holds a {type(content).__name__}, not a dict of tensors")
     recipe, extra = content.get("recipe"), content.get("extra_fp8_variables")
     if recipe is None or not _is_delayed(content):
         return {}
@@ -255,13 +255,12 @@ def _operation_buffers(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             return {}
         first = first or part
         count, used = _SLOTS[way]
-        for name, fill in ((f"scale_{way}", 1.0), (f"amax_history_{way}", 0.0)):
-            values = _tensor(part, name)
+        saved = {name: _tensor(part, name) for name in (f"scale_{way}", f"amax_history_{way}")}
+        for name, values, whole in _fresh(way, saved, count):
             if values.shape[-1:] != (len(used),):
                 raise OperandError(
                     f"its {name} is {list(values.shape)}, expected {len(used)} slots"
                 )
-            whole = values.new_full((*values.shape[:-1], count), fill)
             whole[..., list(used)] = values
             tensors[name] = whole
     if first is None:

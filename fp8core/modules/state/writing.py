@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fp8core.modules.state.tensors import MAGIC, PROTOCOL, RECIPES
+from fp8core.modules.state.reading import MAGIC, PROTOCOL, RECIPES
 from fp8core.recipe import DelayedScaling
 from fp8core.recipe.base import Format
 

@@ -18,7 +18,7 @@ import torch
 
 from fp8core.errors import OperandError
 from fp8core.modules.state.extra_state import may_be_transformer_engine_s, read_extra_state
-from fp8core.modules.state.opcodes import MAX_OPCODES
+from fp8core.modules.state.reading import MAX_OPCODES
 from fp8core.recipe.plan import AttentionPlan
 from tests.device import DEVICE
 from tests.modules.extra_state.states import (
