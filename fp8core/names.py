@@ -45,6 +45,7 @@ PICKLED = {
     "integrations.megatron.linears": "integrations.megatron",
     "modules.activation": "ops.activation",
     "modules.attention_boundary": "modules.composition",
+    "modules.bindings": "modules.memo",
     "modules.extra_state.attention": "modules.state.extra_state",
     "modules.extra_state.state": "modules.state.extra_state",
     "modules.extra_state": "modules.state",

@@ -21,8 +21,8 @@ import fp8core
 from fp8core import cpu_offload, ops, recipe
 from fp8core.chain import node
 from fp8core.chain import run as chain
-from fp8core.modules.bindings import Bindings
 from fp8core.modules.composition import Composition
+from fp8core.modules.memo import Bindings
 from tests.pairs import pairs
 from tests.recording_backend import NAME as RECORDING
 

@@ -1,12 +1,15 @@
-"""The memo of a call: on what it depended, and what repeats it.
+"""The state that calls of a layer share: its bound links by recipe, device, dtype and policy, and
+the memo of the last call.
 
-A layer alone, attention, and the layers of a Transformer layer as one chain note their last call in
-the same way. A call that differs from it in nothing that is listed here is its replay: it is
-neither checked nor bound, and computes the same.
+A memo says on what a call depended, and what repeats it. A layer alone, attention, and the layers
+of a Transformer layer as one chain note their last call in the same way. A call that differs from
+it in nothing that is listed here is its replay: it is neither checked nor bound, and computes the
+same.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
@@ -15,12 +18,17 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from fp8core.chain.run import Prepared
+from fp8core.chain.shape import Watch
 from fp8core.context import recompute
 from fp8core.context.autocast import Active, active
 from fp8core.context.scopes import touch
 from fp8core.dispatch import policy
 from fp8core.dispatch.policy import Policy
-from fp8core.tensors.delayed_state import DelayedState, LayerStates
+from fp8core.modules.agreement import Agreement
+from fp8core.recipe import Recipe
+from fp8core.tensors.delayed_state import DelayedState, LayerStates, Order, new_order
+from fp8core.tensors.weights import WeightStore
+from fp8core.torch_ops.nonfinite import new_counter
 from fp8core.torch_ops.private import (
     NO_BACKWARD_PASS,
     current_backward_pass,
@@ -227,3 +235,75 @@ def replay(
     for forward, backward in memo.states:
         touch(forward, backward, request.group)
     return memo.run(input, *params)
+
+
+bind_lock = threading.RLock()
+"""Held while a layer is bound: two threads that use it for the first time must not each create its
+delayed state."""
+
+
+class Bindings:
+    """A layer's bound links by key, and the delayed states, weights and counters they use.
+
+    A copy of the layer starts with an empty one, as everything here refers to the tensors of one
+    layer. ``table`` holds the links bound for ``watch``, which is None in most layers, and ``last``
+    the key and the links of the last call. Those bound without a watch are set aside while there is
+    one, and run again afterwards.
+    ``agreement`` is what the ranks have compared, of a layer over ranks.
+    ``memo`` is that of the last call that may be repeated. ``recipe`` is the class of the last
+    recipe in low precision.
+    """
+
+    __slots__ = (
+        *("_unwatched", "agreement", "last", "memo", "nonfinite", "order", "recipe", "states"),
+        *("table", "watch", "weights"),
+    )
+
+    def __init__(self, order: Order | None = None, watch: Watch | None = None) -> None:
+        # Ranks create their layers in the same order, whatever order they first run them in.
+        self.order = new_order() if order is None else order
+        self.table: dict[tuple[object, ...], Any] = {}
+        self.agreement = Agreement()
+        self.last: tuple[tuple[object, ...], Any] | None = None
+        self.memo: Memo | None = None
+        self.recipe: type[Recipe] | None = None
+        self.states: dict[object, LayerStates] = {}
+        self.weights = WeightStore()
+        self.watch = watch
+        self._unwatched: tuple[Any, Any] = ({}, None)
+        # How many non-finite elements the layer's casts have met, by device; see nonfinite_of.
+        self.nonfinite: dict[torch.device, torch.Tensor] = {}
+
+    def fresh(self) -> Bindings:
+        """Return one without links, under the same watch and with the same counters."""
+        empty = Bindings(self.order, self.watch)
+        empty.nonfinite = self.nonfinite
+        return empty
+
+    def nonfinite_of(self, device: torch.device, *, is_training: bool) -> torch.Tensor | None:
+        """Return the int64 ``[1]`` in which the layer's casts on ``device`` count NaN and inf.
+
+        It is entry 0 of the stored counter for calls that record gradients (``is_training``), and
+        entry 1 for the others: an evaluation between two steps is no part of a step. None on meta.
+        Called where a layer is bound, see :func:`fp8core.torch_ops.capture.in_plain_mode`.
+        """
+        if device.type == "meta":
+            return None
+        if device not in self.nonfinite:
+            self.nonfinite[device] = new_counter(device)
+        return self.nonfinite[device].narrow(0, 0 if is_training else 1, 1)
+
+    def set_watch(self, watch: Watch | None) -> None:
+        """Have the layer bind its links for ``watch``; None restores the links without one."""
+        if watch is self.watch:
+            return
+        if self.watch is None:
+            self._unwatched = (self.table, self.last)
+        self.table, self.last = ({}, None) if watch is not None else self._unwatched
+        self.watch = watch
+
+    def __reduce__(self) -> tuple[type[Bindings], tuple[()]]:
+        return Bindings, ()
+
+    def __deepcopy__(self, memo: object) -> Bindings:
+        return Bindings(new_order(self.order))

@@ -14,9 +14,9 @@ from fp8core.chain.delayed_wgrad import WgradQueue
 from fp8core.chain.shape import LinkShape, Watch
 from fp8core.context.autocast import Active
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.modules.bindings import bind_lock
 from fp8core.modules.calls.bound import Bound, label_of, recipe_of
 from fp8core.modules.calls.parameters import materialize, resolve_device
+from fp8core.modules.memo import bind_lock
 from fp8core.modules.state.delayed import DelayedModule
 from fp8core.recipe.plan import LayerRole, LinearPlan
 
@@ -24,7 +24,7 @@ from fp8core.recipe.plan import LayerRole, LinearPlan
 def last_run(last: tuple[Any, Any] | None, kind: str, name: str | None) -> list[str]:
     """Return the recipe and the backends of a layer's last call, as one item; none before it.
 
-    ``last`` is the layer's last entry in its :class:`~fp8core.modules.bindings.Bindings`.
+    ``last`` is the layer's last entry in its :class:`~fp8core.modules.memo.Bindings`.
     """
     if last is None:
         return []

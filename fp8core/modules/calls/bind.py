@@ -19,7 +19,6 @@ from fp8core.dispatch import policy, settings
 from fp8core.dispatch.table import TrackingResolver
 from fp8core.errors import Fp8CoreError, UnsupportedError
 from fp8core.modules.agreement import agree
-from fp8core.modules.bindings import bind_lock
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bound import (
     Bound,
@@ -29,6 +28,7 @@ from fp8core.modules.calls.bound import (
     reads_names,
     recipe_in,
 )
+from fp8core.modules.memo import bind_lock
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole

@@ -11,7 +11,7 @@ import torch
 from fp8core.context.scopes import forget_interrupted
 from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
-from fp8core.modules.bindings import Bindings
+from fp8core.modules.memo import Bindings
 from fp8core.modules.state.loading import (
     EXTRA_STATE,
     Imported,
