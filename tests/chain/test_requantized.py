@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import fp8core
 from fp8core import Linear, OperandError, autocast, plan, recipe
 from fp8core.backend_api import OperandSpec
-from fp8core.chain.linear.shape import LinearLink
+from fp8core.chain.linear.program import LinearLink
 from fp8core.modules.calls.bind import bind
 from fp8core.tensors.saving import RequantizedWeight
 from tests.device import DEVICE

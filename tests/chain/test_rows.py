@@ -14,7 +14,7 @@ from fp8core import GroupedLinear, LayerNormLinear, OperandError, autocast, ops,
 from fp8core import Linear as LinearLayer
 from fp8core.chain import run as chain
 from fp8core.chain.call import DENSE, Call, Routes
-from fp8core.chain.linear.shape import LinearLink
+from fp8core.chain.linear.program import LinearLink
 from fp8core.chain.padding import LayerPadding
 from fp8core.chain.protocol import (
     Backward,

@@ -26,7 +26,7 @@ from fp8core import (
 )
 from fp8core.chain import run as chain
 from fp8core.chain.call import DENSE
-from fp8core.chain.linear.shape import LinearLink
+from fp8core.chain.linear.program import LinearLink
 from fp8core.chain.protocol import Wrapper
 from fp8core.chain.series import Chain
 from fp8core.modules.calls.base import LowPrecisionModule

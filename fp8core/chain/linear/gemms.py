@@ -1,4 +1,4 @@
-"""The GEMMs of backends in the forms in which a linear calls them.
+"""A linear as a shape, the GEMMs that it computes, and the forms in which it calls them.
 
 With ``backward_override="dequantized"`` forward saves the rowwise operands of the input and of the
 weight. Backward decodes each right before the GEMM that reads it, and turns it: dgrad and wgrad
@@ -7,7 +7,9 @@ contract another dimension.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -21,13 +23,84 @@ from fp8core.backend_api import (
     OperandSpec,
     split_groups,
 )
-from fp8core.chain.linear.spec import LinearSpec
 from fp8core.chain.request import empty_rows
-from fp8core.chain.shape import BindContext
+from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.chain.shards import GemmPart
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import UnsupportedError
+from fp8core.recipe.plan import GemmPlan, LinearPlan
 from fp8core.tensors.storage import pad_operand, takes_partial_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec(LinkShape):
+    """The computation of a linear layer, apart from its recipe; ``groups`` is 0 for a dense layer.
+
+    ``accumulates``: weight gradients are added to ``weight.main_grad``. ``offsets_on_device``: the
+    host never reads the sizes of the groups. ``delays_wgrad``: backward leaves them to the layer's
+    queue. ``saves_input``: backward casts the input again instead of holding its codes.
+    """
+
+    in_features: int
+    out_features: int
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    groups: int = 0
+    accumulates: bool = False
+    offsets_on_device: bool = False
+    delays_wgrad: bool = False
+    saves_input: bool = False
+
+    @property
+    def num_weights(self) -> int:
+        """The number of weights."""
+        return self.groups or 1
+
+    @property
+    def num_params(self) -> int:
+        """The number of weights and biases."""
+        return self.num_weights * (1 if self.bias_dtype is None else 2)
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """The columns that its matrix product takes and returns."""
+        return self.in_features, self.out_features
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether its link quantizes: input and gradient, unless the recipe leaves them alone."""
+        return True
+
+    def columns(self, columns: int) -> int:
+        """Return the output features."""
+        return self.out_features
+
+    def input_columns(self, columns: int | None) -> int:
+        """Return the input features."""
+        return self.in_features
+
+    def expected_columns(self, columns: int) -> str | None:
+        """Return the input features unless they are ``columns``."""
+        return None if columns == self.in_features else str(self.in_features)
+
+    def with_offsets_on_device(self) -> LinearSpec:
+        """Return the shape for calls whose group sizes the host never reads."""
+        return dataclasses.replace(self, offsets_on_device=True)
+
+    def gemm_desc(self, name: str, plan: LinearPlan, dtype: torch.dtype) -> GemmDesc:
+        """Return what ``name``, fprop, dgrad or wgrad, computes for activations of ``dtype``."""
+        gemm: GemmPlan = getattr(plan, name)
+        # In high precision the result is rounded to the activation dtype first, as torch.autocast
+        # does.
+        is_low = gemm.a is not None or gemm.b is not None
+        out_dtype = self.weight_dtype if name == "wgrad" and is_low else dtype
+        accumulates = name == "wgrad" and self.accumulates
+        if accumulates:
+            out_dtype = torch.float32
+        fields = (gemm.a, gemm.b, out_dtype, accumulates, gemm.fast_accumulation)
+        if not self.groups:
+            return GemmDesc(*fields)
+        return GroupedGemmDesc(*fields, name == "wgrad", self.offsets_on_device)
 
 
 def bind_fprop(resolved: Resolved, shape: LinearSpec, context: BindContext) -> Callable[..., Any]:
@@ -125,10 +198,10 @@ Decode: TypeAlias = "Callable[..., Operand]"
 
 
 def bind_decode(
-    tensor: str, context: BindContext, *, is_grouped: bool = False, offsets_on_device: bool = False
+    tensor: str, context: BindContext, shape: LinearSpec | None = None
 ) -> Decode | None:
     """Return what decodes the operand of ``tensor``, input or weight; None if backward takes what
-    forward made for it.
+    forward made for it. ``shape`` says which groups of rows the input has.
 
     Raises:
         UnsupportedError: its groups have scales that cannot be told apart on the host.
@@ -139,9 +212,9 @@ def bind_decode(
         return None
     run = context.resolve(f"{tensor} dequantized", DequantizeDesc(spec, context.dtype)).run
     # Scales of single rows are decoded for all groups at once.
-    if not is_grouped or (spec.block[0] == 1 and spec.scale_format != "e4m3"):
+    if shape is None or not shape.groups or (spec.block[0] == 1 and spec.scale_format != "e4m3"):
         return lambda operand, *groups: Operand(run(operand).t())
-    if offsets_on_device:
+    if shape.offsets_on_device:
         raise UnsupportedError(
             f"{context.owner}: backward_override='dequantized' with scales of {spec} needs "
             f"m_splits on the CPU, where each group is decoded with its own scale. Give a list, or "

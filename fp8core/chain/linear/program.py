@@ -1,22 +1,28 @@
-"""The operations that a linear is bound to, and its computation, forward and backward."""
+"""A linear in a chain, bound to quantizers and GEMMs of backends, and its computation, forward and
+backward."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
 from fp8core.backend_api import GemmDesc, Operand
 from fp8core.chain.call import Call
-from fp8core.chain.linear.gemms import Decode, in_chunks, in_dtype
-from fp8core.chain.linear.spec import LinearSpec
-from fp8core.chain.linear.wrappers import operands_of
+from fp8core.chain.linear.gemms import Decode, LinearSpec, in_chunks, in_dtype
+from fp8core.chain.linear.wrappers import Diverting, Grouped, Padded, Requantizing, SavingInput
+from fp8core.chain.padding import LayerPadding
 from fp8core.chain.protocol import (
     Backward,
+    Consumer,
     Forward,
+    Link,
+    OnlyOnce,
     Out,
     Params,
     Program,
@@ -25,7 +31,7 @@ from fp8core.chain.protocol import (
     SavedList,
 )
 from fp8core.chain.request import Handover, QuantizeRequest, is_stored_as
-from fp8core.chain.shards import ArrivingRows, GemmPart, Shards, here
+from fp8core.chain.shards import ArrivingRows, Exchanged, GemmPart, SentCast, Shards, here
 from fp8core.dispatch.select import Choice
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantized_tensor import QuantizedTensor
@@ -36,21 +42,36 @@ from fp8core.tensors.weights import WeightQuantizer
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class LinearOperations:
-    """Three quantizers and three GEMMs, with what each of them is bound to.
+class LinearLink(Link):
+    """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]``, or the same for each group of rows: three
+    quantizers and three GEMMs, with what each of them is bound to.
+
+    Parameters come as ``(weight, bias)``, or ``(*weights, *biases)`` for a grouped link, without
+    biases where ``shape.bias_dtype`` is None. ``index`` tells the linears of one chain apart.
 
     ``input_dtype`` and ``grad_dtype`` are those of the tensors that the neighbours hand over.
     ``choices`` says, by GEMM and tensor, who computes. ``column_sums`` computes the gradient of the
     bias, if there is one. ``backward_state`` is that in which the cast of the gradient records.
     ``decode_input`` and ``decode_weight`` make the operand of wgrad and dgrad from that of fprop,
-    None where forward makes both. ``input_shards`` and ``grad_shards`` say how the two tensors
-    travel where each rank has some of their rows. ``fprop_part`` and ``dgrad_part`` compute some
-    rows of a product, None unless others may travel or be cast meanwhile; ``dgrad_rows`` those of a
-    gradient that comes in chunks, None where dgrad itself does. ``wgrad`` adds zeros to operands
-    whose rows are no multiple of ``wgrad_rows``.
+    None where forward makes both. ``input_again`` casts the input for wgrad where backward does
+    that.
+
+    ``input_shards`` and ``grad_shards`` say how the two tensors travel where each rank has some of
+    their rows; ``input_sent`` and ``grad_sent`` how they are cast where their rows are exchanged.
+    ``fprop_part`` and ``dgrad_part`` compute some rows of a product, None unless others may travel
+    or be cast meanwhile; ``dgrad_rows`` those of a gradient that comes in chunks, None where dgrad
+    itself does. ``wgrad`` adds zeros to operands whose rows are no multiple of ``wgrad_rows``.
+    ``takes_chunks``: the gradient of the output may be cast some rows at a time; ``casts_chunks``:
+    it stays in memory during backward, so that the link's own cast had better do so. ``only_once``
+    says why torch's operators may not replace the link, None if they may.
     """
 
     shape: LinearSpec
+    index: int
+    # field(): no default here, where Link has one.
+    needs_rng: bool = field()
+    num_params: int = field()
+    num_weights: int
     input: TensorQuantizer
     weight: WeightQuantizer
     grad_output: TensorQuantizer
@@ -61,35 +82,152 @@ class LinearOperations:
     backward_state: DelayedState | None
     input_dtype: torch.dtype
     grad_dtype: torch.dtype
-    choices: dict[str, Choice]
+    choices: dict[str, Choice] = field()
+    padding: LayerPadding | None
+    only_once: OnlyOnce | None = None
     decode_input: Decode | None = None
     decode_weight: Decode | None = None
+    input_again: TensorQuantizer | None = None
     input_shards: Shards | None = None
     grad_shards: Shards | None = None
+    input_sent: SentCast | None = None
+    grad_sent: SentCast | None = None
     fprop_part: GemmPart | None = None
     dgrad_part: GemmPart | None = None
     dgrad_rows: GemmPart | None = None
     wgrad_rows: int = 1
+    takes_chunks: bool = False
+    casts_chunks: bool = False
+    # A subclass that looks at operands, however they are saved, returns a program that shows them.
+    observed: ClassVar[Callable[..., Program] | None] = None
+    # Programs by chunks, by shards, by padding of wgrad, by noise, and by whose gradients are
+    # needed.
+    _programs: dict[tuple[bool, ...], Program] = field(default_factory=dict)
 
     @property
-    def output_dtype(self) -> torch.dtype:
-        """The dtype that fprop computes."""
-        return _out_dtype(self.choices["fprop"])
+    def input_consumer(self) -> Consumer:
+        """How it quantizes its input."""
+        return Consumer(self.input, self.input_dtype)
 
     @property
-    def grad_input_dtype(self) -> torch.dtype:
-        """The dtype that dgrad computes."""
-        return _out_dtype(self.choices["dgrad"])
+    def grad_consumer(self) -> Consumer:
+        """How it quantizes the gradient of its output, summed for the bias."""
+        has_bias = self.shape.bias_dtype is not None
+        return Consumer(self.grad_output, self.grad_dtype, has_bias)
 
-    @property
-    def grad_weight_dtype(self) -> torch.dtype:
-        """The dtype that wgrad computes."""
-        return _out_dtype(self.choices["wgrad"])
+    def in_torch(self, bind: Callable[[Any], Any]) -> LinearLink:
+        """Return the linear by torch's operators."""
+        link: LinearLink = bind(self.shape)
+        return link
 
+    def converted(
+        self, params: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> Sequence[torch.Tensor]:
+        """Return the parameters, the weights as plain tensors of ``dtype``."""
+        plain = list(params)
+        for at, weight in enumerate(params[: self.num_weights]):
+            value = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+            plain[at] = value.to(dtype)
+        return plain
 
-def _out_dtype(choice: Choice) -> torch.dtype:
-    assert isinstance(choice.desc, GemmDesc)
-    return choice.desc.out_dtype
+    def out_dtype(self, gemm: str) -> torch.dtype:
+        """Return the dtype that fprop, dgrad or wgrad computes."""
+        desc = self.choices[gemm].desc
+        assert isinstance(desc, GemmDesc)
+        return desc.out_dtype
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
+        """Return the program of a dense call, the same each time, wrapped as ``call`` needs it.
+
+        A gradient is cast in chunks where that lowers the peak of memory: while dgrad runs there
+        are the rowwise codes and those of the weight, ``rows n + k n`` bytes; while wgrad runs, at
+        least the ``2 k n`` bytes of grad_weight instead. A captured graph never chunks, so that
+        its rows guard nothing.
+        """
+        shape, count = self.shape, self.num_weights
+        trained = needs_grad[1 : 1 + count]
+        is_trained, padded = True in trained, None
+        if self.padding is not None:
+            needs = {"needs_input": needs_grad[0], "needs_weight": is_trained}
+            padded = self.padding.for_call(rows, call, **needs)
+        chunked = self.takes_chunks and not call.groups and rows > shape.in_features
+        is_whole = padded is not None or bool(call.groups)
+        shards, grad_shards = self.input_shards, self.grad_shards
+        key = (
+            chunked,
+            not is_whole and shards is not None and shards.fits(rows),
+            not is_whole and grad_shards is not None and grad_shards.fits(rows),
+            # Of rows that a graph leaves free, backward finds out.
+            self.wgrad_rows > 1
+            and is_trained
+            and (type(rows) is not int or rows % self.wgrad_rows != 0),
+            self.needs_rng and call.rng is not None,
+            *needs_grad,
+        )
+        program = self._programs.get(key) or self._new_program(key, needs_grad)
+        if shape.accumulates or (shape.delays_wgrad and is_trained):
+            program = Diverting(
+                program,
+                self.wgrad,
+                trained,
+                accumulates=shape.accumulates,
+                delays=shape.delays_wgrad and is_trained,
+                index=self.index,
+                is_grouped=bool(shape.groups),
+            )
+        if shape.groups:
+            program = Grouped(
+                program,
+                needs_grad,
+                call,
+                rows=rows,
+                num_weights=count,
+                bias_dtype=shape.bias_dtype,
+                travels=(None, None) if padded is not None else self._exchanged(call),
+            )
+        if padded is not None:
+            program = Padded(program, padded, call, num_weights=count)
+        if self.observed is not None:
+            program = self.observed(program, call)
+        if self.input_again is not None and is_trained:
+            program = SavingInput(program, self.input_again)
+        return program
+
+    def _exchanged(self, call: Call) -> tuple[Exchanged | None, Exchanged | None]:
+        """Return how the operands of the input and of the gradient come from other ranks."""
+        routes, row, column = call.routes, self.input_sent, self.grad_sent
+        if routes is None:
+            return None, None
+        return (
+            None if row is None else row.of_call(routes),
+            None if column is None else column.of_call(routes),
+        )
+
+    def _new_program(self, key: tuple[bool, ...], needs_grad: Sequence[bool]) -> Program:
+        chunked, is_input_sharded, is_grad_sharded, _, is_random, *_ = key
+        shape = self.shape
+        if shape.groups:
+            # One program for all groups; the sums for biases come with the handover.
+            needs_grad = (needs_grad[0], True in needs_grad[1 : 1 + self.num_weights])
+        program: Program = LinearProgram(
+            self,
+            needs_grad,
+            chunked=chunked,
+            sharded=(is_input_sharded, is_grad_sharded),
+            is_random=is_random,
+        )
+        if self.weight.requantizes and needs_grad[0]:
+            assert self.only_once is not None  # in low precision
+            program = Requantizing(
+                program,
+                self.weight,
+                3 if needs_grad[1] else 0,
+                shape=(shape.out_features, shape.in_features),
+                dtype=shape.weight_dtype,
+                device=self.choices["weight"].device,
+                owner=self.only_once.owner,
+            )
+        return self._programs.setdefault(key, program)
 
 
 _NO_OPERANDS = Orientations(None, None)
@@ -98,89 +236,74 @@ _NO_OPERANDS = Orientations(None, None)
 _operand: Callable[[SavedList], Operand] = partial(tuple.__new__, Operand)
 
 
+def _operands(flat: Sequence[Any]) -> list[Operand]:
+    """Return the operands of groups, whose tensors are ``flat``, three for each."""
+    return [Operand(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
+
+
 class LinearProgram(Program):
-    """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]`` for one answer to whose gradients are needed.
+    """The computation of ``link`` for one answer to whose gradients are needed.
 
     ``needs_grad`` is the input's, the weight's and, if there is one, the bias's. With ``chunked``
-    the gradient of the output may come cast some rows at a time; with ``casts_chunks`` its own cast
-    does that, unless the gradient of the input is computed later. ``sharded`` says of the input and
-    of the gradient of the output whether each rank casts its rows, which then travel as codes and
-    scales. With ``pads_wgrad`` wgrad adds zeros to its operands.
+    the gradient of the output may come cast some rows at a time; so does its own cast, if the link
+    :attr:`LinearLink.casts_chunks`, unless the gradient of the input is computed later. ``sharded``
+    says of the input and of the gradient of the output whether each rank casts its rows, which then
+    travel as codes and scales. With ``is_random`` the gradient is cast with the seed and offset of
+    the call, which the linears of one chain use for different noise.
     """
 
     __slots__ = (
-        *("_backward_state", "_bias_dtype", "_cast_input"),
-        *("_casts", "_casts_of_later"),
-        *("_dgrad", "_fprop"),
-        *("_grad_request", "_has_bias", "_needs_bias", "_needs_input", "_needs_weight", "_pair"),
-        *("_decode_input", "_restore", "_weight", "_weight_dtype", "_wgrad"),
-        *("_arrives", "_quantizers", "input_request"),
-        *("_dgrad_part", "_fprop_part", "_grad_input_dtype", "_output_dtype"),
+        *("_arrives", "_backward_state", "_cast_input", "_casts", "_casts_of_later", "_dgrad"),
+        *("_grad_request", "_is_random", "_link", "_needs_bias", "_needs_input", "_needs_weight"),
+        *("_pair", "_restore", "_weight_dtype", "_wgrad", "input_request"),
     )
 
     def __init__(
         self,
-        operations: LinearOperations,
+        link: LinearLink,
         needs_grad: Sequence[bool],
-        weight: WeightQuantizer,
         *,
         chunked: bool = False,
-        casts_chunks: bool = False,
         sharded: tuple[bool, bool] = (False, False),
-        pads_wgrad: bool = False,
+        is_random: bool = False,
     ) -> None:
         rowwise, columnwise, *bias = needs_grad
-        shape = operations.shape
+        self._link, self._is_random = link, is_random
         self._needs_input, self._needs_weight, self._needs_bias = rowwise, columnwise, True in bias
-        self._has_bias = shape.bias_dtype is not None
-        self._bias_dtype = shape.bias_dtype
-        self._weight = weight
-        self._weight_dtype = shape.weight_dtype
-        restore: Callable[[SavedList], Any] = operands_of if shape.groups else _operand
-        self._restore = (
-            restore if operations.decode_weight is None else _decoding(restore, operations)
-        )
-        self._decode_input = operations.decode_input
-        self._cast_input = operations.input.cast_to(rowwise=True, columnwise=columnwise)
-        self._pair = weight.pair(operations.input) if rowwise and columnwise else None
-        self._fprop, self._dgrad = operations.fprop, operations.dgrad
-        self._fprop_part, self._dgrad_part = operations.fprop_part, operations.dgrad_part
-        self._output_dtype, self._grad_input_dtype = (
-            operations.output_dtype,
-            operations.grad_input_dtype,
-        )
-        self._wgrad = in_dtype(operations.wgrad, operations.grad_weight_dtype, shape.weight_dtype)
+        self._weight_dtype = link.shape.weight_dtype
+        self._restore = _restoring(link)
+        self._dgrad = link.dgrad
+        self._wgrad = in_dtype(link.wgrad, link.out_dtype("wgrad"), self._weight_dtype)
         chunked = chunked and rowwise and columnwise
         if chunked:
-            self._dgrad = in_chunks(
-                operations.dgrad, operations.dgrad_rows, operations.grad_input_dtype
-            )
-        needs = rowwise, columnwise, self._needs_bias
-        self._casts_of_later = _casts_of(operations, *needs, chunked=False)
-        self._casts = self._casts_of_later
-        if chunked and casts_chunks:
-            self._casts = _casts_of(operations, *needs, chunked=True)
-        self._backward_state = None if self._casts.cast is None else operations.backward_state
-        self._quantizers = (operations.input, weight, operations.grad_output)
-        self._arrives = operations.input_shards if sharded[0] else None
+            self._dgrad = in_chunks(link.dgrad, link.dgrad_rows, link.out_dtype("dgrad"))
+        self._pair = link.weight.pair(link.input) if rowwise and columnwise else None
+        self._cast_input = link.input.cast_to(rowwise=True, columnwise=columnwise)
+        self._arrives = link.input_shards if sharded[0] else None
         self.input_request = QuantizeRequest(
-            operations.input,
-            operations.input_dtype,
+            link.input,
+            link.input_dtype,
             columnwise=columnwise,
             cast=self._cast_input,
             shards=self._arrives,
         )
+        needs = rowwise, columnwise, self._needs_bias
+        self._casts = self._casts_of_later = _grad_casts(link, *needs, chunked=False)
+        if chunked and link.casts_chunks:
+            self._casts = _grad_casts(link, *needs, chunked=True)
+        cast, cast_and_sum = self._casts
+        self._backward_state = None if cast is None else link.backward_state
         self._grad_request = QuantizeRequest(
-            operations.grad_output,
-            operations.grad_dtype,
+            link.grad_output,
+            link.grad_dtype,
             rowwise,
             columnwise,
             has_sums=self._needs_bias,
-            column_sums=operations.column_sums,
+            column_sums=link.column_sums,
             is_gradient=True,
-            cast=self._casts.cast,
-            cast_and_sum=self._casts.cast_and_sum,
-            shards=operations.grad_shards if sharded[1] else None,
+            cast=cast,
+            cast_and_sum=cast_and_sum,
+            shards=link.grad_shards if sharded[1] else None,
             takes_chunks=chunked and not sharded[1],
         )
 
@@ -188,8 +311,8 @@ class LinearProgram(Program):
     def recordable(self) -> Recordable | None:
         """Return what the casts refer to, and the state in which that of the gradient records."""
         constants: list[torch.Tensor] = []
-        for quantizer in self._quantizers:
-            if quantizer.constants is None:
+        for quantizer in (self._link.input, self._link.weight, self._link.grad_output):
+            if quantizer.constants is None or self._is_random:
                 return None
             constants += quantizer.constants
         states = () if self._backward_state is None else (self._backward_state,)
@@ -202,13 +325,17 @@ class LinearProgram(Program):
         """
         if self._backward_state is not None:
             update_after_backward(self._backward_state, call.backward_pass)
-        return self._grad_request
+        if not self._is_random:
+            return self._grad_request
+        assert call.rng is not None  # the call that the program was given for had one
+        rng = call.rng + torch.tensor((0, self._link.index << 32), device="cpu")
+        return dataclasses.replace(self._grad_request, cast=None, rng=rng)
 
     def takes_grad(self, grad_output: torch.Tensor) -> bool:
         """Whether ``grad_output`` is stored quantized as its cast would store it."""
         request = self._grad_request
         ways = {"rowwise": request.rowwise, "columnwise": request.columnwise}
-        return self._casts.cast is not None and is_stored_as(
+        return request.cast is not None and is_stored_as(
             grad_output, request.quantizer.plan, **ways
         )
 
@@ -220,7 +347,7 @@ class LinearProgram(Program):
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y; save the input for wgrad and the weight for dgrad, each if it is needed."""
-        weight, keeping = params[0], call.keeping
+        weight, keeping, link = params[0], call.keeping, self._link
         pair = self._pair
         if pair is not None and (
             keeping is not None
@@ -232,22 +359,22 @@ class LinearProgram(Program):
             (x_row, x_column), (w_row, w_column) = pair(x, weight)
         else:
             x_row, x_column = x.take() if isinstance(x, Handover) else self._cast_input(x)
-            w_row, w_column = self._weight(weight, columnwise=self._needs_input, keeping=keeping)
-        bias = params[1] if self._has_bias else None
+            w_row, w_column = link.weight(weight, columnwise=self._needs_input, keeping=keeping)
+        bias = None if link.shape.bias_dtype is None else params[1]
         y: Any = None
-        if self._fprop_part is not None:
+        if link.fprop_part is not None:
             y = self._forward_in_parts(x_row, w_row, bias, call, out)
         if y is not None:
             out = None
         elif call.output is None:
-            y = self._fprop(x_row, w_row, *call.groups, bias=bias)  # [m, k] x [n, k] -> [m, n]
+            y = link.fprop(x_row, w_row, *call.groups, bias=bias)  # [m, k] x [n, k] -> [m, n]
         else:
-            y = self._fprop(x_row, w_row, *call.groups, bias=bias, out=call.output)
+            y = link.fprop(x_row, w_row, *call.groups, bias=bias, out=call.output)
         x_row = w_row = None  # freed before the next program quantizes y
         saved: Saved = x_column if self._needs_weight else ()
         if self._needs_input:
             note_weight(w_column)
-            saved = (*saved, *w_column)
+            saved = (*saved, *(itertools.chain(*w_column) if link.shape.groups else w_column))
         return y if out is None else out(y), saved, None
 
     def backward(
@@ -258,6 +385,9 @@ class LinearProgram(Program):
         ``context``, if given, is called instead of wgrad.
         """
         grad_input = grad_weight = dy_row = dy_column = None
+        link = self._link
+        if self._is_random and not isinstance(grad, Handover):
+            grad = self.request_grad(call)(grad)
         if isinstance(grad, Handover):
             dy_row, dy_column = grad.take()
             sums = grad.sums
@@ -265,7 +395,7 @@ class LinearProgram(Program):
             sums = ()
             if self._backward_state is not None:
                 update_after_backward(self._backward_state, call.backward_pass)
-            has_parts = self._dgrad_part is not None
+            has_parts = link.dgrad_part is not None
             is_later = has_parts and out is not None and out.is_computed_later
             cast, cast_and_sum = self._casts_of_later if is_later else self._casts
             if cast_and_sum is not None:
@@ -280,7 +410,7 @@ class LinearProgram(Program):
         if self._needs_input:
             at = 3 if self._needs_weight else 0
             weight: Any = self._restore(saved[at:])
-            if self._dgrad_part is not None:
+            if link.dgrad_part is not None:
                 grad_input = self._backward_in_parts(dy_row, weight, call, out)
             if grad_input is not None:
                 out = None
@@ -294,22 +424,23 @@ class LinearProgram(Program):
                 grad_input = out(grad_input)
         if self._needs_weight:
             wgrad = self._wgrad if context is None else context
-            if self._dgrad_part is not None:
+            if link.dgrad_part is not None:
                 dy_column = here(dy_column)
             x_column = _operand(saved) if arriving is None else arriving.wait()
-            if self._decode_input is not None:
-                x_column = self._decode_input(x_column, *call.groups)
+            if link.decode_input is not None:
+                x_column = link.decode_input(x_column, *call.groups)
             grad_weight = wgrad(dy_column, x_column, *call.groups)  # [n, m] x [k, m] -> [n, k]
-        if not self._has_bias:
+        bias_dtype = link.shape.bias_dtype
+        if bias_dtype is None:
             return grad_input, grad_weight
-        return grad_input, grad_weight, sums[0].to(self._bias_dtype) if self._needs_bias else None
+        return grad_input, grad_weight, sums[0].to(bias_dtype) if self._needs_bias else None
 
     def _forward_in_parts(
         self, x_row: Any, w_row: Operand, bias: torch.Tensor | None, call: Call, out: Out
     ) -> Any:
         """Return what ``out`` makes of y, computed some rows at a time while others travel; None if
         y is to be computed as a whole."""
-        part, dtype = self._fprop_part, self._output_dtype
+        part, dtype = self._link.fprop_part, self._link.out_dtype("fprop")
         assert part is not None
         if isinstance(x_row, ArrivingRows):
             y = x_row.product(part, w_row, dtype, bias=bias, out=call.output)
@@ -321,7 +452,7 @@ class LinearProgram(Program):
     def _backward_in_parts(self, dy_row: Any, weight: Operand, call: Call, out: Out) -> Any:
         """As :meth:`_forward_in_parts`, of grad_input, which its reader may compute later. Its sum
         over ranks travels beside wgrad, if there is one."""
-        part, dtype = self._dgrad_part, self._grad_input_dtype
+        part, dtype = self._link.dgrad_part, self._link.out_dtype("dgrad")
         assert part is not None
         if isinstance(dy_row, ArrivingRows):
             grad_input = dy_row.product(part, weight, dtype, out=call.grad_input)
@@ -333,51 +464,38 @@ class LinearProgram(Program):
         return out.product(part, dy_row, weight, dtype)
 
 
-def _decoding(
-    restore: Callable[[SavedList], Any], operations: LinearOperations
-) -> Callable[[SavedList], Any]:
-    """Return ``restore`` for weights that were saved as operands of fprop."""
-    decode = operations.decode_weight
-    assert decode is not None
+def _restoring(link: LinearLink) -> Callable[[SavedList], Any]:
+    """Return what makes the operands of dgrad of the tensors of weights that were saved."""
+    restore: Callable[[SavedList], Any] = _operands if link.shape.groups else _operand
+    decode = link.decode_weight
+    if decode is None:
+        return restore
 
     def restored(saved: SavedList) -> Any:
         weights = restore(saved)
-        return [*map(decode, weights)] if operations.shape.groups else decode(weights)
+        return [*map(decode, weights)] if link.shape.groups else decode(weights)
 
     return restored
 
 
-class _Casts(NamedTuple):
-    """The cast of the gradient, None if no operand of it is needed; and that with the gradient of
-    the bias in one call, None if that is not needed."""
-
-    cast: Cast | None
-    cast_and_sum: CastAndSum | None
-
-
-def _casts_of(
-    operations: LinearOperations,
-    rowwise: bool,
-    columnwise: bool,
-    needs_bias: bool,
-    *,
-    chunked: bool,
-) -> _Casts:
-    """Return the casts in these orientations, which are both if they are ``chunked``."""
-    quantizer, sums = operations.grad_output, operations.column_sums
+def _grad_casts(
+    link: LinearLink, rowwise: bool, columnwise: bool, needs_bias: bool, *, chunked: bool
+) -> tuple[Cast | None, CastAndSum | None]:
+    """Return the cast of the gradient in these orientations, which are both if it is ``chunked``,
+    None if it has no operand; and that with the gradient of the bias in one call, None if that is
+    not needed."""
+    quantizer, sums = link.grad_output, link.column_sums if needs_bias else None
+    if chunked:
+        both = None if sums is None else quantizer.cast_chunked_and_sum(sums)
+        return quantizer.cast_chunked(), both
     if not (rowwise or columnwise):
-        if not needs_bias:
-            return _Casts(None, None)
-        assert sums is not None  # there is a bias
-        only_sums = sums
-        return _Casts(None, lambda grad: (_NO_OPERANDS, only_sums(grad)))
-    if chunked:
-        cast = quantizer.cast_chunked()
-    else:
-        cast = quantizer.cast_to(rowwise=rowwise, columnwise=columnwise)
-    if not needs_bias:
-        return _Casts(cast, None)
-    assert sums is not None
-    if chunked:
-        return _Casts(cast, quantizer.cast_chunked_and_sum(sums))
-    return _Casts(cast, quantizer.cast_and_sum(sums, rowwise=rowwise, columnwise=columnwise))
+        return None, None if sums is None else partial(_only_sum, sums)
+    ways = {"rowwise": rowwise, "columnwise": columnwise}
+    both = None if sums is None else quantizer.cast_and_sum(sums, **ways)
+    return quantizer.cast_to(**ways), both
+
+
+def _only_sum(
+    column_sums: Callable[[torch.Tensor], torch.Tensor], grad: torch.Tensor
+) -> tuple[Orientations, torch.Tensor]:
+    return _NO_OPERANDS, column_sums(grad)

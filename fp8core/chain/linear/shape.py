@@ -1,194 +1,37 @@
-"""A linear layer as a part of a chain: bound to quantizers and GEMMs of backends, it gives each
-call its program."""
+"""The shape of a linear, which binds it: to GEMMs, and to the quantizers of its input, its weights
+and the gradient of its output, which travel between ranks where several have their rows."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import NamedTuple
 
 import torch
 
-from fp8core.backend_api import ColumnSumsDesc
-from fp8core.chain.call import Call
-from fp8core.chain.linear.gemms import bind_decode, bind_fprop, taking_any_rows, turning
-from fp8core.chain.linear.program import LinearOperations, LinearProgram
-from fp8core.chain.linear.quantizers import bind_parts, bind_quantizers, bind_sent, bind_shards
-from fp8core.chain.linear.spec import LinearSpec
-from fp8core.chain.linear.wrappers import (
-    Accumulating,
-    Delaying,
-    FlatWeights,
-    Grouped,
-    Padded,
-    Requantizing,
-    SavingInput,
-    Stochastic,
+from fp8core.backend_api import ColumnSumsDesc, GemmDesc
+from fp8core.chain.linear.gemms import (
+    LinearSpec,
+    bind_decode,
+    bind_fprop,
+    taking_any_rows,
+    turning,
 )
+from fp8core.chain.linear.program import LinearLink
 from fp8core.chain.padding import LayerPadding, layer_padding
-from fp8core.chain.protocol import Consumer, Link, OnlyOnce, Program, in_low_precision, over_ranks
+from fp8core.chain.protocol import Link, OnlyOnce, in_low_precision, over_ranks
 from fp8core.chain.shape import BindContext
-from fp8core.chain.shards import Exchanged, SentCast
-from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import TensorQuantizer
-from fp8core.tensors.weights import WeightQuantizer
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class LinearLink(LinearOperations, Link):
-    """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]``, or the same for each group of rows.
-
-    Parameters come as ``(weight, bias)``, or ``(*weights, *biases)`` for a grouped link, without
-    biases where ``shape.bias_dtype`` is None. ``index`` tells the linears of one chain apart.
-    ``takes_chunks``: the gradient of the output may be cast some rows at a time; ``casts_chunks``:
-    it stays in memory during backward, so that the link's own cast had better do so.
-    ``input_again`` casts the input for wgrad where backward does that. ``input_sent`` and
-    ``grad_sent`` say how input and gradient are cast where their rows are exchanged. ``only_once``
-    says why torch's operators may not replace the link, None if they may.
-    """
-
-    padding: LayerPadding | None
-    # field(): no default here, where Link has one.
-    needs_rng: bool = field()
-    index: int
-    num_weights: int
-    num_params: int = field()
-    takes_chunks: bool = False
-    casts_chunks: bool = False
-    input_again: TensorQuantizer | None = None
-    input_sent: SentCast | None = None
-    grad_sent: SentCast | None = None
-    only_once: OnlyOnce | None = None
-    # A subclass that looks at operands, however they are saved, returns a program that shows them.
-    observed: ClassVar[Callable[..., Program] | None] = None
-    # Programs by chunks, by shards, by padding of wgrad, and by whose gradients are needed.
-    _programs: dict[tuple[bool, ...], Program] = field(default_factory=dict)
-
-    @property
-    def input_consumer(self) -> Consumer:
-        """How it quantizes its input."""
-        return Consumer(self.input, self.input_dtype)
-
-    @property
-    def grad_consumer(self) -> Consumer:
-        """How it quantizes the gradient of its output, summed for the bias."""
-        has_bias = self.shape.bias_dtype is not None
-        return Consumer(self.grad_output, self.grad_dtype, has_bias)
-
-    def in_torch(self, bind: Callable[[Any], Any]) -> LinearLink:
-        """Return the linear by torch's operators."""
-        link: LinearLink = bind(self.shape)
-        return link
-
-    def converted(
-        self, params: Sequence[torch.Tensor], dtype: torch.dtype
-    ) -> Sequence[torch.Tensor]:
-        """Return the parameters, the weights as plain tensors of ``dtype``."""
-        plain = list(params)
-        for at, weight in enumerate(params[: self.num_weights]):
-            value = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-            plain[at] = value.to(dtype)
-        return plain
-
-    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
-        """Return the program of a dense call, the same each time, wrapped as ``call`` needs it.
-
-        A gradient is cast in chunks where that lowers the peak of memory: while dgrad runs there
-        are the rowwise codes and those of the weight, ``rows n + k n`` bytes; while wgrad runs, at
-        least the ``2 k n`` bytes of grad_weight instead. A captured graph never chunks, so that
-        its rows guard nothing.
-        """
-        count = self.num_weights
-        padded = None
-        if self.padding is not None:
-            needs = {
-                "needs_input": needs_grad[0],
-                "needs_weight": True in needs_grad[1 : 1 + count],
-            }
-            padded = self.padding.for_call(rows, call, **needs)
-        chunked = self.takes_chunks and not call.groups and rows > self.shape.in_features
-        is_sharded = padded is None and not call.groups
-        sharded = tuple(
-            is_sharded and shards is not None and shards.fits(rows)
-            for shards in (self.input_shards, self.grad_shards)
-        )
-        # Of rows that a graph leaves free, backward finds out.
-        pads_wgrad = (
-            self.wgrad_rows > 1
-            and True in needs_grad[1 : 1 + count]
-            and (type(rows) is not int or rows % self.wgrad_rows != 0)
-        )
-        key = (chunked, *sharded, pads_wgrad, *needs_grad)
-        program = self._programs.get(key) or self._new_program(key, needs_grad)
-        if self.shape.accumulates:
-            program = Accumulating(program, self.wgrad, needs_grad[1 : 1 + count])
-        if self.shape.delays_wgrad and True in needs_grad[1 : 1 + count]:
-            program = Delaying(
-                program,
-                self.wgrad,
-                needs_grad[1 : 1 + count],
-                index=self.index,
-                is_grouped=bool(self.shape.groups),
-            )
-        if self.shape.groups:
-            bias_dtype = self.shape.bias_dtype
-            program = Grouped(
-                program,
-                needs_grad,
-                call,
-                rows=rows,
-                num_weights=count,
-                bias_dtype=bias_dtype,
-                travels=(None, None) if padded is not None else self._exchanged(call),
-            )
-        if padded is not None:
-            program = Padded(program, padded, call, num_weights=count)
-        if self.observed is not None:
-            program = self.observed(program, call)
-        if self.input_again is not None and True in needs_grad[1 : 1 + count]:
-            program = SavingInput(program, self.input_again)
-        if self.needs_rng and call.rng is not None:
-            program = Stochastic(program, call.rng, self.index)
-        return program
-
-    def _exchanged(self, call: Call) -> tuple[Exchanged | None, Exchanged | None]:
-        """Return how the operands of the input and of the gradient come from other ranks."""
-        routes, casts = call.routes, (self.input_sent, self.grad_sent)
-        if routes is None:
-            return None, None
-        row, column = (None if cast is None else cast.of_call(routes) for cast in casts)
-        return row, column
-
-    def _new_program(self, key: tuple[bool, ...], needs_grad: Sequence[bool]) -> Program:
-        chunked, is_input_sharded, is_grad_sharded, pads_wgrad, *_ = key
-        weight: WeightQuantizer = self.weight
-        if self.shape.groups:
-            weight = FlatWeights(weight)
-            end = 1 + self.num_weights
-            # One program for all groups; the sums for biases come with the handover.
-            needs_grad = (needs_grad[0], True in needs_grad[1:end])
-        program: Program = LinearProgram(
-            self,
-            needs_grad,
-            weight,
-            chunked=chunked,
-            casts_chunks=chunked and self.casts_chunks,
-            sharded=(is_input_sharded, is_grad_sharded),
-            pads_wgrad=pads_wgrad,
-        )
-        if weight.requantizes and needs_grad[0]:
-            assert self.only_once is not None  # in low precision
-            program = Requantizing(
-                program,
-                weight,
-                3 if needs_grad[1] else 0,
-                shape=(self.shape.out_features, self.shape.in_features),
-                dtype=self.shape.weight_dtype,
-                device=self.choices["weight"].device,
-                owner=self.only_once.owner,
-            )
-        return self._programs.setdefault(key, program)
+from fp8core.chain.shards import GemmPart, SentCast, Shards
+from fp8core.collectives import Communicator
+from fp8core.dispatch.table import Resolved
+from fp8core.errors import RecipeError, UnsupportedError
+from fp8core.recipe.plan import HIGH_PRECISION
+from fp8core.tensors.delayed_state import DelayedState, LayerStates
+from fp8core.tensors.quantized_tensor import object_quantizer
+from fp8core.tensors.quantizer import HighPrecision, Slot, TensorQuantizer
+from fp8core.tensors.quantizer_binding import MaximumOverShards, bind_columnwise, bind_quantizer
+from fp8core.tensors.saving import RequantizedWeight
+from fp8core.tensors.storage import storage_plan
+from fp8core.tensors.weights import CachingWeightQuantizer, How, PerGroup, WeightQuantizer
 
 
 class LinearShape(LinearSpec):
@@ -202,7 +45,7 @@ class LinearShape(LinearSpec):
         return link if context.watch is None else context.watch(link, plan, context.binding)
 
 
-def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
+def _bind(shape: LinearSpec, context: BindContext) -> LinearLink:
     plan, dtype = context.gemm_plan, context.dtype
     gemms = {
         name: context.resolve(name, shape.gemm_desc(name, plan, dtype))
@@ -215,74 +58,63 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         dgrad, wgrad = turning(dgrad), turning(wgrad)
         # The chain converts weights outside of its node, whose gradients then have this dtype.
         shape = dataclasses.replace(shape, weight_dtype=dtype)
-    input_dtype, grad_dtype = context.input_dtype(plan.input), context.grad_dtype(plan.grad_output)
-    states = context.states
-    if states is not None:
-        states = dataclasses.replace(states, first=context.first_gemm, count=shape.num_weights)
-    alignments = {name: resolved.alignment for name, resolved in gemms.items()}
-    if wgrad_rows > 1:
-        alignments["wgrad"] = alignments["wgrad"]._replace(k=1)
-    padding = layer_padding(
-        [*alignments.values()],
-        shape.features,
-        context.owner,
-        offsets_on_device=shape.offsets_on_device,
-    )
-    quantizers = bind_quantizers(
-        shape,
-        context,
-        states,
-        (input_dtype, grad_dtype),
-        is_unturned=only_once is None,
-        zeros=None if padding is None else padding.of_weight,
-    )
-    x, weight, dy, input_again = quantizers
-    sums = None
-    if shape.bias_dtype is not None:
-        sums = context.resolve("bias gradient", ColumnSumsDesc(grad_dtype)).run
+    padding = _padding(shape, gemms, wgrad_rows, context.owner)
+    tensors = _Tensors.of(shape, context, is_unturned=only_once is None)
+    x, input_again = tensors.input(), tensors.input_again()
+    weight = tensors.weights(None if padding is None else padding.of_weight)
+    dy = tensors.grad_output()
     choices = {name: resolved.choice for name, resolved in gemms.items()}
     for name, quantizer in (("input", x), ("weight", weight), ("grad_output", dy)):
         if quantizer.choices:
             choices[name] = quantizer.choices[-1]
-    specs = plan.grad_output
-    is_grouped = bool(shape.groups)
-    parts = bind_parts(gemms, context, is_left=only_once is None)
+    sums = None
+    if shape.bias_dtype is not None:
+        sums = context.resolve("bias gradient", ColumnSumsDesc(tensors.grad_dtype)).run
+    fprop_part, dgrad_part, dgrad_rows = _bind_parts(gemms, context, is_left=only_once is None)
     return LinearLink(
         shape=shape,
+        index=context.first_gemm,
+        needs_rng=any(spec is not None and spec.stochastic for spec in plan.grad_output),
+        num_params=shape.num_params,
+        num_weights=shape.num_weights,
         input=x,
         weight=weight,
         grad_output=dy,
         fprop=bind_fprop(gemms["fprop"], shape, context),
         dgrad=dgrad,
         wgrad=wgrad,
-        wgrad_rows=wgrad_rows,
         column_sums=sums,
-        padding=padding,
-        backward_state=states.backward if states is not None and specs.is_delayed else None,
-        needs_rng=any(spec is not None and spec.stochastic for spec in specs),
-        input_dtype=input_dtype,
-        grad_dtype=grad_dtype,
-        index=context.first_gemm,
+        backward_state=tensors.backward_state,
+        input_dtype=tensors.input_dtype,
+        grad_dtype=tensors.grad_dtype,
         choices=choices,
-        num_weights=shape.num_weights,
-        num_params=shape.num_params,
+        padding=padding,
+        only_once=only_once,
+        decode_input=bind_decode("input", context, shape),
+        decode_weight=bind_decode("weight", context),
+        input_again=input_again,
+        input_shards=tensors.shards("input", fprop_part),
+        grad_shards=tensors.shards("grad_output", dgrad_part),
+        input_sent=tensors.sent("input", tensors.input_dtype),
+        grad_sent=tensors.sent("grad_output", tensors.grad_dtype),
+        fprop_part=fprop_part,
+        dgrad_part=dgrad_part,
+        dgrad_rows=dgrad_rows,
+        wgrad_rows=wgrad_rows,
         takes_chunks=dy.casts_chunks,
         # Autograd keeps the last one's gradient until backward returns.
         casts_chunks=context.after is None,
-        decode_input=bind_decode(
-            "input", context, is_grouped=is_grouped, offsets_on_device=shape.offsets_on_device
-        ),
-        decode_weight=bind_decode("weight", context),
-        input_again=input_again,
-        input_shards=bind_shards(shape, context, "input", parts.fprop_part),
-        grad_shards=bind_shards(shape, context, "grad_output", parts.dgrad_part),
-        input_sent=bind_sent(shape, context, "input", input_dtype),
-        grad_sent=bind_sent(shape, context, "grad_output", grad_dtype),
-        fprop_part=parts.fprop_part,
-        dgrad_part=parts.dgrad_part,
-        dgrad_rows=parts.dgrad_rows,
-        only_once=only_once,
     )
+
+
+def _padding(
+    shape: LinearSpec, gemms: dict[str, Resolved], wgrad_rows: int, owner: str
+) -> LayerPadding | None:
+    alignments = {name: resolved.alignment for name, resolved in gemms.items()}
+    if wgrad_rows > 1:  # wgrad pads them itself
+        alignments["wgrad"] = alignments["wgrad"]._replace(k=1)
+    on_device = shape.offsets_on_device
+    return layer_padding([*alignments.values()], shape.features, owner, offsets_on_device=on_device)
 
 
 def _only_once(shape: LinearSpec, context: BindContext) -> OnlyOnce | None:
@@ -299,3 +131,257 @@ def _only_once(shape: LinearSpec, context: BindContext) -> OnlyOnce | None:
         remedy = "Make the layer with delay_wgrad_compute=False."
         return OnlyOnce(owner, "with delay_wgrad_compute=True", remedy)
     return None if context.plan.is_high_precision else in_low_precision(owner)
+
+
+def _bind_parts(
+    gemms: dict[str, Resolved], context: BindContext, *, is_left: bool
+) -> tuple[GemmPart | None, GemmPart | None, GemmPart | None]:
+    """Return what computes some rows of a product: of fprop and of dgrad, where ranks beside the
+    link have parts of the rows, and of dgrad, where others are cast meanwhile. ``is_left``: the
+    products are torch's to differentiate, and are whole; so are those that are watched."""
+    if is_left or context.watch is not None:
+        return None, None, None
+    neighbours = [side.shape for side in (context.before, context.after) if side is not None]
+    has_movers = any(shape.movement is not None for shape in neighbours)
+    reads_rows = context.before is not None and context.before.shape.reads_grad_rows
+    fprop, dgrad = (_part_of(name, gemms[name], context) for name in ("fprop", "dgrad"))
+    return fprop if has_movers else None, dgrad if has_movers or reads_rows else None, dgrad
+
+
+def _part_of(step: str, gemm: Resolved, context: BindContext) -> GemmPart | None:
+    desc, backend = gemm.choice.desc, gemm.choice.backend
+    if type(desc) is not GemmDesc:  # of groups there are no parts
+        return None
+    part = context.resolve_optional(step, dataclasses.replace(desc, part=True), backend)
+    return None if part is None else part.run
+
+
+class _Tensors(NamedTuple):
+    """The tensors of a linear about to be bound: how each is cast, and how its rows travel where
+    several ranks have some of them.
+
+    Attributes:
+        states: the delayed states of its weights and of the tensors beside them, None without.
+        unturned: the quantizer of input and weight where the products are torch's to differentiate,
+            which transposes second operands itself.
+        makers: the quantizer objects of the user's, by tensor.
+    """
+
+    shape: LinearSpec
+    context: BindContext
+    states: LayerStates | None
+    unturned: HighPrecision | None
+    makers: dict[str, object]
+
+    @classmethod
+    def of(cls, shape: LinearSpec, context: BindContext, *, is_unturned: bool) -> _Tensors:
+        """Return the tensors of ``shape``.
+
+        Raises:
+            UnsupportedError: the plan asks for what groups, or tensors of several ranks, do not
+                have.
+        """
+        plan, binding, states = context.plan, context.binding, context.states
+        is_moved = any(context.moved_over(name, "gathered") for name in ("input", "grad_output"))
+        if plan.nonfinite == "propagate" and is_moved:
+            raise UnsupportedError(
+                "nonfinite='propagate' marks the tensor that holds the NaN or inf, but of one "
+                "whose rows are on several ranks each rank casts a part. nonfinite='saturate' "
+                "works there."
+            )
+        makers = {} if binding.is_observing else dict(plan.makers)
+        if makers and shape.groups:
+            raise UnsupportedError(
+                f"a quantizer object for {', '.join(makers)} of groups is not offered: it would "
+                f"quantize all groups as one tensor. Let the factory return its plan for such a "
+                f"layer."
+            )
+        if states is not None:
+            states = dataclasses.replace(states, first=context.first_gemm, count=shape.num_weights)
+        unturned = HighPrecision(binding.activation_dtype, turns=False) if is_unturned else None
+        return cls(shape, context, states, unturned, makers)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """The dtype in which the link before hands over the input."""
+        return self.context.input_dtype(self.context.gemm_plan.input)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """The dtype in which the next link hands back the gradient."""
+        return self.context.grad_dtype(self.context.gemm_plan.grad_output)
+
+    @property
+    def backward_state(self) -> DelayedState | None:
+        """The state in which the cast of the gradient records."""
+        is_delayed = self.context.gemm_plan.grad_output.is_delayed
+        return self.states.backward if self.states is not None and is_delayed else None
+
+    def input(self) -> TensorQuantizer:
+        """Return the quantizer of the input."""
+        slot, count = self._slot("input"), self.context.nonfinite
+        return self.unturned or self._quantizer("input", self.input_dtype, slot, count)
+
+    def input_again(self) -> TensorQuantizer | None:
+        """Return the quantizer of the input in backward, which counts no NaN or inf; None unless
+        it is cast there.
+
+        Raises:
+            RecipeError: backward could not repeat the cast.
+        """
+        plan, is_observing = self.context.plan.input, self.context.binding.is_observing
+        if not self.shape.saves_input or plan.columnwise is None or is_observing:
+            return None
+        if plan.is_delayed:
+            raise RecipeError(
+                "save_original_input=True with delayed scaling: backward would cast the input by "
+                "the scale of the next step. Leave it out, or use a recipe whose scales follow "
+                "from the tensor, such as Float8CurrentScaling."
+            )
+        return self._quantizer("input", self.input_dtype)
+
+    def grad_output(self) -> TensorQuantizer:
+        """Return the quantizer of the gradient of the output."""
+        # Calibration sees the forward pass alone, as in Transformer Engine.
+        slot = None if self.context.binding.is_observing else self._slot("grad_output")
+        return self._quantizer("grad_output", self.grad_dtype, slot, self.context.nonfinite)
+
+    def weights(self, zeros: tuple[int, int] | None) -> WeightQuantizer:
+        """Return the quantizer of the weight, or of one weight a group; ``zeros`` are the rows and
+        columns of zeros that its products need behind its ends, None for none."""
+        if not self.shape.groups:
+            return self._weight(0, zeros)
+        return PerGroup([self._weight(group, zeros) for group in range(self.shape.groups)])
+
+    def shards(self, tensor: str, gemm_part: GemmPart | None) -> Shards | None:
+        """Return how ``tensor`` travels quantized if ranks have some rows of it; None: it does
+        not."""
+        communicator = self._ranks_of_codes(tensor, "gathered")
+        if communicator is None:
+            return None
+        is_input, plan = tensor == "input", self.context.gemm_plan
+        is_decoded = is_input and plan.dequantizes and plan.input.columnwise is None
+        transfers = self.context.transfers(communicator)
+        return Shards(
+            communicator,
+            plan.tensors[tensor],
+            tensor,
+            is_input,
+            is_decoded,
+            transfers,
+            in_parts=transfers is not None and gemm_part is not None,
+        )
+
+    def sent(self, tensor: str, dtype: torch.dtype) -> SentCast | None:
+        """Return how ``tensor`` is cast before its rows leave; None: they travel as they are."""
+        context, plan = self.context, self.context.gemm_plan
+        communicator = self._ranks_of_codes(tensor, "exchanged")
+        if communicator is None or plan.dequantizes:
+            return None
+        specs = plan.tensors[tensor]
+        # Delayed scales of an expert are on its rank alone.
+        if plan.nonfinite == "propagate" or None in specs or specs.is_delayed:
+            return None
+        quantizer = bind_quantizer(
+            specs,
+            dtype,
+            context.binding,
+            purpose=context.purpose(tensor),
+            grouped=True,
+            nonfinite=context.nonfinite,
+            reduce_amax=_amax_reduction(communicator, context),
+        )
+        return SentCast(communicator, specs, quantizer, tensor)
+
+    def _ranks_of_codes(self, tensor: str, way: str) -> Communicator | None:
+        """Return the ranks between which codes of ``tensor`` may travel by ``way``; None: they may
+        not.
+
+        A bias is summed over all rows, and an input that is cast again is held as it came: both
+        need the tensor in high precision. So does a quantizer object, of which nobody knows what
+        its scales cover.
+        """
+        shape = self.shape
+        needs_values = shape.saves_input if tensor == "input" else shape.bias_dtype is not None
+        if needs_values or tensor in dict(self.context.plan.makers):
+            return None
+        return self.context.moved_over(tensor, way)
+
+    def _slot(self, tensor: str, group: int | None = None) -> Slot | None:
+        """Return where ``tensor``, or the weight of a group, has its delayed scale and amax."""
+        if self.states is None or not self.context.plan.tensors[tensor].is_delayed:
+            return None
+        return self.states.slot(tensor) if group is None else self.states.slot_of_set(tensor, group)
+
+    @property
+    def _dequantizes(self) -> bool:
+        """Whether backward decodes what forward cast."""
+        return self.context.plan.dequantizes and not self.context.binding.is_observing
+
+    def _quantizer(
+        self,
+        tensor: str,
+        dtype: torch.dtype,
+        slot: Slot | None = None,
+        nonfinite: torch.Tensor | None = None,
+    ) -> TensorQuantizer:
+        context, shape, plan = self.context, self.shape, self.context.plan
+        maker = self.makers.get(tensor)
+        if maker is not None:
+            role = f"{context.owner}: the {type(maker).__name__} of its {tensor}"
+            return object_quantizer(maker, plan.tensors[tensor], role)
+        is_weight = tensor == "weight"  # each is cast alone, and whole
+        ranks = None if is_weight else context.moved_over(tensor, "gathered")
+        return bind_quantizer(
+            plan.tensors[tensor],
+            dtype,
+            context.binding,
+            purpose=context.purpose(tensor),
+            grouped=bool(shape.groups) and not is_weight,
+            offsets_on_device=shape.offsets_on_device and not is_weight,
+            slot=slot,
+            nonfinite=nonfinite,
+            propagates=plan.nonfinite == "propagate",
+            reduce_amax=_amax_reduction(ranks, context),
+            dequantizes=self._dequantizes and tensor != "grad_output",
+            is_gradient=tensor == "grad_output",
+        )
+
+    def _weight(self, group: int, zeros: tuple[int, int] | None) -> CachingWeightQuantizer:
+        context, dtype = self.context, self.shape.weight_dtype
+        plan, binding, slot = context.plan, context.binding, self._slot("weight", group)
+        quantizer = self.unturned or self._quantizer("weight", dtype, slot, context.nonfinite)
+        key = (
+            *(plan.weight, plan.nonfinite, self._dequantizes),
+            *(dtype, binding.device, quantizer.choices),
+        )
+        stored = HIGH_PRECISION.weight if binding.is_observing else storage_plan(plan.weight)
+        is_decoded = self._dequantizes and plan.weight.rowwise is not None
+        cast_dtype = None if isinstance(quantizer, HighPrecision) else dtype
+        how = How(key, cast_dtype, stored, context.owner, slot, is_decoded)
+        index, again = context.first_gemm + group, plan.weight.columnwise
+        if not plan.requantize_weights or binding.is_observing or again is None:
+            return CachingWeightQuantizer(quantizer, index, how, zeros)
+        columnwise = bind_columnwise(
+            again,
+            dtype,
+            binding,
+            purpose=context.purpose("weight"),
+            propagates=plan.nonfinite == "propagate",
+        )
+        return RequantizedWeight(quantizer, index, how, plan.weight, columnwise, zeros)
+
+
+def _amax_reduction(
+    communicator: Communicator | None, context: BindContext
+) -> MaximumOverShards | None:
+    """Return what reduces the amaxes of a tensor whose rows are on several ranks."""
+    if communicator is None:
+        return None
+    transfers = context.transfers(communicator)
+    maximum = None if transfers is None else transfers.maximum
+
+    def largest(amaxes: torch.Tensor) -> torch.Tensor:
+        return communicator.max(amaxes, "amax", maximum, at_once=True).wait()
+
+    return MaximumOverShards(largest)

@@ -10,20 +10,17 @@
 - ``save_original_input``: the input saved as it came, and cast again in backward. Where another
   module saves the same tensor anyway, as the norm or the router before several experts does, codes
   of the input would be held in vain.
-- Stochastic rounding of a gradient, with noise that a repeated forward repeats.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from fp8core.backend_api import Operand
 from fp8core.chain.call import Call
 from fp8core.chain.delayed_wgrad import DelayedCall, PendingWgrad
 from fp8core.chain.padding import PaddedCall
@@ -33,33 +30,7 @@ from fp8core.chain.unwrap import as_readable
 from fp8core.errors import OperandError
 from fp8core.tensors.quantizer import Orientations, TensorQuantizer
 from fp8core.tensors.saving import is_unquantized
-from fp8core.tensors.weights import Keeping, WeightQuantizer, WeightWrapper
-
-
-class FlatWeights(WeightWrapper):
-    """The weights' quantizers, with the columnwise operands as one flat tuple, as they are saved.
-
-    ``(data, scale_inv, global_scale_inv, data, ...)``; :func:`operands_of` is the inverse.
-    """
-
-    __slots__ = ()
-
-    def __call__(
-        self,
-        weight: Any,
-        /,
-        *,
-        columnwise: bool,
-        keeping: Keeping | None = None,
-    ) -> Orientations:
-        """Quantize ``weight``, one ``[n, k]`` a group."""
-        rowwise, columns = self._inner(weight, columnwise=columnwise, keeping=keeping)
-        return Orientations(rowwise, tuple(itertools.chain(*columns)) if columnwise else None)
-
-
-def operands_of(flat: Sequence[Any]) -> list[Operand]:
-    """Return the operands whose tensors are ``flat``, three for each."""
-    return [Operand(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
+from fp8core.tensors.weights import WeightQuantizer
 
 
 class Grouped(Wrapper):
@@ -196,78 +167,94 @@ def _padding(request: QuantizeRequest | None, padded: PaddedCall, call: Call) ->
     return dataclasses.replace(request, cast=None, call=call, padded=padded, rows=padded.unpadded)
 
 
-class Accumulating(Wrapper):
-    """Around a linear program: ``wgrad(..., out=main_grad)`` adds up the weights' gradients.
+class Diverting(Wrapper):
+    """Around a linear program: the weights' gradients do not go to autograd.
 
-    ``needs_grad`` is the weights' alone. A missing ``main_grad`` is refused in backward, which may
-    be called again once it is there: so nothing is freed early.
+    With ``accumulates``, ``wgrad(..., out=main_grad)`` adds them up. A missing ``main_grad`` is
+    refused in backward, which may be called again once it is there: so nothing is freed early. With
+    ``delays``, backward puts wgrad into the queue of the call, if it has one. ``needs_grad`` is the
+    weights' alone; ``index`` tells the linears of one chain apart.
     """
 
-    __slots__ = ("_needs_grad", "_wgrad")
+    __slots__ = ("_accumulates", "_delays", "_index", "_is_grouped", "_needs_grad", "_wgrad")
 
     def __init__(
-        self, inner: Program, wgrad: Callable[..., Any], needs_grad: Sequence[bool]
+        self,
+        inner: Program,
+        wgrad: Callable[..., Any],
+        needs_grad: Sequence[bool],
+        *,
+        accumulates: bool,
+        delays: bool,
+        index: int,
+        is_grouped: bool,
     ) -> None:
         super().__init__(inner, inner.input_request)
-        self.frees_early = False
+        self.frees_early = self.frees_early and not accumulates
+        self._accumulates, self._delays = accumulates, delays
         self._wgrad = wgrad
         self._needs_grad = needs_grad
+        self._index = index
+        self._is_grouped = is_grouped
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Compute y; backward is told the weights, or the sequence of them if there are groups."""
-        y, saved, _ = super().forward(x, params, call, out)
-        return y, saved, partial(_add_to_main_grads, self._wgrad, params[0], self._needs_grad)
+        """Compute y; backward is told what to do with the operands of wgrad."""
+        delayed = call.delayed_wgrads if self._delays else None
+        weights, wgrad = params[0] if self._is_grouped else params[:1], self._wgrad
+        if delayed is not None:
+            weights = [*map(delayed.source, weights)]
+            params = (weights if self._is_grouped else weights[0], *params[1:])
+        y, saved, context = super().forward(x, params, call, out)
+        if self._accumulates:
+            grouped = self._is_grouped
+            context = wgrad = partial(_add_to_main_grads, wgrad, weights, self._needs_grad, grouped)
+        if delayed is not None:
+            context = partial(self._put, delayed, wgrad, weights)
+        return y, saved, context
+
+    def _put(
+        self,
+        delayed: DelayedCall,
+        run: Callable[..., Any],
+        weights: Sequence[torch.Tensor],
+        *operands: Any,
+    ) -> Any:
+        pending = PendingWgrad(run, operands, weights, self._needs_grad, self._is_grouped)
+        delayed.put(self._index, pending)
+        return [None] * len(weights) if self._is_grouped else None
 
 
 def _add_to_main_grads(
     wgrad: Callable[..., Any],
-    weights: Any,
-    needs_grad: Sequence[bool],
-    dy: Any,
-    x: Any,
-    *groups: torch.Tensor,
-) -> Any:
-    """Run ``wgrad`` into ``main_grad``; return the gradients for autograd, one for each group."""
-    if groups:
-        return accumulate(wgrad, (dy, x, *groups), weights, needs_grad, is_grouped=True)
-    return accumulate(wgrad, (dy, x), (weights,), needs_grad, is_grouped=False)[0]
-
-
-def accumulate(
-    wgrad: Callable[..., Any],
-    operands: tuple[Any, ...],
     weights: Sequence[torch.Tensor],
     needed: Sequence[bool],
-    *,
     is_grouped: bool,
-) -> list[torch.Tensor | None]:
+    *operands: Any,
+) -> Any:
     """Add the gradients that ``wgrad(*operands, out=...)`` computes to each ``main_grad``.
 
-    Returns the gradients for autograd: None, or zeros for a weight that has the attribute
-    ``grad_added_to_main_grad``, which is set: its framework has hooks that wait for a gradient.
-    Where padding makes the product larger than the weight, or a weight is frozen, the sum takes a
-    second pass.
+    Returns the gradient for autograd, or a list of them if ``is_grouped``: None, or zeros for a
+    weight that has the attribute ``grad_added_to_main_grad``, which is set: its framework has hooks
+    that wait for a gradient. Where padding makes the product larger than the weight, or a weight is
+    frozen, the sum takes a second pass.
 
     Raises:
         OperandError: a weight has no ``main_grad`` of float32 and of its shape on its device.
     """
     pairs = list(zip(weights, needed, strict=True))
     sums = [_main_grad(weight) if need else None for weight, need in pairs]
-    dy, x = operands[:2]
-    if all(sum_ is not None and _fits(sum_, dy, x) for sum_ in sums):
+    dy, x, *_ = operands
+    shape = dy.data.shape[0], x.data.shape[0]
+    if all(sum_ is not None and sum_.shape == shape for sum_ in sums):
         wgrad(*operands, out=sums if is_grouped else sums[0])
     else:
-        shape = dy.data.shape[0], x.data.shape[0]
         scratch = [torch.zeros(shape, dtype=torch.float32, device=w.device) for w in weights]
         wgrad(*operands, out=scratch if is_grouped else scratch[0])
         for sum_, grad in zip(sums, scratch, strict=True):
             if sum_ is not None:
                 sum_ += grad[: sum_.shape[0], : sum_.shape[1]]
-    return [_grad_for_autograd(weight) if need else None for weight, need in pairs]
-
-
-def _fits(main_grad: torch.Tensor, dy: Any, x: Any) -> bool:
-    return main_grad.shape == (dy.data.shape[0], x.data.shape[0])
+    grads = [_grad_for_autograd(weight) if need else None for weight, need in pairs]
+    return grads if is_grouped else grads[0]
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor:
@@ -293,54 +280,6 @@ def _grad_for_autograd(weight: Any) -> torch.Tensor | None:
         return None
     weight.grad_added_to_main_grad = True
     return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
-
-
-class Delaying(Wrapper):
-    """Around a linear program: backward puts wgrad into the queue of the call, and returns None.
-
-    ``wgrad`` computes the gradients where the program inside has no other way. ``index`` tells the
-    linears of one chain apart; ``needs_grad`` is the weights' alone. Without a queue, as where only
-    shapes are asked for, backward computes the gradients itself.
-    """
-
-    __slots__ = ("_index", "_is_grouped", "_needs_grad", "_wgrad")
-
-    def __init__(
-        self,
-        inner: Program,
-        wgrad: Callable[..., Any],
-        needs_grad: Sequence[bool],
-        *,
-        index: int,
-        is_grouped: bool,
-    ) -> None:
-        super().__init__(inner, inner.input_request)
-        self._wgrad = wgrad
-        self._needs_grad = needs_grad
-        self._index = index
-        self._is_grouped = is_grouped
-
-    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Compute y; backward is told where to put wgrad."""
-        delayed = call.delayed_wgrads
-        if delayed is None:
-            return super().forward(x, params, call, out)
-        weights = [*map(delayed.source, params[0] if self._is_grouped else params[:1])]
-        inner_params = (weights if self._is_grouped else weights[0], *params[1:])
-        y, saved, context = super().forward(x, inner_params, call, out)
-        run: Any = context or self._wgrad
-        return y, saved, partial(self._put, delayed, run, weights)
-
-    def _put(
-        self,
-        delayed: DelayedCall,
-        run: Callable[..., Any],
-        weights: Sequence[torch.Tensor],
-        *operands: Any,
-    ) -> Any:
-        pending = PendingWgrad(run, operands, weights, self._needs_grad, self._is_grouped)
-        delayed.put(self._index, pending)
-        return [None] * len(weights) if self._is_grouped else None
 
 
 class Requantizing(Wrapper):
@@ -432,25 +371,3 @@ class SavingInput(Wrapper):
         assert x is not None  # forward saved it
         saved[:3] = self._columnwise(x).operands.columnwise
         return self._inner.backward(grad, saved, context, call, out)
-
-
-class Stochastic(Wrapper):
-    """Around a linear program: its gradient is cast with the call's seed and offset.
-
-    ``rng`` int64 ``[2]`` is the call's; ``index`` tells the linears of one chain apart, which draw
-    different noise.
-    """
-
-    __slots__ = ("_index", "_rng")
-
-    def __init__(self, inner: Program, rng: torch.Tensor, index: int) -> None:
-        super().__init__(inner, inner.input_request)
-        self._rng = rng
-        self._index = index
-
-    def request_grad(self, call: Call) -> QuantizeRequest | None:
-        """Return the inner program's request with a seed and an offset."""
-        request = self._inner.request_grad(call)
-        assert request is not None
-        rng = self._rng + torch.tensor((0, self._index << 32), device="cpu")
-        return dataclasses.replace(request, cast=None, rng=rng)

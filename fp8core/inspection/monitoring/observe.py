@@ -24,7 +24,7 @@ from fp8core.backend_api import (
     split_groups,
 )
 from fp8core.chain.call import Call
-from fp8core.chain.linear.shape import LinearLink
+from fp8core.chain.linear.program import LinearLink
 from fp8core.chain.protocol import Program, Wrapper
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.context import recompute

@@ -12,7 +12,7 @@ import torch
 
 from fp8core.backend_api import OperandSpec
 from fp8core.chain.call import Call
-from fp8core.chain.linear.shape import LinearLink
+from fp8core.chain.linear.program import LinearLink
 from fp8core.chain.shape import BindContext, bind_chain
 from fp8core.errors import Fp8CoreError, OperandError, RecipeError, did_you_mean
 from fp8core.inspection.monitoring.observe import LayerWatch
