@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -199,20 +198,11 @@ def run_joined(
 
     Each layer is recorded and repeated as if it ran alone.
     """
-    tape = recompute.current()
-    with contextlib.ExitStack() as scales:
-        for layer, bound in layers:
-            state, scale = None if bound.states is None else bound.states.forward, None
-            if tape is not None:
-                key = (bound.recipe, input.device, input.dtype, policy.current())
-                entry = tape.visit(layer.label, key, layer, state, None)
-                scale = entry.scale if tape.is_repeating else None
-            elif state is not None and recompute.is_in_backward():
-                scale = offered_scale(state)
-            scales.enter_context(recompute.scale_of(state, scale))
-        if tape is not None and tape.is_repeating:
-            call = call._replace(backward_pass=tape.backward_pass)
-        return chain.run(links, input, params, call)
+    run: Callable[..., Any] = chain.run
+    for layer, bound in reversed(layers):
+        run = partial(run_links, layer, bound, run=run)
+    output: torch.Tensor = run(links, input, params, call)
+    return output
 
 
 def _weight_origins(layer: weakref.ref[LowPrecisionModule]) -> list[torch.Tensor]:
