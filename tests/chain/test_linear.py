@@ -37,8 +37,8 @@ class Counter:
         self.gemms: list[str] = []
         self.orientations: dict[str, set[str]] = {}
 
-        def bind_counted(own: LowPrecisionModule, device: torch.device, dtype: torch.dtype) -> Any:
-            bound = bind(own, device, dtype)
+        def bind_counted(own: LowPrecisionModule, *arguments: Any, **options: Any) -> Any:
+            bound = bind(own, *arguments, **options)
             op = bound.linears[0]
             gemms = {name: self._gemm(name, getattr(op, name)) for name in GEMMS}
             tensors = {name: self._quantizer(name, getattr(op, name)) for name in TENSORS}
