@@ -9,7 +9,12 @@ import torch
 from fp8core.backend_api import AttentionBackwardDesc
 from fp8core_backends.cuda import attention_graph
 from fp8core_backends.cuda.attention_bias import grad_of_bias
-from fp8core_backends.cuda.attention_call import GraphOperation, first_rows, with_rows
+from fp8core_backends.cuda.attention_call import (
+    GraphCall,
+    GraphOperation,
+    first_rows,
+    with_rows,
+)
 from fp8core_backends.cuda.attention_graph import Uid
 from fp8core_backends.cuda.attention_lengths import Keywords, in_rows
 from fp8core_backends.cuda.attention_operands import aligned, check_operands, check_rows
@@ -65,43 +70,57 @@ class GraphAttentionBackward(GraphOperation):
                 offset = self._grad_of_sink(grad_out, out, stats, softmax_offset)
                 return (*self._of_nothing((q, k, v), bias), offset)
             call = self.prepare((q, k, v), lengths, bias, mask, rng, in_backward=True)
-            call = call.scaled_by(logit_scale)
             if call.q.shape != q.shape:
                 grad_out, out = (with_rows(x, desc.layout, 2) for x in (grad_out, out))
                 stats = torch.nn.functional.pad(stats, (0, 1), value=-torch.inf)
-            # With lengths, cuDNN writes the rows of sequences alone.
-            new = torch.empty if call.sequences is None else torch.zeros
-            grads = [new(x.shape, dtype=desc.dtype, device=self.device) for x in (call.q, k, v)]
-            grad_bias: torch.Tensor | None = None
-            finite = stats
             if call.unseen is not None:
-                # Weights of such rows are exp(.. - inf) = 0, and exp(.. + inf) = inf with -inf.
-                finite = stats.masked_fill(stats == -torch.inf, torch.inf)
                 grad_out = grad_out.masked_fill(in_rows(call.unseen.blind, desc.layout), 0)
             grad_out, out = (_contiguous(x) for x in (grad_out, out))
-            tensors = call.tensors | {
-                Uid.GRAD_OUT: grad_out,
-                Uid.OUT: out,
-                Uid.STATS: _contiguous(finite),
-                Uid.GRAD_Q: grads[0],
-                Uid.GRAD_K: grads[1],
-                Uid.GRAD_V: grads[2],
-            }
-            problem = call.problem._replace(
-                bias_grad=self._bias_grad,
-                deterministic=torch.are_deterministic_algorithms_enabled(),
-            )
-            if self._bias_grad:
-                full = (problem.batch, desc.heads, problem.s_q, problem.s_kv)
-                tensors[Uid.GRAD_BIAS] = q.new_zeros(full)
-            self.graphs.run(problem, tensors)
-            if self._bias_grad:
-                assert bias is not None
-                grad_bias = grad_of_bias(desc, tensors[Uid.GRAD_BIAS], bias)
+            grads = self._differentiate(call.scaled_by(logit_scale), grad_out, out, stats, bias)
+            grad_q, grad_k, grad_v, grad_bias = grads
             grad_offset = self._grad_of_sink(grad_out, out, stats, softmax_offset)
         if call.q.shape != q.shape:
-            grads[0] = first_rows(grads[0], desc.layout, 1)
-        return grads[0], grads[1], grads[2], grad_bias, grad_offset
+            grad_q = first_rows(grad_q, desc.layout, 1)
+        return grad_q, grad_k, grad_v, grad_bias, grad_offset
+
+    def _differentiate(
+        self,
+        call: GraphCall,
+        grad_out: torch.Tensor,
+        out: torch.Tensor,
+        stats: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Run the graph of ``call``; return the gradients but that of the sink."""
+        desc = self.desc
+        # With lengths, cuDNN writes the rows of sequences alone.
+        new = torch.empty if call.sequences is None else torch.zeros
+        grad_q, grad_k, grad_v = (
+            new(x.shape, dtype=desc.dtype, device=self.device) for x in (call.q, call.k, call.v)
+        )
+        if call.unseen is not None:
+            # Weights of such rows are exp(.. - inf) = 0, and exp(.. + inf) = inf with -inf.
+            stats = stats.masked_fill(stats == -torch.inf, torch.inf)
+        tensors = call.tensors | {
+            Uid.GRAD_OUT: grad_out,
+            Uid.OUT: out,
+            Uid.STATS: _contiguous(stats),
+            Uid.GRAD_Q: grad_q,
+            Uid.GRAD_K: grad_k,
+            Uid.GRAD_V: grad_v,
+        }
+        problem = call.problem._replace(
+            bias_grad=self._bias_grad,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        if not self._bias_grad:
+            self.graphs.run(problem, tensors)
+            return grad_q, grad_k, grad_v, None
+        assert bias is not None
+        full = (problem.batch, desc.heads, problem.s_q, problem.s_kv)
+        tensors[Uid.GRAD_BIAS] = grad_full = call.q.new_zeros(full)
+        self.graphs.run(problem, tensors)
+        return grad_q, grad_k, grad_v, grad_of_bias(desc, grad_full, bias)
 
     def _of_nothing(
         self,

@@ -116,23 +116,13 @@ class GraphOperation:
         rows_q = 2 if is_single else length_q
         if isinstance(desc, CachedAttentionDesc) and length_q > 1:
             rows_q = steady(length_q)  # prompts have any length
-        sequences, hidden = None, None
-        if desc.padding:
-            sequences, hidden, *_ = self._step(q, k, lengths, rows_q)
-        elif is_single or _some_see_nothing(desc, length_q, length_kv):
-            # cuDNN takes such sizes of sequences with lengths alone.
-            sequences = whole(batch, length_q, length_kv, self.device)
-            hidden = unseen(desc, sequences, rows_q)
+        sequences, hidden = self._hidden(q, k, lengths, rows_q, mask, is_single=is_single)
         if rows_q > length_q:
             q, length_q = with_rows(q, desc.layout, rows_q), rows_q
-            operands = (q, k, v)
-        if desc.arbitrary and mask is not None:
-            blind = blind_rows(mask, batch)
-            hidden = Unseen(blind, None) if hidden is None else hidden.of_mask(blind)
         if desc.padding:
             assert sequences is not None
             assert hidden is not None
-            q, k, v = self._cleaned(operands, sequences, hidden, in_backward=in_backward)
+            q, k, v = self._cleaned((q, k, v), sequences, hidden, in_backward=in_backward)
         q, k, v = (aligned(x) for x in (q, k, v))
         views = [by_heads(x, desc.layout) for x in (q, k, v)]
         out = contiguous_strides(desc.layout, (batch, desc.heads, length_q, desc.head_dim_v))
@@ -156,6 +146,32 @@ class GraphOperation:
         if total is not None:
             tensors[Uid.BIAS] = total
         return GraphCall(q, k, v, problem, tensors | self._seed(rng), sequences, hidden)
+
+    def _hidden(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        lengths: Keywords,
+        rows_q: int,
+        mask: torch.Tensor | None,
+        *,
+        is_single: bool,
+    ) -> tuple[Sequences | None, Unseen | None]:
+        """Return the sequences of a dense call of ``rows_q`` queries each, None where cuDNN needs
+        none, and its queries that see no key."""
+        desc = self.desc
+        batch, length_q, length_kv = self.sizes(q, k)
+        sequences, hidden = None, None
+        if desc.padding:
+            sequences, hidden, *_ = self._step(q, k, lengths, rows_q)
+        elif is_single or _some_see_nothing(desc, length_q, length_kv):
+            # cuDNN takes such sizes of sequences with lengths alone.
+            sequences = whole(batch, length_q, length_kv, self.device)
+            hidden = unseen(desc, sequences, rows_q)
+        if desc.arbitrary and mask is not None:
+            blind = blind_rows(mask, batch)
+            hidden = Unseen(blind, None) if hidden is None else hidden.of_mask(blind)
+        return sequences, hidden
 
     def _ragged(
         self,

@@ -145,11 +145,7 @@ class AddNorm(Norm):
         bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Return ``(sum, y, mean or None, rstd)``; see the backend API."""
-        if residual.shape != x.shape or residual.dtype != x.dtype:
-            raise OperandError(
-                f"add_norm: x is {x.dtype} {list(x.shape)}, the residual {residual.dtype} "
-                f"{list(residual.shape)}; they have one shape and dtype."
-            )
+        _check_same("add_norm", ("x", x), ("the residual", residual))
         x, stride = adjacent_columns(x)
         residual, residual_stride = adjacent_columns(residual)
         total = self._empty(tuple(x.shape), (x.shape[1], 1), self._dtype)
@@ -213,11 +209,7 @@ class NormBackward:
             wide = (grad_output.float(), x.float())
             return in_float32(*wide, weight, mean, rstd, added)
         (rows, cols), empty = grad_output.shape, self._empty
-        if x.shape != grad_output.shape:
-            raise OperandError(
-                f"norm_backward: x is {list(x.shape)}, the gradient {list(grad_output.shape)}; "
-                "they have one shape."
-            )
+        _check_same("norm_backward", ("x", x), ("the gradient", grad_output))
         grad_output, stride = adjacent_columns(grad_output)
         x, x_stride = adjacent_columns(x)
         weight, weight_type = self._operands.parameter("weight", weight, cols)
@@ -254,15 +246,21 @@ class NormBackward:
             workspace.data_ptr(),
         )
         if added is not None:
-            if added.shape != grad_x.shape or added.dtype != grad_x.dtype:
-                raise OperandError(
-                    f"norm_backward: grad_x is {grad_x.dtype} {list(grad_x.shape)}, the residual's "
-                    f"gradient {added.dtype} {list(added.shape)}; they are added."
-                )
+            _check_same("norm_backward", ("the gradient", grad_x), ("the residual's", added))
             added, added_stride = adjacent_columns(added)
             addresses = (*addresses, added.data_ptr(), added_stride)
         self._native_backward(addresses, raw_stream(self._index))
         return grad_x, grad_weight, grad_bias
+
+
+def _check_same(op: str, first: tuple[str, torch.Tensor], second: tuple[str, torch.Tensor]) -> None:
+    """Raise OperandError unless both tensors, each behind its name, have one shape and dtype."""
+    (name, x), (second_name, y) = first, second
+    if x.shape != y.shape or x.dtype != y.dtype:
+        raise OperandError(
+            f"{op}: {name} is {x.dtype} {list(x.shape)}, {second_name} {y.dtype} {list(y.shape)}; "
+            f"they have one shape and dtype."
+        )
 
 
 def native_norm(

@@ -6,7 +6,8 @@ keys a query may see. All weights of a call are in memory at once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,15 +86,13 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return ``(out, stats, max_logit or None)``; see the backend API."""
     scale_inv = v.scale_inv if isinstance(v, Operand) else None
-    q, k, v = (_values(desc.qkv, x) for x in (q, k, v))
-    sequences = sequences_of(
+    sequences, queries, keys, values = _operands(
         desc,
-        (q, k),
+        (q, k, v),
         (cu_seqlens_q, cu_seqlens_kv),
         (cu_seqlens_q_padded, cu_seqlens_kv_padded),
         (max_seqlen_q, max_seqlen_kv),
     )
-    queries, keys, values = _operands(desc, sequences, q, k, v)
     terms = {"bias": bias, "alibi_slopes": alibi_slopes, "mask": mask}
     logits = _logits(desc, sequences, queries, keys, **terms).values
     softmax = _softmax(logits, _sink(desc, softmax_offset, logits))
@@ -145,16 +144,14 @@ def attention_backward(
     keys is ``grad_out . out``.
     """
     forward = desc.attention
-    q, k, v = (_values(forward.qkv, x) for x in (q, k, v))
     grad_out = _values(desc.grad_output, grad_out)
-    sequences = sequences_of(
+    sequences, queries, keys, values = _operands(
         forward,
-        (q, k),
+        (q, k, v),
         (cu_seqlens_q, cu_seqlens_kv),
         (cu_seqlens_q_padded, cu_seqlens_kv_padded),
         (max_seqlen_q, max_seqlen_kv),
     )
-    queries, keys, values = _operands(forward, sequences, q, k, v)
     grad = sequences.queries.dense(grad_out, forward.layout).to(values.dtype)
     terms = {"bias": bias, "alibi_slopes": alibi_slopes, "mask": mask}
     logits = _logits(forward, sequences, queries, keys, **terms)
@@ -174,7 +171,10 @@ def attention_backward(
     grad_logits = weights * (grad_weights - row_sums[..., None])
     if desc.dp is not None:
         grad_logits = _rounded(desc.dp, grad_logits, dp_scale, dp_amax_out)
-    grad_scaled, grad_products = _grad_products(forward, grad_logits, logits.capped)
+    grad_products = grad_logits
+    if logits.capped is not None:
+        grad_products = grad_logits * (1 - (logits.capped / forward.softcap).square())
+    grad_products = grad_products * forward.scale
 
     def shared(x: torch.Tensor) -> torch.Tensor:
         """Return the gradient of a group of keys or values: the sum over its heads."""
@@ -188,21 +188,29 @@ def attention_backward(
     grad_bias = None
     if desc.bias_grad:
         assert bias is not None
-        of_bias = grad_logits if forward.bias == "post_scale" else grad_scaled * forward.scale
+        of_bias = grad_logits if forward.bias == "post_scale" else grad_products
         grad_bias = of_bias.sum_to_size(bias.shape).to(bias.dtype)
-    grad_offset = None
-    if forward.softmax == "learnable":
-        assert softmax_offset is not None
-        sink = torch.exp(softmax_offset.to(log_sums.dtype)[:, None] - log_sums)
-        of_sink = -sink * row_sums
-        grad_offset = of_sink.masked_fill(log_sums == -torch.inf, 0).sum((0, 2))
     return (
         grad_q,
         shared(product(grad_products.mT, queries)),
         shared(grad_values),
         grad_bias,
-        grad_offset,
+        _grad_of_sink(forward, softmax_offset, log_sums, row_sums),
     )
+
+
+def _grad_of_sink(
+    desc: AttentionDesc,
+    softmax_offset: torch.Tensor | None,
+    log_sums: torch.Tensor,
+    row_sums: torch.Tensor,
+) -> torch.Tensor | None:
+    """Return the gradient of a learned sink ``[heads]``; None for another softmax."""
+    if desc.softmax != "learnable":
+        return None
+    assert softmax_offset is not None
+    sink = torch.exp(softmax_offset.to(log_sums.dtype)[:, None] - log_sums)
+    return (-sink * row_sums).masked_fill(log_sums == -torch.inf, 0).sum((0, 2))
 
 
 def _values(spec: OperandSpec | None, x: torch.Tensor | Operand) -> torch.Tensor:
@@ -242,13 +250,13 @@ def _codes(
 
 def _operands(
     desc: AttentionDesc,
-    sequences: Sequences,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and v in the dtype of the arithmetic, ``[b, heads, length, d]``: each head has
-    the keys and values of its group."""
+    tensors: Iterable[torch.Tensor | Operand],
+    *lengths: tuple[Any, Any],
+) -> tuple[Sequences, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the sequences of the ``lengths`` of a call, and q, k and v in the dtype of the
+    arithmetic, ``[b, heads, length, d]``: each head has the keys and values of its group."""
+    q, k, v = (_values(desc.qkv, x) for x in tensors)
+    sequences = sequences_of(desc, (q, k), *lengths)
     wide = torch.float64 if desc.dtype == torch.float64 else torch.float32
     queries = sequences.queries.dense(q, desc.layout).to(wide)
     keys, values = (
@@ -257,7 +265,7 @@ def _operands(
         .repeat_interleave(desc.heads // desc.groups, 1)
         for x in (k, v)
     )
-    return queries, keys, values
+    return sequences, queries, keys, values
 
 
 def _logits(
@@ -287,16 +295,6 @@ def _logits(
         logits = logits - slopes * distance(desc, sequences).abs()
     masked = excluded(desc, sequences, mask)
     return _Logits(logits if masked is None else logits.masked_fill(masked, -torch.inf), capped)
-
-
-def _grad_products(
-    desc: AttentionDesc, grad_logits: torch.Tensor, capped: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the scaled products and of the products of queries and keys."""
-    grad_scaled = grad_logits
-    if capped is not None:
-        grad_scaled = grad_logits * (1 - (capped / desc.softcap).square())
-    return grad_scaled, grad_scaled * desc.scale
 
 
 def _sink(
