@@ -132,8 +132,7 @@ def _attention_backward(subject: Subject, desc: AttentionBackwardDesc, case: Cas
     if subject.refuses(desc.attention) is None:
         out, stats, _ = forward.run(subject)
     else:
-        positional, named = forward.arguments, forward.keywords
-        out, stats, _ = subject.here(subject.judged(desc.attention, *positional, **named))
+        out, stats, _ = forward.judged(subject)
     if desc.attention.out is not None:
         out = _dequantized(subject, desc.attention, out, forward.arguments[2])
     size = out.shape

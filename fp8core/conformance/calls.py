@@ -32,6 +32,10 @@ class OpCall(NamedTuple):
         """Return the results of the backend under test."""
         return subject.run(self.desc, *self.arguments, **self.keywords)
 
+    def judged(self, subject: Subject) -> Any:
+        """Return the results of the judge, on the device under test."""
+        return subject.here(subject.judged(self.desc, *self.arguments, **self.keywords))
+
     def protected(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments that the call must not write."""
         unwritten = [value for at, value in enumerate(self.arguments) if at not in self.written]

@@ -84,14 +84,11 @@ def _norm(subject: Subject, desc: NormDesc, case: Case) -> OpCall:
 
 @example(NormBackwardDesc)
 def _norm_backward(subject: Subject, desc: NormBackwardDesc, case: Case) -> OpCall:
-    x, weight, *_ = _norm(subject, desc.norm, case).arguments
-    values = on_cpu(x).double()  # some devices have no float64
-    mean = values.mean(-1) if desc.norm.kind == "layernorm" else None
-    centered = values if mean is None else values - mean[:, None]
-    rstd = torch.rsqrt(centered.square().mean(-1) + desc.norm.eps).float()
-    grad = inputs.moderate(*values.shape, desc.norm.dtype, case.seed_of(4))
-    saved = (None if mean is None else mean.float(), rstd)
-    return OpCall(desc, (subject.here(grad), x, weight, *subject.here(saved)), {})
+    forward = _norm(subject, desc.norm, case)
+    x, weight, *_ = forward.arguments
+    _, *saved = forward.judged(subject)
+    grad = inputs.moderate(*x.shape, desc.norm.dtype, case.seed_of(4))
+    return OpCall(desc, (subject.here(grad), x, weight, *saved), {})
 
 
 @example(ActivationDesc)

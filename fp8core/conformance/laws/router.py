@@ -7,7 +7,7 @@ the reference's bit for bit; sums of rows, losses and gradients are within the b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -170,18 +170,10 @@ def _router(subject: Subject, desc: RouterDesc, case: Case) -> OpCall:
 
 @example(RouterBackwardDesc)
 def _router_backward(subject: Subject, desc: RouterBackwardDesc, case: Case) -> OpCall:
-    rows, _ = case.size or POINTWISE
-    generator = torch.Generator().manual_seed(50 + case.seed)
-    scores = torch.rand(rows, _EXPERTS, generator=generator) + 0.01
-    order = scores.argsort(1, descending=True)
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order[:, : desc.topk], True)
-    if desc.score_function == "softmax":
-        if not (desc.pre_softmax or desc.of_all):
-            scores = torch.where(chosen, scores, 0)
-        scores = scores / scores.sum(1, keepdim=True)
-    dtype = torch.float32 if desc.of_all else desc.dtype
-    grad = inputs.moderate(rows, _EXPERTS, dtype, 4 + case.seed)
-    return OpCall(desc, tuple(subject.here((grad, chosen, scores))), {})
+    forward = _router(subject, RouterDesc(*astuple(desc)), case)
+    probs, chosen, scores = forward.judged(subject)
+    grad = inputs.moderate(*probs.shape, probs.dtype, 4 + case.seed)
+    return OpCall(desc, (subject.here(grad), chosen, scores), {})
 
 
 def _logits(dtype: torch.dtype, tokens: int, seed: int) -> torch.Tensor:
