@@ -43,7 +43,7 @@ MOST = {
     "protocols": 22,
     "classes of the core": 385,
     "functions over 60 lines": 15,
-    "vague names": 90,
+    "vague names": 48,
     "docstrings that begin with a pronoun": 1,
     "files that name the operation rotary": 9,
     "files that name the format e2m1": 6,

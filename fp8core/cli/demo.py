@@ -181,13 +181,13 @@ class Training(NamedTuple):
             if not math.isfinite(losses[-1]):
                 break
         diverged = not math.isfinite(heldout := self._heldout_loss(model, recipe))
-        held = autograd_bytes(lambda: self._loss(model, recipe, windows), model.parameters())
+        num_bytes = autograd_bytes(lambda: self._loss(model, recipe, windows), model.parameters())
         return {
             "recipe": name,
             "heldout_loss": heldout,
             "tokens_per_s": settings.batch_size * settings.context / statistics.median(seconds),
             "steps": len(losses),
-            "held_bytes": held,
+            "held_bytes": num_bytes,
             "diverged": diverged,
             "losses": losses,
             "sample": "" if diverged else self.sample(model, recipe),

@@ -90,29 +90,29 @@ def joined(
     dist.destroy_process_group()
 
 
-def device_for(asked: torch.device | None, processes: int) -> torch.device:
-    """Return the device type of the ranks: ``asked``, else the accelerator if there is one for each
-    rank, else the CPU.
+def device_for(requested: torch.device | None, processes: int) -> torch.device:
+    """Return the device type of the ranks: ``requested``, else the accelerator if there is one for
+    each rank, else the CPU.
 
     Raises:
         Fp8CoreError: this machine has too few devices of the type that was asked for.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if accelerator is None else torch.accelerator.device_count()
-    if asked is None:
+    if requested is None:
         has_enough = accelerator is not None and count >= processes
         return torch.device(accelerator.type if accelerator and has_enough else "cpu")
-    reason = absent(torch.device(asked.type))
-    if reason is None and asked.type != "cpu" and count < processes:
-        reason = f"torch finds {count} {asked.type} devices here"
-    if asked.type == "meta":
+    reason = absent(torch.device(requested.type))
+    if reason is None and requested.type != "cpu" and count < processes:
+        reason = f"torch finds {count} {requested.type} devices here"
+    if requested.type == "meta":
         reason = "meta tensors hold no values"
     if reason is not None:
         raise Fp8CoreError(
-            f"--processes {processes} on {asked.type} needs one device a process: {reason}. "
+            f"--processes {processes} on {requested.type} needs one device a process: {reason}. "
             f"`fp8core doctor cpu --processes {processes}` tests the collectives of the CPU."
         )
-    return torch.device(asked.type)
+    return torch.device(requested.type)
 
 
 def apart(

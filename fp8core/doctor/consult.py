@@ -44,8 +44,8 @@ def records(muted: Collection[str] = ()) -> Iterator[Record]:
             yield {"begin": "its fp8core_select_backend", "hook": name}
             yield {"notes": _faults_of_policy(registry, plugin)}
         yield {"begin": "its fp8core_doctor", "hook": name}
-        others = [other for _, other in named_plugins if other is not plugin]
-        hook = registry.manager.subset_hook_caller("fp8core_doctor", others)
+        rest = [another for _, another in named_plugins if another is not plugin]
+        hook = registry.manager.subset_hook_caller("fp8core_doctor", rest)
         yield {"notes": _notes(name, hook)}
 
 

@@ -188,10 +188,10 @@ def check(
     if JUDGE not in registry.backends:
         return Check(op, 0, None, "", f"the judge, backend {JUDGE!r}, is not installed")
     judge = registry.instance(registry.backends[JUDGE])
-    return _held(op, Subject(spec.name, registry.instance(spec), device, judge, spec), [*chosen])
+    return _tested(op, Subject(spec.name, registry.instance(spec), device, judge, spec), [*chosen])
 
 
-def _held(op: str, subject: Subject, needs: Sequence[Need]) -> Check:
+def _tested(op: str, subject: Subject, needs: Sequence[Need]) -> Check:
     """Hold ``subject`` to the core laws for all of ``needs``, until one is broken."""
     laws = [law for law in LAWS.values() if law.is_core]
     entries = [CatalogueEntry(f"{need.step} {need.desc}".strip(), need.desc) for need in needs]
@@ -270,11 +270,13 @@ def absent(device: torch.device) -> str | None:
     return None
 
 
-def records(name: str, asked: torch.device | None, done: Collection[str] = ()) -> Iterator[Record]:
+def records(
+    name: str, requested: torch.device | None, done: Collection[str] = ()
+) -> Iterator[Record]:
     """Yield the results of examining backend ``name``; each step is announced before it begins.
 
-    ``asked`` None stands for the backend's first device type that this machine has. Operations in
-    ``done`` are not tested again.
+    ``requested`` None stands for the backend's first device type that this machine has. Operations
+    in ``done`` are not tested again.
     """
     registry = plugins.load()
     spec = registry.spec(name, "fp8core doctor")
@@ -284,7 +286,7 @@ def records(name: str, asked: torch.device | None, done: Collection[str] = ()) -
     if reason is not None:
         return
     devices = [torch.device(kind) for kind in spec.device_types if kind != "meta"]
-    device = asked or next((one for one in devices if absent(one) is None), devices[0])
+    device = requested or next((kind for kind in devices if absent(kind) is None), devices[0])
     yield {"begin": _DECLARING, "device": str(device)}
     needs = needs_by_recipe()
     yield {"cells": [dataclasses.asdict(cell) for cell in cells(spec, device, needs)]}
@@ -305,16 +307,16 @@ def _why_untested(spec: BackendSpec, device: torch.device) -> str | None:
     return absent(device)
 
 
-def here(name: str, asked: torch.device | None) -> Findings:
+def here(name: str, requested: torch.device | None) -> Findings:
     """Examine backend ``name`` in this process, which a crash of the backend ends."""
     findings = Findings(name)
-    for record in records(name, asked):
+    for record in records(name, requested):
         findings.take(record)
     return findings
 
 
 def apart(
-    name: str, asked: torch.device | None, *, deadline: float, without: Collection[str] = ()
+    name: str, requested: torch.device | None, *, deadline: float, without: Collection[str] = ()
 ) -> Findings:
     """Examine backend ``name`` in another process, ``without`` some plug-ins.
 
@@ -322,7 +324,7 @@ def apart(
     one operation the others are tested in a new process; after a time-out they are not.
     """
     findings = Findings(name)
-    device = ["--device", str(asked)] if asked is not None else []
+    device = ["--device", str(requested)] if requested is not None else []
     while True:
         done = [check.op for check in findings.checks]
         arguments = ["backend", name, *device, "--done", *done, "--without", *without]

@@ -74,11 +74,13 @@ def with_collectives(
 ) -> Report:
     """Return ``report`` with the results of the collectives between ``processes`` processes."""
     group = {"processes": processes, "device": device}
-    failed = [one.name for one in results if one.failure is not None]
+    failed = [result.name for result in results if result.failure is not None]
     problems = [f"the collectives fail between {processes} processes on {device}: "] * bool(failed)
     return dataclasses.replace(
         report,
-        collectives=[{**group, "name": one.name, "failure": one.failure} for one in results],
+        collectives=[
+            {**group, "name": result.name, "failure": result.failure} for result in results
+        ],
         problems=[*report.problems, *(text + ", ".join(failed) for text in problems)],
     )
 
@@ -323,7 +325,9 @@ def _collectives(results: Sequence[dict[str, Any]]) -> Iterator[str]:
     if results:
         group = f"{results[0]['processes']} processes on {results[0]['device']}"
         yield from ("", f"collectives between {group}")
-        table = [[one["name"], "ok" if one["failure"] is None else "FAIL"] for one in results]
-        for row, one in zip(columns(table), results, strict=True):
-            failure = "" if one["failure"] is None else "  " + one["failure"].replace("\n", " ")
+        failures = [result["failure"] for result in results]
+        states = ["ok" if failure is None else "FAIL" for failure in failures]
+        names = [result["name"] for result in results]
+        for row, failure in zip(columns([*zip(names, states, strict=True)]), failures, strict=True):
+            failure = "" if failure is None else "  " + failure.replace("\n", " ")
             yield from _wrapped(row + failure)

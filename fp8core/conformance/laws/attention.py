@@ -251,8 +251,8 @@ def _backward_within(subject: Subject, call: OpCall) -> Iterator[float]:
         exact.logits.retain_grad()
         if is_part:
             out, stats = on_cpu(call.arguments[4:])
-            given = queries.part(out, at).double(), queries.statistics(stats, at).double()
-            exact, total, mean, sink = _part_of(desc, exact, part, *given, keywords)
+            of_result = queries.part(out, at).double(), queries.statistics(stats, at).double()
+            exact, total, mean, sink = _part_of(desc, exact, part, *of_result, keywords)
             torch.autograd.backward(total)
             limits = _limits(backward, exact, part, mean)
             offset_bound += sink

@@ -58,7 +58,7 @@ _FORMATS = {
 }
 
 
-def format_of(dtype: object, asked_by: str) -> str:
+def format_of(dtype: object, owner: str) -> str:
     """Return the name of the format that ``dtype`` is: a DType or its number, one of torch's FP8
     dtypes, or a format's name.
 
@@ -71,12 +71,12 @@ def format_of(dtype: object, asked_by: str) -> str:
     name = dtype if isinstance(dtype, str) else None
     if isinstance(dtype, int | torch.dtype) and not isinstance(dtype, bool):
         name = _FORMATS.get(dtype)
-    names = [one for one in formats.names() if one != "e8m0"]
+    names = [element for element in formats.names() if element != "e8m0"]
     if name in names:
         return name
     near = did_you_mean(dtype, names) if isinstance(dtype, str) else ""
     raise RecipeError(
-        f"{asked_by}: {dtype!r} is no format for elements. Expected fp8core.DType.kFloat8E4M3, "
+        f"{owner}: {dtype!r} is no format for elements. Expected fp8core.DType.kFloat8E4M3, "
         f"kFloat8E5M2 or kFloat4E2M1, a torch FP8 dtype, or one of {', '.join(names)}.{near}"
     )
 
@@ -121,8 +121,8 @@ class Float8Quantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self._format = _byte_format_of(fp8_dtype, self)
         self.dtype = fp8_dtype
-        for name, one in (("scale", scale), ("amax", amax)):
-            _check_entry(name, one)
+        for name, entry in (("scale", scale), ("amax", amax)):
+            _check_entry(name, entry)
         if scale.device != amax.device:
             raise OperandError(
                 f"Float8Quantizer: scale is on {scale.device}, amax on {amax.device}. Move one."
@@ -155,12 +155,12 @@ class Float8Quantizer(Quantizer):
 
 def _check_entry(name: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32 or tensor.numel() != 1:
-        found = (
+        shown = (
             f"{tensor.dtype} {list(tensor.shape)}"
             if isinstance(tensor, torch.Tensor)
             else type(tensor).__name__
         )
-        raise OperandError(f"Float8Quantizer({name}={found}): expected one entry in float32.")
+        raise OperandError(f"Float8Quantizer({name}={shown}): expected one entry in float32.")
 
 
 class ReducingQuantizer(Quantizer):
@@ -454,12 +454,13 @@ class HybridQuantizer(PlannedQuantizer):
         columnwise_source: str = "original",
     ) -> None:
         cells = []
-        for way, given in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
-            cell = given.cell if isinstance(given, Quantizer) else None
+        quantizers = {"rowwise": rowwise_quantizer, "columnwise": columnwise_quantizer}
+        for way, quantizer in quantizers.items():
+            cell = quantizer.cell if isinstance(quantizer, Quantizer) else None
             if cell is None:
                 raise OperandError(
-                    f"HybridQuantizer({way}_quantizer={given!r}): expected a quantizer of fp8core "
-                    f"without a state or code of its own."
+                    f"HybridQuantizer({way}_quantizer={quantizer!r}): expected a quantizer of "
+                    f"fp8core without a state or code of its own."
                 )
             cells.append(cell)
         if columnwise_source == "rowwise_dequantized":

@@ -122,8 +122,8 @@ class Quantizer:
         value = readable(tensor, f"{type(self).__name__}: the tensor")
         with table.capturing() if is_captured(value) else contextlib.nullcontext():
             if torch.is_grad_enabled() and value.requires_grad:
-                made: QuantizedTensor = _StraightThrough.apply(value, self, dtype)  # type: ignore[no-untyped-call]  # torch's
-                return made
+                result: QuantizedTensor = _StraightThrough.apply(value, self, dtype)  # type: ignore[no-untyped-call]  # torch's
+                return result
             return _named(self.quantize_impl(value), dtype)
 
     def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensor:
@@ -177,8 +177,8 @@ class Quantizer:
                 f"{type(dst).__name__}. make_empty(shape) makes one."
             )
         mine = storage_plan(self.plan)
-        held = [(ours, theirs) for ours, theirs in zip(mine, dst.plan, strict=True) if theirs]
-        if any(ours != theirs for ours, theirs in held):
+        planned = [(ours, theirs) for ours, theirs in zip(mine, dst.plan, strict=True) if theirs]
+        if any(ours != theirs for ours, theirs in planned):
             raise OperandError(
                 f"{type(self).__name__}.update_quantized: the tensor is stored as {dst.plan}, this "
                 f"quantizer stores {mine}. Write by the quantizer that made it, or copy_(), which "
@@ -217,12 +217,12 @@ class Quantizer:
         if pin_memory and where.type != "cpu":
             raise OperandError(f"make_empty(pin_memory=True, device={where}): only CPU memory is.")
         zeros = torch.zeros(tuple(shape), dtype=dtype, device=where)
-        made = QuantizedTensor.of(zeros, self.used_plan)
+        result = QuantizedTensor.of(zeros, self.used_plan)
         if pin_memory:
-            made = made.pinned()
-        made = made.bound_to(self.slot)
-        made.requires_grad_(requires_grad)
-        return made
+            result = result.pinned()
+        result = result.bound_to(self.slot)
+        result.requires_grad_(requires_grad)
+        return result
 
     def _empty_in_graph(
         self,
@@ -254,9 +254,9 @@ class Quantizer:
 
     def copy(self) -> Quantizer:
         """Return another quantizer that does the same, whose usages can be set by themselves."""
-        other = object.__new__(type(self))
-        other.__setstate__(self.__dict__)
-        return other
+        copied = object.__new__(type(self))
+        copied.__setstate__(self.__dict__)
+        return copied
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
         """Take the attributes of a copy or a pickle."""
@@ -283,12 +283,12 @@ class Quantizer:
     def _key(self) -> tuple[object, ...]:
         return (type(self), self.plan, self.rowwise_usage, self.columnwise_usage)
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
+    def __eq__(self, value: object) -> bool:
+        if self is value:
             return True
-        if not isinstance(other, Quantizer) or self.cell is None or other.cell is None:
+        if not isinstance(value, Quantizer) or self.cell is None or value.cell is None:
             return False
-        return self._key() == other._key()
+        return self._key() == value._key()
 
     def __hash__(self) -> int:
         return hash(self._key()) if self.cell is not None else id(self)
@@ -410,6 +410,6 @@ class _StraightThrough(torch.autograd.Function):
         return grad, None, None
 
 
-def _named(made: QuantizedTensor, dtype: torch.dtype | None) -> QuantizedTensor:
-    """Return ``made`` with the nominal ``dtype``, its own if None."""
-    return made if dtype in (None, made.dtype) else made.with_dtype(dtype)
+def _named(tensor: QuantizedTensor, dtype: torch.dtype | None) -> QuantizedTensor:
+    """Return ``tensor`` with the nominal ``dtype``, its own if None."""
+    return tensor if dtype in (None, tensor.dtype) else tensor.with_dtype(dtype)

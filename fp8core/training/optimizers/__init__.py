@@ -72,12 +72,13 @@ class MultiTensorApply:
                 f"tensors; expected as many in each."
             )
         local = [
-            [plain_for_writing(local_part(one)) for one in tensors] for tensors in tensor_lists
+            [plain_for_writing(local_part(tensor)) for tensor in tensors]
+            for tensors in tensor_lists
         ]
-        kept = [at for at, one in enumerate(local[0]) if one.numel()] if local else []
-        if not kept:
+        filled = [at for at, tensor in enumerate(local[0]) if tensor.numel()] if local else []
+        if not filled:
             return None
-        chosen = [[tensors[at] for at in kept] for tensors in local]
+        chosen = [[tensors[at] for at in filled] for tensors in local]
         return op(self.chunk_size, noop_flag_buffer, chosen, *args)
 
 
@@ -104,9 +105,9 @@ def _scale(noop_flag: torch.Tensor, tensor_lists: Lists, scale: Number) -> None:
     if not inputs:
         return
     copy_all(list(outputs), _scaled(inputs, scale))
-    filled = [one for one in outputs if one.numel()]  # the largest of none has no value
+    filled = [tensor for tensor in outputs if tensor.numel()]  # the largest of none has no value
     if filled:
-        largest = [one.float() for one in foreach_norm(filled, torch.inf)]
+        largest = [tensor.float() for tensor in foreach_norm(filled, torch.inf)]
         _report(torch.stack(largest).max(), noop_flag)
 
 
@@ -268,8 +269,8 @@ def multi_tensor_adam_fp8(
         list(masters[0])
         if has_masters
         else [
-            one.view(dtype).float() * inverse.reshape(())
-            for one, inverse in zip(codes, inverses, strict=True)
+            packed.view(dtype).float() * inverse.reshape(())
+            for packed, inverse in zip(codes, inverses, strict=True)
         ]
     )
     numbers = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
@@ -342,10 +343,10 @@ def _lists(tensor_lists: Lists, count: int, shaped: int | None = None) -> Lists:
             f"tensor_lists has {len(lengths)} lists of {lengths} tensors; expected {count} lists "
             f"of as many tensors."
         )
-    for at, alike in enumerate(zip(*tensor_lists[:shaped], strict=True)):
-        if any(one.shape != alike[0].shape for one in alike):
+    for at, group in enumerate(zip(*tensor_lists[:shaped], strict=True)):
+        if any(member.shape != group[0].shape for member in group):
             raise OperandError(
                 f"tensor_lists: the tensors at position {at} are "
-                f"{[list(one.shape) for one in alike]}; expected one shape."
+                f"{[list(member.shape) for member in group]}; expected one shape."
             )
     return tensor_lists

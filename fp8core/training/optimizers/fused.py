@@ -229,10 +229,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _check_gradient(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         owner = type(self).__name__
         if grad.is_sparse or grad.shape != param.shape or grad.device != param.device:
-            found = "sparse" if grad.is_sparse else f"{list(grad.shape)} on {grad.device}"
+            shown = "sparse" if grad.is_sparse else f"{list(grad.shape)} on {grad.device}"
             raise OperandError(
                 f"{owner}: the gradient of a parameter {list(param.shape)} on {param.device} is "
-                f"{found}; expected a dense one of its shape, on its device."
+                f"{shown}; expected a dense one of its shape, on its device."
             )
         if grad.dtype not in FLOATS:
             raise OperandError(

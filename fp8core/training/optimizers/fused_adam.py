@@ -203,10 +203,10 @@ class FusedAdam(FusedOptimizer):
     ) -> torch.Tensor:
         """Return the value of ``exp_avg``, ``exp_avg_sq`` or ``master_param``: float32, remainders
         as they are, and bfloat16 as it is with ``skip_unscale``."""
-        held: Any = self.state[param][state_name]
-        if isinstance(held, ScaledState):
-            return held.value()
-        local = local_part(held)
+        state: Any = self.state[param][state_name]
+        if isinstance(state, ScaledState):
+            return state.value()
+        local = local_part(state)
         return local.float() if local.dtype == torch.bfloat16 and not skip_unscale else local
 
     def set_scaled_state(
@@ -215,12 +215,12 @@ class FusedAdam(FusedOptimizer):
         """Store a value, float32, or of a remainder int16, in the dtype of the state."""
         if state_name not in self.state[param]:
             self._make_state(param, state_name)
-        held: Any = self.state[param][state_name]
+        state: Any = self.state[param][state_name]
         value = local_part(unscaled_state)
-        if isinstance(held, ScaledState):
-            held.write(value)
+        if isinstance(state, ScaledState):
+            state.write(value)
         else:
-            local_part(held).copy_(value)
+            local_part(state).copy_(value)
 
     @torch.no_grad()
     def initialize_state(
@@ -400,16 +400,16 @@ class FusedAdam(FusedOptimizer):
             first, second = local_part(first), local_part(second)
             if first.dtype == second.dtype:
                 return first, second
-        one, two = (self._temporary(param, name, after) for name in AVERAGES)
-        return one, two
+        first, second = (self._temporary(param, name, after) for name in AVERAGES)
+        return first, second
 
     def _temporary(
         self, param: torch.Tensor, name: str, after: list[Callable[[], Any]]
     ) -> torch.Tensor:
         """Return a state in float32: itself, or a copy that is stored after the step."""
-        held: Any = self.state[param][name]
-        if not isinstance(held, ScaledState) and local_part(held).dtype == torch.float32:
-            return local_part(held)
+        state: Any = self.state[param][name]
+        if not isinstance(state, ScaledState) and local_part(state).dtype == torch.float32:
+            return local_part(state)
         value = self.get_unscaled_state(param, name)
         after.append(lambda: self.set_scaled_state(param, name, value))
         return value
@@ -439,6 +439,6 @@ def adam_steps(
 def _moved(numbers: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return numbers of a step with those that are tensors on ``device``."""
     return {
-        name: one.to(device) if isinstance(one, torch.Tensor) else one
-        for name, one in numbers.items()
+        name: number.to(device) if isinstance(number, torch.Tensor) else number
+        for name, number in numbers.items()
     }
