@@ -5,7 +5,7 @@ The columnwise codes are whole; of rowwise codes there are never more than one c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,19 +27,6 @@ class Slots(NamedTuple):
     scale: torch.Tensor | None
     amax_out: torch.Tensor | None
     nonfinite_out: torch.Tensor | None
-
-
-class Chunks:
-    """A rowwise operand in chunks; see :class:`fp8core.backend_api.Chunks`."""
-
-    __slots__ = ("_parts", "rows")
-
-    def __init__(self, rows: int, parts: Callable[[], Iterator[Part]]) -> None:
-        self.rows = rows
-        self._parts = parts
-
-    def __iter__(self) -> Iterator[Part]:
-        return self._parts()
 
 
 class ChunkedResult:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import ComputedRows, QuantizedChunks, QuantizeDesc
-from fp8core_backends.cuda.chunks import LEAST_SAVED, ChunkedResult, Chunks, Part, Slots
+from fp8core.backend_api import Chunks, ComputedRows, QuantizedChunks, QuantizeDesc
+from fp8core_backends.cuda.chunks import LEAST_SAVED, ChunkedResult, Part, Slots
 from fp8core_backends.cuda.layout import adjacent_columns, row_stride, scale_mode
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.quantize_chunked import CHUNKED_MODES

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import Quantized, QuantizedChunks, QuantizeDesc
-from fp8core_backends.cuda.chunks import LEAST_SAVED, ChunkedResult, Chunks, Part, Slots
+from fp8core.backend_api import Chunks, Quantized, QuantizedChunks, QuantizeDesc
+from fp8core_backends.cuda.chunks import LEAST_SAVED, ChunkedResult, Part, Slots
 from fp8core_backends.cuda.layout import DTYPES, row_stride, scale_mode, wrong_dtype
 from fp8core_backends.cuda.memory import Empty, allocator
 from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum

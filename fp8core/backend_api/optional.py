@@ -19,6 +19,7 @@ A callable that :meth:`fp8core.backend_api.Backend.bind` returns may have these 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -30,17 +31,20 @@ Slots: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
 """A keyword of a pair: the value for the first tensor, and the value for the second."""
 
 
-class Chunks(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
     """A rowwise operand ``[rows, k]``, quantized some rows at a time while a caller reads the
     chunks, once: a large gradient then needs less memory than all of its codes.
 
-    Iterating yields ``(start, end, operand)``: the operand of rows ``start`` to ``end``, whose
-    memory the next chunk may overwrite. The chunks are all rows, in order.
+    ``parts`` returns the chunks, all rows in their order: ``(start, end, operand)``, the operand of
+    rows ``start`` to ``end``, whose memory the next chunk may overwrite.
     """
 
     rows: int
+    parts: Callable[[], Iterator[tuple[int, int, Operand]]]
 
-    def __iter__(self) -> Iterator[tuple[int, int, Operand]]: ...
+    def __iter__(self) -> Iterator[tuple[int, int, Operand]]:
+        return self.parts()
 
 
 class QuantizedChunks(NamedTuple):
@@ -80,21 +84,15 @@ class PairCast(Protocol):
         alone."""
 
 
-class Repeat(Protocol):
-    """A recorded run, to be repeated for other tensors.
+Repeat: TypeAlias = Callable[..., tuple[torch.Tensor | None, ...] | None]
+"""A recorded run, to be repeated for other tensors: ``repeat(leading, saved=None)``.
 
-    The caller passes tensors like the recorded tensors, in the same order: of the same class,
-    dtype, device, sizes and strides, and distinct. The repeat itself checks whether addresses fit.
-    """
-
-    def __call__(
-        self, leading: tuple[torch.Tensor, ...], saved: list[torch.Tensor | None] | None = None
-    ) -> tuple[torch.Tensor | None, ...] | None:
-        """Return the results of the run for these tensors: the same bits, in new memory.
-
-        ``saved`` is emptied: each tensor is dropped after its last reader. None if the addresses do
-        not fit; nothing was computed then.
-        """
+The caller passes tensors like the recorded tensors, in the same order, ``leading`` in a tuple and
+``saved`` in a list: of the same class, dtype, device, sizes and strides, and distinct. The results
+are those of the run for these tensors, the same bits in new memory. ``saved`` is emptied: each
+tensor is dropped after its last reader. The repeat itself checks whether addresses fit: None if
+they do not; nothing was computed then.
+"""
 
 
 class Recording(NamedTuple):
@@ -145,7 +143,8 @@ class RecordsCalls(Protocol):
         """
 
 
-class Ranks(Protocol):
+@dataclass(eq=False, repr=False)
+class Ranks:
     """The group of ranks between which rows move: this process is ``rank`` of ``size``, and
     ``group_name`` is the group's name in torch.distributed."""
 

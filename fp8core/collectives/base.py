@@ -13,7 +13,7 @@ from weakref import ReferenceType
 import torch
 import torch.distributed as dist
 
-from fp8core.backend_api import Transfers
+from fp8core.backend_api import Ranks, Transfers
 from fp8core.collectives.collective import (
     BESIDE,
     IN_PARTS,
@@ -64,7 +64,7 @@ Maximum: TypeAlias = Callable[[torch.Tensor], "torch.Tensor | None"]
 """The ``maximum`` of :class:`fp8core.backend_api.Transfers`."""
 
 
-class Communicator(ABC):
+class Communicator(Ranks, ABC):
     """A rank of a group of ``size`` ranks.
 
     ``rank`` is this process's position in the group, ``group_name`` the name by which
@@ -80,9 +80,7 @@ class Communicator(ABC):
     reference: GroupReference | None = None
 
     def __init__(self, size: int, rank: int, group_name: str) -> None:
-        self.size = size
-        self.rank = rank
-        self.group_name = group_name
+        super().__init__(size, rank, group_name)
         self.traffic = Traffic()
         # How many collectives were begun, those of captured graphs apart.
         self.begun = 0

@@ -79,6 +79,8 @@ def _name(name: str, value: Any) -> Iterator[str]:
     elif isinstance(value, frozenset | tuple):
         yield f"{name}: {type(value).__name__} of"
         yield from (f"    {entry!r}" for entry in _in_order(value))
+    elif typing.get_origin(value) is not None:
+        yield f"{name} = {value}"
     else:
         yield f"{name}: {type(value).__name__}"
 
