@@ -61,7 +61,7 @@ nitpick_ignore_regex = [
     ),
     (
         "py:class",
-        r"InitMethod|Filter|ReduceAmax|fp8core.recipe.custom.QuantizerObject|AmaxAlgorithm|ScalingAlgorithm|Rule|CachedKeys|(Non)?PagedKVCacheManager",
+        r"InitMethod|Filter|ReduceAmax|AmaxAlgorithm|ScalingAlgorithm|Rule|CachedKeys|(Non)?PagedKVCacheManager",
     ),
 ]
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import AttentionDesc, Operand
+from fp8core.backend_api.record import computing_dtype
 from fp8core.chain.sequence_chunks import Chunks, lengths_of_chunks
 from fp8core.collectives import Communicator, Started
 
@@ -60,14 +61,9 @@ def seed_of(keywords: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {"rng": (rng + step) & (2**62 - 1)}
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def added_up(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum of ``parts [n, ...]`` in their order, rounded once to ``dtype``."""
-    total = parts[0].to(wide(parts.dtype))
+    total = parts[0].to(computing_dtype(parts.dtype))
     for part in parts[1:]:
         total = total + part
     return total.to(dtype)
@@ -336,7 +332,7 @@ class GatheredKeys:
             return (grad_q, *self._scattered(sides, grads), None, offset)
         grad_q = torch.empty(codes_of(q).shape, dtype=dtype, device=out.device)
         totals = [
-            torch.zeros(codes_of(x).shape, dtype=wide(dtype), device=out.device)
+            torch.zeros(codes_of(x).shape, dtype=computing_dtype(dtype), device=out.device)
             for x in (keys, values)
         ]
         offset = None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import AttentionDesc
+from fp8core.backend_api.record import computing_dtype
 from fp8core.chain.context_parallel import (
     RECORDS,
     Pair,
@@ -17,7 +18,6 @@ from fp8core.chain.context_parallel import (
     codes_of,
     over_all,
     seed_of,
-    wide,
     with_codes,
 )
 from fp8core.collectives import Communicator, Started
@@ -35,15 +35,6 @@ class _Part(NamedTuple):
 
     queries: int | None = None
     keys: int | None = None
-
-
-class _Round(NamedTuple):
-    """The keys and values that came from the rank ``source``, and the chunks that take part."""
-
-    source: int
-    part: _Part
-    keys: Payload
-    values: Payload
 
 
 def _part(rank: int, source: int, *, is_causal: bool) -> _Part:
@@ -150,7 +141,7 @@ class KeysInParts:
         grad_q, *grads, _, offset = first
         if size == 1:
             return (grad_q, *grads, None, offset)
-        totals = [grad.to(wide(dtype)) for grad in (grad_q, *grads)]
+        totals = [grad.to(computing_dtype(dtype)) for grad in (grad_q, *grads)]
         returning: list[tuple[Started, int | None]] = []
         for step, (source, part, keys, values) in enumerate(
             self._rounds(sides, coming, k, v), start=1
@@ -174,9 +165,9 @@ class KeysInParts:
 
     def _rounds(
         self, sides: Sides, coming: Started | None, k: Payload, v: Payload
-    ) -> Iterator[_Round]:
-        """Yield the keys and values of each other rank, the first of which are ``coming``; those of
-        the next rank come while the caller computes."""
+    ) -> Iterator[tuple[int, _Part, Payload, Payload]]:
+        """Yield each other rank, the chunks that take part, and its keys and values, the first of
+        which are ``coming``; those of the next rank come while the caller computes."""
         rank, size = self._communicator.rank, self._communicator.size
         for step in range(1, size):
             source = (rank - step) % size
@@ -184,7 +175,7 @@ class KeysInParts:
             assert coming is not None
             keys, values = self._arrived(sides, coming, part.keys, k, v)
             coming = self._start(sides, step + 1, k, v) if step + 1 < size else None
-            yield _Round(source, part, keys, values)
+            yield source, part, keys, values
 
     def _keywords(self, sides: Sides, keywords: Mapping[str, Any], source: int) -> dict[str, Any]:
         """Return the keywords for the keys of ``source``."""

@@ -28,6 +28,7 @@ from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.collectives import Communicator, Started
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import Orientations, TensorQuantizer
+from fp8core.tensors.storage import turn
 from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.repeats import called_in_repeats
 
@@ -91,33 +92,42 @@ here, ``rows_of(rank)`` what belongs to the rows of a rank; None where the opera
 
 
 class ArrivingOperand:
-    """An operand of all rows whose parts are under way."""
+    """An operand of all rows that is under way; ``complete()`` waits for its parts."""
 
-    __slots__ = ("_tensors", "_whole")
+    __slots__ = ("_complete", "_whole")
 
-    def __init__(self, tensors: Sequence[_Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, complete: Callable[[], Operand]) -> None:
+        self._complete = complete
         self._whole: Operand | None = None
 
     def wait(self) -> Operand:
         """Return the operand when its parts have arrived; a second call returns it again."""
         if self._whole is None:
-            data, *scales = (tensor.wait() for tensor in self._tensors)
-            assert data is not None
-            self._whole = Operand(data, *scales)
+            self._whole = self._complete()
         return self._whole
+
+    def turned(self) -> ArrivingOperand:
+        """Return the operand of one scale, transposed."""
+        return ArrivingOperand(lambda: _transposed(self.wait()))
+
+
+def _operand_of(parts: Sequence[torch.Tensor | None]) -> Operand:
+    data, *scales = parts
+    assert data is not None
+    return Operand(data, *scales)
 
 
 class ArrivingRows(ArrivingOperand):
     """A rowwise operand, of which a product can take the rows of each rank as they arrive, those of
     this rank, ``mine``, first."""
 
-    __slots__ = ("_communicator", "_mine")
+    __slots__ = ("_communicator", "_mine", "_tensors")
 
     def __init__(
         self, tensors: Sequence[_Tensor], mine: Operand, communicator: Communicator
     ) -> None:
-        super().__init__(tensors)
+        super().__init__(lambda: _operand_of([tensor.wait() for tensor in tensors]))
+        self._tensors = tensors
         self._mine = mine
         self._communicator = communicator
 
@@ -144,27 +154,12 @@ class ArrivingRows(ArrivingOperand):
         return y
 
     def _rows_of(self, rank: int) -> Operand:
-        data, *scales = (tensor.rows_of(rank) for tensor in self._tensors)
-        assert data is not None
-        return Operand(data, *scales)
-
-
-class _Turned:
-    """The columnwise operand of one that arrives, where it is that one transposed."""
-
-    __slots__ = ("_rows",)
-
-    def __init__(self, rows: ArrivingOperand) -> None:
-        self._rows = rows
-
-    def wait(self) -> Operand:
-        """Return it when the other has arrived."""
-        return Operand(*_transposed(self._rows.wait()))
+        return _operand_of([tensor.rows_of(rank) for tensor in self._tensors])
 
 
 def here(operand: Any) -> Any:
     """Return an operand that may still be arriving, when it is here."""
-    return operand.wait() if isinstance(operand, ArrivingOperand | _Turned) else operand
+    return operand.wait() if isinstance(operand, ArrivingOperand) else operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +193,7 @@ class Shards:
 
     def request(self, whole: QuantizeRequest) -> QuantizeRequest:
         """Return the request for a rank's rows, from that for the whole tensor."""
-        is_turned = not self.is_gathered_again and whole.rowwise and self._is_same_both_ways
+        is_turned = not self.is_gathered_again and whole.rowwise and _is_same_both_ways(self.plan)
         columnwise = whole.columnwise and not is_turned
         cast = whole.cast
         if columnwise is not whole.columnwise:
@@ -224,7 +219,7 @@ class Shards:
                 column, self.plan.columnwise, 1, self.purpose, at_once=not in_parts
             )
         elif whole.columnwise and not self.is_gathered_again and rows is not None:
-            columns = _Turned(rows)
+            columns = rows.turned()
         if not in_parts:
             rows, columns = here(rows), here(columns)
         return Handover(Orientations(rows, columns), mine.rows * self.communicator.size)
@@ -237,14 +232,6 @@ class Shards:
 
     def _moves_beside(self, x: torch.Tensor) -> bool:
         return self.transfers is not None and self.transfers.takes(x.nbytes)
-
-    @property
-    def _is_same_both_ways(self) -> bool:
-        """Whether the columnwise operand is the rowwise one, transposed: it need not travel."""
-        row, column = self.plan
-        if row is None or row != column:
-            return row is column
-        return row.block == (0, 0) and row.transform is None and not row.stochastic
 
     def _start(
         self,
@@ -269,7 +256,7 @@ class Shards:
         ]
         if in_parts:
             return ArrivingRows(tensors, mine, self.communicator)
-        return ArrivingOperand(tensors)
+        return ArrivingOperand(lambda: _operand_of([tensor.wait() for tensor in tensors]))
 
     def _gathered(
         self, purpose: str, in_parts: bool, at_once: bool, shard: torch.Tensor
@@ -308,9 +295,17 @@ def _column_major(rows: torch.Tensor) -> torch.Tensor:
     return rows.t().contiguous().t()
 
 
-def _transposed(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the tensors of an operand with one scale, for the transposed tensor."""
-    return operand.data.t(), operand.scale_inv, operand.global_scale_inv
+def _transposed(operand: Operand) -> Operand:
+    """Return the operand of the transposed tensor, of one with one scale."""
+    return operand._replace(data=operand.data.t())
+
+
+def _is_same_both_ways(plan: TensorPlan) -> bool:
+    """Say whether the columnwise operand is the rowwise one, transposed: it need not travel."""
+    row, column = plan
+    if row is None or row != column:
+        return row is column
+    return row.block == (0, 0) and row.transform is None and not row.stochastic
 
 
 def _ends_with(rows: int, spec: OperandSpec | None, along: int) -> bool:
@@ -367,7 +362,8 @@ class Exchanged:
         return dataclasses.replace(
             whole,
             quantizer=self.cast.quantizer,
-            columnwise=whole.columnwise and not (whole.rowwise and self._is_same_both_ways),
+            columnwise=whole.columnwise
+            and not (whole.rowwise and _is_same_both_ways(self.cast.plan)),
             call=Call(groups=(offsets,), splits=chunks),
             cast=None,
             cast_and_sum=None,
@@ -381,15 +377,8 @@ class Exchanged:
         rows = None if row is None else self._moved(row, self.cast.plan.rowwise, 0)
         columns = None if column is None else self._moved(column, self.cast.plan.columnwise, 1)
         if whole.columnwise and columns is None and rows is not None:
-            turned = (None if part is None else part.t() for part in rows)
-            columns = Operand(*turned)  # type: ignore[arg-type]  # data is there
+            columns = turn(rows)
         return Handover(Orientations(rows, columns), sum(self.routes.received))
-
-    @property
-    def _is_same_both_ways(self) -> bool:
-        """Whether the columnwise operand is the rowwise one, transposed: it need not travel."""
-        row, column = self.cast.plan
-        return row == column and row is not None and row.block == (0, 0)
 
     def _moved(self, operand: Operand, spec: OperandSpec | None, along: int) -> Operand:
         assert spec is not None

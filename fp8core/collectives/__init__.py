@@ -165,7 +165,7 @@ class _GroupCommunicator(Communicator):
         super().__init__(group.size(), rank, group.group_name)
         self.reference: GroupReference = ref(group)
         self._comparisons = _comparisons_of(group, rank)
-        self._options = {at_once: _Options(at_once) for at_once in (False, True)}
+        self._options = {at_once: _options(at_once) for at_once in (False, True)}
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -178,7 +178,7 @@ class _GroupCommunicator(Communicator):
 
     def _gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        options = self._options[self._is_at_once].gather
+        options = self._options[self._is_at_once]["gather"]
         return result, self._end(start_all_gather(self.group, result, x, options), x)
 
     def _scatter(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
@@ -188,7 +188,7 @@ class _GroupCommunicator(Communicator):
             # however long it is told to (torch 2.13): nobody could look meanwhile.
             whole, finish = self._all_reduce(x, "sum")
             return result, partial(_take_part, finish, whole, result, self.rank)
-        options = self._options[self._is_at_once].scatter
+        options = self._options[self._is_at_once]["scatter"]
         return result, self._end(start_reduce_scatter(self.group, result, x, options), x)
 
     def _all_reduce(
@@ -196,7 +196,7 @@ class _GroupCommunicator(Communicator):
     ) -> tuple[torch.Tensor, Finish]:
         result = x if in_place else x.clone()  # c10d reduces in place
         group: Any = self.group  # the stubs lack the options of allreduce
-        options = self._options[self._is_at_once].reduce[op]
+        options = self._options[self._is_at_once][op]
         return result, self._end(group.allreduce([result], options), x)
 
     def _exchange(
@@ -277,15 +277,13 @@ def _comparisons_of(group: dist.ProcessGroup, rank: int) -> Comparisons | None:
     return Comparisons(store_of(group), rank, group.size(), timeout_of(group).total_seconds())
 
 
-class _Options:
-    """Options of the process group's calls. With ``at_once`` NCCL runs on the current stream, which
-    need not wait for another one, nor another for it."""
-
-    def __init__(self, at_once: bool) -> None:
-        self.gather, self.scatter = gather_options(), scatter_options()
-        self.reduce: dict[str, Any] = {}  # the stubs want another class of operations
-        for op, operation in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
-            self.reduce[op] = dist.AllreduceOptions()
-            self.reduce[op].reduceOp = operation
-        for options in (self.gather, self.scatter, *self.reduce.values()):
-            options.asyncOp = not at_once
+def _options(at_once: bool) -> dict[str, Any]:
+    """Return options of the process group's calls, by collective. With ``at_once`` NCCL runs on the
+    current stream, which need not wait for another one, nor another for it."""
+    options = {"gather": gather_options(), "scatter": scatter_options()}
+    for op, operation in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
+        options[op] = dist.AllreduceOptions()
+        options[op].reduceOp = operation
+    for each in options.values():
+        each.asyncOp = not at_once
+    return options

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -19,8 +19,8 @@ from fp8core.context import timeline
 from fp8core.context.scopes import close_scope, open_scope
 from fp8core.errors import RecipeError
 from fp8core.recipe import Recipe, get_default_recipe
-from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.custom import may_reduce_amaxes
+from fp8core.recipe.choice import recipe_from
 from fp8core.tensors.reduced_amaxes import note_autocast
 from fp8core.torch_ops.capture import constant_in_graph, taking_dataclasses
 
@@ -247,19 +247,9 @@ class autocast(contextlib.ContextDecorator):
         return super().__call__(func)
 
 
-class _Request(NamedTuple):
-    """The arguments of an autocast, and the name of the request that they make up."""
-
-    enabled: bool
-    calibrating: bool
-    recipe: Recipe
-    group: GroupReference | None
-    name: str
-
-
 # A training loop repeats its request in every step. It is compared by identity, as hashing a recipe
 # takes longer than the rest of an autocast. Recipes are immutable.
-_latest: _Request | None = None
+_latest: tuple[bool, bool, Recipe, GroupReference | None, str] | None = None
 
 
 def _ask(
@@ -270,24 +260,20 @@ def _ask(
 ) -> str:
     """Check the arguments of an autocast, and return the name of its request."""
     global _latest
-    latest = _latest
-    # A group that was destroyed is none, and a request for it not one without a group.
-    if (
-        latest is not None
-        and recipe is latest.recipe
-        and enabled is latest.enabled
-        and calibrating is latest.calibrating
-        and (
-            latest.group is None
-            if group is None
-            else latest.group is not None and latest.group() is group
-        )
-        and not torch.compiler.is_compiling()  # where _check keeps the recipe alive
-    ):
-        return latest.name
+    if _latest is not None:
+        was_enabled, was_calibrating, before, reference, name = _latest
+        # A group that was destroyed is none, and a request for it not one without a group.
+        if (
+            recipe is before
+            and enabled is was_enabled
+            and calibrating is was_calibrating
+            and (reference is None if group is None else reference and reference() is group)
+            and not torch.compiler.is_compiling()  # where _check keeps the recipe alive
+        ):
+            return name
     name = _check(enabled, calibrating, recipe, group)
     if isinstance(recipe, Recipe):  # the recipe that None or a name stands for may change
-        _latest = _Request(enabled, calibrating, recipe, _by_name[name].group, name)
+        _latest = enabled, calibrating, recipe, _by_name[name].group, name
     return name
 
 

@@ -24,7 +24,7 @@ from fp8core.dispatch import policy
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.scaling import join_backward, offer_scales
-from fp8core.tensors.weights import CachedWeight
+from fp8core.tensors.weights import CachedWeight, version_of
 from fp8core.torch_ops.private import NO_BACKWARD_PASS, current_backward_pass, pytree
 
 
@@ -91,7 +91,7 @@ class Tape:
             return self._take(label, key, layer)
         if self._outer is None:
             scale = None if state is None else state.scale.clone()
-            versions = {name: _writes(weight) for name, weight in layer.named_parameters()}
+            versions = {name: version_of(weight) for name, weight in layer.named_parameters()}
             entry = TapeEntry(label, key, versions, scale, first_microbatch, {})
         else:
             entry = self._outer.visit(label, key, layer, state, first_microbatch)
@@ -114,7 +114,7 @@ class Tape:
                 f"recompute of {label}: recipe, dtype, device or backend differ from the forward: "
                 f"{key} instead of {entry.key}."
             )
-        if any(_writes_now(layer, name) != seen for name, seen in entry.versions.items()):
+        if any(_version_now(layer, name) != seen for name, seen in entry.versions.items()):
             raise OperandError(
                 f"recompute of {label}: a parameter was written between forward and backward; "
                 f"step the optimizer after backward."
@@ -188,18 +188,14 @@ def _write(state: DelayedState, scale: torch.Tensor) -> None:
         state.scale.copy_(scale)
 
 
-def _writes(weight: torch.Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
-
-
-def _writes_now(layer: torch.nn.Module, name: str) -> int | None:
+def _version_now(layer: torch.nn.Module, name: str) -> int | None:
     """Return the writes to what ``layer`` has by the name of a parameter; None if it has nothing.
 
     FSDP1 gathers a parameter in backward into an attribute, of which ``named_parameters`` does not
     tell.
     """
     try:
-        return _writes(operator.attrgetter(name)(layer))
+        return version_of(operator.attrgetter(name)(layer))
     except AttributeError:
         return None
 
@@ -254,12 +250,7 @@ def checkpoint(
         return pytree.tree_map_only(torch.Tensor, _apart, outputs) if use_reentrant else outputs
 
     if use_reentrant and kwargs:  # torch takes no keywords there: gradients would get lost
-        for name, value in kwargs.items():
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                raise UnsupportedError(
-                    f"checkpoint({name}=tensor that requires gradients) needs use_reentrant=False, "
-                    f"or the tensor as a positional argument."
-                )
+        _refuse_gradients(kwargs)
         run, kwargs = partial(run, **kwargs), {}
     outputs = torch_checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
     if error is not None:
@@ -268,6 +259,15 @@ def checkpoint(
         finally:
             error = None  # which its traceback refers to
     return outputs
+
+
+def _refuse_gradients(keywords: dict[str, Any]) -> None:
+    for name, value in keywords.items():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise UnsupportedError(
+                f"checkpoint({name}=tensor that requires gradients) needs use_reentrant=False, "
+                f"or the tensor as a positional argument."
+            )
 
 
 def _apart(output: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -177,25 +177,7 @@ class DelayedScalingRequest(QuantizerRequest):
         return delayed_plan(self)
 
 
-class QuantizerObject(Protocol):
-    """An object that quantizes: one of :mod:`fp8core.quantizers`, or of the user's own class.
-
-    An attribute ``plan``, a :class:`~fp8core.plan.TensorPlan` of both orientations, is optional;
-    without it, ``make_empty`` is called for a tensor that is stored like the results.
-    """
-
-    def __call__(self, tensor: torch.Tensor, /) -> Any:
-        """Return ``tensor`` as a QuantizedTensor in the orientations that are used."""
-
-    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Say which orientations are used from now on."""
-
-    def make_empty(self, shape: Sequence[int], /) -> Any:
-        """Return a QuantizedTensor of ``shape``."""
-
-
-_Answer: TypeAlias = OperandSpec | TensorPlan | QuantizerRequest | QuantizerObject
-QuantizerFactory: TypeAlias = Callable[[QuantizerRole], _Answer]
+QuantizerFactory: TypeAlias = Callable[[QuantizerRole], object]
 
 
 @explains_writes
@@ -209,7 +191,9 @@ class CustomRecipe(Recipe):
             orientations, a :class:`~fp8core.plan.TensorPlan` of two (None in it: high precision),
             a :class:`DelayedScalingRequest`, or a quantizer: one of the library's that a plan
             describes is that plan, whatever its usages; any other object with ``__call__``,
-            ``set_usage`` and ``make_empty`` is called to quantize, in eager and not for groups.
+            ``set_usage`` and ``make_empty`` is called to quantize, in eager and not for groups. Its
+            plan is its attribute ``plan``, a TensorPlan of both orientations, or, without one, that
+            of the QuantizedTensor which ``make_empty(shape)`` returns.
         fp8_format, margin, amax_history_len, amax_compute_algo, scaling_factor_compute_algo: the
             scaling fields of :class:`DelayedScaling`; with them the recipe computes as that one.
             With a factory, which chooses the formats, ``fp8_format`` may be HYBRID, without effect.
@@ -369,7 +353,7 @@ def _plan_of_maker(maker: Any) -> Any:
     return getattr(maker.make_empty((128, 128)), "plan", None)
 
 
-def _tensor_plan(tensor: str, answer: _Answer) -> TensorPlan:
+def _tensor_plan(tensor: str, answer: object) -> TensorPlan:
     """Return the plan of ``tensor`` from a factory's answer.
 
     Raises:
@@ -382,7 +366,7 @@ def _tensor_plan(tensor: str, answer: _Answer) -> TensorPlan:
     if isinstance(answer, OperandSpec):
         plan = TensorPlan(answer, answer)
     elif isinstance(getattr(answer, "cell", None), TensorPlan):
-        plan = answer.cell  # type: ignore[union-attr]  # which the line above looked at
+        plan = plan.cell
     elif _is_maker(answer):
         plan = _plan_of_maker(answer)
     if not isinstance(plan, TensorPlan) or not all(isinstance(s, OperandSpec | None) for s in plan):

@@ -78,9 +78,10 @@ def reduced_after_backward(
 
 
 class _Layer(NamedTuple):
-    """The description of a layer that a rank has used and the ranks have not agreed on.
+    """A layer that a rank has used, as it describes it, or that the ranks have agreed on.
 
-    ``order`` is its number, ``slots`` how many amaxes the group reduces.
+    ``order`` is its number, of one agreed on that of this rank's layer; ``slots`` how many amaxes
+    the group reduces.
     """
 
     order: Order
@@ -110,13 +111,6 @@ class _Message(NamedTuple):
     is_waiting: bool
 
 
-class _Entry(NamedTuple):
-    """A layer in the list that is reduced; ``order`` numbers this rank's layer."""
-
-    order: Order
-    slots: int
-
-
 class _Reduction:
     """The states of one way, forward or backward, that the ranks of a group reduce."""
 
@@ -124,7 +118,7 @@ class _Reduction:
         self._reference = reference
         # The latest state in which each layer of this rank has recorded, by its order.
         self._used: dict[Order, weakref.ref[DelayedState]] = {}
-        self._agreed: list[_Entry] | None = None
+        self._agreed: list[_Layer] | None = None
         self._device_type = "cpu"
         self._is_announced = False
         # The flags of the last reduction on a device, and what tells that they have arrived.
@@ -187,7 +181,7 @@ class _Reduction:
 
     def _reduce_agreed(
         self,
-        agreed: list[_Entry],
+        agreed: list[_Layer],
         foreign: set[Order],
         rank_flags: tuple[bool, ...],
         group: dist.ProcessGroup,
@@ -200,11 +194,11 @@ class _Reduction:
         flags = self._flags_tensor((is_new, *rank_flags))
         newest = [
             state.amax_history[0] if state is not None and slots else flags.new_zeros(slots)
-            for state, (_, slots) in zip(members, agreed, strict=True)
+            for state, (_, _, slots, _) in zip(members, agreed, strict=True)
         ]
         flat = torch.cat([flags, *newest])
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-        flags, *reduced = torch.split(flat, [_NUM_FLAGS, *(slots for _, slots in agreed)])
+        flags, *reduced = torch.split(flat, [_NUM_FLAGS, *(entry.slots for entry in agreed)])
         if newest:
             copy_all(newest, reduced)
         self._keep(flags)
@@ -250,7 +244,7 @@ class _Reduction:
             copy_all(newest, list(torch.split(flat, [part.numel() for part in newest])))
         return members
 
-    def _agree(self, group: dist.ProcessGroup, *, is_waiting: bool) -> list[_Entry]:
+    def _agree(self, group: dist.ProcessGroup, *, is_waiting: bool) -> list[_Layer]:
         """Exchange the layers that the ranks have used since they agreed last, and return all.
 
         Layers that no rank has any more are left out. ``is_waiting`` is as in :meth:`reduce`.
@@ -277,10 +271,8 @@ class _Reduction:
             self._device_type = matched[0].device_type
         elif self._agreed is None:
             self._device_type = _device_type_of(group)
-        existing_entries = [
-            entry for at, entry in enumerate(agreed) if any(news.exist[at] for news in said)
-        ]
-        return existing_entries + [_Entry(layer.order, layer.slots) for layer in matched]
+        exists = [any(of_rank) for of_rank in zip(*(news.exist for news in said), strict=True)]
+        return [*itertools.compress(agreed, exists), *matched]
 
     def _states(self) -> dict[Order, DelayedState]:
         """Return the states that exist, by the order of their layers."""

@@ -73,11 +73,9 @@ class _Batch:
         if self._reports:
             _report_nonfinite(self._ordered)
         # The user's functions may raise: nothing is written before the last of them has returned.
-        computed = [_advanced_by_user(state) for state in self._by_user] if self._by_user else ()
-        for advance in self._advances:
+        writes = [_advanced_by_user(state) for state in self._by_user] if self._by_user else ()
+        for advance in (*self._advances, *writes):
             advance()
-        for state, advanced in zip(self._by_user, computed, strict=True):
-            advanced.write_to(state)
         # torch does not count a kernel's writes, and stored weights depend on the scale's version.
         count_writes(self._scales)
 
@@ -177,22 +175,8 @@ def _report_nonfinite(states: Sequence[DelayedState]) -> None:
             )
 
 
-class _Advanced(NamedTuple):
-    """The values of a state's tensors after an update, before they are written."""
-
-    scale: torch.Tensor
-    amax_history: torch.Tensor
-    nonfinite: torch.Tensor
-
-    def write_to(self, state: DelayedState) -> None:
-        state.scale.copy_(self.scale)
-        state.amax_history.copy_(self.amax_history)
-        state.amax_history[0] = 0
-        state.nonfinite += self.nonfinite
-
-
-def _advanced_by_user(state: DelayedState) -> _Advanced:
-    """Compute the update of a state with the user's functions, without writing it.
+def _advanced_by_user(state: DelayedState) -> Callable[[], None]:
+    """Compute the update of a state with the user's functions, and return what writes it.
 
     An amax is recorded under the same rules as in a backend's update.
     """
@@ -208,11 +192,17 @@ def _advanced_by_user(state: DelayedState) -> _Advanced:
     else:
         scale = plan.scaling_algorithm(amax, state.scale, state.fp8_max, state.recipe)
     good = recorded & torch.isfinite(scale) & (scale > 0)
-    return _Advanced(
-        torch.where(good, scale, state.scale),
-        torch.where(recorded, history.roll(-1, 0), history),
-        (~torch.isfinite(newest)).sum(),
-    )
+    scales = torch.where(good, scale, state.scale)
+    amaxes = torch.where(recorded, history.roll(-1, 0), history)
+    nonfinite = (~torch.isfinite(newest)).sum()
+
+    def write() -> None:
+        state.scale.copy_(scales)
+        history.copy_(amaxes)
+        history[0] = 0
+        state.nonfinite += nonfinite
+
+    return write
 
 
 _backward_lock = threading.Lock()

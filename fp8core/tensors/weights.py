@@ -51,7 +51,7 @@ def _origins_of(source: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Ori
         tensor if tensor._base is None else tensor._base for tensor in parameters or (source,)
     ]
     states = [
-        (_version(tensor), tensor.storage_offset(), tensor.stride())
+        (version_of(tensor), tensor.storage_offset(), tensor.stride())
         for tensor in (source, *parameters)
     ]
     return Origins(tensors, states)
@@ -417,7 +417,7 @@ def of_padded(
     return padded
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """Return torch's count of writes; 0 for a tensor of inference mode, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
 

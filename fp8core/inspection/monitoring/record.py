@@ -41,6 +41,7 @@ from fp8core.errors import NonFiniteError
 from fp8core.reporting import logger
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer_binding import Binding
+from fp8core.tensors.weights import version_of
 
 EXPONENTS = range(-150, 129)
 """The binary exponents that are counted apart; a smaller or larger one counts as the nearest."""
@@ -345,7 +346,7 @@ class Recorder:
 
     def notice(self, layer: str, weights: Sequence[torch.Tensor]) -> None:
         """Warn, once, if a weight changed between two uses in this step: step() was forgotten."""
-        versions = [0 if weight.is_inference() else weight._version for weight in weights]
+        versions = [*map(version_of, weights)]
         with self._lock:
             is_changed = self._versions.setdefault(layer, versions) != versions
             is_first = is_changed and not self._has_warned

@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -49,20 +49,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes of parameters and activations; float64 computes in high precision alone."""
 
 
-class _Init(NamedTuple):
-    """How weights are stored: in the formats of ``recipe``, in high precision if that is None."""
-
-    recipe: Recipe | None = None
-    keeps_initial_value: bool = False
-
-
-class _ThreadState(threading.local):
+class _Thread(threading.local):
     def __init__(self) -> None:
-        self.active = _Init()
-        self.outer: list[_Init] = []
+        self.entered: list[quantized_model_init] = []
 
 
-_thread = _ThreadState()
+_thread = _Thread()
 
 
 class quantized_model_init(contextlib.ContextDecorator):
@@ -100,14 +92,12 @@ class quantized_model_init(contextlib.ContextDecorator):
         preserve_high_precision_init_val: bool = False,
     ) -> None:
         chosen = recipe_from(recipe, "quantized_model_init(recipe=...)")
-        if not enabled:
-            self._init = _Init()
-        else:
-            self._init = _Init(chosen or get_default_recipe(), preserve_high_precision_init_val)
+        # None stores weights in high precision.
+        self._recipe = (chosen or get_default_recipe()) if enabled else None
+        self._keeps_initial_value = preserve_high_precision_init_val
 
     def __enter__(self) -> None:
-        _thread.outer.append(_thread.active)
-        _thread.active = self._init
+        _thread.entered.append(self)
 
     def __exit__(
         self,
@@ -115,7 +105,7 @@ class quantized_model_init(contextlib.ContextDecorator):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _thread.active = _thread.outer.pop()
+        _thread.entered.pop()
 
 
 def fp8_model_init(
@@ -129,7 +119,7 @@ def fp8_model_init(
 
 def is_initializing_quantized() -> bool:
     """Return whether the calling thread is in a :class:`quantized_model_init` that is enabled."""
-    return _thread.active.recipe is not None
+    return bool(_thread.entered) and _thread.entered[-1]._recipe is not None
 
 
 def parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
@@ -161,14 +151,14 @@ def make_weight(
         UnsupportedError: see :meth:`QuantizedTensor.quantize`.
     """
     value = torch.empty(size, device=device, dtype=parameter_dtype(dtype))
-    init = _thread.active
-    if init.recipe is None:
+    init = _thread.entered[-1] if _thread.entered else None
+    if init is None or init._recipe is None:
         return torch.nn.Parameter(value)
-    plan = plan_of(LinearPlan, init.recipe, role, value.dtype).weight
+    plan = plan_of(LinearPlan, init._recipe, role, value.dtype).weight
     if plan.rowwise is None and plan.columnwise is None:
         return torch.nn.Parameter(value)
     quantized = with_room(QuantizedTensor.quantize(value.zero_(), plan))
-    quantized._keeps_initial_value = init.keeps_initial_value
+    quantized._keeps_initial_value = init._keeps_initial_value
     return torch.nn.Parameter(quantized)
 
 
