@@ -20,7 +20,7 @@ from fp8core.context.scopes import close_scope, open_scope
 from fp8core.errors import RecipeError
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.custom import may_reduce_amaxes
-from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.named import recipe_from
 from fp8core.tensors.reduced_amaxes import note_autocast
 from fp8core.torch_ops.capture import constant_in_graph, taking_dataclasses
 

@@ -38,7 +38,7 @@ from fp8core.modules.models.inventory import (
 from fp8core.modules.models.prepare import announce, silence
 from fp8core.recipe import PerLayer, Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.reporting import grouped, some
 from fp8core.torch_ops.private import COMPILED_MODULE

@@ -21,7 +21,7 @@ from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.models.prepare import prepare
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.reporting import log_once, some
 from fp8core.tensors.quantized_tensor import QuantizedTensor, initial_value

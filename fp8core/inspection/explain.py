@@ -36,7 +36,7 @@ from fp8core.recipe import (
     by_name,
     get_default_recipe,
 )
-from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.named import recipe_from
 
 NO_RECIPE = "none"
 """The name that commands use for high precision, in the argument for a recipe."""

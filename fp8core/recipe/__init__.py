@@ -14,7 +14,6 @@ from fp8core.dispatch import policy, select
 from fp8core.errors import RecipeError
 from fp8core.names import refusal
 from fp8core.recipe.base import Format, FormatRange, MMParams, QParams, Recipe
-from fp8core.recipe.choice import by_name, names
 from fp8core.recipe.custom import (
     CustomRecipe,
     DelayedScalingRequest,
@@ -29,6 +28,8 @@ from fp8core.recipe.named import (
     Float8RowwiseScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    by_name,
+    names,
 )
 from fp8core.recipe.plan import DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
 

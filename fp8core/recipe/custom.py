@@ -26,7 +26,7 @@ from fp8core.recipe.base import (
     linear_plan,
     tensors_of,
 )
-from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import (
     HIGH_PRECISION,
     AmaxAlgorithm,

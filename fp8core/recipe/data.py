@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 from fp8core.errors import RecipeError, did_you_mean
 from fp8core.recipe import named
 from fp8core.recipe.base import MMParams, Recipe
-from fp8core.recipe.choice import by_name, names_of, recipe_from
 from fp8core.recipe.custom import PerLayer
+from fp8core.recipe.named import by_name, names_of, recipe_from
 
 RecipeData: TypeAlias = "str | dict[str, Any]"
 """A recipe's name, or ``{"recipe": class name, field: value, ...}``."""

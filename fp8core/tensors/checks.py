@@ -21,7 +21,7 @@ from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.errors import OperandError, RecipeError
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import LINEAR_TENSORS, plan_of
-from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.tensors.storage import FLOATS, PARTS, is_square, split, storage_plan, turn
 from fp8core.torch_ops.private import FakeTensor

@@ -12,7 +12,7 @@ from fp8core import formats, recipe
 from fp8core.dispatch import plugins
 from fp8core.errors import PluginError, RecipeError
 from fp8core.recipe import DelayedScaling, Format
-from fp8core.recipe.choice import names_of
+from fp8core.recipe.named import names_of
 from tests.dispatch import toys
 
 NAMES = {

@@ -21,7 +21,7 @@ from fp8core.inspection.monitoring.rows import Row, render, rows_of, table_of
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.recipe import PerLayer, Recipe, by_name
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.choice import names_of
+from fp8core.recipe.named import names_of
 from fp8core.recipe.plan import GemmPlan, LayerRole, LinearPlan
 
 

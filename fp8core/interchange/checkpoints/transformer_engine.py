@@ -29,7 +29,7 @@ from fp8core.modules.state.extra_state import READABLE, read_expert_state, to_th
 from fp8core.modules.state.writing import fields_of, write_extra_state
 from fp8core.recipe import DelayedScaling, Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import AttentionPlan, LayerRole, LinearPlan, Plan
 from fp8core.reporting import log_once
 from fp8core.tensors.delayed_state import BUFFERS, META, describe, read_meta

@@ -35,7 +35,7 @@ from fp8core.modules.models.inventory import ModuleNode, experts_of, keyed_modul
 from fp8core.modules.state.delayed import DelayedModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.reporting import logger, some
 from fp8core.tensors.checks import is_sharded

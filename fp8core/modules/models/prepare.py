@@ -21,7 +21,7 @@ from fp8core.modules.calls.bound import Bound, check_rules, engine_of
 from fp8core.modules.models.inventory import flops_of, layers_in, module_nodes
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import LayerRole, Plan
 from fp8core.reporting import logger, some
 from fp8core.tensors.delayed_state import BUFFERS

@@ -19,7 +19,7 @@ from fp8core.backend_api import OperandSpec
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.tensors.operators import with_room
 from fp8core.tensors.parameter.master import MasterWeights
