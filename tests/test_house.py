@@ -37,12 +37,12 @@ SUBJECTS: Mapping[str, str] = {
 }
 MOST = {
     "lines of fp8core": 65_000,
-    "files": 249,
-    "files under 100 lines": 40,
+    "files": 248,
+    "files under 100 lines": 39,
     "modules that list names": 1,
-    "protocols": 19,
-    "classes of the core": 384,
-    "functions over 60 lines": 15,
+    "protocols": 18,
+    "classes of the core": 376,
+    "functions over 60 lines": 14,
     "vague names": 48,
     "docstrings that begin with a pronoun": 1,
     "files that name the operation rotary": 9,
