@@ -89,14 +89,7 @@ def conformance_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead, start N processes and test what the backend moves between them: the "
         "collectives of their group, rows beside products, and products in parts",
     )
-    parser.add_argument(
-        "--deadline",
-        type=float,
-        default=DEADLINE_S,
-        metavar="SECONDS",
-        help="with --processes: how long a law may take before it counts as hung "
-        "(default: %(default)g)",
-    )
+    _add_deadline(parser, "with --processes: how long a law")
     parser.add_argument("-k", metavar="WORDS", help="only the checks whose id these words match")
 
 
@@ -112,10 +105,8 @@ def conformance(args: argparse.Namespace) -> int:
         return USAGE_ERROR
     # The configuration and the conftest of the current folder stay out.
     options = ["-p", "fp8core_pytest", "-p", "no:cacheprovider", "-c", os.devnull, "--noconftest"]
-    options += [
-        "-p",
-        "no:logging",
-    ]  # logging costs more than a short check, of which there are thousands
+    # Logging costs more than a short check, of which there are thousands.
+    options += ["-p", "no:logging"]
     options += [
         f"--rootdir={os.getcwd()}",
         "-q",
@@ -190,14 +181,12 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
         help="also test the collectives of layers over several ranks, between N processes on this "
         "machine: with an accelerator each, if there are so many, else on the CPU",
     )
-    parser.add_argument(
-        "--deadline",
-        type=float,
-        default=DEADLINE_S,
-        metavar="SECONDS",
-        help="how long a step of a backend may take before it counts as hung "
-        "(default: %(default)g)",
-    )
+    _add_deadline(parser, "how long a step of a backend")
+
+
+def _add_deadline(parser: argparse.ArgumentParser, subject: str) -> None:
+    text = f"{subject} may take before it counts as hung (default: %(default)g)"
+    parser.add_argument("--deadline", type=float, default=DEADLINE_S, metavar="SECONDS", help=text)
 
 
 def doctor(args: argparse.Namespace) -> int:

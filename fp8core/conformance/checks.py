@@ -20,8 +20,6 @@ EVERY_OP = (*OPS, *OPTIONAL_OPS, BY_AMAX)
 FUSED = tuple(op for op in EVERY_OP if op.endswith("_quantize"))
 BACKEND = "backend"
 
-Test = Callable[[Subject, OpDesc], float | None]
-
 
 @dataclass(frozen=True, slots=True)
 class Law:
