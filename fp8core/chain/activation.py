@@ -136,11 +136,7 @@ class ActivationLink(Link):
     fusion: Fusion | None
     backward_fusion: Fusion | None
     grad_request: QuantizeRequest | None
-
-    def in_torch(self, bind: Callable[[Any], Any]) -> ActivationLink:
-        """Return the activation by torch's operators."""
-        link: ActivationLink = bind(self.shape)
-        return link
+    keeps_input = True
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> ActivationProgram:
         """Return the program, which is the same for any number of rows."""
@@ -157,10 +153,6 @@ class ActivationProgram(TensorProgram[ActivationLink]):
     def request_grad(self, call: Call) -> QuantizeRequest | None:
         """Return the request for rows that are computed when they are read, if it reads such."""
         return self._link.grad_request if self._needs_grad[0] else None
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """Return the input."""
-        return saved
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y.
@@ -312,11 +304,7 @@ class ScaledActivationLink(Link):
     gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     out_dtype: torch.dtype
     num_params: int = field()  # which has no default, unlike in Link
-
-    def in_torch(self, bind: Callable[[Any], Any]) -> ScaledActivationLink:
-        """Return the activation by torch's operators."""
-        link: ScaledActivationLink = bind(self.shape)
-        return link
+    keeps_input = True
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> ScaledActivationProgram:
         """Return the program, which is the same for any number of rows."""
@@ -327,10 +315,6 @@ class ScaledActivationProgram(TensorProgram[ScaledActivationLink]):
     """Activates and scales; saves the input and the scales."""
 
     __slots__ = ()
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """Return the input and the scales."""
-        return saved
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y.

@@ -1,8 +1,8 @@
 """Derivatives of any order, and transforms, of links in high precision.
 
 In high precision the reference backend computes with torch's operators only. A link that is bound
-for it, and run without the autograd node of :mod:`fp8core.chain.run`, is therefore an expression
-that torch can differentiate; no second description of the link is needed.
+for it, and run without the autograd node of :mod:`fp8core.chain.node`, is therefore an expression
+that torch can differentiate, forward and backward; no second description of the link is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fp8core.chain.alone import is_transformed
-from fp8core.chain.protocol import Link, Program, Saved
+from fp8core.chain.protocol import Link
 from fp8core.chain.series import Chain
 from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.dispatch import policy, table
@@ -37,15 +37,6 @@ def _bound(shape: LinkShape, *, device: torch.device, dtype: torch.dtype) -> Lin
         context = BindContext(HIGH_PRECISION, Binding(device, dtype), "torch's operators")
         (link,) = bind_chain((shape,), context)
     return link
-
-
-def is_detached(program: Program, saved: Saved, needs_grad: Sequence[bool]) -> bool:
-    """Say whether a tensor that ``program`` saved is a copy without history, as padding makes one.
-
-    ``needs_grad`` says which of the input and the parameters have a history.
-    """
-    pairs = zip(program.origins(saved), needs_grad, strict=False)
-    return any(need and tensor is not None and not tensor.requires_grad for tensor, need in pairs)
 
 
 class _Refusing(torch.autograd.Function):

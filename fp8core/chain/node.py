@@ -6,6 +6,7 @@ precision; elsewhere, and for batches of gradients, the request is refused by na
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from fp8core.chain.call import Call
-from fp8core.chain.differentiable import is_detached, refusing, twins
+from fp8core.chain.differentiable import refusing, twins
 from fp8core.chain.protocol import (
     COMPUTED_TOGETHER,
     GradientSum,
@@ -21,10 +22,11 @@ from fp8core.chain.protocol import (
     OnlyOnce,
     Program,
     Saved,
+    SavedList,
     backward_with,
 )
 from fp8core.chain.repeated import unrecorded
-from fp8core.chain.series import Chain, Unfused, only_once, row_error
+from fp8core.chain.series import Chain, row_error
 from fp8core.chain.unwrap import (
     are_readable,
     as_readable,
@@ -37,6 +39,8 @@ from fp8core.torch_ops.private import (
     is_any_autocast_enabled,
     is_legacy_batched,
     is_transform_active,
+    legacy_vmap,
+    without_keys,
 )
 from fp8core.torch_ops.repeats import likeness_to
 
@@ -51,7 +55,15 @@ class _Node(torch.autograd.Function):
         ctx.input_shape = shape = x.shape
         needs_grad = ctx.needs_input_grad[2:]
         y, saved, ctx.context, ctx.program = run_forward(links, call, x, shape, params, needs_grad)
+        if links.runs_again:
+            tensors, places = (x, *params), dict(zip(map(id, saved), itertools.count()))
+            ctx.sources = [*map(places.get, map(id, tensors), tensors)]
+            ctx.num_saved = len(saved)
+            if not _SOURCES.issuperset(map(type, ctx.sources)):
+                saved = _with_sources(saved, ctx.sources)
         ctx.save_for_backward(*saved)
+        if links.runs_again:
+            ctx.num_writes = sum(map(getattr, ctx.sources, _VERSION, _NO_WRITES))
         base = y._base
         if base is not None and base is not x and base is not x._base:
             # torch refuses writes to a view that a function returns. Its version stays shared, so
@@ -143,9 +155,25 @@ def run_forward(
         leading = _leading_of(y, shape, program, links)
     if not is_rows:
         y = y.reshape(*leading, y.shape[-1])
-        if type(links) is Unfused and saved and saved[0] is value:
+        if links.only_once is None and saved and saved[0] is value:
             saved = (x, *saved[1:])  # x has a history, the reshaped view has none
     return y, saved, context, program
+
+
+# What stands for the source of a piece: its place among the saved tensors, or the tensor itself if
+# that is a parameter of a module, which lives on.
+_SOURCES = frozenset((int, torch.nn.Parameter))
+_VERSION, _NO_WRITES = itertools.repeat("_version"), itertools.repeat(0)
+
+
+def _with_sources(saved: Saved, sources: list[Any]) -> Saved:
+    """Return ``saved`` and the ``sources`` that would be freed, each of which becomes its place."""
+    more = [*saved]
+    for at, source in enumerate(sources):
+        if type(source) not in _SOURCES:
+            sources[at] = len(more)
+            more.append(source)
+    return more
 
 
 def _leading_of(
@@ -174,7 +202,7 @@ def _leading_of(
 
 
 def _readable_grad(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
-    if type(ctx.links) is Unfused and not is_strided(grad_output):
+    if ctx.links.only_once is None and not is_strided(grad_output):
         grad_output = grad_output.to_dense()  # torch's layers take sparse gradients as well
     return as_readable(grad_output, grad_output.device, "grad_output")
 
@@ -206,11 +234,13 @@ def _gradients(
     if len(input_shape) != 2:
         value = grad_output.reshape(-1, grad_output.shape[-1])
     saved = _saved(ctx)
+    if ctx.links.runs_again:
+        del saved[ctx.num_saved :]
     if frees_early and program.frees_early:
         ctx.maybe_clear_saved_tensors()  # of a graph that is not retained: each is freed once read
     if isinstance(value, QuantizedTensor):
         value = program.request_grad(call)(value)
-    grad_input, *grad_params = _added_backward(ctx, program, value, saved, added)
+    grad_input, *grad_params = _added_backward(ctx, program, value, saved, ctx.context, added)
     if grad_input is not None and grad_input.shape != input_shape:
         # Of a lone link; a series has looked at the rows of each.
         if grad_input.numel() != input_shape.numel():
@@ -224,18 +254,19 @@ def _added_backward(
     ctx: Any,
     program: Program,
     grad: Any,
-    saved: list[torch.Tensor | None],
+    saved: SavedList,
+    context: object,
     added: torch.Tensor | None,
 ) -> Sequence[Any]:
     """Return what the backward of ``program`` does; ``added``, if there is one, is added to the
     gradient of the input."""
     if added is None:
-        return program.backward(grad, saved, ctx.context, ctx.call)
+        return program.backward(grad, saved, context, ctx.call)
     rows = GradientSum(added.reshape(-1, added.shape[-1]))
-    return backward_with(rows, program, grad, saved, ctx.context, ctx.call, first=ctx.links[0])
+    return backward_with(rows, program, grad, saved, context, ctx.call, first=ctx.links[0])
 
 
-def _saved(ctx: Any) -> list[torch.Tensor | None]:
+def _saved(ctx: Any) -> SavedList:
     """Return the tensors that forward saved, the input as rows.
 
     Raises:
@@ -243,16 +274,16 @@ def _saved(ctx: Any) -> list[torch.Tensor | None]:
             pass failed.
         OperandError: in low precision, one of them was written since forward.
     """
-    saved: list[torch.Tensor | None] | None = None
+    saved: SavedList | None = None
     written: OnlyOnce | None = None
     try:
         saved = list(ctx.saved_tensors)
     except RuntimeError as error:
         message = str(error) if type(error) is RuntimeError else ""
-        written = only_once(ctx.links) if "modified" in message else None
+        written = ctx.links.only_once if "modified" in message else None
         if written is None and "second time" not in message:
             raise
-    if saved is not None and type(ctx.links) is not Unfused:
+    if saved is not None and ctx.links.only_once is not None:
         return saved
     if written is not None:
         raise OperandError(
@@ -279,26 +310,43 @@ def _backward_again(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return gradients that can be differentiated (create_graph), or those of a batch.
 
-    The backward of a single link consists of torch's operators on the saved tensors, so it saves no
-    more than a first derivative needs.
+    They are what the links compute by torch's operators. Where forward has more in it than the
+    saved tensors, it runs again, so that backward reads tensors with a history.
     """
     if is_under_torch_autocast(grad_output):
         with torch.autocast(grad_output.device.type, enabled=False):
             return _backward_again(ctx, grad_output, added)
-    links, needs = ctx.links, ctx.needs_input_grad[2:]
-    if type(links) is not Unfused or len(links) > 1:
-        return _refused(ctx, grad_output, added, only_once(links) or COMPUTED_TOGETHER)
-    program = ctx.program
+    links, call, needs = ctx.links, ctx.call, ctx.needs_input_grad[2:]
+    reason = links.only_once or (COMPUTED_TOGETHER if ctx.program.saves_copies else None)
+    if reason is not None:
+        return _refused(ctx, grad_output, added, reason)
     with torch.enable_grad():  # the input reshaped to rows has to keep its history
         saved = _saved(ctx)
-    if is_detached(program, saved, needs):
-        return _refused(ctx, grad_output, added, COMPUTED_TOGETHER)
-    value = grad_output.reshape(-1, grad_output.shape[-1])
-    twin = twins(links, grad_output)[0].program(value.shape[0], needs, ctx.call)
-    grad_input, *grad_params = _added_backward(ctx, twin, value, saved, added)
+    value, context = grad_output.reshape(-1, grad_output.shape[-1]), ctx.context
+    twin = twins(links, grad_output).program(ctx.input_shape, value.shape[0], needs, call)
+    if links.runs_again:
+        x, *params = _sources(ctx, saved)
+        with without_keys(legacy_vmap):  # none of these is a batch of gradients
+            _, to_save, context = twin.forward(x.reshape(-1, x.shape[-1]), params, call)
+        saved = list(to_save)
+    grad_input, *grad_params = _added_backward(ctx, twin, value, saved, context, added)
     if grad_input is not None:
         grad_input = grad_input.reshape(ctx.input_shape)
     return None, None, grad_input, *grad_params
+
+
+def _sources(ctx: Any, saved: SavedList) -> list[Any]:
+    """Return the input and the parameters of forward.
+
+    Raises:
+        OperandError: a parameter that is not saved was written since.
+    """
+    if sum(map(getattr, ctx.sources, _VERSION, _NO_WRITES)) != ctx.num_writes:
+        raise OperandError(
+            "a second derivative (create_graph=True): a parameter was written in place since "
+            "forward. Step the optimizer after backward, or write to a clone."
+        )
+    return [saved[source] if type(source) is int else source for source in ctx.sources]
 
 
 def _refused(

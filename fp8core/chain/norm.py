@@ -121,7 +121,6 @@ class NormLink(Link):
 
     ``run_added`` adds a residual first, where a backend does both in one go: then the link before
     hands over the two :class:`Unadded`. ``run_backward_added`` adds a gradient at the end.
-    ``recomputes``: backward computes the statistics again, so that torch differentiates them.
     """
 
     shape: NormShape
@@ -132,7 +131,7 @@ class NormLink(Link):
     run_added: Callable[..., Any] | None
     run_backward_added: Callable[..., Any] | None
     num_params: int = field()  # which has no default, unlike in Link
-    recomputes: bool = False
+    keeps_input = True
 
     @property
     def adds_residual(self) -> bool:
@@ -143,15 +142,6 @@ class NormLink(Link):
     def adds_gradient(self) -> bool:
         """Whether it adds: always, at once where the backend does."""
         return True
-
-    def in_torch(self, bind: Callable[[Any], Any]) -> NormLink:
-        """Return a norm by torch's operators, whose statistics are differentiated, too."""
-        link: NormLink = bind(self.shape)
-        return NormLink(
-            *(link.shape, link.run, link.run_backward, None, None, None, None),
-            num_params=link.num_params,
-            recomputes=True,
-        )
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> NormProgram:
         """Return the program, which is the same for any number of rows."""
@@ -164,10 +154,6 @@ class NormProgram(TensorProgram[NormLink]):
     __slots__ = ()
 
     recordable = Recordable()
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """Return the input and the weight."""
-        return saved[:2]
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y, of the sum where the link before left that to this one."""
@@ -190,9 +176,6 @@ class NormProgram(TensorProgram[NormLink]):
         """Compute the three gradients; those of the parameters are summed in float32."""
         grad_x: Any
         link, needs = self._link, self._needs_grad
-        if link.recomputes:
-            _, mean, rstd = link.run(*saved[:2])
-            saved = (*saved[:2], mean, rstd)
         if isinstance(out, GradientSum):
             if link.run_backward_added is not None:
                 grad_x, *grads = link.run_backward_added(grad, *saved, out.added)

@@ -40,6 +40,7 @@ class PackedAttentionLink(Link):
     attention: AttentionLink
     is_interleaved: bool = False
     sizes: tuple[int, ...] = ()
+    keeps_input = True
 
     @property
     def num_params(self) -> int:  # type: ignore[override]  # which is a field there
@@ -58,7 +59,8 @@ class PackedAttentionLink(Link):
 
     def in_torch(self, bind: Callable[[Any], Any]) -> PackedAttentionLink:
         """Return attention by torch's operators, of the same rows."""
-        return PackedAttentionLink(self.attention.in_torch(bind), self.is_interleaved, self.sizes)
+        attention: AttentionLink = bind(self.attention.shape)
+        return PackedAttentionLink(attention, self.is_interleaved, self.sizes)
 
     def program(
         self, rows: int, needs_grad: Sequence[bool], call: Call

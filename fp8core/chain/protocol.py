@@ -87,6 +87,9 @@ class Program:
     # Whether saved tensors are freed as backward reads them; it cannot be repeated then.
     frees_early: bool = True
 
+    # Whether it saves copies in the place of its input and parameters, which have no history.
+    saves_copies: bool = False
+
     # How it wants its input from the program before it; None: as a tensor.
     input_request: QuantizeRequest | None = None
 
@@ -108,10 +111,6 @@ class Program:
     def num_rows(self, rows: int) -> int:
         """Return how many rows the output has if the input has ``rows``."""
         return rows
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """Return which of ``saved`` stand for the input and the parameters, in this order."""
-        return ()
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute from ``x [rows, k]``, a tensor or the result of ``input_request``.
@@ -193,6 +192,13 @@ class Link:
     # Whether it takes ``call.rng``.
     needs_rng: bool = False
 
+    # Whether it saves its input if any gradient is due, so that the links behind it run again from
+    # it where torch differentiates their backward.
+    keeps_input: bool = False
+
+    # Whether a parameter is an activation, which backward does not need.
+    takes_activation: bool = False
+
     @property
     def only_once(self) -> OnlyOnce | None:
         """Why torch's operators may not replace it; None in high precision, where they may."""
@@ -236,8 +242,10 @@ class Link:
         return False
 
     def in_torch(self, bind: Callable[[Any], Any]) -> Link:
-        """Return the link made of torch's operators alone; ``bind(shape)`` makes one like that."""
-        return self
+        """Return the link made of torch's operators alone; ``bind(shape)`` makes that of a
+        shape."""
+        link: Link = bind(self.shape)  # type: ignore[attr-defined]  # a field of most links
+        return link
 
     def converted(
         self, params: Sequence[torch.Tensor], dtype: torch.dtype
@@ -304,12 +312,13 @@ class Wrapper(Program):
     The inner program always gets the handover that results from the wrapper's requests.
     """
 
-    __slots__ = ("_inner", "frees_early", "input_request")
+    __slots__ = ("_inner", "frees_early", "input_request", "saves_copies")
 
     def __init__(self, inner: Program, input_request: QuantizeRequest | None) -> None:
         self._inner = inner
         self.input_request = input_request
         self.frees_early = inner.frees_early
+        self.saves_copies = inner.saves_copies
 
     def request_grad(self, call: Call) -> QuantizeRequest | None:
         """Return the inner program's request."""
@@ -322,10 +331,6 @@ class Wrapper(Program):
     def num_rows(self, rows: int) -> int:
         """As the inner program."""
         return self._inner.num_rows(rows)
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """As the inner program."""
-        return self._inner.origins(saved)
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Run the inner program on the handover that results from ``x``."""

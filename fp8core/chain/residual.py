@@ -64,10 +64,7 @@ class AddLink(Link):
     shape: AddShape
     is_left_to_next: bool = False
     num_params: int = 1
-
-    def in_torch(self, bind: Callable[[Any], Any]) -> AddLink:
-        """Return a link that adds."""
-        return AddLink(self.shape)
+    takes_activation = True
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AddProgram:
         """Return the program, which is the same for any number of rows."""
@@ -78,6 +75,11 @@ class AddProgram(TensorProgram[AddLink]):
     """Adds; backward is told the residual's shape."""
 
     __slots__ = ()
+
+    @property
+    def saves_copies(self) -> bool:  # type: ignore[override]  # a default there
+        """Whether the next link adds: it saves the sum that its backend returned."""
+        return self._link.is_left_to_next
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Add, or hand both on.
@@ -135,6 +137,11 @@ class ResidualLink(Link):
         first = next((link.only_once for link in self.links if link.only_once is not None), None)
         return None if first is None else first._replace(owner=self.owner)
 
+    @property
+    def keeps_input(self) -> bool:  # type: ignore[override]  # likewise
+        """As the first link of the branch."""
+        return self.links[0].keeps_input
+
     def compare(self, shape: Sequence[int], needs_grad: Sequence[bool]) -> None:
         """As each link of the branch."""
         for link in self.links:
@@ -150,7 +157,8 @@ class ResidualLink(Link):
         Raises:
             OperandError: the branch returns another number of rows than it is given.
         """
-        branch = Series(self.links, rows, needs_grad, call)
+        quantizes = self.only_once is not None
+        branch = Series(self.links, rows, needs_grad, call, quantizes=quantizes)
         num_rows = branch.num_rows(rows)
         if num_rows != rows:
             last = len(self.links) - 1
@@ -161,12 +169,13 @@ class ResidualLink(Link):
 class ResidualProgram(TensorProgram[ResidualLink]):
     """Runs the branch, and adds; saves what the branch saves."""
 
-    __slots__ = ("_branch", "frees_early")
+    __slots__ = ("_branch", "frees_early", "saves_copies")
 
     def __init__(self, link: ResidualLink, needs_grad: Sequence[bool], branch: Program) -> None:
         super().__init__(link, needs_grad)
         self._branch = branch
         self.frees_early = branch.frees_early
+        self.saves_copies = branch.saves_copies
 
     @property
     def recordable(self) -> Recordable | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from fp8core.chain.node import (
     run_forward,
 )
 from fp8core.chain.protocol import Link
-from fp8core.chain.series import Chain, Unfused, only_once
+from fp8core.chain.series import Chain, only_once
 from fp8core.chain.unwrap import (
     PLAIN,
     WEIGHTS,
@@ -150,16 +151,18 @@ def _run(
 ) -> Any:
     """Return what ``apply`` does in the place of :data:`apply_node`; without a node, the output."""
     chain = links if isinstance(links, Chain) else Chain(links)
-    if _is_direct(chain, x, params):
+    if _are_read_directly(x, params) and (
+        chain.only_once is not None or _is_single_piece(chain, x, params)
+    ):
         return _run_direct(chain, x, params, call, apply)
     if type(x) not in PLAIN or not PLAIN.issuperset(map(type, params)):
-        if type(chain) is Unfused and any(map(has_no_plain_form, (x, *params))):
+        if chain.only_once is None and any(map(has_no_plain_form, (x, *params))):
             with torch.autocast(x.device.type, enabled=False):
                 return _run_in_torch(chain, x, params, call, f"a {type(x).__name__}")
         x, params = _unwrap(chain, x, params, call)
         x, params = _readable(x, params)
     elif not are_readable(x, params):
-        if type(chain) is Unfused and not all(map(is_strided, (x, *params))):
+        if chain.only_once is None and not all(map(is_strided, (x, *params))):
             with torch.autocast(x.device.type, enabled=False):
                 return _run_in_torch(chain, x, params, call, "a sparse tensor")
         x, params = _readable(x, params)
@@ -170,7 +173,8 @@ def _run(
         transform = transform_of((x, *params))
         if transform is not None:
             return _run_in_torch(chain, x, params, call, transform)
-    if type(chain) is Unfused and _needs_node(x, params) and not _is_single_piece(chain, x, params):
+    is_single = chain.only_once is not None or _is_single_piece(chain, x, params)
+    if not is_single and _needs_node(x, params):
         return _run_in_pieces(chain, x, params, call, apply)
     return _run_direct(chain, x, params, call, apply)
 
@@ -210,12 +214,11 @@ def prepared_run(
     if not isinstance(links, Chain) or not _are_read_directly(x, params):
         return None
     if _needs_node(x, params):
-        if type(links) is not Unfused or _is_single_piece(links, x, params):
+        if links.only_once is not None or _is_single_piece(links, x, params):
             return partial(apply_node, links, call)
-        pieces = links
 
         def run_pieces(x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = _run_in_pieces(pieces, x, params, call, apply_node)
+            y: torch.Tensor = _run_in_pieces(links, x, params, call, apply_node)
             return y
 
         return run_pieces
@@ -227,15 +230,8 @@ def prepared_run(
     return run
 
 
-def _is_direct(links: Chain, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
-    """Say whether :func:`run` computes from the tensors as they are, with at most one node."""
-    return _are_read_directly(x, params) and (
-        type(links) is not Unfused or _is_single_piece(links, x, params)
-    )
-
-
 def _are_read_directly(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
-    """Say whether :func:`run` computes from the tensors as they are, in however many nodes."""
+    """Say whether :func:`run` computes from the tensors as they are."""
     return (
         type(x) in PLAIN
         and WEIGHTS.issuperset(map(type, params))
@@ -262,11 +258,13 @@ def _needs_node(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and (x.requires_grad or _any_requires_grad(params))
 
 
-def _is_single_piece(links: Unfused, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
+_dtype_of = attrgetter("dtype")
+
+
+def _is_single_piece(links: Chain, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
     """Say whether ``links`` in high precision need one node, and no weight is converted first."""
-    if len(links) > 1:
-        return False
-    return not params or (params[0].dtype == x.dtype and type(params[0]) in PLAIN)
+    is_plain = len(links.pieces) == 1 and PLAIN.issuperset(map(type, params))
+    return is_plain and {x.dtype}.issuperset(map(_dtype_of, params))
 
 
 def _unwrap(
@@ -305,7 +303,7 @@ def _readable(
 
 
 def _run_in_pieces(
-    links: Unfused,
+    links: Chain,
     x: torch.Tensor,
     params: Sequence[torch.Tensor],
     call: Call,
@@ -321,7 +319,7 @@ def _run_in_pieces(
     extra: Sequence[torch.Tensor] = ()  # besides the output of the first piece
     for piece in links.pieces:
         end = first + sum(link.num_params for link in piece)
-        converted = piece[0].converted(params[first:end], dtype)
+        converted = piece.converted(params[first:end], dtype)
         if x.requires_grad or _any_requires_grad(converted):
             result = apply(piece, call, x, *converted)
             x, *extra = result if isinstance(result, tuple) else (result, *extra)
@@ -350,9 +348,8 @@ def _run_in_torch(
     transform: str,
 ) -> torch.Tensor:
     """Run torch's operators instead of ``links``, so that ``transform`` sees each of them."""
-    refused = only_once(links)
-    if refused is not None:
-        raise refused.error(transform)
+    if links.only_once is not None:
+        raise links.only_once.error(transform)
     needs_grad = (False,) * (1 + len(params))
     return run_forward(twins(links, x), call, x, x.shape, params, needs_grad)[0]
 

@@ -24,7 +24,7 @@ from fp8core.chain.protocol import (
     SavedList,
 )
 from fp8core.chain.repeated import Repeated
-from fp8core.chain.request import Handover, QuantizeRequest
+from fp8core.chain.request import QuantizeRequest
 from fp8core.errors import OperandError
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.torch_ops.repeats import Likeness
@@ -47,18 +47,28 @@ class _Step(NamedTuple):
 
 
 class Series(Program):
-    """The programs of ``links`` for an input of ``rows`` rows; arguments as of ``Link.program``."""
+    """The programs of ``links`` for an input of ``rows`` rows; arguments as of ``Link.program``.
+
+    ``quantizes``: programs may want tensors from each other by requests; in high precision the
+    tensors themselves serve.
+    """
 
     __slots__ = (
         *("_backwards", "_forwards", "_rows_out", "_steps"),
-        *("frees_early", "input_request"),
+        *("frees_early", "input_request", "saves_copies"),
     )
 
     def __init__(
-        self, links: Sequence[Link], rows: int, needs_grad: Sequence[bool], call: Call
+        self,
+        links: Sequence[Link],
+        rows: int,
+        needs_grad: Sequence[bool],
+        call: Call,
+        *,
+        quantizes: bool,
     ) -> None:
         steps: list[_Step] = []
-        needs_input, first, frees_early = needs_grad[0], 0, True
+        needs_input, first, frees_early, saves_copies = needs_grad[0], 0, True, False
         for link in links:
             end = first + link.num_params
             needs = (needs_input, *needs_grad[1 + first : 1 + end])
@@ -68,7 +78,8 @@ class Series(Program):
             rows, first = rows_out, end
             needs_input = True in needs
             frees_early = frees_early and program.frees_early
-        for at in range(len(steps) - 1, 0, -1):
+            saves_copies = saves_copies or program.saves_copies
+        for at in range(len(steps) - 1, 0, -1) if quantizes else ():
             program = steps[at].program
             request = program.input_request
             if isinstance(program, Relay):
@@ -77,6 +88,7 @@ class Series(Program):
         self._steps = steps
         self._rows_out = rows
         self.frees_early = frees_early
+        self.saves_copies = saves_copies
         self.input_request = steps[0].program.input_request
         # What each call goes through, as plain tuples: the same series runs in every step.
         self._forwards = [
@@ -84,7 +96,7 @@ class Series(Program):
             for step in steps
         ]
         requests: list[Callable[[Call], QuantizeRequest | None] | None] = [
-            before.program.request_grad if step.needs_input_grad else None
+            before.program.request_grad if quantizes and step.needs_input_grad else None
             for before, step in itertools.pairwise(steps)
         ]
         self._backwards = [
@@ -137,7 +149,7 @@ class Series(Program):
                 )
             except RowsChanged as error:
                 raise self._row_error(at, "forward", error.rows, error.num_rows) from None
-            num_rows = value.rows if type(value) is Handover else _rows_of(value)
+            num_rows = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
             if num_rows != rows:
                 raise self._row_error(at, "forward", rows, num_rows)
             saved += to_save
@@ -171,7 +183,7 @@ class Series(Program):
             grad_params = (*grads, *grad_params)
             if value is None:
                 continue
-            num_rows = value.rows if type(value) is Handover else _rows_of(value)
+            num_rows = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
             if num_rows != rows:
                 raise self._row_error(at, "backward", rows, num_rows)
         return (value, *grad_params)
@@ -179,11 +191,6 @@ class Series(Program):
     def _row_error(self, at: int, direction: str, due: int, returned: int) -> OperandError:
         links, rows = [step.link for step in self._steps], self._steps[at].rows
         return row_error(links, at, direction, rows=rows, due=due, returned=returned)
-
-
-def _rows_of(value: Any) -> int:
-    rows: int = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
-    return rows
 
 
 def row_error(
@@ -206,14 +213,40 @@ _MOST_PROGRAMS = 64
 class Chain(tuple[Link, ...]):
     """Links that run one after the other.
 
+    ``only_once`` says why torch's operators may not replace them; None if they may: then each of
+    ``pieces`` has an autograd node, from which second derivatives reach its input and parameters.
+    A piece ``runs_again`` from these where torch differentiates its backward; otherwise it is one
+    link, or two that a backend fuses. Links that may not be replaced are one piece.
     ``like_grad`` says whether the gradient of the output is like one that needed no conversion.
-    ``recorder`` records dense calls, if all operations of the links have the same one.
+    ``recorder`` records dense calls of links that torch's operators may not replace, if all
+    operations of them have the same one.
     """
 
-    def __init__(self, links: Sequence[Link]) -> None:
+    def __new__(cls, links: Sequence[Link], recorder: Recorder | None = None) -> Chain:
+        """Return a tuple of ``links``."""
+        return super().__new__(cls, links)
+
+    def __init__(self, links: Sequence[Link], recorder: Recorder | None = None) -> None:
+        self.only_once = only_once(links)
+        self.recorder = None if self.only_once is None else recorder
         self.like_grad: Likeness | None = None
-        self.recorder: Recorder | None = None
         self._programs: dict[tuple[Sequence[int], Sequence[bool]], Program] = {}
+        self.runs_again = self.only_once is None and links[0].keeps_input
+        starts = [0] if self.only_once else _starts_of_pieces(links)
+        ends = [*starts[1:], len(links)]
+        self.pieces: tuple[Chain, ...] = (self,)
+        if len(starts) > 1:
+            self.pieces = tuple(Chain(links[a:b]) for a, b in zip(starts, ends, strict=True))
+
+    def converted(
+        self, params: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> Sequence[torch.Tensor]:
+        """Return the parameters, as each link of high precision converts its own."""
+        converted: list[torch.Tensor] = []
+        for link in self:
+            at = len(converted)
+            converted += link.converted(params[at : at + link.num_params], dtype)
+        return converted
 
     def program(
         self, shape: Sequence[int], rows: int, needs_grad: tuple[bool, ...], call: Call
@@ -245,41 +278,19 @@ class Chain(tuple[Link, ...]):
             link.compare(shape, needs_grad)
         if len(self) == 1:
             return self[0].program(rows, needs_grad, call)
-        return Series(self, rows, needs_grad, call)
+        quantizes = self.only_once is not None
+        return Series(self, rows, needs_grad, call, quantizes=quantizes)
 
 
-class Unfused(Chain):
-    """Links in high precision, which hand each other plain tensors and need no common node.
-
-    Each of ``pieces`` gets an autograd node, which saves the tensors themselves as torch's nodes
-    do, so that second derivatives reach them. A piece is one link, or two that a backend fuses.
-    """
-
-    pieces: tuple[Unfused, ...]
-
-    def __init__(self, links: Sequence[Link]) -> None:
-        """Split ``links``, each of which has None as ``only_once``."""
-        super().__init__(links)
-        ends = [at + 1 for at, link in enumerate(links) if not link.is_left_to_next]
-        starts = [0, *ends[:-1]]
-        is_piece = len(ends) == 1
-        self.pieces = (
-            (self,)
-            if is_piece
-            else tuple(Unfused(links[a:b]) for a, b in zip(starts, ends, strict=True))
-        )
-
-
-def chain_of(links: tuple[Link, ...], recorder: Recorder | None = None) -> Chain:
-    """Return ``links``, as :class:`Unfused` if torch's operators may replace each of them.
-
-    ``recorder`` records dense calls of those that torch's operators may not replace.
-    """
-    if not only_once(links):
-        return Unfused(links)
-    chain = Chain(links)
-    chain.recorder = recorder
-    return chain
+def _starts_of_pieces(links: Sequence[Link]) -> list[int]:
+    """Return where the pieces of ``links`` start: at each link unless it runs again from what those
+    before it save, or they leave their sum to it."""
+    starts = [0]
+    for at in range(1, len(links)):
+        runs_again = links[starts[-1]].keeps_input and not links[at].takes_activation
+        if not (runs_again or links[at - 1].is_left_to_next):
+            starts.append(at)
+    return starts
 
 
 def only_once(links: Sequence[Link]) -> OnlyOnce | None:

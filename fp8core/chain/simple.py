@@ -56,10 +56,6 @@ class SimpleShape(LinkShape):
         that they are due; that of the input may come unasked."""
         raise NotImplementedError
 
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """Return which of ``saved`` stand for the input and the parameters: none."""
-        return ()
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimpleLink(Link):
@@ -91,10 +87,6 @@ class SimpleProgram(TensorProgram[SimpleLink]):
     def recordable(self) -> Recordable | None:
         """As the shape says."""
         return self._link.shape.recordable
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """Return what the shape says."""
-        return self._link.shape.origins(saved)
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute the output."""
@@ -202,10 +194,6 @@ class L2NormShape(SimpleShape):
     saves the input."""
 
     eps: float
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """Return the input."""
-        return saved
 
     def forward(self, x: torch.Tensor, params: Params, call: Call) -> tuple[torch.Tensor, Saved]:
         """Normalize each row."""

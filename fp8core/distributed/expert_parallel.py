@@ -21,7 +21,7 @@ from typing_extensions import override
 from fp8core.chain import run as chain
 from fp8core.chain.call import Call, Routes
 from fp8core.chain.moving import MovingShape
-from fp8core.chain.series import chain_of
+from fp8core.chain.series import Chain
 from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.collectives import Communicator, named, of_group
 from fp8core.distributed.sharded_state import SavedScales, remote_experts
@@ -293,7 +293,7 @@ class TokenExchange:
         shape = MovingShape(kind, self._communicator.group_name)
         links = bind_chain((shape,), BindContext.of(HIGH_PRECISION, binding, "TokenExchange"))
         flat = rows.flatten(1) if rows.dim() != 2 else rows
-        out = chain.run(chain_of(links), flat, (), Call(routes=self._routes))
+        out = chain.run(Chain(links), flat, (), Call(routes=self._routes))
         return out.view(out.shape[0], *rows.shape[1:])
 
 

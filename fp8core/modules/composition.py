@@ -33,7 +33,7 @@ from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.packed_attention import PackedAttentionLink
 from fp8core.chain.protocol import Link
 from fp8core.chain.residual import ResidualLink
-from fp8core.chain.series import Chain, chain_of, only_once
+from fp8core.chain.series import Chain
 from fp8core.chain.unwrap import PLAIN
 from fp8core.context.autocast import Active, active
 from fp8core.dispatch import policy
@@ -207,7 +207,7 @@ class Composition:
         recorder = None if owner is None else _recorder_of(segments)
         if len(self._chains) >= _MOST_CHAINS:  # sizes without end
             self._chains.pop(next(iter(self._chains)), None)
-        self._chains[key] = chain_of(links, recorder), segments
+        self._chains[key] = Chain(links, recorder), segments
         return self._chains[key][0]
 
     def attend(
@@ -245,7 +245,7 @@ class Composition:
         its layers have to run one by one."""
         request, backends = active(parts.first.outside_autocast), policy.current()
         is_refused = self._refused is not None and self._refused == (request, backends)
-        if request.quantize is None or is_refused or parts.is_cut():
+        if request.observe is not None or is_refused or parts.is_cut():
             return None
         params = parts.params()
         if self.memo is not None and self.memo.sources is None:
@@ -286,7 +286,7 @@ TransformerChain = Joins = Composition
 
 
 def _is_one_chain(segments: Sequence[Segment]) -> bool:
-    """Whether the linears run in low precision, attention does not, and none takes a seed."""
+    """Whether attention runs in high precision, each layer is one chain, and none takes a seed."""
     attention, linears = segments[1].bound, [segments[at].bound for at in (0, 2, 3)]
     (link,) = attention.links
     return (
@@ -294,7 +294,7 @@ def _is_one_chain(segments: Sequence[Segment]) -> bool:
         and attention.plan.is_high_precision
         and link.takes_rows_alone
         and not any(segment.bound.needs_rng for segment in segments)
-        and all(len(bound.parts) == 1 and only_once(bound.links) for bound in linears)
+        and all(len(bound.parts) == 1 for bound in linears)
     )
 
 

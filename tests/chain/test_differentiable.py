@@ -136,6 +136,51 @@ def test_second_derivatives_reach_a_residual() -> None:
     assert torch.autograd.gradgradcheck(layer, arguments)
 
 
+def test_second_derivatives_of_a_transformer_layer_as_one_chain() -> None:
+    torch.manual_seed(0)
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": D}
+    layer = fp8core.TransformerLayer(4, 8, 2, activation="swiglu", **options)
+    x = torch.randn(2, 2, 4, dtype=D, requires_grad=True)
+    assert type(layer(x).grad_fn.next_functions[0][0]).__name__ == "AccumulateGrad"  # one node
+    assert torch.autograd.gradgradcheck(pure(layer), (x, *layer.parameters()))
+
+
+def test_second_derivatives_behind_a_frozen_norm_of_a_constant() -> None:
+    layer = layer_of("mlp")
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(not name.startswith("layer_norm"))
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    x = torch.randn(3, K, dtype=D)
+    names = [name for name, own in layer.named_parameters() if own.requires_grad]
+
+    def run(*values: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+        return made
+
+    assert torch.autograd.gradgradcheck(run, trained)
+
+
+def test_a_second_derivative_behind_a_write_to_a_parameter_is_refused() -> None:
+    layer, x = layer_of("mlp"), torch.randn(3, K, dtype=D, requires_grad=True)
+    y, plain_y = layer(x).sum(), layer(x).sum()
+    with torch.no_grad():
+        layer.fc1_bias += 1
+    plain_y.backward()  # which reads no bias
+    with pytest.raises(fp8core.OperandError, match="written in place since forward"):
+        torch.autograd.grad(y, x, create_graph=True)
+
+
+def test_summands_that_no_first_derivative_needs_are_not_saved() -> None:
+    layer = layer_of_residual()
+    x, other = (torch.randn(3, K, dtype=D, requires_grad=True) for _ in "ab")
+    found: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: found.append(t.data_ptr()) or t, lambda t: t
+    ):
+        layer(x, other)
+    assert not {x.data_ptr(), other.data_ptr()} & {*found}
+
+
 def layer_of_residual() -> ops.Sequential:
     return ops.Sequential(ops.AddExtraInput(), ops.LayerNorm(K), ops.Linear(K, N)).double()
 

@@ -24,6 +24,7 @@ from fp8core.chain.protocol import (
     Params,
     Saved,
     TensorProgram,
+    over_ranks,
 )
 from fp8core.chain.request import QuantizeRequest
 from fp8core.chain.shape import BindContext, LinkShape
@@ -49,6 +50,7 @@ class Repeat(Link):
     times: int = 2
     declared: int = 2
     backward_times: int = 1
+    only_once = over_ranks("gather")
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Any:
         return RepeatProgram(self, needs_grad)
@@ -74,6 +76,7 @@ class FirstHalf(Link):
     """Returns the first half of its rows, as one rank of a reduce-scatter does."""
 
     __slots__ = ()
+    only_once = over_ranks("scatter")
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Any:
         return FirstHalfProgram(self, needs_grad)

@@ -689,14 +689,15 @@ def test_one_weight_makes_one_chain() -> None:
         *({}, {"qkv_weight_interleaved": False}, {"num_gqa_groups": 2}),
         {"normalization": "RMSNorm", "activation": "swiglu", "bias": False},
     ]
-    for each, name in turns(options, ["delayed", "current", "block", "mxfp8"]):
-        assert is_one_chain(transformer_layer(**each), recipe.by_name(name)), (each, name)
+    for each, name in turns(options, ["none", "delayed", "current", "block", "mxfp8"]):
+        is_low = name != "none"
+        chosen = recipe.by_name(name) if is_low else None
+        assert is_one_chain(transformer_layer(**each), chosen, enabled=is_low), (each, name)
 
 
 @pytest.mark.parametrize(
     ("chosen", "context"),
     [
-        (None, {"enabled": False}),
         (recipe.Float8CurrentScaling(fp8_dpa=True), {}),
         (recipe.Float8CurrentScaling(fp8_mha=True), {}),
         (recipe.DelayedScaling(), {"enabled": False, "calibrating": True}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,8 +38,7 @@ class AttentionLink(Link):
     ``run_bias_backward`` also returns the gradient of the bias. ``run_cached`` reads keys and
     values of a cache at its capacity; None where no backend does. ``fallback`` is the choice of a
     backend for other devices that nobody asked for, whose memory may be that of all logits; None
-    without such a choice. ``recomputes``: backward computes result and statistics again, so that
-    torch differentiates them.
+    without such a choice.
     """
 
     shape: AttentionSpec
@@ -52,7 +50,7 @@ class AttentionLink(Link):
     only_once: OnlyOnce | None = field()
     fallback: Choice | None
     run_cached: Callable[..., Any] | None
-    recomputes: bool = field(default=False, kw_only=True)
+    keeps_input = True
 
     @property
     def takes_rows_alone(self) -> bool:
@@ -60,11 +58,6 @@ class AttentionLink(Link):
         shape = self.shape
         brings = shape.padding or shape.arbitrary or shape.dropout or shape.bias or shape.max_logit
         return not brings and self.num_params == 2 and shape.layout != "thd"
-
-    def in_torch(self, bind: Callable[[Any], Any]) -> AttentionLink:
-        """Return attention by torch's operators, whose statistics are differentiated, too."""
-        link: AttentionLink = bind(self.shape)
-        return dataclasses.replace(link, recomputes=True)
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AttentionProgram:
         """Return the program; the sizes of the batch come with the call."""
@@ -102,10 +95,6 @@ class AttentionProgram(TensorProgram[AttentionLink]):
 
     __slots__ = ()
 
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """Return queries, keys, values, and the bias and the offset, if any."""
-        return saved[: 1 + self._link.num_params]
-
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute the rows of the result, and fill ``max_logit_out``."""
         link, shape = self._link, self._link.shape
@@ -135,10 +124,6 @@ class AttentionProgram(TensorProgram[AttentionLink]):
         call = of_forward(call, saved)
         assert x is not None
         assert rows is not None
-        if link.recomputes:
-            q = self._in_layout(x, shape.head_dim, call)
-            y, stats, _ = link.run(q, *params[:2], **link.keywords(params, call))
-            rows = y.reshape(x.shape[0], y.shape[-2] * y.shape[-1])
         results = self._run_backward(
             self._in_layout(grad, shape.head_dim_v, call),
             self._in_layout(x, shape.head_dim, call),

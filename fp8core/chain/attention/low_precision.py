@@ -50,10 +50,6 @@ class LowPrecisionAttentionLink(AttentionLink):
     dtype: torch.dtype
     reads_codes: bool
 
-    def in_torch(self, bind: Callable[[Any], Any]) -> AttentionLink:
-        """Rounding has no derivative, so torch's operators never take its place."""
-        raise AssertionError("only_once says why not")
-
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AttentionProgram:
         """Return the program; the sizes of the batch come with the call."""
         return LowPrecisionAttentionProgram(self, needs_grad)
@@ -96,10 +92,6 @@ class LowPrecisionAttentionProgram(AttentionProgram):
             is_gradient=True,
             cast=cast.cast_to(rowwise=True, columnwise=False),
         )
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """Return nothing: codes are saved."""
-        return ()
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Quantize, and compute the rows of the result from the codes."""

@@ -115,11 +115,6 @@ class LinearLink(Link):
         has_bias = self.shape.bias_dtype is not None
         return Consumer(self.grad_output, self.grad_dtype, has_bias)
 
-    def in_torch(self, bind: Callable[[Any], Any]) -> LinearLink:
-        """Return the linear by torch's operators."""
-        link: LinearLink = bind(self.shape)
-        return link
-
     def converted(
         self, params: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> Sequence[torch.Tensor]:
@@ -338,12 +333,6 @@ class LinearProgram(Program):
         return request.cast is not None and is_stored_as(
             grad_output, request.quantizer.plan, **ways
         )
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """Return the input if it is saved, then the weights if they are."""
-        if not self._needs_weight:
-            return (None, *saved[::3])
-        return saved[::3]
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y; save the input for wgrad and the weight for dgrad, each if it is needed."""

@@ -118,6 +118,7 @@ class Padded(Wrapper):
 
     def __init__(self, inner: Program, padded: PaddedCall, call: Call, *, num_weights: int) -> None:
         super().__init__(inner, _padding(inner.input_request, padded, call))
+        self.saves_copies = True
         self._padded = padded
         self._num_weights = num_weights
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp8core.chain import run as chain
-from fp8core.chain.series import chain_of, only_once
+from fp8core.chain.series import Chain, only_once
 from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.collectives import named
 from fp8core.context import recompute, timeline
@@ -283,5 +283,5 @@ def _bind(
     needs_rng = any(link.needs_rng for link in links)
     # In debug mode each operation checks its results on every run, which no recording would.
     recorder = None if settings.read().debug else resolver.recorder
-    parts = tuple(chain_of(part, recorder) for part in parts_of(shapes, links))
+    parts = tuple(Chain(part, recorder) for part in parts_of(shapes, links))
     return Bound(parts, links, plan, states, recipe, needs_rng)

@@ -12,7 +12,7 @@ import torch
 from fp8core.chain import run as chain
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.protocol import Link
-from fp8core.chain.series import chain_of
+from fp8core.chain.series import Chain
 from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.context.autocast import named
 from fp8core.dispatch import table
@@ -243,7 +243,7 @@ def bind_captured(
         refusals = [chain.Refusal(refused, partial(_columns, p)) for p in parts_of(shapes, shapes)]
         parts = [chain.capture(refusal) for refusal in refusals]
         return Bound(tuple(parts), (), HIGH_PRECISION, None, recipe, False)
-    parts = [chain.capture(chain_of(part)) for part in parts_of(shapes, links)]
+    parts = [chain.capture(Chain(part)) for part in parts_of(shapes, links)]
     bound = Bound(tuple(parts), links, plan, None, recipe, False)
     if bound.linears:
         engine = engine_of(bound, LayerRole(kind, name)) or "high precision"
