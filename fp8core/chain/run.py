@@ -151,10 +151,8 @@ def _run(
 ) -> Any:
     """Return what ``apply`` does in the place of :data:`apply_node`; without a node, the output."""
     chain = links if isinstance(links, Chain) else Chain(links)
-    if _are_read_directly(x, params) and (
-        chain.only_once is not None or _is_single_piece(chain, x, params)
-    ):
-        return _run_direct(chain, x, params, call, apply)
+    if _are_read_directly(x, params):
+        return _way_of(chain, x, params, call, apply)(x, *params)
     if type(x) not in PLAIN or not PLAIN.issuperset(map(type, params)):
         if chain.only_once is None and any(map(has_no_plain_form, (x, *params))):
             with torch.autocast(x.device.type, enabled=False):
@@ -173,10 +171,7 @@ def _run(
         transform = transform_of((x, *params))
         if transform is not None:
             return _run_in_torch(chain, x, params, call, transform)
-    is_single = chain.only_once is not None or _is_single_piece(chain, x, params)
-    if not is_single and _needs_node(x, params):
-        return _run_in_pieces(chain, x, params, call, apply)
-    return _run_direct(chain, x, params, call, apply)
+    return _way_of(chain, x, params, call, apply)(x, *params)
 
 
 class Prepared(NamedTuple):
@@ -213,21 +208,23 @@ def prepared_run(
     tensors as they are."""
     if not isinstance(links, Chain) or not _are_read_directly(x, params):
         return None
-    if _needs_node(x, params):
-        if links.only_once is not None or _is_single_piece(links, x, params):
-            return partial(apply_node, links, call)
+    return _way_of(links, x, params, call, apply_node)
 
-        def run_pieces(x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = _run_in_pieces(links, x, params, call, apply_node)
-            return y
 
-        return run_pieces
-    needs_grad = (False,) * (1 + len(params))
-
-    def run(x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-        return run_forward(links, call, x, x.shape, params, needs_grad)[0]
-
-    return run
+def _way_of(
+    links: Chain,
+    x: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    call: Call,
+    apply: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Return ``f(x, *params)``, the work of :func:`run` for tensors like these as they are."""
+    if not (torch.is_grad_enabled() and (x.requires_grad or True in map(_requires_grad, params))):
+        needs_grad = (False,) * (1 + len(params))
+        return lambda x, *params: run_forward(links, call, x, x.shape, params, needs_grad)[0]
+    if links.only_once is not None or _is_single_piece(links, x, params):
+        return partial(apply, links, call)
+    return lambda x, *params: _run_in_pieces(links, x, params, call, apply)
 
 
 def _are_read_directly(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
@@ -242,23 +239,7 @@ def _are_read_directly(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _run_direct(
-    links: Chain,
-    x: torch.Tensor,
-    params: Sequence[torch.Tensor],
-    call: Call,
-    apply: Callable[..., Any],
-) -> Any:
-    if _needs_node(x, params):
-        return apply(links, call, x, *params)
-    return run_forward(links, call, x, x.shape, params, (False,) * (1 + len(params)))[0]
-
-
-def _needs_node(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or _any_requires_grad(params))
-
-
-_dtype_of = attrgetter("dtype")
+_dtype_of, _requires_grad = attrgetter("dtype"), attrgetter("requires_grad")
 
 
 def _is_single_piece(links: Chain, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
@@ -320,7 +301,7 @@ def _run_in_pieces(
     for piece in links.pieces:
         end = first + sum(link.num_params for link in piece)
         converted = piece.converted(params[first:end], dtype)
-        if x.requires_grad or _any_requires_grad(converted):
+        if x.requires_grad or True in map(_requires_grad, converted):
             result = apply(piece, call, x, *converted)
             x, *extra = result if isinstance(result, tuple) else (result, *extra)
         else:
@@ -352,10 +333,3 @@ def _run_in_torch(
         raise links.only_once.error(transform)
     needs_grad = (False,) * (1 + len(params))
     return run_forward(twins(links, x), call, x, x.shape, params, needs_grad)[0]
-
-
-def _any_requires_grad(params: Sequence[torch.Tensor]) -> bool:
-    for param in params:  # noqa: SIM110  a loop costs less than any() over a generator
-        if param.requires_grad:
-            return True
-    return False
