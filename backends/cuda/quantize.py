@@ -26,14 +26,13 @@ from fp8core_backends.cuda.layout import (
     wrong_dtype,
 )
 from fp8core_backends.cuda.memory import allocator, allocator_now
-from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum
+from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum, Results
 from fp8core_backends.cuda.quantize_chunked import (
     CHUNKED_MODES,
     QuantizeChunked,
     QuantizeChunkedAndSum,
 )
 from fp8core_backends.cuda.quantize_compose import apart, in_groups
-from fp8core_backends.cuda.quantize_pair import Addresses, QuantizePair
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -57,9 +56,7 @@ class Quantize:
         "_empty",
         "_index",
         "_mode",
-        "_native",
         "_now",
-        "_pairs_with",
         "_rowwise",
         "_workspace_floats",
         "dtype",
@@ -90,11 +87,6 @@ class Quantize:
         if mode == "tensor" and not spec.delayed:
             self._workspace_floats = native.MAX_PARTIALS
         self.native_cast = _native_quantize(desc, spec, self._index, native)
-        self._native = native
-        is_both = self._rowwise and self._columnwise
-        # Equal for two casts that can share a launch, None for one that shares none.
-        is_pairable = is_both and mode == "tensor" and spec.format == "e4m3"
-        self._pairs_with = (spec.delayed, desc.dtype, self._index) if is_pairable else None
 
     def __call__(
         self,
@@ -114,25 +106,13 @@ class Quantize:
         is_any = self._mode != "tensor" or amax is not None
         if is_any or not (rows and cols and x.is_contiguous()):
             return self._quantize_any(x, scale, amax, amax_out, nonfinite_out)
-        quantized, addresses, _workspace = self.addresses(x, scale, amax_out, nonfinite_out)
-        self.native_cast(addresses, raw_stream(self._index))
-        return quantized
-
-    def addresses(
-        self,
-        x: torch.Tensor,
-        scale: torch.Tensor | None,
-        amax_out: torch.Tensor | None,
-        nonfinite_out: torch.Tensor | None,
-    ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
-        """Allocate the result of a tensorwise cast of a contiguous ``x``; see PairableCast."""
         if x.dtype is not self.dtype:
             raise wrong_dtype("quantize", x.dtype, self.dtype)
-        rows, cols = x.shape
-        quantized, results, workspace = self._tensor_results(
+        quantized, results, _workspace = self._tensor_results(
             rows, cols, scale, amax_out, nonfinite_out
         )
-        return quantized, (x.data_ptr(), rows, cols, cols, *results), workspace
+        self.native_cast((x.data_ptr(), rows, cols, cols, *results), raw_stream(self._index))
+        return quantized
 
     def results(
         self,
@@ -141,7 +121,7 @@ class Quantize:
         scale: torch.Tensor | None,
         amax_out: torch.Tensor | None,
         nonfinite_out: torch.Tensor | None,
-    ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
+    ) -> Results:
         """Allocate the result of casting a tensor ``[rows, cols]`` that has elements.
 
         Returns the result, the arguments of the native cast that follow those of the tensor, and
@@ -158,7 +138,7 @@ class Quantize:
         scale: torch.Tensor | None,
         amax_out: torch.Tensor | None,
         nonfinite_out: torch.Tensor | None,
-    ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
+    ) -> Results:
         """Return what :meth:`results` returns, of a cast with one scale for the tensor."""
         empty = self._now()
         scale_inv = empty(_SINGLE, _SINGLE, _FLOAT32)  # both orientations share it
@@ -192,15 +172,6 @@ class Quantize:
         )
         return _quantized((row, column)), addresses, workspace
 
-    def bind_pair(self, other: object) -> QuantizePair | None:
-        """Return the cast of this one's tensor and of ``other``'s in one launch, None if they
-        cannot share one; see QuantizeDesc."""
-        if not isinstance(other, Quantize):
-            return None
-        if self._pairs_with is None or self._pairs_with != other._pairs_with:
-            return None
-        return QuantizePair(self, other, self._native.quantize_pair, self._index)
-
     def _quantize_any(
         self,
         x: torch.Tensor,
@@ -231,7 +202,7 @@ class Quantize:
         amax: torch.Tensor | None,
         amax_out: torch.Tensor | None,
         nonfinite_out: torch.Tensor | None,
-    ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
+    ) -> Results:
         """Return what :meth:`results` returns, in any mode."""
         mode, empty, workspace = self._mode, self._now(), amax
         size = rows + cols if mode == "row" else self._workspace_floats

@@ -12,12 +12,15 @@ import torch
 from fp8core.backend_api import Quantized
 from fp8core_backends.cuda.layout import adjacent_columns, wrong_dtype
 from fp8core_backends.cuda.memory import allocator
-from fp8core_backends.cuda.quantize_pair import Addresses
 from fp8core_backends.cuda.stream import raw_stream
 
 DTYPES = (torch.bfloat16, torch.float16)
 MODES = ("tensor", "row", "vec128")
 """What there are kernels for: dtypes of the tensor, and what a scale covers."""
+
+Addresses: TypeAlias = "tuple[int, ...]"
+"""The arguments of a native cast: the fields of ``QuantizeArguments`` in their order (see
+csrc/include/fp8core/quantize.h), 0 where there is no tensor."""
 
 Results: TypeAlias = "tuple[Quantized, Addresses, torch.Tensor | None]"
 

@@ -57,25 +57,6 @@ void quantize_and_sum(const QuantizeDesc& desc, const QuantizeAndSumArguments& a
   launch_quantize_and_sum(desc, arguments, as_stream(stream));
 }
 
-void quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
-                   const QuantizeDesc& other_desc, const QuantizeArguments& other,
-                   StreamHandle stream) {
-  const Matrix &x = arguments.x, &y = other.x;
-  const bool has_one_scale =
-      desc.granularity == Granularity::kDelayed || desc.granularity == Granularity::kTensor;
-  FP8CORE_CHECK(has_one_scale && desc.granularity == other_desc.granularity &&
-                    desc.format == Format::kE4M3 && other_desc.format == Format::kE4M3 &&
-                    desc.input == other_desc.input && arguments.groups.offsets == nullptr &&
-                    other.groups.offsets == nullptr,
-                "quantize_pair takes two tensors of one type in e4m3, tensorwise, without groups");
-  FP8CORE_CHECK(!is_empty(x) && !is_empty(y), "quantize_pair: ", x.rows, " x ", x.cols, " and ",
-                y.rows, " x ", y.cols, "; expected at least one element each");
-  check(desc, arguments);
-  check(other_desc, other);
-  check_grid("quantize_pair", num_tiles(x, {}) + num_tiles(y, {}));
-  launch_quantize_pair(desc, arguments, other_desc, other, as_stream(stream));
-}
-
 void amax(const AmaxDesc& desc, const AmaxArguments& arguments, StreamHandle stream) {
   FP8CORE_CHECK_ADDRESS(arguments.amax_out, "amax: the result");
   check_amax(desc, arguments);

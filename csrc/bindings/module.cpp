@@ -49,7 +49,6 @@ void register_quantize(py::module_& module) {
       .def("tile_sums_floats", &QuantizeDesc::tile_sums_floats)
       .def("and_sum", recorded<&quantize_and_sum>)
       .def("__call__", recorded<&quantize>);
-  module.def("quantize_pair", recorded<&quantize_pair>);
   py::class_<AmaxDesc>(module, "Amax")
       .def(py::init<Granularity, InputType, int>())
       .def("__call__", recorded<&amax>)

@@ -9,11 +9,7 @@ A callable that :meth:`fp8core.backend_api.Backend.bind` returns may have these 
 - ``kernel``, a text, which ``explain`` shows as the name of what runs on the device; without it,
   that is the qualified name of the callable;
 - ``other_kernels``, pairs of texts: each kernel of the backend that the call does not run, and the
-  reason, in the order of preference;
-- of a dense QuantizeDesc of both orientations ``bind_pair(other)``, which returns a
-  :class:`PairCast`: a layer's input and its weight in one launch, the first as by this callable,
-  the second as by ``other``, a callable that this or another backend has bound; None if there is no
-  such cast.
+  reason, in the order of preference.
 """
 
 from __future__ import annotations
@@ -24,11 +20,8 @@ from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from fp8core.backend_api.operand_spec import Operand, Quantized
+from fp8core.backend_api.operand_spec import Operand
 from fp8core.backend_api.spec import OpDesc
-
-Slots: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
-"""A keyword of a pair: the value for the first tensor, and the value for the second."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,22 +59,6 @@ class ComputedRows(Protocol):
         A reader calls for all rows, in order; no later call has more rows than the first. The next
         call may overwrite the memory of the rows.
         """
-
-
-class PairCast(Protocol):
-    """The cast of two dense tensors in one call, with the bits of a separate call for each."""
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        other: torch.Tensor,
-        *,
-        scale: Slots = (None, None),
-        amax_out: Slots = (None, None),
-        nonfinite_out: Slots = (None, None),
-    ) -> tuple[Quantized, Quantized]:
-        """Quantize ``x`` and ``other``; ``scale`` and ``amax_out`` are given for delayed specs
-        alone."""
 
 
 Repeat: TypeAlias = Callable[..., tuple[torch.Tensor | None, ...] | None]

@@ -160,7 +160,7 @@ BREAKING_CHANGES: Mapping[int, str] = {
     5: "sgd is no operation of backends, and SgdDesc is gone",
     6: "QuantizeDesc may ask for sums and chunks, also of FusedDesc, NormBackwardDesc for another "
     "gradient to be added, GemmDesc for parts and ScaleUpdateDesc for an update that is prepared; "
-    "of members beside a call, there are bind_pair and the names of kernels; a Recorder has call, "
+    "of members beside a call, there are the names of kernels alone; a Recorder has call, "
     "Transfers have maximum",
 }
 """What each major version changed that a backend of an older one does not know."""

@@ -22,7 +22,6 @@ from fp8core.backend_api import (
     FusedDesc,
     GemmDesc,
     OpDesc,
-    PairCast,
     QuantizeDesc,
     Ranks,
     Recorder,
@@ -54,16 +53,6 @@ class Resolved:
     recorder: Recorder | None
     choice: select.Choice
     alignment: Alignment
-
-    def pair_with(self, second: Resolved) -> PairCast | None:
-        """Return the cast of two dense tensors in one call, the second tensor as ``second`` casts
-        it; None if the backend has no such cast."""
-        bind_pair: Callable[..., PairCast | None] = getattr(self.run, "bind_pair", _no_pair)
-        return bind_pair(second.run)
-
-
-def _no_pair(second: Callable[..., Any]) -> None:
-    """Return None: a backend without pairs has none."""
 
 
 class _Thread(threading.local):

@@ -44,7 +44,6 @@ Casts: TypeAlias = "tuple[Cast, Cast, Cast]"
 """The casts to both orientations, to the rowwise and to the columnwise one."""
 
 CastAndSum: TypeAlias = "Callable[[torch.Tensor], tuple[Orientations, torch.Tensor]]"
-Pair: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], tuple[Orientations, Orientations]]"
 ColumnSums: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 Resolve: TypeAlias = "Callable[[OpDesc], Resolved]"
 ResolveOptional: TypeAlias = "Callable[..., Resolved | None]"
@@ -135,10 +134,6 @@ class TensorQuantizer:
         if self.casts_chunks:
             return _in_two_calls(self.cast_chunked(), sums)
         return self.cast_and_sum(sums, rowwise=True, columnwise=True)
-
-    def pair_with(self, second: TensorQuantizer) -> Pair | None:
-        """Return the call for both orientations of this tensor and ``second``'s, if any."""
-        return None
 
 
 def _in_two_calls(cast: Cast, sums: ColumnSums) -> CastAndSum:

@@ -32,7 +32,6 @@ from fp8core.tensors.quantizer import (
     Cast,
     HighPrecision,
     Orientations,
-    Pair,
     Resolve,
     ResolveOptional,
     Slot,
@@ -48,7 +47,7 @@ from fp8core.torch_ops.repeats import called_in_repeats
 class LowPrecision(TensorQuantizer):
     """Low precision, in one call of the backend where both orientations are asked for."""
 
-    __slots__ = ("_whole", "desc", "nonfinite", "slot")
+    __slots__ = ("desc", "nonfinite", "slot")
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class LowPrecision(TensorQuantizer):
         resolve_variant: ResolveOptional | None = None,
     ) -> None:
         self.desc, self.slot, self.nonfinite = desc, slot, nonfinite
-        self._whole = whole = resolve(desc)
+        whole = resolve(desc)
         halves = desc.halves()
         rowwise, columnwise = (self.with_slot(resolve(half).run) for half in halves)
         descs = [replace(each, sums=True) for each in (desc, *halves)]
@@ -90,21 +89,6 @@ class LowPrecision(TensorQuantizer):
         if self.nonfinite is not None:
             state["nonfinite_out"] = self.nonfinite
         return partial(run, **state) if state else run
-
-    def pair_with(self, second: TensorQuantizer) -> Pair | None:
-        """Return the backend's own call for both tensors, if there is any."""
-        if not isinstance(second, LowPrecision):
-            return None
-        run: Any = self._whole.pair_with(second._whole)
-        if run is None:
-            return None
-        states: dict[str, tuple[torch.Tensor | None, ...]] = {}
-        if self.slot is not None and second.slot is not None:
-            scales, amaxes = zip(self.slot, second.slot, strict=True)
-            states = {"scale": scales, "amax_out": amaxes}
-        if self.nonfinite is not None or second.nonfinite is not None:
-            states["nonfinite_out"] = (self.nonfinite, second.nonfinite)
-        return partial(run, **states) if states else run
 
 
 ReduceAmax: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
@@ -143,7 +127,7 @@ def reduced(
 ) -> TensorQuantizer:
     """Return low precision for a part of a tensor: ``reduce_amax`` runs between amax and cast.
 
-    Operands are the part's share of the whole tensor's, bit for bit. A backend's fusions, pairs and
+    Operands are the part's share of the whole tensor's, bit for bit. A backend's fusions and
     parts, which derive scales from the part, are not used, and no stored operand is taken as the
     result, as nobody knows the amaxes that its scales follow from.
     """
@@ -214,7 +198,7 @@ def propagating(
     of it.
 
     Each cast counts NaN and inf in a tensor of its own, and then adds the count to ``nonfinite``,
-    which others read: three small kernels more, and none of a backend's fusions, pairs and chunks.
+    which others read: three small kernels more, and none of a backend's fusions and chunks.
     """
 
     def cast(x: torch.Tensor, *groups: torch.Tensor, **keywords: Any) -> Orientations:

@@ -103,9 +103,6 @@ class RequantizedWeight(CachingWeightQuantizer):
         """
         return keeping is not None and (keeping.first is not None or self._how.slot is None)
 
-    def pair(self, input: TensorQuantizer) -> None:
-        """Return None: the weight is cast in one orientation, the input in both."""
-
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the columnwise operand of ``saved``, an :class:`Unquantized` or an operand.
 

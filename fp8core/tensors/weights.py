@@ -20,7 +20,7 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.operators import with_zeros
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Orientations, Pair, Slot, TensorQuantizer
+from fp8core.tensors.quantizer import Orientations, Slot, TensorQuantizer
 from fp8core.tensors.storage import pad_operand, padded_with, takes_partial_blocks
 from fp8core.torch_ops.private import is_capturing
 
@@ -115,13 +115,6 @@ class WeightQuantizer:
     def constants(self) -> tuple[torch.Tensor, ...] | None:
         """The constants of a plain weight's quantizer; None if the weight is cached, or more is
         done."""
-        return None
-
-    def pair(self, input: TensorQuantizer) -> Pair | None:
-        """Return the backend's call that casts an input and the weight both ways, if it has one.
-
-        The call is for plain weights that are not cached. None: they are cast in separate calls.
-        """
         return None
 
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -358,10 +351,6 @@ class CachingWeightQuantizer(WeightQuantizer):
     def constants(self) -> tuple[torch.Tensor, ...] | None:
         """The constants of the weight's quantizer."""
         return self._quantizer.constants if self._zeros is None else None
-
-    def pair(self, input: TensorQuantizer) -> Pair | None:
-        """Return the backend's call that casts an input and the weight both ways, if it has one."""
-        return input.pair_with(self._quantizer) if self._zeros is None else None
 
     def _stored(self, weight: torch.Tensor, *, columnwise: bool) -> Orientations:
         """Return what ``weight``, a QuantizedTensor, holds, padded."""

@@ -84,7 +84,6 @@ class Library:
 
     MAX_PARTIALS, MOST_TWICE_PASSED = 1024, 1 << 16
     Gemm = Gemm
-    quantize_pair = staticmethod(nothing)
 
     def __getattr__(self, name: str) -> type[Kind]:
         return Kind

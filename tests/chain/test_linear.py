@@ -61,7 +61,7 @@ class Counter:
             return run(*args, **kwargs)
 
         counted.cast_to = functools.partial(functools.partial, counted)  # type: ignore[attr-defined]
-        counted.pair, counted.requantizes = lambda input: None, False  # type: ignore[attr-defined]
+        counted.requantizes = False  # type: ignore[attr-defined]
         counted.choices = ()  # type: ignore[attr-defined]
         counted.plan = None  # type: ignore[attr-defined]
         counted.cast_chunked = lambda: counted  # type: ignore[attr-defined]

@@ -228,7 +228,7 @@ def test_backward_frees_the_weight_that_dgrad_has_read(retains: bool) -> None:
         alive.append(kept[0]() is not None)
         return link.wgrad(*arguments)
 
-    weight.pair, weight.requantizes = lambda input: None, False  # type: ignore[attr-defined]
+    weight.requantizes = False  # type: ignore[attr-defined]
     watched = dataclasses.replace(link, weight=weight, wgrad=wgrad, _programs={})
     y = chain.run((watched,), x, layer.link_params())
     y.sum().backward(retain_graph=retains)

@@ -108,7 +108,6 @@ class GivesChunks(Sound):
     """Sound, and offers what is optional of a cast with float32 scales too."""
 
     chunks = Chunked
-    second = 1  # of a pair: whose slots the second takes
 
     def sums(self, x: torch.Tensor) -> torch.Tensor:
         return x.sum(0, dtype=torch.float32)
@@ -129,15 +128,6 @@ class GivesChunks(Sound):
                 made = made._replace(rowwise=self.chunks(desc.rowwise, made))
             return (made, self.sums(x)) if desc.sums else made
 
-        def bind_pair(other: Run) -> Run:
-            def pair(*xs: torch.Tensor, **given: Any) -> list[Quantized]:
-                own = [{name: two[i] for name, two in given.items()} for i in range(2)]
-                return [run(xs[0], **own[0]), other(xs[1], **own[self.second])]
-
-            return pair
-
-        if not (desc.sums or desc.chunked):
-            whole.bind_pair = bind_pair  # type: ignore[attr-defined]
         return whole
 
 
@@ -147,13 +137,6 @@ class SumsWithoutTheLastRow(GivesChunks):
 
     def sums(self, x: torch.Tensor) -> torch.Tensor:
         return super().sums(x[:-1])
-
-
-@caught_by("law3_quantize_pair_equals_two_calls")
-class TakesTheOthersSlots(GivesChunks):
-    """Records the amax of a pair's second tensor for the first, and takes the first's scale."""
-
-    second = 0
 
 
 @caught_by("law3_quantize_chunked_equals_the_whole")
@@ -241,7 +224,7 @@ class NumbersItsKernels(GivesChunks):
 
     def bind(self, desc: OpDesc, device: torch.device) -> Run:
         run = super().bind(desc, device)
-        if hasattr(run, "bind_pair"):
+        if is_dense_cast(desc):
             run.other_kernels = (1, 2)  # type: ignore[attr-defined]
         return run
 
@@ -445,27 +428,6 @@ def counts_behind_the_last_group(
     if count is not None:
         count += (~x.isfinite()).sum()
     return quantize(desc, x, *groups, **given)
-
-
-@caught_by("law3_quantize_pair_counts_for_each")
-class CountsTheFirstOfAPair(GivesChunks):
-    def bind(self, desc: OpDesc, device: torch.device) -> Run:
-        run = super().bind(desc, device)
-        make = getattr(run, "bind_pair", None)
-        if make is None:
-            return run
-
-        def bind_pair(other: Run) -> Run:
-            pair = make(other)
-
-            def first(*xs: torch.Tensor, **given: Any) -> Any:
-                one, _ = given.pop("nonfinite_out", (None, None))
-                return pair(*xs, **given, nonfinite_out=(one, None))
-
-            return first
-
-        run.bind_pair = bind_pair  # type: ignore[attr-defined]
-        return run
 
 
 @fault("gemm", "law4_gemm_accumulates_into_out")

@@ -1,4 +1,4 @@
-"""What a backend may have: variants of calls, pairs, names of kernels, recorders, transfers."""
+"""What a backend may have: variants of calls, names of kernels, recorders, transfers."""
 
 from __future__ import annotations
 
@@ -140,19 +140,6 @@ def test_a_fusion_is_in_a_graph_if_it_counts(has_variants: bool) -> None:
         return
     with pytest.raises(UnsupportedError, match=r"counted.* for toy on cpu: no counted"):
         definition.bound(encode(encoded), CPU)
-
-
-def test_pair_is_what_the_method_returns() -> None:
-    def pair(x: Any, other: Any, *, nonfinite_out: Any) -> None: ...
-
-    one = resolve(toys.QUANTIZE, bind_pair=lambda other: pair)
-    assert one.pair_with(one) is pair
-
-
-@pytest.mark.parametrize("members", [{}, {"bind_pair": lambda _: None}], ids=["none", "declined"])
-def test_there_may_be_no_pair(members: dict[str, Any]) -> None:
-    one = resolve(toys.QUANTIZE, **members)
-    assert one.pair_with(one) is None
 
 
 class Recorder:

@@ -29,9 +29,6 @@ void launch_quantize(const QuantizeDesc& desc, const QuantizeArguments& argument
                      cudaStream_t stream);
 void launch_quantize_and_sum(const QuantizeDesc& desc, const QuantizeAndSumArguments& arguments,
                              cudaStream_t stream);
-void launch_quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
-                          const QuantizeDesc& other_desc, const QuantizeArguments& other,
-                          cudaStream_t stream);
 void launch_amax(const AmaxDesc& desc, const AmaxArguments& arguments, cudaStream_t stream);
 int launch_partial_amaxes(const AmaxDesc& desc, const AmaxArguments& arguments,
                           cudaStream_t stream);

@@ -14,8 +14,6 @@ struct CastsFrom {
   // tile_sums: null, or where the sums of the columns of each tile go, of 16-bit inputs alone.
   static void quantize(const QuantizeDesc& desc, TileParams params, float* tile_sums,
                        int num_multiprocessors, cudaStream_t stream);
-  static void quantize_pair(const QuantizeDesc& desc, TileParams params, TileParams other,
-                            int num_multiprocessors, cudaStream_t stream);
   // Amaxes of x, which has elements; returns how many.
   static int partial_amaxes(const Matrix& x, float* partials, int num_multiprocessors,
                             cudaStream_t stream);

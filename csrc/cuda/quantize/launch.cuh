@@ -82,24 +82,6 @@ void CastsFrom<kInput>::amaxes(Granularity granularity, const TileParams& p, cud
 }
 
 template <InputType kInput>
-void CastsFrom<kInput>::quantize_pair(const QuantizeDesc& desc, TileParams p, TileParams other,
-                                      int num_multiprocessors, cudaStream_t stream) {
-  const auto first = static_cast<unsigned>(num_tiles(p.args.x, {}));
-  const unsigned tiles = first + static_cast<unsigned>(num_tiles(other.args.x, {}));
-  if (desc.granularity == Granularity::kDelayed) {
-    uniform_tile_pair<Element, Encoder<Format::kE4M3>, Granularity::kDelayed>
-        <<<tiles, kTileThreads, 0, stream>>>(p, other, first);
-  } else {
-    for (TileParams* one : {&p, &other})
-      one->args.num_partials =
-          partial_amaxes(one->args.x, one->args.workspace, num_multiprocessors, stream);
-    uniform_tile_pair<Element, Encoder<Format::kE4M3>, Granularity::kTensor>
-        <<<tiles, kTileThreads, 0, stream>>>(p, other, first);
-  }
-  FP8CORE_CUDA(cudaGetLastError());
-}
-
-template <InputType kInput>
 void CastsFrom<kInput>::quantize(const QuantizeDesc& desc, TileParams p, float* tile_sums,
                                  int num_multiprocessors, cudaStream_t stream) {
   const Matrix& x = p.args.x;

@@ -39,16 +39,6 @@ void launch_quantize_and_sum(const QuantizeDesc& desc, const QuantizeAndSumArgum
                      stream);
 }
 
-void launch_quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
-                          const QuantizeDesc& other_desc, const QuantizeArguments& other,
-                          cudaStream_t stream) {
-  const DeviceGuard guard(desc.device);
-  with_input(desc.input, [&](auto casts) {
-    casts.quantize_pair(desc, tile_params(desc, arguments), tile_params(other_desc, other),
-                        num_multiprocessors(desc.device), stream);
-  });
-}
-
 int launch_partial_amaxes(const AmaxDesc& desc, const AmaxArguments& arguments,
                           cudaStream_t stream) {
   if (arguments.x.rows == 0 || arguments.x.cols == 0) return 0;

@@ -66,16 +66,16 @@ __device__ unsigned tile_of_block() {
 
 // A matrix, whose tile a thread loads at once and holds.
 template <typename Source, typename Encoding, Granularity G>
-__device__ void cast_matrix_tile(const TileParams& p, const typename Source::Inputs& inputs,
-                                 unsigned tile) {
+__device__ void cast_matrix_tile(const CastParams<Source>& params) {
   using T = typename Source::Value;
   __shared__ alignas(16) uint2 parked[kTile * 16];
   __shared__ alignas(16) float parked_sums[Source::kSums ? kTileThreads / 32 : 1][kTile];
   __shared__ float shared[kTileThreads / 32];
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-  const TileSpan at = span_of_tile(p, tile);
+  const TileParams& p = params.tile;
+  const TileSpan at = span_of_tile(p, tile_of_block<G>());
   Eight<T> x[8];
-  Source(inputs, p, at, ty, tx).load(x, 0);
+  Source(params.inputs, p, at, ty, tx).load(x, 0);
   count_tile(x, p);
   if constexpr (Source::kSums) {
     float sums[8];
@@ -96,7 +96,7 @@ __device__ void cast_matrix_tile(const TileParams& p, const typename Source::Inp
   if (!has_columns && !Source::kSums) return;
   if (has_columns) park_columns(codes, parked, ty, tx);
   __syncthreads();
-  if constexpr (Source::kSums) store_sums(p, at, inputs.tile_sums, parked_sums);
+  if constexpr (Source::kSums) store_sums(p, at, params.inputs.tile_sums, parked_sums);
   if (has_columns) store_columns(p, at, parked, threadIdx.x);
 }
 
@@ -172,20 +172,9 @@ template <typename Source, typename Encoding, Granularity G>
 __global__ void __launch_bounds__(kTileThreads, Source::kBlocks)
     uniform_tile(const __grid_constant__ CastParams<Source> p) {
   if constexpr (is_matrix<Source>)
-    cast_matrix_tile<Source, Encoding, G>(p.tile, p.inputs, tile_of_block<G>());
+    cast_matrix_tile<Source, Encoding, G>(p);
   else
     cast_computed_tiles<Source, Encoding, G>(p);
-}
-
-// Two tensors: the tiles of the first, then those of the other.
-template <typename T, typename Encoding, Granularity G>
-__global__ void __launch_bounds__(kTileThreads, MatrixSource<T>::kBlocks)
-    uniform_tile_pair(const __grid_constant__ TileParams p,
-                      const __grid_constant__ TileParams other, unsigned tiles) {
-  const unsigned tile = tile_of_block<G>();
-  const bool is_first = tile < tiles;
-  cast_matrix_tile<MatrixSource<T>, Encoding, G>(is_first ? p : other, {},
-                                                 is_first ? tile : tile - tiles);
 }
 
 // Writes the columnwise scales of empty groups, which have no tile. The first row of tiles calls

@@ -138,12 +138,6 @@ struct QuantizeAndSumArguments {
 void quantize_and_sum(const QuantizeDesc& desc, const QuantizeAndSumArguments& arguments,
                       StreamHandle stream);
 
-// Two tensors in one launch, or three for kTensor: of the same granularity, kDelayed or kTensor, in
-// e4m3, from the same input type. Neither is in groups.
-void quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
-                   const QuantizeDesc& other_desc, const QuantizeArguments& other,
-                   StreamHandle stream);
-
 struct AmaxDesc {
   Granularity granularity;  // kTensor or kRow
   InputType input;

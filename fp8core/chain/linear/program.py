@@ -250,7 +250,7 @@ class LinearProgram(Program):
     __slots__ = (
         *("_arrives", "_backward_state", "_cast_input", "_casts", "_casts_of_later", "_dgrad"),
         *("_grad_request", "_is_random", "_link", "_needs_bias", "_needs_input", "_needs_weight"),
-        *("_pair", "_restore", "_weight_dtype", "_wgrad", "input_request"),
+        *("_restore", "_wgrad", "input_request"),
     )
 
     def __init__(
@@ -265,14 +265,12 @@ class LinearProgram(Program):
         rowwise, columnwise, *bias = needs_grad
         self._link, self._is_random = link, is_random
         self._needs_input, self._needs_weight, self._needs_bias = rowwise, columnwise, True in bias
-        self._weight_dtype = link.shape.weight_dtype
         self._restore = _restoring(link)
         self._dgrad = link.dgrad
-        self._wgrad = in_dtype(link.wgrad, link.out_dtype("wgrad"), self._weight_dtype)
+        self._wgrad = in_dtype(link.wgrad, link.out_dtype("wgrad"), link.shape.weight_dtype)
         chunked = chunked and rowwise and columnwise
         if chunked:
             self._dgrad = in_chunks(link.dgrad, link.dgrad_rows, link.out_dtype("dgrad"))
-        self._pair = link.weight.pair(link.input) if rowwise and columnwise else None
         self._cast_input = link.input.cast_to(rowwise=True, columnwise=columnwise)
         self._arrives = link.input_shards if sharded[0] else None
         self.input_request = QuantizeRequest(
@@ -336,19 +334,9 @@ class LinearProgram(Program):
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y; save the input for wgrad and the weight for dgrad, each if it is needed."""
-        weight, keeping, link = params[0], call.keeping, self._link
-        pair = self._pair
-        if pair is not None and (
-            keeping is not None
-            or isinstance(weight, QuantizedTensor)
-            or weight.dtype is not self._weight_dtype
-        ):
-            pair = None  # the weight's quantizer knows kept and stored ones, and refuses a dtype
-        if pair is not None and not isinstance(x, Handover):
-            (x_row, x_column), (w_row, w_column) = pair(x, weight)
-        else:
-            x_row, x_column = x.take() if isinstance(x, Handover) else self._cast_input(x)
-            w_row, w_column = link.weight(weight, columnwise=self._needs_input, keeping=keeping)
+        link = self._link
+        x_row, x_column = x.take() if isinstance(x, Handover) else self._cast_input(x)
+        w_row, w_column = link.weight(params[0], columnwise=self._needs_input, keeping=call.keeping)
         bias = None if link.shape.bias_dtype is None else params[1]
         y: Any = None
         if link.fprop_part is not None:

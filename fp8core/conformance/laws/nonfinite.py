@@ -8,7 +8,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ from fp8core.conformance.compare import Broken, require, same_tensors, within
 from fp8core.conformance.judged import LARGE, MANY_GROUPS, group_sizes, has_both
 from fp8core.conformance.laws.fused import SIZES
 from fp8core.conformance.laws.gemm import operands_by_group, parts_of
-from fp8core.conformance.laws.quantize import bound_pair, joined
+from fp8core.conformance.laws.quantize import joined
 from fp8core.conformance.operands import (
     aligned,
     grouped_operands,
@@ -304,29 +303,6 @@ def quantize_counts_nan_and_inf_of_groups(subject: Subject, desc: QuantizeDesc) 
         counted = replace(cast, counted=True)
         subject.run(counted, subject.here(x), groups, **keywords, nonfinite_out=count)
         _require_count(f"groups of {list(sizes)}", count, x[: sum(sizes)])
-
-
-@law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped)
-def quantize_pair_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
-    """Two tensors quantized in one call are counted apart, either of them or both."""
-    counted = replace(desc, counted=True)
-    two = bound_pair(subject, counted) if _is_counted(subject, desc) else None
-    if two is None:
-        return
-    xs = [
-        inputs.matrix(kind, *quantize_size(subject, desc, *shape), desc.dtype)
-        for kind, shape in (("nonfinite", (33, 70)), ("nonfinite", SHAPES[2]))
-    ]
-    for is_counted in ((True, True), (True, False), (False, True)):
-        counts = [_count(subject) if needed else None for needed in is_counted]
-        keywords = [quantize_keywords(subject, desc, seed=seed) for seed in (11, 12)]
-        both: dict[str, Any] = {
-            name: (keywords[0][name], keywords[1][name]) for name in keywords[0]
-        }
-        two(*map(subject.here, xs), **both, nonfinite_out=tuple(counts))
-        for x, count in zip(xs, counts, strict=True):
-            if count is not None:
-                _require_count(f"{list(x.shape)} of a pair", count, x)
 
 
 @law(3, "quantize", applies=lambda desc: not desc.grouped)

@@ -1,8 +1,8 @@
 """Laws 1 and 3 for ``quantize``.
 
 Codes and scales equal the reference's, also at the edges of a format; stochastic rounding is
-compared in distribution. A call for both orientations, for two tensors or in chunks of rows equals
-the calls for each orientation, for each tensor and for the whole.
+compared in distribution. A call for both orientations or in chunks of rows equals the calls for
+each orientation and for the whole.
 """
 
 from __future__ import annotations
@@ -416,39 +416,6 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
         rowwise, columnwise = desc.halves()
         halves = Quantized(run(rowwise).rowwise, run(columnwise).columnwise)
         same_tensors(kind, run(desc), halves)
-
-
-def bound_pair(subject: Subject, desc: QuantizeDesc) -> Callable[..., Any] | None:
-    """Return what casts two tensors as ``desc`` says in one call; None if the backend has no such
-    call."""
-    run = subject.bound(desc)
-    bind_pair = getattr(run, "bind_pair", None)
-    pair: Callable[..., Any] | None = None if bind_pair is None else bind_pair(run)
-    return pair
-
-
-@law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped and is_nearest(desc))
-def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
-    """Two tensors quantized in one call have the bits of a call for each."""
-    run, pair = subject.bound(desc), bound_pair(subject, desc)
-    if pair is None:
-        return
-    sizes = subject.sizes("quantize", (33, 70), LARGE, (0, 5))
-    shapes = [quantize_size(subject, desc, *size) for size in sizes]
-    for first, second in itertools.permutations(shapes, 2):
-        xs = [subject.here(inputs.matrix("decades", *size, desc.dtype)) for size in (first, second)]
-        options = [quantize_keywords(subject, desc, seed=seed) for seed in (11, 12)]
-        if "scale" in options[1]:
-            options[1]["scale"] *= 3
-        apart = [{name: value.clone() for name, value in keywords.items()} for keywords in options]
-        alone = [run(x, **keywords) for x, keywords in zip(xs, apart, strict=True)]
-        together = pair(
-            *xs,
-            **{name: (options[0][name], options[1][name]) for name in options[0]},
-        )
-        for number, size in enumerate((first, second)):
-            pair_result = together[number], options[number]
-            same_tensors(f"{list(size)} of a pair", pair_result, (alone[number], apart[number]))
 
 
 @law(3, "quantize", applies=lambda desc: has_both(desc) and not desc.grouped and is_nearest(desc))

@@ -99,14 +99,6 @@ def test_casts_refuse_another_dtype(how: str, shape: tuple[int, int], native: Na
     assert calls_of(native, lambda: cast(x), r"float32; bound for .*bfloat16") == 0
 
 
-@pytest.mark.parametrize("shape", [(32, 64), (0, 64)])
-def test_a_pair_refuses_another_dtype(shape: tuple[int, int], native: Native) -> None:
-    own = spec("current")
-    cast: Any = bind_quantize(QuantizeDesc(BF16, own, own), CUDA, native)
-    pair, x = cast.bind_pair(cast), torch.zeros(shape, dtype=torch.float32)
-    assert calls_of(native, lambda: pair(x, x), r"float32; bound for .*bfloat16") == 0
-
-
 def test_casts_with_byte_scales_refuse_another_dtype(native: Native) -> None:
     own = OperandSpec("e4m3", (1, 32), 448.0, scale_format="e8m0")
     cast = microscaling.ByteScaled(QuantizeDesc(BF16, own, own), CUDA, native)

@@ -90,11 +90,11 @@ def test_page_has_the_table() -> None:
 def test_calls_of_entries_are_counted() -> None:
     native = library()
     calls = counted(native)
-    assert native.quantize_pair(1, 2) == (1, 2)
+    assert native.arrange_scales(1, 2) == (1, 2)
     quantize = native.Quantize()
     assert quantize(3) == (3,)
     assert quantize.and_sum() == ()
-    assert calls == {"quantize_pair": 1, "Quantize.__call__": 1, "Quantize.and_sum": 1}
+    assert calls == {"arrange_scales": 1, "Quantize.__call__": 1, "Quantize.and_sum": 1}
 
 
 class Recorder:
@@ -139,12 +139,12 @@ def test_group_that_calls_no_entry_of_its_own_is_an_error(
     toy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FP8CORE_CACHE_DIR", "")
-    pair = Group(lambda: toy.quantize_pair(), ("quantize_pair",))
-    monkeypatch.setitem(groups.GROUPS, "pairs", pair)
+    scales = Group(lambda: toy.arrange_scales(), ("arrange_scales",))
+    monkeypatch.setitem(groups.GROUPS, "scales", scales)
     monkeypatch.setitem(groups.GROUPS, "norms", Group(lambda: None, ("Norm.backward",)))
     with pytest.raises(RuntimeError, match=r"norms called no Norm\.backward"):
-        command.run_cases(["pairs", "norms"])
-    assert capsys.readouterr().out == "pairs ran\n"
+        command.run_cases(["scales", "norms"])
+    assert capsys.readouterr().out == "scales ran\n"
 
 
 @pytest.mark.parametrize(

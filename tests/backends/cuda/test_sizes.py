@@ -226,7 +226,7 @@ SIZES: dict[str, tuple[Size, ...]] = {
 OF_SIZES = (
     *("quantize_codes_equal_the_reference", "quantize_scales_equal_the_reference"),
     *("quantize_records_the_amax", "quantize_counts_nan_and_inf"),
-    *("quantize_pair_equals_two_calls", "quantize_and_sum_equals_the_call_and_sums"),
+    "quantize_and_sum_equals_the_call_and_sums",
     *("amax_is_exact", "dequantize_rounds_once"),
     *("norm_is_within_the_bound", "norm_is_exact_where_the_mean_is_large"),
     "norm_backward_is_within_the_bound",

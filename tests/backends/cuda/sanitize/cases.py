@@ -73,19 +73,6 @@ def quantize() -> None:
                 backend("cuda").bind(summed, DEVICE)(x, **given)
 
 
-def pairs() -> None:
-    """Cast two tensors at once, each of another size."""
-    for name, dtype in itertools.product(("delayed", "current"), DTYPES):
-        own, given = spec(name), {}
-        if own.delayed:
-            scale = torch.ones(2).to(DEVICE).split(1)
-            given = {"scale": scale, "amax_out": torch.zeros(2).to(DEVICE).split(1)}
-        run = backend("cuda").bind(QuantizeDesc(dtype, own, own), DEVICE)
-        for one, other in itertools.permutations(SHAPES, 2):
-            xs = [torch.randn(shape).to(dtype).to(DEVICE) for shape in (one, other)]
-            run.bind_pair(run)(*xs, **given)
-
-
 def parts() -> None:
     """Cast gradients some rows at a time, the last of them ragged."""
     with patch.multiple(quantize_chunked, CHUNK_ROWS=128, LEAST_SAVED=1):

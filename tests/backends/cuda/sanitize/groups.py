@@ -47,7 +47,6 @@ class Group:
 
 GROUPS = {
     "quantize": Group(cases.quantize, ("Quantize.__call__", "Quantize.and_sum")),
-    "pairs": Group(cases.pairs, ("quantize_pair",)),
     "parts": Group(cases.parts, ("Amax.partials",)),
     "fused_parts": Group(cases.fused_parts, ("add_tile_sums",)),
     "amax_and_scale_update": Group(
