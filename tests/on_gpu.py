@@ -71,6 +71,7 @@ LEFT_OUT = {
     "tests/test_lightning.py": "a framework that is told to use the CPU",
     "tests/test_megatron.py": "a framework that is told to use the CPU",
     "tests/test_on_gpu.py": "this command",
+    "tests/test_on_ranks.py": "the command for two GPUs, `python -m tests.on_ranks`",
     "tests/test_op_arguments.py": "arguments, without a device",
     "tests/test_packaging.py": "distributions",
     "tests/test_public_names.py": "names",

@@ -57,7 +57,7 @@ def test_contestants_train_the_same_memory(bench: Bench) -> None:
 
 def test_model_flops_are_those_of_the_products_and_half_of_attention(bench: Bench) -> None:
     with FlopCounterMode(display=False) as counter:
-        torch_decoder(bench)(tokens()[:, :-1])
+        torch_decoder(*bench.sizes)(tokens()[:, :-1])
     (products,) = (
         flops for op, flops in counter.get_flop_counts()["Global"].items() if op.__name__ == "mm"
     )

@@ -100,3 +100,32 @@ def test_a_trial_run_measures_every_contestant(trial: tuple[list[dict[str, Any]]
     assert {len(times) for times in eager["us"].values()} == {TURNS}
     sent = {one["contestant"]: one["collectives"] for one in found if one["measure"] == "figures"}
     assert min(sent["fp8core block"], sent["fp8core bf16"]) > sent["fp8core bf16 alone"] == 0
+
+
+def decoders(_: int) -> dict[str, list[int]]:
+    """Collectives and bytes that a rank sends in a step of sharded decoders, by contestant."""
+    case = job(kind="decoder", size_name="trial")
+    made = contestants.contestants(case, of_world(HOST))
+    found = {}
+    for name in ("fp8core bf16", "fp8core block"):
+        entrant = made[name]()
+        entrant.step()
+        assert entrant.traffic is not None
+        found[name] = list(entrant.traffic())
+    return found
+
+
+@pytest.mark.slow
+def test_bytes_of_a_sharded_step_are_those_of_the_weights(tmp_path: Path) -> None:
+    _, hidden, ffn, _ = cases.SIZES["trial"]
+    matrices = 4 * hidden**2 + 3 * hidden * ffn
+    layer, rest = matrices + 2 * hidden, 2 * 256 * hidden + hidden
+    # Of two ranks each sends half: a layer's weights in forward and again in backward, the others
+    # once, and the sums of all gradients; bfloat16.
+    high = (2 * layer + rest) + (layer + rest)
+    for sent in run_ranks(decoders, tmp_path):
+        assert sent["fp8core bf16"] == [5, high]
+        calls, num_bytes = sent["fp8core block"]
+        assert calls == 6  # and the amaxes of blocks that ranks share
+        # Codes of one byte, and scales: the weights of the layer twice, half as much as before.
+        assert 0 < num_bytes - (high - matrices) < 0.02 * high

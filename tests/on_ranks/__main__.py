@@ -11,6 +11,7 @@ and its row for docs/measured.md. The exit status is 0 if all did.
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,32 +21,42 @@ from typing import NamedTuple
 
 import torch
 
-from tests.on_gpu import HEAD, Part, commit, run, show
+from tests.benchmarks.measuring import records
+from tests.benchmarks.parallel_gpu import __main__ as parallel_gpu
+from tests.benchmarks.parallel_gpu import report
+from tests.on_gpu import BUILD, HEAD, ROOT, Part, commit, run, show
 from tests.on_ranks import layers, state
+from tests.ranks import DEVICE_TYPE
 
 __all__ = ["PARTS", "main"]
 
 RANKS = 2
 TOTAL_LIMIT_S = 590.0
-HERE = {"layers": layers.main, "state": state.main}
-"""Programs that start ranks on devices of the environment's TEST_DEVICE."""
-PYTEST = (
-    "-m",
-    "pytest",
-    "-q",
-    "-p",
-    "no:benchmark",
-    "-p",
-    "no:cacheprovider",
-    "--dist",
-    "loadfile",
-)
+PEERS = {
+    "cuda": ("--size", "125M", "--seconds", "15"),
+    "cpu": ("--size", "trial", "--seconds", "0", "--library", "torch", "fp8core"),
+}
+PYTEST = ("-m", "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider")
+PYTEST += ("-n", "6", "--dist", "loadfile")
 TESTS = (
     *("tests/distributed", "tests/collectives", "tests/modules/test_amax_reduction.py"),
     *("tests/modules/test_overlap.py", "tests/modules/test_parallel.py"),
     *("tests/modules/test_parallel_graphs.py", "tests/modules/test_parallel_layers.py"),
     *("tests/modules/test_parted_ranks.py", "tests/modules/test_repeated_collectives.py"),
 )
+
+
+def peers() -> int:
+    """Measure sharded decoders, and print the table; return how many cells failed."""
+    with tempfile.TemporaryDirectory() as out:
+        where = ("--device", DEVICE_TYPE, "--out", out)
+        failed = parallel_gpu.main(["--kind", "decoder", *where, *PEERS[DEVICE_TYPE]])
+        print(report.tables(records.read(Path(out))), flush=True)
+    return failed
+
+
+HERE = {"layers": layers.main, "peers": peers, "state": state.main}
+"""Programs that start ranks on devices of the environment's TEST_DEVICE."""
 
 
 class Limited(NamedTuple):
@@ -76,7 +87,10 @@ PARTS = {
         240,
         trial=("--steps", "10"),
     ),
-    "tests": Limited("tests of ranks", (*PYTEST, "-n", "6", *TESTS), 180, has_option=False),
+    "peers": Limited(
+        "a sharded decoder, torch's and torchao's", (*_HERE, "peers"), 150, has_option=False
+    ),
+    "tests": Limited("tests of ranks", (*PYTEST, *TESTS), 180, has_option=False),
 }
 
 
@@ -106,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and torch.cuda.device_count() < RANKS:
         print(f"{torch.cuda.device_count()} GPUs; {RANKS} are needed, or --device cpu to try it")
         return 2
+    if args.device == "cuda":  # compiled before the clocks run
+        subprocess.run([sys.executable, *BUILD], cwd=ROOT, check=True)
     folder = (args.logs or Path(tempfile.mkdtemp(prefix="fp8core-ranks-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     outcomes, end = {}, time.monotonic() + TOTAL_LIMIT_S

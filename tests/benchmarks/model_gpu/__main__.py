@@ -102,7 +102,7 @@ def turns_of(
     Whatever raises in a turn leaves the contest.
     """
     rows = (tokens // bench.sequence, bench.sequence + 1)
-    draw = functools.partial(torch.randint, bench.shape.vocabulary, rows)
+    draw = functools.partial(torch.randint, bench.shared.shape.vocabulary, rows)
     batches = [draw(device=bench.device.torch_device) for _ in range(BATCHES)]
     bench.shared.reset()
 
@@ -136,7 +136,7 @@ def measure(bench: Bench, names: Sequence[str], tokens: int, *, turns: int, loss
         name: Figures(times["eager"][name], times["host"][name], own.peak_mib, own.held_mib)
         for name, own in entrants.items()
     }
-    flops = bench.shape.flops(tokens, bench.sequence)
+    flops = bench.shared.shape.flops(tokens, bench.sequence)
     lines = table(figures, contest.refused, tokens, flops, versions()["device"])
     if entrants:
         lines += ["", *losses_table({name: own.losses for name, own in entrants.items()})]

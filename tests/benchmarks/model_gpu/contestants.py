@@ -35,14 +35,9 @@ class Bench(NamedTuple):
     loss: Loss
 
     @property
-    def shape(self) -> Shape:
-        """The shape of the decoder."""
-        return self.shared.shape
-
-    def angles(self) -> torch.Tensor:
-        """Return the rotary angles ``[s, 1, 1, d]`` float32."""
-        angles = fp8core.RotaryPositionEmbedding(self.shape.head)(self.sequence)
-        return angles.to(self.device.torch_device)
+    def sizes(self) -> tuple[Shape, int, torch.device]:
+        """The shape of the decoder, the length of its sequences, and where it is."""
+        return self.shared.shape, self.sequence, self.device.torch_device
 
     def optimizer(self, model: torch.nn.Module, *, is_own: bool = False) -> torch.optim.Optimizer:
         """Return torch's AdamW, or fp8core's, over the shared averages."""
@@ -139,45 +134,23 @@ class Decoder(torch.nn.Module):
         return y
 
 
-def torch_decoder(bench: Bench) -> Decoder:
-    """Return the decoder of torch's modules."""
-    angles = bench.angles()[:, 0]  # [s, 1, d]
-    half = bench.shape.head // 2
+def angles_of(shape: Shape, sequence: int, device: torch.device) -> torch.Tensor:
+    """Return the rotary angles ``[s, 1, 1, d]`` float32."""
+    return fp8core.RotaryPositionEmbedding(shape.head)(sequence).to(device)
+
+
+def torch_decoder(shape: Shape, sequence: int, device: torch.device) -> Decoder:
+    """Return a decoder of torch's modules, bfloat16."""
+    angles = angles_of(shape, sequence, device)[:, 0]  # [s, 1, d]
+    half = shape.head // 2
     sin = torch.cat([-angles[..., :half].sin(), angles[..., half:].sin()], -1)
-    with bench.device.torch_device:
-        layers = [TorchLayer(bench.shape) for _ in range(bench.shape.layers)]
-        model = Decoder(bench.shape, layers, (angles.cos().to(BF16), sin.to(BF16))).to(BF16)
-    bench.shared.lend(model)
-    return model
+    with device:
+        layers = [TorchLayer(shape) for _ in range(shape.layers)]
+        return Decoder(shape, layers, (angles.cos().to(BF16), sin.to(BF16))).to(BF16)
 
 
-def compile_layers(model: Any) -> None:
-    """Have torch.compile run each layer of a decoder, or of a model of transformers."""
-    for layer in getattr(model, "model", model).layers:
-        layer.compile(dynamic=False)
-
-
-def of_torch(bench: Bench, *, is_compiled: bool) -> Contestant:
-    """Return torch's modules in bfloat16."""
-    model = torch_decoder(bench)
-    if is_compiled:
-        compile_layers(model)
-    return Contestant(model, model, bench.optimizer(model), bench.loss)
-
-
-def of_torchao(bench: Bench, name: str) -> Contestant:
-    """Return torch's modules, the linears of whose layers torchao has changed, compiled."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    model = torch_decoder(bench)
-    convert_to_float8_training(model.layers, config=Float8LinearConfig.from_recipe_name(name))
-    compile_layers(model)
-    return Contestant(model, model, bench.optimizer(model), bench.loss)
-
-
-def decoder_of(library: str, bench: Bench) -> Decoder:
-    """Return a decoder of TransformerLayers of ``te`` or ``fp8core``."""
-    shape = bench.shape
+def decoder_of(library: str, shape: Shape, sequence: int, device: torch.device) -> Decoder:
+    """Return a decoder of TransformerLayers of ``te`` or ``fp8core``, bfloat16."""
     layers = [
         layers_of(library).TransformerLayer(
             shape.hidden,
@@ -196,12 +169,38 @@ def decoder_of(library: str, bench: Bench) -> Decoder:
             attn_input_format="bshd",
             layer_number=number,
             params_dtype=BF16,
-            device=bench.device.torch_device,
+            device=device,
         )
         for number in range(1, shape.layers + 1)
     ]
-    with bench.device.torch_device:
-        return Decoder(shape, layers, bench.angles()).to(BF16)
+    with device:
+        return Decoder(shape, layers, angles_of(shape, sequence, device)).to(BF16)
+
+
+def compile_layers(model: Any) -> None:
+    """Have torch.compile run each layer of a decoder, or of a model of transformers."""
+    for layer in getattr(model, "model", model).layers:
+        layer.compile(dynamic=False)
+
+
+def of_torch(bench: Bench, *, is_compiled: bool) -> Contestant:
+    """Return torch's modules in bfloat16."""
+    model = torch_decoder(*bench.sizes)
+    bench.shared.lend(model)
+    if is_compiled:
+        compile_layers(model)
+    return Contestant(model, model, bench.optimizer(model), bench.loss)
+
+
+def of_torchao(bench: Bench, name: str) -> Contestant:
+    """Return torch's modules, the linears of whose layers torchao has changed, compiled."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = torch_decoder(*bench.sizes)
+    bench.shared.lend(model)
+    convert_to_float8_training(model.layers, config=Float8LinearConfig.from_recipe_name(name))
+    compile_layers(model)
+    return Contestant(model, model, bench.optimizer(model), bench.loss)
 
 
 def of_library(
@@ -209,7 +208,7 @@ def of_library(
 ) -> Contestant:
     """Return a decoder of TransformerLayers under a recipe; ``is_best``: with fp8core's optimizer
     and cross entropy."""
-    model = decoder_of(library, bench)
+    model = decoder_of(library, *bench.sizes)
     bench.shared.lend(model)
     if is_compiled:
         compile_layers(model)
@@ -223,7 +222,7 @@ def of_stored(bench: Bench, name: str) -> Contestant:
     """Return a decoder of TransformerLayers whose weights are stored as a recipe has them."""
     initial = bench.shared.values
     with fp8core.quantized_model_init(recipe=fp8core.recipe.by_name(name)):
-        model = decoder_of("fp8core", bench)
+        model = decoder_of("fp8core", *bench.sizes)
     optimizer = own_adam(model, master_weights=True)
     for parameter, tensor in bench.shared.of(model):
         with torch.no_grad():
@@ -244,7 +243,7 @@ def of_transformers(
     """Return Hugging Face's Llama, converted unless ``name`` is that of no recipe."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = bench.shape
+    shape, sequence, device = bench.sizes
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -253,11 +252,11 @@ def of_transformers(
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.groups,
         rms_norm_eps=EPS,
-        max_position_embeddings=bench.sequence,
+        max_position_embeddings=sequence,
         attn_implementation="sdpa",
         use_cache=False,
     )
-    with bench.device.torch_device:
+    with device:
         model = LlamaForCausalLM._from_config(config, dtype=BF16).train()
     bench.shared.lend(model)
     if has_liger:

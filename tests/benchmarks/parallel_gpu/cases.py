@@ -14,7 +14,12 @@ from tests.benchmarks.measuring.command import HIGH
 __all__ = ["FILE", "HIGH", "KINDS", "RECIPES", "SIZES", "Job", "Size"]
 
 RECIPES = (HIGH, "delayed", "current", "block")
-KINDS = ("sequence_parallel", "fsdp")
+KINDS = {
+    "sequence_parallel": ("trial", "tiny", "8B", "70B"),
+    "fsdp": ("trial", "tiny", "8B", "70B"),
+    "decoder": ("trial", "tiny", "125M", "8B"),
+}
+"""The sizes of each kind; ``trial`` is for CPUs."""
 FILE = "parallel"
 """The name of the file that rank 0 adds to."""
 
@@ -30,6 +35,8 @@ class Size(NamedTuple):
 
 SIZES = {
     "tiny": Size(256, 512, 2048, 2),
+    "trial": Size(64, 64, 128, 1),
+    "125M": Size(32768, 1024, 2688, 10),
     "8B": Size(8192, 4096, 14336, 4),
     "70B": Size(8192, 8192, 28672, 1),
 }
@@ -47,3 +54,9 @@ class Job(command.Job):
     def size(self) -> Size:
         """The size."""
         return SIZES[self.size_name]
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The measures that are taken in turns."""
+        has_host = self.size_name == "tiny" or self.kind == "decoder"
+        return ("eager", "host") if has_host else ("eager",)

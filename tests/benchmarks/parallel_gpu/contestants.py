@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fp8core import recipe
 from fp8core.collectives import of_group
+from fp8core.distributed import gather_quantized
 from tests.benchmarks.measuring.contest import step_of
 from tests.benchmarks.measuring.libraries import EPS, swiglu_mlp, under_recipe
+from tests.benchmarks.model_gpu.contestants import decoder_of, torch_decoder, torch_loss
+from tests.benchmarks.model_gpu.weights import Shape
 from tests.benchmarks.parallel_gpu.cases import HIGH, Job, Size
 from tests.benchmarks.parallel_gpu.together import Ranks, Step
 
@@ -24,6 +31,11 @@ COLLECTIVES = "collectives"
 """The collectives of a step by themselves, quantized as Float8CurrentScaling has them."""
 ASYNC = "torchao tensorwise"
 LEARNING_RATE = 1e-4
+HEAD, SEQUENCE, BYTES = 128, 1024, 256
+"""Of decoders: features of a head, the longest sequences, and the vocabulary."""
+GATHERS = ("all_gather_single", "all_gather_into_tensor")
+SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
+"""What FSDP2 calls: the name since torch 2.13, and that before."""
 
 
 class Entrant(NamedTuple):
@@ -38,7 +50,8 @@ Contestants = dict[str, Callable[[], Entrant]]
 
 def contestants(job: Job, ranks: Ranks) -> Contestants:
     """Return the makers of all contestants of the job's kind, by name."""
-    made = _sequence_parallel(job, ranks) if job.kind == "sequence_parallel" else _fsdp(job, ranks)
+    kinds = {"sequence_parallel": _sequence_parallel, "fsdp": _fsdp, "decoder": _decoder}
+    made = kinds[job.kind](job, ranks)
     return {name: make for name, make in made.items() if name.split()[0] in job.libraries}
 
 
@@ -178,23 +191,33 @@ def _fsdp(job: Job, ranks: Ranks) -> Contestants:
 
 def _ours_sharded(name: str, size: Size, ranks: Ranks) -> Callable[[], Entrant]:
     def make() -> Entrant:
-        from fp8core.distributed import gather_quantized
-
         device = ranks.device.torch_device
         layers = (swiglu_mlp("fp8core", size.hidden, size.ffn, device) for _ in range(size.layers))
         model = torch.nn.Sequential(*layers)
-        if name not in (HIGH, "delayed"):
-            gather_quantized(model, recipe.by_name(name))
+        _gather(model, name)
         forward = under_recipe("fp8core", name, model, ranks.group)
-        return Entrant(_training_step(forward, model, size, ranks))
+        return _training(model, model, _backward(forward, size, ranks), ranks)
 
     return make
+
+
+def _gather(model: torch.nn.Module, name: str) -> None:
+    """Have the ranks gather codes of the weights of a recipe."""
+    if name != HIGH:
+        gather_quantized(model, recipe.by_name(name))
 
 
 def _torch_sharded(size: Size, ranks: Ranks, *, is_fp8: bool) -> Entrant:
     layers = [_TorchMLP(size, ranks.device.torch_device) for _ in range(size.layers)]
     model = torch.nn.Sequential(*layers)
-    precompute: Callable[[Any], object] = lambda _: None  # noqa: E731  one of two functions
+    after = _compiled(model, is_fp8=is_fp8)
+    return _training(model, model, _backward(model, size, ranks), ranks, after)
+
+
+def _compiled(layers: Any, *, is_fp8: bool) -> Callable[[Any], object]:
+    """Compile layers, if ``is_fp8`` of torchao with FP8 all-gather; return what runs on the model
+    after each step of the optimizer."""
+    after: Callable[[Any], object] = lambda _: None  # noqa: E731  one of two functions
     if is_fp8:
         from torchao.float8 import (
             Float8LinearConfig,
@@ -203,32 +226,88 @@ def _torch_sharded(size: Size, ranks: Ranks, *, is_fp8: bool) -> Entrant:
         )
 
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-        convert_to_float8_training(model, config=config)
-        precompute = precompute_float8_dynamic_scale_for_fsdp
-    for layer in model:
+        convert_to_float8_training(layers, config=config)
+        after = precompute_float8_dynamic_scale_for_fsdp
+    for layer in layers:
         layer.compile(dynamic=False)
-    return Entrant(_training_step(model, model, size, ranks, precompute))
+    return after
 
 
-def _training_step(
-    forward: Callable[..., Any],
-    model: torch.nn.Sequential,
-    size: Size,
+def _backward(forward: Callable[..., Any], size: Size, ranks: Ranks) -> Step:
+    """Return forward and backward of this rank's rows."""
+    x, grad = _inputs(size.tokens // ranks.size, size.hidden, ranks)
+    return lambda: forward(x).backward(grad)
+
+
+def _decoder(job: Job, ranks: Ranks) -> Contestants:
+    """Return the makers of decoders of bytes, whose layers are sharded."""
+    size, device = job.size, ranks.device.torch_device
+    heads = max(1, size.hidden // HEAD)
+    shape = Shape(size.hidden, size.ffn, heads, heads, size.layers, BYTES)
+    tokens = size.tokens // ranks.size
+    sequence = min(SEQUENCE, tokens)
+    source = torch.Generator(device).manual_seed(ranks.rank)
+    rows = (tokens // sequence, sequence + 1)
+    text = torch.randint(BYTES, rows, generator=source, device=device)
+
+    def run_of(logits: Callable[..., Any]) -> Step:
+        return lambda: torch_loss(logits(text[:, :-1]), text[:, 1:]).backward()
+
+    def of_torch(*, is_fp8: bool) -> Entrant:
+        model = torch_decoder(shape, sequence, device)
+        after = _compiled(model.layers, is_fp8=is_fp8)
+        return _training(model, model.layers, run_of(model), ranks, after)
+
+    def of_fp8core(name: str) -> Entrant:
+        model = decoder_of("fp8core", shape, sequence, device)
+        _gather(model, name)
+        forward = under_recipe("fp8core", name, model, ranks.group)
+        return _training(model, model.layers, run_of(forward), ranks)
+
+    made: Contestants = {f"torch {HIGH}": partial(of_torch, is_fp8=False)}
+    made["torchao tensorwise"] = partial(of_torch, is_fp8=True)
+    return made | {f"fp8core {name}": partial(of_fp8core, name) for name in job.recipes}
+
+
+def _training(
+    model: Any,
+    layers: Iterable[torch.nn.Module],
+    run: Step,
     ranks: Ranks,
     after: Callable[[Any], object] = lambda _: None,
-) -> Step:
-    """Shard ``model``; return forward, backward and a step of Adam. ``after`` runs last."""
+) -> Entrant:
+    """Shard ``model`` by its ``layers``; return ``run`` and a step of Adam. ``after`` runs last."""
     mesh = DeviceMesh.from_group(ranks.group, ranks.device.torch_device.type)
-    for layer in model:
+    for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
-    x, grad = _inputs(size.tokens // ranks.size, size.hidden, ranks)
 
     def step() -> None:
-        forward(x).backward(grad)
+        run()
         optimizer.step()
         optimizer.zero_grad()
         after(model)
 
-    return step
+    return Entrant(step, lambda: _traffic_of_shards(step, ranks))
+
+
+def _traffic_of_shards(step: Step, ranks: Ranks) -> tuple[int, int]:
+    """Return the collectives of a step, torch's and the library's, and the bytes that this rank
+    sends in them: its shard to each other rank, and of a sum all but its own part."""
+    others, sent = ranks.size - 1, []
+
+    def counting(call: Callable[..., Any], parts: float) -> Callable[..., Any]:
+        def counted(*tensors: Any, **keywords: Any) -> Any:
+            found = [keywords[name] for name in ("input", "input_tensor") if name in keywords]
+            sent.append(round((found or tensors[1:])[0].nbytes * parts))
+            return call(*tensors, **keywords)
+
+        return counted
+
+    with contextlib.ExitStack() as stack:
+        for names, parts in ((GATHERS, others), (SCATTERS, others / ranks.size)):
+            name = next(name for name in names if hasattr(dist, name))
+            stack.enter_context(patch.object(dist, name, counting(getattr(dist, name), parts)))
+        calls, num_bytes = _traffic_of(step, ranks)
+    return calls + len(sent), num_bytes + sum(sent)

@@ -44,7 +44,7 @@ def measure(job: Job, ranks: Ranks) -> None:
         calls, sent = (0, 0) if entrant.traffic is None else entrant.traffic()
         write("figures", contestant=name, peak_mib=peak, collectives=calls, bytes_sent=sent)
     steps: turns.Calls = {name: entrant.step for name, entrant in entrants.items()}
-    for name in ("eager", "host") if job.size_name == "tiny" else ("eager",):
+    for name in job.measures:
         write(name, us=ranks.slowest(contest.take(name, steps, _stop(job))))
     write(
         DONE,
