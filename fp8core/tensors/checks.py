@@ -37,8 +37,7 @@ def matrix_size(parts: Sequence[Any], plan: TensorPlan) -> tuple[int, int]:
     Raises:
         OperandError: a part does not fit ``plan``.
     """
-    error = _part_error(parts, plan)
-    if error is not None:
+    for error in _part_errors(parts, plan):
         raise OperandError(f"a QuantizedTensor stored as {plan.rowwise}: {error}.")
     return _size_of(parts, plan)
 
@@ -70,8 +69,8 @@ def fault_of(parts: Sequence[Any], plan: TensorPlan) -> str | None:
 
     Looks at sizes, dtypes and scales, and waits for the device to read the scales.
     """
-    error = _part_error(parts, plan) or next(_memory_errors(parts), None)
-    return error or next(_scale_errors(parts, plan), None)
+    checks = _part_errors(parts, plan), _memory_errors(parts), _scale_errors(parts, plan)
+    return next(itertools.chain(*checks), None)
 
 
 def lacks_memory(tensor: torch.Tensor) -> bool:
@@ -129,41 +128,38 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "device_mesh")  # a DTensor, whose class takes a second to import
 
 
-def _part_error(parts: Sequence[Any], plan: TensorPlan) -> str | None:
+def _part_errors(parts: Sequence[Any], plan: TensorPlan) -> Iterator[str]:
+    """Yield the faults of sizes and dtypes, of which only the first is sure."""
     if plan == (None, None) or not isinstance(parts, Sequence) or len(parts) != len(PARTS):
-        return f"its parts are {reprlib.repr(parts)}, expected {', '.join(PARTS)}"
+        yield f"its parts are {reprlib.repr(parts)}, expected {', '.join(PARTS)}"
     for name, part in zip(PARTS, parts, strict=True):
         if part is not None and not isinstance(part, torch.Tensor):
-            return f"{name} is {type(part).__name__}, expected a tensor"
+            yield f"{name} is {type(part).__name__}, expected a tensor"
     first = 0 if plan.rowwise is not None else 3
     data = parts[first]
     if data is None or data.is_nested or data.dim() != 2:
-        return f"{PARTS[first]} is {'missing' if data is None else 'no matrix'}"
+        yield f"{PARTS[first]} is {'missing' if data is None else 'no matrix'}"
     rowwise, columnwise = split(parts)
     size = _size_of(parts, plan)
     if plan.rowwise is None:
-        extra = [name for name, part in zip(PARTS[:3], parts[:3], strict=True) if part is not None]
-        if extra:
-            return f"{extra[0]} is there, and is not planned"
+        for name, part in zip(PARTS[:3], parts[:3], strict=True):
+            if part is not None:
+                yield f"{name} is there, and is not planned"
     else:
         assert rowwise is not None
-        error = next(_operand_errors(PARTS[:3], rowwise, plan.rowwise, size), None)
-        if error is None and columnwise is None and any(part is not None for part in parts[3:]):
-            error = f"{PARTS[3]} is missing"
-        if error is None and plan.columnwise is None and columnwise is not None:
-            error = f"{PARTS[3]} is there, and is not planned"
-        if error is not None:
-            return error
+        yield from _operand_errors(PARTS[:3], rowwise, plan.rowwise, size)
+        if columnwise is None and any(part is not None for part in parts[3:]):
+            yield f"{PARTS[3]} is missing"
+        if plan.columnwise is None and columnwise is not None:
+            yield f"{PARTS[3]} is there, and is not planned"
     if plan.columnwise is None:
-        return None
-    turned = columnwise
-    if turned is None:
+        return
+    if columnwise is None:
         assert rowwise is not None
-        turned = turn(rowwise)
-    error = next(_operand_errors(PARTS[3:], turned, plan.columnwise, size[::-1]), None)
-    if error is None and turned.data.device != data.device:
-        error = f"{PARTS[3]} is on {turned.data.device}, {PARTS[first]} on {data.device}"
-    return error
+        columnwise = turn(rowwise)
+    yield from _operand_errors(PARTS[3:], columnwise, plan.columnwise, size[::-1])
+    if columnwise.data.device != data.device:
+        yield f"{PARTS[3]} is on {columnwise.data.device}, {PARTS[first]} on {data.device}"
 
 
 def _operand_errors(

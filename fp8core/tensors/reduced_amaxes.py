@@ -196,11 +196,7 @@ class _Reduction:
             state.amax_history[0] if state is not None and slots else flags.new_zeros(slots)
             for state, (_, _, slots, _) in zip(members, agreed, strict=True)
         ]
-        flat = torch.cat([flags, *newest])
-        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-        flags, *reduced = torch.split(flat, [_NUM_FLAGS, *(entry.slots for entry in agreed)])
-        if newest:
-            copy_all(newest, reduced)
+        _reduce_together([flags, *newest], group)
         self._keep(flags)
         return [state for state in members if state is not None]
 
@@ -239,9 +235,7 @@ class _Reduction:
                 )
         newest = [state.amax_history[0] for state in members if slots[state.order]]
         if newest:
-            flat = torch.cat(newest)
-            dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-            copy_all(newest, list(torch.split(flat, [part.numel() for part in newest])))
+            _reduce_together(newest, group)
         return members
 
     def _agree(self, group: dist.ProcessGroup, *, is_waiting: bool) -> list[_Layer]:
@@ -288,6 +282,13 @@ class _Reduction:
         is_reduced = communicator is not None and communicator.reference is self._reference
         slots = 0 if is_reduced else scale.numel()
         return _Layer(state.order, state.owner, slots, scale.device.type)
+
+
+def _reduce_together(parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Write the maximum over the ranks to ``parts``, which travel as one tensor."""
+    flat = torch.cat(parts)
+    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+    copy_all(parts, [*torch.split(flat, [part.numel() for part in parts])])
 
 
 def _device_type_of(group: dist.ProcessGroup) -> str:

@@ -225,12 +225,10 @@ class CachingWeightQuantizer(WeightQuantizer):
     ) -> None:
         self._quantizer = quantizer
         self._zeros = zeros
-        self._both = quantizer.cast_to(rowwise=True, columnwise=True)
-        self._rowwise = quantizer.cast_to(rowwise=True, columnwise=False)
+        self._both, self._rowwise, _ = quantizer.casts
         if zeros is not None:
             self._both = of_padded(self._both, how.stored, zeros)
-            rowwise = how.stored._replace(columnwise=None)
-            self._rowwise = of_padded(self._rowwise, rowwise, zeros)
+            self._rowwise = of_padded(self._rowwise, TensorPlan(how.stored.rowwise, None), zeros)
         self._index = index
         self._how = how
         self._dtype = how.dtype

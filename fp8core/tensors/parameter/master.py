@@ -15,6 +15,7 @@ from fp8core.tensors.parameter.shared_grad import (
     Stepping,
     hold_grad,
     share_grad,
+    stepped_by,
     summed_grad,
     watch_optimizers,
 )
@@ -169,8 +170,8 @@ class MasterWeights:
             raise OperandError(f"attach({kind}): expected a torch optimizer, for its hooks.")
         if optimizer in self._stepping.attached:
             return
-        stepped = self._stepped_by(optimizer)
-        if not stepped & {id(master) for master in self.parameters()}:
+        stepped = {*map(id, stepped_by(optimizer))}
+        if not stepped & {*map(id, self.parameters())}:
             raise OperandError(f"{kind} was made for other tensors than these masters. {MAKE}")
         try:
             optimizer.register_step_pre_hook(self._before)
@@ -187,7 +188,7 @@ class MasterWeights:
     def _before(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        stepped = self._stepped_by(optimizer)
+        stepped = {*map(id, stepped_by(optimizer))}
         has_gradient = self._check(stepped)
         self._stepping.depth += 1  # for an optimizer inside this one
 
@@ -215,7 +216,7 @@ class MasterWeights:
 
     @untraced
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._write(self._stepped_by(optimizer))
+        self._write({*map(id, stepped_by(optimizer))})
 
     def collect_grads(self) -> None:
         """Convert the gradients to float32 now, so that later backward passes add in float32.
@@ -231,13 +232,13 @@ class MasterWeights:
                 "collect_grads(): the masters were stepped, but not written back to the "
                 "parameters. Call masters.write_back() after optimizer.step()."
             )
-        self._check({id(master) for master in self.parameters()})
+        self._check({*map(id, self.parameters())})
         self._stepping.use()
         self._stepping.is_collected, self._stepping.depth = True, 0
 
     def write_back(self) -> None:
         """Round the masters into the parameters, and clear the gradients."""
-        self._write({id(master) for master in self.parameters()})
+        self._write({*map(id, self.parameters())})
         self._stepping.is_collected = False
 
     def _write(self, stepped: set[int]) -> None:
@@ -327,9 +328,6 @@ class MasterWeights:
                     f"broadcast?), and the step would undo that. {_AGAIN}."
                 )
 
-    def _stepped_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the masters by the parameters' names, plain float32 tensors."""
         return {name: master.detach() for name, _, master in self._pairs()}
@@ -356,7 +354,7 @@ class MasterWeights:
                 )
         for name, _, master in self._pairs():
             master.copy_(state_dict[name])
-        self._round({id(master) for master in self.parameters()})
+        self._round({*map(id, self.parameters())})
         self._stepping.stepped.clear()
 
     def _pairs(

@@ -195,12 +195,17 @@ def watch_optimizers() -> None:
     torch_optimizer.register_optimizer_step_post_hook(_leave)
 
 
+def stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the tensors that ``optimizer`` steps."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 def _stepped_by_hand(optimizer: torch.optim.Optimizer) -> Iterator[SharedGrad]:
     """Yield the masters that ``optimizer`` steps without being attached to them."""
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            if isinstance(tensor, SharedGrad) and optimizer not in tensor._stepping.attached:
-                yield tensor
+    for tensor in stepped_by(optimizer):
+        if isinstance(tensor, SharedGrad) and optimizer not in tensor._stepping.attached:
+            yield tensor
 
 
 @untraced
@@ -229,13 +234,12 @@ def _refuse_unattached(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> Non
 def _refuse_owners(optimizer: torch.optim.Optimizer) -> None:
     """Refuse to step parameters whose masters no optimizer steps yet."""
     for stepping in tuple(_unused):
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                if id(tensor) in stepping.owners:
-                    raise OperandError(
-                        f"{type(optimizer).__name__}.step() would step the parameter "
-                        f"{stepping.owners[id(tensor)]!r} itself, and nobody its master. {MAKE}"
-                    )
+        for tensor in stepped_by(optimizer):
+            if id(tensor) in stepping.owners:
+                raise OperandError(
+                    f"{type(optimizer).__name__}.step() would step the parameter "
+                    f"{stepping.owners[id(tensor)]!r} itself, and nobody its master. {MAKE}"
+                )
 
 
 @untraced
