@@ -56,12 +56,6 @@ def _nearest(plan: TensorPlan) -> TensorPlan:
     return TensorPlan(row, column)
 
 
-def take_operands(x: QuantizedTensor, rowwise: bool, columnwise: bool) -> Orientations:
-    """Return the orientations asked for."""
-    row, column = x.operands
-    return Orientations(row if rowwise else None, column if columnwise else None)
-
-
 class Handover:
     """A tensor as its consumer requested it: quantized, padded, with its column sums if needed.
 
@@ -163,7 +157,7 @@ class QuantizeRequest:
             raise RowsChanged("linear", self.rows, y.shape)
         if isinstance(y, QuantizedTensor) and self.takes(y):
             sums = self._sums(y.dequantize()) if self.has_sums else ()
-            return Handover(take_operands(y, self.rowwise, self.columnwise), rows, sums)
+            return Handover(y.orientations(self.rowwise, self.columnwise), rows, sums)
         if isinstance(y, QuantizedTensor):
             y = y.dequantize()
         if self.cast is not None and self.cast_and_sum is not None and self.has_sums:

@@ -123,6 +123,11 @@ class OperandTensor(torch.Tensor):
             columnwise = turn(rowwise)
         return Orientations(rowwise, columnwise)
 
+    def orientations(self, rowwise: bool, columnwise: bool) -> Orientations:
+        """Return the operands of the orientations asked for."""
+        row, column = self.operands
+        return Orientations(row if rowwise else None, column if columnwise else None)
+
     def tensors(self) -> list[torch.Tensor]:
         """Return the plain tensors of its operands, for a collective or a count of bytes.
 

@@ -457,5 +457,4 @@ def _cast_by(
             f"{role} made {list(quantized.shape)} on {quantized.device} of "
             f"{list(x.shape)} on {x.device}."
         )
-    row, column = quantized.operands
-    return Orientations(row if rowwise else None, column if columnwise else None)
+    return quantized.orientations(rowwise, columnwise)
