@@ -92,7 +92,7 @@ class TensorQuantizer:
 
     @property
     def casts_chunks(self) -> bool:
-        """Whether :meth:`cast_chunked` may return chunks; never in a captured graph, as an operator
+        """Whether :meth:`cast_to` may return chunks; never in a captured graph, as an operator
         of one does not offer them."""
         return Variant(chunked=True) in self._variants
 
@@ -110,30 +110,25 @@ class TensorQuantizer:
         run = both_or_column if columnwise else self._rowwise
         return run(x, *groups) if rng is None else run(x, *groups, rng=rng)
 
-    def cast_to(self, *, rowwise: bool, columnwise: bool) -> Cast:
-        """Return the call that makes these orientations, with nothing in between."""
+    def cast_to(self, *, rowwise: bool, columnwise: bool, chunked: bool = False) -> Cast:
+        """Return the call that makes these orientations, with nothing in between.
+
+        ``chunked``, of both orientations of dense tensors without ``rng``: the rowwise operand is
+        read once, and may be :class:`fp8core.backend_api.Chunks`.
+        """
         both_or_column = self._both if rowwise else self._columnwise
-        return both_or_column if columnwise else self._rowwise
+        whole = both_or_column if columnwise else self._rowwise
+        return self._variants.get(Variant(chunked=True), whole) if chunked else whole
 
-    def cast_chunked(self) -> Cast:
-        """Return the call for both orientations of dense tensors without ``rng``. The rowwise
-        operand is read once, and may be :class:`fp8core.backend_api.Chunks`."""
-        return self._variants.get(Variant(chunked=True), self._both)
-
-    def cast_and_sum(self, sums: ColumnSums, *, rowwise: bool, columnwise: bool) -> CastAndSum:
-        """Return the call of :meth:`cast_to` that returns the column sums of the tensor as well:
-        by ``sums`` where the backend does not offer both at once."""
-        run = self._variants.get(Variant(sums=True, rowwise=rowwise, columnwise=columnwise))
-        return run or _in_two_calls(self.cast_to(rowwise=rowwise, columnwise=columnwise), sums)
-
-    def cast_chunked_and_sum(self, sums: ColumnSums) -> CastAndSum:
-        """Return the call of :meth:`cast_chunked` with column sums, complete with the chunks."""
-        run = self._variants.get(Variant(sums=True, chunked=True))
-        if run is not None:
-            return run
-        if self.casts_chunks:
-            return _in_two_calls(self.cast_chunked(), sums)
-        return self.cast_and_sum(sums, rowwise=True, columnwise=True)
+    def cast_and_sum(
+        self, sums: ColumnSums, *, rowwise: bool, columnwise: bool, chunked: bool = False
+    ) -> CastAndSum:
+        """Return the call of :meth:`cast_to` that returns the column sums of the tensor as well,
+        complete with the chunks: by ``sums`` where the backend does not offer both at once."""
+        cast = self.cast_to(rowwise=rowwise, columnwise=columnwise, chunked=chunked)
+        is_chunked = chunked and self.casts_chunks
+        run = self._variants.get(Variant(True, is_chunked, rowwise, columnwise))
+        return run or _in_two_calls(cast, sums)
 
 
 def _in_two_calls(cast: Cast, sums: ColumnSums) -> CastAndSum:

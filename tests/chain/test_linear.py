@@ -60,15 +60,13 @@ class Counter:
             asked |= {way for way in ("rowwise", "columnwise") if kwargs.get(way, True)}
             return run(*args, **kwargs)
 
-        counted.cast_to = functools.partial(functools.partial, counted)  # type: ignore[attr-defined]
+        counted.cast_to = lambda *, chunked=False, **ways: (  # type: ignore[attr-defined]
+            functools.partial(counted, **ways)
+        )
         counted.requantizes = False  # type: ignore[attr-defined]
         counted.choices = ()  # type: ignore[attr-defined]
         counted.plan = None  # type: ignore[attr-defined]
-        counted.cast_chunked = lambda: counted  # type: ignore[attr-defined]
-        counted.cast_chunked_and_sum = lambda sums: (  # type: ignore[attr-defined]
-            lambda x: (counted(x), sums(x))
-        )
-        counted.cast_and_sum = lambda sums, **ways: (  # type: ignore[attr-defined]
+        counted.cast_and_sum = lambda sums, *, chunked, **ways: (  # type: ignore[attr-defined]
             lambda x: (counted(x, **ways), sums(x))
         )
         return counted

@@ -462,12 +462,9 @@ def _grad_casts(
     None if it has no operand; and that with the gradient of the bias in one call, None if that is
     not needed."""
     quantizer, sums = link.grad_output, link.column_sums if needs_bias else None
-    if chunked:
-        both = None if sums is None else quantizer.cast_chunked_and_sum(sums)
-        return quantizer.cast_chunked(), both
     if not (rowwise or columnwise):
         return None, None if sums is None else partial(_only_sum, sums)
-    ways = {"rowwise": rowwise, "columnwise": columnwise}
+    ways = {"rowwise": rowwise, "columnwise": columnwise, "chunked": chunked}
     both = None if sums is None else quantizer.cast_and_sum(sums, **ways)
     return quantizer.cast_to(**ways), both
 
