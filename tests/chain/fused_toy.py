@@ -51,7 +51,9 @@ class FusedToy(ReferenceBackend):
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         if not isinstance(desc, FusedDesc | AddNormDesc):
             return super().unsupported(desc, device)
-        is_refused = isinstance(desc, FusedDesc) and (variant_of(desc) or self._refuse(desc))
+        is_refused = isinstance(desc, FusedDesc) and (
+            variant_of(desc) not in (None, "counted") or self._refuse(desc)
+        )
         return None if desc.op in self._offered and not is_refused else f"no {desc.op}"
 
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:

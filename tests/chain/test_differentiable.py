@@ -141,7 +141,8 @@ def test_second_derivatives_of_a_transformer_layer_as_one_chain() -> None:
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": D}
     layer = fp8core.TransformerLayer(4, 8, 2, activation="swiglu", **options)
     x = torch.randn(2, 2, 4, dtype=D, requires_grad=True)
-    assert type(layer(x).grad_fn.next_functions[0][0]).__name__ == "AccumulateGrad"  # one node
+    y = layer(x)  # held: torch 2.11 drops what a node knows with the tensor
+    assert type(y.grad_fn.next_functions[0][0]).__name__ == "AccumulateGrad"  # one node
     assert torch.autograd.gradgradcheck(pure(layer), (x, *layer.parameters()))
 
 
