@@ -35,6 +35,8 @@ def run_layer(
     shapes: tuple[LinkShape, ...] | None = None,
     params: Sequence[torch.Tensor] | None = None,
     like: torch.Tensor | None = None,
+    prepare: Callable[[torch.Tensor, torch.dtype], tuple[Bound, Call]] | None = None,
+    arguments: object = (),
 ) -> list[torch.Tensor]:
     """Run ``layer`` on ``input [..., columns]``.
 
@@ -43,17 +45,20 @@ def run_layer(
     parameters belong to the links before it. ``shapes``: the chain of a call whose arguments decide
     about it, with the parameters of the layer's; None: the layer's own. ``params`` None: the
     layer's own, whose number ``num_inner`` is compared with the input; those that a call brings are
-    compared by ``like``, see :func:`~fp8core.modules.calls.inputs.check_input`.
+    compared by ``like``, see :func:`~fp8core.modules.calls.inputs.check_input`. ``prepare`` binds
+    the layer for an input of that dtype whose call has more ``arguments``, as of a
+    :class:`~fp8core.modules.memo.Memo`; None: no other call is like this one.
     """
     if columns is None and isinstance(input, torch.Tensor) and not input.dim():
         flat = run_layer(layer, input.reshape(1), columns=None, params=params, like=like)
         return [output.reshape(()) for output in flat]
-    may_replay = first_microbatch is None and shapes is None and not torch.compiler.is_compiling()
+    may_replay = first_microbatch is None and shapes is None and arguments is not None
+    may_replay = may_replay and not torch.compiler.is_compiling()
     memo, brings = layer._bindings.memo if may_replay else None, params is not None
     if memo is not None:
         if params is None and memo.sources is None:
             params = layer.link_params()  # once in a call, as a parametrization may draw numbers
-        output = replay(layer, memo, input, params)
+        output = replay(layer, memo, input, params, arguments)
         if output is not None:
             return [output]
     if params is None:
@@ -61,12 +66,12 @@ def run_layer(
     if not brings:
         like = params[num_inner]
     dtype = check_input(layer, input, like, columns)
-    if shapes is None:
-        bound = bind(layer, input.device, dtype)
+    if prepare is not None:
+        bound, call = prepare(input, dtype)
     else:
         bound = bind(layer, input.device, dtype, shapes=shapes)
-    converted = input if input.dtype == dtype else input.to(dtype)
-    call, parts = bound.call(first_microbatch), bound.parts
+        call = bound.call(first_microbatch)
+    converted, parts = input if input.dtype == dtype else input.to(dtype), bound.parts
     if layer.wgrad_queue is not None:
         delayed = DelayedCall(layer.wgrad_queue)
         call, params = delaying(layer.link_shapes(), delayed, call, params)
@@ -75,7 +80,8 @@ def run_layer(
         return [run_links(layer, bound, parts[1], inner, params[num_inner:], call), inner]
     output = run_links(layer, bound, parts[0], converted, params, call)
     if may_replay and layer.wgrad_queue is None and converted is input:
-        note_call(layer, bound, input, params, call, brings_params=brings)
+        shape = None if prepare is None else input.shape
+        note_call(layer, bound, input, params, call, brings, arguments=arguments, shape=shape)
     return [output]
 
 
@@ -99,16 +105,14 @@ def note_call(
     input: torch.Tensor,
     params: Sequence[torch.Tensor],
     call: Call,
-    *,
-    brings_params: bool = False,
-    arguments: object = (),
-    shape: torch.Size | None = None,
+    brings_params: bool,
+    **attributes: Any,
 ) -> None:
     """Note what ``call``, which has just run, does with these tensors, if it computes from them as
     they are. Where it brought a seed, each call like it draws one, whether gradients need it or
     not: a recompute has to draw as often as its forward.
 
-    ``arguments`` and ``shape`` are those of a :class:`~fp8core.modules.memo.Memo`.
+    ``attributes`` as of :func:`~fp8core.modules.memo.memo_of`.
     """
     links, store = bound.parts[0], layer._bindings.weights
     if store.scope is not None:
@@ -120,7 +124,7 @@ def note_call(
     if call.rng is not None:
         prepared = prepared._replace(run=partial(_run_with_new_seed, links, call))
     sources = None if brings_params else sources_of((layer,))
-    note(layer, bound, prepared, len(params), arguments=arguments, sources=sources, shape=shape)
+    note(layer, bound, prepared, len(params), sources=sources, **attributes)
 
 
 def _run_with_new_seed(

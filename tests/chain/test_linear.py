@@ -261,8 +261,8 @@ def test_the_rowwise_gradient_is_gone_when_wgrad_runs(monkeypatch: pytest.Monkey
     layer = Linear(128, 256)
     alive: list[bool] = []
 
-    def bind_watched(own: LowPrecisionModule, device: torch.device, dtype: torch.dtype) -> Any:
-        bound = bind(own, device, dtype)
+    def bind_watched(own: LowPrecisionModule, *arguments: Any, **options: Any) -> Any:
+        bound = bind(own, *arguments, **options)
         link, seen = bound.linears[0], []
 
         def dgrad(dy: Any, w: Any) -> torch.Tensor:

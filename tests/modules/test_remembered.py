@@ -23,7 +23,6 @@ from fp8core import recipe
 from fp8core.errors import Fp8CoreError, UnsupportedError
 from fp8core.modules import attention, attention_call
 from fp8core.modules import run as module_run
-from fp8core.modules.layers import grouped_linear
 from fp8core.modules.layers.operation import DropPath
 from fp8core.torch_ops.private import lazily_negated, lazy_zeros
 from tests import ways
@@ -493,9 +492,9 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return noting
 
-    for module in (module_run, grouped_linear, attention):
+    for module in (module_run, attention):
         monkeypatch.setattr(module, "replay", noted(module.replay, True))
-    for module in (module_run, grouped_linear, attention_call):
+    for module in (module_run, attention_call):
         monkeypatch.setattr(module, "run_links", noted(module.run_links, False))
     return notes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -11,13 +12,11 @@ from typing_extensions import override
 
 from fp8core.chain.alone import plain
 from fp8core.chain.call import Call
-from fp8core.chain.delayed_wgrad import DelayedCall
 from fp8core.chain.shape import LinkShape
 from fp8core.context.autocast import active
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.bind import bind
-from fp8core.modules.calls.bound import new_seed
-from fp8core.modules.calls.inputs import check_input
+from fp8core.modules.calls.bound import Bound, new_seed
 from fp8core.modules.calls.parameters import (
     InitMethod,
     check_size,
@@ -26,8 +25,7 @@ from fp8core.modules.calls.parameters import (
 )
 from fp8core.modules.layers.operation import ExtraTensors
 from fp8core.modules.layers.parallel import LinearParameters, ParallelModule
-from fp8core.modules.memo import replay
-from fp8core.modules.run import delaying, note_call, run_links
+from fp8core.modules.run import run_layer
 from fp8core.recipe import Recipe, get_default_recipe
 
 KINDS = ("weight", "bias")
@@ -199,17 +197,26 @@ class GroupedLinear(ParallelModule, ExtraTensors):
                 monitor, which would have to read them.
         """
         is_alone = is_first_microbatch is None and out is None and dgrad_out is None
-        sizes = _sizes(m_splits) if is_alone else None  # of a call that others may repeat
-        memo = None if sizes is None else self._bindings.memo
-        params: Sequence[torch.Tensor] | None = None
-        if memo is not None:
-            params = self.link_params() if memo.sources is None else None
-            again = replay(self, memo, input, params, sizes)
-            if again is not None:
-                return self._with_biases(again)
-        if params is None:
-            params = self.link_params()
-        dtype = check_input(self, input, params[0], self.in_features)
+        (output,) = run_layer(
+            self,
+            input,
+            is_first_microbatch,
+            columns=self.in_features,
+            prepare=partial(self._prepare, m_splits, is_first_microbatch, out, dgrad_out),
+            arguments=_sizes(m_splits) if is_alone else None,
+        )
+        return (output, self._all("bias")) if self.return_bias else output
+
+    def _prepare(
+        self,
+        m_splits: Sequence[int] | torch.Tensor,
+        first_microbatch: bool | None,
+        out: torch.Tensor | None,
+        dgrad_out: torch.Tensor | None,
+        input: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[Bound, Call]:
+        """Bind the layer for ``input``, which fits it, and return what its call brings besides."""
         output_rows = self._buffer("out", out, self.out_features, input, dtype)
         grad_rows = self._buffer("dgrad_out", dgrad_out, self.in_features, input, dtype)
         splits, offsets = self._offsets(m_splits, input.numel() // self.in_features, input.device)
@@ -219,22 +226,11 @@ class GroupedLinear(ParallelModule, ExtraTensors):
                 f"{self.label}: out and dgrad_out are not offered under torch.compile and "
                 f"torch.export, whose graphs place results themselves. Leave them out."
             )
-        converted = input if input.dtype == dtype else input.to(dtype)
         rng = new_seed() if bound.needs_rng else None
         call = Call(
-            (offsets,), splits, rng, is_first_microbatch, output=output_rows, grad_input=grad_rows
+            (offsets,), splits, rng, first_microbatch, output=output_rows, grad_input=grad_rows
         )
-        if self.wgrad_queue is not None:
-            call, params = delaying(self.link_shapes(), DelayedCall(self.wgrad_queue), call, params)
-        output = run_links(self, bound, bound.parts[0], converted, params, call)
-        if sizes is not None and converted is input and self.wgrad_queue is None:
-            note_call(self, bound, input, params, call, arguments=sizes, shape=input.shape)
-        return self._with_biases(output)
-
-    def _with_biases(
-        self, output: torch.Tensor
-    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
-        return (output, self._all("bias")) if self.return_bias else output
+        return bound, call
 
     def _buffer(
         self,
