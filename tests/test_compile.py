@@ -508,14 +508,14 @@ def test_backward_alone_compiles_to_one_graph(kind: str) -> None:
     assert torch.equal(cast(torch.Tensor, x.grad), cast(torch.Tensor, want))
 
 
-LAYERS = [
+MODULES = [
     value
     for value in (getattr(fp8core, name) for name in fp8core.__all__)
     if isinstance(value, type) and issubclass(value, torch.nn.Module)
 ]
 
 
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize("layer", MODULES, ids=lambda layer: layer.__name__)
 def test_forward_has_no_call_that_the_oldest_torch_cannot_trace(layer: Any) -> None:
     """Dynamo of torch 2.11 knows no ``locals()``; that of 2.13 does."""
     assert "locals" not in inspect.unwrap(layer.forward).__code__.co_names
