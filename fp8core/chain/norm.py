@@ -42,17 +42,10 @@ class NormShape(LinkShape):
         """``(weight, bias)``, or ``(weight,)`` for an RMSNorm."""
         return 2 if self.kind == "layernorm" else 1
 
-    def columns(self, columns: int) -> int:
-        """Return the width."""
-        return self.size
-
-    def input_columns(self, columns: int | None) -> int:
-        """Return the width."""
-        return self.size
-
-    def expected_columns(self, columns: int) -> str | None:
-        """Return the width unless it is ``columns``."""
-        return None if columns == self.size else str(self.size)
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The columns that it normalizes."""
+        return self.size, self.size
 
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return float32, in which it computes."""

@@ -124,17 +124,22 @@ class LinkShape:
         """Whether its link can leave an addition to the next one."""
         return False
 
+    @property
+    def widths(self) -> tuple[int, int] | None:
+        """The columns that it takes and returns; None if it takes any number of them."""
+        return self.features
+
     def columns(self, columns: int) -> int:
         """Return how many columns its output has if its input has ``columns``."""
-        return columns
+        return columns if self.widths is None else self.widths[1]
 
     def input_columns(self, columns: int | None) -> int | None:
         """Return how many columns its input has if its output has ``columns``; None: any number."""
-        return columns
+        return columns if self.widths is None else self.widths[0]
 
     def expected_columns(self, columns: int) -> str | None:
         """Return None if it takes an input of ``columns``, else how many it takes, in words."""
-        return None
+        return None if self.widths is None or columns == self.widths[0] else str(self.widths[0])
 
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which it can hand over its output before rounding to ``dtype``, that

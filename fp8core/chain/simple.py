@@ -240,17 +240,10 @@ class BiasShape(SimpleShape):
         """The bias."""
         return 1
 
-    def columns(self, columns: int) -> int:
-        """Return the size."""
-        return self.size
-
-    def input_columns(self, columns: int | None) -> int:
-        """Return the size."""
-        return self.size
-
-    def expected_columns(self, columns: int) -> str | None:
-        """Return the size unless it is ``columns``."""
-        return None if columns == self.size else str(self.size)
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The size of the bias."""
+        return self.size, self.size
 
     def bind(self, context: BindContext) -> SimpleLink:
         """Return the link, whose backward sums columns by a backend."""

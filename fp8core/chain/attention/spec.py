@@ -125,18 +125,10 @@ class AttentionSpec(LinkShape):
         """Keys, values, and the bias and the offset, if any."""
         return 2 + self.has_bias + self.has_offset
 
-    def columns(self, columns: int) -> int:
-        """Return the columns of the values of all heads."""
-        return self.heads * self.head_dim_v
-
-    def input_columns(self, columns: int | None) -> int:
-        """Return the columns of the queries of all heads."""
-        return self.heads * self.head_dim
-
-    def expected_columns(self, columns: int) -> str | None:
-        """Return the columns of the queries unless they are ``columns``."""
-        width = self.heads * self.head_dim
-        return None if columns == width else str(width)
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The columns of the queries and of the values of all heads."""
+        return self.heads * self.head_dim, self.heads * self.head_dim_v
 
     def desc(self, dtype: torch.dtype) -> AttentionDesc:
         """Return the descriptor for activations of ``dtype``, of keys and values of no cache."""

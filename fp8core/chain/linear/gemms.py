@@ -71,18 +71,6 @@ class LinearSpec(LinkShape):
         """Whether its link quantizes: input and gradient, unless the recipe leaves them alone."""
         return True
 
-    def columns(self, columns: int) -> int:
-        """Return the output features."""
-        return self.out_features
-
-    def input_columns(self, columns: int | None) -> int:
-        """Return the input features."""
-        return self.in_features
-
-    def expected_columns(self, columns: int) -> str | None:
-        """Return the input features unless they are ``columns``."""
-        return None if columns == self.in_features else str(self.in_features)
-
     def with_offsets_on_device(self) -> LinearSpec:
         """Return the shape for calls whose group sizes the host never reads."""
         return dataclasses.replace(self, offsets_on_device=True)
