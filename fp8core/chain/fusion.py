@@ -18,7 +18,6 @@ from fp8core.backend_api import (
     QuantizedChunks,
 )
 from fp8core.backend_api.operand_spec import codes_per_byte
-from fp8core.chain.protocol import Consumer
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.shape import BindContext
 from fp8core.dispatch import settings
@@ -94,7 +93,7 @@ def variants(fused: FusedDesc) -> dict[Variant, FusedDesc]:
 
 
 def bind_fusion(
-    step: str, producer: Producer, consumer: Consumer | None, context: BindContext
+    step: str, producer: Producer, consumer: QuantizeRequest | None, context: BindContext
 ) -> Fusion | None:
     """Return the fusion of ``producer``, which computes ``step``, with the cast of ``consumer``.
 

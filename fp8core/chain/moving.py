@@ -38,8 +38,8 @@ from fp8core.chain.protocol import (
     Out,
     Params,
     Recordable,
-    Relay,
     SavedList,
+    TensorProgram,
     over_ranks,
 )
 from fp8core.chain.request import Handover, QuantizeRequest
@@ -136,7 +136,7 @@ class MovingLink(Link):
         return MovingProgram(self, needs_grad, call.routes)
 
 
-class MovingProgram(Relay[MovingLink]):
+class MovingProgram(TensorProgram[MovingLink]):
     """A collective of a call: takes what its neighbours hand over, tensors or shards of operands.
 
     ``_summed`` is the name of the tensor that is summed over the ranks, if one is; with
@@ -170,7 +170,7 @@ class MovingProgram(Relay[MovingLink]):
             return rows * self._communicator.size
         return rows // self._communicator.size if self._forward == "scattered" else rows
 
-    def relay(self, out: Out) -> Out:
+    def request_input(self, out: Out) -> Out:
         """Return the next program's request, where rows travel as it wants them for those of this
         rank. A sum, each rank's rows of it, asks for a product some rows at a time, whose sums
         start one after the other; None where none of them would travel beside the next."""

@@ -16,7 +16,6 @@ from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.dispatch.select import Choice
 from fp8core.errors import UnsupportedError
 from fp8core.tensors.delayed_state import DelayedState
-from fp8core.tensors.quantizer import TensorQuantizer
 from fp8core.torch_ops.repeats import called_in_repeats
 
 Saved: TypeAlias = "Sequence[torch.Tensor | None]"
@@ -100,6 +99,11 @@ class Program:
         for tensors alike."""
         return None
 
+    def request_input(self, out: Out) -> Out:
+        """Return how it wants its input if the next program wants the output by ``out``: one that
+        only moves a tensor hands that on."""
+        return self.input_request
+
     def request_grad(self, call: Call) -> QuantizeRequest | None:
         """Return how it wants the gradient of its output, which is about to be computed."""
         return None
@@ -128,15 +132,6 @@ class Program:
         The gradient of the input goes through ``out``, the request of the program before.
         """
         raise NotImplementedError
-
-
-class Consumer(NamedTuple):
-    """How a link quantizes what its neighbour computes: given in ``dtype``, and, with ``has_sums``,
-    summed along its rows where a bias is trained."""
-
-    quantizer: TensorQuantizer
-    dtype: torch.dtype
-    has_sums: bool = False
 
 
 class OnlyOnce(NamedTuple):
@@ -186,8 +181,10 @@ class Link:
 
     __slots__ = ()
 
-    # How many of the chain's parameters are this link's.
+    # How many of the chain's parameters are this link's, and how many of those, the first, are
+    # weights.
     num_params: int = 0
+    num_weights: int = 0
 
     # Whether it takes ``call.rng``.
     needs_rng: bool = False
@@ -217,13 +214,14 @@ class Link:
         return {}
 
     @property
-    def input_consumer(self) -> Consumer | None:
-        """How it quantizes its input; None if it takes the tensor as it is."""
+    def input_consumer(self) -> QuantizeRequest | None:
+        """How it quantizes its input, in any call; None if it takes the tensor as it is."""
         return None
 
     @property
-    def grad_consumer(self) -> Consumer | None:
-        """How it quantizes the gradient of its output; None if it takes the tensor as it is."""
+    def grad_consumer(self) -> QuantizeRequest | None:
+        """How it quantizes the gradient of its output, summed along its rows where a bias is
+        trained; None if it takes the tensor as it is."""
         return None
 
     @property
@@ -246,13 +244,6 @@ class Link:
         shape."""
         link: Link = bind(self.shape)  # type: ignore[attr-defined]  # a field of most links
         return link
-
-    def converted(
-        self, params: Sequence[torch.Tensor], dtype: torch.dtype
-    ) -> Sequence[torch.Tensor]:
-        """Return the parameters with weights as plain tensors of ``dtype``, converted by torch,
-        which differentiates that; others are converted in the link's node."""
-        return params
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
         """Return the program that computes ``call`` for an input of ``rows`` rows.
@@ -293,17 +284,6 @@ class TensorProgram(Program, Generic[_Link]):
     def __init__(self, link: _Link, needs_grad: Sequence[bool]) -> None:
         self._link = link
         self._needs_grad = needs_grad
-
-
-class Relay(TensorProgram[_Link]):
-    """Base of the programs that only move a tensor: the program before may hand it over as the one
-    after wants it."""
-
-    __slots__ = ()
-
-    def relay(self, out: Out) -> Out:
-        """Return how it wants its input, if the next program wants the output by ``out``."""
-        return None
 
 
 class Wrapper(Program):

@@ -20,13 +20,13 @@ from fp8core.chain.protocol import (
     Params,
     Program,
     Recordable,
-    Relay,
     SavedList,
 )
 from fp8core.chain.repeated import Repeated
 from fp8core.chain.request import QuantizeRequest
 from fp8core.errors import OperandError
 from fp8core.tensors.delayed_state import DelayedState
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.repeats import Likeness
 
 
@@ -80,10 +80,7 @@ class Series(Program):
             frees_early = frees_early and program.frees_early
             saves_copies = saves_copies or program.saves_copies
         for at in range(len(steps) - 1, 0, -1) if quantizes else ():
-            program = steps[at].program
-            request = program.input_request
-            if isinstance(program, Relay):
-                request = program.relay(steps[at].request)
+            request = steps[at].program.request_input(steps[at].request)
             steps[at - 1] = steps[at - 1]._replace(request=request)
         self._steps = steps
         self._rows_out = rows
@@ -241,11 +238,15 @@ class Chain(tuple[Link, ...]):
     def converted(
         self, params: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> Sequence[torch.Tensor]:
-        """Return the parameters, as each link of high precision converts its own."""
-        converted: list[torch.Tensor] = []
+        """Return the parameters with weights as plain tensors of ``dtype``, converted by torch,
+        which differentiates that; others are converted in the node."""
+        converted, first = [*params], 0
         for link in self:
-            at = len(converted)
-            converted += link.converted(params[at : at + link.num_params], dtype)
+            for at in range(first, first + link.num_weights):
+                weight = params[at]
+                value = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+                converted[at] = value.to(dtype)
+            first += link.num_params
         return converted
 
     def program(

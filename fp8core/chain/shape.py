@@ -15,7 +15,8 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 
 from fp8core.backend_api import OpDesc, Transfers
-from fp8core.chain.protocol import Consumer, Link
+from fp8core.chain.protocol import Link
+from fp8core.chain.request import QuantizeRequest
 from fp8core.collectives import Communicator, named
 from fp8core.dispatch.table import Purpose, Resolved
 from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LinearPlan, Plan, TensorPlan
@@ -248,13 +249,13 @@ class BindContext(NamedTuple):
         return self.binding.activation_dtype
 
     @property
-    def output_consumer(self) -> Consumer | None:
+    def output_consumer(self) -> QuantizeRequest | None:
         """How the next link quantizes the output; None if it takes the tensor as it is."""
         link = None if self.target is None else self.target.link
         return None if link is None else link.input_consumer
 
     @property
-    def grad_input_consumer(self) -> Consumer | None:
+    def grad_input_consumer(self) -> QuantizeRequest | None:
         """How the link before quantizes the gradient of its output; None if it does not."""
         link = None if self.source is None else self.source.link
         return None if link is None else link.grad_consumer

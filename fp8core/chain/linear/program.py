@@ -19,7 +19,6 @@ from fp8core.chain.linear.wrappers import Diverting, Grouped, Padded, Requantizi
 from fp8core.chain.padding import LayerPadding
 from fp8core.chain.protocol import (
     Backward,
-    Consumer,
     Forward,
     Link,
     OnlyOnce,
@@ -71,7 +70,7 @@ class LinearLink(Link):
     # field(): no default here, where Link has one.
     needs_rng: bool = field()
     num_params: int = field()
-    num_weights: int
+    num_weights: int = field()
     input: TensorQuantizer
     weight: WeightQuantizer
     grad_output: TensorQuantizer
@@ -105,25 +104,15 @@ class LinearLink(Link):
     _programs: dict[tuple[bool, ...], Program] = field(default_factory=dict)
 
     @property
-    def input_consumer(self) -> Consumer:
+    def input_consumer(self) -> QuantizeRequest:
         """How it quantizes its input."""
-        return Consumer(self.input, self.input_dtype)
+        return QuantizeRequest(self.input, self.input_dtype)
 
     @property
-    def grad_consumer(self) -> Consumer:
+    def grad_consumer(self) -> QuantizeRequest:
         """How it quantizes the gradient of its output, summed for the bias."""
         has_bias = self.shape.bias_dtype is not None
-        return Consumer(self.grad_output, self.grad_dtype, has_bias)
-
-    def converted(
-        self, params: Sequence[torch.Tensor], dtype: torch.dtype
-    ) -> Sequence[torch.Tensor]:
-        """Return the parameters, the weights as plain tensors of ``dtype``."""
-        plain = list(params)
-        for at, weight in enumerate(params[: self.num_weights]):
-            value = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-            plain[at] = value.to(dtype)
-        return plain
+        return QuantizeRequest(self.grad_output, self.grad_dtype, has_sums=has_bias)
 
     def out_dtype(self, gemm: str) -> torch.dtype:
         """Return the dtype that fprop, dgrad or wgrad computes."""
