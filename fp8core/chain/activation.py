@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,8 +24,11 @@ from fp8core.chain.protocol import (
 )
 from fp8core.chain.request import ComputedProduct, QuantizeRequest, rows_request
 from fp8core.chain.shape import BindContext, CallInputs, LinkShape
+from fp8core.chain.simple import SimpleLink, SimpleShape
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError, RecipeError, did_you_mean
+
+_GATED = (*GATED, "situglu")
 
 
 class GatedShape(LinkShape):
@@ -38,7 +41,7 @@ class GatedShape(LinkShape):
     @property
     def is_gated(self) -> bool:
         """Whether it takes twice as many columns as it gives."""
-        return self.name in GATED
+        return self.name in _GATED
 
     def columns(self, columns: int) -> int:
         """Return half of ``columns`` for a gated one."""
@@ -201,15 +204,6 @@ def _fused(fusion: Fusion, out: QuantizeRequest, grad: Any, saved: SavedList) ->
 Values: TypeAlias = "tuple[float, ...]"
 
 
-class _InTorch(NamedTuple):
-    """An activation by torch's operators in float32: ``value(x, params)``, and
-    ``gradient(dy, x, params)``."""
-
-    value: Callable[[torch.Tensor, Values], torch.Tensor]
-    gradient: Callable[[torch.Tensor, torch.Tensor, Values], torch.Tensor]
-    is_gated: bool
-
-
 def _capped(x: torch.Tensor, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``cap tanh(x / cap)`` and its slope."""
     tanh = torch.tanh(x / cap)
@@ -238,26 +232,22 @@ def _tanh_srelu_gradient(dy: torch.Tensor, x: torch.Tensor, params: Values) -> t
     return dy * 2 * value * slope  # 0 where x is negative, as the value is
 
 
+# Activations by torch's operators in float32: the value ``f(x, params)``, and the gradient
+# ``f(dy, x, params)``.
 _IN_TORCH = {
-    "situglu": _InTorch(_situglu, _situglu_gradient, is_gated=True),
-    "tanh_srelu": _InTorch(_tanh_srelu, _tanh_srelu_gradient, is_gated=False),
+    "situglu": (_situglu, _situglu_gradient),
+    "tanh_srelu": (_tanh_srelu, _tanh_srelu_gradient),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledActivationShape(GatedShape):
+class ScaledActivationShape(GatedShape, SimpleShape):
     """The activation ``name`` with ``params``; with ``has_scales`` the call brings one for each
     row."""
 
     name: str
     params: Values = ()
     has_scales: bool = True
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether it takes twice as many columns as it gives."""
-        in_torch = _IN_TORCH.get(self.name)
-        return self.name in GATED if in_torch is None else in_torch.is_gated
 
     @property
     def num_params(self) -> int:
@@ -269,97 +259,64 @@ class ScaledActivationShape(GatedShape):
         scales = x.new_empty(x.shape[:1]).requires_grad_()
         return CallInputs((scales,) if self.has_scales else ())
 
-    def bind(self, context: BindContext) -> ScaledActivationLink:
-        """Return the link; a backend's activation computes in float32 and rounds nothing."""
-        wide = torch.float64 if context.dtype == torch.float64 else torch.float32
-        consumer, params = context.output_consumer, self.params
-        out_dtype = context.dtype if consumer is None else consumer.dtype
-        in_torch = _IN_TORCH.get(self.name)
-        if in_torch is not None:
-            value, gradient = in_torch.value, in_torch.gradient
-            return ScaledActivationLink(
-                self,
-                lambda x: value(x.to(wide), params),
-                lambda dy, x: gradient(dy.to(wide), x.to(wide), params),
-                out_dtype,
-                self.num_params,
-            )
-        desc = ActivationDesc(self.name, context.dtype, wide, params)
-        backward = ActivationBackwardDesc(self.name, context.dtype, wide, params)
-        return ScaledActivationLink(
-            self,
-            context.resolve(self.name, desc).run,
-            context.resolve(f"{self.name} backward", backward).run,
-            out_dtype,
-            self.num_params,
-        )
+    def bind(self, context: BindContext) -> SimpleLink:
+        """Return the link: ``y = value(x) * scale`` of each row, where ``value`` is not rounded.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScaledActivationLink(Link):
-    """``y = value(x) * scale`` of each row, where ``value`` is not rounded."""
-
-    shape: ScaledActivationShape
-    value: Callable[[torch.Tensor], torch.Tensor]
-    gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    out_dtype: torch.dtype
-    num_params: int = field()  # which has no default, unlike in Link
-    keeps_input = True
-
-    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> ScaledActivationProgram:
-        """Return the program, which is the same for any number of rows."""
-        return ScaledActivationProgram(self, needs_grad)
-
-
-class ScaledActivationProgram(TensorProgram[ScaledActivationLink]):
-    """Activates and scales; saves the input and the scales."""
-
-    __slots__ = ()
-
-    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Compute y.
-
-        Raises:
-            OperandError: an odd number of columns for two halves, or scales that are not one for
-                each row.
+        A backend's activation computes in float32 and rounds nothing.
         """
-        link = self._link
-        if link.shape.is_gated and x.shape[-1] % 2:
-            raise link.shape.no_halves(x)
-        y, shape = link.value(x), None
-        saved: Saved = (x,)
-        if params:
-            shape = params[0].shape
+        wide = torch.float64 if context.dtype == torch.float64 else torch.float32
+        consumer, in_torch = context.output_consumer, _IN_TORCH.get(self.name)
+        value: Callable[[torch.Tensor], torch.Tensor]
+        gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        if in_torch is None:
+            desc = ActivationDesc(self.name, context.dtype, wide, self.params)
+            backward_desc = ActivationBackwardDesc(self.name, context.dtype, wide, self.params)
+            value = context.resolve(self.name, desc).run
+            gradient = context.resolve(f"{self.name} backward", backward_desc).run
+        else:
+            of_value, of_gradient = in_torch
+            value = lambda x: of_value(x.to(wide), self.params)  # noqa: E731  one of two
+            gradient = lambda dy, x: of_gradient(dy.to(wide), x.to(wide), self.params)  # noqa: E731  likewise
+
+        def forward(x: torch.Tensor, params: Params, call: Call) -> tuple[torch.Tensor, Saved]:
+            if self.is_gated and x.shape[-1] % 2:
+                raise self.no_halves(x)
+            y = value(x)
+            if not params:
+                return y, (x,)
             if params[0].numel() != x.shape[0]:
                 raise OperandError(
-                    f"{link.shape.name}: scales {list(shape)} for {x.shape[0]} rows; expected one "
-                    f"for each row, of the shape of the input without its last dimension."
+                    f"{self.name}: scales {list(params[0].shape)} for {x.shape[0]} rows; expected "
+                    f"one for each row, of the shape of the input without its last dimension."
                 )
-            scales = unwrap(params[0], f"{link.shape.name}: the scales")
-            y, saved = y * scales.reshape(-1, 1).to(y.dtype), (x, scales)
-        y = y.to(link.out_dtype if out is not None else x.dtype)
-        needed = saved if True in self._needs_grad else ()
-        return y if out is None else out(y), needed, shape
+            scales = unwrap(params[0], f"{self.name}: the scales")
+            return y * scales.reshape(-1, 1).to(y.dtype), (x, scales)
 
-    def backward(
-        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
-    ) -> Backward:
-        """Compute the gradients of x, and of the scales, whose shape is ``context``."""
-        link = self._link
-        x, *rest = saved
-        assert x is not None  # forward saved it
-        scales = rest[0] if rest else None
-        grad_x: Any = None
-        grad_scales: torch.Tensor | None = None
-        if self._needs_grad[0]:
-            wide = link.gradient(grad.to(x.dtype), x)
-            if scales is not None:
-                wide = wide * scales.reshape(-1, 1).to(wide.dtype)
-            grad_x = wide.to(x.dtype)
-            grad_x = grad_x if out is None else out(grad_x)
-        if scales is None:
-            return (grad_x,)
-        if self._needs_grad[1]:
-            value = link.value(x)
-            grad_scales = (value * grad.to(value.dtype)).sum(-1).to(scales.dtype).reshape(context)
-        return grad_x, grad_scales
+        def backward(
+            grad: torch.Tensor, saved: Saved, call: Call, needs_grad: Sequence[bool]
+        ) -> Backward:
+            x, *rest = saved
+            assert x is not None  # forward saved it
+            scales = rest[0] if rest else None
+            grad_x: torch.Tensor | None = None
+            grad_scales: torch.Tensor | None = None
+            if needs_grad[0]:
+                grad_x = gradient(grad.to(x.dtype), x)
+                if scales is not None:
+                    grad_x = grad_x * scales.reshape(-1, 1).to(grad_x.dtype)
+                grad_x = grad_x.to(x.dtype)
+            if scales is None:
+                return (grad_x,)
+            if needs_grad[1]:
+                y = value(x)
+                grad_scales = (y * grad.to(y.dtype)).sum(-1).to(scales.dtype)
+                grad_scales = grad_scales.reshape(scales.shape)
+            return grad_x, grad_scales
+
+        return SimpleLink(
+            self,
+            forward,
+            backward,
+            self.num_params,
+            rounds_to=context.dtype if consumer is None else consumer.dtype,
+        )

@@ -59,18 +59,23 @@ class SimpleShape(LinkShape):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimpleLink(Link):
-    """A link that is two functions; ``calls_backend``: they are bound to operations of one."""
+    """A link that is two functions.
+
+    ``rounds_to``: forward returns more digits than the activations have, and a neighbour that
+    quantizes takes so many; None: it rounds itself.
+    """
 
     shape: SimpleShape
     forward: Callable[[torch.Tensor, Params, Call], tuple[torch.Tensor, Saved]]
     backward: Callable[[torch.Tensor, Saved, Call, Sequence[bool]], Backward]
     num_params: int = 0
     needs_rng: bool = False
-    calls_backend: bool = False
+    rounds_to: torch.dtype | None = None
 
     def in_torch(self, bind: Callable[[Any], Any]) -> SimpleLink:
-        """Return the link by torch's operators, which is this one unless a backend computes."""
-        link: SimpleLink = bind(self.shape) if self.calls_backend else self
+        """Return the link by torch's operators: this one, if it draws numbers by its place in the
+        chain, as no backend does."""
+        link: SimpleLink = self if self.needs_rng else bind(self.shape)
         return link
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> SimpleProgram:
@@ -92,6 +97,8 @@ class SimpleProgram(TensorProgram[SimpleLink]):
         """Compute the output."""
         y: Any
         y, saved = self._link.forward(x, params, call)
+        if self._link.rounds_to is not None:
+            y = y.to(x.dtype if out is None else self._link.rounds_to)
         return y if out is None else out(y), saved if True in self._needs_grad else (), None
 
     def backward(
@@ -254,7 +261,7 @@ class BiasShape(SimpleShape):
         ) -> Backward:
             return grad, sums(grad).to(self.dtype) if needs_grad[1] else None
 
-        return SimpleLink(self, self.forward, backward, num_params=1, calls_backend=True)
+        return SimpleLink(self, self.forward, backward, num_params=1)
 
     def forward(self, x: torch.Tensor, params: Params, call: Call) -> tuple[torch.Tensor, Saved]:
         """Add the bias."""
@@ -324,7 +331,7 @@ class RotaryShape(SimpleShape):
         ) -> Backward:
             return turn_back(grad.reshape(call.sizes), *saved).reshape(grad.shape), None
 
-        return RotaryLink(self, forward, backward, 1, calls_backend=True, rotate=rotate)
+        return RotaryLink(self, forward, backward, 1, rotate=rotate)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
