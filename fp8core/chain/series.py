@@ -228,6 +228,7 @@ class Chain(tuple[Link, ...]):
         self.recorder = None if self.only_once is None else recorder
         self.like_grad: Likeness | None = None
         self._programs: dict[tuple[Sequence[int], Sequence[bool]], Program] = {}
+        self._comparing = [link for link in links if type(link).compare is not Link.compare]
         self.runs_again = self.only_once is None and links[0].keeps_input
         starts = [0] if self.only_once else _starts_of_pieces(links)
         ends = [*starts[1:], len(links)]
@@ -275,7 +276,7 @@ class Chain(tuple[Link, ...]):
     def _new_program(
         self, shape: Sequence[int], rows: int, needs_grad: Sequence[bool], call: Call
     ) -> Program:
-        for link in self:
+        for link in self._comparing:
             link.compare(shape, needs_grad)
         if len(self) == 1:
             return self[0].program(rows, needs_grad, call)
