@@ -244,7 +244,7 @@ _dtype_of, _requires_grad = attrgetter("dtype"), attrgetter("requires_grad")
 
 def _is_single_piece(links: Chain, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
     """Say whether ``links`` in high precision need one node, and no weight is converted first."""
-    is_plain = len(links.pieces) == 1 and PLAIN.issuperset(map(type, params))
+    is_plain = not links.pieces and PLAIN.issuperset(map(type, params))
     return is_plain and {x.dtype}.issuperset(map(_dtype_of, params))
 
 
@@ -298,7 +298,7 @@ def _run_in_pieces(
     """
     first, dtype = 0, x.dtype
     extra: Sequence[torch.Tensor] = ()  # besides the output of the first piece
-    for piece in links.pieces:
+    for piece in links.pieces or (links,):
         end = first + sum(link.num_params for link in piece)
         converted = piece.converted(params[first:end], dtype)
         if x.requires_grad or True in map(_requires_grad, converted):

@@ -213,7 +213,7 @@ class Chain(tuple[Link, ...]):
     ``only_once`` says why torch's operators may not replace them; None if they may: then each of
     ``pieces`` has an autograd node, from which second derivatives reach its input and parameters.
     A piece ``runs_again`` from these where torch differentiates its backward; otherwise it is one
-    link, or two that a backend fuses. Links that may not be replaced are one piece.
+    link, or two that a backend fuses. Without ``pieces`` the chain itself is the only one.
     ``like_grad`` says whether the gradient of the output is like one that needed no conversion.
     ``recorder`` records dense calls of links that torch's operators may not replace, if all
     operations of them have the same one.
@@ -232,7 +232,7 @@ class Chain(tuple[Link, ...]):
         self.runs_again = self.only_once is None and links[0].keeps_input
         starts = [0] if self.only_once else _starts_of_pieces(links)
         ends = [*starts[1:], len(links)]
-        self.pieces: tuple[Chain, ...] = (self,)
+        self.pieces: tuple[Chain, ...] = ()  # a chain that refers to itself is freed late
         if len(starts) > 1:
             self.pieces = tuple(Chain(links[a:b]) for a, b in zip(starts, ends, strict=True))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import itertools
 import threading
 import weakref
@@ -424,3 +425,22 @@ def test_a_write_to_what_backward_reads_is_noticed() -> None:
     normalized.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_chain_is_freed_with_its_last_reference() -> None:
+    """Not by Python's collector later: its links hold tensors."""
+
+    class Recorder:
+        pass
+
+    layer = LayerNormLinear(32, 32)
+    with autocast(recipe=recipe.by_name("current")):
+        links = bind(layer, DEVICE, torch.float32).links
+    recorder: Any = Recorder()
+    links_in_chain, freed = Chain(links, recorder), weakref.ref(recorder)
+    gc.disable()
+    try:
+        del links_in_chain, recorder
+        assert freed() is None
+    finally:
+        gc.enable()
