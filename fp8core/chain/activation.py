@@ -264,19 +264,8 @@ class ScaledActivationShape(GatedShape, SimpleShape):
 
         A backend's activation computes in float32 and rounds nothing.
         """
-        wide = torch.float64 if context.dtype == torch.float64 else torch.float32
-        consumer, in_torch = context.output_consumer, _IN_TORCH.get(self.name)
-        value: Callable[[torch.Tensor], torch.Tensor]
-        gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-        if in_torch is None:
-            desc = ActivationDesc(self.name, context.dtype, wide, self.params)
-            backward_desc = ActivationBackwardDesc(self.name, context.dtype, wide, self.params)
-            value = context.resolve(self.name, desc).run
-            gradient = context.resolve(f"{self.name} backward", backward_desc).run
-        else:
-            of_value, of_gradient = in_torch
-            value = lambda x: of_value(x.to(wide), self.params)  # noqa: E731  one of two
-            gradient = lambda dy, x: of_gradient(dy.to(wide), x.to(wide), self.params)  # noqa: E731  likewise
+        consumer = context.output_consumer
+        value, gradient = self._functions(context)
 
         def forward(x: torch.Tensor, params: Params, call: Call) -> tuple[torch.Tensor, Saved]:
             if self.is_gated and x.shape[-1] % 2:
@@ -319,4 +308,22 @@ class ScaledActivationShape(GatedShape, SimpleShape):
             backward,
             self.num_params,
             rounds_to=context.dtype if consumer is None else consumer.dtype,
+        )
+
+    def _functions(
+        self, context: BindContext
+    ) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+        """Return ``value(x)`` and ``gradient(dy, x)``, which are not rounded."""
+        wide = torch.float64 if context.dtype == torch.float64 else torch.float32
+        if self.name in _IN_TORCH:
+            value, gradient = _IN_TORCH[self.name]
+            return (
+                lambda x: value(x.to(wide), self.params),
+                lambda dy, x: gradient(dy.to(wide), x.to(wide), self.params),
+            )
+        desc = ActivationDesc(self.name, context.dtype, wide, self.params)
+        backward = ActivationBackwardDesc(self.name, context.dtype, wide, self.params)
+        return (
+            context.resolve(self.name, desc).run,
+            context.resolve(f"{self.name} backward", backward).run,
         )

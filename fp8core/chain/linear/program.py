@@ -33,7 +33,6 @@ from fp8core.chain.request import Handover, QuantizeRequest, is_stored_as
 from fp8core.chain.shards import ArrivingRows, Exchanged, GemmPart, SentCast, Shards, here
 from fp8core.dispatch.select import Choice
 from fp8core.tensors.delayed_state import DelayedState
-from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations, TensorQuantizer
 from fp8core.tensors.saving import note_weight
 from fp8core.tensors.scaling import update_after_backward
