@@ -24,14 +24,17 @@ import torch
 from tests.benchmarks.measuring import records
 from tests.benchmarks.parallel_gpu import __main__ as parallel_gpu
 from tests.benchmarks.parallel_gpu import report
-from tests.on_gpu import BUILD, HEAD, ROOT, Part, commit, run, show
+from tests.benchmarks.parallel_gpu.together import leave_multicast_off
+from tests.on_gpu import BUILD, HEAD, ROOT, Part, commit, failures, run
 from tests.on_ranks import layers, state
 from tests.ranks import DEVICE_TYPE
 
 __all__ = ["PARTS", "main"]
 
-RANKS = 2
+RANKS, SHOWN_LINES = 2, 40
 TOTAL_LIMIT_S = 590.0
+TRIAL = 4.0
+"""The times of a limit that a trial run has: its processes may share two cores."""
 PEERS = {
     "cuda": ("--size", "125M", "--seconds", "15"),
     "cpu": ("--size", "trial", "--seconds", "0", "--library", "torch", "fp8core"),
@@ -94,10 +97,11 @@ PARTS = {
 }
 
 
-def tables(log: Path) -> list[str]:
-    """Return the lines of tables in a part's output."""
+def told(log: Path) -> tuple[list[str], list[str]]:
+    """Return the lines of tables in a part's output, and the last of the others."""
     lines = log.read_text("utf-8", "replace").splitlines() if log.exists() else []
-    return [line for line in lines if line.startswith("|")]
+    texts = [line for line in lines if not line.startswith("|")]
+    return [line for line in lines if line.startswith("|")], texts[-SHOWN_LINES:]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,17 +124,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and torch.cuda.device_count() < RANKS:
         print(f"{torch.cuda.device_count()} GPUs; {RANKS} are needed, or --device cpu to try it")
         return 2
+    leave_multicast_off()
     if args.device == "cuda":  # compiled before the clocks run
         subprocess.run([sys.executable, *BUILD], cwd=ROOT, check=True)
     folder = (args.logs or Path(tempfile.mkdtemp(prefix="fp8core-ranks-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    outcomes, end = {}, time.monotonic() + TOTAL_LIMIT_S
+    more = TRIAL if args.device == "cpu" else 1.0
+    outcomes, end = {}, time.monotonic() + TOTAL_LIMIT_S * more
     for name in args.parts or PARTS:
-        limit = min(PARTS[name].limit_s, end - time.monotonic())
+        limit = min(PARTS[name].limit_s * more, end - time.monotonic())
         outcomes[name] = run(PARTS[name].part(args.device), name, folder, limit)
-        print(f"\n{name}: {PARTS[name].meaning}", *tables(folder / f"{name}.log"), sep="\n")
-        if not outcomes[name].is_success:
-            show(name, folder)
+        tables, texts = told(folder / f"{name}.log")
+        print(f"\n{name}: {PARTS[name].meaning}", *tables, sep="\n")
+        if (folder / f"{name}.xml").exists():
+            print(*failures(folder / f"{name}.xml"), sep="\n")
+        elif not outcomes[name].is_success:
+            print(*texts, sep="\n")
         print(f"{name}: {'passed' if outcomes[name].is_success else 'FAILED'}", flush=True)
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     where, at = f"{RANKS} x {device}, torch {torch.__version__}", commit()

@@ -38,7 +38,7 @@ import fp8core
 from fp8core.distributed import gather_quantized
 from tests.benchmarks.measuring import markdown
 from tests.benchmarks.measuring.libraries import swiglu_mlp
-from tests.benchmarks.parallel_gpu.together import Ranks, join
+from tests.benchmarks.parallel_gpu.together import Ranks, join, leave_multicast_off
 
 __all__ = ["CASES", "Outcome", "outcome_of"]
 
@@ -255,11 +255,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks = join(int(rank), 2, args.device, folder, timeout)
         CASES[name].run(ranks, str(Path(folder, "checkpoint")))
         return 0
+    leave_multicast_off()
+    print(*markdown.head(COLUMNS), sep="\n", flush=True)
+    failed = 0
     with ThreadPoolExecutor(args.at_once) as pool:
-        outcomes = list(pool.map(partial(outcome_of, device=args.device), args.only))
-    rows = [outcome.row(name) for name, outcome in zip(args.only, outcomes, strict=True)]
-    print(*markdown.head(COLUMNS), *rows, sep="\n", flush=True)
-    return sum(not outcome.is_success for outcome in outcomes)
+        outcomes = pool.map(partial(outcome_of, device=args.device), args.only)
+        for name, outcome in zip(args.only, outcomes, strict=True):
+            print(outcome.row(name), flush=True)
+            failed += not outcome.is_success
+    return failed
 
 
 if __name__ == "__main__":

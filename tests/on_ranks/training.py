@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.measuring import markdown
+from tests.benchmarks.parallel_gpu.together import leave_multicast_off
 
 __all__ = ["RECIPES", "main"]
 
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--devices", nargs="+", type=int, default=[1, 2])
     args = parser.parse_args(arguments)
+    leave_multicast_off()
     results: dict[tuple[str, int], dict[str, Any]] = {}
     print(*markdown.head(COLUMNS), sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -134,6 +134,8 @@ class Shared:
     def of(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, str]]:
         """Yield each parameter of a contestant and the name of its tensor."""
         for name, parameter in model.named_parameters():
+            if not parameter.numel():  # a bias that there is not
+                continue
             match = re.fullmatch(r"(?:model\.)?(layers\.\d+\.)?(.+)", name)
             assert match is not None
             yield parameter, (match[1] or "") + TENSORS[match[2]]

@@ -17,7 +17,7 @@ from tests.benchmarks.measuring.contest import Contest
 from tests.benchmarks.measuring.records import Run
 from tests.benchmarks.parallel_gpu.cases import FILE, Job
 from tests.benchmarks.parallel_gpu.contestants import ALONE, Entrant, contestants
-from tests.benchmarks.parallel_gpu.together import Ranks, join
+from tests.benchmarks.parallel_gpu.together import Ranks, join, leave_multicast_off
 
 __all__ = ["measure"]
 
@@ -87,8 +87,7 @@ def _stop(job: Job) -> turns.Stop:
 def main() -> None:
     """Join the group, measure, and leave without Python's teardown."""
     job = Job.from_json(sys.argv[1])
-    for name, value in (("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NCCL_NVLS_ENABLE", "0")):
-        os.environ.setdefault(name, value)  # test hosts without NVLink multicast hang in it
+    leave_multicast_off()
     use_cudnn_of_torch(os.environ)
     torch.set_num_threads(1)
     measure(job, join(int(sys.argv[2]), job.ranks, job.device, sys.argv[3]))

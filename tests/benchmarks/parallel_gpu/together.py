@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from tests.benchmarks.measuring.device import CUDA, HOST, Device
 
-__all__ = ["Ranks", "Step", "join", "of_world"]
+__all__ = ["Ranks", "Step", "join", "leave_multicast_off", "of_world"]
 
 Step = Callable[[], None]
 TIMEOUT = datetime.timedelta(seconds=300)
@@ -44,6 +45,13 @@ class Ranks:
         mine = torch.tensor([times[name] for name in names], dtype=torch.float64)
         dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self.control)
         return dict(zip(names, mine.tolist(), strict=True))
+
+
+def leave_multicast_off() -> None:
+    """Have this process and those that it starts use no NVLink multicast, in which test hosts that
+    have none hang, unless the environment says otherwise."""
+    for name, value in (("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NCCL_NVLS_ENABLE", "0")):
+        os.environ.setdefault(name, value)
 
 
 def join(
