@@ -248,7 +248,7 @@ def convert(
             [root, *(p.module for p in (*surveyed.chosen, *surveyed.native))]
         ):
             delimit(module)
-    announce(root, is_wanted=True)
+    announce(root, warns=True)
     return report
 
 

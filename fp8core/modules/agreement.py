@@ -46,7 +46,7 @@ class Agreement:
         self._texts: dict[object, tuple[str, list[Communicator]]] = {}
         self._changes: Counter[tuple[str, str]] = Counter()
 
-    def is_known(self, key: object) -> bool:
+    def covers(self, key: object) -> bool:
         """Say whether the layer has compared the links bound by ``key``."""
         return key in self._texts
 
@@ -100,19 +100,19 @@ def agree(
         "calibrates": "yes" if binding.is_observing else "",
         "mode": mode,
     }
-    lasting = _joined(parts)
+    common = _joined(parts)
     # Experts on other ranks have scales of their own.
     are_split = any(shape.splits_experts for shape in shapes)
     present = (
         () if are_split else (scale for scale in scales if scale is not None and not scale.is_meta)
     )
     shared = "; ".join(str(scale.tolist()) for scale in present)
-    text = _joined({"": lasting, "delayed scales": shared}) if shared else lasting
+    text = _joined({"": common, "delayed scales": shared}) if shared else common
     for communicator in communicators_of(shapes):
         if not once:
             communicator.agreed.discard(text)
         communicator.agree_once(text, f"the layer {label}")
-    return lasting
+    return common
 
 
 def _joined(parts: Mapping[str, str]) -> str:
@@ -137,7 +137,7 @@ def _description(shape: LinkShape) -> str:
 def _without(names: Sequence[str], value: object) -> object:
     if not isinstance(value, tuple):
         return value
-    return tuple(one for one in value if one not in names)
+    return tuple(part for part in value if part not in names)
 
 
 def _plan_text(plan: Plan) -> str:

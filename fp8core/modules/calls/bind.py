@@ -167,7 +167,7 @@ def _changed(layer: LowPrecisionModule, key: tuple[Any, ...]) -> Bound:
             scales=[layer._buffers.get(name) for name in ("scale_fwd", "scale_bwd")],
         )
         agreement.add(key, text, chain_shapes)
-    elif last is not None and agreement.is_known(key) and agreement.is_known(last[0]):
+    elif last is not None and agreement.covers(key) and agreement.covers(last[0]):
         agreement.change(layer.label, last[0], key)
     with bind_lock:
         bound: Bound | None = layer._bindings.table.get(key)

@@ -28,17 +28,17 @@ from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.torch_ops.private import DDP_IGNORED, forward_hooks
 
 
-def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
+def announce(model: torch.nn.Module, *, warns: bool) -> None:
     """Have the model's next forward in eager log how its layers ran, by a hook that removes itself.
 
-    With ``is_wanted`` the caller expects low precision: the line is a warning if no layer ran in
-    low precision and no autocast switched it off. A later call without ``is_wanted`` keeps the
-    warning. After a forward without a recipe a second line is logged for the first forward with
-    one. In a graph of torch.compile the hook logs nothing and stays.
+    With ``warns`` the line is a warning if no layer ran in low precision and no autocast switched
+    it off: the caller expects low precision. A later call without it keeps the warning. After a
+    forward without a recipe a second line is logged for the first forward with one. In a graph of
+    torch.compile the hook logs nothing and stays.
     """
-    is_wanted |= _Hook(logging.WARNING) in forward_hooks(model).values()
+    warns |= _Hook(logging.WARNING) in forward_hooks(model).values()
     silence(model)
-    model.register_forward_hook(_Hook(logging.WARNING if is_wanted else logging.INFO))
+    model.register_forward_hook(_Hook(logging.WARNING if warns else logging.INFO))
 
 
 def silence(model: torch.nn.Module) -> None:
@@ -165,7 +165,7 @@ def prepare(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch
     check_rules(chosen, peers)
     if chosen is not None:
         _create_states(model, chosen)
-    announce(model, is_wanted=False)
+    announce(model, warns=False)
     return model
 
 
