@@ -14,12 +14,12 @@ from fp8core.chain.moving import MovingShape
 from fp8core.chain.residual import AddShape
 from fp8core.chain.shape import LinkShape, input_columns_of
 from fp8core.chain.simple import L2NormShape, OutputShape, ScaleShape
-from fp8core.collectives import named, of_group
+from fp8core.collectives import named
 from fp8core.errors import OperandError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.inputs import cast_to_weight, check_kind
 from fp8core.modules.calls.parameters import check_probability
-from fp8core.modules.layers.parallel import is_group
+from fp8core.modules.layers.parallel import communicator_of
 from fp8core.modules.run import run_layer
 from fp8core.torch_ops.capture import is_captured
 
@@ -139,12 +139,8 @@ class _Collective(Operation):
 
     def __init__(self, process_group: object | None = None) -> None:
         super().__init__(None)
-        if process_group is not None and not is_group(process_group):
-            raise OperandError(
-                f"ops.{type(self).__name__}(process_group={process_group!r}): expected a "
-                f"torch.distributed process group, or None for the default one."
-            )
-        communicator = of_group(process_group)  # type: ignore[arg-type]  # checked above
+        argument = f"ops.{type(self).__name__}(process_group={process_group!r})"
+        communicator = communicator_of(argument, process_group)
         self._group = communicator.group_name
         self.process_group_size = communicator.size
 

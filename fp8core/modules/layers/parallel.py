@@ -70,11 +70,7 @@ class Parallel(NamedTuple):
             raise OperandError(f"{owner}(tp_size={tp_size!r}): expected an integer >= 1.")
         if tp_group is None:
             return cls(tp_size, "", bool(sequence) and tp_size > 1)
-        if not is_group(tp_group):
-            raise OperandError(
-                f"{owner}(tp_group={tp_group!r}): expected a torch.distributed process group."
-            )
-        communicator = of_group(tp_group)  # type: ignore[arg-type]  # checked above
+        communicator = communicator_of(f"{owner}(tp_group={tp_group!r})", tp_group)
         size = communicator.size
         if tp_size not in (1, size):
             raise OperandError(
@@ -373,13 +369,20 @@ def set_group(module: torch.nn.Module, tp_group: object | None) -> None:
             child.set_tensor_parallel_group(tp_group)
 
 
-def is_group(value: object) -> bool:
-    """Say whether ``value`` is a process group, or a communicator."""
-    # The value of a group for ranks outside of it is an integer.
-    is_outside = isinstance(value, int) and not isinstance(value, bool)
-    if is_outside and torch.distributed.is_available():
-        return True
-    return isinstance(value, Communicator) or is_process_group(value)
+def communicator_of(argument: str, group: object | None) -> Communicator:
+    """Return the communicator of ``group``, a process group or a communicator; of the default group
+    for None. ``argument`` is what messages call it.
+
+    Raises:
+        OperandError: it is neither, or this rank is not in it.
+    """
+    # The value of a group for ranks outside of it is an integer, which of_group() refuses.
+    is_outside = isinstance(group, int) and not isinstance(group, bool)
+    if not (is_outside and torch.distributed.is_available()) and not (
+        group is None or isinstance(group, Communicator) or is_process_group(group)
+    ):
+        raise OperandError(f"{argument}: expected a torch.distributed process group.")
+    return of_group(group)  # type: ignore[arg-type]  # checked above
 
 
 def mark_weight(parameter: torch.Tensor | None, dim: int) -> None:
