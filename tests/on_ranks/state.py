@@ -8,6 +8,7 @@ saved, bit for bit, and the next steps those of the model that went on.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -125,6 +126,10 @@ class Job:
 
 def work(rank: int, name: str, folder: str, part: str) -> dict[str, Any]:
     """Save and go on, or load over other initial weights and go on, as a rank."""
+    # Else a device may sum in another order, and each process chooses algorithms by their times.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     job = Job(name, seed=int(part == "loads"))
     if part == "saves":
         job.steps(0)
