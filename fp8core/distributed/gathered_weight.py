@@ -28,7 +28,7 @@ from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.sharded_weight import ShardedWeight, as_part_of
-from fp8core.torch_ops.nonfinite import counter_of
+from fp8core.torch_ops.nonfinite import counter_of_writes
 
 
 class RowShard(NamedTuple):
@@ -158,8 +158,9 @@ class RowCast:
         return RowPart(codes.contiguous(), scales[int(start < first) :].contiguous())
 
     def _cast(self, x: torch.Tensor, reduced: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keywords = {"nonfinite_out": counter_of(x.device)}
-        desc = dataclasses.replace(self._desc, counted=True)
+        count = counter_of_writes(x.device)
+        keywords = {} if count is None else {"nonfinite_out": count}
+        desc = dataclasses.replace(self._desc, counted=count is not None)
         if self._reduces:
             desc = QuantizeByAmaxDesc.of(desc)
             keywords["amax"] = reduced

@@ -255,8 +255,8 @@ class Bindings:
     """
 
     __slots__ = (
-        *("_unwatched", "agreement", "last", "memo", "nonfinite", "order", "recipe", "states"),
-        *("table", "watch", "weights"),
+        *("_unwatched", "agreement", "has_uncounted", "is_counted", "last", "memo", "nonfinite"),
+        *("order", "recipe", "states", "table", "watch", "weights"),
     )
 
     def __init__(self, order: Order | None = None, watch: Watch | None = None) -> None:
@@ -271,23 +271,39 @@ class Bindings:
         self.weights = WeightStore()
         self.watch = watch
         self._unwatched: tuple[Any, Any] = ({}, None)
-        # How many non-finite elements the layer's casts have met, by device; see nonfinite_of.
+        # Whether NaN and inf are counted, and whether casts were bound before that; how many the
+        # layer's casts have met, by device.
+        self.is_counted = self.has_uncounted = False
         self.nonfinite: dict[torch.device, torch.Tensor] = {}
 
     def fresh(self) -> Bindings:
         """Return one without links, under the same watch and with the same counters."""
         empty = Bindings(self.order, self.watch)
+        empty.is_counted, empty.has_uncounted = self.is_counted, self.has_uncounted
         empty.nonfinite = self.nonfinite
         return empty
+
+    def count(self) -> None:
+        """Have the layer's casts count NaN and inf; those bound without a count are bound again."""
+        if self.is_counted:
+            return
+        self.is_counted = True
+        # The keys stay: what the ranks have compared they do not compare again.
+        self.table, self.last, self.memo = dict.fromkeys(self.table), None, None
+        self._unwatched = (dict.fromkeys(self._unwatched[0]), None)
 
     def nonfinite_of(self, device: torch.device, *, is_training: bool) -> torch.Tensor | None:
         """Return the int64 ``[1]`` in which the layer's casts on ``device`` count NaN and inf.
 
         It is entry 0 of the stored counter for calls that record gradients (``is_training``), and
-        entry 1 for the others: an evaluation between two steps is no part of a step. None on meta.
-        Called where a layer is bound, see :func:`fp8core.torch_ops.capture.in_plain_mode`.
+        entry 1 for the others: an evaluation between two steps is no part of a step. None on meta,
+        and where nobody has asked for a count. Called where a layer is bound, see
+        :func:`fp8core.torch_ops.capture.in_plain_mode`.
         """
         if device.type == "meta":
+            return None
+        if not self.is_counted:
+            self.has_uncounted = True
             return None
         if device not in self.nonfinite:
             self.nonfinite[device] = new_counter(device)

@@ -19,7 +19,7 @@ from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import Orientations, Slot
 from fp8core.tensors.quantizer_binding import Binding, ReduceAmax, bind_quantizer
 from fp8core.torch_ops.capture import is_captured
-from fp8core.torch_ops.nonfinite import counter_of
+from fp8core.torch_ops.nonfinite import counter_of_writes
 from fp8core.torch_ops.repeats import called_in_repeats
 
 PARTS = tuple(f"_{way}_{part}" for way in ("rowwise", "columnwise") for part in Operand._fields)
@@ -100,7 +100,7 @@ def make_operands(
     if slot is not None:
         both = TensorPlan(*(spec and dataclasses.replace(spec, delayed=True) for spec in both))
     is_traced = value.is_meta or is_captured(value)  # a graph's casts count by themselves
-    count = None if is_traced else counter_of(value.device)
+    count = None if is_traced else counter_of_writes(value.device)
     binding = Binding(value.device, value.dtype)
     quantizer = bind_quantizer(
         both, value.dtype, binding, nonfinite=count, slot=slot, reduce_amax=reduce_amax

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import TypeVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import fp8core as te
 from fp8core import recipe
 from fp8core.backend_api import OperandSpec
+from fp8core.errors import OperandError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.torch_ops import nonfinite
 from tests.device import DEVICE
@@ -26,6 +28,7 @@ KINDS: dict[str, type[recipe.Recipe]] = {
 }
 VALUES = (math.inf, -math.inf, math.nan)
 BF16 = torch.bfloat16
+Layer = TypeVar("Layer", bound=torch.nn.Module)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +38,13 @@ def fresh_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def linear() -> te.Linear:
     torch.manual_seed(0)
-    return te.Linear(64, 32, bias=False, params_dtype=BF16)
+    return counted(te.Linear(64, 32, bias=False, params_dtype=BF16))
+
+
+def counted(layer: Layer) -> Layer:
+    """Return ``layer``, whose casts count from now on."""
+    te.clear_found_inf(layer)
+    return layer
 
 
 def results(
@@ -72,7 +81,36 @@ def of_nan(columns: int = 64) -> torch.Tensor:
     return torch.full((32, columns), math.nan, dtype=BF16)
 
 
-# --- counts: each NaN and inf once, in every recipe, eager and captured ---
+# --- counts: where somebody asks, each NaN and inf once, in every recipe, eager and captured ---
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_nothing_is_counted_where_nobody_asks(name: str) -> None:
+    model = torch.nn.Sequential(te.Linear(64, 32, bias=False, params_dtype=BF16))
+    before = results(model, name, x_value=math.inf)
+    assert model[0]._bindings.nonfinite == {}
+    with pytest.raises(OperandError, match="casts of Sequential ran before anybody asked"):
+        te.found_inf(model)
+    assert te.found_inf(model) == 0
+    after = results(model, name, x_value=math.inf)
+    assert counts(model[0]) == [1, 0]
+    assert te.found_inf(model) == 1
+    if name != "delayed":  # whose scale has followed
+        assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_a_part_of_a_transformer_layer_is_counted_from_when_it_is_asked_for() -> None:
+    layer = te.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0)
+    x = torch.randn(8, 2, 64)
+    x[3, 1, 5] = math.nan
+    for _ in range(3):
+        with active("current"):
+            layer(x)
+    te.clear_found_inf(layer.layernorm_mlp)
+    with active("current"):
+        layer(x)
+    assert te.found_inf(layer.layernorm_mlp) == 1
+    assert layer.self_attention.proj._bindings.nonfinite == {}
 
 
 def counts(layer: LowPrecisionModule) -> list[int]:
@@ -124,7 +162,7 @@ def test_counts_outlive_what_is_bound_and_are_no_state() -> None:
 
 
 def test_rows_outside_groups_and_padding_are_not_counted() -> None:
-    layer = te.GroupedLinear(2, 64, 32, bias=False, params_dtype=BF16)
+    layer = counted(te.GroupedLinear(2, 64, 32, bias=False, params_dtype=BF16))
     x = torch.randn(40, 64, dtype=BF16)
     x[7] = math.inf
     with active("mxfp8"):
@@ -133,7 +171,7 @@ def test_rows_outside_groups_and_padding_are_not_counted() -> None:
 
 
 def test_links_of_a_chain_are_counted() -> None:
-    layer = te.LayerNormMLP(64, 128, params_dtype=BF16, bias=False)
+    layer = counted(te.LayerNormMLP(64, 128, params_dtype=BF16, bias=False))
     results(layer, "current", x_value=math.nan)
     rows = 64 + 128  # the norm and the activation spread it over its row
     assert counts(layer)[0] >= rows
@@ -174,14 +212,14 @@ def test_it_is_a_float32_scalar_that_says_so_until_it_is_cleared() -> None:
 
 
 def test_what_one_module_clears_another_still_says() -> None:
-    model = make()
+    model = counted(make())
     results(model, "current", grad_value=math.inf)
     te.clear_found_inf(model[2])
     assert (te.found_inf(model[2]), te.found_inf(model)) == (0, 1)
 
 
 def test_a_call_without_gradients_counts_too() -> None:
-    model = make()
+    model = counted(make())
     with torch.no_grad(), active("current"):
         model(of_nan())
     assert te.found_inf(model) == 1
@@ -211,7 +249,7 @@ def test_a_copy_has_met_nothing() -> None:
 def test_a_converted_model_and_a_wrapper_have_their_layers() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).to(BF16)
     te.convert(model, recipe="current")
-    wrapper = torch.nn.ModuleDict({"inner": model})
+    wrapper = counted(torch.nn.ModuleDict({"inner": model}))
     results(model, "current", grad_value=math.inf)
     assert te.found_inf(wrapper) == 1
 

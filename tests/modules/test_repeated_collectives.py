@@ -105,6 +105,7 @@ def step(
     """Return output, gradients, state and traffic of a step."""
     x = x.detach().requires_grad_()
     layer.zero_grad(set_to_none=True)
+    layer._bindings.count()
     communicator.traffic.clear()
     with fp8core.autocast(recipe=recipe.by_name(name), amax_reduction_group=group_of(communicator)):
         y = layer(x)

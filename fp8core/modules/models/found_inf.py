@@ -1,9 +1,9 @@
 """``found_inf``: whether a model's casts met NaN or inf, as a number on the device.
 
 A cast to FP8 or FP4 hides them: inf becomes the largest value, and a format without NaN turns NaN
-into a number. So the casts count them in tensors on the device, which only ever grow. A caller who
-compares two copies of the counters learns whether there were new ones, without a wait for the
-device.
+into a number. So the casts of a layer count them, once somebody has asked, in tensors on the device
+which only ever grow. A caller who compares two copies of the counters learns whether there were new
+ones, without a wait for the device.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GradScalerWatch:
     ) -> None:
         self._model: torch.nn.Module | None = model
         self._group = group
-        self._before: Counts = read_counts(layers_of(model, "watch_grad_scaler"))
+        self._before: Counts = read_counts(counted_layers(model, "watch_grad_scaler"))
         for name, after in ((UNSCALE_GRADS, self._merge), ("update", self._begin)):
             setattr(scaler, name, _Followed(scaler, name, after))
 
@@ -88,7 +88,7 @@ class GradScalerWatch:
 
     def _begin(self, result: None) -> None:
         if self._model is not None:
-            self._before = read_counts(layers_of(self._model, "watch_grad_scaler"))
+            self._before = read_counts(counted_layers(self._model, "watch_grad_scaler"))
 
     def _merge(self, found_inf: dict[torch.device, torch.Tensor]) -> None:
         """Raise one of the scaler's found-inf tensors to 1.0 if casts have met NaN or inf.
@@ -151,28 +151,56 @@ _remembered: weakref.WeakKeyDictionary[torch.nn.Module, Counts] = weakref.WeakKe
 def found_inf(model: torch.nn.Module) -> torch.Tensor:
     """Return 1.0 if a cast of ``model`` met NaN or inf since :func:`clear_found_inf`, else 0.0.
 
-    A float32 scalar on the model's accelerator, the first one if there are several; the host does
-    not wait for it. Casts of inputs, weights and gradients of all layers count, forward and
-    backward, with gradients or without; layers in high precision have no casts. Casts in graphs of
-    torch.compile and torch.export, and those that write a quantized parameter, are counted by
-    device: they turn the result to 1.0 for every model.
+    Casts count from the first call of :func:`clear_found_inf`, :func:`watch_grad_scaler` or this
+    function on: call one of them before training, and before a CUDA graph is captured. A float32
+    scalar on the model's accelerator, the first one if there are several; the host does not wait
+    for it. Casts of inputs, weights and gradients of all layers count, forward and backward, with
+    gradients or without; layers in high precision have no casts. Casts in graphs of torch.compile
+    and torch.export, and those that write a quantized parameter, are counted by device: they turn
+    the result to 1.0 for every model.
 
     Raises:
-        OperandError: ``model`` has no layer of fp8core.
+        OperandError: ``model`` has no layer of fp8core, or casts ran that were not counted, as
+            nobody had asked.
     """
-    now = read_counts(layers_of(model, "found_inf"))
+    missed = any(
+        layer._bindings.has_uncounted and not layer._bindings.is_counted
+        for layer in layers_of(model, "found_inf")
+    )
+    now = read_counts(counted_layers(model, "found_inf"))
+    if missed:
+        raise OperandError(
+            f"found_inf: casts of {type(model).__name__} ran before anybody asked for their NaN "
+            f"and inf, and were not counted; from now on they are. Call "
+            f"fp8core.clear_found_inf(model) or fp8core.watch_grad_scaler(scaler, model) once, "
+            f"before training."
+        )
     return differ(now, _remembered.get(model, {}), device_of(model, now))
 
 
 def clear_found_inf(model: torch.nn.Module) -> None:
     """Reset :func:`found_inf` of ``model`` to 0.0, until its casts meet NaN or inf again.
 
-    The result for another module with the same layers does not change.
+    From the first call on they are counted. The result for another module with the same layers does
+    not change.
 
     Raises:
         OperandError: ``model`` has no layer of fp8core.
     """
-    _remembered[model] = read_counts(layers_of(model, "clear_found_inf"))
+    _remembered[model] = read_counts(counted_layers(model, "clear_found_inf"))
+
+
+def counted_layers(model: torch.nn.Module, caller: str) -> list[LowPrecisionModule]:
+    """Return the layers of fp8core in ``model``, whose casts count from now on.
+
+    Raises:
+        OperandError: there is none.
+    """
+    layers = layers_of(model, caller)
+    nonfinite.ask()
+    for layer in layers:
+        layer._bindings.count()
+    return layers
 
 
 def layers_of(model: torch.nn.Module, caller: str) -> list[LowPrecisionModule]:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.needs_accelerator("cuda")
 
 def test_streams_add_to_one_count() -> None:
     own = spec("current")
-    run = backend("cuda").bind(QuantizeDesc(torch.bfloat16, own, own), DEVICE)
+    run = backend("cuda").bind(QuantizeDesc(torch.bfloat16, own, own, counted=True), DEVICE)
     x = values("specials", (512, 512), torch.bfloat16)
     count = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     streams = [torch.cuda.Stream() for _ in range(4)]
@@ -41,6 +41,7 @@ def test_streams_add_to_one_count() -> None:
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "rowwise"])
 def test_a_layer_counts_without_waiting_for_the_device(name: str) -> None:
     layer = fp8core.Linear(256, 128, bias=False, device=DEVICE, params_dtype=torch.bfloat16)
+    fp8core.clear_found_inf(layer)
     x = torch.randn(256, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
 
     def step(*places: tuple[int, int]) -> None:
@@ -59,6 +60,7 @@ def test_a_layer_counts_without_waiting_for_the_device(name: str) -> None:
 
 def test_a_replayed_graph_counts() -> None:
     layer = fp8core.Linear(256, 128, bias=False, device=DEVICE, params_dtype=torch.bfloat16)
+    fp8core.clear_found_inf(layer)
     x = torch.randn(256, 256, device=DEVICE, dtype=torch.bfloat16)
     with torch.no_grad(), fp8core.autocast(recipe=recipe.Float8CurrentScaling()):
         layer(x)
@@ -114,6 +116,7 @@ def test_groups_propagate(on_device: bool) -> None:
     layer = fp8core.GroupedLinear(
         3, 256, 128, bias=False, device=DEVICE, params_dtype=torch.bfloat16
     )
+    fp8core.clear_found_inf(layer)
     x = torch.randn(384, 256, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     sizes: Any = torch.tensor([128, 0, 256], device=DEVICE) if on_device else [128, 0, 256]
     with fp8core.autocast(recipe=chosen("current", nonfinite="propagate")):

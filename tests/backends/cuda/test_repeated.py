@@ -74,6 +74,7 @@ def inputs(seed: int, dtype: torch.dtype = torch.bfloat16, rows: int = TOKENS) -
 def step(layer: Layer, name: str, x: torch.Tensor) -> list[torch.Tensor]:
     """Return the output, all gradients, and the layer's delayed scales and count afterwards."""
     x = x.detach().requires_grad_()
+    layer._bindings.count()
     with fp8core.autocast(recipe=recipe.by_name(name)):
         y = layer(x)
     torch.manual_seed(7)
