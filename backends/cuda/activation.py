@@ -9,6 +9,7 @@ import torch
 from fp8core.backend_api import GATED, ActivationBackwardDesc, ActivationDesc, OperandError
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.operations import runs
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 
@@ -76,6 +77,7 @@ def native_activation(
     )
 
 
+@runs(ActivationDesc, refuses=activation_problem, is_recorded=True)
 class Activation:
     """``y [rows, n]`` from ``x [rows, n]``, or ``[rows, 2 n]`` for a gated one."""
 
@@ -108,6 +110,7 @@ class Activation:
         return y
 
 
+@runs(ActivationBackwardDesc, refuses=activation_problem, is_recorded=True)
 class ActivationBackward:
     """``grad_x`` of the shape of ``x`` from ``grad_output [rows, n]``."""
 

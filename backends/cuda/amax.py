@@ -21,7 +21,6 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
     amax_extent,
-    amax_of_groups,
     amax_sizes,
     has_amax,
     shares_amax,
@@ -30,8 +29,9 @@ from fp8core.backend_api import (
 from fp8core_backends.cuda.device_groups import checked_offsets
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, wrong_dtype
 from fp8core_backends.cuda.memory import allocator_now
-from fp8core_backends.cuda.quantize import bind_quantize
-from fp8core_backends.cuda.quantize_compose import join
+from fp8core_backends.cuda.operations import first_problem, runs
+from fp8core_backends.cuda.quantize import bind_quantize, cast_problem
+from fp8core_backends.cuda.quantize_compose import in_groups
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 
@@ -85,6 +85,22 @@ class _Amax:
         return amax[:rows], amax[rows:size], amax if size else amax[:0]
 
 
+def _amax_problem(desc: AmaxDesc) -> str | None:
+    cast = desc.quantize
+    specs = [spec for spec in (cast.rowwise, cast.columnwise) if spec is not None]
+    return first_problem(
+        (type(cast) is not QuantizeDesc, f"no amax of {type(cast).__name__}"),
+        (cast.dtype not in DTYPES, f"no amax of {cast.dtype}"),
+        (not has_amax(cast), "scales follow from their blocks alone: there is no amax"),
+        (cast.offsets_on_device and not cast.grouped, "offsets without groups"),
+        (
+            any(spec.transform is not None for spec in specs),
+            "no kernels for amaxes of transformed elements without their cast",
+        ),
+    )
+
+
+@runs(AmaxDesc, refuses=_amax_problem, is_recorded=True)
 def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[..., torch.Tensor]:
     """Return the callable of ``desc``."""
     cast, index = desc.quantize, index_of(device)
@@ -122,38 +138,34 @@ def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[...
     return chosen  # type: ignore[no-any-return]  # a function with an attribute
 
 
+def _by_amax_problem(desc: QuantizeByAmaxDesc) -> str | None:
+    specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
+    reason = first_problem(
+        (desc.sums or desc.chunked, "no sums and no chunks by given amaxes"),
+        (any(spec.delayed for spec in specs), "a delayed scale is given: it follows from no amax"),
+        (not has_amax(desc), "scales follow from their blocks alone: there is no amax"),
+        (
+            any(spec.scale_format != "float32" for spec in specs),
+            "two levels of scales take no amax from outside",
+        ),
+    )
+    return reason or cast_problem(desc)
+
+
+@runs(QuantizeByAmaxDesc, refuses=_by_amax_problem, is_recorded=True)
 def bind_quantize_by_amax(
     desc: QuantizeByAmaxDesc, device: torch.device, native: Any
 ) -> Callable[..., Quantized]:
     """Return the callable of ``desc``."""
     cast = desc.plain()
-    if not cast.grouped or cast.offsets_on_device:
-        return _bind(cast, device, native)
-    dense = _bind(dataclasses.replace(cast, grouped=False), device, native)
-
-    def of_groups(
-        x: torch.Tensor,
-        group_offsets: torch.Tensor,
-        *,
-        amax: torch.Tensor,
-        nonfinite_out: torch.Tensor | None = None,
-    ) -> Quantized:
-        bounds = group_offsets.tolist()
-        amaxes = amax_of_groups(cast, amax, bounds, *x.shape)
-        groups = [
-            dense(x[start:end], amax=entry, nonfinite_out=nonfinite_out)
-            for (start, end), entry in zip(itertools.pairwise(bounds), amaxes, strict=True)
-        ]
-        return Quantized(
-            join([group.rowwise for group in groups], 0),
-            join([group.columnwise for group in groups], 1),
-        )
-
-    return of_groups
+    dense = _bind(cast, device, native)
+    return in_groups(cast, dense) if cast.grouped and not cast.offsets_on_device else dense
 
 
 def _bind(cast: QuantizeDesc, device: torch.device, native: Any) -> Callable[..., Quantized]:
     """Return the cast by given amaxes of a tensor, or of groups whose offsets are on the device."""
+    if not cast.offsets_on_device:
+        cast = dataclasses.replace(cast, grouped=False)
     if cast.rowwise is None or cast.columnwise is None or cast.rowwise == cast.columnwise:
         return _ByAmax(cast, device, native)
     rowwise, columnwise = (_ByAmax(half, device, native) for half in cast.halves())

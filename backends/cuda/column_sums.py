@@ -9,9 +9,15 @@ import torch
 from fp8core.backend_api import ColumnSumsDesc, OperandError
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.operations import runs
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 
+def _problem(desc: ColumnSumsDesc) -> str | None:
+    return None if desc.dtype in DTYPES else f"no column sums of {desc.dtype}"
+
+
+@runs(ColumnSumsDesc, refuses=_problem, is_recorded=True)
 class ColumnSums:
     """The callable of a ColumnSumsDesc: one native call."""
 

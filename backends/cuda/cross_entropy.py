@@ -9,10 +9,11 @@ import torch
 from fp8core.backend_api import CrossEntropyBackwardDesc, CrossEntropyDesc, OperandError
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.operations import runs
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 
-def cross_entropy_problem(desc: CrossEntropyDesc | CrossEntropyBackwardDesc) -> str | None:
+def _problem(desc: CrossEntropyDesc | CrossEntropyBackwardDesc) -> str | None:
     """Say why there is no kernel for ``desc``, or None."""
     if not 0 <= desc.label_smoothing <= 1:
         return f"no label smoothing of {desc.label_smoothing}"
@@ -48,6 +49,7 @@ class _CrossEntropy:
             )
 
 
+@runs(CrossEntropyDesc, refuses=_problem)
 class CrossEntropy(_CrossEntropy):
     """The callable of a CrossEntropyDesc: one launch."""
 
@@ -79,6 +81,7 @@ class CrossEntropy(_CrossEntropy):
         return loss, largest, log_sum
 
 
+@runs(CrossEntropyBackwardDesc, refuses=_problem)
 class CrossEntropyBackward(_CrossEntropy):
     """The callable of a CrossEntropyBackwardDesc: one launch."""
 

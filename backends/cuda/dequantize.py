@@ -7,11 +7,18 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import DequantizeDesc, Operand, OperandError
-from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
+from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, spec_problem
 from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.operations import runs
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 
+def _problem(desc: DequantizeDesc) -> str | None:
+    is_float = desc.dtype in DTYPES
+    return spec_problem(desc.operand) if is_float else f"no low precision to {desc.dtype}"
+
+
+@runs(DequantizeDesc, refuses=_problem, is_recorded=True)
 class Dequantize:
     """The callable of a DequantizeDesc: one native call. A transform is not undone.
 

@@ -6,7 +6,7 @@ are allocated as large as they can become, and the kernels read the offsets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -32,7 +32,6 @@ from fp8core_backends.cuda.layout import (
     wrong_dtype,
 )
 from fp8core_backends.cuda.memory import allocator
-from fp8core_backends.cuda.quantize_compose import apart
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 _GroupedOperand: TypeAlias = "tuple[list[int], int, list[int], int, int, int]"
@@ -40,7 +39,7 @@ _GroupedOperand: TypeAlias = "tuple[list[int], int, list[int], int, int, int]"
 scales, their strides by row and by k, and how many there are along k."""
 
 
-class _Quantize:
+class DeviceQuantize:
     """A cast of all groups in one native call; one spec, in the orientations that have it."""
 
     __slots__ = (
@@ -154,24 +153,6 @@ class _Quantize:
         if self._mode in BLOCKS or self._is_delayed:
             return None
         return self._empty((size,), (1,), torch.float32)
-
-
-def bind_device_quantize(
-    desc: QuantizeDesc,
-    device: torch.device,
-    bind: Callable[[QuantizeDesc, OperandSpec], Any],
-) -> Callable[..., Quantized]:
-    """Return the callable of ``desc``; ``bind`` returns the native cast of a spec."""
-    row, column = desc.rowwise, desc.columnwise
-    if row is None or column is None or row == column:
-        spec = row or column
-        assert spec is not None
-        return _Quantize(desc, spec, device, bind(desc, spec))
-    halves = (
-        _Quantize(half, spec, device, bind(half, spec))
-        for half, spec in zip(desc.halves(), (row, column), strict=True)
-    )
-    return apart(*halves)
 
 
 class DeviceGroupedGemm:

@@ -21,7 +21,9 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.cuda.fused_activation import bind_fused_activation, fused_activation_problem
 from fp8core_backends.cuda.fused_norm import bind_fused_norm, fused_norm_problem
-from fp8core_backends.cuda.microscaling import native_spec
+from fp8core_backends.cuda.operations import runs
+from fp8core_backends.cuda.quantize import cast_problem
+from fp8core_backends.cuda.quantize_compose import is_one_call
 
 
 class _Producer(NamedTuple):
@@ -39,8 +41,11 @@ _PRODUCERS: dict[type, _Producer] = {
 }
 
 
-def fused_problem(desc: FusedDesc) -> str | None:
-    """Say why there is no kernel for ``desc``, or None; its cast alone is known to run."""
+def _problem(desc: FusedDesc) -> str | None:
+    """Say why there is no kernel for ``desc``, or None."""
+    problem = cast_problem(desc.quantize)
+    if problem is not None:
+        return problem
     producer = _PRODUCERS.get(type(desc.producer))
     cast = desc.quantize
     if producer is None:
@@ -49,19 +54,12 @@ def fused_problem(desc: FusedDesc) -> str | None:
         return f"no fusion with casts of groups or by given amaxes, only with {QuantizeDesc.op}"
     spec = cast.rowwise or cast.columnwise
     assert spec is not None
-    if not _is_single_call(cast):
+    if not is_one_call(cast):
         return "no fusion with casts whose orientations differ"
     return producer.problem(desc, spec)
 
 
-def _is_single_call(cast: QuantizeDesc) -> bool:
-    """Whether one native call casts both: byte scales may differ in transform and rounding."""
-    row, column = cast.rowwise, cast.columnwise
-    if row is None or column is None or row == column:
-        return True
-    return row.scale_format != "float32" and native_spec(row) == native_spec(column)
-
-
+@runs(FusedDesc, refuses=_problem, is_recorded=True)
 def bind_fused(desc: FusedDesc, device: torch.device, native: Any) -> Callable[..., Any]:
     """Return the callable of ``desc``."""
     return _PRODUCERS[type(desc.producer)].bind(desc, device, native)

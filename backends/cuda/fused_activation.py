@@ -28,6 +28,7 @@ from fp8core_backends.cuda.fused_chunked import FusedCall, RunChunked, comes_in_
 from fp8core_backends.cuda.layout import adjacent_columns, scale_mode
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.microscaling import ByteScaled
+from fp8core_backends.cuda.operations import first_problem
 from fp8core_backends.cuda.quantize import Quantize
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
@@ -44,7 +45,7 @@ def fused_activation_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
     is_backward = isinstance(producer, ActivationBackwardDesc)
     rounds = producer.out_dtype == producer.dtype
     has_two_parts = is_backward and producer.name in GATED
-    problems = (
+    reason = first_problem(
         (producer.dtype not in _HALVES, f"no fusion from {producer.dtype}"),
         (
             producer.out_dtype != desc.quantize.dtype,
@@ -69,7 +70,6 @@ def fused_activation_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
             f"no chunks of {desc.op} by {spec}",
         ),
     )
-    reason = next((reason for wrong, reason in problems if wrong), None)
     return reason or activation_problem(producer)
 
 

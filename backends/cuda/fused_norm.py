@@ -10,6 +10,7 @@ import torch
 from fp8core.backend_api import FusedDesc, NormDesc, OperandSpec, Quantized
 from fp8core_backends.cuda.layout import adjacent_columns, scale_mode
 from fp8core_backends.cuda.norm import Norm, NormOperands, native_norm, norm_problem
+from fp8core_backends.cuda.operations import first_problem
 from fp8core_backends.cuda.quantize import Quantize
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
@@ -24,7 +25,7 @@ def fused_norm_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
     norm = desc.producer
     assert isinstance(norm, NormDesc)
     rounds = norm.out_dtype == norm.dtype
-    problems = (
+    reason = first_problem(
         (norm.dtype not in _HALVES, f"no fusion from {norm.dtype}"),
         (
             norm.out_dtype != desc.quantize.dtype,
@@ -45,7 +46,6 @@ def fused_norm_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
         (desc.quantize.sums, "no column sums of a norm"),
         (desc.quantize.chunked, "no chunks of a norm"),
     )
-    reason = next((reason for wrong, reason in problems if wrong), None)
     return reason or norm_problem(norm)
 
 

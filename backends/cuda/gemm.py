@@ -25,6 +25,7 @@ from fp8core_backends.cuda.layout import (
     with_rows,
 )
 from fp8core_backends.cuda.memory import allocator, allocator_now
+from fp8core_backends.cuda.operations import first_problem
 from fp8core_backends.cuda.stream import index_of, raw_stream
 from fp8core_backends.cuda.transposition import RowsAdjacent
 
@@ -320,7 +321,7 @@ class LowPrecisionGemm:
 
 def parts_problem(desc: GemmDesc) -> str | None:
     """Say why the product of ``desc`` has no parts with the bits of the whole, or None."""
-    problems = (
+    return first_problem(
         (type(desc) is not GemmDesc or desc.accumulate, "no parts of groups, and none of a sum"),
         (desc.a is None, "no parts of a product in high precision"),
         (
@@ -328,7 +329,6 @@ def parts_problem(desc: GemmDesc) -> str | None:
             f"no parts of a product with the scales of {desc.a}",
         ),
     )
-    return next((reason for wrong, reason in problems if wrong), None)
 
 
 class ProductInParts:

@@ -11,6 +11,7 @@ import torch
 
 from fp8core.backend_api import OperandError, OperandSpec
 from fp8core_backends.cuda.memory import Empty
+from fp8core_backends.cuda.operations import first_problem
 
 ALIGNMENT = 16
 """Bytes that addresses and distances between rows are multiples of."""
@@ -52,6 +53,23 @@ def scale_mode(spec: OperandSpec) -> str | None:
     if spec.scale_format == "float32":
         return _MODES.get(spec.block)
     return _BYTE_MODES.get((spec.scale_format, spec.block))
+
+
+def spec_problem(spec: OperandSpec | None) -> str | None:
+    """Say why no kernel writes or reads an operand of ``spec``, or None."""
+    if spec is None:
+        return None
+    mode, is_float = scale_mode(spec), spec.scale_format == "float32"
+    codes = ("e2m1",) if mode == "nv16" else ("e4m3", "e5m2")
+    under = "" if is_float else f" under {spec.scale_format} scales"
+    is_transformed = spec.transform not in ((None,) if is_float else (None, "hadamard16"))
+    return first_problem(
+        (is_float and spec.format not in codes, f"no kernels for format {spec.format}"),
+        (mode is None, f"no kernels for blocks of {spec.block}{under}"),
+        (spec.format not in codes, f"no {spec.format}{under}"),
+        (spec.stochastic and mode != "nv16", "no stochastic rounding to 8 bits"),
+        (is_transformed, f"no kernels for the transform {spec.transform}"),
+    )
 
 
 def row_step(mode: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,27 +22,12 @@ from fp8core_backends.cuda.layout import (
     scale_mode,
     wrong_dtype,
 )
-from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-_FORMATS = {"mx32": ("e4m3", "e5m2"), "nv16": ("e2m1",)}
 _PITCH = 16
 """Bytes that the pitch of scales, and their address, are multiples of."""
 _FACTORS = 512
 """Bytes between the tiles of two operands: for alpha, beyond which tiles are aligned again."""
-
-
-def spec_problem(spec: OperandSpec) -> str | None:
-    """Say why no kernel writes or reads an operand with byte scales, or None."""
-    mode = scale_mode(spec)
-    if mode is None:
-        return f"no kernels for blocks of {spec.block} under {spec.scale_format} scales"
-    problems = (
-        (spec.format not in _FORMATS[mode], f"no {spec.format} under {spec.scale_format} scales"),
-        (spec.stochastic and mode != "nv16", "no stochastic rounding to 8 bits"),
-        (spec.transform not in (None, "hadamard16"), f"unknown transform {spec.transform!r}"),
-    )
-    return next((reason for wrong, reason in problems if wrong), None)
 
 
 class _Output(NamedTuple):
@@ -180,23 +164,6 @@ class ByteScaled:
         global_scale_inv = new((1, 1), dtype=torch.float32, device=device)
         operand = Operand(codes, scales, global_scale_inv)
         return _Output(operand, *addresses, global_scale_inv.data_ptr())
-
-
-def bind_byte_scaled(
-    desc: QuantizeDesc, device: torch.device, native: Any
-) -> Callable[..., Quantized]:
-    """Return the callable of ``desc``: one native call, or one an orientation if blocks differ."""
-    row, column = desc.rowwise, desc.columnwise
-    if row is None or column is None or native_spec(row) == native_spec(column):
-        dense: Callable[..., Quantized] = ByteScaled(desc, device, native)
-    else:
-        dense = apart(*(ByteScaled(half, device, native) for half in desc.halves()))
-    return in_groups(dense) if desc.grouped else dense
-
-
-def native_spec(spec: OperandSpec) -> tuple[object, ...]:
-    """Return the part of a spec that both orientations of one native call have in common."""
-    return spec.format, spec.block, spec.scale_format, spec.target
 
 
 class TiledGemm:

@@ -11,6 +11,7 @@ from fp8core.backend_api import AddNormDesc, NormBackwardDesc, NormDesc
 from fp8core.errors import OperandError
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.operations import runs
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 _FLOAT32 = torch.float32
@@ -76,6 +77,7 @@ class NormOperands:
         return of.float().contiguous()  # which return a tensor that is so already as it is
 
 
+@runs(NormDesc, refuses=norm_problem, is_recorded=True)
 class Norm:
     """The callable of a NormDesc: one call of the native library."""
 
@@ -129,6 +131,7 @@ class Norm:
         return y, mean, rstd
 
 
+@runs(AddNormDesc, refuses=lambda desc: norm_problem(desc.norm), is_recorded=True)
 class AddNorm(Norm):
     """The callable of an AddNormDesc: one call of the native library."""
 
@@ -153,6 +156,7 @@ class AddNorm(Norm):
         return (total, *self._run(x, stride, weight, bias, *added))
 
 
+@runs(NormBackwardDesc, refuses=lambda desc: norm_problem(desc.norm), is_recorded=True)
 class NormBackward:
     """The callable of a NormBackwardDesc: one call of the native library.
 

@@ -9,6 +9,7 @@ import torch
 
 from fp8core.backend_api import MASTER_KINDS, AdamDesc, OperandError
 from fp8core_backends.cuda.layout import DTYPES
+from fp8core_backends.cuda.operations import runs
 from fp8core_backends.cuda.private import count_writes
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
@@ -16,7 +17,7 @@ Tensors = Sequence[torch.Tensor]
 Number = float | torch.Tensor
 
 
-def adam_problem(desc: AdamDesc) -> str | None:
+def _problem(desc: AdamDesc) -> str | None:
     """Say why there is no kernel for ``desc``, or None."""
     is_short = desc.master == "remainder"
     averages = (torch.float32, torch.bfloat16)
@@ -30,6 +31,7 @@ def adam_problem(desc: AdamDesc) -> str | None:
     return next((text for wrong, text in problems if wrong), None)
 
 
+@runs(AdamDesc, refuses=_problem)
 class AdamStep:
     """The callable of an AdamDesc."""
 

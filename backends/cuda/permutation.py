@@ -17,19 +17,21 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.operations import runs
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def route_problem(desc: RouteDesc) -> str | None:
+def _route_problem(desc: RouteDesc) -> str | None:
     """Say why there is no kernel for ``desc``, or None."""
     if desc.kind not in ROUTE_KINDS:
         return f"no route from {desc.kind!r}"
     return None if desc.dtype in _INTEGERS else f"no route of {desc.dtype}"
 
 
+@runs(RouteDesc, refuses=_route_problem)
 class Route:
     """The callable of a RouteDesc: a large mask is read twice; experts are sorted by torch."""
 
@@ -89,6 +91,10 @@ def _places(routing: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order).scatter_(0, order, counted).reshape(routing.shape)
 
 
+def _rows_problem(desc: DispatchDesc | CombineDesc | CombineBackwardDesc) -> str | None:
+    return None if desc.dtype in DTYPES else f"no rows of {desc.dtype}"
+
+
 class _Rows:
     """Base of the callables: the dtype of the rows, and memory for results."""
 
@@ -131,6 +137,7 @@ class _Rows:
         return weights, self._type_of(weights.dtype)
 
 
+@runs(DispatchDesc, refuses=_rows_problem)
 class DispatchRows(_Rows):
     """The callable of a DispatchDesc: each row of ``x`` is read once."""
 
@@ -175,6 +182,7 @@ class DispatchRows(_Rows):
         return y, permuted
 
 
+@runs(CombineDesc, refuses=_rows_problem)
 class CombineRows(_Rows):
     """The callable of a CombineDesc: each row of ``x`` is read once, two of a token at a time."""
 
@@ -221,6 +229,7 @@ class CombineRows(_Rows):
         return y, values
 
 
+@runs(CombineBackwardDesc, refuses=_rows_problem)
 class CombineRowsBackward(_Rows):
     """The callable of a CombineBackwardDesc: both gradients in one launch."""
 

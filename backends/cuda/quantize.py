@@ -15,7 +15,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
 )
 from fp8core_backends.cuda import quantize_and_sum
-from fp8core_backends.cuda.device_groups import bind_device_quantize
+from fp8core_backends.cuda.device_groups import DeviceQuantize
 from fp8core_backends.cuda.layout import (
     DTYPES,
     adjacent_columns,
@@ -23,16 +23,15 @@ from fp8core_backends.cuda.layout import (
     empty_codes,
     empty_scales,
     scale_mode,
+    spec_problem,
     wrong_dtype,
 )
 from fp8core_backends.cuda.memory import allocator, allocator_now
+from fp8core_backends.cuda.microscaling import ByteScaled
+from fp8core_backends.cuda.operations import first_problem, runs
 from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum, Results
-from fp8core_backends.cuda.quantize_chunked import (
-    CHUNKED_MODES,
-    QuantizeChunked,
-    QuantizeChunkedAndSum,
-)
-from fp8core_backends.cuda.quantize_compose import apart, in_groups
+from fp8core_backends.cuda.quantize_chunked import CHUNKED_MODES, QuantizeChunked
+from fp8core_backends.cuda.quantize_compose import composed
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -264,53 +263,70 @@ def _native_quantize(desc: QuantizeDesc, spec: OperandSpec, index: int, native: 
     )
 
 
-def variant_problem(desc: QuantizeDesc) -> str | None:
-    """Say why no cast gives the sums or chunks that ``desc`` asks for, or None."""
-    if not (desc.sums or desc.chunked):
-        return None
+def cast_problem(desc: QuantizeDesc) -> str | None:
+    """Say why no kernel casts as ``desc`` says, but for its sums and chunks, or None."""
+    specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
+    if not specs:
+        return "neither orientation is asked for"
+    are_floats = {spec.scale_format == "float32" for spec in specs}
+    of_rows = None if desc.rowwise is None else desc.rowwise.transform
+    problem = first_problem(
+        (
+            len({spec.delayed for spec in specs}) > 1,
+            "one orientation is delayed, the other is not",
+        ),
+        (len(are_floats) > 1, "one orientation has scales of float32, the other of bytes"),
+        (of_rows is not None, f"no kernels for the transform {of_rows} along rows"),
+        (desc.dtype not in DTYPES, f"no low precision from {desc.dtype}"),
+        (desc.offsets_on_device and not desc.grouped, "offsets without groups"),
+        (
+            desc.offsets_on_device and are_floats == {False},
+            "scales of bytes take the sizes of groups as a list alone",
+        ),
+    )
+    return problem or next(filter(None, map(spec_problem, specs)), None)
+
+
+def _problem(desc: QuantizeDesc) -> str | None:
+    """Say why no kernel casts as ``desc`` says, or None."""
+    problem = cast_problem(desc)
+    if problem is not None or not (desc.sums or desc.chunked):
+        return problem
     spec = desc.rowwise or desc.columnwise
     assert spec is not None
     mode, is_both = scale_mode(spec), desc.rowwise is not None and desc.columnwise is not None
     has_sums = desc.dtype in quantize_and_sum.DTYPES and mode in quantize_and_sum.MODES
-    problems = (
+    return first_problem(
         (desc.grouped, "no sums and no chunks of groups"),
         (is_both and desc.rowwise != desc.columnwise, "orientations that differ are two casts"),
         (desc.sums and not has_sums, f"no column sums with a cast of {desc.dtype} by {spec}"),
         (desc.chunked and not is_both, "a cast in chunks is of both orientations"),
         (desc.chunked and mode not in CHUNKED_MODES, f"no chunks by {spec}"),
     )
-    return next((reason for wrong, reason in problems if wrong), None)
 
 
+@runs(QuantizeDesc, refuses=_problem, is_recorded=True)
 def bind_quantize(desc: QuantizeDesc, device: torch.device, native: Any) -> Callable[..., Any]:
     """Return the callable of ``desc``: one native call, or one an orientation if specs differ."""
-    if desc.offsets_on_device:
-        index = index_of(device)
-        bind = partial(_native_quantize, index=index, native=native)
-        return bind_device_quantize(desc, device, bind)
-    row, column = desc.rowwise, desc.columnwise
-    if row is None or column is None or row == column:
-        spec = row or column
+
+    def bind(desc: QuantizeDesc) -> Callable[..., Any]:
+        spec = desc.rowwise or desc.columnwise
         assert spec is not None
-        cast = Quantize(desc, spec, device, native)
-        dense: Callable[..., Any] = _variant(cast, desc, device, native)
-    else:
-        halves = [
-            Quantize(half, spec, device, native)
-            for half, spec in zip(desc.halves(), (row, column), strict=True)
-        ]
-        dense = apart(*halves)
-    return in_groups(dense) if desc.grouped else dense
+        if spec.scale_format != "float32":
+            return ByteScaled(desc, device, native)
+        if desc.offsets_on_device:
+            native_cast = _native_quantize(desc, spec, index_of(device), native)
+            return DeviceQuantize(desc, spec, device, native_cast)
+        return _variant(Quantize(desc, spec, device, native), desc, device, native)
+
+    return composed(desc, bind)
 
 
 def _variant(
     cast: Quantize, desc: QuantizeDesc, device: torch.device, native: Any
 ) -> Callable[..., Any]:
     """Return ``cast`` with the sums and the chunks that ``desc`` asks for."""
-    index = index_of(device)
+    whole = QuantizeAndSum(cast, index_of(device)) if desc.sums else cast
     if not desc.chunked:
-        return QuantizeAndSum(cast, index) if desc.sums else cast
-    chunked = QuantizeChunked(desc, device, native, cast.native_cast, cast)
-    if not desc.sums:
-        return chunked
-    return QuantizeChunkedAndSum(chunked, QuantizeAndSum(cast, index), allocator(index))
+        return whole
+    return QuantizeChunked(desc, device, native, cast.native_cast, whole)

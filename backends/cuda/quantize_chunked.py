@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from fp8core.backend_api import Chunks, Quantized, QuantizedChunks, QuantizeDesc
+from fp8core.backend_api import Chunks, QuantizedChunks, QuantizeDesc
 from fp8core_backends.cuda.chunks import LEAST_SAVED, ChunkedResult, Part, Slots
 from fp8core_backends.cuda.layout import DTYPES, row_stride, scale_mode, wrong_dtype
-from fp8core_backends.cuda.memory import Empty, allocator
-from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum
-from fp8core_backends.cuda.quantize_compose import Cast
+from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 CHUNKED_MODES = ("tensor", "vec128")
@@ -23,21 +21,28 @@ CHUNK_ROWS = 4096
 
 
 class QuantizeChunked:
-    """A cast of both orientations by one spec, in chunks."""
+    """A cast of both orientations by one spec, in chunks, with column sums where ``desc`` asks for
+    them; ``whole`` is the cast at once."""
 
     __slots__ = (
-        *("_amax", "_dtype", "_empty", "_index", "_mode", "_native", "_native_cast"),
+        *("_amax", "_dtype", "_empty", "_has_sums", "_index", "_mode", "_native", "_native_cast"),
         "_whole",
     )
 
     def __init__(
-        self, desc: QuantizeDesc, device: torch.device, native: Any, native_cast: Any, whole: Cast
+        self,
+        desc: QuantizeDesc,
+        device: torch.device,
+        native: Any,
+        native_cast: Any,
+        whole: Callable[..., Any],
     ) -> None:
         assert desc.rowwise is not None
         mode = scale_mode(desc.rowwise)
         assert mode is not None
         self._mode: str = mode
         self._dtype = desc.dtype
+        self._has_sums = desc.sums
         self._index = index_of(device)
         self._empty = allocator(self._index)
         self._native = native
@@ -55,23 +60,10 @@ class QuantizeChunked:
         scale: torch.Tensor | None = None,
         amax_out: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
-    ) -> Quantized | QuantizedChunks:
-        """Return the chunks, and the columnwise operand that is whole once all were taken."""
-        chunks = self.chunks(x, scale, amax_out, nonfinite_out)
-        if chunks is None:
-            return self._whole(x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
-        return chunks
-
-    def chunks(
-        self,
-        x: torch.Tensor,
-        scale: torch.Tensor | None,
-        amax_out: torch.Tensor | None,
-        nonfinite_out: torch.Tensor | None,
-        sums: torch.Tensor | None = None,
-    ) -> QuantizedChunks | None:
-        """Return the chunks, which fill ``sums``; None if ``x`` is not worth them, or has to be
-        copied: a copy should not outlive the cast.
+    ) -> Any:
+        """Return the chunks, and the columnwise operand that is whole once all were taken; so are
+        the sums, if there are any. What ``whole`` returns if ``x`` is not worth chunks, or has to
+        be copied: a copy should not outlive the cast.
 
         Raises:
             OperandError: ``x`` has another dtype than was bound.
@@ -80,11 +72,13 @@ class QuantizeChunked:
             raise wrong_dtype("quantize_chunked", x.dtype, self._dtype)
         (rows, cols), stride = x.shape, row_stride(x)
         if (rows - CHUNK_ROWS) * cols < LEAST_SAVED or stride is None:
-            return None
+            return self._whole(x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
+        sums = self._empty((cols,), (1,), torch.float32) if self._has_sums else None
         slots = Slots(scale, amax_out, nonfinite_out)
         result = ChunkedResult(self._mode, (rows, cols), CHUNK_ROWS, slots, self._empty, sums)
         parts = partial(self._parts_of, x, stride, result)
-        return QuantizedChunks(Chunks(rows, parts), result.columnwise)
+        chunks = QuantizedChunks(Chunks(rows, parts), result.columnwise)
+        return chunks if sums is None else (chunks, sums)
 
     def _parts_of(self, x: torch.Tensor, stride: int, result: ChunkedResult) -> Iterator[Part]:
         """Quantize one chunk after the other, into the memory of the one before."""
@@ -107,29 +101,3 @@ class QuantizeChunked:
             if end == rows:
                 result.add_sums(self._native, self._index, stream)
             yield start, end, operand
-
-
-class QuantizeChunkedAndSum:
-    """The same with column sums."""
-
-    __slots__ = ("_chunked", "_empty", "_whole")
-
-    def __init__(self, chunked: QuantizeChunked, whole: QuantizeAndSum, empty: Empty) -> None:
-        self._chunked = chunked
-        self._whole = whole
-        self._empty = empty
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        *,
-        scale: torch.Tensor | None = None,
-        amax_out: torch.Tensor | None = None,
-        nonfinite_out: torch.Tensor | None = None,
-    ) -> tuple[Quantized | QuantizedChunks, torch.Tensor]:
-        """Return the chunks, and the sums that are complete once all were taken."""
-        sums = self._empty((x.shape[1],), (1,), torch.float32)
-        chunks = self._chunked.chunks(x, scale, amax_out, nonfinite_out, sums)
-        if chunks is None:
-            return self._whole(x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
-        return chunks, sums

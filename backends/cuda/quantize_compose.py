@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from fp8core.backend_api import Operand, Quantized
+from fp8core.backend_api import Operand, Quantized, QuantizeDesc, amax_of_groups
 
 Cast: TypeAlias = "Callable[..., Quantized]"
 
@@ -29,7 +29,24 @@ def apart(rowwise: Cast, columnwise: Cast) -> Cast:
     return run
 
 
-def in_groups(dense: Cast) -> Cast:
+def is_one_call(desc: QuantizeDesc) -> bool:
+    """Whether one native call casts both orientations: specs of bytes may differ in transform and
+    rounding."""
+    row, column = desc.rowwise, desc.columnwise
+    if row is None or column is None or row == column:
+        return True
+    shared = [(x.format, x.block, x.scale_format, x.target) for x in (row, column)]
+    return row.scale_format != "float32" and shared[0] == shared[1]
+
+
+def composed(desc: QuantizeDesc, bind: Callable[[QuantizeDesc], Cast]) -> Cast:
+    """Return the cast of ``desc`` of casts that ``bind`` returns: of one, or one an orientation,
+    and of groups whose sizes the host knows one a group."""
+    dense = bind(desc) if is_one_call(desc) else apart(*map(bind, desc.halves()))
+    return in_groups(desc, dense) if desc.grouped and not desc.offsets_on_device else dense
+
+
+def in_groups(desc: QuantizeDesc, dense: Cast) -> Cast:
     """Return the cast that quantizes each group of rows by ``dense`` and joins the operands.
 
     The offset of a group's ``rng`` is larger by the group's number.
@@ -39,27 +56,32 @@ def in_groups(dense: Cast) -> Cast:
         x: torch.Tensor,
         group_offsets: torch.Tensor,
         *,
+        amax: torch.Tensor | None = None,
         rng: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
         **slots: torch.Tensor | None,
     ) -> Quantized:
+        bounds = group_offsets.tolist()
+        amaxes = None if amax is None else amax_of_groups(desc, amax, bounds, *x.shape)
         groups = []
-        for group, (start, end) in enumerate(itertools.pairwise(group_offsets.tolist())):
+        for group, (start, end) in enumerate(itertools.pairwise(bounds)):
             keywords = {
                 name: slot[group : group + 1] for name, slot in slots.items() if slot is not None
             }
+            if amaxes is not None:
+                keywords["amax"] = amaxes[group]
             if rng is not None:
                 keywords["rng"] = rng + torch.tensor((0, group), device="cpu")
             groups.append(dense(x[start:end], nonfinite_out=nonfinite_out, **keywords))
         return Quantized(
-            join([group.rowwise for group in groups], 0),
-            join([group.columnwise for group in groups], 1),
+            _join([group.rowwise for group in groups], 0),
+            _join([group.columnwise for group in groups], 1),
         )
 
     return run
 
 
-def join(operands: Sequence[Operand | None], dim: int) -> Operand | None:
+def _join(operands: Sequence[Operand | None], dim: int) -> Operand | None:
     """Return the operand of all groups: along 0 for rowwise ones, along 1 for columnwise ones."""
     present = [operand for operand in operands if operand is not None]
     if not present:

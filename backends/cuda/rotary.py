@@ -9,16 +9,18 @@ import torch
 from fp8core.backend_api import ATTENTION_LAYOUTS, OperandError, RotaryDesc
 from fp8core_backends.cuda.layout import DTYPES
 from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.operations import runs
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 
-def rotary_problem(desc: RotaryDesc) -> str | None:
+def _problem(desc: RotaryDesc) -> str | None:
     """Say why there is no kernel for ``desc``, or None."""
     if desc.layout not in ATTENTION_LAYOUTS:
         return f"no layout {desc.layout!r}"
     return None if desc.dtype in DTYPES else f"no rotary embedding of {desc.dtype}"
 
 
+@runs(RotaryDesc, refuses=_problem)
 class Rotary:
     """``y`` of the shape of ``x``, which is read where it is, whatever its strides.
 

@@ -15,12 +15,13 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.operations import runs
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 _MOST_GROUPS = 32
 
 
-def router_problem(desc: RouterDesc | RouterBackwardDesc) -> str | None:
+def _problem(desc: RouterDesc | RouterBackwardDesc) -> str | None:
     """Say why there is no kernel for ``desc``, or None."""
     is_softmax = desc.score_function == "softmax"
     problems = (
@@ -72,6 +73,7 @@ class _Router:
         return self._empty(size, (max(size[1], 1), 1), dtype)
 
 
+@runs(RouterDesc, refuses=_problem)
 class Router(_Router):
     """The callable of a RouterDesc: one launch."""
 
@@ -120,6 +122,7 @@ class Router(_Router):
         return probs, chosen, scores
 
 
+@runs(RouterBackwardDesc, refuses=_problem)
 class RouterBackward(_Router):
     """The callable of a RouterBackwardDesc: one launch."""
 

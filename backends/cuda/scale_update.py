@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import ScaleUpdateDesc
+from fp8core_backends.cuda.operations import runs
 from fp8core_backends.cuda.private import count_writes
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
@@ -98,6 +99,12 @@ class ScaleUpdate:
                     tensor.copy_(new)
 
 
+def _problem(desc: ScaleUpdateDesc) -> str | None:
+    algorithms = ("max", "most_recent")
+    return None if desc.algorithm in algorithms else f"no algorithm {desc.algorithm!r}"
+
+
+@runs(ScaleUpdateDesc, refuses=_problem)
 def bind_update(desc: ScaleUpdateDesc, device: torch.device, native: Any) -> Callable[..., Any]:
     """Return the callable of ``desc``."""
     update = ScaleUpdate(desc, device, native)

@@ -19,18 +19,18 @@ from fp8core.torch_ops.capture import in_plain_mode
 from fp8core.torch_ops.private import without_modes
 
 _counters: dict[torch.device, torch.Tensor] = {}
-_asked = threading.Event()
+_writes_count = threading.Event()
 _lock = threading.Lock()
 
 
 def ask() -> None:
     """Have writes of quantized parameters count, too."""
-    _asked.set()
+    _writes_count.set()
 
 
 def counter_of_writes(device: torch.device) -> torch.Tensor | None:
     """Return the counter of casts on ``device`` outside any layer; None where nobody has asked."""
-    return counter_of(device) if _asked.is_set() else None
+    return counter_of(device) if _writes_count.is_set() else None
 
 
 def new_counter(device: torch.device) -> torch.Tensor:

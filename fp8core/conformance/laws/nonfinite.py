@@ -274,8 +274,8 @@ def quantize_counts_nan_and_inf(subject: Subject, desc: QuantizeDesc) -> None:
         for name, x in named:
             count = _count(subject)
             counted, plain = (
-                subject.run(asked, subject.here(x), **quantize_keywords(subject, cast), **counts)
-                for asked, counts in (
+                subject.run(variant, subject.here(x), **quantize_keywords(subject, cast), **counts)
+                for variant, counts in (
                     (replace(cast, counted=True), {"nonfinite_out": count}),
                     (cast, {}),
                 )

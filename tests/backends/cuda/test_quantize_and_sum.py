@@ -14,7 +14,7 @@ from fp8core import recipe
 from fp8core.backend_api import ColumnSumsDesc, Quantized, QuantizeDesc
 from fp8core.recipe.plan import LayerRole
 from fp8core_backends.cuda import quantize_and_sum, quantize_chunked
-from fp8core_backends.cuda.quantize_chunked import QuantizeChunked, QuantizeChunkedAndSum
+from fp8core_backends.cuda.quantize_chunked import QuantizeChunked
 from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from tests.backends.cuda.cuda_cases import DEVICE, backend, differs, put_on_the_host, spec
 
@@ -97,10 +97,9 @@ def test_cast_is_given_sums_and_tensor_and_results(native: Native) -> None:
 
 def test_sums_of_tiles_of_each_chunk_lie_behind_those_before(native: Native) -> None:
     own, cpu = spec("delayed"), torch.device("cuda", 0)
-    desc = QuantizeDesc(torch.bfloat16, own, own)
-    chunked: Any = QuantizeChunked(desc, cpu, native, native, None)  # type: ignore[arg-type]  # no whole cast
+    desc = QuantizeDesc(torch.bfloat16, own, own, sums=True, chunked=True)
+    run: Any = QuantizeChunked(desc, cpu, native, native, None)  # type: ignore[arg-type]  # no whole cast
     x = torch.zeros(600, 40, dtype=torch.bfloat16)
-    run = QuantizeChunkedAndSum(chunked, None, chunked._empty)  # type: ignore[arg-type]  # likewise
     (chunks, _), sums = run(x, scale=torch.ones(1))
     assert [(start, end) for start, end, _ in chunks] == [(0, 256), (256, 512), (512, 600)]
     *casts, (tile_sums, *added) = native.calls
@@ -144,7 +143,7 @@ def test_a_cast_a_group_is_a_cast_of_groups(name: str, tensor: str) -> None:
     ours, theirs = given(), given()
     for own_keywords in (ours, theirs):
         own_keywords["nonfinite_out"] = torch.full((1,), 7)
-    made = in_groups(reference.bind(desc, CPU))(x, offsets, **ours)
+    made = in_groups(whole, reference.bind(desc, CPU))(x, offsets, **ours)
     expected = reference.bind(whole, CPU)(x, offsets, **theirs)
     assert differs(made.rowwise, expected.rowwise) is None
     assert differs(made.columnwise, expected.columnwise) is None
@@ -178,5 +177,5 @@ def test_seeds_stay_on_the_cpu_whatever_the_default_device_is() -> None:
 
     x, offsets, rng = torch.zeros(5, 2), torch.tensor((0, 2, 5)), torch.tensor((7, 9))
     with torch.device("meta"):
-        in_groups(dense)(x, offsets, rng=rng)
+        in_groups(desc_of("nvfp4", "input"), dense)(x, offsets, rng=rng)
     assert [seed.tolist() for seed in seeds] == [[7, 9], [7, 10]]
