@@ -171,7 +171,8 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
         """Return the rows of the result; their statistics are an attribute until they are taken."""
         link, attention = self._link, self._link.attention
         q, k, v = link.heads(x, link.sizes)
-        check_memory(attention.fallback, attention.shape, q, k, DENSE)
+        if attention.fallback is not None:
+            check_memory(attention.fallback, attention.shape, q, k, DENSE)
         out, stats, _ = attention.run(q, k, v)
         rows: torch.Tensor = out.reshape(x.shape[0], -1)
         if self._needs_grad[0]:
@@ -189,5 +190,6 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
 
 
 def _pop_statistics(rows: torch.Tensor) -> torch.Tensor:
-    stats: torch.Tensor = rows.__dict__.pop("attention_statistics")
+    stats: torch.Tensor = rows.attention_statistics  # type: ignore[attr-defined]
+    del rows.attention_statistics  # type: ignore[attr-defined]
     return stats

@@ -1,26 +1,28 @@
 """Layers of a larger layer as one chain: the segments that nothing has to see by themselves.
 
-A Transformer layer is two branches, each added to its input: projection, attention and output
-projection, then the feed-forward block. Where nothing cuts them they are one chain: one autograd
-node takes the place of a node for each layer, view and sum, and a backend that records runs repeats
-the whole step in one call each way. The links are those that the layers run one after the other, so
-results are the same to the bit.
+A Transformer layer is branches, each added to its input: projection, attention and output
+projection, then the feed-forward block. Neighbours that nothing cuts from each other are one chain:
+one autograd node takes the place of a node for each layer, view and sum, and a backend that records
+runs repeats it in one call each way. The links are those that the layers run one after the other,
+so results are the same to the bit. A memo of each chain replays it.
 
-Under a recipe with ``fp8_mha`` attention is one chain with its projections by itself: each tensor
-that crosses from one layer to the next is quantized once. What the projection returns goes to
-attention's casts, and is freed; attention's result goes to the cast of the next projection, and
-attention's backward reads the codes that this projection holds, instead of a tensor of its own.
-Backward hands over gradients likewise.
+Under a recipe with ``fp8_mha`` attention and its projections are such a chain, whatever a call
+brings: each tensor that crosses from one layer to the next is quantized once. What the projection
+returns goes to attention's casts, and is freed; attention's result goes to the cast of the next
+projection, and attention's backward reads the codes that this projection holds, instead of a tensor
+of its own. Backward hands over gradients likewise.
 
 What cuts: hooks, a monitor, torch's compiler or a transform, a class or a forward that is not the
-library's, frozen weights, weight gradients that a later call computes. A Transformer layer is cut
-besides by what a layer returns besides its output, by dropout, and by ranks that share its work.
+library's, frozen weights, weight gradients that a later call computes, a value that a layer returns
+besides its output. Unless codes are handed over, also a seed, a tensor-parallel group, and a tensor
+that attention takes besides queries, keys and values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain as concatenated
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ import torch
 from fp8core.chain import run as chain
 from fp8core.chain.alone import is_transformed
 from fp8core.chain.attention.link import AttentionLink
-from fp8core.chain.call import DENSE
+from fp8core.chain.call import DENSE, Call
 from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.packed_attention import PackedAttentionLink
 from fp8core.chain.protocol import Link
@@ -39,262 +41,365 @@ from fp8core.context.autocast import Active, active
 from fp8core.dispatch import policy
 from fp8core.dispatch.policy import Policy
 from fp8core.modules.attention import DotProductAttention
-from fp8core.modules.attention_call import AttentionCall
-from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound, recipe_in
 from fp8core.modules.calls.inputs import check_input
 from fp8core.modules.layers.layernorm_linear import LayerNormLinear
 from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
 from fp8core.modules.layers.linear import Linear
+from fp8core.modules.layers.parallel import ParallelModule, set_group
 from fp8core.modules.memo import Memo, memo_of, replay, sources_of
 from fp8core.modules.run import run_joined
-from fp8core.modules.sequences.head_split import HeadSizes
+from fp8core.modules.sequences.attention_arguments import PLAIN_OPTIONS, AttentionOptions
+from fp8core.modules.sequences.head_split import HeadSizes, split_query_key_value
 from fp8core.recipe import PerLayer
 from fp8core.recipe.plan import LayerRole
-from fp8core.torch_ops.private import has_hooks, is_compiled, is_traced, is_transform_active
+from fp8core.torch_ops.private import has_hooks, is_compiled, is_traced
 
 _MOST_CHAINS = 64
-_JOINED = (DotProductAttention, LayerNormLinear, LayerNormMLP, Linear)
-_DENSE_LAYOUTS = ("bshd", "sbhd")
+_JOINED: Mapping[type[torch.nn.Module], tuple[str, ...]] = {
+    DotProductAttention: ("return_max_logit", "drops_all"),
+    LayerNormLinear: ("return_layernorm_output", "return_bias"),
+    LayerNormMLP: ("return_layernorm_output", "return_bias", "checkpoint"),
+    Linear: (),
+}
+"""The layers that may be a part of a chain with others, unless one of these attributes is true."""
 
 
-def may_join(layer: torch.nn.Module) -> bool:
-    """Return whether ``layer`` may run as a part of a chain with others: nothing has to see its own
-    call, and it is one of the library's."""
-    if type(layer) not in _JOINED or "forward" in layer.__dict__:
-        return False
-    assert isinstance(layer, LowPrecisionModule)
-    bindings = layer._bindings
-    return (
-        not has_hooks(layer)
-        and not is_compiled(layer)
-        and bindings.watch is None
-        and bindings.weights.scope is None
-        and layer.wgrad_queue is None
-    )
+def is_seen(module: torch.nn.Module) -> bool:
+    """Return whether more than the library's forward sees a call of ``module``."""
+    return has_hooks(module) or "forward" in module.__dict__ or is_compiled(module)
 
 
-def attends_to_codes(layers: Sequence[torch.nn.Module]) -> bool:
-    """Return whether the active recipe has ``layers``, of which one is attention, hand over codes.
+def hands_over_codes(attention: DotProductAttention) -> bool:
+    """Return whether the active recipe has the neighbours of ``attention`` hand over codes.
 
-    If something cuts them, they compute what ``fp8_dpa`` says.
+    Where something cuts it from them, it computes what ``fp8_dpa`` says.
     """
-    if torch.compiler.is_compiling():
-        return False
-    for layer in layers:
-        if isinstance(layer, DotProductAttention):
-            chosen = active(layer.outside_autocast).quantize
-            if isinstance(chosen, PerLayer):
-                chosen = recipe_in(chosen, LayerRole(layer.kind, layer.name))
-            is_apart = layer.return_max_logit or layer.drops_all or layer.context_group.size > 1
-            if not getattr(chosen, "fp8_mha", False) or is_apart:
-                return False
-    return not is_traced() and not is_transform_active() and all(map(may_join, layers))
+    chosen = active(attention.outside_autocast).quantize
+    if isinstance(chosen, PerLayer):
+        chosen = recipe_in(chosen, LayerRole(attention.kind, attention.name))
+    return bool(getattr(chosen, "fp8_mha", False))
 
 
 class Segment(NamedTuple):
-    """A layer, bound, as a part of a chain; ``heads`` says how the rows that attention gets from
-    the segment before it hold heads, None if it gets its queries."""
+    """A layer as a part of a larger one.
 
-    layer: LowPrecisionModule
-    bound: Bound
+    Attributes:
+        layer: the layer; the bias that a Linear returns is for its owner to return.
+        block: the module that runs it otherwise.
+        hands_over: whether codes cross to its neighbours.
+        options: of a call of attention.
+        heads: how the rows that attention gets hold heads, None if it gets queries, keys and
+            values.
+        bound, params, call, rows: of a layer that is bound for a call: its links, their parameters,
+            what attention to codes brings, and the queries if it does not get the rows of a layer.
+    """
+
+    layer: ParallelModule
+    block: torch.nn.Module
+    hands_over: bool = False
+    options: AttentionOptions | None = None
     heads: HeadSizes | None = None
+    bound: Bound | None = None
+    params: Sequence[torch.Tensor] = ()
+    call: Call = DENSE
+    rows: torch.Tensor | None = None
+
+    def is_cut(self, outside: Active | None, *, is_plain: bool) -> bool:
+        """Whether the layer's own call has to be seen. ``outside`` is the recipe of its neighbours
+        outside any autocast; ``is_plain``: their owner's arguments say the same in each call."""
+        layer, options = self.layer, self.options
+        returned = _JOINED.get(type(layer))
+        if returned is None or layer.outside_autocast is not outside or is_seen(layer):
+            return True
+        if isinstance(layer, DotProductAttention) and options is not None:
+            is_shared = layer.context_group.size > 1 or options.checkpoint_core_attention
+            is_dense = self.heads is not None and is_plain
+            if is_shared or not (self.hands_over or is_dense):
+                return True
+        bindings = layer._bindings
+        return (
+            bindings.watch is not None
+            or bindings.weights.scope is not None
+            or layer.wgrad_queue is not None
+            or any([getattr(layer, name) for name in returned])
+        )
+
+    def bind(self, value: Any, leading: Sequence[int], dtype: torch.dtype) -> Segment | None:
+        """Return the segment bound for activations of ``dtype``, None if it has to run by itself.
+
+        ``value`` is what the chain gets, and ``leading`` are the dimensions of the layer's rows.
+        """
+        layer, heads, params = self.layer, self.heads, self.params
+        if self.options is None:
+            bound = bind(layer, rows_of(value).device, dtype)
+            is_dense = not bound.needs_rng and layer.parallel.size == 1
+            return self._replace(bound=bound) if is_dense or self.hands_over else None
+        assert isinstance(layer, DotProductAttention)
+        if heads is not None:
+            rows = value.new_empty(1, dtype=dtype)
+            rows = rows.expand(*leading, heads.query_size + 2 * heads.key_size)
+            value = split_query_key_value(rows, heads)
+        attend = layer.prepared(value, self.options)
+        if not (self.hands_over or attend.shape.takes_rows_alone):
+            return None  # before a seed is drawn
+        q, k, v, bias = attend.inputs
+        bound, call = attend.bind(q)
+        if not self.hands_over:
+            return self._replace(bound=bound) if bound.plan.is_high_precision else None
+        params = [*([] if bias is None else [bias]), *params]
+        if heads is not None:
+            return self._replace(bound=bound, params=params, call=call)
+        return self._replace(bound=bound, params=[k, v, *params], call=call, rows=q.flatten(-2))
 
     def links(self, tokens: tuple[int, ...]) -> tuple[Link, ...]:
-        """Return its links; ``tokens`` as of :class:`PackedAttentionLink`."""
+        """Return the links that are bound; those of attention for rows whose first dimensions are
+        ``tokens``."""
+        assert self.bound is not None
         if self.heads is None:
             return self.bound.links
         (attention,) = self.bound.links
         assert isinstance(attention, AttentionLink)
-        return (PackedAttentionLink(attention, self.heads.is_interleaved, tokens),)
+        sizes = () if self.hands_over else tokens
+        return (PackedAttentionLink(attention, self.heads.is_interleaved, sizes),)
 
 
-class EncoderParts(NamedTuple):
-    """The layers of a Transformer layer in the order in which they run, and how the heads lie in
-    what the first of them returns; ``block`` has the first three, and ``name`` is that of the
-    Transformer layer."""
+def rows_of(value: Any) -> Any:
+    """Return the tensor whose rows a chain gets; of queries, keys and values the queries."""
+    return value[0] if isinstance(value, tuple) else value
 
-    first: LayerNormLinear
-    attention: DotProductAttention
-    proj: Linear
-    mlp: LayerNormMLP
-    heads: HeadSizes
-    block: torch.nn.Module
-    name: str | None
+
+class LayerCall(NamedTuple):
+    """A call of a layer of layers.
+
+    Attributes:
+        owner: the layer that is called.
+        items: its segments; those of an item run together or not at all, and an item without any
+            by itself.
+        alone: returns the value after the item of a number, from the value before it.
+        arguments: those of the call besides its input, by which memos are compared.
+        label: if not None, each item is a branch that is added to its input, and this names the
+            layer in messages.
+    """
+
+    owner: ComposedLayer
+    items: Sequence[Sequence[Segment]]
+    alone: Callable[[int, Any], Any]
+    arguments: tuple[object, ...]
+    label: str | None = None
 
     @property
-    def layers(self) -> tuple[LowPrecisionModule, ...]:
-        """The four layers."""
-        return self[:4]
+    def is_plain(self) -> bool:
+        """Whether its arguments say the same in each call in which they are equal."""
+        return PLAIN_OPTIONS.issuperset(map(type, self.arguments))
 
     @property
-    def label(self) -> str:
-        """The Transformer layer in messages."""
-        label = f"TransformerLayer({self.first.in_features}, {self.mlp.ffn_hidden_size})"
-        return label if self.name is None else f"{self.name!r} ({label})"
+    def outside(self) -> Active | None:
+        """The recipe of its first segment outside any autocast."""
+        return next(filter(None, self.items))[0].layer.outside_autocast
 
-    def is_cut(self) -> bool:
-        """Whether a layer's own call has to be seen, or takes or returns more than one tensor."""
-        first, attention, proj, mlp, *_ = self
-        outside = first.outside_autocast
-        return (
-            attention.qkv_format not in _DENSE_LAYOUTS
-            or attention.return_max_logit
-            or attention.context_group.size > 1
-            or attention.softmax_offset is not None
-            or bool(attention.attention_dropout and attention.training)
-            or first.return_layernorm_output
-            or mlp.return_layernorm_output
-            or (first.return_bias or proj.return_bias or mlp.return_bias or mlp.checkpoint)
-            or not first.parallel.size == proj.parallel.size == mlp.parallel.size == 1
-            or attention.outside_autocast is not outside
-            or proj.outside_autocast is not outside
-            or mlp.outside_autocast is not outside
-            or not all(map(may_join, self.layers))
-        )
-
-    def params(self) -> list[torch.Tensor]:
-        """Return the chain's parameters, in order."""
-        first, _, proj, mlp, *_ = self
-        return [*first.link_params(), *proj.link_params(), *mlp.link_params()]
-
-    def takes(self, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
-        """Whether ``x`` is a plain tensor that each layer takes as it is."""
-        weights = [param for param in params if param.dim() == 2]
-        return (
-            type(x) in PLAIN
-            and x.dim() == 3
-            and x.numel() > 0
-            and x.shape[-1] == self.first.in_features
-            and all(x.dtype == weight.dtype and x.device == weight.device for weight in weights)
-            and not is_under_torch_autocast(x)
-        )
+    def end(self, start: int, refused: Mapping[int, object]) -> int:
+        """Return the number of the item behind the chain that begins with item ``start``, and
+        ``start`` if none does. ``refused`` are calls that had to run an item by itself."""
+        items, outside, is_plain = self.items, self.outside, self.is_plain
+        call = active(outside), policy.current()
+        end = start
+        while end < len(items) and items[end]:
+            first = items[end][0]
+            is_apart = first.options is not None and first.heads is None and end > start
+            if is_apart or refused.get(end) in (call, (*call, self.arguments)):
+                break
+            if any([each.is_cut(outside, is_plain=is_plain) for each in items[end]]):
+                break
+            end += 1
+        return start if end - start == 1 and self.label is None else end
 
 
 class Composition:
-    """The chains that the segments of one larger layer have run as, and the memo of the last call.
-    A copy of the layer starts without any, as they refer to the states of the layers inside."""
+    """The chains that the segments of one larger layer have run as, and memos of their last calls.
+    A copy of the layer starts without any, as they refer to the states of the layers inside.
 
-    __slots__ = ("_chains", "_refused", "memo")
+    ``memo`` is that of a call that was one chain from its input to its output.
+    """
+
+    __slots__ = ("_alone", "_chains", "_memos", "_refused", "memo")
 
     def __init__(self) -> None:
         self.memo: Memo | None = None
-        # By the parts of their segments, which the key has by their addresses.
-        self._chains: dict[tuple[object, ...], tuple[Chain, Sequence[Segment]]] = {}
-        self._refused: tuple[Active, Policy] | None = None  # that no chain was made for
+        # By the number of the first item, and of the one behind the last.
+        self._memos: dict[tuple[int, int], Memo] = {}
+        # By what is bound, which the key has by addresses.
+        self._chains: dict[tuple[object, ...], tuple[Chain, Sequence[Bound | None]]] = {}
+        # By the number of an item: the last call that had to run it alone, as binding it said.
+        self._refused: dict[int, tuple[object, ...]] = {}
+        # The last call in which that left no chain, whatever its arguments.
+        self._alone: tuple[Active, Policy] | None = None
 
     def __reduce__(self) -> tuple[type[Composition], tuple[()]]:
         return Composition, ()
 
-    def links(
-        self,
-        branches: Sequence[Sequence[Segment]],
-        tokens: tuple[int, ...] = (),
-        owner: str | None = None,
-    ) -> Chain:
-        """Return the links of all ``branches`` as one chain; with an ``owner``, which messages
-        name, each branch is added to its input."""
+    def may_join(self, layer: torch.nn.Module) -> bool:
+        """Return whether neighbours of which one is ``layer`` may be one chain in a call now."""
+        if torch.compiler.is_compiling():
+            return False
+        request = active(getattr(layer, "outside_autocast", None))
+        if request.observe is not None or self._alone == (request, policy.current()):
+            return False
+        return not is_traced() and not is_transformed()
+
+    def run(self, call: LayerCall, value: Any) -> Any:
+        """Return ``value`` after all items of ``call``: neighbours that nothing cuts from one
+        another as one chain, the rest alone."""
+        at = 0
+        while at < len(call.items):
+            end, output = call.end(at, self._refused) if call.items[at] else at, None
+            if end > at:
+                output, end = self._joined(call, at, end, value)
+            value, at = (call.alone(at, value), at + 1) if output is None else (output, end)
+        return value
+
+    def _joined(
+        self, call: LayerCall, start: int, end: int, value: Any
+    ) -> tuple[torch.Tensor | None, int]:
+        """Return ``value`` after the items from ``start`` to ``end``, or the first of them, as one
+        chain, and the number of the next item; None instead of a value if they cannot be one."""
+        memo, items, params = self._memos.get((start, end)), call.items[start:end], None
+        if memo is None or memo.sources is None:  # once in a call, as they may be computed
+            items, params = _with_params(items)
+        if memo is not None and (memo is not self.memo or params is not None):
+            output = replay(call.owner, memo, rows_of(value), params, call.arguments)
+            if output is not None:
+                return output, end
+        if params is None:
+            items, params = _with_params(items)
+        x = rows_of(value)
+        dtype = _dtype_of(items[0][0].layer, x, params)
+        branches = [] if dtype is None else self._bound(call, start, items, value, dtype)
+        if dtype is None or len(branches) <= (call.label is None):
+            return None, start
         segments = [*concatenated.from_iterable(branches)]
-        key = (*map(id, concatenated.from_iterable(segments)), tokens, owner)
+        rows = x if segments[0].rows is None else segments[0].rows
+        rows = rows if rows.dtype == dtype else rows.to(dtype)
+        brought = next((each.call for each in segments if each.call is not DENSE), DENSE)
+        links = self._chain(branches, tuple(rows.shape[:2]), call.label)
+        params = [*concatenated.from_iterable([each.params for each in segments])]
+        layers = [(each.layer, each.bound) for each in segments if each.bound is not None]
+        output = run_joined(layers, links, rows, params, brought)
+        end = start + len(branches)
+        is_whole = brought.rng is None and not any([x is not None for x in brought.tensors])
+        if rows is value and is_whole and call.is_plain:
+            memo = _memo_of(call, segments, chain.prepared(links, rows, params, brought), x.shape)
+            if memo is not None:
+                self._memos[start, end] = memo
+                if len(branches) == len(call.items) and not call.owner.return_bias:
+                    self.memo = memo
+        return output, end
+
+    def _bound(
+        self,
+        call: LayerCall,
+        start: int,
+        items: Sequence[Sequence[Segment]],
+        value: Any,
+        dtype: torch.dtype,
+    ) -> list[list[Segment]]:
+        """Return the ``items`` bound, without the first that has to run by itself and those behind
+        it; ``start`` is the number of the first item."""
+        branches: list[list[Segment]] = []
+        leading: Sequence[int] = rows_of(value).shape[:-1]
+        for at, item in enumerate(items, start):
+            branch: list[Segment] = []
+            for segment in item:
+                bound = segment.bind(value, leading, dtype)
+                if bound is None:
+                    self._refuse(call, at, segment)
+                    return branches
+                branch.append(bound)
+                leading = segment.layer.parallel.gathered(leading)
+            branches.append(branch)
+        return branches
+
+    def _refuse(self, call: LayerCall, at: int, segment: Segment) -> None:
+        """Note that ``segment`` has item ``at`` run alone, whatever the arguments if a linear."""
+        like = active(call.outside), policy.current()
+        self._refused[at] = like if segment.options is None else (*like, call.arguments)
+        left = [self._refused.get(at) != like for at in range(len(call.items))]
+        if call.label is None:
+            left = [all(pair) for pair in pairwise(left)]
+        if all(call.items) and not any(left):
+            self._alone = like
+
+    def _chain(
+        self, branches: Sequence[Sequence[Segment]], tokens: tuple[int, ...], label: str | None
+    ) -> Chain:
+        """Return the links of all ``branches`` as one chain, see :class:`LayerCall`."""
+        segments = [*concatenated.from_iterable(branches)]
+        if all([each.heads is None or each.hands_over for each in segments]):
+            tokens = ()
+        key = (*[(id(each.bound), each.heads) for each in segments], *map(len, branches))
+        key = (*key, tokens, label)
         entry = self._chains.get(key)
         if entry is not None:
             return entry[0]
         links: tuple[Link, ...] = ()
         for branch in branches:
-            inner = tuple(link for segment in branch for link in segment.links(tokens))
-            links += inner if owner is None else (ResidualLink(inner, owner),)
-        recorder = None if owner is None else _recorder_of(segments)
+            inner = tuple([link for segment in branch for link in segment.links(tokens)])
+            links += inner if label is None else (ResidualLink(inner, label),)
         if len(self._chains) >= _MOST_CHAINS:  # sizes without end
             self._chains.pop(next(iter(self._chains)), None)
-        self._chains[key] = Chain(links, recorder), segments
-        return self._chains[key][0]
-
-    def attend(
-        self, call: AttentionCall, proj: Linear, rows: tuple[Linear, torch.Tensor, HeadSizes] | None
-    ) -> torch.Tensor:
-        """Return ``proj`` of attention to the queries, keys and values of ``call``; with ``rows``,
-        a layer, its input and how the rows that it returns hold heads, to those. Of the queries
-        the layout and the sizes alone are then read."""
-        q, k, v, bias = call.inputs
-        if rows is None:
-            x, params = q.flatten(-2), [k, v]
-            bound, of_call = call.bind(q)
-            segments = [Segment(call.layer, bound)]
-        else:
-            first, x, heads = rows
-            params = first.link_params()
-            weight = next(param for param in params if param.dim() == 2)
-            dtype = check_input(first, x, weight, first.in_features)
-            x = x if x.dtype == dtype else x.to(dtype)
-            bound, of_call = call.bind(q)
-            segments = [
-                Segment(first, bind(first, x.device, dtype)),
-                Segment(call.layer, bound, heads),
-            ]
-        segments.append(Segment(proj, bind(proj, q.device, q.dtype)))
-        params += [param for param in (bias, call.layer.softmax_offset) if param is not None]
-        params += proj.link_params()
-        layers = [(segment.layer, segment.bound) for segment in segments]
-        return run_joined(layers, self.links((segments,)), x, params, of_call)
-
-    def encode(
-        self, layer: torch.nn.Module, parts: EncoderParts, x: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return the output of ``layer``, a Transformer layer of ``parts``, for ``x``; None where
-        its layers have to run one by one."""
-        request, backends = active(parts.first.outside_autocast), policy.current()
-        is_refused = self._refused is not None and self._refused == (request, backends)
-        if request.observe is not None or is_refused or parts.is_cut():
-            return None
-        params = parts.params()
-        if self.memo is not None and self.memo.sources is None:
-            output = replay(layer, self.memo, x, params)
-            if output is not None:
-                return output
-        if is_traced() or is_transformed() or not parts.takes(x, params):
-            return None
-        shapes = parts.attention.link_shapes()
-        segments = [
-            Segment(part, bind(part, x.device, x.dtype, shapes=shapes), parts.heads)
-            if part is parts.attention
-            else Segment(part, bind(part, x.device, x.dtype))
-            for part in parts.layers
-        ]
-        if not _is_one_chain(segments):
-            self._refused = request, backends
-            return None
-        links = self.links((segments[:3], segments[3:]), tuple(x.shape[:2]), parts.label)
-        output = run_joined([segment[:2] for segment in segments], links, x, params, DENSE)
-        prepared = chain.prepared(links, x, params)
-        if prepared is not None:
-            memo = memo_of(
-                (layer, parts.block, *parts.layers),
-                parts.first.outside_autocast,
-                prepared,
-                len(params),
-                [segment.bound.states for segment in segments],
-                sources=sources_of((parts.first, parts.proj, parts.mlp)),
-                shape=x.shape,
-            )
-            self.memo = self.memo if memo is None else memo
-        return output
+        entry = Chain(links, _recorder_of(segments)), [each.bound for each in segments]
+        self._chains[key] = entry
+        return entry[0]
 
 
-TransformerChain = Joins = Composition
-"""Names of it in models that an earlier version pickled."""
+def _with_params(
+    items: Sequence[Sequence[Segment]],
+) -> tuple[list[list[Segment]], list[torch.Tensor]]:
+    """Return the segments of ``items`` with the parameters of their layers, and all of these."""
+    complete = [[each._replace(params=each.layer.link_params()) for each in item] for item in items]
+    return complete, [param for item in complete for each in item for param in each.params]
 
 
-def _is_one_chain(segments: Sequence[Segment]) -> bool:
-    """Whether attention runs in high precision, each layer is one chain, and none takes a seed."""
-    attention, linears = segments[1].bound, [segments[at].bound for at in (0, 2, 3)]
-    (link,) = attention.links
-    return (
-        type(link) is AttentionLink
-        and attention.plan.is_high_precision
-        and link.takes_rows_alone
-        and not any(segment.bound.needs_rng for segment in segments)
-        and all(len(bound.parts) == 1 for bound in linears)
+def _dtype_of(layer: ParallelModule, x: Any, params: Sequence[torch.Tensor]) -> torch.dtype | None:
+    """Return the dtype in which a chain that begins with ``layer`` computes from ``x``; None unless
+    it is a plain tensor, and each weight among ``params`` fits.
+
+    Raises:
+        OperandError: as ``layer`` for an input that it refuses.
+    """
+    if type(x) not in PLAIN or not x.numel():
+        return None
+    weights = [param for param in params if param.dim() == 2]
+    is_autocast = is_under_torch_autocast(x)
+    if isinstance(layer, DotProductAttention):
+        dtype = torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype
+    else:
+        dtype = check_input(layer, x, weights[0], weights[0].shape[-1])
+    fits = [each.device == x.device and (is_autocast or each.dtype == dtype) for each in weights]
+    return dtype if all(fits) else None
+
+
+def _memo_of(
+    call: LayerCall,
+    segments: Sequence[Segment],
+    prepared: chain.Prepared | None,
+    shape: torch.Size,
+) -> Memo | None:
+    """Return the memo of the call that has just run as ``prepared``, if it may be replayed."""
+    if prepared is None:
+        return None
+    layers = [segment.layer for segment in segments]
+    blocks = {each.block: None for each in segments if each.block is not call.owner}
+    return memo_of(
+        (call.owner, *[block for block in blocks if block not in layers], *layers),
+        call.outside,
+        prepared,
+        sum([len(segment.params) for segment in segments]),
+        [None if each.bound is None else each.bound.states for each in segments],
+        arguments=call.arguments,
+        sources=sources_of(layers),
+        shape=shape,
     )
 
 
@@ -303,6 +408,62 @@ def _recorder_of(segments: Sequence[Segment]) -> Any:
 
     Attention is a function to it, whoever computes that.
     """
-    parts = [segment.bound.parts[0] for segment in segments if segment.heads is None]
-    recorders = [part.recorder if isinstance(part, Chain) else None for part in parts]
+    links = [each.bound.parts[0] for each in segments if each.bound and each.options is None]
+    recorders = [each.recorder if isinstance(each, Chain) else None for each in links]
     return recorders[0] if all(each is recorders[0] for each in recorders) else None
+
+
+class ComposedLayer(torch.nn.Module):
+    """Base of the layers of layers, which run as a :class:`Composition`."""
+
+    name: str | None = None
+    return_bias = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chain = Composition()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        vars(self).setdefault("_chain", Composition())  # an earlier version had another name
+
+    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
+        """Give the layers inside, made with ``tp_size``, their group."""
+        set_group(self, tp_group)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: object | None = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: object | None = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Share the tokens of all following calls over the ranks of a group, see
+        :meth:`fp8core.DotProductAttention.set_context_parallel_group`; rotary embeddings take the
+        angles of whole sequences."""
+        for module in self.modules():
+            if isinstance(module, DotProductAttention):
+                module.set_context_parallel_group(
+                    cp_group, cp_global_ranks, cp_stream, cp_comm_type
+                )
+
+    def _name_of(self, child: str) -> str | None:
+        return None if self.name is None else f"{self.name}.{child}"
+
+    def _run(self, hidden_states: torch.Tensor, arguments: tuple[object, ...]) -> Any:
+        """Return the output for ``hidden_states`` and the further ``arguments`` of ``forward``, in
+        its order."""
+        memo = self._chain.memo
+        if memo is not None and not torch.compiler.is_dynamo_compiling():
+            output = replay(self, memo, hidden_states, None, arguments)
+            if output is not None:
+                return output
+        return self._compose(hidden_states, arguments)
+
+    def _compose(self, hidden_states: torch.Tensor, arguments: tuple[object, ...]) -> Any:
+        """Return the output of a call that is not like the last one."""
+        raise NotImplementedError
+
+
+TransformerChain = Joins = Composition
+"""Names of it in models that an earlier version pickled."""

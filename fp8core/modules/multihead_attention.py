@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,9 @@ from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_
 from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.calls.inputs import check_kind
 from fp8core.modules.calls.parameters import InitMethod, refuse_arguments
-from fp8core.modules.composition import Composition, attends_to_codes
+from fp8core.modules.composition import ComposedLayer, LayerCall, Segment, hands_over_codes
 from fp8core.modules.layers.layernorm_linear import LayerNormLinear
 from fp8core.modules.layers.linear import Linear
-from fp8core.modules.layers.parallel import set_group
 from fp8core.modules.sequences.attention_arguments import AttentionOptions
 from fp8core.modules.sequences.head_split import (
     HeadSizes,
@@ -26,7 +26,6 @@ from fp8core.modules.sequences.head_split import (
 )
 from fp8core.modules.sequences.inference import InferenceParams
 from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
-from fp8core.torch_ops.private import has_hooks
 
 ATTENTION_TYPES = ("self", "cross")
 _NOT_OFFERED = (
@@ -51,7 +50,7 @@ def picked(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]
     return {name: arguments[name] for name in names}
 
 
-class MultiheadAttention(torch.nn.Module):
+class MultiheadAttention(ComposedLayer):
     """Projects to heads, lets them attend, and projects back to ``hidden_size``.
 
     Children: ``layernorm_qkv`` (a :class:`fp8core.LayerNormLinear`) or, without
@@ -100,7 +99,9 @@ class MultiheadAttention(torch.nn.Module):
     """
 
     # The attributes that decide how a call runs, besides those of the layers inside.
-    call_fields = ("q_norm", "k_norm", "return_bias", "_sizes")
+    call_fields = (
+        *("attention_type", "q_norm", "k_norm", "return_bias", "return_layernorm_output", "_sizes"),
+    )
 
     def __init__(
         self,
@@ -180,7 +181,6 @@ class MultiheadAttention(torch.nn.Module):
         )
         self.tp_size = core_attention.tp_size
         self.sequence_parallel = core_attention.sequence_parallel
-        self._joins = Composition()
         self._sizes = HeadSizes(
             core_attention.heads.heads,
             core_attention.heads.groups,
@@ -275,27 +275,6 @@ class MultiheadAttention(torch.nn.Module):
             if getattr(self, child)._parameters.get(name) is not None
         }
 
-    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
-        """Give the layers inside, made with ``tp_size``, their group."""
-        set_group(self, tp_group)
-
-    def _name_of(self, child: str) -> str | None:
-        return None if self.name is None else f"{self.name}.{child}"
-
-    def set_context_parallel_group(
-        self,
-        cp_group: object | None = None,
-        cp_global_ranks: list[int] | None = None,
-        cp_stream: object | None = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        """Share the tokens of all following calls over the ranks of a group, see
-        :meth:`fp8core.DotProductAttention.set_context_parallel_group`; rotary embeddings take the
-        angles of whole sequences."""
-        self.core_attention.set_context_parallel_group(
-            cp_group, cp_global_ranks, cp_stream, cp_comm_type
-        )
-
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -341,113 +320,111 @@ class MultiheadAttention(torch.nn.Module):
             UnsupportedError: cross attention with ``inference_params`` and a causal mask, a window
                 or ALiBi, as a step does not say where its queries are among the keys.
         """
-        self._check_encoder_output(encoder_output)
-        if self.attention_type == "cross" and inference_params is not None:
-            self.core_attention.refuse_positions(
-                attn_mask_type, window_size, core_attention_bias_type
-            )
-        joins = (
-            is_first_microbatch is None
-            and not checkpoint_core_attention
-            and thd_attention_policies is None
-            and attends_to_codes((self.core_attention, self.proj))
+        arguments = (
+            *(attention_mask, encoder_output, attn_mask_type, window_size, bottom_right_diagonal),
+            *(is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb),
+            *(core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q),
+            *(cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q),
+            *(max_seqlen_kv, fast_zero_fill, pad_between_seqs, thd_attention_policies),
+            *(thd_attention_policy_dispatch, softcap),
         )
-        options_of_call: dict[str, Any] = {  # torch 2.11 compiles no locals()
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_kv": cu_seqlens_kv,
-            "cu_seqlens_q_padded": cu_seqlens_q_padded,
-            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_kv": max_seqlen_kv,
-            "attn_mask_type": attn_mask_type,
-            "window_size": window_size,
-            "bottom_right_diagonal": bottom_right_diagonal,
-            "softcap": softcap,
-            "checkpoint_core_attention": checkpoint_core_attention,
-            "core_attention_bias_type": core_attention_bias_type,
-            "core_attention_bias": core_attention_bias,
-            "alibi_slopes": alibi_slopes,
-            "fast_zero_fill": fast_zero_fill,
-            "inference_params": inference_params,
-            "pad_between_seqs": pad_between_seqs,
-            "thd_attention_policies": thd_attention_policies,
-            "thd_attention_policy_dispatch": thd_attention_policy_dispatch,
-        }
-        if self.attention_type == "cross":
-            options_of_call["inference_params"] = None
-        options = AttentionOptions(attention_mask, **options_of_call) if joins else None
-        if options is not None and rotary_pos_emb is None and self._takes_rows(inference_params):
-            return self._in_one_chain(hidden_states, options)
-        query, key, value, normalized = self._project(
-            hidden_states, encoder_output, is_first_microbatch
+        return self._run(hidden_states, arguments)
+
+    def _compose(self, hidden_states: torch.Tensor, arguments: tuple[object, ...]) -> Any:
+        """Return the output of a call that is not like the last one."""
+        check_kind("MultiheadAttention", "hidden_states", hidden_states)
+        named: dict[str, Any] = dict(zip(ARGUMENTS, arguments, strict=True))
+        options, is_first = self._options(named), named["is_first_microbatch"]
+        normalized = None
+
+        def alone(at: int, value: Any) -> Any:
+            nonlocal normalized
+            if at == 2:
+                return self.proj(value, is_first)
+            if at == 1:
+                qkv = value if type(value) is tuple else split_query_key_value(value, self._sizes)
+                return self.core_attention(*qkv, named["attention_mask"], **options)
+            rows = getattr(self, self._projection)(value, is_first)
+            if self.return_layernorm_output:
+                rows, normalized = rows
+            return self._prepared(rows, named) if self._has_steps(named) else rows
+
+        segments = self.segments(named) if self._chain.may_join(self.core_attention) else ()
+        items: Sequence[Sequence[Segment]] = [*zip(segments, strict=True)] or [()] * 3
+        outputs = self._chain.run(LayerCall(self, items, alone, arguments), hidden_states)
+        return self._outputs(outputs, normalized)
+
+    def segments(self, arguments: Mapping[str, Any]) -> Sequence[Segment]:
+        """Return the layers of a call with the ``arguments`` of :meth:`forward`, in order; none if
+        each of them has to run by itself."""
+        attention, has_steps = self.core_attention, self._has_steps(arguments)
+        is_attention = isinstance(attention, DotProductAttention)
+        hands_over = is_attention and hands_over_codes(attention)
+        is_kept = arguments["is_first_microbatch"] is not None  # weights are, for later calls
+        if not is_attention or is_kept or (has_steps and not hands_over):
+            return ()
+        options = AttentionOptions(arguments["attention_mask"], **self._options(arguments))
+        heads = None if has_steps else self._sizes
+        return (
+            Segment(getattr(self, self._projection), self, hands_over),
+            Segment(attention, self, hands_over, options, heads),
+            Segment(self.proj, self, hands_over),
         )
+
+    def _options(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of a call's ``arguments`` that attention takes behind the mask."""
+        if (arguments["encoder_output"] is None) != (self.attention_type == "self"):
+            self._refuse_encoder_output()
+        options = {name: arguments[name] for name in _OF_CALLS}
+        if self.attention_type == "cross" and options["inference_params"] is not None:
+            names = ("attn_mask_type", "window_size", "core_attention_bias_type")
+            self.core_attention.refuse_positions(*[options[name] for name in names])
+            options["inference_params"] = None
+        return options
+
+    def _has_steps(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether queries and keys are more than rows of the first projection: normalized, rotated,
+        those of a cache or of an encoder."""
+        return (
+            self.attention_type != "self"
+            or self.q_norm is not None
+            or self.k_norm is not None
+            or arguments["rotary_pos_emb"] is not None
+            or arguments["inference_params"] is not None
+        )
+
+    def _prepared(
+        self, rows: torch.Tensor, arguments: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query, key and value of the ``rows`` of the first projection, each ``[..., heads,
+        head_dim]``, normalized and rotated."""
+        if self.attention_type == "self":
+            query, key, value = split_query_key_value(rows, self._sizes)
+        else:
+            query = as_heads(rows, self._sizes.head_dim)
+            pairs = self.key_value(arguments["encoder_output"], arguments["is_first_microbatch"])
+            key, value = split_key_value(pairs, self._sizes)
         if self.qk_norm_before_rope:
             query, key = self._normalize(query, key)
-        if rotary_pos_emb is not None:
-            ends_q = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
-            ends_kv = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
-            query, key = self._rotate(
-                (query, key), rotary_pos_emb, (ends_q, ends_kv), inference_params
-            )
+        if arguments["rotary_pos_emb"] is not None:
+            query, key = self._rotate((query, key), arguments)
             if self.q_norm is None:  # whose backward holds the projection in any case
                 value = _without_its_neighbours(value)
         if not self.qk_norm_before_rope:
             query, key = self._normalize(query, key)
-        if options is not None:
-            call = self.core_attention.prepared((query, key, value), options)
-            return self._outputs(
-                self._with_bias(self._joins.attend(call, self.proj, None)), normalized
-            )
-        context = self.core_attention(query, key, value, attention_mask, **options_of_call)
-        return self._outputs(self.proj(context, is_first_microbatch), normalized)
+        return query, key, value
 
     def _outputs(self, outputs: Any, normalized: torch.Tensor | None) -> Any:
-        """Return what ``proj`` returned, with the normalized input if the layer returns that."""
+        """Return what ``proj`` returns, with the normalized input if the layer returns that; a
+        chain leaves out the bias."""
+        if self.return_bias and not isinstance(outputs, tuple):
+            outputs = outputs, self.proj.parameter("bias")
         if not self.return_layernorm_output:
             return outputs
         return (*outputs, normalized) if self.return_bias else (outputs, normalized)
 
-    def parts(self) -> tuple[LayerNormLinear, DotProductAttention, Linear, HeadSizes] | None:
-        """Return the layers of self attention to a normalized input, and how heads lie in what the
-        first of them returns; None where more than these layers takes part in a call."""
-        modules = self._modules
-        first, has_norms = modules.get("layernorm_qkv"), self.q_norm is not None
-        if has_norms or self.k_norm is not None or self.return_bias or has_hooks(self):
-            return None
-        if not isinstance(first, LayerNormLinear) or "forward" in self.__dict__:
-            return None
-        attention, proj = modules["core_attention"], modules["proj"]
-        if not isinstance(attention, DotProductAttention) or not isinstance(proj, Linear):
-            return None
-        return first, attention, proj, self._sizes
-
-    def _takes_rows(self, cache: InferenceParams | None) -> bool:
-        """Whether attention to the rows of the projection needs nothing in between."""
-        has_norms = self.q_norm is not None or self.k_norm is not None
-        if self.attention_type != "self" or has_norms or cache is not None:
-            return False
-        first = getattr(self, self._projection)
-        return not self.return_layernorm_output and attends_to_codes((first,))
-
-    def _in_one_chain(self, hidden_states: torch.Tensor, options: AttentionOptions) -> Any:
-        """Return the output; what lies between the projections is handed over in codes."""
-        check_kind(self.core_attention.label, "hidden_states", hidden_states)
-        first, sizes = getattr(self, self._projection), self._sizes
-        size = sizes.query_size + 2 * sizes.key_size
-        leading = first.parallel.gathered(hidden_states.shape[:-1])
-        like = hidden_states.new_empty(1).expand(*leading, size)
-        call = self.core_attention.prepared(split_query_key_value(like, sizes), options)
-        rows = first, hidden_states, sizes
-        return self._with_bias(self._joins.attend(call, self.proj, rows))
-
-    def _with_bias(self, output: torch.Tensor) -> Any:
-        """Return the output of ``proj`` as it returns it."""
-        return (output, self.proj.parameter("bias")) if self.return_bias else output
-
-    def _check_encoder_output(self, encoder_output: torch.Tensor | None) -> None:
-        if (encoder_output is None) == (self.attention_type == "self"):
-            return
-        if encoder_output is None:
+    def _refuse_encoder_output(self) -> None:
+        if self.attention_type == "cross":
             raise OperandError(
                 "MultiheadAttention(attention_type='cross'): encoder_output is None; expected the "
                 "tensor that keys and values are projected from."
@@ -457,24 +434,6 @@ class MultiheadAttention(torch.nn.Module):
             "encoder_output needs attention_type='cross' (TransformerLayer: layer_type='decoder')."
         )
 
-    def _project(
-        self,
-        hidden_states: torch.Tensor,
-        encoder_output: torch.Tensor | None,
-        is_first_microbatch: bool | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return query, key and value, each ``[..., heads, head_dim]``, and the normalized input,
-        None unless the layer returns it."""
-        rows: Any = getattr(self, self._projection)(hidden_states, is_first_microbatch)
-        normalized = None
-        if self.return_layernorm_output:
-            rows, normalized = rows
-        if self.attention_type == "self":
-            return *split_query_key_value(rows, self._sizes), normalized
-        query = as_heads(rows, self._sizes.head_dim)
-        pairs = self.key_value(encoder_output, is_first_microbatch)
-        return query, *split_key_value(pairs, self._sizes), normalized
-
     def _normalize(
         self, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -483,23 +442,22 @@ class MultiheadAttention(torch.nn.Module):
         return self.q_norm(query), self.k_norm(key)
 
     def _rotate(
-        self,
-        heads: tuple[torch.Tensor, torch.Tensor],
-        angles: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
-        cache: InferenceParams | None,
+        self, heads: tuple[torch.Tensor, torch.Tensor], arguments: Mapping[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return query and key rotated; those of a step start behind the tokens of the cache, the
         keys of cross attention at 0."""
+        angles, cache = arguments["rotary_pos_emb"], arguments["inference_params"]
         pair = angles if isinstance(angles, tuple | list) else (angles, angles)
         if len(pair) != 2:
             raise OperandError(
                 f"MultiheadAttention: rotary_pos_emb is a {type(angles).__name__} of {len(pair)}; "
                 f"expected a tensor, or two: the angles of queries and those of keys."
             )
+        spans: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+        for side in ("q", "kv"):
+            padded = arguments[f"cu_seqlens_{side}_padded"]
+            spans.append((None, arguments[f"cu_seqlens_{side}"] if padded is None else padded))
         group = self.core_attention.context_group
-        spans: list[tuple[torch.Tensor | None, torch.Tensor | None]]
-        spans = [(None, ends) for ends in cu_seqlens]
         if cache is not None:
             step = cache.get_seqlens_pre_step(), cache.step_cu_seqlens_q
             spans = [step, step if self.attention_type == "self" else spans[1]]
@@ -517,6 +475,13 @@ class MultiheadAttention(torch.nn.Module):
             for tensor, freqs, (start, ends) in zip(heads, pair, spans, strict=True)
         )
         return query, key
+
+
+ARGUMENTS = tuple(inspect.signature(MultiheadAttention.forward).parameters)[2:]
+"""The names of the arguments of a call behind its input."""
+
+_OF_CALLS = tuple(name for name in ARGUMENTS if name in AttentionOptions._fields[1:])
+"""Those that attention takes as they are, besides the mask."""
 
 
 def _check_attention_type(attention_type: str) -> None:

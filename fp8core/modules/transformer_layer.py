@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +12,12 @@ from fp8core.chain.node import is_under_torch_autocast
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.modules.calls.inputs import check_kind
 from fp8core.modules.calls.parameters import InitMethod, check_probability, refuse_arguments
-from fp8core.modules.composition import Composition, EncoderParts
+from fp8core.modules.composition import ComposedLayer, LayerCall, Segment, is_seen
 from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
 from fp8core.modules.layers.operation import DropPath, SampleSplit
-from fp8core.modules.layers.parallel import set_group
-from fp8core.modules.memo import replay
 from fp8core.modules.multihead_attention import (
+    ARGUMENTS,
     OF_GROUP,
     MultiheadAttention,
     check_main_grad,
@@ -29,7 +29,6 @@ LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 # The other ub_ arguments refine ub_tp_comm_overlap, and have no effect without it.
 _NOT_OFFERED = ("ub_tp_comm_overlap",)
-_NOTHING = (None,) * 17
 # The arguments that attention and feed-forward block take as they are, and those of attention.
 _OF_BLOCKS = (
     *("bias", "normalization", "zero_centered_gamma", "fuse_wgrad_accumulation", "init_method"),
@@ -42,8 +41,22 @@ _OF_ATTENTION = (
     *("rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"),
 )
 
+# What the layer calls the arguments of self attention, and those of cross attention, if otherwise.
+_OF_SELF = {
+    "attn_mask_type": "self_attn_mask_type",
+    "cu_seqlens_kv": "cu_seqlens_q",
+    "cu_seqlens_kv_padded": "cu_seqlens_q_padded",
+    "max_seqlen_kv": "max_seqlen_q",
+}
+_OF_CROSS = {
+    "attention_mask": "enc_dec_attn_mask",
+    "attn_mask_type": "enc_dec_attn_mask_type",
+    "window_size": "enc_dec_window_size",
+    "bottom_right_diagonal": "enc_dec_bottom_right_diagonal",
+}
 
-class TransformerLayer(torch.nn.Module):
+
+class TransformerLayer(ComposedLayer):
     """Attention and a feed-forward block, each added to its input.
 
     ``self_attention`` (a :class:`fp8core.MultiheadAttention`), for a decoder ``inter_attention``,
@@ -169,7 +182,6 @@ class TransformerLayer(torch.nn.Module):
         self.parallel_attention_mlp = arguments["parallel_attention_mlp"]
         normalizes_residual = arguments["apply_residual_connection_post_layernorm"]
         self.apply_residual_connection_post_layernorm = normalizes_residual
-        self._chain = Composition()
         self.hidden_dropout = check_probability(
             "TransformerLayer", "hidden_dropout", arguments["hidden_dropout"]
         )
@@ -217,26 +229,6 @@ class TransformerLayer(torch.nn.Module):
                 **shared,
             )
 
-    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
-        """Give the layers inside, made with ``tp_size``, their group."""
-        set_group(self, tp_group)
-
-    def _name_of(self, child: str) -> str | None:
-        return None if self.name is None else f"{self.name}.{child}"
-
-    def set_context_parallel_group(
-        self,
-        cp_group: object | None = None,
-        cp_global_ranks: list[int] | None = None,
-        cp_stream: object | None = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        """Share the tokens of all following calls over the ranks of a group, see
-        :meth:`fp8core.DotProductAttention.set_context_parallel_group`."""
-        for child in self.children():
-            if isinstance(child, MultiheadAttention):
-                child.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -280,111 +272,78 @@ class TransformerLayer(torch.nn.Module):
         Raises:
             OperandError: tensors that do not fit, or an encoder output that is missing or unused.
         """
-        if not torch.compiler.is_compiling():
-            plain = (
-                *(attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal),
-                *(encoder_output, enc_dec_attn_mask, is_first_microbatch, inference_params),
-                *(rotary_pos_emb, core_attention_bias, alibi_slopes, cu_seqlens_q),
-                *(cu_seqlens_q_padded, max_seqlen_q, pad_between_seqs, thd_attention_policies),
-                softcap,
-            )
-            if core_attention_bias_type == "no_bias" and not checkpoint_core_attention:
-                output = self._in_one_chain(hidden_states) if plain == _NOTHING else None
-                if output is not None:
-                    return output
+        arguments = (
+            *(attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal),
+            *(encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size),
+            *(enc_dec_bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention),
+            *(inference_params, rotary_pos_emb, core_attention_bias_type, core_attention_bias),
+            *(alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded),
+            *(cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill),
+            *(pad_between_seqs, thd_attention_policies, thd_attention_policy_dispatch, softcap),
+        )
+        output: torch.Tensor = self._run(hidden_states, arguments)
+        return output
+
+    def _compose(self, hidden_states: torch.Tensor, arguments: tuple[object, ...]) -> Any:
+        """Return the output of a call that is not like the last one."""
+        named: dict[str, Any] = dict(zip(_ARGUMENTS, arguments, strict=True))
         check_kind("TransformerLayer", "hidden_states", hidden_states)
-        self._check_encoder_arguments(encoder_output, enc_dec_attn_mask)
+        self._check_encoder_arguments(named)
         if is_under_torch_autocast(hidden_states):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
-        arguments: dict[str, Any] = {  # torch 2.11 compiles no locals()
-            "softcap": softcap,
-            "is_first_microbatch": is_first_microbatch,
-            "checkpoint_core_attention": checkpoint_core_attention,
-            "inference_params": inference_params,
-            "rotary_pos_emb": rotary_pos_emb,
-            "core_attention_bias_type": core_attention_bias_type,
-            "core_attention_bias": core_attention_bias,
-            "alibi_slopes": alibi_slopes,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_q_padded": cu_seqlens_q_padded,
-            "max_seqlen_q": max_seqlen_q,
-            "fast_zero_fill": fast_zero_fill,
-            "pad_between_seqs": pad_between_seqs,
-        }
-        attended = self.self_attention(
-            hidden_states,
-            attention_mask=attention_mask,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            thd_attention_policies=thd_attention_policies,
-            thd_attention_policy_dispatch=thd_attention_policy_dispatch,
-            cu_seqlens_kv=cu_seqlens_q,
-            cu_seqlens_kv_padded=cu_seqlens_q_padded,
-            max_seqlen_kv=max_seqlen_q,
-            **arguments,
-        )
-        samples = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
-        if self.parallel_attention_mlp:
-            both = attended + self.layernorm_mlp(hidden_states, is_first_microbatch)
-            branch, residual = self._dropped(both, hidden_states, samples)
-            return residual + branch
-        branch, residual = self._dropped(attended, hidden_states, samples)
-        hidden_states = residual + branch
+        of_self = {name: named[_OF_SELF.get(name, name)] for name in ARGUMENTS}
+        blocks: list[tuple[torch.nn.Module, dict[str, Any]]]
+        blocks = [(self.self_attention, of_self | {"encoder_output": None})]
         if self.layer_type == "decoder":
-            attended = self.inter_attention(
-                hidden_states,
-                attention_mask=enc_dec_attn_mask,
-                encoder_output=encoder_output,
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                cu_seqlens_kv=cu_seqlens_kv,
-                cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-                max_seqlen_kv=max_seqlen_kv,
-                **arguments,
-            )
-            branch, residual = self._dropped(attended, hidden_states, samples)
-            hidden_states = residual + branch
-        transformed = self.layernorm_mlp(hidden_states, is_first_microbatch)
-        branch, residual = self._dropped(transformed, hidden_states, samples)
+            of_cross = {name: named[_OF_CROSS.get(name, name)] for name in ARGUMENTS}
+            blocks.append((self.inter_attention, of_cross))
+        if not self.parallel_attention_mlp:
+            blocks.append((self.layernorm_mlp, {}))
+        is_first = named["is_first_microbatch"]
+
+        def alone(at: int, value: torch.Tensor) -> torch.Tensor:
+            block, of_block = blocks[at]
+            branch = block(value, **of_block) if of_block else block(value, is_first)
+            if self.parallel_attention_mlp:
+                branch = branch + self.layernorm_mlp(value, is_first)
+            branch, residual = self._dropped(branch, value, named)
+            if at + 1 < len(blocks) or not self.output_layernorm:
+                return residual + branch
+            normalized: torch.Tensor = self.layernorm(branch, residual=residual)
+            return normalized
+
+        items = self._items(len(blocks), blocks[0][1])
+        call = LayerCall(self, items, alone, arguments, self._label if any(items) else "")
+        return self._chain.run(call, hidden_states)
+
+    def _items(self, num_blocks: int, of_self: Mapping[str, Any]) -> list[Sequence[Segment]]:
+        """Return the layers of each block, where nothing but its sum is behind it; none of a block
+        that has to run by itself. ``of_self`` are the arguments of self attention."""
+        items: list[Sequence[Segment]] = [()] * num_blocks
+        block, mlp = self.self_attention, self._modules["layernorm_mlp"]
+        drops = self.drop_path is not None or (self.hidden_dropout and self.training)
+        is_kept = of_self["is_first_microbatch"] is not None  # weights are, for later calls
+        if drops or is_kept or self.parallel_attention_mlp or not isinstance(mlp, LayerNormMLP):
+            return items
+        if not self._chain.may_join(mlp):
+            return items
         if not self.output_layernorm:
-            return residual + branch
-        normalized: torch.Tensor = self.layernorm(branch, residual=residual)
-        return normalized
+            items[-1] = [Segment(mlp, mlp)]
+        if type(block) is MultiheadAttention and not is_seen(block) and not block.proj.return_bias:
+            segments = block.segments(of_self)
+            if segments and not segments[0].hands_over:
+                items[0] = segments
+        return items
 
-    def _in_one_chain(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Return the output of all layers as one chain; None where they have to run one by one."""
-        memo = self._chain.memo
-        output = None if memo is None else replay(self, memo, hidden_states)
-        if output is not None:
-            return output
-        parts = self._parts()
-        return None if parts is None else self._chain.encode(self, parts, hidden_states)
-
-    def _parts(self) -> EncoderParts | None:
-        """Return the layers between the two residual sums, None if other operations run between
-        these layers."""
-        if (
-            self.layer_type != "encoder"
-            or self.output_layernorm
-            or self.apply_residual_connection_post_layernorm
-            or self.parallel_attention_mlp
-            or self.drop_path is not None
-            or (self.hidden_dropout and self.training)
-        ):
-            return None
-        block, mlp = self._modules["self_attention"], self._modules["layernorm_mlp"]
-        if type(block) is not MultiheadAttention or not isinstance(mlp, LayerNormMLP):
-            return None
-        parts = block.parts()
-        if parts is None:
-            return None
-        first, attention, proj, sizes = parts
-        return EncoderParts(first, attention, proj, mlp, sizes, block, self.name)
+    @property
+    def _label(self) -> str:
+        """The layer in messages."""
+        mlp = self.layernorm_mlp
+        label = f"TransformerLayer({mlp.hidden_size}, {mlp.ffn_hidden_size})"
+        return label if self.name is None else f"{self.name!r} ({label})"
 
     def _dropped(
-        self, branch: Any, residual: torch.Tensor, samples: torch.Tensor | None
+        self, branch: Any, residual: torch.Tensor, arguments: Mapping[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the branch, a tensor, after dropout and dropped paths, and the residual of the
         sum: ``residual``, or for a branch ``(output, normalized input)`` the normalized input."""
@@ -393,6 +352,8 @@ class TransformerLayer(torch.nn.Module):
         if self.hidden_dropout and self.training:
             branch = torch.nn.functional.dropout(branch, self.hidden_dropout)
         if self.drop_path is not None:
+            padded = arguments["cu_seqlens_q_padded"]
+            samples = arguments["cu_seqlens_q"] if padded is None else padded
             branch = self.drop_path(branch, samples, self._sample_split())
         return branch, residual
 
@@ -403,19 +364,14 @@ class TransformerLayer(torch.nn.Module):
         groups = context.names if tensor.size == 1 else (*context.names, tensor.group)
         return SampleSplit(groups, context.size, tensor.rank if tensor.sequence else 0)
 
-    def _check_encoder_arguments(
-        self, encoder_output: torch.Tensor | None, enc_dec_attn_mask: object
-    ) -> None:
-        for argument, value in (
-            ("encoder_output", encoder_output),
-            ("enc_dec_attn_mask", enc_dec_attn_mask),
-        ):
-            if self.layer_type == "encoder" and value is not None:
+    def _check_encoder_arguments(self, arguments: Mapping[str, Any]) -> None:
+        for argument in ("encoder_output", "enc_dec_attn_mask"):
+            if self.layer_type == "encoder" and arguments[argument] is not None:
                 raise OperandError(
                     f"TransformerLayer(layer_type='encoder'): {argument} is given, but there is no "
                     f"cross attention to use it. Construct the layer with layer_type='decoder'."
                 )
-        if self.layer_type == "decoder" and encoder_output is None:
+        if self.layer_type == "decoder" and arguments["encoder_output"] is None:
             raise OperandError(
                 "TransformerLayer(layer_type='decoder'): encoder_output is None; expected the "
                 "encoder's output, in the layout of hidden_states."
@@ -429,6 +385,10 @@ class TransformerLayer(torch.nn.Module):
             "parallel_attention_mlp",
         )
         return ", ".join([*words, *(f"{flag}=True" for flag in flags if getattr(self, flag))])
+
+
+_ARGUMENTS = tuple(inspect.signature(TransformerLayer.forward).parameters)[2:]
+"""The names of the arguments of a call behind its input."""
 
 
 def _check_options(arguments: Mapping[str, Any]) -> None:

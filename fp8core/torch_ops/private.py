@@ -336,12 +336,17 @@ def is_capturing() -> bool:
     return is_used and torch.cuda.is_current_stream_capturing()
 
 
+_PROXY: Final = torch._C._TorchDispatchModeKey.PROXY
+_PRE_DISPATCH: Final[Any] = torch._ops._mode_stack_state_for_pre_dispatch
+
+
 def is_traced() -> bool:
     """Return whether make_fx or torch.jit.trace records operators, outside of torch.compile too."""
-    if torch._C._get_tracing_state() is not None:
-        return True
-    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # not imported: nothing is
-    return tracer is not None and tracer.get_proxy_mode() is not None
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or _PRE_DISPATCH.get(0) is not None  # the slot of make_fx
+    )
 
 
 def wait_for_collective(tensor: Any) -> torch.Tensor:

@@ -1,12 +1,16 @@
-"""``fp8_mha``: what crosses the projections of attention is quantized once, and nothing changes.
+"""Layers of layers as chains: what cuts them, and what ``fp8_mha`` hands over in between.
 
-The reference backend's gradients of attention do not depend on the rounding of its result, so that
+Under ``fp8_mha`` what crosses the projections of attention is quantized once, and nothing changes:
+the reference backend's gradients of attention do not depend on the rounding of its result, so that
 outputs, gradients and delayed state equal those of ``fp8_dpa`` bit for bit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +20,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fp8core as te
 from fp8core import recipe
 from fp8core.backend_api import AttentionBackwardDesc
+from fp8core.modules import composition
+from fp8core.modules.calls.bind import bind
 from fp8core_backends.reference.backend import ReferenceBackend
+from tests import ways
 from tests.pairs import pairs
 
 BF16 = torch.bfloat16
@@ -263,3 +270,100 @@ def test_wrong_inputs_are_named() -> None:
             layer(torch.randn(TOKENS, 2, HIDDEN))
         with pytest.raises(te.OperandError):
             layer(torch.randn(HIDDEN).to(BF16))
+
+
+# --- what cuts ---
+
+CUT = {
+    "MultiheadAttention": {"layernorm_qkv": 2, "core_attention": 3, "proj": 2},
+    "TransformerLayer": {
+        "self_attention": 2,
+        "self_attention.layernorm_qkv": 3,
+        "self_attention.core_attention": 4,
+        "self_attention.proj": 3,
+        "layernorm_mlp": 2,
+    },
+}
+CHILDREN = [(kind, child) for kind, children in CUT.items() for child in children]
+CUT_OPTIONS: ways.Options = {"fuse_qkv_params": True, "params_dtype": BF16}
+
+
+def options_of(kind: str) -> ways.Options:
+    more = {"hidden_dropout": 0.0} if kind == "TransformerLayer" else {"input_layernorm": True}
+    return CUT_OPTIONS | more
+
+
+@contextlib.contextmanager
+def hooked(layer: torch.nn.Module, child: str) -> Iterator[Any]:
+    layer.get_submodule(child).register_forward_hook(lambda *_: None)
+    yield layer
+
+
+CHOSEN = {
+    "delayed": recipe.DelayedScaling(amax_history_len=2),
+    "current": recipe.Float8CurrentScaling(),
+    "block": recipe.Float8BlockScaling(),
+    "codes": recipe.Float8CurrentScaling(fp8_mha=True),
+    "nvfp4": recipe.NVFP4BlockScaling(),
+}
+
+
+@pytest.mark.parametrize(("which", "name"), pairs(CHILDREN, CHOSEN))
+def test_a_layer_with_a_hook_changes_no_bit(
+    which: tuple[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, child = which
+    monkeypatch.setitem(ways.RECIPES, name, CHOSEN[name])
+    way = functools.partial(hooked, child=child)
+    ours, theirs = (ways.run(kind, name, options_of(kind), each) for each in (way, ways.plain))
+    assert len(ours.results) == len(theirs.results)
+    for mine, plain in zip(ours.results, theirs.results, strict=True):
+        assert (mine is None) == (plain is None)
+        assert mine is None or torch.equal(mine, plain)
+
+
+@pytest.mark.parametrize(("kind", "child"), CHILDREN)
+def test_a_hook_cuts_no_more_than_its_layer(kind: str, child: str) -> None:
+    layer = ways.make(kind, "current", options_of(kind))
+    x = torch.randn(ways.SEQUENCES).to(BF16).requires_grad_()
+    with te.autocast(recipe=recipe.Float8CurrentScaling()):
+        assert count_nodes(layer(x)) == 1
+        hook = layer.get_submodule(child).register_forward_hook(lambda *_: None)
+        for _ in range(3):
+            assert count_nodes(layer(x)) == CUT[kind][child]
+        hook.remove()
+        for _ in range(3):
+            assert count_nodes(layer(x)) == 1
+
+
+def test_dropout_leaves_each_block_a_chain() -> None:
+    layer = ways.make("TransformerLayer", "current", {**CUT_OPTIONS, "hidden_dropout": 0.5})
+    x = torch.randn(ways.SEQUENCES).to(BF16).requires_grad_()
+    with te.autocast(recipe=recipe.Float8CurrentScaling()):
+        assert count_nodes(layer(x)) == 2
+        assert count_nodes(layer.eval()(x)) == 1
+
+
+@pytest.mark.parametrize("child", ["self_attention.proj", "layernorm_mlp"])
+def test_later_calls_of_what_is_left_are_not_bound(
+    child: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = ways.make("TransformerLayer", "current", options_of("TransformerLayer"))
+    layer.get_submodule(child).register_forward_hook(lambda *_: None)
+    bound: list[object] = []
+    monkeypatch.setattr(composition, "bind", lambda *given: bound.append(given) or bind(*given))
+    with te.autocast(recipe=recipe.Float8CurrentScaling()), torch.no_grad():
+        for number in range(3):
+            layer(torch.randn(ways.SEQUENCES).to(BF16))
+            assert bool(bound) == (not number)
+            bound.clear()
+
+
+def test_another_mask_is_another_call() -> None:
+    layer, judge = (ways.make("MultiheadAttention", "current", CUT_OPTIONS) for _ in range(2))
+    x = torch.randn(ways.SEQUENCES).to(BF16)
+    for mask in ("causal", "no_mask", "no_mask", "causal", "causal"):
+        with te.autocast(recipe=recipe.Float8CurrentScaling()), torch.no_grad():
+            y = layer(x, attn_mask_type=mask)
+            with ways.plain(judge):
+                assert torch.equal(y, judge(x, attn_mask_type=mask))

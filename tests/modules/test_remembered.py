@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 import fp8core
 from fp8core import recipe
 from fp8core.errors import Fp8CoreError, UnsupportedError
-from fp8core.modules import attention, attention_call
+from fp8core.modules import attention
 from fp8core.modules import run as module_run
 from fp8core.modules.layers.operation import DropPath
 from fp8core.torch_ops.private import lazily_negated, lazy_zeros
@@ -494,7 +494,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     for module in (module_run, attention):
         monkeypatch.setattr(module, "replay", noted(module.replay, True))
-    for module in (module_run, attention_call):
+    for module in (module_run, attention):
         monkeypatch.setattr(module, "run_links", noted(module.run_links, False))
     return notes
 
@@ -708,7 +708,7 @@ def test_what_needs_the_layers_one_by_one_has_them(chosen: Any, context: Any) ->
     for _ in range(2):
         assert not is_one_chain(layer, chosen, **context)
     if chosen == recipe.by_name("nvfp4"):
-        assert layer._chain._refused is not None
+        assert layer._chain._alone is not None
     assert is_one_chain(layer, recipe.by_name("current"))
 
 

@@ -52,13 +52,6 @@ class AttentionLink(Link):
     run_cached: Callable[..., Any] | None
     keeps_input = True
 
-    @property
-    def takes_rows_alone(self) -> bool:
-        """Whether calls bring nothing but queries, keys and values of a dense batch."""
-        shape = self.shape
-        brings = shape.padding or shape.arbitrary or shape.dropout or shape.bias or shape.max_logit
-        return not brings and self.num_params == 2 and shape.layout != "thd"
-
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AttentionProgram:
         """Return the program; the sizes of the batch come with the call."""
         return AttentionProgram(self, needs_grad)
@@ -69,9 +62,9 @@ class AttentionLink(Link):
         keywords: dict[str, Any] = {}
         if shape.padding or shape.arbitrary or shape.bias == "alibi":
             keywords |= AttentionTensors(*call.tensors).keywords()
-        if shape.has_bias:
+        if self.num_params > 2 and shape.has_bias:
             keywords["bias"] = params[2]
-        if shape.has_offset:
+        if self.num_params > 2 and shape.has_offset:
             keywords["softmax_offset"] = params[-1]
         if shape.layout == "thd":
             keywords["max_seqlen_q"], keywords["max_seqlen_kv"] = call.sizes

@@ -130,6 +130,12 @@ class AttentionSpec(LinkShape):
         """The columns of the queries and of the values of all heads."""
         return self.heads * self.head_dim, self.heads * self.head_dim_v
 
+    @property
+    def takes_rows_alone(self) -> bool:
+        """Whether calls bring nothing but queries, keys and values of a dense batch."""
+        brings = self.padding or self.arbitrary or self.dropout or self.bias or self.max_logit
+        return not (brings or self.has_offset or self.layout == "thd")
+
     def desc(self, dtype: torch.dtype) -> AttentionDesc:
         """Return the descriptor for activations of ``dtype``, of keys and values of no cache."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -103,7 +103,7 @@ class AttentionOptions(NamedTuple):
         """Return options that are equal to those of calls that ask for the same, and keep no cache
         alive; None if some are no plain values."""
         cache, plain = self.inference_params, self._replace(inference_params=None)
-        if not _PLAIN.issuperset(map(type, plain)):
+        if not PLAIN_OPTIONS.issuperset(map(type, plain)):
             return None
         same: Any = None if cache is None else _SameCache(cache)
         return self._replace(inference_params=same)
@@ -120,7 +120,7 @@ _NOT_OFFERED: dict[str, Sequence[object]] = {
 }
 """The values of options that ask for nothing, of those whose other values are refused."""
 
-_PLAIN = frozenset((type(None), bool, int, float, str, tuple))
+PLAIN_OPTIONS = frozenset((type(None), bool, int, float, str, tuple))
 """Types of arguments that say the same in another call if they are equal."""
 
 
@@ -415,9 +415,14 @@ def _checked_window(owner: object, window: Window | None) -> Window:
 
 
 def checked_heads(
-    owner: str, heads: int, groups: int | None, channels: int | tuple[int, int]
+    owner: str,
+    spread: Parallel,
+    heads: int,
+    groups: int | None,
+    channels: int | tuple[int, int],
 ) -> Heads:
-    """Return the heads, their groups, and the sizes of a key's and a value's head."""
+    """Return the heads that a rank has of all, their groups, and the sizes of a key's and a value's
+    head."""
     pair = channels if isinstance(channels, tuple | list) else (channels, channels)
     if len(pair) != 2:
         raise OperandError(
@@ -433,7 +438,8 @@ def checked_heads(
             f"{owner}(num_attention_heads={heads}, num_gqa_groups={groups}): the heads are no "
             f"multiple of the groups; expected one of {', '.join(divisors)} groups."
         )
-    return Heads(heads, groups, *sizes)
+    heads = spread.part_of(owner, "num_attention_heads", heads)
+    return Heads(heads, spread.part_of(owner, "num_gqa_groups", groups), *sizes)
 
 
 def checked_scale(owner: object, scale: float | None, head_dim: int) -> float:

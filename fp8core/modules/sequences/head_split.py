@@ -107,7 +107,8 @@ def split_query_key_value(
     ``rows [..., (num_heads + 2 * num_groups) * head_dim]``, as views where the order allows."""
     if not sizes.is_interleaved:
         heads = [sizes.num_heads, sizes.num_groups, sizes.num_groups]
-        query, key, value = torch.split_with_sizes(as_heads(rows, sizes.head_dim), heads, -2)
+        by_head = rows.view(*rows.shape[:-1], sum(heads), sizes.head_dim)
+        query, key, value = torch.split_with_sizes(by_head, heads, -2)
         return query, key, value
     share = sizes.num_heads // sizes.num_groups
     grouped = rows.view(*rows.shape[:-1], sizes.num_groups, share + 2, sizes.head_dim)

@@ -14,6 +14,7 @@ from fp8core import recipe
 from fp8core.chain import series
 from fp8core.chain.repeated import Repeated
 from fp8core.modules.composition import Composition
+from tests import ways
 from tests.device import let_go_of_backward_passes
 
 pytestmark = [
@@ -38,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def one_by_one() -> Iterator[None]:
     """Have layers run by themselves, and their programs each time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Composition, "encode", lambda *arguments: None)
+        patch.setattr(Composition, "run", ways.one_by_one)
         patch.setattr(series, "Repeated", lambda program, *others: program)
         yield
 
