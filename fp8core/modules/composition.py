@@ -43,7 +43,7 @@ from fp8core.dispatch.policy import Policy
 from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound, recipe_in
-from fp8core.modules.calls.inputs import check_input
+from fp8core.modules.calls.inputs import check_input, check_kind
 from fp8core.modules.layers.layernorm_linear import LayerNormLinear
 from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
 from fp8core.modules.layers.linear import Linear
@@ -274,6 +274,7 @@ class Composition:
         if params is None:
             items, params = _with_params(items)
         x = rows_of(value)
+        check_kind(type(call.owner).__name__, "hidden_states", x)
         dtype = _dtype_of(items[0][0].layer, x, params)
         branches = [] if dtype is None else self._bound(call, start, items, value, dtype)
         if dtype is None or len(branches) <= (call.label is None):

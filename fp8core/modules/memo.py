@@ -220,8 +220,10 @@ def replay(
         params = []
         try:
             for stored, names in memo.sources:
-                parts = [*map(stored.__getitem__, names)]
-                params += parts if len(parts) == 1 else (torch.cat(parts),)
+                param = stored[names[0]]
+                if names[1:]:
+                    param = torch.cat([*map(stored.__getitem__, names)])
+                params += (param,)
         except KeyError:  # computed by a parametrization, or a view of a flat parameter
             return None
     if (

@@ -10,7 +10,6 @@ import torch
 
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.modules.attention import DotProductAttention
-from fp8core.modules.calls.inputs import check_kind
 from fp8core.modules.calls.parameters import InitMethod, refuse_arguments
 from fp8core.modules.composition import ComposedLayer, LayerCall, Segment, hands_over_codes
 from fp8core.modules.layers.layernorm_linear import LayerNormLinear
@@ -332,7 +331,6 @@ class MultiheadAttention(ComposedLayer):
 
     def _compose(self, hidden_states: torch.Tensor, arguments: tuple[object, ...]) -> Any:
         """Return the output of a call that is not like the last one."""
-        check_kind("MultiheadAttention", "hidden_states", hidden_states)
         named: dict[str, Any] = dict(zip(ARGUMENTS, arguments, strict=True))
         options, is_first = self._options(named), named["is_first_microbatch"]
         normalized = None
@@ -352,7 +350,11 @@ class MultiheadAttention(ComposedLayer):
         segments = self.segments(named) if self._chain.may_join(self.core_attention) else ()
         items: Sequence[Sequence[Segment]] = [*zip(segments, strict=True)] or [()] * 3
         outputs = self._chain.run(LayerCall(self, items, alone, arguments), hidden_states)
-        return self._outputs(outputs, normalized)
+        if self.return_bias and not isinstance(outputs, tuple):  # a chain returns one tensor
+            outputs = outputs, self.proj.parameter("bias")
+        if not self.return_layernorm_output:
+            return outputs
+        return (*outputs, normalized) if self.return_bias else (outputs, normalized)
 
     def segments(self, arguments: Mapping[str, Any]) -> Sequence[Segment]:
         """Return the layers of a call with the ``arguments`` of :meth:`forward`, in order; none if
@@ -413,15 +415,6 @@ class MultiheadAttention(ComposedLayer):
         if not self.qk_norm_before_rope:
             query, key = self._normalize(query, key)
         return query, key, value
-
-    def _outputs(self, outputs: Any, normalized: torch.Tensor | None) -> Any:
-        """Return what ``proj`` returns, with the normalized input if the layer returns that; a
-        chain leaves out the bias."""
-        if self.return_bias and not isinstance(outputs, tuple):
-            outputs = outputs, self.proj.parameter("bias")
-        if not self.return_layernorm_output:
-            return outputs
-        return (*outputs, normalized) if self.return_bias else (outputs, normalized)
 
     def _refuse_encoder_output(self) -> None:
         if self.attention_type == "cross":

@@ -300,40 +300,41 @@ class TransformerLayer(ComposedLayer):
         if not self.parallel_attention_mlp:
             blocks.append((self.layernorm_mlp, {}))
         is_first = named["is_first_microbatch"]
+        drops = self.drop_path is not None or (self.hidden_dropout and self.training)
 
-        def alone(at: int, value: torch.Tensor) -> torch.Tensor:
+        def alone(at: int, value: Any) -> Any:
             block, of_block = blocks[at]
             branch = block(value, **of_block) if of_block else block(value, is_first)
             if self.parallel_attention_mlp:
                 branch = branch + self.layernorm_mlp(value, is_first)
-            branch, residual = self._dropped(branch, value, named)
+            residual = value
+            if isinstance(branch, tuple):  # with the normalized input
+                branch, residual = branch
+            if drops:
+                branch = self._dropped(branch, named)
             if at + 1 < len(blocks) or not self.output_layernorm:
                 return residual + branch
-            normalized: torch.Tensor = self.layernorm(branch, residual=residual)
-            return normalized
+            return self.layernorm(branch, residual=residual)
 
-        items = self._items(len(blocks), blocks[0][1])
+        items: list[Sequence[Segment]] = [()] * len(blocks)
+        if not drops and self._chain.may_join(self.layernorm_mlp):
+            self._join(items, blocks[0][1])
         call = LayerCall(self, items, alone, arguments, self._label if any(items) else "")
         return self._chain.run(call, hidden_states)
 
-    def _items(self, num_blocks: int, of_self: Mapping[str, Any]) -> list[Sequence[Segment]]:
-        """Return the layers of each block, where nothing but its sum is behind it; none of a block
-        that has to run by itself. ``of_self`` are the arguments of self attention."""
-        items: list[Sequence[Segment]] = [()] * num_blocks
+    def _join(self, items: list[Sequence[Segment]], of_self: Mapping[str, Any]) -> None:
+        """Set the layers of each block that need not run by itself; ``of_self`` are the arguments
+        of self attention."""
         block, mlp = self.self_attention, self._modules["layernorm_mlp"]
-        drops = self.drop_path is not None or (self.hidden_dropout and self.training)
         is_kept = of_self["is_first_microbatch"] is not None  # weights are, for later calls
-        if drops or is_kept or self.parallel_attention_mlp or not isinstance(mlp, LayerNormMLP):
-            return items
-        if not self._chain.may_join(mlp):
-            return items
+        if is_kept or self.parallel_attention_mlp or not isinstance(mlp, LayerNormMLP):
+            return
         if not self.output_layernorm:
             items[-1] = [Segment(mlp, mlp)]
         if type(block) is MultiheadAttention and not is_seen(block) and not block.proj.return_bias:
             segments = block.segments(of_self)
             if segments and not segments[0].hands_over:
                 items[0] = segments
-        return items
 
     @property
     def _label(self) -> str:
@@ -342,20 +343,16 @@ class TransformerLayer(ComposedLayer):
         label = f"TransformerLayer({mlp.hidden_size}, {mlp.ffn_hidden_size})"
         return label if self.name is None else f"{self.name!r} ({label})"
 
-    def _dropped(
-        self, branch: Any, residual: torch.Tensor, arguments: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the branch, a tensor, after dropout and dropped paths, and the residual of the
-        sum: ``residual``, or for a branch ``(output, normalized input)`` the normalized input."""
-        if isinstance(branch, tuple):
-            branch, residual = branch
+    def _dropped(self, branch: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+        """Return the branch after dropout and dropped paths."""
         if self.hidden_dropout and self.training:
             branch = torch.nn.functional.dropout(branch, self.hidden_dropout)
         if self.drop_path is not None:
             padded = arguments["cu_seqlens_q_padded"]
             samples = arguments["cu_seqlens_q"] if padded is None else padded
-            branch = self.drop_path(branch, samples, self._sample_split())
-        return branch, residual
+            dropped: torch.Tensor = self.drop_path(branch, samples, self._sample_split())
+            return dropped
+        return branch
 
     def _sample_split(self) -> SampleSplit:
         """Return how ranks share the tokens of samples outside of the blocks."""
