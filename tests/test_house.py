@@ -37,13 +37,13 @@ SUBJECTS: Mapping[str, str] = {
 }
 MOST = {
     "lines of fp8core": 65_000,
-    "files": 248,
+    "files": 247,
     "files under 100 lines": 39,
     "modules that list names": 1,
     "protocols": 16,
     "classes of the core": 369,
-    "functions over 60 lines": 13,
-    "vague names": 40,
+    "functions over 60 lines": 11,
+    "vague names": 39,
     "docstrings that begin with a pronoun": 1,
     "files that name the operation rotary": 9,
     "files that name the format e2m1": 6,
