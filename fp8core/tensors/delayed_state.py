@@ -151,15 +151,10 @@ class LayerStates:
         """Have both states reduced over the ranks that the layer is spread over."""
         self.forward.communicator = self.backward.communicator = communicator
 
-    def slot(self, tensor: str) -> Slot:
-        """Return the slots of ``tensor``: one entry a set."""
-        return self._slot(tensor, self.first, self.count)
-
-    def slot_of_set(self, tensor: str, number: int) -> Slot:
-        """Return the slot of ``tensor`` in one set, counted from ``first`` on."""
-        return self._slot(tensor, self.first + number, 1)
-
-    def _slot(self, tensor: str, first: int, count: int) -> Slot:
+    def slot(self, tensor: str, number: int | None = None) -> Slot:
+        """Return the slots of ``tensor``: one entry a set, or that of the set ``number``, counted
+        from ``first`` on."""
+        first, count = (self.first, self.count) if number is None else (self.first + number, 1)
         if tensor in self.names.forward:
             state, names, records = self.forward, self.names.forward, self.records_forward
         else:

@@ -311,7 +311,7 @@ class _Tensors(NamedTuple):
         """Return where ``tensor``, or the weight of a group, has its delayed scale and amax."""
         if self.states is None or not self.context.plan.tensors[tensor].is_delayed:
             return None
-        return self.states.slot(tensor) if group is None else self.states.slot_of_set(tensor, group)
+        return self.states.slot(tensor, group)
 
     @property
     def _dequantizes(self) -> bool:
