@@ -46,7 +46,7 @@ from fp8core.chain.simple import RotaryShape
 from fp8core.inspection.descriptors import NORMS, listed_descs, record
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.plan import AttentionPlan, LayerRole, LinearPlan
+from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.tensors.delayed_state import update_desc
 
 # One activation that is gated and one that is not stand for the others in fusions.
@@ -277,7 +277,7 @@ def _quantized_attentions(
     if not hasattr(chosen, "fp8_dpa_backward") or dtype != DTYPES[0]:
         return
     quantizing = dataclasses.replace(chosen, fp8_dpa=True, fp8_dpa_backward="fp8")  # type: ignore[type-var]  # each recipe is a dataclass
-    plan = plan_of(AttentionPlan, quantizing, LayerRole("attention", name="layer"), dtype)
+    plan = plan_of(_ATTENTION.plan_type, quantizing, LayerRole("attention", name="layer"), dtype)
     wide = dataclasses.replace(plan, o=None)
     codes = dataclasses.replace(plan, grad_output=None, dp=None)
     variants = [(variant, "", plan) for variant in _QUANTIZED_ATTENTIONS]

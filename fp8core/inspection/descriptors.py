@@ -40,7 +40,7 @@ from fp8core.dispatch.table import Purpose, Resolved
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LayerRole, LinearPlan, Plan
+from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan, Plan
 from fp8core.tensors.delayed_state import update_desc
 from fp8core.tensors.quantizer_binding import Binding
 
@@ -231,7 +231,7 @@ def _rotary_needs(dtype: torch.dtype) -> Iterator[Need]:
 def _attention_needs(recipe: Recipe, dtype: torch.dtype) -> Iterator[Need]:
     """Yield the operations of causal attention, of as many heads of queries as of keys, and of
     fewer of keys."""
-    plan = plan_of(AttentionPlan, recipe, LayerRole("attention"), dtype)
+    plan = plan_of(AttentionShape.plan_type, recipe, LayerRole("attention"), dtype)
     for groups, words in ((_HEADS, ""), (_HEADS // 4, " of groups")):
         shape = AttentionShape("sbhd", _HEADS, groups, *(_HEAD_DIM,) * 2, _HEAD_DIM**-0.5, (-1, 0))
         for (_, step), desc in record([shape], plan, dtype):

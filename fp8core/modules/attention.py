@@ -63,7 +63,6 @@ from fp8core.modules.sequences.attention_inputs import (
 )
 from fp8core.modules.sequences.context_group import ContextGroup, check_context
 from fp8core.modules.sequences.inference import InferenceParams
-from fp8core.recipe.plan import AttentionPlan
 from fp8core.reporting import log_once
 from fp8core.torch_ops.capture import constant_in_graph, untraced
 from fp8core.torch_ops.repeats import sameness_to
@@ -235,7 +234,7 @@ class DotProductAttention(ParallelModule):
         *("attention_type", "context_group", "parallel"),
     )
     is_link = False
-    plan_type = AttentionPlan
+    plan_type = AttentionShape.plan_type
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -99,6 +99,8 @@ class AttentionShape(AttentionSpec):
     """The shape of attention, which binds itself to operations of backends."""
 
     __slots__ = ()
+
+    plan_type: ClassVar[type[AttentionPlan]] = AttentionPlan
 
     def bind(self, context: BindContext) -> AttentionLink:
         """Return the link; while amaxes are only observed it computes in high precision."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +16,6 @@ from fp8core.chain.protocol import Saved
 from fp8core.chain.shape import CallInputs, LinkShape
 from fp8core.dispatch.select import Choice
 from fp8core.errors import UnsupportedError
-from fp8core.recipe.plan import AttentionPlan, Plan
 
 
 class AttentionTensors(NamedTuple):
@@ -80,7 +79,6 @@ class AttentionSpec(LinkShape):
     Its parameters are ``(k, v)``, then the bias and the learned offset of the softmax, if any.
     """
 
-    plan_type: ClassVar[type[Plan]] = AttentionPlan
     layout: str
     heads: int
     gqa_groups: int
