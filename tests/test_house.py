@@ -48,7 +48,7 @@ MOST = {
     "files that name the operation rotary": 9,
     "files that name the format e2m1": 6,
     "files that name the recipe NVFP4BlockScaling": 7,
-    "files that name the plan of attention": 10,
+    "files that name the plan of attention": 6,
     "files that name the activation srelu": 4,
 }
 
