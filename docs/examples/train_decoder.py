@@ -120,8 +120,8 @@ def main(args: argparse.Namespace) -> None:
     model = Decoder(args).to(ranks.device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if ranks.group is not None:
-        if args.recipe != "bf16":
-            gather_quantized(model, args.recipe)  # the ranks gather codes of weights
+        if args.recipe not in ("bf16", "nvfp4"):  # weights of 4 bits are gathered in bfloat16
+            gather_quantized(model, args.recipe)
         mesh = init_device_mesh(ranks.device.type, (ranks.size,))
         for module in (*model.layers, model):
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=FLOAT))

@@ -29,6 +29,8 @@ RECIPES = ("bf16", "delayed", "current", "block")
 LIMIT_S = 120
 """Of a run of 150 steps; longer ones have more in proportion."""
 STEPS = 150
+ENDING_S = 40
+"""What torchrun takes at most to end its ranks."""
 TINY = (
     *("--layers", "2", "--hidden", "64", "--ffn", "128", "--heads", "2", "--context", "32"),
     *("--batch", "8", "--rate", "5e-3", "--text", str(ROOT / "fp8core" / "recipe")),
@@ -51,14 +53,18 @@ def run(recipe: str, size: int, device: str, steps: int, gpu: int, folder: Path)
     if size == 1 and device == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     log = folder / f"{recipe}{size}.txt"
+    limit = LIMIT_S * max(1.0, steps / STEPS)
     with log.open("w") as stream:
-        limit = LIMIT_S * max(1.0, steps / STEPS)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream)
         try:
-            subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=stream, stderr=stream, timeout=limit
-            )
+            process.wait(limit)
         except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun then ends its ranks
+            process.wait(ENDING_S)
             stream.write(f"stopped after {limit:.0f} s\n")
+        finally:
+            process.kill()
+            process.wait()
     if results.exists():
         found: dict[str, Any] = json.loads(results.read_text().splitlines()[-1])
         return found
