@@ -6,12 +6,12 @@ The columnwise codes are whole; of rowwise codes there are never more than one c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from fp8core.backend_api import Operand
-from fp8core_backends.cuda.layout import column_pitch, empty_scales
+from fp8core_backends.cuda.layout import column_pitch, empty_scales, slots_of
 from fp8core_backends.cuda.memory import Empty
 
 LEAST_SAVED = 2**24
@@ -21,12 +21,8 @@ Part: TypeAlias = "tuple[int, int, Operand]"
 """The first row of a chunk, the row behind its last, and the operand of those between."""
 
 
-class Slots(NamedTuple):
-    """Keywords of a cast besides its tensor; see QuantizeDesc."""
-
-    scale: torch.Tensor | None
-    amax_out: torch.Tensor | None
-    nonfinite_out: torch.Tensor | None
+Keywords: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"
+"""``scale``, ``amax_out`` and ``nonfinite_out`` of a cast, held until its last chunk is read."""
 
 
 class ChunkedResult:
@@ -37,9 +33,9 @@ class ChunkedResult:
     :meth:`add_sums` was called then.
     """
 
-    __slots__ = (
+    __keywords__ = (
         *("_code_pitch", "_cols", "_column_pitch", "_empty", "_mode", "_row_codes", "_rows"),
-        "_slots",
+        "_keywords",
         *("_tile_sums", "chunk_rows", "columnwise", "sums"),
     )
 
@@ -48,12 +44,12 @@ class ChunkedResult:
         mode: str,
         size: tuple[int, int],
         chunk_rows: int,
-        slots: Slots,
+        keywords: Keywords,
         empty: Empty,
         sums: torch.Tensor | None = None,
     ) -> None:
         self._rows, self._cols = rows, cols = size
-        self._mode, self._slots, self._empty = mode, slots, empty
+        self._mode, self._keywords, self._empty = mode, keywords, empty
         self.chunk_rows = chunk_rows
         self._code_pitch = column_pitch(rows)
         codes = empty((cols, rows), (self._code_pitch, 1), torch.uint8)
@@ -92,7 +88,7 @@ class ChunkedResult:
             codes.data_ptr() + start,
             column_scale_address,
             self._column_pitch,
-            *(0 if slot is None else slot.data_ptr() for slot in self._slots),
+            *slots_of(*self._keywords),
             0 if partials is None else partials.data_ptr(),
             self._code_pitch,
             num_partials,

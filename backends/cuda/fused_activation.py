@@ -25,7 +25,7 @@ from fp8core_backends.cuda.activation import (
 )
 from fp8core_backends.cuda.column_sums import ColumnSums
 from fp8core_backends.cuda.fused_chunked import FusedCall, RunChunked, comes_in_chunks
-from fp8core_backends.cuda.layout import adjacent_columns, scale_mode
+from fp8core_backends.cuda.layout import Slots, adjacent_columns, scale_mode, slots_of
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.microscaling import ByteScaled
 from fp8core_backends.cuda.operations import first_problem
@@ -106,19 +106,12 @@ class _Fused:
         self._step = max(_VECTOR, _MODES[mode]) if has_two_parts else _VECTOR
 
     def _results(
-        self,
-        rows: int,
-        cols: int,
-        scale: torch.Tensor | None,
-        amax_out: torch.Tensor | None,
-        nonfinite_out: torch.Tensor | None,
-        rng: torch.Tensor | None,
+        self, rows: int, cols: int, slots: Slots, rng: torch.Tensor | None
     ) -> tuple[Quantized, tuple[int, ...], torch.Tensor | None]:
         """Allocate what the cast fills; see ``Quantize.results``."""
-        if rng is None:
-            return self._cast.results(rows, cols, scale, amax_out, nonfinite_out)
-        assert isinstance(self._cast, ByteScaled)
-        return self._cast.results(rows, cols, scale, amax_out, nonfinite_out, rng)
+        if isinstance(self._cast, ByteScaled):
+            return self._cast.results(rows, cols, slots, rng)
+        return self._cast.results(rows, cols, slots)
 
     def _quantize(
         self,
@@ -167,7 +160,8 @@ class FusedActivation(_Fused):
         if not is_whole or stride % _VECTOR or address % 16:
             y = self._activation(x)
             return (self._quantize(y, scale, amax_out, nonfinite_out, rng),)
-        quantized, results, _workspace = self._results(rows, n, scale, amax_out, nonfinite_out, rng)
+        slots = slots_of(scale, amax_out, nonfinite_out)
+        quantized, results, _workspace = self._results(rows, n, slots, rng)
         self._native_fused(
             (
                 *(address, rows, cols, stride),
@@ -239,9 +233,8 @@ class FusedActivationBackward(_Fused):
         is_whole = is_whole and grad_output.shape == (rows, n) and n * self._num_parts == cols
         if not is_whole or (stride | grad_stride) % _VECTOR or (address | grad_address) % 16:
             return self._in_two_steps(grad_output, x, scale, amax_out, nonfinite_out, rng)
-        quantized, results, _workspace = self._results(
-            rows, cols, scale, amax_out, nonfinite_out, rng
-        )
+        slots = slots_of(scale, amax_out, nonfinite_out)
+        quantized, results, _workspace = self._results(rows, cols, slots, rng)
         sums = tile_sums = None
         sums_address = tile_sums_address = 0
         if self._has_sums:

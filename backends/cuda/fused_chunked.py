@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import Chunks, ComputedRows, QuantizedChunks, QuantizeDesc
-from fp8core_backends.cuda.chunks import LEAST_SAVED, ChunkedResult, Part, Slots
+from fp8core_backends.cuda.chunks import LEAST_SAVED, ChunkedResult, Part
 from fp8core_backends.cuda.layout import adjacent_columns, row_stride, scale_mode
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.quantize_chunked import CHUNKED_MODES
@@ -79,8 +79,8 @@ class RunChunked:
                 grad_output, x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out
             )
         sums = self._empty((cols,), (1,), torch.float32) if call.has_sums else None
-        slots = Slots(scale, amax_out, nonfinite_out)
-        result = ChunkedResult(call.mode, (rows, cols), CHUNK_ROWS, slots, self._empty, sums)
+        keywords = (scale, amax_out, nonfinite_out)
+        result = ChunkedResult(call.mode, (rows, cols), CHUNK_ROWS, keywords, self._empty, sums)
         parts = partial(self._parts_of, grad_output, x, result)
         chunks = QuantizedChunks(Chunks(rows, parts), result.columnwise)
         return (chunks,) if sums is None else (chunks, sums)

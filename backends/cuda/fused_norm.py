@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import FusedDesc, NormDesc, OperandSpec, Quantized
-from fp8core_backends.cuda.layout import adjacent_columns, scale_mode
+from fp8core_backends.cuda.layout import adjacent_columns, scale_mode, slots_of
 from fp8core_backends.cuda.norm import Norm, NormOperands, native_norm, norm_problem
 from fp8core_backends.cuda.operations import first_problem
 from fp8core_backends.cuda.quantize import Quantize
@@ -114,9 +114,8 @@ class FusedNorm:
             y, mean, rstd = self._norm(x, weight, bias)
             quantized = self._cast(y, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
             return quantized, mean, rstd
-        quantized, results, _workspace = self._cast.results(
-            rows, cols, scale, amax_out, nonfinite_out
-        )
+        slots = slots_of(scale, amax_out, nonfinite_out)
+        quantized, results, _workspace = self._cast.results(rows, cols, slots)
         mean, rstd, statistics = self._operands.empty_statistics(rows)
         self._native_fused(
             (*parameters, *statistics, *(address, rows, cols, stride), *results),

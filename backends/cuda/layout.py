@@ -7,6 +7,8 @@ scales (MXFP8, NVFP4) lie with their rows adjacent, and are brought into tiles b
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 
 from fp8core.backend_api import OperandError, OperandSpec
@@ -41,6 +43,21 @@ def wrong_dtype(op: str, dtype: torch.dtype, bound: torch.dtype) -> OperandError
     """Return the error of a tensor of which a kernel, bound for another dtype, would read another
     number of bytes than it has."""
     return OperandError(f"{op} of {dtype}; bound for {bound}.")
+
+
+Slots: TypeAlias = "tuple[int, int, int]"
+"""The addresses of a cast's delayed scale, of its amax and of its count; 0 where there is none."""
+
+
+def slots_of(
+    scale: torch.Tensor | None, amax_out: torch.Tensor | None, nonfinite_out: torch.Tensor | None
+) -> Slots:
+    """Return the addresses of keywords of a cast."""
+    return (
+        0 if scale is None else scale.data_ptr(),
+        0 if amax_out is None else amax_out.data_ptr(),
+        0 if nonfinite_out is None else nonfinite_out.data_ptr(),
+    )
 
 
 def round_up(size: int, step: int) -> int:

@@ -17,6 +17,7 @@ from fp8core.backend_api import (
 from fp8core_backends.cuda.gemm import LowPrecisionGemm
 from fp8core_backends.cuda.layout import (
     DTYPES,
+    Slots,
     adjacent_columns,
     round_up,
     scale_mode,
@@ -94,46 +95,36 @@ class ByteScaled:
         if not (rows and cols):
             return Quantized(row.operand, column.operand)
         x, stride = adjacent_columns(x)
-        quantized, results, _workspace = self._results(row, column, rng, nonfinite_out)
+        count = 0 if nonfinite_out is None else nonfinite_out.data_ptr()
+        quantized, results, _workspace = self._results(row, column, rng, count)
         self.native_cast((x.data_ptr(), rows, cols, stride, *results), raw_stream(self._index))
         return quantized
 
     def results(
-        self,
-        rows: int,
-        cols: int,
-        scale: torch.Tensor | None,
-        amax_out: torch.Tensor | None,
-        nonfinite_out: torch.Tensor | None,
-        rng: torch.Tensor | None = None,
+        self, rows: int, cols: int, slots: Slots, rng: torch.Tensor | None = None
     ) -> tuple[Quantized, tuple[int, ...], torch.Tensor | None]:
         """Allocate the result of casting a tensor ``[rows, cols]`` that has elements.
 
-        As ``Quantize.results``, with ``rng`` besides; ``scale`` and ``amax_out`` are None.
+        As ``Quantize.results``, with ``rng`` besides; of ``slots`` the count alone is read.
         """
         self._check(rows, cols)
         row = self._allocate(self._desc.rowwise, rows, cols)
         column = self._allocate(self._desc.columnwise, cols, rows)
-        return self._results(row, column, rng, nonfinite_out)
+        return self._results(row, column, rng, slots[2])
 
     def _results(
-        self,
-        row: _Output,
-        column: _Output,
-        rng: torch.Tensor | None,
-        nonfinite_out: torch.Tensor | None,
+        self, row: _Output, column: _Output, rng: torch.Tensor | None, count: int
     ) -> tuple[Quantized, tuple[int, ...], torch.Tensor | None]:
         """Return the result, the arguments of the native cast that follow those of the tensor, and
         the workspace."""
         quantized = Quantized(row.operand, column.operand)
         addresses = (*row[1:4], *column[1:4])
-        nonfinite = 0 if nonfinite_out is None else nonfinite_out.data_ptr()
         if not self._is_fp4:
-            return quantized, (*addresses, nonfinite), None
+            return quantized, (*addresses, count), None
         seed, offset = (0, 0) if rng is None else rng.tolist()
         workspace = torch.empty(self._partials, dtype=torch.float32, device=self._device)
         globals_ = (row.global_scale_inv, column.global_scale_inv)
-        arguments = (*addresses, *globals_, nonfinite, workspace.data_ptr(), seed, offset)
+        arguments = (*addresses, *globals_, count, workspace.data_ptr(), seed, offset)
         return quantized, arguments, workspace
 
     def _check(self, rows: int, cols: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,22 +14,22 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
 )
-from fp8core_backends.cuda import quantize_and_sum
 from fp8core_backends.cuda.device_groups import DeviceQuantize
 from fp8core_backends.cuda.layout import (
     DTYPES,
+    Slots,
     adjacent_columns,
     column_pitch,
     empty_codes,
     empty_scales,
     scale_mode,
+    slots_of,
     spec_problem,
     wrong_dtype,
 )
 from fp8core_backends.cuda.memory import allocator, allocator_now
 from fp8core_backends.cuda.microscaling import ByteScaled
 from fp8core_backends.cuda.operations import first_problem, runs
-from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum, Results
 from fp8core_backends.cuda.quantize_chunked import CHUNKED_MODES, QuantizeChunked
 from fp8core_backends.cuda.quantize_compose import composed
 from fp8core_backends.cuda.stream import index_of, raw_stream
@@ -45,6 +45,15 @@ _operand: Callable[[tuple[torch.Tensor, torch.Tensor, None]], Operand] = partial
 _quantized: Callable[[tuple[Operand | None, Operand | None]], Quantized] = partial(
     tuple.__new__, Quantized
 )
+
+
+_SUMMED_DTYPES = (torch.bfloat16, torch.float16)
+_SUMMED_MODES = ("tensor", "row", "vec128")
+"""What there are kernels with column sums for: dtypes of the tensor, and what a scale covers."""
+
+Results: TypeAlias = "tuple[Quantized, tuple[int, ...], torch.Tensor | None]"
+"""The result of a cast, the arguments of its native call that follow those of the tensor (the
+fields of ``QuantizeArguments``, see csrc/include/fp8core/quantize.h), and its workspace."""
 
 
 class Quantize:
@@ -101,43 +110,27 @@ class Quantize:
         Raises:
             OperandError: ``x`` has another dtype than was bound.
         """
-        rows, cols = x.shape
+        (rows, cols), slots = x.shape, slots_of(scale, amax_out, nonfinite_out)
         is_any = self._mode != "tensor" or amax is not None
         if is_any or not (rows and cols and x.is_contiguous()):
-            return self._quantize_any(x, scale, amax, amax_out, nonfinite_out)
+            return self._quantize_any(x, scale, amax, slots)
         if x.dtype is not self.dtype:
             raise wrong_dtype("quantize", x.dtype, self.dtype)
-        quantized, results, _workspace = self._tensor_results(
-            rows, cols, scale, amax_out, nonfinite_out
-        )
+        quantized, results, _workspace = self._tensor_results(rows, cols, slots)
         self.native_cast((x.data_ptr(), rows, cols, cols, *results), raw_stream(self._index))
         return quantized
 
-    def results(
-        self,
-        rows: int,
-        cols: int,
-        scale: torch.Tensor | None,
-        amax_out: torch.Tensor | None,
-        nonfinite_out: torch.Tensor | None,
-    ) -> Results:
+    def results(self, rows: int, cols: int, slots: Slots) -> Results:
         """Allocate the result of casting a tensor ``[rows, cols]`` that has elements.
 
         Returns the result, the arguments of the native cast that follow those of the tensor, and
         the workspace, which the caller holds until the cast is enqueued.
         """
         if self._mode == "tensor":
-            return self._tensor_results(rows, cols, scale, amax_out, nonfinite_out)
-        return self._results_of_any(rows, cols, scale, None, amax_out, nonfinite_out)
+            return self._tensor_results(rows, cols, slots)
+        return self._results_of_any(rows, cols, None, slots)
 
-    def _tensor_results(
-        self,
-        rows: int,
-        cols: int,
-        scale: torch.Tensor | None,
-        amax_out: torch.Tensor | None,
-        nonfinite_out: torch.Tensor | None,
-    ) -> Results:
+    def _tensor_results(self, rows: int, cols: int, slots: Slots) -> Results:
         """Return what :meth:`results` returns, of a cast with one scale for the tensor."""
         empty = self._now()
         scale_inv = empty(_SINGLE, _SINGLE, _FLOAT32)  # both orientations share it
@@ -163,9 +156,7 @@ class Quantize:
             column_codes,
             scale_inv_address,
             1,
-            0 if scale is None else scale.data_ptr(),
-            0 if amax_out is None else amax_out.data_ptr(),
-            0 if nonfinite_out is None else nonfinite_out.data_ptr(),
+            *slots,
             workspace_address,
             pitch,
         )
@@ -176,8 +167,7 @@ class Quantize:
         x: torch.Tensor,
         scale: torch.Tensor | None,
         amax: torch.Tensor | None,
-        amax_out: torch.Tensor | None,
-        nonfinite_out: torch.Tensor | None,
+        slots: Slots,
     ) -> Quantized:
         """Quantize in any mode, from any strides; ``amax`` is the workspace with given amaxes."""
         if x.dtype is not self.dtype:
@@ -186,21 +176,13 @@ class Quantize:
         if not (rows and cols):
             return self._quantize_empty(rows, cols, scale)
         x, stride = adjacent_columns(x)
-        quantized, results, _workspace = self._results_of_any(
-            rows, cols, scale, amax, amax_out, nonfinite_out
-        )
+        quantized, results, _workspace = self._results_of_any(rows, cols, amax, slots)
         addresses = (x.data_ptr(), rows, cols, stride, *results)
         self.native_cast(addresses, raw_stream(self._index))
         return quantized
 
     def _results_of_any(
-        self,
-        rows: int,
-        cols: int,
-        scale: torch.Tensor | None,
-        amax: torch.Tensor | None,
-        amax_out: torch.Tensor | None,
-        nonfinite_out: torch.Tensor | None,
+        self, rows: int, cols: int, amax: torch.Tensor | None, slots: Slots
     ) -> Results:
         """Return what :meth:`results` returns, in any mode."""
         mode, empty, workspace = self._mode, self._now(), amax
@@ -227,9 +209,7 @@ class Quantize:
         addresses: tuple[int, ...] = (
             *outputs[0],
             *outputs[1],
-            0 if scale is None else scale.data_ptr(),
-            0 if amax_out is None else amax_out.data_ptr(),
-            0 if nonfinite_out is None else nonfinite_out.data_ptr(),
+            *slots,
             0 if workspace is None else workspace.data_ptr(),
             pitch_of_columns,
         )
@@ -249,6 +229,51 @@ class Quantize:
             operand(rows, cols) if self._rowwise else None,
             operand(cols, rows) if self._columnwise else None,
         )
+
+
+class QuantizeAndSum:
+    """A cast of a descriptor with ``sums``: a gradient read once, also for the bias.
+
+    The sums have the bits of :class:`fp8core_backends.cuda.column_sums.ColumnSums`.
+    """
+
+    __slots__ = ("_cast", "_empty", "_index")
+
+    def __init__(self, cast: Quantize, index: int) -> None:
+        self._cast = cast
+        self._index = index
+        self._empty = allocator(index)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        amax_out: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
+    ) -> tuple[Quantized, torch.Tensor]:
+        """Quantize ``x [rows, n]``, and return its column sums, float32 ``[n]``.
+
+        Raises:
+            OperandError: ``x`` has another dtype than was bound.
+        """
+        (rows, cols), cast = x.shape, self._cast
+        if x.dtype is not cast.dtype:
+            raise wrong_dtype("quantize_and_sum", x.dtype, cast.dtype)
+        if not (rows and cols):
+            quantized = cast(x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
+            return quantized, torch.zeros(cols, dtype=torch.float32, device=x.device)
+        x, stride = adjacent_columns(x)
+        # Freed memory may be handed out again at once: both workspaces are held over the launch.
+        slots = slots_of(scale, amax_out, nonfinite_out)
+        quantized, results, _workspace = cast.results(rows, cols, slots)
+        sums = self._empty((cols,), (1,), torch.float32)
+        size = cast.native_cast.tile_sums_floats(rows, cols)
+        tile_sums = self._empty((size,), (1,), torch.float32)
+        addresses = (sums.data_ptr(), tile_sums.data_ptr())
+        arguments = (*addresses, x.data_ptr(), rows, cols, stride, *results)
+        cast.native_cast.and_sum(arguments, raw_stream(self._index))
+        return quantized, sums
 
 
 def _native_quantize(desc: QuantizeDesc, spec: OperandSpec, index: int, native: Any) -> Any:
@@ -295,7 +320,7 @@ def _problem(desc: QuantizeDesc) -> str | None:
     spec = desc.rowwise or desc.columnwise
     assert spec is not None
     mode, is_both = scale_mode(spec), desc.rowwise is not None and desc.columnwise is not None
-    has_sums = desc.dtype in quantize_and_sum.DTYPES and mode in quantize_and_sum.MODES
+    has_sums = desc.dtype in _SUMMED_DTYPES and mode in _SUMMED_MODES
     return first_problem(
         (desc.grouped, "no sums and no chunks of groups"),
         (is_both and desc.rowwise != desc.columnwise, "orientations that differ are two casts"),

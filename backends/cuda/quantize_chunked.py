@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import Chunks, QuantizedChunks, QuantizeDesc
-from fp8core_backends.cuda.chunks import LEAST_SAVED, ChunkedResult, Part, Slots
+from fp8core_backends.cuda.chunks import LEAST_SAVED, ChunkedResult, Part
 from fp8core_backends.cuda.layout import DTYPES, row_stride, scale_mode, wrong_dtype
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
@@ -74,8 +74,8 @@ class QuantizeChunked:
         if (rows - CHUNK_ROWS) * cols < LEAST_SAVED or stride is None:
             return self._whole(x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
         sums = self._empty((cols,), (1,), torch.float32) if self._has_sums else None
-        slots = Slots(scale, amax_out, nonfinite_out)
-        result = ChunkedResult(self._mode, (rows, cols), CHUNK_ROWS, slots, self._empty, sums)
+        keywords = (scale, amax_out, nonfinite_out)
+        result = ChunkedResult(self._mode, (rows, cols), CHUNK_ROWS, keywords, self._empty, sums)
         parts = partial(self._parts_of, x, stride, result)
         chunks = QuantizedChunks(Chunks(rows, parts), result.columnwise)
         return chunks if sums is None else (chunks, sums)

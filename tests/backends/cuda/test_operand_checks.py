@@ -26,7 +26,6 @@ from fp8core_backends.cuda import (
     gemm,
     microscaling,
     quantize,
-    quantize_and_sum,
     quantize_chunked,
 )
 from fp8core_backends.cuda.quantize import bind_quantize
@@ -69,7 +68,7 @@ class _Entry:
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Native:
-    casts = (quantize, quantize_and_sum, quantize_chunked, microscaling)
+    casts = (quantize, quantize_chunked, microscaling)
     put_on_the_host(monkeypatch, activation, amax, gemm, *casts)
     return Native()
 

@@ -13,7 +13,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.backend_api import ColumnSumsDesc, Quantized, QuantizeDesc
 from fp8core.recipe.plan import LayerRole
-from fp8core_backends.cuda import quantize_and_sum, quantize_chunked
+from fp8core_backends.cuda import quantize, quantize_chunked
 from fp8core_backends.cuda.quantize_chunked import QuantizeChunked
 from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from tests.backends.cuda.cuda_cases import DEVICE, backend, differs, put_on_the_host, spec
@@ -76,7 +76,7 @@ class Native:
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Native:
-    put_on_the_host(monkeypatch, quantize_and_sum, quantize_chunked)
+    put_on_the_host(monkeypatch, quantize, quantize_chunked)
     monkeypatch.setattr(quantize_chunked, "CHUNK_ROWS", 256)
     monkeypatch.setattr(quantize_chunked, "LEAST_SAVED", 1)
     return Native()
@@ -88,7 +88,7 @@ def test_cast_is_given_sums_and_tensor_and_results(native: Native) -> None:
         dtype=torch.bfloat16, native_cast=native, results=lambda *given: results
     )
     x = torch.zeros(130, 64, dtype=torch.bfloat16)[:, 8:48]
-    _, sums = quantize_and_sum.QuantizeAndSum(cast, 0)(x)
+    _, sums = quantize.QuantizeAndSum(cast, 0)(x)
     ((address, tile_sums, *rest),) = native.calls
     assert address == sums.data_ptr() != tile_sums
     assert rest == [x.data_ptr(), 130, 40, 64, 11, 12, 13]
