@@ -365,7 +365,7 @@ def _classes(budget: Budget) -> Mapping[ClassName, Rebuild | None]:
         ClassName("torch.storage", "_load_from_bytes"): load_from_bytes,
         ClassName("collections", "OrderedDict"): _empty_dict,
         ClassName("builtins", "getattr"): _member,
-        **{ClassName("torch", name): None for name in _STORAGES},
+        **_STORAGE_CLASSES,
         **{ClassName(RECIPES, name): None for name in _CLASSES_OF_RECIPES},
     }
 

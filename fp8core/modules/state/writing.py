@@ -7,7 +7,7 @@ that a reader with an allow-list accepts it too.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,64 +47,61 @@ def write_extra_state(
     """
     pair: Format = fields["fp8_format"]
     maxima = int(pair.max_fwd), int(pair.max_bwd)
-    format_member = _call(
-        _class("Format"), _tuple([_new(_class("_FormatHelper"), _tuple([*map(_scalar, maxima)]))])
-    )
-    values = {
-        name: format_member if name == "fp8_format" else _scalar(v) for name, v in fields.items()
-    }
-    extra = {
-        "fp8_checkpoint": True,
-        "num_gemms": buffers["scale_fwd"].numel() // 3,
-        "fp8_max_fwd": maxima[0],
-        "fp8_max_bwd": maxima[1],
-    }
+    member = _call(_class("Format"), (_new(_class("_FormatHelper"), maxima),))
     content = {
-        "recipe": _new(_class("DelayedScaling"), b")") + _dict(values) + b"b",
+        "recipe": _new(_class("DelayedScaling"), ())
+        + _opcodes({**fields, "fp8_format": member})
+        + b"b",
         **{name: _tensor(value) for name, value in buffers.items()},
-        "extra_fp8_variables": _dict({name: _scalar(value) for name, value in extra.items()}),
+        "extra_fp8_variables": {
+            "fp8_checkpoint": True,
+            "num_gemms": buffers["scale_fwd"].numel() // 3,
+            "fp8_max_fwd": maxima[0],
+            "fp8_max_bwd": maxima[1],
+        },
     }
     if expert is not None:
-        content[EXPERT] = _dict({name: _tensor(value) for name, value in expert.items()})
-    return b"\x80\x04" + _dict(content) + b"."
+        content[EXPERT] = {name: _tensor(value) for name, value in expert.items()}
+    return b"\x80\x04" + _opcodes(content) + b"."
 
 
-def _scalar(value: Any) -> bytes:
-    """Return the opcodes of None, a truth value, a number or a text."""
-    if value is None:
-        return b"N"
-    if isinstance(value, bool):
-        return b"\x88" if value else b"\x89"
-    if isinstance(value, int):
-        if -(2**31) <= value < 2**31:
+def _opcodes(value: Any) -> bytes:
+    """Return the opcodes of None, a truth value, a number, a text, or a tuple or dict of values;
+    bytes are opcodes themselves."""
+    match value:
+        case bytes():
+            return value
+        case None:
+            return b"N"
+        case bool():
+            return b"\x88" if value else b"\x89"
+        case int() if -(2**31) <= value < 2**31:
             return b"J" + struct.pack("<i", value)
-        size = value.bit_length() // 8 + 1
-        return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
-    if isinstance(value, float):
-        return b"G" + struct.pack(">d", value)
+        case int():
+            size = value.bit_length() // 8 + 1
+            return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
+        case float():
+            return b"G" + struct.pack(">d", value)
+        case tuple():
+            return (b"(" + b"".join(map(_opcodes, value)) + b"t") if value else b")"
+        case Mapping():
+            items = (_opcodes(name) + _opcodes(item) for name, item in value.items())
+            return b"}(" + b"".join(items) + b"u"
     assert isinstance(value, str)
     encoded = value.encode()
     return b"X" + struct.pack("<I", len(encoded)) + encoded
-
-
-def _tuple(items: Sequence[bytes]) -> bytes:
-    return b"(" + b"".join(items) + b"t"
-
-
-def _dict(items: Mapping[str, bytes]) -> bytes:
-    return b"}(" + b"".join(_scalar(name) + value for name, value in items.items()) + b"u"
 
 
 def _class(name: str, module: str = RECIPES) -> bytes:
     return b"c" + f"{module}\n{name}\n".encode()
 
 
-def _call(function: bytes, arguments: bytes) -> bytes:
-    return function + arguments + b"R"
+def _call(function: bytes, arguments: tuple[Any, ...]) -> bytes:
+    return function + _opcodes(arguments) + b"R"
 
 
-def _new(kind: bytes, arguments: bytes) -> bytes:
-    return kind + arguments + b"\x81"
+def _new(kind: bytes, arguments: tuple[Any, ...]) -> bytes:
+    return kind + _opcodes(arguments) + b"\x81"
 
 
 def _tensor(value: torch.Tensor) -> bytes:
@@ -112,38 +109,19 @@ def _tensor(value: torch.Tensor) -> bytes:
     whole = value.detach().to("cpu", torch.float32).contiguous()
     file = _storage_file(whole)
     content = b"B" + struct.pack("<I", len(file)) + file
-    storage = _call(_class("_load_from_bytes", "torch.storage"), _tuple([content]))
-    no_hooks = _call(_class("OrderedDict", "collections"), b")")
-    shape = _tuple([*map(_scalar, whole.shape)])
-    strides = _tuple([*map(_scalar, whole.stride())])
-    arguments = _tuple([storage, _scalar(0), shape, strides, _scalar(False), no_hooks])
+    storage = _call(_class("_load_from_bytes", "torch.storage"), (content,))
+    no_hooks = _call(_class("OrderedDict", "collections"), ())
+    arguments = (storage, 0, tuple(whole.shape), whole.stride(), False, no_hooks)
     return _call(_class("_rebuild_tensor_v2", "torch._utils"), arguments)
 
 
 def _storage_file(value: torch.Tensor) -> bytes:
     """Return the file of a float32 storage in the format of torch.save before zip files."""
-    sizes = {name: _scalar(size) for name, size in (("short", 2), ("int", 4), ("long", 4))}
-    system = {
-        "protocol_version": _scalar(PROTOCOL),
-        "little_endian": _scalar(True),
-        "type_sizes": _dict(sizes),
-    }
     count = value.numel()
-    kind = _class("FloatStorage", "torch")
-    identity = [
-        _scalar("storage"),
-        kind,
-        _scalar("0"),
-        _scalar("cpu"),
-        _scalar(count),
-        _scalar(None),
-    ]
-    contents = (
-        _scalar(MAGIC),
-        _scalar(PROTOCOL),
-        _dict(system),
-        _tuple(identity) + b"Q",
-        b"](" + _scalar("0") + b"e",
-    )
-    pickles = b"".join(b"\x80\x02" + content + b"." for content in contents)
+    sizes = {"short": 2, "int": 4, "long": 4}
+    system = {"protocol_version": PROTOCOL, "little_endian": True, "type_sizes": sizes}
+    identity = ("storage", _class("FloatStorage", "torch"), "0", "cpu", count, None)
+    key = b"](" + _opcodes("0") + b"e"
+    contents = MAGIC, PROTOCOL, system, _opcodes(identity) + b"Q", key
+    pickles = b"".join(b"\x80\x02" + _opcodes(content) + b"." for content in contents)
     return pickles + struct.pack("<q", count) + value.numpy().tobytes()
