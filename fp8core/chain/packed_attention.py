@@ -26,10 +26,59 @@ from fp8core.chain.request import QuantizeRequest
 from fp8core.torch_ops.repeats import called_in_repeats
 
 
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """The heads of an attention layer: ``num_heads`` queries share ``num_groups`` keys and values,
+    each of ``head_dim`` columns. ``is_interleaved``: a projection holds the query, key and value
+    heads of one group after another, instead of all query heads, then all key, then all value
+    heads."""
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    is_interleaved: bool
+
+    @property
+    def query_size(self) -> int:
+        """Columns of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Columns of all key heads, and of all value heads."""
+        return self.num_groups * self.head_dim
+
+    def split(
+        self, rows: torch.Tensor, tokens: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries ``[*tokens, num_heads, head_dim]``, keys and values ``[*tokens,
+        num_groups, head_dim]`` of ``rows``, which have all of their columns; views where the order
+        allows."""
+        heads, groups, size = self.num_heads, self.num_groups, self.head_dim
+        if not self.is_interleaved:
+            by_head = rows.view(*tokens, heads + 2 * groups, size)
+            q, k, v = torch.split_with_sizes(by_head, [heads, groups, groups], -2)
+            return q, k, v
+        share = heads // groups
+        by_group = rows.view(*tokens, groups, share + 2, size)
+        q, k, v = torch.split_with_sizes(by_group, [share, 1, 1], -2)
+        return q.reshape(*tokens, heads, size), k.squeeze(-2), v.squeeze(-2)
+
+    def join(
+        self, num_rows: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the ``num_rows`` rows that :meth:`split` splits."""
+        heads, groups, size = self.num_heads, self.num_groups, self.head_dim
+        if not self.is_interleaved:
+            return torch.cat((q, k, v), dim=-2).view(num_rows, (heads + 2 * groups) * size)
+        by_group = q.reshape(*q.shape[:-2], groups, heads // groups, size)
+        together = torch.cat((by_group, k.unsqueeze(-2), v.unsqueeze(-2)), dim=-2)
+        return together.view(num_rows, (heads + 2 * groups) * size)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAttentionLink(Link):
-    """``attention`` of rows ``[tokens, (heads + 2 * groups) * head_dim]``: all queries, then all
-    keys, then all values; with ``is_interleaved`` those of one group after another.
+    """``attention`` of rows ``[tokens, (heads + 2 * groups) * head_dim]``, split as ``heads`` say.
 
     The parameters are those of ``attention`` behind keys and values.
 
@@ -38,7 +87,7 @@ class PackedAttentionLink(Link):
     """
 
     attention: AttentionLink
-    is_interleaved: bool = False
+    heads: HeadSizes
     sizes: tuple[int, ...] = ()
     keeps_input = True
 
@@ -60,7 +109,7 @@ class PackedAttentionLink(Link):
     def in_torch(self, bind: Callable[[Any], Any]) -> PackedAttentionLink:
         """Return attention by torch's operators, of the same rows."""
         attention: AttentionLink = bind(self.attention.shape)
-        return PackedAttentionLink(attention, self.is_interleaved, self.sizes)
+        return PackedAttentionLink(attention, self.heads, self.sizes)
 
     def program(
         self, rows: int, needs_grad: Sequence[bool], call: Call
@@ -75,34 +124,8 @@ class PackedAttentionLink(Link):
     def split(self, rows: torch.Tensor, call: Call) -> Sequence[torch.Tensor]:
         """Return the rows of the queries, and keys and values in the layout of the call."""
         tokens = rows.shape[:1] if self.attention.shape.layout == "thd" else call.sizes
-        q, keys, values = self.heads(rows, tokens)
-        shape = self.attention.shape
-        return q.reshape(rows.shape[0], shape.heads * shape.head_dim), keys, values
-
-    def heads(self, rows: torch.Tensor, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
-        """Return queries, keys and values ``[*tokens, heads, head_dim]``, views where they can be
-        views of the rows."""
-        shape = self.attention.shape
-        heads, groups, size = shape.heads, shape.gqa_groups, shape.head_dim
-        if not self.is_interleaved:
-            by_head = rows.view(*tokens, heads + 2 * groups, size)
-            return torch.split_with_sizes(by_head, [heads, groups, groups], -2)
-        share = heads // groups
-        by_group = rows.view(*tokens, groups, share + 2, size)
-        q, k, v = torch.split_with_sizes(by_group, [share, 1, 1], -2)
-        return q.reshape(*tokens, heads, size), k.squeeze(-2), v.squeeze(-2)
-
-    def join(
-        self, num_rows: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the ``num_rows`` rows of what :meth:`heads` returned."""
-        shape = self.attention.shape
-        heads, groups, size = shape.heads, shape.gqa_groups, shape.head_dim
-        if not self.is_interleaved:
-            return torch.cat((q, k, v), dim=-2).view(num_rows, (heads + 2 * groups) * size)
-        by_group = q.reshape(*q.shape[:-2], groups, heads // groups, size)
-        together = torch.cat((by_group, k.unsqueeze(-2), v.unsqueeze(-2)), dim=-2)
-        return together.view(num_rows, (heads + 2 * groups) * size)
+        q, keys, values = self.heads.split(rows, tokens)
+        return q.reshape(rows.shape[0], self.heads.query_size), keys, values
 
 
 class PackedAttentionProgram(TensorProgram[PackedAttentionLink]):
@@ -132,9 +155,9 @@ class PackedAttentionProgram(TensorProgram[PackedAttentionLink]):
         q, k, v, *rest = self._inner.backward(grad, saved, context, call)
         if not self._needs_grad[0]:
             return (None, *rest)
-        shape, num_rows = self._link.attention.shape, q.shape[0]
-        by_head = q.view(*k.shape[:-2], shape.heads, shape.head_dim)
-        packed = self._link.join(num_rows, by_head, k, v)
+        heads = self._link.heads
+        by_head = q.view(*k.shape[:-2], heads.num_heads, heads.head_dim)
+        packed = heads.join(q.shape[0], by_head, k, v)
         return (packed if out is None else out(packed), *rest)
 
 
@@ -170,7 +193,7 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
     def _attended(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of the result; their statistics are an attribute until they are taken."""
         link, attention = self._link, self._link.attention
-        q, k, v = link.heads(x, link.sizes)
+        q, k, v = link.heads.split(x, link.sizes)
         if attention.fallback is not None:
             check_memory(attention.fallback, attention.shape, q, k, DENSE)
         out, stats, _ = attention.run(q, k, v)
@@ -183,10 +206,10 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
         self, grad: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, stats: torch.Tensor
     ) -> torch.Tensor:
         link = self._link
-        q, k, v = link.heads(x, link.sizes)
+        q, k, v = link.heads.split(x, link.sizes)
         grad_out, out = grad.reshape(q.shape), rows.view(q.shape)
         grad_q, grad_k, grad_v, *_ = link.attention.run_backward(grad_out, q, k, v, out, stats)
-        return link.join(x.shape[0], grad_q, grad_k, grad_v)
+        return link.heads.join(x.shape[0], grad_q, grad_k, grad_v)
 
 
 def _pop_statistics(rows: torch.Tensor) -> torch.Tensor:

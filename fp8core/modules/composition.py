@@ -32,7 +32,7 @@ from fp8core.chain.alone import is_transformed
 from fp8core.chain.attention.link import AttentionLink
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.node import is_under_torch_autocast
-from fp8core.chain.packed_attention import PackedAttentionLink
+from fp8core.chain.packed_attention import HeadSizes, PackedAttentionLink
 from fp8core.chain.protocol import Link
 from fp8core.chain.residual import ResidualLink
 from fp8core.chain.series import Chain
@@ -51,7 +51,6 @@ from fp8core.modules.layers.parallel import ParallelModule, set_group
 from fp8core.modules.memo import Memo, memo_of, replay, sources_of
 from fp8core.modules.run import run_joined
 from fp8core.modules.sequences.attention_arguments import PLAIN_OPTIONS, AttentionOptions
-from fp8core.modules.sequences.head_split import HeadSizes, split_query_key_value
 from fp8core.recipe import PerLayer
 from fp8core.recipe.plan import LayerRole
 from fp8core.torch_ops.private import has_hooks, is_compiled, is_traced
@@ -140,7 +139,7 @@ class Segment(NamedTuple):
         if heads is not None:
             rows = value.new_empty(1, dtype=dtype)
             rows = rows.expand(*leading, heads.query_size + 2 * heads.key_size)
-            value = split_query_key_value(rows, heads)
+            value = heads.split(rows, leading)
         attend = layer.prepared(value, self.options)
         if not (self.hands_over or attend.shape.takes_rows_alone):
             return None  # before a seed is drawn
@@ -162,7 +161,7 @@ class Segment(NamedTuple):
         (attention,) = self.bound.links
         assert isinstance(attention, AttentionLink)
         sizes = () if self.hands_over else tokens
-        return (PackedAttentionLink(attention, self.heads.is_interleaved, sizes),)
+        return (PackedAttentionLink(attention, self.heads, sizes),)
 
 
 def rows_of(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fp8core.chain.packed_attention import HeadSizes
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.calls.parameters import InitMethod, refuse_arguments
@@ -16,12 +17,10 @@ from fp8core.modules.layers.layernorm_linear import LayerNormLinear
 from fp8core.modules.layers.linear import Linear
 from fp8core.modules.sequences.attention_arguments import AttentionOptions
 from fp8core.modules.sequences.head_split import (
-    HeadSizes,
     as_heads,
     head_dim_of,
     make_qk_norms,
     split_key_value,
-    split_query_key_value,
 )
 from fp8core.modules.sequences.inference import InferenceParams
 from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
@@ -340,7 +339,8 @@ class MultiheadAttention(ComposedLayer):
             if at == 2:
                 return self.proj(value, is_first)
             if at == 1:
-                qkv = value if type(value) is tuple else split_query_key_value(value, self._sizes)
+                is_split = type(value) is tuple
+                qkv = value if is_split else self._sizes.split(value, value.shape[:-1])
                 return self.core_attention(*qkv, named["attention_mask"], **options)
             rows = getattr(self, self._projection)(value, is_first)
             if self.return_layernorm_output:
@@ -401,7 +401,7 @@ class MultiheadAttention(ComposedLayer):
         """Return query, key and value of the ``rows`` of the first projection, each ``[..., heads,
         head_dim]``, normalized and rotated."""
         if self.attention_type == "self":
-            query, key, value = split_query_key_value(rows, self._sizes)
+            query, key, value = self._sizes.split(rows, rows.shape[:-1])
         else:
             query = as_heads(rows, self._sizes.head_dim)
             pairs = self.key_value(arguments["encoder_output"], arguments["is_first_microbatch"])

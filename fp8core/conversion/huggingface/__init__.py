@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fp8core.chain.packed_attention import HeadSizes
 from fp8core.conversion.huggingface.family import (
     QKV,
     Family,
@@ -37,7 +38,6 @@ from fp8core.conversion.huggingface.family import (
 )
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.sequences.head_split import (
-    HeadSizes,
     join_query_key_value,
     separate_query_key_value,
 )

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from fp8core.chain.packed_attention import HeadSizes
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.modules.sequences.head_split import HeadSizes
 
 
 def reader(config: Any) -> Any:

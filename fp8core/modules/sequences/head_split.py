@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from fp8core.chain.packed_attention import HeadSizes
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.modules.calls.parameters import check_size
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
@@ -58,29 +58,6 @@ def make_qk_norms(
     return first, second
 
 
-@dataclass(frozen=True, slots=True)
-class HeadSizes:
-    """The heads of an attention layer: ``num_heads`` queries share ``num_groups`` keys and values,
-    each of ``head_dim`` columns. ``is_interleaved``: a projection holds the query, key and value
-    heads of one group after another, instead of all query heads, then all key, then all value
-    heads."""
-
-    num_heads: int
-    num_groups: int
-    head_dim: int
-    is_interleaved: bool
-
-    @property
-    def query_size(self) -> int:
-        """Columns of all query heads."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def key_size(self) -> int:
-        """Columns of all key heads, and of all value heads."""
-        return self.num_groups * self.head_dim
-
-
 def head_dim_of(owner: str, hidden_size: int, num_heads: int, kv_channels: int | None) -> int:
     """Return the columns of one head: ``kv_channels``, or an equal share of ``hidden_size`` if that
     is None (or 0, as in Transformer Engine).
@@ -98,22 +75,6 @@ def head_dim_of(owner: str, hidden_size: int, num_heads: int, kv_channels: int |
             f"not divide the hidden size. Give kv_channels, the columns of one head."
         )
     return hidden_size // num_heads
-
-
-def split_query_key_value(
-    rows: torch.Tensor, sizes: HeadSizes
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return query ``[..., num_heads, head_dim]``, key and value ``[..., num_groups, head_dim]`` of
-    ``rows [..., (num_heads + 2 * num_groups) * head_dim]``, as views where the order allows."""
-    if not sizes.is_interleaved:
-        heads = [sizes.num_heads, sizes.num_groups, sizes.num_groups]
-        by_head = rows.view(*rows.shape[:-1], sum(heads), sizes.head_dim)
-        query, key, value = torch.split_with_sizes(by_head, heads, -2)
-        return query, key, value
-    share = sizes.num_heads // sizes.num_groups
-    grouped = rows.view(*rows.shape[:-1], sizes.num_groups, share + 2, sizes.head_dim)
-    query, key, value = torch.split(grouped, [share, 1, 1], dim=-2)
-    return query.flatten(-3, -2), key.flatten(-3, -2), value.flatten(-3, -2)
 
 
 def split_key_value(rows: torch.Tensor, sizes: HeadSizes) -> tuple[torch.Tensor, torch.Tensor]:
