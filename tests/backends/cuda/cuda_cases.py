@@ -14,12 +14,15 @@ import pytest
 import torch
 
 from fp8core import formats
-from fp8core.backend_api import Operand, OperandSpec
+from fp8core.backend_api import ACTIVATIONS, Operand, OperandSpec
 from fp8core.conformance.subject import Subject, find
 from fp8core.dispatch import plugins
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+WITHOUT_KERNEL: frozenset[str] = frozenset()  # names of activations
+KERNELS = tuple(name for name in ACTIVATIONS if name not in WITHOUT_KERNEL)
 
 # Odd sizes, one row, one column, whole tiles, partial tiles, more columns than a tile has threads.
 SHAPES = (

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from fp8core.backend_api import (
-    ACTIVATIONS,
     GATED,
     ActivationBackwardDesc,
     ActivationDesc,
@@ -23,7 +22,7 @@ from fp8core.backend_api import (
     FusedDesc,
     QuantizeDesc,
 )
-from tests.backends.cuda.cuda_cases import DEVICE, backend, differs, same_bits, spec
+from tests.backends.cuda.cuda_cases import DEVICE, KERNELS, backend, differs, same_bits, spec
 from tests.pairs import turns
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
@@ -179,7 +178,7 @@ def check_fused(desc: FusedDesc, tensors: list[torch.Tensor]) -> None:
         assert same_bits(one, other), "an input was written"
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_every_activation_equals_the_pair(name: str) -> None:
     for recipe, dtype, backward in itertools.product(
         RECIPES, (torch.bfloat16, torch.float16), (False, True)

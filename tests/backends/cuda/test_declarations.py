@@ -11,7 +11,6 @@ import torch
 
 from fp8core import recipe
 from fp8core.backend_api import (
-    ACTIVATIONS,
     ATTENTION_LAYOUTS,
     ActivationBackwardDesc,
     ActivationDesc,
@@ -38,6 +37,7 @@ from fp8core_backends.cuda import native
 from fp8core_backends.cuda.backend import CudaBackend
 from fp8core_backends.cuda.gemm import LowPrecisionGemm
 from fp8core_backends.cuda.layout import DTYPES, scale_strides, scales
+from tests.backends.cuda.cuda_cases import KERNELS
 
 CUDA = torch.device("cuda", 0)
 TENSOR = OperandSpec("e4m3", (0, 0), 448.0)
@@ -273,7 +273,7 @@ def test_amax_and_cast_run_apart() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_every_activation_norm_rotation_and_sum_runs_in_every_dtype() -> None:
     descs: list[OpDesc] = [ColumnSumsDesc(dtype) for dtype in DTYPES]
-    for name, dtype in itertools.product(ACTIVATIONS, DTYPES):
+    for name, dtype in itertools.product(KERNELS, DTYPES):
         params = (7.0, 1.702, 1.0) if name == "clamped_swiglu" else ()
         for kind in (ActivationDesc, ActivationBackwardDesc):
             descs.append(kind(name, torch.bfloat16, dtype, params))

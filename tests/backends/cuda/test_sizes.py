@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from fp8core.backend_api import (
-    ACTIVATIONS,
     ATTENTION_LAYOUTS,
     ActivationBackwardDesc,
     ActivationDesc,
@@ -39,7 +38,15 @@ from fp8core.conformance.subject import Size, Subject
 from fp8core.recipe import NVFP4BlockScaling
 from fp8core.recipe.plan import LayerRole
 from fp8core_backends.cuda import fused_chunked, quantize_chunked
-from tests.backends.cuda.cuda_cases import DTYPES, EMPTY, NORM_COLUMNS, SHAPES, spec, subject
+from tests.backends.cuda.cuda_cases import (
+    DTYPES,
+    EMPTY,
+    KERNELS,
+    NORM_COLUMNS,
+    SHAPES,
+    spec,
+    subject,
+)
 from tests.pairs import pairs, turns
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
@@ -163,7 +170,7 @@ def fusions() -> Iterator[FusedDesc]:
 
 def activations() -> Iterator[OpDesc]:
     """Yield each activation and its derivative from each dtype to each."""
-    for name, dtype, out in pairs(ACTIVATIONS, DTYPES, DTYPES):
+    for name, dtype, out in pairs(KERNELS, DTYPES, DTYPES):
         for kind in (ActivationDesc, ActivationBackwardDesc):
             yield kind(name, dtype, out, PARAMS.get(name, ()))
 

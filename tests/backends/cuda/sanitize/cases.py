@@ -10,7 +10,6 @@ import torch
 
 from fp8core import recipe
 from fp8core.backend_api import (
-    ACTIVATIONS,
     ATTENTION_LAYOUTS,
     GATED,
     ActivationBackwardDesc,
@@ -35,7 +34,7 @@ from fp8core_backends.cuda import fused_chunked, native, quantize_chunked
 from fp8core_backends.cuda.fused_norm import FusedNorm
 from fp8core_backends.cuda.microscaling import TiledGemm
 from fp8core_backends.cuda.transposition import RowsAdjacent
-from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, spec
+from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, KERNELS, backend, spec
 
 # One element; partial tiles, read one by one and in vectors; whole tiles.
 SHAPES = ((1, 1), (3, 5), (127, 129), (130, 264), (256, 256))
@@ -128,7 +127,7 @@ def amax_and_scale_update() -> None:
 
 def activations() -> None:
     """Activate and differentiate, by vectors and one element at a time."""
-    for name, dtype in itertools.product(ACTIVATIONS, DTYPES):
+    for name, dtype in itertools.product(KERNELS, DTYPES):
         params = (7.0, 1.702, 1.0) if name == "clamped_swiglu" else ()
         for out_dtype, (rows, n) in itertools.product(DTYPES, SHAPES):
             x = torch.randn(rows, 2 * n if name in GATED else n).to(dtype).to(DEVICE)
