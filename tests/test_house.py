@@ -40,7 +40,7 @@ MOST = {
     "files": 247,
     "files under 100 lines": 39,
     "modules that list names": 1,
-    "protocols": 16,
+    "protocols": 14,
     "classes of the core": 369,
     "functions over 60 lines": 11,
     "vague names": 39,

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -256,22 +256,31 @@ UNNAMED = Purpose()
 """The purpose of an operation that belongs to no chain."""
 
 
-class Resolver(Protocol):
-    """The source of operations for links and quantizers that are being bound."""
+class Resolver:
+    """The source of operations for links and quantizers that are being bound: :func:`resolve`,
+    :func:`resolve_optional` and :func:`transfers`, unless a subclass says otherwise."""
+
+    __slots__ = ()
 
     def resolve(self, desc: OpDesc, device: torch.device, purpose: Purpose) -> Resolved:
         """Return the operation for ``desc``, or raise UnsupportedError."""
+        return resolve(desc, device)
 
     def resolve_optional(
         self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
     ) -> Resolved | None:
         """Return the operation for ``desc`` by ``backend``, None if ``backend`` does not run it."""
+        return resolve_optional(desc, device, backend)
 
     def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
         """Return the transfers of rows between ``ranks`` beside products of ``dtype``, or None."""
+        return transfers(ranks, device, dtype)
 
 
-class TrackingResolver:
+DISPATCH = Resolver()
+
+
+class TrackingResolver(Resolver):
     """A resolver that asks another resolver, and notes the recorders of the operations."""
 
     __slots__ = ("_recorders", "_resolver")
@@ -304,23 +313,3 @@ class TrackingResolver:
     def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
         """Return the transfers of rows between ``ranks`` beside products of ``dtype``, or None."""
         return self._resolver.transfers(ranks, device, dtype)
-
-
-class _Dispatch:
-    """The resolver of backends: :func:`resolve`, :func:`resolve_optional`, :func:`transfers`."""
-
-    __slots__ = ()
-
-    def resolve(self, desc: OpDesc, device: torch.device, purpose: Purpose) -> Resolved:
-        return resolve(desc, device)
-
-    def resolve_optional(
-        self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
-    ) -> Resolved | None:
-        return resolve_optional(desc, device, backend)
-
-    def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
-        return transfers(ranks, device, dtype)
-
-
-DISPATCH: Resolver = _Dispatch()

@@ -36,7 +36,7 @@ from fp8core.chain.residual import AddShape
 from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.chain.simple import RotaryShape
 from fp8core.dispatch.select import Choice
-from fp8core.dispatch.table import Purpose, Resolved
+from fp8core.dispatch.table import Purpose, Resolved, Resolver
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
@@ -86,7 +86,7 @@ def _recorded(shapes: tuple[LinkShape, ...], plan: Plan, dtype: torch.dtype) -> 
     return tuple(sorted(dict.fromkeys(requests), key=lambda request: request.purpose.position))
 
 
-class _Recorder:
+class _Recorder(Resolver):
     """A resolver that records all requests and refuses the optional ones; no result can run."""
 
     __slots__ = ("halves", "requests")

@@ -21,7 +21,7 @@ from fp8core.chain.call import Call, Routes
 from fp8core.chain.shape import BindContext, LinkShape, bind_chain, input_columns_of
 from fp8core.collectives import Communicator, Traffic, named
 from fp8core.dispatch import table
-from fp8core.dispatch.table import Purpose, Resolved
+from fp8core.dispatch.table import Purpose, Resolved, Resolver
 from fp8core.modules.agreement import communicators_of
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bound import parts_of
@@ -242,7 +242,7 @@ class MetaChain:
             yield forward, plain
 
 
-class _ShapesOf:
+class _ShapesOf(Resolver):
     """A resolver to the operators of the backends of a device, which on meta tensors give shapes
     alone."""
 
