@@ -25,17 +25,20 @@ def partition(starts: torch.Tensor, num_tokens: int, size: int, rank: int) -> to
     >>> partition(torch.tensor([0, 8, 12]), 12, 2, 0).tolist()
     [0, 1, 6, 7, 8, 11]
     """
-    begins = torch.nn.functional.pad(starts.long(), (0, 1), value=num_tokens)
-    at = torch.arange(num_tokens // size, device=starts.device)
-    # Each sequence has 1 / size of its tokens here, of which the first half is the first chunk.
-    local = begins // size
+    begin, length, offset = _places(starts.long(), num_tokens, size)
+    chunk = length // (2 * size)  # of a rank's tokens of a sequence the first half
+    skipped = torch.where(offset >= chunk, (2 * size - 2 - rank) * chunk, rank * chunk)
+    return begin + offset + skipped
+
+
+def _places(starts: torch.Tensor, num_tokens: int, share: int) -> tuple[torch.Tensor, ...]:
+    """Return, for each token of a holder of one ``share``-th of every sequence, where the sequence
+    begins, how long it is, and the token's number among those that the holder has of it."""
+    begins = torch.nn.functional.pad(starts, (0, 1), value=num_tokens)
+    at, local = torch.arange(num_tokens // share, device=starts.device), begins // share
     sequence = torch.searchsorted(local, at, right=True) - 1
     sequence = sequence.clamp(0, begins.shape[0] - 2)
-    chunk = (begins[sequence + 1] - begins[sequence]) // (2 * size)
-    offset = at - local[sequence]
-    is_second = offset >= chunk
-    skipped = torch.where(is_second, (2 * size - 2 - rank) * chunk, rank * chunk)
-    return begins[sequence] + offset + skipped
+    return begins[sequence], begins[sequence + 1] - begins[sequence], at - local[sequence]
 
 
 class Lengths(NamedTuple):
@@ -129,12 +132,6 @@ class Chunks(NamedTuple):
     def _half_order(self, num_tokens: int, second: int, device: torch.device) -> torch.Tensor:
         """Return the places of one of the two chunks among a rank's tokens."""
         assert self.starts is not None
-        begins = torch.nn.functional.pad(
-            self.starts.to(device).long() // self.size, (0, 1), value=num_tokens
-        )
-        at = torch.arange(num_tokens // 2, device=device)
-        half = begins // 2
-        sequence = torch.searchsorted(half, at, right=True) - 1
-        sequence = sequence.clamp(0, begins.shape[0] - 2)
-        chunk = (begins[sequence + 1] - begins[sequence]) // 2
-        return begins[sequence] + at - half[sequence] + second * chunk
+        starts = self.starts.to(device).long() // self.size
+        begin, length, offset = _places(starts, num_tokens, 2)
+        return begin + offset + second * (length // 2)

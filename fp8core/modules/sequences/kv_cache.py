@@ -104,14 +104,15 @@ class _ManagerBase(KVCacheManager):
     def __init__(
         self,
         num_heads: int,
-        head_dims: tuple[int, int],
+        head_dims: tuple[int, int | None],
         dtype: torch.dtype,
         limits: tuple[int, int],
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.head_dim_k, self.head_dim_v = head_dims
+        self.head_dim_k, size_of_values = head_dims
+        self.head_dim_v = self.head_dim_k if size_of_values is None else size_of_values
         self.dtype = dtype
         self.max_batch_size, self.max_seqlen = limits
         self.device = None if device is None else resolve_device(device)
@@ -291,8 +292,8 @@ class NonPagedKVCacheManager(_ManagerBase):
         *,
         device: torch.device | str | None = None,
     ) -> None:
-        head_dims = (head_dim_k, head_dim_k if head_dim_v is None else head_dim_v)
-        super().__init__(num_heads, head_dims, dtype, (max_batch_size, max_seqlen), device)
+        limits = max_batch_size, max_seqlen
+        super().__init__(num_heads, (head_dim_k, head_dim_v), dtype, limits, device)
         self._changes: _Changes | None = None  # of this step, for the layers that hold the same
 
     def allocate_memory(self, layer_number: int) -> None:
@@ -358,8 +359,8 @@ class PagedKVCacheManager(_ManagerBase):
         head_dim_v: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        head_dims = (head_dim_k, head_dim_k if head_dim_v is None else head_dim_v)
-        super().__init__(num_heads, head_dims, dtype, (max_batch_size, max_seqlen), device)
+        limits = max_batch_size, max_seqlen
+        super().__init__(num_heads, (head_dim_k, head_dim_v), dtype, limits, device)
         self.total_num_pages = total_num_pages
         self.page_size = page_size
         self.max_pages_per_seq = max_seqlen // page_size
@@ -440,8 +441,7 @@ class PagedKVCacheManager(_ManagerBase):
         """Return the keys and values of a layer in the order of the batch, ``[b, tokens, heads,
         head size]``: a copy, of a power of two of pages each."""
         assert self._read is not None
-        keys, values = (part[self._read].flatten(1, 2) for part in self.cache[layer_number])
-        return keys, values
+        return gathered(self.cache[layer_number], self._read, self._read.shape[1])
 
     def _with_new_pages(self, after: Sequences) -> dict[Hashable, list[int]]:
         """Return the pages of each sequence after this step."""
