@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fp8core.collectives.base import GroupReference
 from fp8core.tensors import scaling
 from fp8core.tensors.delayed_state import DelayedState
-from fp8core.tensors.scaling import Recorded
+from fp8core.tensors.scaling import restore_of
 
 
 class _Scope(NamedTuple):
@@ -25,7 +25,7 @@ class _Scope(NamedTuple):
         is_running: whether the step still runs; False after an interrupt.
         touched: the states that recorded in it, by their buffer, which the states of two backends
             or margins share.
-        before: the earlier content of buffers in which a scope around had recorded.
+        before: what restores the earlier content of buffers in which a scope around had recorded.
         groups: for each forward state whose process group the scope changed, its backward state and
             the group of before.
         reducing: the groups over which autocasts inside it reduce. All ranks enter them, whatever
@@ -36,7 +36,7 @@ class _Scope(NamedTuple):
     ends_step: bool
     is_running: Callable[[], bool]
     touched: dict[int, DelayedState]
-    before: dict[int, Recorded]
+    before: dict[int, Callable[[], None]]
     groups: dict[DelayedState, tuple[DelayedState, GroupReference | None]]
     reducing: dict[GroupReference, None]
 
@@ -112,11 +112,11 @@ def _close_around(depth: int, *, failed: bool, group: GroupReference | None) -> 
                 inner.before.pop(key, None)
     else:
         inside[-1].touched.update({**scope.touched, **inside[-1].touched})
-    for key, recorded in scope.before.items():
+    for key, restore in scope.before.items():
         if failed and key not in touched_inside:
-            recorded.put_back()
+            restore()
         else:
-            inside[-1].before[key] = recorded
+            inside[-1].before[key] = restore
     for forward, (backward, group) in scope.groups.items():
         if failed and forward.key not in touched_inside:
             forward.group = backward.group = group
@@ -152,7 +152,7 @@ def _keep_recorded(forward: DelayedState) -> None:
     scopes, ends_step = _thread.scopes, False
     for scope in reversed(scopes):
         if forward.key in scope.touched:
-            scopes[-1].before[forward.key] = Recorded.of(forward)
+            scopes[-1].before[forward.key] = restore_of(forward)
             if ends_step:  # a step within a step updates from its amaxes alone
                 scaling.discard([forward])
             return
@@ -192,8 +192,8 @@ def _close(scope: _Scope, *, failed: bool) -> None:
             scaling.discard(touched.values())
             for forward, (backward, group) in groups.items():
                 forward.group = backward.group = group
-        for recorded in before.values():
-            recorded.put_back()
+        for restore in before.values():
+            restore()
 
 
 def begin_step(owner: object, is_running: Callable[[], bool] = _always) -> None:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -118,21 +118,16 @@ _communicator_of = attrgetter("communicator")
 _advance_of = attrgetter("advance")
 
 
-class Recorded(NamedTuple):
-    """A copy of the amaxes that a state had recorded at some point of a step."""
+def restore_of(state: DelayedState) -> Callable[[], None]:
+    """Return what restores the amaxes that ``state`` has recorded since its last update, after a
+    step that did not finish."""
+    amax = state.amax_history[0].clone()
 
-    amax: torch.Tensor
-    state: DelayedState
+    @torch.no_grad()
+    def restore() -> None:
+        state.amax_history[0].copy_(amax)
 
-    @classmethod
-    def of(cls, state: DelayedState) -> Recorded:
-        """Return a copy of the amaxes that ``state`` has recorded since its last update."""
-        return cls(state.amax_history[0].clone(), state)
-
-    def put_back(self) -> None:
-        """Restore these amaxes, after a step that did not finish."""
-        with torch.no_grad():
-            self.state.amax_history[0].copy_(self.amax)
+    return restore
 
 
 def discard(states: Iterable[DelayedState]) -> None:
