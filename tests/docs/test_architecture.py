@@ -58,6 +58,13 @@ def test_every_path_of_the_page_is_there() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+def test_files_of_the_contract_that_the_vendors_guide_names_are_there() -> None:
+    guide = (DOCS / "writing-a-backend.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"`(\w+\.py)`", guide))
+    assert len(names) > 5
+    assert [name for name in names if not (PACKAGE / "backend_api" / name).exists()] == []
+
+
 def test_every_word_is_defined_where_the_page_says() -> None:
     (words,) = tables(section("Words"))
     missing = []
