@@ -41,7 +41,7 @@ MOST = {
     "files under 100 lines": 39,
     "modules that list names": 1,
     "protocols": 14,
-    "classes of the core": 369,
+    "classes of the core": 367,
     "functions over 60 lines": 11,
     "vague names": 39,
     "docstrings that begin with a pronoun": 1,

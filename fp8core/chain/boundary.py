@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import DequantizeDesc, OperandSpec
+from fp8core.backend_api import DequantizeDesc
 from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.chain.call import Call
 from fp8core.chain.protocol import (
@@ -30,7 +30,7 @@ from fp8core.reporting import log_once
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.quantizer_binding import bind_quantizer
-from fp8core.tensors.storage import check, stored_operands
+from fp8core.tensors.storage import check, nearest, storage_plan, stored_operands
 from fp8core.torch_ops.capture import is_captured
 
 
@@ -43,7 +43,7 @@ class Boundary:
     __slots__ = ("_both", "_dequantize", "_owner", "_plan", "_row")
 
     def __init__(self, step: str, plan: TensorPlan, context: BindContext) -> None:
-        self._plan = TensorPlan(_nearest(plan.rowwise), _nearest(plan.columnwise))
+        self._plan = nearest(storage_plan(plan))
         row = self._plan.rowwise or self._plan.columnwise
         assert row is not None
         self._row = dataclasses.replace(row, transform=None)
@@ -89,15 +89,6 @@ class Boundary:
         operands: Orientations = self._both(wide, columnwise=False)
         values: torch.Tensor = self._dequantize(operands.rowwise)
         return values[:, :columns].contiguous() if missing else values
-
-
-def _nearest(spec: OperandSpec | None) -> OperandSpec | None:
-    """Return ``spec`` with a scale from the tensor, rounded to the nearest."""
-    if spec is None:
-        return None
-    return dataclasses.replace(
-        spec, format=str(spec.format), delayed=False, stochastic=False, cast_first=True
-    )
 
 
 @dataclass(frozen=True, slots=True)

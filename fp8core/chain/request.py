@@ -11,7 +11,6 @@ memory.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from fp8core.chain.padding import PaddedCall, RowsChanged
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, CastAndSum, HighPrecision, Orientations, TensorQuantizer
-from fp8core.tensors.storage import storage_plan
+from fp8core.tensors.storage import nearest, storage_plan
 from fp8core.torch_ops.repeats import called_in_repeats
 
 
@@ -44,16 +43,8 @@ def is_stored_as(
     if plan is None or not isinstance(x, QuantizedTensor):
         return False
     reads = (rowwise, columnwise)
-    pairs = zip(reads, _nearest(x.plan), _nearest(storage_plan(plan)), strict=True)
+    pairs = zip(reads, nearest(x.plan), nearest(storage_plan(plan)), strict=True)
     return all(stored == cast for is_read, stored, cast in pairs if is_read)
-
-
-def _nearest(plan: TensorPlan) -> TensorPlan:
-    row, column = (
-        spec if spec is None or not spec.stochastic else dataclasses.replace(spec, stochastic=False)
-        for spec in plan
-    )
-    return TensorPlan(row, column)
 
 
 class Handover:

@@ -47,6 +47,15 @@ def storage_plan(plan: TensorPlan) -> TensorPlan:
     return TensorPlan(stored(plan.rowwise), stored(plan.columnwise))
 
 
+def nearest(plan: TensorPlan) -> TensorPlan:
+    """Return ``plan`` with elements rounded to the nearest."""
+    row, column = (
+        spec if spec is None or not spec.stochastic else dataclasses.replace(spec, stochastic=False)
+        for spec in plan
+    )
+    return TensorPlan(row, column)
+
+
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return the size of the matrix as which a tensor of ``shape`` is stored: leading dimensions
     are rows; one of no dimension is a row of one element."""
