@@ -363,14 +363,17 @@ class MultiheadAttention(ComposedLayer):
         is_attention = isinstance(attention, DotProductAttention)
         hands_over = is_attention and hands_over_codes(attention)
         is_kept = arguments["is_first_microbatch"] is not None  # weights are, for later calls
-        if not is_attention or is_kept or (has_steps and not hands_over):
+        first, proj = getattr(self, self._projection), self.proj
+        returned = [getattr(layer, "return_bias", False) for layer in (first, proj)]
+        is_whole = is_attention and returned == [False, self.return_bias]
+        if not is_whole or is_kept or (has_steps and not hands_over):
             return ()
         options = AttentionOptions(arguments["attention_mask"], **self._options(arguments))
         heads = None if has_steps else self._sizes
         return (
-            Segment(getattr(self, self._projection), self, hands_over),
+            Segment(first, self, hands_over),
             Segment(attention, self, hands_over, options, heads),
-            Segment(self.proj, self, hands_over),
+            Segment(proj, self, hands_over),
         )
 
     def _options(self, arguments: Mapping[str, Any]) -> dict[str, Any]:

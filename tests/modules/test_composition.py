@@ -367,3 +367,16 @@ def test_another_mask_is_another_call() -> None:
             y = layer(x, attn_mask_type=mask)
             with ways.plain(judge):
                 assert torch.equal(y, judge(x, attn_mask_type=mask))
+
+
+@pytest.mark.parametrize("options", [{}, {"fp8_mha": True}])
+def test_a_bias_that_only_the_projection_returns_is_returned(options: dict[str, bool]) -> None:
+    layer = ways.make("MultiheadAttention", "current", options_of("MultiheadAttention"))
+    x = torch.randn(ways.SEQUENCES).to(BF16)
+    layer.proj.return_bias = True
+    with te.autocast(recipe=recipe.Float8CurrentScaling(**options)), torch.no_grad():
+        for _ in range(2):
+            y, bias = layer(x)
+            assert torch.equal(bias, layer.proj.bias)
+            with ways.plain(layer):
+                assert torch.equal(y, layer(x)[0])
