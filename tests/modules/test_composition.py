@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -380,3 +381,13 @@ def test_a_bias_that_only_the_projection_returns_is_returned(options: dict[str, 
             assert torch.equal(bias, layer.proj.bias)
             with ways.plain(layer):
                 assert torch.equal(y, layer(x)[0])
+
+
+@pytest.mark.parametrize("kind", ["MultiheadAttention", "TransformerLayer"])
+def test_arguments_are_in_the_order_of_the_signature(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = ways.make(kind, "current", options_of(kind))
+    names = [*inspect.signature(layer.forward).parameters][1:]
+    monkeypatch.setattr(composition.ComposedLayer, "_run", lambda layer, *call: call)
+    assert layer.forward("x", **{name: name for name in names}) == ("x", tuple(names))
