@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,9 @@ import torch
 
 from fp8core.backend_api.operand_spec import Operand, OperandSpec, dtype_text, plain_text, text
 from fp8core.backend_api.record import ResultShape, computing_dtype, operation, shape_of
+
+ATTENTION_LAYOUTS = ("sbhd", "bshd", "thd")
+"""Dimensions: s sequence, b batch, h heads, d head size; t the tokens of all sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,18 @@ class RotaryDesc:
     __str__ = plain_text
 
 
-@operation()
+def _rotations(dtype: torch.dtype) -> dict[str, RotaryDesc]:
+    """Return the rotation in each layout, of either kind of pairs, and its gradient."""
+    options = itertools.product((False, True), ATTENTION_LAYOUTS, (False, True))
+    return {
+        "interleaved." * interleaved + layout + ".backward" * inverse: RotaryDesc(
+            dtype, layout, interleaved, inverse
+        )
+        for interleaved, layout, inverse in options
+    }
+
+
+@operation(samples=_rotations)
 def rotary(
     desc: RotaryDesc,
     x: torch.Tensor,
@@ -57,9 +72,6 @@ def rotary(
     """Return the shape of ``y``."""
     return shape_of(x)
 
-
-ATTENTION_LAYOUTS = ("sbhd", "bshd", "thd")
-"""Dimensions: s sequence, b batch, h heads, d head size; t the tokens of all sequences."""
 
 ATTENTION_BIASES = (None, "pre_scale", "post_scale", "alibi")
 ATTENTION_SOFTMAXES = ("vanilla", "off-by-one", "learnable")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ import torch
 from fp8core import recipe
 from fp8core.backend_api import (
     ACTIVATIONS,
-    ATTENTION_LAYOUTS,
     ActivationBackwardDesc,
     ActivationDesc,
     AddNormDesc,
@@ -31,7 +29,6 @@ from fp8core.backend_api import (
     OpDesc,
     QuantizeByAmaxDesc,
     QuantizeDesc,
-    RotaryDesc,
     RouteDesc,
     amax_extent,
     has_amax,
@@ -42,7 +39,6 @@ from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.residual import AddShape
 from fp8core.chain.shape import LinkShape
-from fp8core.chain.simple import RotaryShape
 from fp8core.inspection.descriptors import NORMS, listed_descs, record
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
@@ -134,8 +130,6 @@ def _of_dtype(
         update = update_desc(dense.delayed)
         if update is not None:
             yield CatalogueEntry(f"delayed.{update.algorithm}", update)
-    for layout, interleaved in itertools.product(ATTENTION_LAYOUTS, (False, True)):
-        yield from _entries("plain", [RotaryShape(layout, interleaved)], LinearPlan(), dtype)
     yield from _linears("plain", LinearPlan(), dtype)
     yield from _groups("plain.grouped", LinearPlan(), dtype)
     yield from _attentions(dtype)
@@ -357,9 +351,6 @@ def _words(desc: OpDesc) -> tuple[str, ...]:
             return (desc.name, _word(desc.dtype), _word(desc.out_dtype), "backward")
         case ColumnSumsDesc():
             return ("column_sums", _word(desc.dtype))
-        case RotaryDesc():
-            options = ("interleaved" if desc.interleaved else "", desc.layout, _word(desc.dtype))
-            return ("rotary", *options, "backward" if desc.inverse else "")
         case QuantizeDesc():
             return (_word(desc.dtype), "device" if desc.offsets_on_device else "")
         case GemmDesc():

@@ -15,7 +15,6 @@ import torch
 
 from fp8core.backend_api import (
     ACTIVATIONS,
-    ATTENTION_LAYOUTS,
     Alignment,
     AmaxDesc,
     ColumnSumsDesc,
@@ -34,13 +33,12 @@ from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.residual import AddShape
 from fp8core.chain.shape import BindContext, LinkShape, bind_chain
-from fp8core.chain.simple import RotaryShape
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Purpose, Resolved, Resolver
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan, Plan
+from fp8core.recipe.plan import LayerRole, LinearPlan, Plan
 from fp8core.tensors.delayed_state import update_desc
 from fp8core.tensors.quantizer_binding import Binding
 
@@ -161,7 +159,6 @@ def recipe_needs(recipe: Recipe, dtype: torch.dtype) -> list[Need]:
         *_update(dense),
         *_producer_needs(dense, dtype),
         *_sum_needs(dense, dtype),
-        *_rotary_needs(dtype),
         *_attention_needs(recipe, dtype),
         *(Need(variant, desc) for variant, desc in listed_descs(dtype)),
     ]
@@ -219,13 +216,6 @@ def _sum_needs(plan: LinearPlan, dtype: torch.dtype) -> Iterator[Need]:
         for (_, step), desc in record(shapes, plan, dtype):
             if isinstance(desc, ColumnSumsDesc):
                 yield Need(step, desc)
-
-
-def _rotary_needs(dtype: torch.dtype) -> Iterator[Need]:
-    """Yield the rotation of queries and keys in each layout, and its gradient."""
-    for layout in ATTENTION_LAYOUTS:
-        for (_, step), desc in record([RotaryShape(layout)], HIGH_PRECISION, dtype):
-            yield Need(f"{layout} {step}", desc)
 
 
 def _attention_needs(recipe: Recipe, dtype: torch.dtype) -> Iterator[Need]:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
+from fp8core.backend_api.record import RECORDS
 from fp8core.torch_ops.definition import Tensors, implementation
 from fp8core.torch_ops.encoding import decode
 
@@ -251,11 +252,14 @@ def _two_level_scales(
     return scale_inv, reciprocal(scale_inv * decode).clamp(max=_FLOAT32_MAX), [decode]
 
 
-# Operators whose arithmetic torch translates.
-_TRACED = (
-    *("norm", "activation", "rotary", "router", "route"),
-    *("dispatch_rows", "combine_rows", "cross_entropy", "column_sums"),
-)
+# Operators whose arithmetic torch translates: those of forward in high precision.
+_TRACED = [
+    op
+    for op, record in RECORDS.items()
+    if not (record.is_optional or record.writes or record.desc.low_precision)
+    and not op.endswith("backward")
+    and op != "amax"
+]
 
 
 def refusal_of_call(name: str, arguments: Sequence[Any]) -> str | None:
