@@ -6,7 +6,7 @@ import contextlib
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -37,13 +37,20 @@ Refuse = Callable[[FusedDesc], bool]
 class FusedToy(ReferenceBackend):
     """The reference backend plus the fused operations in ``offered``; counts every call.
 
-    ``spoil`` is applied to what a fused operation quantized; what ``refuse`` says is not offered.
+    ``spoil`` is applied to what a fused operation quantized; what ``refuse`` says is not offered,
+    nor is a variant of a fusion that is not among ``variants``.
     """
 
     def __init__(
-        self, offered: set[str], calls: Counter[str], spoil: Spoil, refuse: Refuse
+        self,
+        offered: set[str],
+        calls: Counter[str],
+        spoil: Spoil,
+        refuse: Refuse,
+        variants: Collection[str],
     ) -> None:
         self._offered = offered
+        self._variants = variants
         self._calls = calls
         self._spoil = spoil
         self._refuse = refuse
@@ -52,7 +59,7 @@ class FusedToy(ReferenceBackend):
         if not isinstance(desc, FusedDesc | AddNormDesc):
             return super().unsupported(desc, device)
         is_refused = isinstance(desc, FusedDesc) and (
-            variant_of(desc) not in (None, "counted") or self._refuse(desc)
+            variant_of(desc) not in (None, *self._variants) or self._refuse(desc)
         )
         return None if desc.op in self._offered and not is_refused else f"no {desc.op}"
 
@@ -104,11 +111,14 @@ def transposed_rowwise(made: Quantized) -> Quantized:
 
 @contextlib.contextmanager
 def installed(
-    *offered: str, spoil: Spoil = unspoilt, refuse: Refuse = lambda desc: False
+    *offered: str,
+    spoil: Spoil = unspoilt,
+    refuse: Refuse = lambda desc: False,
+    variants: Collection[str] = (),
 ) -> Iterator[Counter[str]]:
     """Have the layers of the body use the toy backend; yields the counts of its calls."""
     calls: Counter[str] = Counter()
-    with registered(100, fused_toy=lambda: FusedToy(set(offered), calls, spoil, refuse)):
+    with registered(100, fused_toy=lambda: FusedToy(set(offered), calls, spoil, refuse, variants)):
         yield calls
 
 

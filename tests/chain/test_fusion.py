@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core import LayerNormLinear, LayerNormMLP, UnsupportedError, autocast, ops, recipe
+from fp8core import (
+    LayerNormLinear,
+    LayerNormMLP,
+    UnsupportedError,
+    autocast,
+    clear_found_inf,
+    ops,
+    recipe,
+)
 from fp8core.backend_api import OPTIONAL_OPS, FusedDesc
 from tests.chain import fused_toy
 from tests.pairs import pairs
@@ -46,9 +54,14 @@ def linear_norm() -> torch.nn.Module:
 MODELS = {"gelu": gelu, "swiglu": swiglu, "linear_norm": linear_norm}
 
 
-def train(make: Make, name: str | None, rows: int = 96, steps: int = 1) -> list[torch.Tensor]:
-    """Return the output, the gradients and the delayed state of ``steps`` steps."""
+def train(
+    make: Make, name: str | None, rows: int = 96, steps: int = 1, *, counts: bool = False
+) -> list[torch.Tensor]:
+    """Return the output, the gradients and the delayed state of ``steps`` steps; with ``counts``
+    how many NaN and inf the layer's casts met, too."""
     layer = make()
+    if counts:
+        clear_found_inf(layer)
     chosen = None if name is None else recipe.by_name(name)
     found: list[torch.Tensor] = []
     torch.manual_seed(2)
@@ -60,6 +73,8 @@ def train(make: Make, name: str | None, rows: int = 96, steps: int = 1) -> list[
         y.backward(torch.randn(y.shape).to(BF16))
         grads = [own.grad for own in (x, *layer.parameters())]
         found += [y.detach(), *(grad.clone() for grad in grads), *layer.state_dict().values()]
+    if counts:
+        found += layer._bindings.nonfinite.values()
     return [value.clone() for value in found]
 
 
@@ -89,6 +104,35 @@ def test_a_layer_uses_each_fusion_once() -> None:
         wanted = {"norm_quantize": 1, "activation_quantize": 1, "activation_backward_quantize": 1}
         assert {op: calls[op] for op in wanted} == wanted, name
         assert not calls["norm"] + calls["activation"] + calls["activation_backward"], name
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_a_fusion_that_does_not_count_is_used_where_nobody_asked(name: str) -> None:
+    def overflowing() -> torch.nn.Module:
+        layer = gelu()
+        with torch.no_grad():
+            layer.layer_norm_weight[3] = torch.inf
+            layer.fc2_weight[0, :5] = torch.nan
+        return layer
+
+    forward = ("norm_quantize", "activation_quantize")
+    fused = dict.fromkeys((*forward, "activation_backward_quantize"), 1)
+    for make in (gelu, overflowing):
+        want = unfused(train, make, name, counts=True)
+        assert want[-1][0] > 0 or make is gelu
+        for variants, counts in (((), False), ((), True), (("counted",), True)):
+            with fused_toy.installed(*QUANTIZING, variants=variants) as calls:
+                got = train(make, name, counts=counts)
+            is_fused = bool(variants) or not counts
+            assert {op: calls[op] for op in fused} == (
+                fused if is_fused else dict.fromkeys(fused, 0)
+            )
+            assert bits(got) == bits(want[: len(got)]), (variants, counts)
+
+
+def bits(values: list[torch.Tensor]) -> list[bytes]:
+    """Return the bytes of each tensor: NaN is equal to itself."""
+    return [value.contiguous().view(torch.uint8).numpy().tobytes() for value in values]
 
 
 def test_a_norm_behind_a_linear_uses_its_fused_backward() -> None:
