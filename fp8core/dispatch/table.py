@@ -281,24 +281,29 @@ DISPATCH = Resolver()
 
 
 class TrackingResolver(Resolver):
-    """A resolver that asks another resolver, and notes the recorders of the operations."""
+    """A resolver that asks another resolver, and notes the operations."""
 
-    __slots__ = ("_recorders", "_resolver")
+    __slots__ = ("_operations", "_resolver")
 
     def __init__(self, resolver: Resolver) -> None:
         self._resolver = resolver
-        self._recorders: list[Recorder | None] = []
+        self._operations: list[Resolved] = []
 
     @property
     def recorder(self) -> Recorder | None:
         """The recorder of all operations so far; None if they have several, or one has none."""
-        first, *rest = self._recorders or [None]
+        first, *rest = [operation.recorder for operation in self._operations] or [None]
         return first if all(recorder is first for recorder in rest) else None
+
+    @property
+    def has_casts(self) -> bool:
+        """Whether one of the operations is a cast."""
+        return any(isinstance(each.choice.desc, QuantizeDesc) for each in self._operations)
 
     def resolve(self, desc: OpDesc, device: torch.device, purpose: Purpose) -> Resolved:
         """Return the operation for ``desc``, or raise UnsupportedError."""
         resolved = self._resolver.resolve(desc, device, purpose)
-        self._recorders.append(resolved.recorder)
+        self._operations.append(resolved)
         return resolved
 
     def resolve_optional(
@@ -307,7 +312,7 @@ class TrackingResolver(Resolver):
         """Return the operation for ``desc`` by ``backend``, None if ``backend`` does not run it."""
         resolved = self._resolver.resolve_optional(desc, device, backend, purpose)
         if resolved is not None:
-            self._recorders.append(resolved.recorder)
+            self._operations.append(resolved)
         return resolved
 
     def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:

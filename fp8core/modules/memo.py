@@ -289,7 +289,7 @@ class Bindings:
         """Have the layer's casts count NaN and inf; those bound without a count are bound again."""
         if self.is_counted:
             return
-        self.is_counted = True
+        self.is_counted, self.has_uncounted = True, False
         # The keys stay: what the ranks have compared they do not compare again.
         self.table, self.last, self.memo = dict.fromkeys(self.table), None, None
         self._unwatched = (dict.fromkeys(self._unwatched[0]), None)
@@ -302,10 +302,7 @@ class Bindings:
         and where nobody has asked for a count. Called where a layer is bound, see
         :func:`fp8core.torch_ops.capture.in_plain_mode`.
         """
-        if device.type == "meta":
-            return None
-        if not self.is_counted:
-            self.has_uncounted = True
+        if device.type == "meta" or not self.is_counted:
             return None
         if device not in self.nonfinite:
             self.nonfinite[device] = new_counter(device)

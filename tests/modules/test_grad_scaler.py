@@ -108,6 +108,19 @@ def test_gradients_are_not_changed() -> None:
     assert torch.equal(loop.model.weight.grad, before / SCALE)
 
 
+def test_a_layer_that_joins_counts_from_the_next_update_on() -> None:
+    loop = Loop(watched=False)
+    weight, loop.model = loop.model.weight, torch.nn.Sequential(loop.model)
+    loop.model.weight = weight  # that the loop compares
+    te.watch_grad_scaler(loop.scaler, loop.model)
+    assert loop.step()
+    loop.model.append(te.Linear(32, 16, bias=False))
+    assert loop.step()
+    assert loop.model[1]._bindings.nonfinite == {}
+    assert not loop.step(math.inf)
+    assert loop.model[1]._bindings.nonfinite[DEVICE].tolist() == [1, 0]
+
+
 def test_gradients_that_accumulate_are_one_step() -> None:
     loop = Loop()
     loop.backward(math.inf)

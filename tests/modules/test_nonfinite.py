@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TypeVar
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -89,7 +91,7 @@ def test_nothing_is_counted_where_nobody_asks(name: str) -> None:
     model = torch.nn.Sequential(te.Linear(64, 32, bias=False, params_dtype=BF16))
     before = results(model, name, x_value=math.inf)
     assert model[0]._bindings.nonfinite == {}
-    with pytest.raises(OperandError, match="casts of Sequential ran before anybody asked"):
+    with pytest.raises(OperandError, match=r"casts of Linear\(64, 32\) ran before anybody asked"):
         te.found_inf(model)
     assert te.found_inf(model) == 0
     after = results(model, name, x_value=math.inf)
@@ -279,6 +281,113 @@ def test_a_model_without_layers_is_refused() -> None:
     for function in [te.found_inf, te.clear_found_inf]:
         with pytest.raises(te.OperandError, match="Sequential has no layer of fp8core"):
             function(torch.nn.Sequential(torch.nn.Linear(4, 4)))  # type: ignore[operator]
+
+
+# --- who asks, and when: layers that join, copies, steps that are under way ---
+
+COPIES: list[Callable[[Any], Any]] = [
+    copy.deepcopy,
+    lambda model: pickle.loads(pickle.dumps(model)),
+]
+
+
+def unasked() -> te.Linear:
+    torch.manual_seed(0)
+    return te.Linear(64, 32, bias=False, params_dtype=BF16, name="up")
+
+
+def refuses(model: torch.nn.Module) -> bool:
+    with pytest.raises(
+        OperandError, match=r"casts of 'up' \(Linear\(64, 32\)\) ran before anybody"
+    ):
+        te.found_inf(model)
+    return True
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_counting_changes_no_bit_and_no_delayed_scale(name: str) -> None:
+    layer, never = unasked(), unasked()
+    for turn in range(4):
+        if turn == 2:
+            te.clear_found_inf(layer)
+        values, expected = results(layer, name), results(never, name)
+        for key, value in values.items():
+            assert torch.equal(value, expected[key]), (turn, key)
+    assert all(map(torch.equal, layer.buffers(), never.buffers()))
+    assert counts(layer) == [0, 0]
+
+
+def test_layers_without_casts_are_no_error() -> None:
+    layer, norm = unasked(), te.LayerNorm(64, params_dtype=BF16)
+    layer(of_nan())
+    with active("current"):
+        norm(of_nan())
+    with te.autocast(enabled=False, calibrating=True, recipe="delayed"):
+        layer(of_nan())
+    layer.to("meta")
+    with active("current"):
+        layer(of_nan().to("meta"))
+    assert te.found_inf(layer) == te.found_inf(norm) == 0
+
+
+def test_a_layer_that_joins_counts_from_the_next_clear_on() -> None:
+    model = counted(make())
+    results(model, "current")
+    model.append(unasked())
+    results(model, "current", grad_value=math.inf)
+    assert refuses(model)
+    model.append(te.Linear(32, 64, bias=False, params_dtype=BF16))
+    te.clear_found_inf(model)
+    results(model, "current", grad_value=math.inf)
+    assert counts(model[4]) == [1, 0]
+    assert te.found_inf(model) == 1
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_counts_where_it_is_asked_itself(copied: Callable[[Any], Any]) -> None:
+    layer = counted(unasked())
+    results(layer, "current", grad_value=math.inf)
+    new = copied(layer)
+    results(new, "current", grad_value=math.inf)
+    assert refuses(new)
+    results(new, "current", grad_value=math.inf)
+    assert (te.found_inf(new), te.found_inf(layer)) == (1, 1)
+
+
+def test_what_propagates_is_counted_where_somebody_asks() -> None:
+    layer, chosen = unasked(), recipe.Float8CurrentScaling(nonfinite="propagate")
+    assert is_all_nan(results(layer, chosen, grad_value=math.inf)["dx"])
+    layer.unbind()
+    assert refuses(layer)
+    assert is_all_nan(results(layer, chosen, grad_value=math.inf)["dx"])
+    assert counts(layer) == [1, 0]
+
+
+def test_kept_weights_and_a_recompute_outlive_the_question() -> None:
+    layer = unasked()
+    x = torch.randn(32, 64, dtype=BF16, requires_grad=True)
+    with active("current"):
+        expected = layer(x, is_first_microbatch=True)
+        y = te.checkpoint(layer, x)
+        te.clear_found_inf(layer)
+        assert torch.equal(layer(x, is_first_microbatch=False), expected)
+    assert counts(layer) == [0, 0]
+    grad = torch.ones_like(y)
+    grad[3, 5] = math.inf
+    y.backward(grad)  # what runs again is bound to count
+    assert counts(layer) == [1, 0]
+
+
+def test_a_monitored_layer_counts_while_it_is_watched_and_afterwards() -> None:
+    layer = unasked()
+    results(layer, "current")
+    with te.monitor(layer):
+        results(layer, "current")
+        te.clear_found_inf(layer)
+        results(layer, "current", grad_value=math.inf)
+        assert counts(layer) == [1, 0]
+    results(layer, "current", grad_value=math.inf)
+    assert counts(layer) == [2, 0]
 
 
 # --- nonfinite="propagate": a tensor with some makes all results that it has part in NaN ---

@@ -205,6 +205,14 @@ class LowPrecisionModule(DelayedModule):
         with bind_lock:
             self._bindings.set_watch(watch)
 
+    def count_nonfinite(self) -> None:
+        """Have the layer's casts count NaN and inf, in calls that begin from now on.
+
+        Quantized weights and delayed scales stay as they are.
+        """
+        with bind_lock:
+            self._bindings.count()
+
     def parameter(self, name: str) -> torch.Tensor | None:
         """Return the parameter ``name``, or the tensor in its stead: the result of a
         parametrization, a view of a flat parameter, or this rank's part of a spread parameter."""

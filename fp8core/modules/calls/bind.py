@@ -280,6 +280,8 @@ def _bind(
         if not isinstance(error, Fp8CoreError):
             raise
         raise type(error)(f"{layer.label}: {error}") from None
+    if count is None and resolver.has_casts and binding.device.type != "meta":
+        layer._bindings.has_uncounted = True
     needs_rng = any(link.needs_rng for link in links)
     # In debug mode each operation checks its results on every run, which no recording would.
     recorder = None if settings.read().debug else resolver.recorder

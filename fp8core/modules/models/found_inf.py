@@ -163,14 +163,12 @@ def found_inf(model: torch.nn.Module) -> torch.Tensor:
         OperandError: ``model`` has no layer of fp8core, or casts ran that were not counted, as
             nobody had asked.
     """
-    missed = any(
-        layer._bindings.has_uncounted and not layer._bindings.is_counted
-        for layer in layers_of(model, "found_inf")
-    )
-    now = read_counts(counted_layers(model, "found_inf"))
-    if missed:
+    layers = layers_of(model, "found_inf")
+    missed = begin_counts(layers)
+    now = read_counts(layers)
+    if missed is not None:
         raise OperandError(
-            f"found_inf: casts of {type(model).__name__} ran before anybody asked for their NaN "
+            f"found_inf: casts of {missed.label} ran before anybody asked for their NaN "
             f"and inf, and were not counted; from now on they are. Call "
             f"fp8core.clear_found_inf(model) or fp8core.watch_grad_scaler(scaler, model) once, "
             f"before training."
@@ -197,10 +195,21 @@ def counted_layers(model: torch.nn.Module, caller: str) -> list[LowPrecisionModu
         OperandError: there is none.
     """
     layers = layers_of(model, caller)
-    nonfinite.ask()
-    for layer in layers:
-        layer._bindings.count()
+    begin_counts(layers)
     return layers
+
+
+def begin_counts(layers: Sequence[LowPrecisionModule]) -> LowPrecisionModule | None:
+    """Have the casts of ``layers`` count from now on; return the first that ran some without."""
+    nonfinite.ask()
+    missed = None
+    for layer in layers:
+        bindings = layer._bindings
+        if not bindings.is_counted:  # else without a call, as in each step
+            if missed is None and bindings.has_uncounted:
+                missed = layer
+            layer.count_nonfinite()
+    return missed
 
 
 def layers_of(model: torch.nn.Module, caller: str) -> list[LowPrecisionModule]:

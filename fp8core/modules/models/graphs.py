@@ -87,7 +87,7 @@ def make_graphed_callables(
     each: tuple[torch.nn.Module, ...] = (modules,) if is_module else tuple(modules)  # type: ignore[arg-type, assignment]  # as is_module says
     _check_modules(each)
     for layer in itertools.chain(*(layers_in(module).values() for module in each)):
-        layer._bindings.count()  # nobody can ask a graph later
+        layer.count_nonfinite()  # nobody can ask a graph later
     context = autocast(
         enabled=enabled,
         calibrating=calibrating,
