@@ -39,7 +39,6 @@ from fp8core.chain.series import Chain
 from fp8core.chain.unwrap import PLAIN
 from fp8core.context.autocast import Active, active
 from fp8core.dispatch import policy
-from fp8core.dispatch.policy import Policy
 from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound, recipe_in
@@ -194,25 +193,30 @@ class LayerCall(NamedTuple):
         return PLAIN_OPTIONS.issuperset(map(type, self.arguments))
 
     @property
-    def outside(self) -> Active | None:
-        """The recipe of its first segment outside any autocast."""
-        return next(filter(None, self.items))[0].layer.outside_autocast
+    def first(self) -> ParallelModule:
+        """The layer of its first segment."""
+        return next(filter(None, self.items))[0].layer
+
+    @property
+    def like(self) -> tuple[object, ...]:
+        """What is active in it, and whether its layers train."""
+        first = self.first
+        return active(first.outside_autocast), policy.current(), first.training
 
     def end(self, start: int, refused: Mapping[int, object]) -> int:
         """Return the number of the item behind the chain that begins with item ``start``, and
         ``start`` if none does. ``refused`` are calls that had to run an item by itself."""
-        items, outside, is_plain = self.items, self.outside, self.is_plain
-        call = active(outside), policy.current()
-        end = start
+        items, outside, is_plain = self.items, self.first.outside_autocast, self.is_plain
+        like, end = self.like, start
         while end < len(items) and items[end]:
             first = items[end][0]
             is_apart = first.options is not None and first.heads is None and end > start
-            if is_apart or refused.get(end) in (call, (*call, self.arguments)):
+            if is_apart or refused.get(end) in (like, (*like, self.arguments)):
                 break
             if any([each.is_cut(outside, is_plain=is_plain) for each in items[end]]):
                 break
             end += 1
-        return start if end - start == 1 and self.label is None else end
+        return start if end - start == 1 else end
 
 
 class Composition:
@@ -232,18 +236,20 @@ class Composition:
         self._chains: dict[tuple[object, ...], tuple[Chain, Sequence[Bound | None]]] = {}
         # By the number of an item: the last call that had to run it alone, as binding it said.
         self._refused: dict[int, tuple[object, ...]] = {}
-        # The last call in which that left no chain, whatever its arguments.
-        self._alone: tuple[Active, Policy] | None = None
+        # The last call in which that left no chain, with its arguments if they decided.
+        self._alone: tuple[object, ...] | None = None
 
     def __reduce__(self) -> tuple[type[Composition], tuple[()]]:
         return Composition, ()
 
-    def may_join(self, layer: torch.nn.Module) -> bool:
-        """Return whether neighbours of which one is ``layer`` may be one chain in a call now."""
+    def may_join(self, layer: torch.nn.Module, arguments: tuple[object, ...]) -> bool:
+        """Return whether neighbours of which one is ``layer`` may be one chain in a call now, which
+        their owner gets with ``arguments``."""
         if torch.compiler.is_compiling():
             return False
         request = active(getattr(layer, "outside_autocast", None))
-        if request.observe is not None or self._alone == (request, policy.current()):
+        like = request, policy.current(), layer.training
+        if request.observe is not None or self._alone in (like, (*like, arguments)):
             return False
         return not is_traced() and not is_transformed()
 
@@ -276,7 +282,7 @@ class Composition:
         check_kind(type(call.owner).__name__, "hidden_states", x)
         dtype = _dtype_of(items[0][0].layer, x, params)
         branches = [] if dtype is None else self._bound(call, start, items, value, dtype)
-        if dtype is None or len(branches) <= (call.label is None):
+        if dtype is None or len(branches) < 2:
             return None, start
         segments = [*concatenated.from_iterable(branches)]
         rows = x if segments[0].rows is None else segments[0].rows
@@ -322,13 +328,12 @@ class Composition:
 
     def _refuse(self, call: LayerCall, at: int, segment: Segment) -> None:
         """Note that ``segment`` has item ``at`` run alone, whatever the arguments if a linear."""
-        like = active(call.outside), policy.current()
-        self._refused[at] = like if segment.options is None else (*like, call.arguments)
-        left = [self._refused.get(at) != like for at in range(len(call.items))]
-        if call.label is None:
-            left = [all(pair) for pair in pairwise(left)]
-        if all(call.items) and not any(left):
-            self._alone = like
+        like = call.like
+        entry = like if segment.options is None else (*like, call.arguments)
+        self._refused[at] = entry
+        left = [self._refused.get(at) not in (like, entry) for at in range(len(call.items))]
+        if all(call.items) and not any([all(pair) for pair in pairwise(left)]):
+            self._alone = entry
 
     def _chain(
         self, branches: Sequence[Sequence[Segment]], tokens: tuple[int, ...], label: str | None
@@ -393,7 +398,7 @@ def _memo_of(
     blocks = {each.block: None for each in segments if each.block is not call.owner}
     return memo_of(
         (call.owner, *[block for block in blocks if block not in layers], *layers),
-        call.outside,
+        call.first.outside_autocast,
         prepared,
         sum([len(segment.params) for segment in segments]),
         [None if each.bound is None else each.bound.states for each in segments],

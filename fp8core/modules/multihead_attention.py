@@ -15,7 +15,7 @@ from fp8core.modules.calls.parameters import InitMethod, refuse_arguments
 from fp8core.modules.composition import ComposedLayer, LayerCall, Segment, hands_over_codes
 from fp8core.modules.layers.layernorm_linear import LayerNormLinear
 from fp8core.modules.layers.linear import Linear
-from fp8core.modules.sequences.attention_arguments import AttentionOptions
+from fp8core.modules.sequences.attention_arguments import PLAIN_OPTIONS, AttentionOptions
 from fp8core.modules.sequences.head_split import (
     as_heads,
     head_dim_of,
@@ -332,7 +332,7 @@ class MultiheadAttention(ComposedLayer):
         """Return the output of a call that is not like the last one."""
         named: dict[str, Any] = dict(zip(ARGUMENTS, arguments, strict=True))
         options, is_first = self._options(named), named["is_first_microbatch"]
-        normalized = None
+        normalized, has_steps = None, self._has_steps(named)
 
         def alone(at: int, value: Any) -> Any:
             nonlocal normalized
@@ -345,9 +345,11 @@ class MultiheadAttention(ComposedLayer):
             rows = getattr(self, self._projection)(value, is_first)
             if self.return_layernorm_output:
                 rows, normalized = rows
-            return self._prepared(rows, named) if self._has_steps(named) else rows
+            return self._prepared(rows, named) if has_steps else rows
 
-        segments = self.segments(named) if self._chain.may_join(self.core_attention) else ()
+        segments: Sequence[Segment] = ()
+        if is_first is None and self._may_join(has_steps, arguments):
+            segments = self.segments(named)
         items: Sequence[Sequence[Segment]] = [*zip(segments, strict=True)] or [()] * 3
         outputs = self._chain.run(LayerCall(self, items, alone, arguments), hidden_states)
         if self.return_bias and not isinstance(outputs, tuple):  # a chain returns one tensor
@@ -356,17 +358,27 @@ class MultiheadAttention(ComposedLayer):
             return outputs
         return (*outputs, normalized) if self.return_bias else (outputs, normalized)
 
+    def _may_join(self, has_steps: bool, arguments: tuple[object, ...]) -> bool:
+        """Whether layers of a call may be one chain; where more than rows crosses to attention, in
+        codes alone."""
+        attention = self.core_attention
+        if torch.compiler.is_compiling() or not isinstance(attention, DotProductAttention):
+            return False
+        is_dense = not has_steps and PLAIN_OPTIONS.issuperset(map(type, arguments))
+        if not is_dense and not hands_over_codes(attention):
+            return False
+        return self._chain.may_join(attention, arguments)
+
     def segments(self, arguments: Mapping[str, Any]) -> Sequence[Segment]:
         """Return the layers of a call with the ``arguments`` of :meth:`forward`, in order; none if
         each of them has to run by itself."""
         attention, has_steps = self.core_attention, self._has_steps(arguments)
         is_attention = isinstance(attention, DotProductAttention)
         hands_over = is_attention and hands_over_codes(attention)
-        is_kept = arguments["is_first_microbatch"] is not None  # weights are, for later calls
         first, proj = getattr(self, self._projection), self.proj
         returned = [getattr(layer, "return_bias", False) for layer in (first, proj)]
         is_whole = is_attention and returned == [False, self.return_bias]
-        if not is_whole or is_kept or (has_steps and not hands_over):
+        if not is_whole or (has_steps and not hands_over):
             return ()
         options = AttentionOptions(arguments["attention_mask"], **self._options(arguments))
         heads = None if has_steps else self._sizes

@@ -23,6 +23,7 @@ from fp8core.modules.multihead_attention import (
     check_main_grad,
     picked,
 )
+from fp8core.modules.sequences.attention_arguments import PLAIN_OPTIONS
 from fp8core.modules.sequences.inference import InferenceParams
 
 LAYER_TYPES = ("encoder", "decoder")
@@ -316,25 +317,29 @@ class TransformerLayer(ComposedLayer):
                 return residual + branch
             return self.layernorm(branch, residual=residual)
 
-        items: list[Sequence[Segment]] = [()] * len(blocks)
-        if not drops and self._chain.may_join(self.layernorm_mlp):
-            self._join(items, blocks[0][1])
-        call = LayerCall(self, items, alone, arguments, self._label if any(items) else "")
+        is_sum = not (drops or self.output_layernorm) and len(blocks) == 2
+        items: Sequence[Sequence[Segment]] = ()
+        if is_sum and is_first is None and PLAIN_OPTIONS.issuperset(map(type, arguments)):
+            items = self._items(arguments, blocks[0][1])
+        call = LayerCall(
+            self, items or [()] * len(blocks), alone, arguments, self._label if items else ""
+        )
         return self._chain.run(call, hidden_states)
 
-    def _join(self, items: list[Sequence[Segment]], of_self: Mapping[str, Any]) -> None:
-        """Set the layers of each block that need not run by itself; ``of_self`` are the arguments
-        of self attention."""
+    def _items(
+        self, arguments: tuple[object, ...], of_self: Mapping[str, Any]
+    ) -> Sequence[Sequence[Segment]]:
+        """Return the layers of both blocks, none if one block has to run by itself; ``of_self`` are
+        the arguments of self attention."""
         block, mlp = self.self_attention, self._modules["layernorm_mlp"]
-        is_kept = of_self["is_first_microbatch"] is not None  # weights are, for later calls
-        if is_kept or self.parallel_attention_mlp or not isinstance(mlp, LayerNormMLP):
-            return
-        if not self.output_layernorm:
-            items[-1] = [Segment(mlp, mlp)]
-        if type(block) is MultiheadAttention and not is_seen(block) and not block.proj.return_bias:
-            segments = block.segments(of_self)
-            if segments and not segments[0].hands_over:
-                items[0] = segments
+        if not isinstance(mlp, LayerNormMLP) or not self._chain.may_join(mlp, arguments):
+            return ()
+        if type(block) is not MultiheadAttention or is_seen(block) or block.proj.return_bias:
+            return ()
+        segments = block.segments(of_self)
+        if not segments or segments[0].hands_over:
+            return ()
+        return segments, (Segment(mlp, mlp),)
 
     @property
     def _label(self) -> str:
