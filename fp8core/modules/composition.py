@@ -199,7 +199,7 @@ class LayerCall(NamedTuple):
 
     @property
     def like(self) -> tuple[object, ...]:
-        """What is active in it, and whether its layers train."""
+        """The active recipes and backends, and whether its layers train."""
         first = self.first
         return active(first.outside_autocast), policy.current(), first.training
 
