@@ -43,7 +43,7 @@ MOST = {
     "protocols": 14,
     "classes of the core": 367,
     "functions over 60 lines": 11,
-    "vague names": 39,
+    "vague names": 37,
     "docstrings that begin with a pronoun": 1,
     "files that name the operation rotary": 7,
     "files that name the format e2m1": 6,
