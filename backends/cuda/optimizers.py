@@ -9,7 +9,7 @@ import torch
 
 from fp8core.backend_api import MASTER_KINDS, AdamDesc, OperandError
 from fp8core_backends.cuda.layout import DTYPES
-from fp8core_backends.cuda.operations import runs
+from fp8core_backends.cuda.operations import first_problem, runs
 from fp8core_backends.cuda.private import count_writes
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
@@ -21,14 +21,13 @@ def _problem(desc: AdamDesc) -> str | None:
     """Say why there is no kernel for ``desc``, or None."""
     is_short = desc.master == "remainder"
     averages = (torch.float32, torch.bfloat16)
-    problems = (
+    return first_problem(
         (desc.dtype not in DTYPES, f"no step of parameters of {desc.dtype}"),
         (desc.grad_dtype not in DTYPES, f"no step by gradients of {desc.grad_dtype}"),
         (desc.master not in MASTER_KINDS, f"no masters {desc.master!r}"),
         (is_short and desc.dtype != torch.bfloat16, f"no remainders of {desc.dtype}"),
         (desc.state_dtype not in averages, f"no averages in {desc.state_dtype}"),
     )
-    return next((text for wrong, text in problems if wrong), None)
 
 
 @runs(AdamDesc, refuses=_problem)

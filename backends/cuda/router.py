@@ -15,7 +15,7 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
-from fp8core_backends.cuda.operations import runs
+from fp8core_backends.cuda.operations import first_problem, runs
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 _MOST_GROUPS = 32
@@ -24,7 +24,7 @@ _MOST_GROUPS = 32
 def _problem(desc: RouterDesc | RouterBackwardDesc) -> str | None:
     """Say why there is no kernel for ``desc``, or None."""
     is_softmax = desc.score_function == "softmax"
-    problems = (
+    return first_problem(
         (desc.dtype not in DTYPES, f"no router of {desc.dtype}"),
         (desc.score_function not in SCORE_FUNCTIONS, f"no scores {desc.score_function!r}"),
         (desc.topk < 1, f"top {desc.topk} of the experts"),
@@ -35,7 +35,6 @@ def _problem(desc: RouterDesc | RouterBackwardDesc) -> str | None:
         (bool(desc.group_topk) and desc.topk % (desc.group_topk or 1) != 0, "unequal groups"),
         (desc.of_all and bool(desc.num_groups), "no groups for the probabilities of all"),
     )
-    return next((text for wrong, text in problems if wrong), None)
 
 
 class _Router:
