@@ -1,4 +1,4 @@
-"""What a backend may have for speed alone; without it, it is complete.
+"""Members that a backend may have for speed alone; without them, it is complete.
 
 :class:`Chunks` and :class:`ComputedRows` belong to variants of descriptors; see
 :func:`fp8core.backend_api.variant_of`. :class:`RecordsCalls` and :class:`MovesBeside` are protocols

@@ -198,33 +198,41 @@ def lengths_of(
         offsets[name] = _checked_cu_seqlens(owner, name, cu_seqlens, q.device)
     longest_q, longest_kv = lengths.max_seqlen_q, lengths.max_seqlen_kv
     lengths = Lengths(**offsets, max_seqlen_q=longest_q, max_seqlen_kv=longest_kv)
+    _check_lengths(owner, layout, qkv, lengths, num_ranks)
     cu_q, cu_kv = lengths.cu_seqlens_q, lengths.cu_seqlens_kv
     assert cu_q is not None
     assert cu_kv is not None
-    sizes = [bounds.shape[0] for bounds in lengths.offsets.values() if bounds is not None]
+    if layout != "thd":
+        _check_batch(owner, "cu_seqlens_q", cu_q, q.shape[layout.index("b")])
+        return Lengths(cu_q, cu_kv)
+    most_q, most_kv = num_ranks * q.shape[0], num_ranks * k.shape[0]
+    return lengths._replace(
+        max_seqlen_q=_longest(owner, "max_seqlen_q", longest_q, cu_q, most_q),
+        max_seqlen_kv=_longest(owner, "max_seqlen_kv", longest_kv, cu_kv, most_kv),
+    )
+
+
+def _check_lengths(owner: object, layout: str, qkv: Qkv, lengths: Lengths, num_ranks: int) -> None:
+    """Check that all cu_seqlens have one number of sequences, which lie within the tokens.
+
+    Raises:
+        OperandError: they do not.
+    """
+    offsets = lengths.offsets
+    sizes = [bounds.shape[0] for bounds in offsets.values() if bounds is not None]
     if any(size != sizes[0] for size in sizes):
         raise OperandError(
             f"{owner}: cu_seqlens of {sizes} entries; expected one number of sequences, batch + 1 "
             f"entries each."
         )
-    for name, cu_seqlens in lengths.offsets.items():
-        x = k if name.startswith("cu_seqlens_kv") else q
+    for name, cu_seqlens in offsets.items():
+        x = qkv.k if name.startswith("cu_seqlens_kv") else qkv.q
         limit = num_ranks * x.shape[0 if layout == "thd" else layout.index("s")]
         _check_offsets(owner, name, cu_seqlens, limit, is_each=layout != "thd")
-    if layout == "thd":
-        _check_starts(owner, "cu_seqlens_q_padded", lengths.cu_seqlens_q_padded, cu_q)
-        _check_starts(owner, "cu_seqlens_kv_padded", lengths.cu_seqlens_kv_padded, cu_kv)
-    if layout != "thd":
-        _check_batch(owner, "cu_seqlens_q", cu_q, q.shape[layout.index("b")])
-        return Lengths(cu_q, cu_kv)
-    return lengths._replace(
-        max_seqlen_q=_longest(
-            owner, "max_seqlen_q", lengths.max_seqlen_q, cu_q, num_ranks * q.shape[0]
-        ),
-        max_seqlen_kv=_longest(
-            owner, "max_seqlen_kv", lengths.max_seqlen_kv, cu_kv, num_ranks * k.shape[0]
-        ),
-    )
+    for name in ("cu_seqlens_q", "cu_seqlens_kv") if layout == "thd" else ():
+        starts, bounds = offsets[f"{name}_padded"], offsets[name]
+        assert bounds is not None
+        _check_starts(owner, f"{name}_padded", starts, bounds)
 
 
 def check_unread_lengths(owner: object, layout: str, qkv: Qkv, lengths: Lengths) -> None:
