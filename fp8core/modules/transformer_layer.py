@@ -334,7 +334,7 @@ class TransformerLayer(ComposedLayer):
         block, mlp = self.self_attention, self._modules["layernorm_mlp"]
         if not isinstance(mlp, LayerNormMLP) or not self._chain.may_join(mlp, arguments):
             return ()
-        if type(block) is not MultiheadAttention or is_seen(block) or block.proj.return_bias:
+        if type(block) is not MultiheadAttention or is_seen(block) or block.return_bias:
             return ()
         segments = block.segments(of_self)
         if not segments or segments[0].hands_over:

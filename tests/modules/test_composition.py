@@ -391,3 +391,14 @@ def test_arguments_are_in_the_order_of_the_signature(
     names = [*inspect.signature(layer.forward).parameters][1:]
     monkeypatch.setattr(composition.ComposedLayer, "_run", lambda layer, *call: call)
     assert layer.forward("x", **{name: name for name in names}) == ("x", tuple(names))
+
+
+def test_a_projection_of_another_class_has_no_bias_to_return() -> None:
+    layer = te.TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0)
+
+    class Adapter(torch.nn.Module):
+        def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+            return x
+
+    layer.self_attention.proj = Adapter()
+    assert layer(torch.ones(4, 1, 32)).shape == (4, 1, 32)
