@@ -130,6 +130,21 @@ def test_layers_that_were_not_called_are_named(lines: pytest.LogCaptureFixture) 
     assert "not called, or in a compiled graph: never" in first_steps(lines)[0][1]
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_layers_in_compiled_blocks_are_not_warned_of(lines: pytest.LogCaptureFixture) -> None:
+    own = model()
+    fp8core.convert(own, "mxfp8")
+    for block in ("a", "b"):
+        own[block].compile(backend="aot_eager")
+    with torch.no_grad():
+        own(torch.randn(32, 32))
+    torch._dynamo.reset()
+    ((level, line),) = first_steps(lines)
+    assert level == "INFO"
+    assert line.endswith("in high precision: head; not called, or in a compiled graph: a, b")
+
+
 def test_a_substituted_backend_is_in_the_line(
     lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

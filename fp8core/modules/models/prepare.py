@@ -114,7 +114,8 @@ def _summarize(model: torch.nn.Module) -> tuple[str, bool]:
         for step, choice in link.choices.items()
         if choice.substitution
     )
-    if low or not high:
+    ran_without = any(bound.recipe is None for bound in bounds.values())
+    if low or not high or (idle and not ran_without):  # a graph may have run them in low precision
         return "; ".join(parts), False
     # A layer that has a recipe outside of autocast, and ran without one, was switched off.
     requests = [layer.outside_autocast for layer, bound in bounds.items() if bound.recipe is None]
