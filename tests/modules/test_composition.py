@@ -370,6 +370,16 @@ def test_another_mask_is_another_call() -> None:
                 assert torch.equal(y, judge(x, attn_mask_type=mask))
 
 
+def test_a_bias_that_the_projection_adds_is_not_returned_as_well() -> None:
+    """A flag that is set on the block alone, after it was made, has no effect."""
+    block = te.MultiheadAttention(32, 2, attention_dropout=0.0)
+    layer = te.TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0)
+    x = torch.randn(4, 1, 32)
+    expected = [block(x), layer(x)]
+    block.return_bias = layer.self_attention.return_bias = True
+    assert all(map(torch.equal, [block(x), layer(x)], expected))
+
+
 @pytest.mark.parametrize("options", [{}, {"fp8_mha": True}])
 def test_a_bias_that_only_the_projection_returns_is_returned(options: dict[str, bool]) -> None:
     layer = ways.make("MultiheadAttention", "current", options_of("MultiheadAttention"))
