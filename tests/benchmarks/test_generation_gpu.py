@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_the_program_runs_on_the_cpu(
     generation_gpu.main()
     printed = capsys.readouterr().out
     if profiled:
-        assert "transformer_layer.py" in printed
+        assert re.search(r"fp8core\S*\.py:\d+\(", printed)  # which of them is a matter of time
         assert "us of kernels" in printed
     else:
         assert "converted" in printed
