@@ -145,6 +145,17 @@ def test_layers_in_compiled_blocks_are_not_warned_of(lines: pytest.LogCaptureFix
     assert line.endswith("in high precision: head; not called, or in a compiled graph: a, b")
 
 
+def test_layers_that_no_graph_holds_and_nobody_calls_are_warned_of(
+    lines: pytest.LogCaptureFixture,
+) -> None:
+    own = model()
+    fp8core.convert(own, "mxfp8")
+    own.forward = own["head"].forward
+    with torch.no_grad():
+        own(torch.randn(32, 64))
+    assert [level for level, _ in first_steps(lines)] == ["WARNING"]
+
+
 def test_a_substituted_backend_is_in_the_line(
     lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

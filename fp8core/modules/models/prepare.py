@@ -25,7 +25,7 @@ from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import LayerRole, Plan
 from fp8core.reporting import logger, some
 from fp8core.tensors.delayed_state import BUFFERS
-from fp8core.torch_ops.private import DDP_IGNORED, forward_hooks
+from fp8core.torch_ops.private import DDP_IGNORED, forward_hooks, is_compiled
 
 
 def announce(model: torch.nn.Module, *, warns: bool) -> None:
@@ -114,8 +114,10 @@ def _summarize(model: torch.nn.Module) -> tuple[str, bool]:
         for step, choice in link.choices.items()
         if choice.substitution
     )
+    compiled = {inner for each in model.modules() if is_compiled(each) for inner in each.modules()}
     ran_without = any(bound.recipe is None for bound in bounds.values())
-    if low or not high or (idle and not ran_without):  # a graph may have run them in low precision
+    may_be_low = not ran_without and any(names.get(layer) in idle for layer in compiled)
+    if low or not high or may_be_low:  # in the graphs of compiled modules
         return "; ".join(parts), False
     # A layer that has a recipe outside of autocast, and ran without one, was switched off.
     requests = [layer.outside_autocast for layer, bound in bounds.items() if bound.recipe is None]
