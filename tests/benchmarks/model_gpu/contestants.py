@@ -149,30 +149,32 @@ def torch_decoder(shape: Shape, sequence: int, device: torch.device) -> Decoder:
         return Decoder(shape, layers, (angles.cos().to(BF16), sin.to(BF16))).to(BF16)
 
 
+def layer_of(library: str, shape: Shape, **options: Any) -> Any:
+    """Return a TransformerLayer of ``te`` or ``fp8core`` as a decoder has it, bfloat16."""
+    return layers_of(library).TransformerLayer(
+        shape.hidden,
+        shape.ffn,
+        shape.heads,
+        num_gqa_groups=shape.groups,
+        layernorm_epsilon=EPS,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        self_attn_mask_type="causal",
+        normalization="RMSNorm",
+        activation="swiglu",
+        bias=False,
+        fuse_qkv_params=True,
+        qkv_weight_interleaved=False,
+        params_dtype=BF16,
+        **options,
+    )
+
+
 def decoder_of(library: str, shape: Shape, sequence: int, device: torch.device) -> Decoder:
     """Return a decoder of TransformerLayers of ``te`` or ``fp8core``, bfloat16."""
-    layers = [
-        layers_of(library).TransformerLayer(
-            shape.hidden,
-            shape.ffn,
-            shape.heads,
-            num_gqa_groups=shape.groups,
-            layernorm_epsilon=EPS,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            self_attn_mask_type="causal",
-            normalization="RMSNorm",
-            activation="swiglu",
-            bias=False,
-            fuse_qkv_params=True,
-            qkv_weight_interleaved=False,
-            attn_input_format="bshd",
-            layer_number=number,
-            params_dtype=BF16,
-            device=device,
-        )
-        for number in range(1, shape.layers + 1)
-    ]
+    options = {"attn_input_format": "bshd", "device": device}
+    numbers = range(1, shape.layers + 1)
+    layers = [layer_of(library, shape, layer_number=number, **options) for number in numbers]
     with device:
         return Decoder(shape, layers, angles_of(shape, sequence, device)).to(BF16)
 
