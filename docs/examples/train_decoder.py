@@ -100,7 +100,8 @@ class Ranks(NamedTuple):
     def windows(self, text: Tensor, starts: Tensor, length: int) -> Tensor:
         """Return this rank's share of the windows of ``text`` that begin at ``starts``."""
         own = starts.tensor_split(self.size)[self.rank]
-        return text[own[:, None] + torch.arange(length)].long().to(self.device)
+        positions = own[:, None] + torch.arange(length, device="cpu")
+        return text[positions].long().to(self.device)
 
     def mean(self, value: Tensor) -> float:
         """Return the mean of the ranks' values."""
@@ -137,16 +138,17 @@ def main(args: argparse.Namespace) -> None:
     length = args.context + 1
 
     def evaluate() -> float:
-        starts = torch.linspace(0, len(held_out) - length - 1, HELD_OUT_WINDOWS).long()
+        last = len(held_out) - length - 1
+        starts = torch.linspace(0, last, HELD_OUT_WINDOWS, device="cpu").long()
         parts = [ranks.windows(held_out, part, length) for part in starts.split(args.batch)]
         with torch.no_grad(), autocast():
             losses = [model(part) for part in parts]
         return ranks.mean(torch.stack(losses).mean())
 
-    source = torch.Generator().manual_seed(args.seed)
+    source = torch.Generator("cpu").manual_seed(args.seed)
     curve, seconds, start = {}, [], time.perf_counter()
     for step in range(1, args.steps + 1):
-        starts = torch.randint(len(train) - length, (args.batch,), generator=source)
+        starts = torch.randint(len(train) - length, (args.batch,), generator=source, device="cpu")
         with autocast():
             loss = model(ranks.windows(train, starts, length))
         loss.backward()
