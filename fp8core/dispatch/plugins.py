@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -98,6 +99,7 @@ def _load() -> Registry:
 def _fill(registry: Registry, chosen: settings.Settings) -> None:
     absent: list[str] = []
     for name, source, find in _sources(chosen, absent):
+        level = logging.INFO  # somebody wants it so
         if name in chosen.disabled_plugins:
             reason: str | None = "disabled by FP8CORE_DISABLE_PLUGINS"
         elif name in _set_aside:
@@ -105,9 +107,10 @@ def _fill(registry: Registry, chosen: settings.Settings) -> None:
         else:
             logger.debug(LOADING, name)
             reason = _add(registry, name, find)
+            level = logging.WARNING  # its backends are not there, and others take their place
         registry.rows.append(PluginRow(name, source, reason))
         if reason is not None:
-            logger.info("plug-in %s is not used: %s", name, reason)
+            logger.log(level, "plug-in %s is not used: %s", name, reason)
     if absent:
         present = [row.name for row in registry.rows if row.name not in absent]
         raise RecipeError(

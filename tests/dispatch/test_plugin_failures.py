@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -183,6 +185,20 @@ def test_asking_for_an_unknown_backend_names_the_plugins_that_are_not_used(
     install(toy_broken="import toy_nowhere")
     with pytest.raises(RecipeError, match="see `fp8core doctor`: toy_broken"):
         fp8core.use_backend("toy")
+
+
+def test_a_broken_plugin_is_warned_of_and_a_disabled_one_is_not(
+    install: toys.Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(toy_broken="import toy_nowhere")
+    with caplog.at_level(logging.WARNING, logger="fp8core"):
+        plugins.load()
+        (message,) = caplog.messages
+        assert message.startswith("plug-in toy_broken is not used: ModuleNotFoundError: ")
+        caplog.clear()
+        monkeypatch.setenv("FP8CORE_DISABLE_PLUGINS", "toy_broken")
+        plugins.reload()
+        assert caplog.messages == []
 
 
 def test_corrected_plugin_is_taken_on_reload(install: toys.Install) -> None:
