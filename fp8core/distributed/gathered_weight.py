@@ -383,12 +383,26 @@ def _parts(outputs: Sequence[torch.Tensor], metadata: Sequence[_Sent]) -> list[R
     """Return codes and scales of all rows, by orientation."""
     left, parts = list(outputs), []
     for cast, shard, codes, scales in metadata:
+        for cast_here in (codes, scales):
+            if cast_here is not None:
+                _outlast_readers(cast_here)
         if codes is None:
             codes = left.pop(0)[: shard.total]
         if scales is None:
             scales = _in_order(left.pop(0), cast)
         parts.append(RowPart(codes, scales))
     return parts
+
+
+def _outlast_readers(cast_here: torch.Tensor) -> None:
+    """Have the memory of a tensor reused only behind what the current stream reads of it.
+
+    FSDP casts in a stream of its own, to which the memory belongs, and whose next cast would have
+    it as soon as the host has freed it: before a layer that is enqueued has read the scale.
+    """
+    if not (cast_here.is_cpu or cast_here.is_meta):
+        device = cast_here.device
+        cast_here.record_stream(torch.get_device_module(device).current_stream(device))
 
 
 def _operand(part: RowPart, *, turns: bool) -> Operand:

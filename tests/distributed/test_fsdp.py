@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8core
 from fp8core import OperandError, UnsupportedError, recipe, reporting
-from fp8core.distributed import gather_quantized
+from fp8core.distributed import gather_quantized, gathered_weight
 from tests.distributed.fsdp_work import (
     COLUMNS,
     CURRENT,
@@ -31,7 +31,9 @@ from tests.distributed.fsdp_work import (
     work,
 )
 from tests.distributed.programs import (
+    batch,
     linears,
+    sharded,
     train_step,
 )
 from tests.ranks import device, run_ranks
@@ -204,6 +206,56 @@ def test_whole_weights_are_freed_once_they_are_sharded() -> None:
     gather_quantized(model, CURRENT)
     fully_shard(model, mesh=init_device_mesh(device().type, (4,)))
     assert [one.expired() for one in whole] == [True] * len(whole)
+
+
+@pytest.mark.usefixtures("four_ranks_without_transport")
+def test_scales_outlast_the_layers_that_read_them() -> None:
+    """On a GPU a stream of its own casts weights, while layers before them still wait to run."""
+    model: Any = linears(*[COLUMNS] * 6)
+    with torch.no_grad():
+        for at, layer in enumerate(model):
+            layer.weight.mul_(4.0**at)
+    sharded(model, CURRENT)
+    scales = [amax_of_shard(layer) / 448 for layer in model]
+    read: list[torch.Tensor] = []
+
+    def read_late(layer: Any, arguments: object) -> None:
+        if device().type == "cuda":
+            torch.cuda._sleep(10_000_000)  # about 5 ms: the host is ahead
+        read.append(layer.weight.stored[0].scale_inv.clone().view(()))
+
+    for layer in model:
+        layer.register_forward_pre_hook(read_late)
+    for step in range(3):
+        train_step(model, CURRENT, batch(step, COLUMNS))
+    assert torch.equal(torch.stack(read).cpu(), torch.stack(3 * scales))
+
+
+def amax_of_shard(layer: Any) -> torch.Tensor:
+    return layer.weight.to_local().value.abs().amax().float().cpu()
+
+
+@pytest.mark.usefixtures("four_ranks_without_transport")
+def test_memory_of_scales_is_tied_to_the_stream_that_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cast: list[torch.Tensor] = []
+    tied: list[torch.Tensor] = []
+    row_cast = gathered_weight.RowCast.__call__
+
+    def casting(*arguments: Any) -> Any:
+        part = row_cast(*arguments)
+        cast.append(part.scales)
+        return part
+
+    monkeypatch.setattr(gathered_weight.RowCast, "__call__", casting)
+    monkeypatch.setattr(gathered_weight, "_outlast_readers", tied.append)
+    model = sharded(linears(COLUMNS, 256, COLUMNS), CURRENT)
+    for step in range(2):
+        train_step(model, CURRENT, batch(step, COLUMNS))
+    addresses = [*map(id, cast)]  # of freed tensors, which cannot be shown
+    assert len(set(addresses)) == 8  # by two layers in forward and backward of two steps
+    assert [*map(id, tied)] == addresses
 
 
 @pytest.mark.parametrize("copies", [False, True])
