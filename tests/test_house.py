@@ -41,7 +41,7 @@ MOST = {
     "files under 100 lines": 39,
     "modules that list names": 1,
     "protocols": 14,
-    "classes of the core": 367,
+    "classes of the core": 368,
     "functions over 60 lines": 10,
     "vague names": 37,
     "docstrings that begin with a pronoun": 0,

@@ -20,6 +20,7 @@ from fp8core.recipe.custom import (
     PerLayer,
     QuantizerRequest,
     QuantizerRole,
+    WeightOnly,
 )
 from fp8core.recipe.named import (
     DelayedScaling,
@@ -56,6 +57,7 @@ __all__ = [
     "QuantizerRole",
     "Recipe",
     "TensorPlan",
+    "WeightOnly",
     "by_name",
     "get_default_recipe",
     "names",

@@ -31,6 +31,7 @@ from fp8core.recipe.plan import (
     HIGH_PRECISION,
     AmaxAlgorithm,
     DelayedPlan,
+    GemmPlan,
     LayerRole,
     LinearPlan,
     Plan,
@@ -123,6 +124,66 @@ class PerLayer(Recipe):
         """Return the plan of the recipe chosen for ``role``."""
         chosen = self.choose(role)
         return HIGH_PRECISION if chosen is None else chosen.plan(role, dtype)
+
+
+@explains_writes
+@dataclass(frozen=True, slots=True)
+class WeightOnly(Recipe):
+    """The weights of another recipe, multiplied by activations in high precision.
+
+    A linear reads its weight at a byte an element, or half of one, and rounds nothing else: for
+    generation, whose products of few rows take the time of reading the weights. Gradients are
+    computed in high precision from the rounded weight. Where no backend multiplies such operands,
+    the weight is decoded before the product. Attention stays in high precision.
+
+    Args:
+        recipe: the recipe, or its name; for single layers put ``WeightOnly`` into a
+            :class:`PerLayer`.
+
+    >>> from fp8core import recipe
+    >>> plan = recipe.WeightOnly("block").plan(recipe.LayerRole(), torch.bfloat16)
+    >>> plan.fprop.a, str(plan.fprop.b)
+    (None, 'e4m3 block=(128,128) float32 pow2')
+
+    Raises:
+        RecipeError: no recipe has that name, or it is a PerLayer.
+    """
+
+    recipe: Recipe | str = "rowwise"
+
+    def __post_init__(self) -> None:
+        """Look a name up."""
+        chosen = recipe_from(self.recipe, "WeightOnly(recipe=...)")
+        if chosen is None or isinstance(chosen, PerLayer):
+            raise RecipeError(
+                f"WeightOnly({self.recipe!r}): expected the recipe of the weights. For single "
+                f"layers, PerLayer({{pattern: WeightOnly(recipe)}})."
+            )
+        object.__setattr__(self, "recipe", chosen)
+
+    @property
+    def reads_names(self) -> bool:  # type: ignore[override]  # known of the class elsewhere
+        """Whether the plan depends on the layer's name."""
+        return self._weights.reads_names
+
+    @property
+    def _weights(self) -> Recipe:
+        assert isinstance(self.recipe, Recipe)
+        return self.recipe
+
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> Plan:
+        """Return the forward product of the recipe's weight; it is rounded to the nearest, by a
+        scale of its own amax."""
+        plan = self._weights.plan(role, dtype)
+        if not isinstance(plan, LinearPlan) or plan.fprop.b is None:
+            return HIGH_PRECISION
+        weight = dataclasses.replace(plan.fprop.b, delayed=False, cast_first=True, stochastic=False)
+        return LinearPlan(
+            GemmPlan(None, weight),
+            nonfinite=plan.nonfinite,
+            dequantizes=True,
+            makers=tuple(maker for maker in plan.makers if maker[0] == "weight"),
+        )
 
 
 # Layers whose tensors a factory is asked for as those of the dense products in them.

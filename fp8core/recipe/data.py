@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from fp8core.errors import RecipeError, did_you_mean
 from fp8core.recipe import named
 from fp8core.recipe.base import MMParams, Recipe
-from fp8core.recipe.custom import PerLayer
+from fp8core.recipe.custom import PerLayer, WeightOnly
 from fp8core.recipe.named import by_name, names_of, recipe_from
 
 RecipeData: TypeAlias = "str | dict[str, Any]"
@@ -39,13 +39,16 @@ def as_data(recipe: Recipe) -> RecipeData:
     """
     if isinstance(recipe, PerLayer):
         return _per_layer(recipe)
+    if isinstance(recipe, WeightOnly):
+        return {_KIND: WeightOnly.__name__, "weights": as_data(recipe.recipe)}
     kind, *short = names_of(recipe)
     if short and by_name(short[0]) == recipe:
         return short[0]
     if _WRITABLE.get(kind) is not type(recipe):
         raise RecipeError(
-            f"{recipe!r} cannot be written as data, only {', '.join((*_WRITABLE, 'PerLayer'))} and "
-            f"the recipes that plug-ins register by name."
+            f"{recipe!r} cannot be written as data, only "
+            f"{', '.join((*_WRITABLE, 'PerLayer', 'WeightOnly'))} and the recipes that plug-ins "
+            f"register by name."
         )
     data: dict[str, Any] = {_KIND: kind}
     for field in dataclasses.fields(recipe):  # type: ignore[arg-type]  # one of _WRITABLE
@@ -70,6 +73,8 @@ def from_data(data: object, origin: str) -> Recipe | None:
     if data.get(_KIND) == PerLayer.__name__ and data.keys() == {_KIND, "rules", "default"}:
         rules = [(pattern, from_data(value, origin)) for pattern, value in data["rules"]]
         return PerLayer(rules, from_data(data["default"], origin))
+    if data.get(_KIND) == WeightOnly.__name__ and data.keys() == {_KIND, "weights"}:
+        return WeightOnly(from_data(data["weights"], origin))  # type: ignore[arg-type]  # it checks
     kind = _WRITABLE.get(str(data.get(_KIND)))
     if kind is None:
         raise RecipeError(

@@ -357,6 +357,8 @@ class CachingWeightQuantizer(WeightQuantizer):
         is_plain = row is None and column is None
         is_high = column is None  # backward in high precision, from the dequantized weight
         is_turned = is_high or not columnwise or weight.plan.columnwise == column
+        if not is_plain and weight.plan == (row, None) and not is_turned:
+            raise OperandError(f"{self._how.owner}: {_ROWS_ALONE}")
         if not is_plain and (weight.plan.rowwise != row or not is_turned):
             raise OperandError(
                 f"{self._how.owner}: the weight is stored as {weight.plan.rowwise} (columnwise "
@@ -428,6 +430,14 @@ _WRITTEN = (
     "the weight was written since it was quantized and kept, or is another by now. Pass "
     "is_first_microbatch=True for the first microbatch after an optimizer's step, or None, which "
     "quantizes it in every call; in fp8core.frozen_weights no weight may change."
+)
+
+
+_ROWS_ALONE = (
+    "the gradient of its input is asked for, and its weight is stored for inference, in rows "
+    "alone: quantized by fp8core.quantize_, or created while gradients were off. Call the model "
+    "under torch.no_grad() or torch.inference_mode(). To train, store the weights with gradients "
+    "on, by fp8core.quantized_model_init, or unconvert() the model."
 )
 
 

@@ -19,7 +19,9 @@ from fp8core import (
     recipe,
     reporting,
 )
-from fp8core.backend_api import OperandSpec
+from fp8core.backend_api import API_VERSION, BackendSpec, GemmDesc, OpDesc, OperandSpec
+from fp8core.dispatch import plugins
+from fp8core_backends.reference.backend import ReferenceBackend
 from tests.modules.layers import assert_same, step
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
@@ -190,6 +192,42 @@ def test_a_factory_may_leave_tensors_in_high_precision() -> None:
     # The weight gradient has two operands in high precision, so it is exact.
     torch.testing.assert_close(layer.weight.grad, dy.t() @ x)
     assert not torch.equal(y, torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+class WithoutMixedProducts(ReferenceBackend):
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        is_mixed = isinstance(desc, GemmDesc) and (desc.a is None) != (desc.b is None)
+        return "no mixed products" if is_mixed else super().unsupported(desc, device)
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_a_weight_alone_in_low_precision_is_decoded_where_no_backend_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    name = "without_mixed_products"
+    spec = BackendSpec(
+        name=name,
+        device_types=("cpu",),
+        factory=f"{__name__}:WithoutMixedProducts",
+        priority=-1,
+        api_version=API_VERSION,
+        operand_fields=("row_scaled", "four_over_six", "scale_max"),
+    )
+    monkeypatch.setitem(plugins.load().backends, name, spec)
+    make = (lambda: GroupedLinear(groups, 64, 32)) if groups else (lambda: Linear(64, 32))
+    results = []
+    for backend in ("reference", name):
+        torch.manual_seed(0)
+        layer, x = make(), torch.randn(8, 64, requires_grad=True)
+        arguments = ([5, 3],) if groups else ()
+        with fp8core.use_backend(backend), autocast(recipe=recipe.WeightOnly("block")):
+            y = layer(x, *arguments)
+        y.square().sum().backward()
+        results.append([y, x.grad, *(p.grad for p in layer.parameters())])
+    torch.testing.assert_close(*results)
+    with fp8core.use_backend(name):
+        report = str(fp8core.explain(layer, recipe.WeightOnly("block"), device="cpu"))
+    assert name in report
 
 
 def test_a_factory_may_quantize_one_orientation() -> None:

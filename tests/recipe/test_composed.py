@@ -24,6 +24,7 @@ from fp8core.recipe import (
     PerLayer,
     QuantizerRole,
     TensorPlan,
+    WeightOnly,
 )
 from fp8core.recipe.plan import HIGH_PRECISION, LayerRole
 
@@ -380,3 +381,28 @@ def test_patterns_that_match_a_layer_that_does_not_run_are_right() -> None:
 def test_prepare_with_the_recipe_finds_a_pattern_that_matches_nothing() -> None:
     with pytest.raises(RecipeError, match="rule 'hed' matches no layer"):
         fp8core.prepare(Model(), recipe=PerLayer({"hed": None}, default=DelayedScaling()))
+
+
+def test_weight_only_plans_the_rows_of_the_weight_alone() -> None:
+    plan: Any = WeightOnly("block").plan(LayerRole(), torch.bfloat16)
+    whole: Any = Float8BlockScaling().plan(LayerRole(), torch.bfloat16)
+    assert plan.weight == TensorPlan(whole.weight.rowwise, None)
+    assert plan.input == plan.grad_output == TensorPlan(None, None)
+    assert WeightOnly() == WeightOnly("rowwise")
+
+
+def test_weight_only_has_no_delayed_scale() -> None:
+    plan: Any = WeightOnly("delayed").plan(LayerRole(), torch.bfloat16)
+    assert plan == WeightOnly("current").plan(LayerRole(), torch.bfloat16)
+    assert plan.delayed is None
+
+
+def test_weight_only_leaves_attention_in_high_precision() -> None:
+    chosen = WeightOnly(Float8CurrentScaling(fp8_dpa=True))
+    assert chosen.plan(LayerRole("attention"), torch.bfloat16).is_high_precision
+
+
+@pytest.mark.parametrize("weights", [None, PerLayer({}), "nothing"])
+def test_weight_only_takes_the_recipe_of_weights(weights: Any) -> None:
+    with pytest.raises(RecipeError, match=r"WeightOnly\("):
+        WeightOnly(weights)

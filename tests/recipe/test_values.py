@@ -30,6 +30,7 @@ from fp8core.recipe import (
     QParams,
     QuantizerRole,
     Recipe,
+    WeightOnly,
 )
 from fp8core.recipe.plan import LayerRole
 
@@ -63,6 +64,7 @@ VALUES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         lambda: PerLayer({"*.head": None, LayerRole("linear"): MXFP8BlockScaling()}),
         {"default": DelayedScaling()},
     ),
+    "weight_only": (lambda: WeightOnly("block"), {"recipe": MXFP8BlockScaling()}),
 }
 COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
@@ -236,7 +238,7 @@ NAMED = (
     Float8BlockScaling,
     NVFP4BlockScaling,
 )
-ALL = (*NAMED, CustomRecipe, PerLayer)
+ALL = (*NAMED, CustomRecipe, PerLayer, WeightOnly)
 
 
 def test_unknown_argument_gets_the_list_of_valid_ones() -> None:

@@ -182,6 +182,28 @@ def is_quantized() -> bool:
     return isinstance(LAYERS["linear"]().weight, fp8core.QuantizedTensor)
 
 
+@pytest.mark.parametrize("name", ["current", "rowwise", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_weights_made_without_gradients_hold_rows_alone(layer: str, name: str) -> None:
+    torch.manual_seed(0)
+    whole = quantized(LAYERS[layer], RECIPES[name])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        rows = quantized(LAYERS[layer], RECIPES[name])
+    arguments = ([40, 24],) if layer == "grouped" else ()
+    x = torch.randn(64, 96, dtype=torch.bfloat16)
+    with fp8core.autocast(recipe=RECIPES[name]):
+        with torch.no_grad():
+            assert torch.equal(rows(x, *arguments), whole(x, *arguments))
+        with pytest.raises(fp8core.OperandError, match="stored for inference, in rows alone"):
+            rows(x.requires_grad_(), *arguments)
+    for stored, both in zip(rows.parameters(), whole.parameters(), strict=True):
+        if isinstance(stored, fp8core.QuantizedTensor):
+            assert isinstance(both, fp8core.QuantizedTensor)
+            assert stored.get_usages() == {"rowwise": True, "columnwise": False}
+            assert stored.nbytes == sum(part.nbytes for part in both.stored[0] if part is not None)
+
+
 def test_the_innermost_context_decides() -> None:
     with fp8core.fp8_model_init(recipe=RECIPES["mxfp8"]):
         with fp8core.quantized_model_init(enabled=False):

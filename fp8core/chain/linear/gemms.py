@@ -91,6 +91,31 @@ class LinearSpec(LinkShape):
         return GroupedGemmDesc(*fields, name == "wgrad", self.offsets_on_device)
 
 
+def resolve_fprop(desc: GemmDesc, context: BindContext) -> Resolved:
+    """Return fprop: one product, or, of a weight in low precision alone that no backend multiplies
+    by an input in high precision, a product of the decoded weight.
+
+    Raises:
+        UnsupportedError: no backend runs either.
+    """
+    if desc.a is not None or desc.b is None:
+        return context.resolve("fprop", desc)
+    try:
+        return context.resolve("fprop", desc)
+    except UnsupportedError:
+        decode = context.resolve("weight dequantized", DequantizeDesc(desc.b, context.dtype)).run
+        product = context.resolve("fprop", dataclasses.replace(desc, b=None))
+
+    def run(a: Operand, b: Any, *groups: torch.Tensor, **keywords: Any) -> Any:
+        is_dense = isinstance(b, Operand)
+        decoded = Operand(decode(b)) if is_dense else [Operand(decode(each)) for each in b]
+        return product.run(a, decoded, *groups, **keywords)
+
+    # As it was planned: in low precision, and no product of parts.
+    choice = dataclasses.replace(product.choice, desc=desc, because="decodes the weight first")
+    return dataclasses.replace(product, run=run, recorder=None, choice=choice)
+
+
 def bind_fprop(resolved: Resolved, shape: LinearSpec, context: BindContext) -> Callable[..., Any]:
     """Return fprop; in high precision the bias has the activation dtype, as in torch.autocast."""
     run, dtype, plan = resolved.run, context.dtype, context.gemm_plan.fprop

@@ -13,6 +13,7 @@ from fp8core.chain.linear.gemms import (
     LinearSpec,
     bind_decode,
     bind_fprop,
+    resolve_fprop,
     taking_any_rows,
     turning,
 )
@@ -47,9 +48,10 @@ class LinearShape(LinearSpec):
 
 def _bind(shape: LinearSpec, context: BindContext) -> LinearLink:
     plan, dtype = context.gemm_plan, context.dtype
+    descs = {name: shape.gemm_desc(name, plan, dtype) for name in ("fprop", "dgrad", "wgrad")}
     gemms = {
-        name: context.resolve(name, shape.gemm_desc(name, plan, dtype))
-        for name in ("fprop", "dgrad", "wgrad")
+        name: resolve_fprop(desc, context) if name == "fprop" else context.resolve(name, desc)
+        for name, desc in descs.items()
     }
     only_once = _only_once(shape, context)
     dgrad = gemms["dgrad"].run

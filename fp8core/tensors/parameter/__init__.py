@@ -66,6 +66,9 @@ class quantized_model_init(contextlib.ContextDecorator):
     stores weights in the same way; outside any it runs in high precision, on the dequantized
     weight.
 
+    A weight that is created while gradients are off, under ``torch.no_grad()``, holds the operand
+    of forward alone; a call that needs the gradient of its input is refused.
+
     Scales come from the amax of the value that is written, at init and later, also for
     DelayedScaling: its history of weight amaxes stays empty. A PerLayer recipe sees the ``name``
     that the layer's constructor gets, as :func:`fp8core.prepare` comes later.
@@ -157,6 +160,8 @@ def make_weight(
     plan = plan_of(LinearPlan, init._recipe, role, value.dtype).weight
     if plan.rowwise is None and plan.columnwise is None:
         return torch.nn.Parameter(value)
+    if not torch.is_grad_enabled():
+        plan = TensorPlan(plan.rowwise, None)
     quantized = with_room(QuantizedTensor.quantize(value.zero_(), plan))
     quantized._keeps_initial_value = init._keeps_initial_value
     return torch.nn.Parameter(quantized)
