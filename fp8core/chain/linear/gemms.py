@@ -91,20 +91,20 @@ class LinearSpec(LinkShape):
         return GroupedGemmDesc(*fields, name == "wgrad", self.offsets_on_device)
 
 
-def resolve_fprop(desc: GemmDesc, context: BindContext) -> Resolved:
-    """Return fprop: one product, or, of a weight in low precision alone that no backend multiplies
-    by an input in high precision, a product of the decoded weight.
+def resolve_gemm(name: str, desc: GemmDesc, context: BindContext) -> Resolved:
+    """Return fprop, dgrad or wgrad; if fprop takes the weight alone in low precision, and no
+    backend multiplies it by an input in high precision, a product of the decoded weight.
 
     Raises:
         UnsupportedError: no backend runs either.
     """
-    if desc.a is not None or desc.b is None:
-        return context.resolve("fprop", desc)
+    if name != "fprop" or desc.a is not None or desc.b is None:
+        return context.resolve(name, desc)
     try:
-        return context.resolve("fprop", desc)
+        return context.resolve(name, desc)
     except UnsupportedError:
         decode = context.resolve("weight dequantized", DequantizeDesc(desc.b, context.dtype)).run
-        product = context.resolve("fprop", dataclasses.replace(desc, b=None))
+        product = context.resolve(name, dataclasses.replace(desc, b=None))
 
     def run(a: Operand, b: Any, *groups: torch.Tensor, **keywords: Any) -> Any:
         is_dense = isinstance(b, Operand)

@@ -13,7 +13,7 @@ from fp8core.chain.linear.gemms import (
     LinearSpec,
     bind_decode,
     bind_fprop,
-    resolve_fprop,
+    resolve_gemm,
     taking_any_rows,
     turning,
 )
@@ -48,10 +48,9 @@ class LinearShape(LinearSpec):
 
 def _bind(shape: LinearSpec, context: BindContext) -> LinearLink:
     plan, dtype = context.gemm_plan, context.dtype
-    descs = {name: shape.gemm_desc(name, plan, dtype) for name in ("fprop", "dgrad", "wgrad")}
     gemms = {
-        name: resolve_fprop(desc, context) if name == "fprop" else context.resolve(name, desc)
-        for name, desc in descs.items()
+        name: resolve_gemm(name, shape.gemm_desc(name, plan, dtype), context)
+        for name in ("fprop", "dgrad", "wgrad")
     }
     only_once = _only_once(shape, context)
     dgrad = gemms["dgrad"].run
