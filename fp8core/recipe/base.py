@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from fp8core.errors import (
 from fp8core.recipe.plan import (
     ATTENTION_BACKWARDS,
     ATTENTION_OUTPUTS,
+    HOLDING,
     NONFINITE,
     AttentionPlan,
     DelayedPlan,
@@ -210,7 +211,9 @@ _Recipe = TypeVar("_Recipe", bound=Recipe)
 
 
 def explains_writes(kind: type[_Recipe]) -> type[_Recipe]:
-    """Have the frozen dataclass ``kind`` say how to change a field, where one is written."""
+    """Have the frozen dataclass ``kind`` say how to change a field, where one is written, and load
+    recipes that an earlier version pickled, which lack the last fields."""
+    fields: tuple[Any, ...] = dataclasses.fields(kind)  # type: ignore[arg-type]  # each is one
 
     def refuse_write(recipe: Any, name: str, value: object) -> None:
         fields = [field.name for field in dataclasses.fields(recipe)]
@@ -229,6 +232,13 @@ def explains_writes(kind: type[_Recipe]) -> type[_Recipe]:
             f"a recipe is a value: {kind.__name__}'s field {name!r} cannot be deleted."
         )
 
+    def set_state(recipe: Any, state: Sequence[Any]) -> None:
+        missing = [field.default for field in fields[len(state) :]]
+        for field, value in zip(fields, [*state, *missing], strict=True):
+            object.__setattr__(recipe, field.name, value)
+
+    if "__setstate__" in vars(kind):  # of a dataclass with slots
+        kind.__setstate__ = set_state  # type: ignore[attr-defined]
     kind.__setattr__ = refuse_write  # type: ignore[method-assign]  # instead of the dataclass's
     kind.__delattr__ = refuse_deletion  # type: ignore[method-assign]
     return kind
@@ -313,7 +323,7 @@ def linear_plan(
             fprop,
             delayed=delayed,
             nonfinite=recipe.nonfinite,
-            requantize_weights=recipe.requantize_weights,
+            remade=_remade(recipe),
             dequantizes=recipe.backward_override == "dequantized",
         )
     return LinearPlan(
@@ -322,8 +332,15 @@ def linear_plan(
         _gemm_plan(dy.columnwise, x.columnwise, accumulators[2]),
         delayed,
         recipe.nonfinite,
-        recipe.requantize_weights,
+        _remade(recipe),
     )
+
+
+def _remade(recipe: Any) -> tuple[str, ...]:
+    """Return what backward makes again by the fields of ``recipe``."""
+    remade = HOLDING[recipe.holding]
+    is_added = recipe.requantize_weights and "weight" not in remade
+    return ("weight", *remade) if is_added else remade
 
 
 def _gemm_plan(a: OperandSpec | None, b: OperandSpec | None, params: MMParams) -> GemmPlan:
@@ -421,7 +438,7 @@ def check_common(recipe: Any, overrides: tuple[str | None, ...] = _OVERRIDES) ->
     """Raise if a field that recipes share is invalid or asks for what is not offered.
 
     Shared fields are those of attention, ``backward_override``, ``nonfinite``,
-    ``requantize_weights`` and the accumulators.
+    ``requantize_weights``, ``holding`` and the accumulators.
     """
     owner = type(recipe).__name__
     for name in ("fp8_dpa", "fp8_mha"):
@@ -436,6 +453,7 @@ def check_common(recipe: Any, overrides: tuple[str | None, ...] = _OVERRIDES) ->
         raise RecipeError(
             f"{owner}(requantize_weights={recipe.requantize_weights!r}): expected True or False."
         )
+    check_choice(recipe, "holding", tuple(HOLDING))
     for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
         params = getattr(recipe, name, SPLIT)
         if not isinstance(params, MMParams):

@@ -28,6 +28,7 @@ from fp8core.recipe.base import (
 )
 from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import (
+    DEFAULT_HOLDING,
     HIGH_PRECISION,
     AmaxAlgorithm,
     DelayedPlan,
@@ -259,7 +260,7 @@ class CustomRecipe(Recipe):
             scaling fields of :class:`DelayedScaling`; with them the recipe computes as that one.
             With a factory, which chooses the formats, ``fp8_format`` may be HYBRID, without effect.
         nonfinite: as in the named recipes, for all three tensors.
-        requantize_weights: as in the named recipes.
+        requantize_weights, holding: as in the named recipes.
         quantization_alignment: accepted for compatibility; layers pad to multiples of the blocks.
 
     Raises:
@@ -281,6 +282,7 @@ class CustomRecipe(Recipe):
     scaling_factor_compute_algo: ScalingAlgorithm | None = None
     nonfinite: str = "saturate"
     requantize_weights: bool = False
+    holding: str = DEFAULT_HOLDING
 
     def __post_init__(self) -> None:
         """Check that exactly one way was taken."""
@@ -354,7 +356,9 @@ class CustomRecipe(Recipe):
         makers = {tensor: maker for tensor, maker in answers.items() if _is_maker(maker)}
         tensors = {tensor: _tensor_plan(tensor, answer) for tensor, answer in answers.items()}
         plan = linear_plan(self, tensors, FAST_FPROP, delayed=next(iter(requests), None))
-        return dataclasses.replace(plan, makers=self._checked(makers)) if makers else plan
+        if makers:  # nobody knows whether they make the same again
+            plan = dataclasses.replace(plan, makers=self._checked(makers), remade=())
+        return plan
 
     def _checked(self, makers: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
         """Return ``makers`` unless a field asks for what the library's casts alone do.
@@ -365,6 +369,7 @@ class CustomRecipe(Recipe):
         options = {
             "nonfinite": self.nonfinite != "saturate",
             "requantize_weights": self.requantize_weights,
+            "holding": self.holding not in ("fastest", DEFAULT_HOLDING),
             "backward_override": self.backward_override is not None,
         }
         for name in (name for name, is_set in options.items() if is_set):

@@ -1,9 +1,9 @@
 """The recipes that have a name: each a frozen value with Transformer Engine's field names. At the
 end are the names, with those of plug-ins, and the meaning of a ``recipe=`` argument.
 
-All take two fields of fp8core alone, see :class:`fp8core.plan.LinearPlan`: ``nonfinite``, how a
-cast treats a tensor with NaN or inf, and ``requantize_weights``, whether backward quantizes weights
-again instead of holding their codes since forward.
+All take three fields of fp8core alone: ``nonfinite``, how a cast treats a tensor with NaN or inf;
+``holding``, a name of :data:`fp8core.plan.HOLDING`, which says what is held from forward to
+backward; and ``requantize_weights``, by which codes of weights are not, whatever ``holding`` says.
 
 ``backward_override`` has dgrad and wgrad compute in high precision, and is None for the recipe's
 own precision: with ``"high_precision"`` from the input and the weight before their casts, which are
@@ -48,6 +48,7 @@ from fp8core.recipe.base import (
     tensors_of,
 )
 from fp8core.recipe.plan import (
+    DEFAULT_HOLDING,
     AmaxAlgorithm,
     LayerRole,
     LinearPlan,
@@ -97,6 +98,7 @@ class DelayedScaling(Recipe):
     requantize_weights: bool = False
     fp8_dpa_backward: str = "dequantized"
     fp8_dpa_output: str = "fp8"
+    holding: str = DEFAULT_HOLDING
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -140,6 +142,7 @@ class Float8CurrentScaling(Recipe):
     requantize_weights: bool = False
     fp8_dpa_backward: str = "dequantized"
     fp8_dpa_output: str = "fp8"
+    holding: str = DEFAULT_HOLDING
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -184,6 +187,7 @@ class Float8RowwiseScaling(Recipe):
     _: KW_ONLY
     nonfinite: str = "saturate"
     requantize_weights: bool = False
+    holding: str = DEFAULT_HOLDING
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -222,6 +226,7 @@ class MXFP8BlockScaling(Recipe):
     _: KW_ONLY
     nonfinite: str = "saturate"
     requantize_weights: bool = False
+    holding: str = DEFAULT_HOLDING
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -279,6 +284,7 @@ class Float8BlockScaling(Recipe):
     nonfinite: str = "saturate"
     requantize_weights: bool = False
     x_wgrad_block_scaling_dim: int | None = None
+    holding: str = DEFAULT_HOLDING
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -375,6 +381,7 @@ class NVFP4BlockScaling(Recipe):
     _: KW_ONLY
     nonfinite: str = "saturate"
     requantize_weights: bool = False
+    holding: str = DEFAULT_HOLDING
 
     def __post_init__(self) -> None:
         """Check the fields."""

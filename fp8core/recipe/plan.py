@@ -124,12 +124,30 @@ class Plan:
         return all(spec is None for tensor in self.tensors.values() for spec in tensor)
 
 
+HOLDING: Mapping[str, tuple[str, ...]] = {
+    "fastest": (),
+    "balanced": ("weight",),
+    "least": ("weight", "attention", "norm", "activation"),
+}
+"""What a recipe's ``holding`` has backward make again, of what it would hold since forward.
+
+Each is the codes of a linear that backward multiplies by. ``"weight"``: the weight's columnwise
+ones are cast from the weight again. The input's are made again from what the link before has saved
+for its own backward: ``"norm"`` and ``"activation"``, which compute again, and ``"attention"``,
+whose result is cast again. Where that is not so the codes are held: of an input that nothing before
+it holds, of a weight whose codes are kept anyway or that each forward computes, of what several
+ranks exchange.
+"""
+
+DEFAULT_HOLDING = "fastest"
+
+
 @dataclass(frozen=True, slots=True)
 class LinearPlan(Plan):
     """The three GEMMs of a linear layer; ``delayed`` if any operand is scaled by delayed scales.
 
-    ``requantize_weights``: backward quantizes the weight columnwise, instead of holding codes since
-    forward; without effect on a weight that dgrad takes in high precision. ``dequantizes``: where
+    ``remade``: what backward makes again instead of holding it since forward, as in
+    :data:`HOLDING`; without effect on what it takes in high precision. ``dequantizes``: where
     dgrad and wgrad take a tensor in high precision, it is what fprop multiplied, dequantized.
     ``makers``: pairs of a tensor's name and the object of the user that quantizes it.
     """
@@ -144,7 +162,7 @@ class LinearPlan(Plan):
     wgrad: GemmPlan = GemmPlan()
     delayed: DelayedPlan | None = None
     nonfinite: str = "saturate"
-    requantize_weights: bool = False
+    remade: tuple[str, ...] = ()
     dequantizes: bool = False
     makers: tuple[tuple[str, Any], ...] = ()
 

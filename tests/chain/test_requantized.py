@@ -241,7 +241,7 @@ def test_a_plan_of_a_user_s_own_may_leave_it_out() -> None:
             gemms = [plan.GemmPlan(E4M3, E4M3)] * 3
             if self.requantizes is None:
                 return plan.LinearPlan(*gemms)
-            return plan.LinearPlan(*gemms, requantize_weights=self.requantizes)
+            return plan.LinearPlan(*gemms, remade=("weight",) if self.requantizes else ())
 
     results = [step(layer(), Own(given)) for given in (None, False, True)]
     assert_same(results[1], results[0])

@@ -183,6 +183,7 @@ def test_what_is_no_quantizer_is_named() -> None:
     [
         {"nonfinite": "propagate"},
         {"requantize_weights": True},
+        {"holding": "least"},
         {"backward_override": "high_precision"},
     ],
     ids=lambda fields: next(iter(fields)),

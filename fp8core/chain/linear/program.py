@@ -15,7 +15,7 @@ import torch
 from fp8core.backend_api import GemmDesc, Operand
 from fp8core.chain.call import Call
 from fp8core.chain.linear.gemms import Decode, LinearSpec, in_chunks, in_dtype
-from fp8core.chain.linear.wrappers import Diverting, Grouped, Padded, Requantizing, SavingInput
+from fp8core.chain.linear.wrappers import Diverting, Grouped, Padded, SavingInput
 from fp8core.chain.padding import LayerPadding
 from fp8core.chain.protocol import (
     Backward,
@@ -31,10 +31,12 @@ from fp8core.chain.protocol import (
 )
 from fp8core.chain.request import Handover, QuantizeRequest, is_stored_as
 from fp8core.chain.shards import ArrivingRows, Exchanged, GemmPart, SentCast, Shards, here
+from fp8core.chain.unwrap import as_readable
 from fp8core.dispatch.select import Choice
+from fp8core.errors import OperandError
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations, TensorQuantizer
-from fp8core.tensors.saving import note_weight
+from fp8core.tensors.saving import is_unquantized, note_weight
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.tensors.weights import WeightQuantizer
 
@@ -199,17 +201,6 @@ class LinearLink(Link):
             sharded=(is_input_sharded, is_grad_sharded),
             is_random=is_random,
         )
-        if self.weight.requantizes and needs_grad[0]:
-            assert self.only_once is not None  # in low precision
-            program = Requantizing(
-                program,
-                self.weight,
-                3 if needs_grad[1] else 0,
-                shape=(shape.out_features, shape.in_features),
-                dtype=shape.weight_dtype,
-                device=self.choices["weight"].device,
-                owner=self.only_once.owner,
-            )
         return self._programs.setdefault(key, program)
 
 
@@ -430,17 +421,42 @@ class LinearProgram(Program):
 
 
 def _restoring(link: LinearLink) -> Callable[[SavedList], Any]:
-    """Return what makes the operands of dgrad of the tensors of weights that were saved."""
+    """Return what makes the operands of dgrad of the tensors of weights that were saved: codes, or
+    weights, which are quantized again."""
     restore: Callable[[SavedList], Any] = _operands if link.shape.groups else _operand
-    decode = link.decode_weight
-    if decode is None:
+    decode, requantizes = link.decode_weight, link.weight.requantizes
+    if decode is None and not requantizes:
         return restore
 
     def restored(saved: SavedList) -> Any:
+        if requantizes:
+            for at in range(0, len(saved), 3):
+                weight = saved[at]
+                if weight is not None and is_unquantized(weight):
+                    saved[at] = _readable(link, weight)
+            saved = link.weight.requantize(saved)
         weights = restore(saved)
+        if decode is None:
+            return weights
         return [*map(decode, weights)] if link.shape.groups else decode(weights)
 
     return restored
+
+
+def _readable(link: LinearLink, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``weight``, whose data may have been replaced without a write, as a kernel reads it.
+
+    Raises:
+        OperandError: it is not what it was in forward, or its memory is freed.
+    """
+    shape, owner = link.shape, "" if link.only_once is None else link.only_once.owner
+    sizes, dtype = (shape.out_features, shape.in_features), shape.weight_dtype
+    if (tuple(weight.shape), weight.dtype) != (sizes, dtype):
+        raise OperandError(
+            f"{owner}: in backward the weight is {list(weight.shape)} {weight.dtype}, forward had "
+            f"{list(sizes)} {dtype}. Convert or shard it after backward."
+        )
+    return as_readable(weight, link.choices["weight"].device, f"{owner}: in backward the weight")
 
 
 def _grad_casts(

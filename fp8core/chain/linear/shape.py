@@ -361,7 +361,7 @@ class _Tensors(NamedTuple):
         cast_dtype = None if isinstance(quantizer, HighPrecision) else dtype
         how = How(key, cast_dtype, stored, context.owner, slot, is_decoded)
         index, again = context.first_gemm + group, plan.weight.columnwise
-        if not plan.requantize_weights or binding.is_observing or again is None:
+        if "weight" not in plan.remade or binding.is_observing or again is None:
             return CachingWeightQuantizer(quantizer, index, how, zeros)
         columnwise = bind_columnwise(
             again,

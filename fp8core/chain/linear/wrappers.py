@@ -6,7 +6,6 @@
   framework gives each weight, zeroes before a step and reads after it. No gradient in the dtype of
   the weight is made, and microbatches add up in float32. The names are Megatron's.
 - ``delay_wgrad_compute``: weight gradients put into the queue of the call instead of computed.
-- ``requantize_weights``: backward quantizes weights again instead of holding their codes.
 - ``save_original_input``: the input saved as it came, and cast again in backward. Where another
   module saves the same tensor anyway, as the norm or the router before several experts does, codes
   of the input would be held in vain.
@@ -26,11 +25,8 @@ from fp8core.chain.delayed_wgrad import DelayedCall, PendingWgrad
 from fp8core.chain.padding import PaddedCall
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, SavedList, Wrapper
 from fp8core.chain.request import Handover, QuantizeRequest, Travel
-from fp8core.chain.unwrap import as_readable
 from fp8core.errors import OperandError
 from fp8core.tensors.quantizer import Orientations, TensorQuantizer
-from fp8core.tensors.saving import is_unquantized
-from fp8core.tensors.weights import WeightQuantizer
 
 
 class Grouped(Wrapper):
@@ -281,63 +277,6 @@ def _grad_for_autograd(weight: Any) -> torch.Tensor | None:
         return None
     weight.grad_added_to_main_grad = True
     return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
-
-
-class Requantizing(Wrapper):
-    """Around a linear program: quantizes the weights that it saved, right before dgrad.
-
-    ``weight`` is the program's quantizer of weights, each of which has ``shape`` and ``dtype`` and
-    is on ``device``; their tensors are the last ones that it saves, after ``num_before`` others.
-    ``owner`` names the layer in messages.
-    """
-
-    __slots__ = ("_device", "_dtype", "_num_before", "_owner", "_shape", "_weight")
-
-    def __init__(
-        self,
-        inner: Program,
-        weight: WeightQuantizer,
-        num_before: int,
-        *,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        owner: str,
-    ) -> None:
-        super().__init__(inner, inner.input_request)
-        self._weight = weight
-        self._num_before = num_before
-        self._shape = torch.Size(shape)
-        self._dtype = dtype
-        self._device = device
-        self._owner = owner
-
-    def backward(
-        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
-    ) -> Backward:
-        """Run the inner program's backward on operands; it frees them after dgrad.
-
-        Raises:
-            OperandError: a weight is not what it was in forward, or its memory is freed.
-        """
-        grad, at = self._grad(grad, call), self._num_before
-        for index in range(at, len(saved), 3):
-            first = saved[index]
-            if first is not None and is_unquantized(first):
-                saved[index] = self._readable(first)
-        saved[at:] = self._weight.requantize(saved[at:])
-        return self._inner.backward(grad, saved, context, call, out)
-
-    def _readable(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``weight``, whose data may have been replaced without a write, as a kernel reads
-        it; raise if it does not fit or cannot be read."""
-        if (weight.shape, weight.dtype) != (self._shape, self._dtype):
-            raise OperandError(
-                f"{self._owner}: in backward the weight is {list(weight.shape)} {weight.dtype}, "
-                f"forward had {list(self._shape)} {self._dtype}. Convert or shard it after "
-                f"backward."
-            )
-        return as_readable(weight, self._device, f"{self._owner}: in backward the weight")
 
 
 class SavingInput(Wrapper):
