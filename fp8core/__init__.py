@@ -23,7 +23,6 @@ from fp8core.errors import (
     PluginError,
     RecipeError,
     UnsupportedError,
-    did_you_mean,
 )
 from fp8core.functional import quantizers as quantizers
 from fp8core.functional.quantizers import (
@@ -252,6 +251,6 @@ else:  # to a type checker, it would make every name an attribute
         refusal = names.refusal(name) or names.moved(f"{__name__}.{name}")
         if refusal is not None:
             raise AttributeError(refusal)
-        near = "" if name.startswith("_") else did_you_mean(name, __dir__())
-        text = f"module {__name__!r} has no attribute {name!r}{'.' if near else ''}{near}"
+        recipes = {n: f"recipe.{n}" for n in recipe.__all__}
+        text = names.absent(__name__, name, recipes | {n: n for n in __dir__()})
         raise AttributeError(text, name=name)  # with obj=, Python would add a second suggestion

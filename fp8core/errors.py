@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class Fp8CoreError(Exception):
@@ -67,16 +67,43 @@ class NonFiniteError(Fp8CoreError, ArithmeticError):
     """A tensor holds NaN or inf, and a monitor was asked to stop there."""
 
 
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate that is spelt most like ``word``, ignoring case; None if none is."""
+    spelt = {name.lower(): name for name in candidates}
+    near = difflib.get_close_matches(word.lower(), spelt, n=1)
+    return spelt[near[0]] if near else None
+
+
+def did_you_mean(
+    word: str, candidates: Iterable[str], synonyms: Mapping[str, str] | None = None
+) -> str:
     """Return ``" Did you mean 'x'?"`` for the nearest known word, ignoring case, else ``""``.
+
+    ``synonyms`` are words of other libraries, in lower case, each with the name that it stands for;
+    they count where ``word`` is one of them.
 
     >>> did_you_mean("e4m4", ["e4m3", "e5m2"])
     " Did you mean 'e4m3'?"
+    >>> did_you_mean("FP8", ["current", "mxfp8"], {"fp8": "current"})
+    " Did you mean 'current'?"
     >>> did_you_mean("MXFP8", ["mxfp8"])
     " Did you mean 'mxfp8'?"
     >>> did_you_mean("zzz", ["e4m3"])
     ''
     """
-    spelt = {name.lower(): name for name in candidates}
-    near = difflib.get_close_matches(word.lower(), spelt, n=1)
-    return f" Did you mean {spelt[near[0]]!r}?" if near else ""
+    meant = (synonyms or {}).get(word.lower()) or nearest(word, candidates)
+    return "" if meant is None else f" Did you mean {meant!r}?"
+
+
+def no_argument(
+    owner: str, name: str, valid: Iterable[str], synonyms: Mapping[str, str] | None = None
+) -> str:
+    """Return the message that ``owner`` has no argument ``name``, with the ``valid`` ones and
+    :func:`did_you_mean` of them.
+
+    >>> print(no_argument("autocast", "recip", ["enabled", "recipe"]))
+    autocast has no argument 'recip'; valid ones: enabled, recipe. Did you mean 'recipe'?
+    """
+    names = list(valid)
+    hint = did_you_mean(name, names, synonyms)
+    return f"{owner} has no argument {name!r}; valid ones: {', '.join(names)}.{hint}"

@@ -10,6 +10,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from fp8core.errors import nearest
+
 SHORT = {
     "checkpoints": "interchange.checkpoints",
     "cpu_offload": "training.cpu_offload",
@@ -221,3 +223,15 @@ def refusal(name: str) -> str | None:
     """
     instead = NOT_OFFERED.get(name)
     return None if instead is None else f"fp8core offers no {name}: {instead}."
+
+
+def absent(module: str, name: str, places: Mapping[str, str]) -> str:
+    """Return the message that ``module`` has no ``name``, with the nearest of ``places``, whose
+    names are written from ``module`` as the values.
+
+    >>> absent("fp8core", "PerLayr", {"Linear": "Linear", "PerLayer": "recipe.PerLayer"})
+    "module 'fp8core' has no attribute 'PerLayr'. Did you mean 'recipe.PerLayer'?"
+    """
+    near = None if name.startswith("_") else nearest(name, places)
+    hint = "" if near is None else f". Did you mean {places[near]!r}?"
+    return f"module {module!r} has no attribute {name!r}{hint}"

@@ -56,6 +56,28 @@ def test_a_misspelt_name_gets_the_nearest() -> None:
             getattr(fp8core, name)
 
 
+def test_a_name_of_the_recipes_gets_its_path() -> None:
+    for name, path in {
+        "PerLayer": "recipe.PerLayer",
+        "MXFP8BlockScaling": "recipe.MXFP8BlockScaling",
+        "Float8CurentScaling": "recipe.Float8CurrentScaling",
+    }.items():
+        with pytest.raises(AttributeError, match=f"Did you mean '{path}'"):
+            getattr(fp8core, name)
+
+
+def test_a_misspelt_recipe_gets_the_nearest() -> None:
+    for name, near in {
+        "MXFP8Scaling": "MXFP8BlockScaling",
+        "Float8Scaling": "Float8BlockScaling",
+        "current": "Float8CurrentScaling",
+    }.items():
+        said = f"^module 'fp8core.recipe' has no attribute '{name}'. Did you mean '{near}'\\?$"
+        with pytest.raises(AttributeError, match=said):
+            getattr(fp8core.recipe, name)
+    assert not hasattr(fp8core.recipe, "__wrapped__")
+
+
 def test_the_nearest_is_said_once_where_nobody_catches_it() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", "import fp8core as te; te.Lineer"],

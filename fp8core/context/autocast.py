@@ -6,10 +6,10 @@ import contextlib
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed
@@ -17,7 +17,7 @@ import torch.distributed
 from fp8core.collectives.base import GroupReference, is_process_group
 from fp8core.context import timeline
 from fp8core.context.scopes import close_scope, open_scope
-from fp8core.errors import RecipeError
+from fp8core.errors import RecipeError, no_argument
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.custom import may_reduce_amaxes
 from fp8core.recipe.named import recipe_from
@@ -163,8 +163,8 @@ class autocast(contextlib.ContextDecorator):
             group.
 
     Raises:
-        RecipeError: ``recipe`` is neither a Recipe nor the name of one, or ``amax_reduction_group``
-            not a process group.
+        RecipeError: ``recipe`` is neither a Recipe nor the name of one, ``amax_reduction_group``
+            not a process group, or an argument has another name.
     """
 
     def __init__(
@@ -173,7 +173,10 @@ class autocast(contextlib.ContextDecorator):
         calibrating: bool = False,
         recipe: Recipe | str | None = None,
         amax_reduction_group: torch.distributed.ProcessGroup | None = None,
+        **misnamed: NoReturn,
     ) -> None:
+        if misnamed:
+            _refuse_names("autocast", misnamed)
         ask = _ask_by_object if isinstance(recipe, Recipe) else _ask
         self._active = ask(enabled, calibrating, recipe, amax_reduction_group)
 
@@ -304,6 +307,21 @@ def _check(
     return request(recipe if enabled else None, observe, reference).name
 
 
+_NAMES = {
+    "autocast": ("enabled", "calibrating", "recipe", "amax_reduction_group"),
+    "fp8_autocast": ("enabled", "calibrating", "fp8_recipe", "fp8_group"),
+}
+
+
+def _refuse_names(owner: str, misnamed: Iterable[str]) -> NoReturn:
+    """Refuse arguments that ``owner`` has not; names the argument that means the same."""
+    names = _NAMES[owner]
+    same = {
+        name: mine for theirs in _NAMES.values() for name, mine in zip(theirs, names, strict=True)
+    }
+    raise RecipeError(no_argument(owner, next(iter(misnamed)), names, same))
+
+
 _ask_by_object = taking_dataclasses(_ask)
 constant_in_graph(_ask)
 constant_in_graph(timeline.is_traced)
@@ -314,6 +332,9 @@ def fp8_autocast(
     calibrating: bool = False,
     fp8_recipe: Recipe | str | None = None,
     fp8_group: torch.distributed.ProcessGroup | None = None,
+    **misnamed: NoReturn,
 ) -> autocast:
     """Return :class:`autocast` under the argument names of Transformer Engine's older function."""
+    if misnamed:
+        _refuse_names("fp8_autocast", misnamed)
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from fp8core.backend_api import OperandSpec
 from fp8core.dispatch import policy, select
 from fp8core.errors import RecipeError
-from fp8core.names import refusal
+from fp8core.names import absent, refusal
 from fp8core.recipe.base import Format, FormatRange, MMParams, QParams, Recipe
 from fp8core.recipe.custom import (
     CustomRecipe,
@@ -23,6 +23,7 @@ from fp8core.recipe.custom import (
     WeightOnly,
 )
 from fp8core.recipe.named import (
+    NAMED,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -81,6 +82,8 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # to a type checker, it would make every name an attribute
 
     def __getattr__(name: str) -> NoReturn:
-        """Raise AttributeError, which names the alternative to a name of Transformer Engine."""
-        text = refusal(f"recipe.{name}") or f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(text)
+        """Raise AttributeError, which names the alternative to a name of Transformer Engine, or the
+        nearest public name."""
+        places = {short: kind.__name__ for short, kind in NAMED.items()} | {n: n for n in __all__}
+        text = refusal(f"recipe.{name}") or absent(__name__, name, places)
+        raise AttributeError(text, name=name)  # with obj=, Python would add a second suggestion

@@ -18,6 +18,7 @@ from fp8core.errors import (
     RecipeError,
     UnsupportedError,
     did_you_mean,
+    no_argument,
 )
 from fp8core.recipe.plan import (
     ATTENTION_BACKWARDS,
@@ -195,10 +196,7 @@ class Recipe:
         parameters = list(inspect.signature(cls.__init__).parameters)[1:] if kwargs else []
         for name in kwargs:
             if name not in parameters:
-                raise RecipeError(
-                    f"{cls.__name__} has no argument {name!r}; "
-                    f"valid ones: {', '.join(parameters)}.{did_you_mean(name, parameters)}"
-                )
+                raise RecipeError(no_argument(cls.__name__, name, parameters))
         return super().__new__(cls)
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> Plan:

@@ -467,6 +467,17 @@ NAMED: Mapping[str, type[Recipe]] = {
 }
 """The recipes of this module by their short names."""
 
+# What other libraries, papers and first tries call them; lower case, words joined by "_".
+_SYNONYMS: Mapping[str, str] = {
+    name: recipe
+    for recipe, words in {
+        "current": "fp8 float8 tensorwise per_tensor dynamic e4m3 hybrid",
+        "block": "blockwise fp8_block fp8_blockwise block_scaling deepseek deepseek_v3",
+        "mxfp8": "mx mxfp microscaling",
+        "nvfp4": "fp4 float4 mxfp4 e2m1",
+    }.items()
+    for name in words.split()
+}
 # Reports print a recipe's class name, so that is accepted as its name as well.
 _CLASSES: dict[str, type[Recipe]] = {kind.__name__: kind for kind in NAMED.values()}
 plugins.reserve_recipes((*NAMED, *_CLASSES, "none"))  # "none": high precision
@@ -493,7 +504,7 @@ def by_name(name: str) -> Recipe:
     if factory is None:
         raise RecipeError(
             f"no recipe is called {name!r}; recipes: {', '.join(names())}."
-            f"{did_you_mean(name, (*names(), *_CLASSES))}"
+            f"{did_you_mean(name.replace('-', '_'), (*names(), *_CLASSES), _SYNONYMS)}"
         )
     recipe = attempt(factory)
     if isinstance(recipe, Failure):

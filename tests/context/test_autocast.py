@@ -56,6 +56,24 @@ def test_the_alias_does_what_autocast_does() -> None:
         assert active() == request(observe=DELAYED)
 
 
+@pytest.mark.parametrize(
+    ("function", "name", "meant"),
+    [
+        (autocast, "fp8_recipe", "recipe"),
+        (autocast, "fp8_group", "amax_reduction_group"),
+        (autocast, "recip", "recipe"),
+        (fp8_autocast, "recipe", "fp8_recipe"),
+        (fp8_autocast, "amax_reduction_group", "fp8_group"),
+    ],
+)
+def test_an_argument_of_another_name_gets_the_one_that_it_means(
+    function: Callable[..., object], name: str, meant: str
+) -> None:
+    said = rf"^{function.__name__} has no argument '{name}'; .* Did you mean '{meant}'\?$"
+    with pytest.raises(RecipeError, match=said):
+        function(**{name: None})
+
+
 def test_no_recipe_means_the_default_recipe() -> None:
     with autocast():
         assert active().quantize == fp8core.get_default_recipe()

@@ -39,6 +39,26 @@ def test_typo_is_compared_with_names_and_class_names(typo: str, nearest: str) ->
         recipe.by_name(typo)
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        *((word, "current") for word in ("fp8", "FP8", "float8", "tensorwise", "per-tensor")),
+        *((word, "block") for word in ("blockwise", "deepseek-v3")),
+        *((word, "nvfp4") for word in ("fp4", "mxfp4")),
+        ("microscaling", "mxfp8"),
+    ],
+)
+def test_word_of_another_library_gets_the_recipe_that_it_stands_for(word: str, meant: str) -> None:
+    with pytest.raises(RecipeError, match=rf"Did you mean '{meant}'\?$"):
+        recipe.by_name(word)
+
+
+def test_a_word_for_high_precision_stands_for_no_recipe() -> None:
+    for word in ("bf16", "bfloat16", "float16"):
+        with pytest.raises(RecipeError, match=r"rowwise\.$"):
+            recipe.by_name(word)
+
+
 def test_names_of_a_recipe_are_its_class_and_what_by_name_takes() -> None:
     toys.register(recipes={"toy": recipe.Float8RowwiseScaling})
     assert names_of(recipe.Float8RowwiseScaling()) == (

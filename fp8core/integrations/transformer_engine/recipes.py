@@ -16,7 +16,7 @@ import torch
 
 from fp8core import recipe
 from fp8core.context.autocast import active
-from fp8core.errors import RecipeError
+from fp8core.errors import RecipeError, no_argument
 from fp8core.inspection import explain
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.base import explains_writes
@@ -154,7 +154,7 @@ class _Tolerant(recipe.Recipe):
         for name in kwargs:
             if name not in names:
                 raise RecipeError(
-                    f"{owner} has no argument {name!r}; valid ones: {', '.join(names)}. "
+                    f"{no_argument(owner, name, names)} "
                     f"Transformer Engine ignores arguments that it does not know."
                 )
         construct(*args, **kwargs)
