@@ -40,7 +40,11 @@ ROOT = "_fp8core_conversion"
 
 
 def delimit(module: torch.nn.Module) -> None:
-    """Make each forward of ``module``, a converted model or one of its layers, a step."""
+    """Make each forward of ``module``, a converted model or one of its layers, a step; one whose
+    class convert() has changed has no hooks for that, which would be seen beside the user's."""
+    if isinstance(module, Converted) and ROOT not in vars(module):
+        vars(module)[RECORD].conversion.delimits = True
+        return
     undelimit(module)
     module.register_forward_pre_hook(_begin, prepend=True)
     module.register_forward_hook(_end, always_call=True)
@@ -176,6 +180,9 @@ class Conversion:
     All layers of the call share it; a deep copy of the model has its own.
     """
 
+    # Whether a call of a layer outside of a step is one.
+    delimits = False
+
     def __init__(self, outside_autocast: Active | None) -> None:
         self.outside_autocast = outside_autocast
 
@@ -203,6 +210,18 @@ class Converted(LowPrecisionModule):
             f"construct fp8core.{type(self).__name__.removeprefix('Converted')} or the layer of "
             f"torch.nn."
         )
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Compute as fp8core's layer; a step of delayed scaling, unless one of the model is open."""
+        if torch.compiler.is_compiling() or not vars(self)[RECORD].conversion.delimits:
+            return super().forward(*arguments, **keywords)
+        output: Any = None
+        _begin(self, arguments)
+        try:
+            output = super().forward(*arguments, **keywords)
+        finally:
+            _end(self, arguments, output)
+        return output
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Fill the parameters as torch's layer does, also on meta; reset the delayed state."""

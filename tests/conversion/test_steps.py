@@ -90,6 +90,23 @@ def test_a_layer_called_without_its_model_is_a_step_by_itself() -> None:
     assert own.last.scale_fwd[0] == E4M3_MAX / (2 * x).abs().max()
 
 
+def test_a_layer_has_no_hooks_but_the_users() -> None:
+    own = converted()
+    assert not own.last._forward_hooks
+    assert not own.last._forward_pre_hooks
+
+
+def test_a_layer_called_alone_that_raises_records_nothing() -> None:
+    own = converted()
+    own.last(rows())
+    before = state(own)
+    with pytest.raises(fp8core.OperandError):
+        own.last(rows()[:, :16])
+    assert same(state(own), before)
+    own.last(2 * rows())
+    assert own.last.scale_fwd[0] == E4M3_MAX / (2 * rows()).abs().max()
+
+
 def test_a_layer_of_fp8core_in_the_model_is_one_too() -> None:
     own, x = nn.Sequential(fp8core.Linear(32, 32), nn.Linear(32, 32)), rows()
     fp8core.convert(own, CHOSEN)
