@@ -212,7 +212,7 @@ class Converted(LowPrecisionModule):
         )
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Compute as fp8core's layer; a step of delayed scaling, unless one of the model is open."""
+        """Compute as fp8core's layer; in a step of its own unless one of the model is open."""
         if torch.compiler.is_compiling() or not vars(self)[RECORD].conversion.delimits:
             return super().forward(*arguments, **keywords)
         output: Any = None
