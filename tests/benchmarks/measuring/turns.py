@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 SLICE_MS = 4.0
-HOST_SLICE_MS, MOST_HOST_CALLS = 20.0, 20
+HOST_SLICE_MS, FEWEST_HOST_CALLS, MOST_HOST_CALLS = 20.0, 2, 20
 TURNS_A_BATCH = 3
 """Turns between two waits for the device: fewer launches than its queue takes."""
 FEWEST_TURNS, MOST_TURNS = 10, 400
@@ -189,11 +189,15 @@ def host_us(
     """Return each turn's time to enqueue a step, us.
 
     A slice has at most twenty steps and begins on an idle device: the queue of launches does not
-    fill up, so that the host never waits for the device. Untimed steps come first: what runs just
+    fill up, so that the host never waits for the device. Each of two long steps begins so: one that
+    reads a value of the device, as transformers does of its mask, would wait for the whole step
+    before it. Untimed steps come first: what runs just
     after another library finds the processor's caches cold, which no training loop does.
     """
     counts = calls_a_slice(calls, clock, HOST_SLICE_MS)
-    counts = {name: min(MOST_HOST_CALLS, max(2, count)) for name, count in counts.items()}
+    counts = {
+        name: min(MOST_HOST_CALLS, max(FEWEST_HOST_CALLS, count)) for name, count in counts.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in calls}
     shuffled = orders(list(calls))
     started = clock.now()
@@ -202,11 +206,14 @@ def host_us(
             call, count = calls[name], counts[name]
             for _ in range(count // 2):
                 call()
-            clock.synchronize()
-            start = clock.now()
-            for _ in range(count):
+            spent = 0.0
+            for at in range(count):
+                if count <= FEWEST_HOST_CALLS or not at:
+                    clock.synchronize()
+                start = clock.now()
                 call()
-            times[name].append((clock.now() - start) / count * 1e6)
+                spent += clock.now() - start
+            times[name].append(spent / count * 1e6)
         while_busy()
         clock.synchronize()
     return times

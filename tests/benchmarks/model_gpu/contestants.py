@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.nn import functional
@@ -261,17 +264,39 @@ def of_transformers(
     with device:
         model = LlamaForCausalLM._from_config(config, dtype=BF16).train()
     bench.shared.lend(model)
+    patched: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     if has_liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False)
+        patched = with_liger(model)
     if name != HIGH:
         fp8core.convert(model, fp8core.recipe.by_name(name))
     if is_compiled:
         compile_layers(model)
     optimizer = bench.optimizer(model, is_own=is_best)
     loss = own_loss if is_best else bench.loss
-    return Contestant(lambda tokens: model(tokens).logits, model, optimizer, loss)
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        with patched():
+            result: torch.Tensor = model(tokens).logits
+        return result
+
+    return Contestant(logits, model, optimizer, loss)
+
+
+def with_liger(model: torch.nn.Module) -> Callable[[], AbstractContextManager[object]]:
+    """Give ``model``, a Llama, Liger's kernels; return the context in which it has to run.
+
+    Liger puts its functions and classes into the module of transformers, from where every later
+    Llama of the process would take them.
+    """
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers.models.llama import modeling_llama
+
+    before = dict(vars(modeling_llama))
+    apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False)
+    after = vars(modeling_llama)
+    changed = {name: value for name, value in after.items() if value is not before.get(name)}
+    after.update({name: before[name] for name in changed})
+    return lambda: mock.patch.multiple(modeling_llama, **changed)
 
 
 def own_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
