@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -69,9 +69,17 @@ class LayerEntry:
     num_experts: int = 0
 
 
+_IN_PLACE = (
+    "fp8core.convert changed the model in place and returned this report. Go on with the model: "
+    "write `fp8core.convert(model, ...)` instead of `model = fp8core.convert(model, ...)`."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
     """The answer of :func:`fp8core.convert`; ``str()`` prints it, ``as_dict()`` is JSON-able.
+
+    The model itself was converted in place: a report that is used as one says so.
 
     Attributes:
         recipe: the recipe that is active outside any autocast, as text; None if there is none.
@@ -115,6 +123,19 @@ class ConversionReport:
             "flop_share": self.flop_share,
             "low_precision_flop_share": self.low_precision_flop_share,
         }
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(f"a ConversionReport has no {name!r}: {_IN_PLACE}", name=name)
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse a call as if this was the model.
+
+        Raises:
+            OperandError: always.
+        """
+        raise OperandError(f"a ConversionReport cannot be called: {_IN_PLACE}")
 
     def _low(self) -> list[LayerEntry]:
         return [entry for entry in (*self.converted, *self.native) if entry.is_low_precision]
@@ -226,8 +247,7 @@ def convert(
         RecipeError: the recipe is unknown, or a pattern matches nothing; names the nearest.
         UnsupportedError: a pattern of ``filter`` names a layer that cannot be converted.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise OperandError(f"convert({model!r}): expected a torch.nn.Module.")
+    _check_model("convert", model)
     chosen = recipe_from(recipe, "convert(recipe=...)")
     if filter is not None and not callable(filter) and not isinstance(filter, str | Sequence):
         raise RecipeError(f"convert(filter={filter!r}): expected a function or patterns of names.")
@@ -263,8 +283,7 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
             parametrized, sharded or patched since, which has to be undone first. Nothing is
             changed then.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise OperandError(f"unconvert({model!r}): expected a torch.nn.Module.")
+    _check_model("unconvert", model)
     modules = list(model.modules())
     layers = [
         module
@@ -293,6 +312,14 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
         if RECORD in vars(layer):  # the layers inside of experts are gone with their record
             release(layer)
     return model
+
+
+def _check_model(owner: str, model: object) -> None:
+    """Raise OperandError unless ``model`` is a module."""
+    if isinstance(model, ConversionReport):
+        raise OperandError(f"{owner}(model) got a ConversionReport: {_IN_PLACE}")
+    if not isinstance(model, torch.nn.Module):
+        raise OperandError(f"{owner}({model!r}): expected a torch.nn.Module.")
 
 
 def _refuse_changed(layer: torch.nn.Module) -> None:

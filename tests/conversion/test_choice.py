@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -406,3 +408,22 @@ def test_an_adapted_model_trains() -> None:
     fp8core.convert(own, "mxfp8")
     own(torch.randn(32, 32)).sum().backward()
     assert all(own.grad.isfinite().all() for own in own.parameters())
+
+
+def test_a_report_used_as_the_model_says_that_the_model_was_converted_in_place() -> None:
+    report = fp8core.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "current")
+    said = "changed the model in place and returned this report"
+    for name in ("train", "parameters", "to", "generate"):
+        with pytest.raises(AttributeError, match=f"^a ConversionReport has no '{name}': .*{said}"):
+            getattr(report, name)
+    with pytest.raises(OperandError, match=f"cannot be called: .*{said}"):
+        report(torch.ones(2, 32))
+    for function in (fp8core.convert, fp8core.unconvert):
+        with pytest.raises(OperandError, match=rf"convert\(model\) got a Conv.*{said}"):
+            function(report)  # type: ignore[arg-type]
+
+
+def test_a_report_is_copied_pickled_and_compared_as_any_value() -> None:
+    report = fp8core.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "current")
+    assert copy.deepcopy(report) == pickle.loads(pickle.dumps(report)) == report
+    assert not hasattr(report, "__torch_function__")
