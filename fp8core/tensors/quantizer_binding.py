@@ -16,6 +16,7 @@ import torch
 
 from fp8core.backend_api import (
     AmaxDesc,
+    OpDesc,
     Operand,
     OperandSpec,
     QuantizeByAmaxDesc,
@@ -23,6 +24,7 @@ from fp8core.backend_api import (
     amax_extent,
     amax_sizes,
     has_amax,
+    shares_amax,
 )
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import DISPATCH, UNNAMED, Purpose, Resolver
@@ -321,3 +323,37 @@ def bind_columnwise(
     desc = QuantizeDesc(dtype, None, spec, counted=propagates)
     run = binding.resolver.resolve(desc, device=binding.device, purpose=purpose).run
     return propagating(run, None) if propagates else run
+
+
+class CastsByAmax(NamedTuple):
+    """The two halves of a cast, each by the amax of the tensor, which is computed once:
+    ``rowwise(x, amax=amax(x))``. The rowwise half alone counts NaN and inf."""
+
+    amax: Callable[[torch.Tensor], torch.Tensor]
+    rowwise: Callable[..., Orientations]
+    columnwise: Callable[..., Orientations]
+
+
+def bind_by_amax(
+    plan: TensorPlan,
+    dtype: torch.dtype,
+    binding: Binding,
+    *,
+    backend: str,
+    purpose: Purpose = UNNAMED,
+    nonfinite: torch.Tensor | None = None,
+) -> CastsByAmax | None:
+    """Return the halves of the cast of a tensor of ``dtype`` whose two scales follow from one amax;
+    None for another tensor, or where ``backend`` lacks one of the operations."""
+    desc = QuantizeDesc(dtype, *plan)
+    if plan.is_delayed or not shares_amax(desc):
+        return None
+    descs: list[OpDesc] = [AmaxDesc(desc)]
+    for half, is_counted in zip(desc.halves(), (nonfinite is not None, False), strict=True):
+        descs.append(QuantizeByAmaxDesc.of(replace(half, counted=is_counted)))
+    optional = binding.resolver.resolve_optional
+    runs = [optional(each, binding.device, backend, purpose) for each in descs]
+    amax, rowwise, columnwise = (None if each is None else each.run for each in runs)
+    if amax is None or rowwise is None or columnwise is None:
+        return None
+    return CastsByAmax(amax, _counting(rowwise, nonfinite), columnwise)

@@ -4,8 +4,8 @@ The columnwise codes of a weight, a byte for each element, would be held from fo
 every layer of a model. A layer that holds none quantizes the weight again in backward: forward
 quantizes it rowwise, for its own product, and gives the weight itself to autograd, which counts the
 writes to the weight. A delayed scale is updated between forward and backward, so forward's scale is
-saved as well; all other scales follow from the weight. The two casts together have the bits of one
-cast in both orientations.
+saved as well; so is an amax of the weight, to read the weight once less; all other scales follow
+from the weight. The two casts together have the bits of one cast in both orientations.
 
 Transformer Engine's functions take its storage classes apart to save them, as these are no tensors.
 A QuantizedTensor is a tensor, which autograd saves as it is; so the functions of these names pass
@@ -24,6 +24,7 @@ from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations, TensorQuantizer
+from fp8core.tensors.quantizer_binding import CastsByAmax
 from fp8core.tensors.weights import CachingWeightQuantizer, How, Keeping, of_padded
 from fp8core.torch_ops.capture import is_captured
 
@@ -31,11 +32,12 @@ from fp8core.torch_ops.capture import is_captured
 class Unquantized(NamedTuple):
     """A weight in the place of its columnwise operand, which has three tensors too.
 
-    ``scale`` is the delayed scale that the operand has to have; None for other recipes.
+    ``scaling`` is the delayed scale that the operand has to have, or the weight's amax; None where
+    its scales follow from the weight alone.
     """
 
     weight: torch.Tensor
-    scale: torch.Tensor | None
+    scaling: torch.Tensor | None
     unused: None = None
 
 
@@ -53,7 +55,7 @@ class RequantizedWeight(CachingWeightQuantizer):
     several: the layer alone would hold the weight, which is larger than its codes.
     """
 
-    __slots__ = ("_casts_both", "_columnwise", "_is_delayed")
+    __slots__ = ("_by_amax", "_casts_both", "_columnwise", "_is_delayed")
 
     requantizes = True
 
@@ -65,6 +67,8 @@ class RequantizedWeight(CachingWeightQuantizer):
         plan: TensorPlan,
         columnwise: Callable[..., Orientations],
         zeros: tuple[int, int] | None = None,
+        *,
+        by_amax: CastsByAmax | None = None,
     ) -> None:
         super().__init__(quantizer, index, how, zeros)
         row, column = plan
@@ -72,6 +76,12 @@ class RequantizedWeight(CachingWeightQuantizer):
         # Forward's cast is the one that counts NaN and inf and records the amax.
         self._casts_both = row is None or (column.delayed and not row.delayed)
         self._is_delayed = column.delayed
+        self._by_amax = by_amax
+        if by_amax is not None:
+            columnwise = by_amax.columnwise
+            if zeros is not None:
+                rowwise = of_padded(by_amax.rowwise, TensorPlan(row, None), zeros)
+                self._by_amax = by_amax._replace(rowwise=rowwise)
         if zeros is not None:
             columnwise = of_padded(columnwise, TensorPlan(None, column), zeros)
         self._columnwise = columnwise
@@ -90,6 +100,11 @@ class RequantizedWeight(CachingWeightQuantizer):
         """
         if not columnwise or self._is_stored(keeping) or not _costs_nothing_to_save(weight):
             return super().__call__(weight, columnwise=columnwise, keeping=keeping)
+        if self._by_amax is not None:
+            self._check(weight)
+            scaling = self._by_amax.amax(weight)
+            rowwise = self._by_amax.rowwise(weight, amax=scaling).rowwise
+            return Orientations(rowwise, Unquantized(weight, scaling))
         operands = super().__call__(weight, columnwise=self._casts_both, keeping=keeping)
         slot = self._how.slot
         scale = slot.scale.clone() if slot is not None and self._is_delayed else None
@@ -108,10 +123,12 @@ class RequantizedWeight(CachingWeightQuantizer):
 
         The cast records no amax and counts no NaN or inf, as forward did both.
         """
-        weight, scale, _ = saved
+        weight, scaling, _ = saved
         if weight is None or not is_unquantized(weight):
             return list(saved)
-        keywords = {} if scale is None else {"scale": scale}
+        keywords = {}
+        if scaling is not None:
+            keywords["scale" if self._by_amax is None else "amax"] = scaling
         return list(self._columnwise(weight, **keywords).columnwise)
 
 

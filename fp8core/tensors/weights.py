@@ -256,15 +256,19 @@ class CachingWeightQuantizer(WeightQuantizer):
                 return self._stored(weight, columnwise=columnwise)
             # A checkpoint need not know it: what is kept of it is what it holds.
             return self._cached(keeping._replace(used=None), weight, columnwise)
+        self._check(weight)
+        if keeping is None or not self.choices:
+            return (self._both if columnwise else self._rowwise)(weight)
+        return self._cached(keeping, weight, columnwise)
+
+    def _check(self, weight: torch.Tensor) -> None:
+        """Raise OperandError if ``weight`` has another dtype than was bound."""
         if weight.dtype is not self._dtype and self._dtype is not None:
             raise OperandError(
                 f"{self._how.owner}: a weight is {weight.dtype}, but the layer is bound to cast it "
                 f"from {self._dtype}. Convert the layer by its to(), which binds it again; all "
                 f"weights of one layer's groups or parts have one dtype."
             )
-        if keeping is None or not self.choices:
-            return (self._both if columnwise else self._rowwise)(weight)
-        return self._cached(keeping, weight, columnwise)
 
     def _cached(self, keeping: Keeping, weight: torch.Tensor, columnwise: bool) -> Orientations:
         """Return the cached operands, or quantize the weight and cache its operands."""

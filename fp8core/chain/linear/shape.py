@@ -29,7 +29,12 @@ from fp8core.recipe.plan import HIGH_PRECISION
 from fp8core.tensors.delayed_state import DelayedState, LayerStates
 from fp8core.tensors.quantized_tensor import object_quantizer
 from fp8core.tensors.quantizer import HighPrecision, Slot, TensorQuantizer
-from fp8core.tensors.quantizer_binding import MaximumOverShards, bind_columnwise, bind_quantizer
+from fp8core.tensors.quantizer_binding import (
+    MaximumOverShards,
+    bind_by_amax,
+    bind_columnwise,
+    bind_quantizer,
+)
 from fp8core.tensors.saving import RequantizedWeight
 from fp8core.tensors.storage import storage_plan
 from fp8core.tensors.weights import CachingWeightQuantizer, How, PerGroup, WeightQuantizer
@@ -363,14 +368,21 @@ class _Tensors(NamedTuple):
         index, again = context.first_gemm + group, plan.weight.columnwise
         if "weight" not in plan.remade or binding.is_observing or again is None:
             return CachingWeightQuantizer(quantizer, index, how, zeros)
-        columnwise = bind_columnwise(
-            again,
-            dtype,
-            binding,
-            purpose=context.purpose("weight"),
-            propagates=plan.nonfinite == "propagate",
+        propagates, purpose = plan.nonfinite == "propagate", context.purpose("weight")
+        columnwise = bind_columnwise(again, dtype, binding, purpose=purpose, propagates=propagates)
+        by_amax = None
+        if not propagates:
+            by_amax = bind_by_amax(
+                plan.weight,
+                dtype,
+                binding,
+                backend=quantizer.choices[-1].backend,
+                purpose=purpose,
+                nonfinite=context.nonfinite,
+            )
+        return RequantizedWeight(
+            quantizer, index, how, plan.weight, columnwise, zeros, by_amax=by_amax
         )
-        return RequantizedWeight(quantizer, index, how, plan.weight, columnwise, zeros)
 
 
 def _amax_reduction(
