@@ -212,8 +212,7 @@ def covers(stored: str, planned: str) -> bool:
     """
     if stored == planned:
         return True
-    description = read_meta(torch.tensor(list(stored.encode()), dtype=torch.uint8, device="cpu"))
-    if description is None:
+    if not _is_description(stored):
         return False
     left, right = json.loads(stored), json.loads(planned)
     pairs = list(zip(left["formats"], right["formats"], strict=False))
@@ -222,6 +221,36 @@ def covers(stored: str, planned: str) -> bool:
         and len(left["formats"]) == len(right["formats"])
         and any(name is not None for _, name in pairs)
         and all(name in (None, has) for has, name in pairs)
+    )
+
+
+def _is_description(text: str) -> bool:
+    encoded = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+    return read_meta(encoded) is not None
+
+
+def differing(stored: str, planned: str, slots: SlotNames) -> tuple[str, str]:
+    """Return the fields in which two texts of :func:`describe` differ, with the values of the first
+    and of the second; ``slots`` are those of the plan.
+
+    >>> texts = meta_text(["e4m3", "e5m2"], 16), meta_text(["e4m3", "e4m3"], 16)
+    >>> differing(*texts, SlotNames(("input",), ("grad_output",)))
+    ('grad_output in e5m2', 'grad_output in e4m3')
+    """
+    if not _is_description(stored):
+        return stored, planned
+    left, right = json.loads(stored), json.loads(planned)
+    names = (*slots.forward, *slots.backward)
+    if len(left["formats"]) != len(right["formats"]):
+        return f"{len(left['formats'])} tensors", f"{len(names)}: {', '.join(names)}"
+    formats = list(zip(names, left["formats"], right["formats"], strict=True))
+    # A state may have more slots than the plan uses, see covers().
+    used = [row for row in formats if row[2] is not None] or formats
+    fields = [("amax_history_len=", left["history_len"], right["history_len"])]
+    fields += [(f"{name} in ", a or "high precision", b or "high precision") for name, a, b in used]
+    rows = [(field, a, b) for field, a, b in fields if a != b]
+    return ", ".join(f"{field}{a}" for field, a, _ in rows), ", ".join(
+        f"{field}{b}" for field, _, b in rows
     )
 
 

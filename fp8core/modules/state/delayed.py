@@ -29,6 +29,7 @@ from fp8core.tensors.delayed_state import (
     LayerStates,
     covers,
     describe,
+    differing,
     maxima,
     read_meta,
 )
@@ -131,15 +132,16 @@ class DelayedModule(torch.nn.Module):
         stored, described = self._stored_meta(), describe(plan)
         if stored is None or covers(stored, described):
             return
+        state, needed = differing(stored, described, plan.slots)
         if self._state_is_from_checkpoint:
             raise RecipeError(
-                f"the delayed-scaling state in the checkpoint is for {stored}, the recipe "
-                f"needs {described}. Use the checkpoint's recipe, or reset_delayed_state()."
+                f"the delayed-scaling state in the checkpoint is for {state}, the recipe "
+                f"needs {needed}. Use the checkpoint's recipe, or reset_delayed_state()."
             )
         if not records:
             raise RecipeError(
-                f"the layer's delayed-scaling state is for {stored}, the recipe of this "
-                f"evaluation needs {described}. Evaluate with the recipe of training, or call "
+                f"the layer's delayed-scaling state is for {state}, the recipe of this "
+                f"evaluation needs {needed}. Evaluate with the recipe of training, or call "
                 f"reset_delayed_state() first, which forgets the scales."
             )
 
@@ -160,7 +162,10 @@ class DelayedModule(torch.nn.Module):
         if stored is not None and stored != described[0] and covers(stored, described[0]):
             self._register_meta(described[0], self._buffers[META].device)  # type: ignore[union-attr]  # stored
         elif stored is not None and stored != described[0]:
-            logger.warning("%s: delayed state starts fresh for %s", self.label, described[0])
+            before, after = differing(stored, described[0], plan.slots)
+            logger.warning(
+                "%s: delayed state starts fresh for %s, was %s", self.label, after, before
+            )
             self.forget_delayed_state()
             stored = None
         if stored is None:
@@ -343,7 +348,9 @@ class DelayedModule(torch.nn.Module):
                 self._parameters, state_dict, prefix, assigns=assigns
             )
         if state:
-            errors = errors + state_errors(state, self._names_of_slots(), self._stored_meta())
+            errors = errors + state_errors(
+                state, self._names_of_slots(), self._stored_meta(), self.plan_type.slots
+            )
         return [f"{self.label}: {error}" for error in errors]
 
     def _saved_state(self, state_dict: Mapping[str, Any], prefix: str) -> Imported:

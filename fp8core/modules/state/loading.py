@@ -16,7 +16,7 @@ from fp8core.modules.state.extra_state import (
 from fp8core.recipe.plan import Plan, SlotNames
 from fp8core.reporting import log_once
 from fp8core.tensors.checks import fault_of, kind_fault, lacks_memory, misfit
-from fp8core.tensors.delayed_state import BUFFERS, META, read_meta
+from fp8core.tensors.delayed_state import BUFFERS, META, differing, read_meta
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import PARTS
 
@@ -89,10 +89,13 @@ def _parameter_error(parameter: torch.Tensor, value: Any, assigns: bool) -> str 
     return None
 
 
-def state_errors(state: Mapping[str, Any], slots: SlotNames, stored: str | None) -> list[str]:
+def state_errors(
+    state: Mapping[str, Any], slots: SlotNames, stored: str | None, of_plan: SlotNames
+) -> list[str]:
     """Return why ``state``, a checkpoint's delayed state by name, cannot be loaded.
 
-    ``slots`` are those of the layer; ``stored`` describes the state that it has, None if none.
+    ``slots`` are those of the layer, ``of_plan`` those of its plan, once; ``stored`` describes the
+    state that the layer has, None if none.
     """
     missing = [name for name in BUFFERS if name not in state]
     if missing:
@@ -107,7 +110,8 @@ def state_errors(state: Mapping[str, Any], slots: SlotNames, stored: str | None)
     text, length = meta
     errors = list(_value_errors(state, length, slots))
     if not errors and stored is not None and stored != text:
-        return [f"the checkpoint's delayed state is for {text}, the layer's for {stored}"]
+        theirs, mine = differing(text, stored, of_plan)
+        return [f"the checkpoint's delayed state is for {theirs}, the layer's for {mine}"]
     return errors
 
 
