@@ -14,6 +14,7 @@ from fp8core.backend_api import hooks as hookspecs  # noqa: F401
 from fp8core.context.autocast import autocast, fp8_autocast
 from fp8core.context.recompute import checkpoint
 from fp8core.conversion.convert import ConversionReport, convert, unconvert
+from fp8core.conversion.inference import QuantizationReport, quantize_
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import (
     CollectiveError,
@@ -154,6 +155,7 @@ __all__ = [
     "NonFiniteError",
     "OperandError",
     "PluginError",
+    "QuantizationReport",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
@@ -204,6 +206,7 @@ __all__ = [
     "parallel_cross_entropy",
     "prepare",
     "prepare_for_saving",
+    "quantize_",
     "quantized_model_init",
     "recipe",
     "restore_from_func_ctx",

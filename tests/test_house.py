@@ -36,8 +36,8 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 65_000,
-    "files": 247,
+    "lines of fp8core": 65_600,
+    "files": 248,
     "files under 100 lines": 39,
     "modules that list names": 1,
     "protocols": 14,

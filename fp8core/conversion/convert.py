@@ -32,6 +32,7 @@ from fp8core.modules.models.inventory import (
     ModuleNode,
     experts_of,
     flops_of,
+    layers_in,
     module_nodes,
     refuse_watched,
 )
@@ -186,10 +187,11 @@ def _num_linears(entries: Iterable[LayerEntry]) -> int:
 def text_of(recipe: Recipe) -> str:
     """Return ``recipe`` as the call that constructs it, without arguments of default value."""
     fields: Mapping[str, dataclasses.Field[Any]] = getattr(recipe, "__dataclass_fields__", {})
+    values = {name: getattr(recipe, name) for name, field in fields.items() if field.init}
     arguments = [
-        f"{name}={getattr(recipe, name)!r}"
-        for name, field in fields.items()
-        if field.init and getattr(recipe, name) != field.default
+        f"{name}={text_of(value) if isinstance(value, Recipe) else repr(value)}"
+        for name, value in values.items()
+        if value != fields[name].default
     ]
     return f"{type(recipe).__name__}({', '.join(arguments)})"
 
@@ -273,10 +275,11 @@ def convert(
 
 
 def unconvert(model: torch.nn.Module) -> torch.nn.Module:
-    """Undo :func:`convert` for all of ``model``, and return it.
+    """Undo :func:`convert` or :func:`fp8core.quantize_` for all of ``model``, and return it.
 
     The layers have their former classes, the parameters stay the same objects with their present
-    values, and the buffers of delayed scaling are gone.
+    values, and the buffers of delayed scaling are gone. Weights that ``quantize_`` stored become
+    parameters of their rounded values; those that it froze require gradients again.
 
     Raises:
         OperandError: no layer is converted, a monitor watches one of them, or a converted layer was
@@ -300,6 +303,7 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     experts = [module for module in modules if isinstance(module, ConvertedExperts)]
     for layer in (*layers, *experts):
         _refuse_changed(layer)
+    conversions = [vars(root)[ROOT] for root in roots]
     for root in roots:
         del vars(root)[ROOT]
         silence(root)
@@ -311,6 +315,10 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
         undelimit(layer)
         if RECORD in vars(layer):  # the layers inside of experts are gone with their record
             release(layer)
+    for conversion in conversions:
+        conversion.thaw()
+    for layer in layers_in(model).values():
+        layer.has_static_scales = False
     return model
 
 

@@ -44,7 +44,7 @@ class ExpertsLinear(GroupedLinear):
             )
         self._parameters.clear()
         self.groups_per_token = experts.experts_per_token
-        self._is_transposed = experts.is_transposed
+        self.is_transposed = experts.is_transposed
         self._names = {"weight": weight.weight, "bias": weight.bias}
         # In a tuple, as torch would register the owner as a child, and a module has no circles.
         self._owner = (owner,)
@@ -98,7 +98,7 @@ class ExpertsLinear(GroupedLinear):
         stacked = self._stacked(kind)
         if stacked is None:
             return []
-        if kind == "weight" and self._is_transposed:
+        if kind == "weight" and self.is_transposed:
             stacked = stacked.mT.contiguous()
         return list(stacked.unbind(0))
 

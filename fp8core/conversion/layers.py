@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
@@ -27,8 +28,13 @@ from fp8core.modules.calls.parameters import fill
 from fp8core.modules.layers.linear import Linear
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
 from fp8core.modules.models.inventory import conv1d_sizes
+from fp8core.recipe import Recipe
+from fp8core.tensors.operand_tensor import OperandTensor
 from fp8core.tensors.parameter import quantized_model_init
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.storage import PARTS
 from fp8core.torch_ops.private import (
+    IS_PARAMETER,
     MODULE_CALL,
     always_called_hooks,
     forward_hooks,
@@ -174,17 +180,53 @@ RECORD = "_fp8core_record"
 """Attribute of a layer that takes part in a conversion; it holds the :class:`Record`."""
 
 
+class FormerWeight(NamedTuple):
+    """A weight that ``quantize_`` stored: its place, and whether it required a gradient before."""
+
+    module: torch.nn.Module
+    name: str
+    required_grad: bool
+
+
 class Conversion:
     """A call of convert(): the recipe of its layers outside any autocast. Compared by identity.
 
-    All layers of the call share it; a deep copy of the model has its own.
+    All layers of the call share it; a deep copy of the model has its own. ``stored`` are the
+    weights that ``quantize_`` stored since, ``frozen`` the other parameters that it froze.
     """
 
     # Whether a call of a layer outside of a step is one.
     delimits = False
+    stored: Sequence[FormerWeight] = ()  # of models that were pickled without them
+    frozen: Sequence[torch.nn.Parameter] = ()
 
     def __init__(self, outside_autocast: Active | None) -> None:
         self.outside_autocast = outside_autocast
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of the layers outside any autocast, None for high precision."""
+        return None if self.outside_autocast is None else self.outside_autocast.quantize
+
+    def thaw(self) -> None:
+        """Undo ``quantize_``: stored weights become their values in high precision."""
+        for module, name, required_grad in self.stored:
+            weight: torch.Tensor | None = module._parameters[name]
+            if isinstance(weight, QuantizedTensor):
+                value = torch.nn.Parameter(weight.detach().dequantize(), required_grad)
+                module._parameters[name] = with_attributes_of(weight, value)
+        for parameter in self.frozen:
+            parameter.requires_grad_()
+        self.stored = self.frozen = ()
+
+
+def with_attributes_of(old: torch.Tensor, new: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return ``new`` with the attributes that frameworks gave the parameter ``old``."""
+    attributes = vars(new)
+    # What a quantized tensor consists of is not the framework's.
+    excluded = {*attributes, *PARTS, *OperandTensor.__annotations__, IS_PARAMETER}
+    attributes.update({name: value for name, value in vars(old).items() if name not in excluded})
+    return new
 
 
 @dataclass(frozen=True)
@@ -230,7 +272,7 @@ class Converted(LowPrecisionModule):
             self._fill_parameters()
 
 
-class ConvertedLinear(Converted, Linear, torch.nn.Linear):  # type: ignore[misc]  # takes more arguments than torch's
+class ConvertedLinear(Converted, Linear, torch.nn.Linear):
     """A ``torch.nn.Linear`` that computes as :class:`fp8core.Linear` does."""
 
     def _fill_parameters(self) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -17,7 +16,7 @@ from fp8core.collectives import Communicator
 from fp8core.context.recompute import is_in_backward
 from fp8core.distributed.gathered_weight import GatheredWeight, WeakModule, communicator_of
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
-from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.models.inventory import WeightSite, uses_of_parameters, weight_sites
 from fp8core.modules.models.prepare import prepare
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.base import plan_of
@@ -141,9 +140,9 @@ def gather_quantized(model: torch.nn.Module, recipe: Recipe | str | None = None)
     chosen = recipe_from(recipe, "gather_quantized(recipe=...)") or get_default_recipe()
     _refuse_sharded(model)
     prepare(model, chosen)
-    group, sites = _Weights(model), list(_sites(model))
+    group, sites = _Weights(model), list(weight_sites(model))
     plans = [_plan_of(site, chosen) for site in sites]
-    uses = _users(model)
+    uses = uses_of_parameters(model)
     uses.subtract(site.parameter for site in sites)
     by_site: dict[tuple[torch.nn.Module, str], GatheredWeight] = {}
     gathered: dict[torch.nn.Parameter, tuple[GatheredWeight, torch.nn.Parameter]] = {}
@@ -174,35 +173,7 @@ _RECIPE_REMEDY = (
 )
 
 
-class _Site(NamedTuple):
-    """A weight of a layer: its place, and its name in messages."""
-
-    module: LowPrecisionModule
-    name: str
-    label: str
-    parameter: torch.nn.Parameter
-
-
-def _sites(model: torch.nn.Module) -> Iterator[_Site]:
-    """Yield the GEMM weights of the layers of ``model`` that are parameters themselves."""
-    for path, module in model.named_modules():
-        if not isinstance(module, LowPrecisionModule):
-            continue
-        weights = {parts[0] for parts in module.weight_names() if len(parts) == 1}
-        for name, parameter in module._parameters.items():
-            if parameter is not None and name in weights:
-                yield _Site(module, name, f"{path}.{name}".lstrip("."), parameter)
-
-
-def _users(model: torch.nn.Module) -> Counter[Any]:
-    """Return in how many places of ``model`` each parameter is."""
-    by_module = (module._parameters.values() for module in model.modules())
-    return Counter(
-        parameter for parameters in by_module for parameter in parameters if parameter is not None
-    )
-
-
-def _plan_of(site: _Site, recipe: Recipe) -> TensorPlan | None:
+def _plan_of(site: WeightSite, recipe: Recipe) -> TensorPlan | None:
     """Return the plan of the gathered weight; None: in high precision."""
     module, parameter = site.module, site.parameter
     role = LayerRole(module.kind, module.name)
@@ -314,7 +285,7 @@ class _Weights:
         self._weights: list[GatheredWeight] = []
         self._reduced: dict[GatheredWeight, _Reduced] = {}
 
-    def add(self, site: _Site, plan: TensorPlan) -> tuple[GatheredWeight, torch.nn.Parameter]:
+    def add(self, site: WeightSite, plan: TensorPlan) -> tuple[GatheredWeight, torch.nn.Parameter]:
         """Return the gathered weight for ``site``, and the parameter that replaces the present
         one."""
         old = site.parameter

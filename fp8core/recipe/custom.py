@@ -165,17 +165,18 @@ class WeightOnly(Recipe):
     @property
     def reads_names(self) -> bool:  # type: ignore[override]  # known of the class elsewhere
         """Whether the plan depends on the layer's name."""
-        return self._weights.reads_names
+        return self.weights.reads_names
 
     @property
-    def _weights(self) -> Recipe:
+    def weights(self) -> Recipe:
+        """The recipe of the weights."""
         assert isinstance(self.recipe, Recipe)
         return self.recipe
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> Plan:
         """Return the forward product of the recipe's weight; it is rounded to the nearest, by a
         scale of its own amax."""
-        plan = self._weights.plan(role, dtype)
+        plan = self.weights.plan(role, dtype)
         if not isinstance(plan, LinearPlan) or plan.fprop.b is None:
             return HIGH_PRECISION
         weight = dataclasses.replace(plan.fprop.b, delayed=False, cast_first=True, stochastic=False)

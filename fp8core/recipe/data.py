@@ -40,7 +40,7 @@ def as_data(recipe: Recipe) -> RecipeData:
     if isinstance(recipe, PerLayer):
         return _per_layer(recipe)
     if isinstance(recipe, WeightOnly):
-        return {_KIND: WeightOnly.__name__, "weights": as_data(recipe.recipe)}
+        return {_KIND: WeightOnly.__name__, "weights": as_data(recipe.weights)}
     kind, *short = names_of(recipe)
     if short and by_name(short[0]) == recipe:
         return short[0]

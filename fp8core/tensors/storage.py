@@ -160,9 +160,10 @@ def check_parameter(
             raise UnsupportedError(
                 f"{subject}: {spec} is not for parameters; they round to nearest."
             )
-        block = _whole_along_k(spec)
-        if any(size % block for size in shape):
-            raise UnsupportedError(f"{subject}: both sizes must be multiples of {block}. {remedy}")
+        block, is_whole = _whole_along_k(spec), plan.columnwise is not None
+        if any(size % block for size in (shape if is_whole else shape[-1:])):
+            sizes = "both sizes" if is_whole else "columns"
+            raise UnsupportedError(f"{subject}: {sizes} must be multiples of {block}. {remedy}")
 
 
 def check(plan: TensorPlan, rows: int, columns: int) -> None:

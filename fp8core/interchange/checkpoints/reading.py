@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fp8core.conversion.layers import with_attributes_of
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError, did_you_mean
 from fp8core.interchange.checkpoints.files import Checkpoint, Header
 from fp8core.interchange.checkpoints.layouts import Piece, Stored, pieces_of, stored_names
@@ -375,9 +376,7 @@ def _replace(target: _Target, value: torch.Tensor) -> None:
     old = target.value
     new = value if old.is_meta else value.to(old.device)
     if isinstance(old, torch.nn.Parameter):
-        new = torch.nn.Parameter(new, old.requires_grad)
-        attributes = vars(new)
-        attributes.update({n: value for n, value in vars(old).items() if n not in attributes})
+        new = with_attributes_of(old, torch.nn.Parameter(new, old.requires_grad))
     for module, name in target.holders:
         registry = module._parameters if name in module._parameters else module._buffers
         registry[name] = new  # type: ignore[assignment]  # a Parameter where it was one

@@ -51,12 +51,14 @@ class LowPrecisionModule(DelayedModule):
     kind: ClassVar[str]
     # The attributes that decide how a call runs, besides what the layer is bound to.
     call_fields: ClassVar[tuple[str, ...]] = (
-        *("training", "outside_autocast", "local_part", "wgrad_queue"),
+        *("training", "outside_autocast", "local_part", "wgrad_queue", "has_static_scales"),
     )
     use_bias: bool
     fuse_wgrad_accumulation = False
     # How many groups of a grouped layer compute each token.
     groups_per_token = 1
+    # Whether delayed scales stay as they are, also where gradients are on.
+    has_static_scales = False
     # The recipe for calls outside any autocast; high precision if None.
     outside_autocast: Active | None = None
     # The weight gradients that backward left to backward_dw; None for a layer that delays none.

@@ -119,15 +119,17 @@ def bind(
     requested, tape = active(layer.outside_autocast), recompute.current()
     recipe = requested.quantize if requested.quantize is not None else requested.observe
     is_observing = requested.observe is not None
-    is_grad_enabled = torch.is_grad_enabled()
+    is_grad_enabled, is_static = torch.is_grad_enabled(), layer.has_static_scales
     repeats = False
     if tape is None:
-        records = is_observing or is_grad_enabled
+        records = is_observing or (is_grad_enabled and not is_static)
         if current_backward_pass() != NO_BACKWARD_PASS:
             repeats = is_recompute(layer, requested)
             records = records and not is_grad_enabled
     else:
-        records = not tape.is_repeating and (is_observing or tape.is_grad_enabled)
+        records = not tape.is_repeating and (
+            is_observing or (tape.is_grad_enabled and not is_static)
+        )
     mode = (is_observing, records, is_grad_enabled, layer.training)
     key = (recipe, device, dtype, policy.current(), mode, offsets_on_device, shapes, first_gemm)
     last = layer._bindings.last

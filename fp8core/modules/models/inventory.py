@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils import parametrize
@@ -184,6 +185,38 @@ def layers_in(model: torch.nn.Module) -> dict[str, LowPrecisionModule]:
     """Return the layers of fp8core in ``model`` by path, itself included."""
     modules = model.named_modules()
     return {path: layer for path, layer in modules if isinstance(layer, LowPrecisionModule)}
+
+
+class WeightSite(NamedTuple):
+    """A weight of a layer: its place, and its name in messages."""
+
+    module: LowPrecisionModule
+    name: str
+    label: str
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        """The parameter that is there now."""
+        parameter = self.module._parameters[self.name]
+        assert parameter is not None
+        return parameter
+
+
+def weight_sites(model: torch.nn.Module) -> Iterator[WeightSite]:
+    """Yield the GEMM weights of the layers of ``model`` that are parameters themselves."""
+    for path, module in layers_in(model).items():
+        weights = {parts[0] for parts in module.weight_names() if len(parts) == 1}
+        for name, parameter in module._parameters.items():
+            if parameter is not None and name in weights:
+                yield WeightSite(module, name, f"{path}.{name}".lstrip("."))
+
+
+def uses_of_parameters(model: torch.nn.Module) -> Counter[Any]:
+    """Return in how many places of ``model`` each parameter is."""
+    by_module = (module._parameters.values() for module in model.modules())
+    return Counter(
+        parameter for parameters in by_module for parameter in parameters if parameter is not None
+    )
 
 
 def flops_of(module: torch.nn.Module) -> int:

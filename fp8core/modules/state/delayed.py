@@ -85,6 +85,11 @@ class DelayedModule(torch.nn.Module):
         """The layer's name in messages."""
         return type(self).__name__
 
+    @property
+    def has_delayed_scales(self) -> bool:
+        """Whether the layer has delayed scales that a step, or a checkpoint, gave it."""
+        return self._stored_meta() is not None and not self._is_fresh
+
     def unbind(self) -> None:
         """Forget the bound links; the next call binds the layer again."""
         self._bindings = self._bindings.fresh()

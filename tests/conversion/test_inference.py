@@ -1,0 +1,387 @@
+"""``quantize_``: a model whose weights are stored in low precision, for inference."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import fp8core
+from fp8core import OperandError, QuantizedTensor, RecipeError, UnsupportedError, recipe
+from fp8core.recipe import Recipe
+from tests.conversion.hugging_face import SIZES, TOKENS, gpt2, llama, logits, train
+
+torch.set_num_threads(1)
+
+RECIPES: dict[str, Recipe] = {name: recipe.by_name(name) for name in recipe.names()}
+RECIPES |= {
+    f"weight_only_{name}": recipe.WeightOnly(name) for name in ("current", "rowwise", "block")
+}
+DYNAMIC = [name for name, chosen in RECIPES.items() if not chosen.delayed()]
+
+
+def sequential(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.LayerNorm(128)]
+    return nn.Sequential(*layers).to(dtype).eval()
+
+
+def own() -> nn.Module:
+    torch.manual_seed(0)
+    layer = fp8core.TransformerLayer(
+        128, 256, 4, fuse_qkv_params=True, params_dtype=torch.bfloat16, attn_input_format="bshd"
+    )
+    return layer.eval()
+
+
+def stored_in(model: nn.Module) -> dict[str, QuantizedTensor]:
+    return {n: p for n, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "torch": (sequential, torch.randn(4, 128, dtype=torch.bfloat16)),
+    "own": (own, torch.randn(2, 8, 128, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+@pytest.mark.parametrize("kind", MODELS)
+def test_it_computes_what_the_converted_model_computes(kind: str, name: str) -> None:
+    make, x = MODELS[kind]
+    plain, stored = make(), make()
+    fp8core.convert(plain, RECIPES[name])
+    report = fp8core.quantize_(stored, RECIPES[name])
+    with torch.no_grad():
+        expected = plain(x)
+    result = stored(x)  # no parameter requires a gradient
+    assert torch.equal(result, expected)
+    assert not result.requires_grad
+    weights = stored_in(stored)
+    assert set(weights) == set(report.stored)
+    assert len(weights) == {"torch": 2, "own": 4}[kind]
+    for weight in weights.values():
+        assert weight.get_usages() == {"rowwise": True, "columnwise": False}
+    before, after = report.num_bytes
+    assert after == sum(parameter.nbytes for parameter in stored.parameters()) < 0.6 * before
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_a_llama_generates_as_the_converted_one(name: str) -> None:
+    plain, stored = llama().eval(), llama().eval()
+    fp8core.convert(plain, RECIPES[name])
+    fp8core.quantize_(stored, RECIPES[name])
+    assert torch.equal(logits(stored), logits(plain))
+    options = {"attention_mask": torch.ones(1, 4), "max_new_tokens": 6, "do_sample": False}
+    tokens = [model.generate(TOKENS[:1, :4], **options) for model in (plain, stored)]
+    assert torch.equal(*tokens)
+
+
+def test_memory_is_freed_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]).eval()
+    weights = [weakref.ref(layer.weight) for layer in model]
+    alive = []
+    cast = QuantizedTensor.of.__func__  # type: ignore[attr-defined]  # of a class method
+
+    def counted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        alive.append(sum(weight() is not None for weight in weights))
+        return cast(cls, *args, **kwargs)
+
+    monkeypatch.setattr(QuantizedTensor, "of", classmethod(counted))
+    fp8core.quantize_(model, "rowwise")
+    assert alive == [6, 5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block", "mxfp8", "current"])
+def test_a_gradient_through_a_layer_is_refused_by_name(name: str) -> None:
+    model = sequential()
+    fp8core.quantize_(model, RECIPES[name])
+    with pytest.raises(OperandError, match=r"'0' .*stored for inference, in rows\s+alone"):
+        model(torch.randn(4, 128, dtype=torch.bfloat16, requires_grad=True))
+
+
+def test_unconvert_restores_classes_and_what_required_gradients() -> None:
+    model, plain = sequential(), sequential()
+    model[3].bias.requires_grad_(False)
+    fp8core.quantize_(model, "block")
+    stored = model[0].weight
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    fp8core.unconvert(model)
+    assert type(model[0]) is nn.Linear
+    assert type(model[0].weight) is nn.Parameter
+    assert torch.equal(model[0].weight, stored.dequantize())
+    assert not any(isinstance(value, torch.Tensor) for value in vars(model[0].weight).values())
+    differing = [n for n, p in model.named_parameters() if not p.requires_grad]
+    assert differing == ["3.bias"]
+    assert torch.equal(model[3].weight, plain[3].weight)
+    fp8core.quantize_(model, "block")
+    assert torch.equal(model[0].weight.dequantize(), stored.dequantize())
+
+
+def test_a_converted_model_is_stored_by_its_recipe() -> None:
+    model, x = sequential(), torch.randn(4, 128, dtype=torch.bfloat16)
+    fp8core.convert(model, "mxfp8")
+    with torch.no_grad():
+        expected = model(x)
+    with pytest.raises(RecipeError, match=r"converted, with the recipe MXFP8BlockScaling\(\)"):
+        fp8core.quantize_(model, "block")
+    assert fp8core.quantize_(model).conversion is None
+    assert torch.equal(model(x), expected)
+
+
+def test_delayed_scales_of_training_are_used_and_stay() -> None:
+    model, x = llama(), TOKENS
+    fp8core.convert(model, "delayed")
+    train(model, 3, torch.optim.SGD(model.parameters(), lr=0.1))
+    expected = logits(model)
+    scales = {n: b.clone() for n, b in model.named_buffers() if n.endswith("scale_fwd")}
+    fp8core.quantize_(model)
+    # The weight's scale follows from its present amax, not from those of training.
+    torch.testing.assert_close(logits(model), expected, rtol=0.05, atol=0.02)
+    model(x)  # with gradients on
+    assert scales
+    assert all(torch.equal(model.get_buffer(name), scale) for name, scale in scales.items())
+
+
+def test_delayed_scaling_without_scales_is_refused() -> None:
+    model = sequential()
+    with pytest.raises(RecipeError, match=r"'0' .* the layer has\s+none.*calibrating=True"):
+        fp8core.quantize_(model, "delayed")
+    assert type(model[0]) is nn.Linear
+
+
+def test_scales_of_a_calibration_are_used() -> None:
+    model, x = sequential(), torch.randn(4, 128, dtype=torch.bfloat16)
+    chosen = recipe.DelayedScaling()
+    fp8core.convert(model, chosen)
+    with torch.no_grad(), fp8core.autocast(enabled=False, calibrating=True, recipe=chosen):
+        model(x)
+    fp8core.quantize_(model)
+    assert (
+        torch.nn.functional.cosine_similarity(model(x).float(), sequential()(x).float()).min()
+        > 0.99
+    )
+
+
+def test_tied_weights_stay_and_are_named() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64), "c": nn.Linear(64, 64)})
+    model["b"].weight = model["a"].weight
+    report = fp8core.quantize_(model.eval(), "rowwise")
+    assert report.stored == ("c.weight",)
+    assert set(report.high_precision.values()) == {"several layers have this weight"}
+    assert model["b"].weight is model["a"].weight
+    assert "not stored: 2 weight (a.weight, b.weight): several layers" in str(report)
+
+
+def test_a_tied_head_and_embeddings_stay() -> None:
+    model = llama()
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    report = fp8core.quantize_(model.eval(), "rowwise")
+    assert len(report.stored) == 14
+    assert type(model.lm_head.weight) is nn.Parameter
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_factors_of_adapters_stay_and_work() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama(), config).eval()
+    plain = copy.deepcopy(model)
+    report = fp8core.quantize_(model, "rowwise")
+    assert len(report.stored) == 14
+    assert not any("lora" in name for name in report.stored)
+    fp8core.convert(plain, "rowwise")
+    assert torch.equal(logits(model), logits(plain))
+
+
+def test_experts_are_stored_where_their_scales_are_their_own() -> None:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes)).eval()
+    plain, tensorwise = copy.deepcopy(model), copy.deepcopy(model)
+    report = fp8core.quantize_(model, "rowwise")
+    assert sum("experts" in name for name in report.stored) == 4
+    fp8core.convert(plain, "rowwise")
+    assert torch.equal(logits(model), logits(plain))
+    left = fp8core.quantize_(tensorwise, "current").high_precision
+    assert set(left.values()) == {"the scales of its experts would be others than by themselves"}
+
+
+def test_weights_that_are_no_parameters_stay_and_are_named() -> None:
+    model = sequential()
+    fp8core.convert(model, "rowwise")
+    parametrizations.spectral_norm(model[2])
+    report = fp8core.quantize_(model)
+    assert report.stored == ("0.weight",)
+    assert report.high_precision == {"2.weight": "computed by a parametrization"}
+
+
+def test_the_transposed_weights_of_gpt2_are_refused_by_name() -> None:
+    model = gpt2().eval()
+    with pytest.raises(OperandError, match=r"no weight would be stored.*transposed weight"):
+        fp8core.quantize_(model, "rowwise")
+    assert type(model.transformer.h[0].attn.c_attn).__name__ == "Conv1D"
+
+
+def test_sizes_that_blocks_do_not_divide_stay_and_are_named() -> None:
+    model = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 48)).eval()
+    report = fp8core.quantize_(model, "mxfp8")
+    assert report.stored == ("1.weight",)  # blocks lie along its 64 columns
+    assert "columns must be multiples of 32" in report.high_precision["0.weight"]
+
+
+def test_what_a_recipe_leaves_in_high_precision_stays() -> None:
+    mixed = recipe.PerLayer({"0": None}, default="rowwise")
+    report = fp8core.quantize_(sequential(), mixed)
+    assert report.stored == ("2.weight",)
+
+
+def in_training(model: nn.Module) -> object:
+    return model.train()
+
+
+def with_gradients(model: nn.Module) -> object:
+    return model(torch.randn(4, 128, dtype=torch.bfloat16)).sum().backward()
+
+
+def on_meta(model: nn.Module) -> object:
+    return model.to("meta")
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "training": (in_training, r"in training mode. Call model.eval\(\)"),
+    "gradients": (with_gradients, "0.weight, 0.bias, .*have gradients"),
+    "optimizer": (lambda m: torch.optim.AdamW(m.parameters()), "a AdamW steps '0.weight'"),
+    "masters": (
+        lambda m: torch.optim.SGD(fp8core.MasterWeights(m).parameters(), lr=0.1),
+        "a SGD steps '0.weight'",
+    ),
+    "meta": (on_meta, "are on meta, without values"),
+}
+
+
+@pytest.mark.parametrize("state", REFUSED)
+def test_a_model_in_training_is_refused(state: str) -> None:
+    bring, said = REFUSED[state]
+    model = sequential()
+    alive = bring(model)
+    with pytest.raises(OperandError, match=said):
+        fp8core.quantize_(model, "rowwise")
+    assert type(model[0]) is nn.Linear
+    del alive
+
+
+def test_an_optimizer_of_before_is_no_obstacle() -> None:
+    model = sequential()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.circle = optimizer  # type: ignore[attr-defined]
+    del optimizer
+    assert len(fp8core.quantize_(model, "rowwise").stored) == 2
+
+
+def test_a_recipe_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8core_backends.reference.backend import ReferenceBackend
+
+    def unsupported(self: object, desc: Any, device: torch.device) -> str | None:
+        return "no such product" if desc.op == "gemm" and desc.low_precision else None
+
+    monkeypatch.setattr(ReferenceBackend, "unsupported", unsupported)
+    model = sequential()
+    fp8core.dispatch.table.forget()
+    with pytest.raises(UnsupportedError, match="no such product"):
+        fp8core.quantize_(model, "rowwise")
+    assert type(model[0]) is nn.Linear
+    fp8core.dispatch.table.forget()
+
+
+def test_an_interrupted_call_leaves_no_model_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, whole, x = sequential(), sequential(), torch.randn(4, 128, dtype=torch.bfloat16)
+    fp8core.quantize_(whole, "rowwise")
+    expected = whole(x)
+    cast, calls = QuantizedTensor.of.__func__, []  # type: ignore[attr-defined]
+
+    def interrupted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return cast(cls, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(QuantizedTensor, "of", classmethod(interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            fp8core.quantize_(model, "rowwise")
+    for part in (model, model[0], model[2]):
+        with pytest.raises(OperandError, match=r"quantize_\(Sequential\) was interrupted"):
+            part(x)
+    fp8core.quantize_(model)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_stored_and_undone_by_themselves(copied: Callable[[Any], Any]) -> None:
+    model, x = sequential(), torch.randn(4, 128, dtype=torch.bfloat16)
+    fp8core.quantize_(model, "block")
+    another = copied(model)
+    assert torch.equal(another(x), model(x))
+    fp8core.unconvert(another)
+    assert type(another[0].weight) is nn.Parameter
+    assert isinstance(model[0].weight, QuantizedTensor)
+
+
+def test_its_state_dict_loads_into_another_one(tmp_path: Path) -> None:
+    model, another = sequential(), sequential()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    for each in (model, another):
+        fp8core.quantize_(each, "rowwise")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    another.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    x = torch.randn(4, 128, dtype=torch.bfloat16)
+    assert torch.equal(another(x), model(x))
+
+
+def test_weights_of_quantized_model_init_drop_their_columns() -> None:
+    with fp8core.quantized_model_init(recipe="rowwise"):
+        model = own()
+    x = torch.randn(2, 8, 128, dtype=torch.bfloat16)
+    with torch.no_grad(), fp8core.autocast(recipe="rowwise"):
+        expected = model(x)
+    codes = {name: weight.stored[0].data for name, weight in stored_in(model).items()}
+    before, after = fp8core.quantize_(model, "rowwise").num_bytes
+    assert after < 0.6 * before
+    assert all(w.stored[0].data is codes[name] for name, w in stored_in(model).items())
+    assert torch.equal(model(x), expected)
+    fp8core.unconvert(model)
+    assert len(stored_in(model)) == 4
+
+
+def test_codes_of_another_recipe_are_refused() -> None:
+    with fp8core.quantized_model_init(recipe="rowwise"):
+        model = own()
+    with pytest.raises(RecipeError, match=r"is stored as .* already, and the recipe"):
+        fp8core.quantize_(model, "block")
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block"])
+def test_it_saves_files_that_load_into_a_stored_model(name: str, tmp_path: Path) -> None:
+    model = llama().eval().to(torch.bfloat16)
+    fp8core.quantize_(model, name)
+    fp8core.huggingface.save_pretrained(model, tmp_path)
+    another = llama().eval().to(torch.bfloat16)
+    loaded = fp8core.huggingface.load_pretrained(tmp_path, another, native=True)
+    report = fp8core.quantize_(another, loaded.recipe)
+    assert len(report.stored) == 14
+    for (path, ours), theirs in zip(
+        stored_in(model).items(), stored_in(another).values(), strict=True
+    ):
+        assert torch.equal(ours.dequantize(), theirs.dequantize()), path
+    assert torch.equal(logits(another), logits(model))
