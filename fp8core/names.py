@@ -93,6 +93,17 @@ MOVED = {
 """Modules that an earlier version had under another name, and where each is."""
 
 
+_NEEDED = {
+    "integrations.huggingface.quantizer": {
+        "transformers": "transformers",
+        "safetensors": "safetensors",
+    },
+    "integrations.lightning": {"lightning": "lightning"},
+    "integrations.megatron": {"megatron": "megatron-core"},
+    "integrations.torchtitan": {"torchtitan": "torchtitan"},
+}
+"""The packages that a module imports and fp8core does not bring, each as pip calls it."""
+
 _LOADED = {**SHORT, **PICKLED}
 
 
@@ -110,10 +121,17 @@ class _Finder(MetaPathFinder, Loader):
 
         Raises:
             ModuleNotFoundError: the module moved; says where it is. Without a name, as Python would
-                else replace the message of ``from ... import`` by its own.
+                else replace the message of ``from ... import`` by its own. Or a package that the
+                module needs is not installed.
         """
         if (message := moved(fullname)) is not None:
             raise ModuleNotFoundError(message)
+        for package, name in _NEEDED.get(fullname.removeprefix("fp8core."), {}).items():
+            if package not in sys.modules and importlib.util.find_spec(package) is None:
+                raise ModuleNotFoundError(
+                    f"{fullname} needs {package}, which is not installed: pip install {name}",
+                    name=package,
+                )
         place = _place(fullname, _LOADED)
         if place is None or importlib.util.find_spec(place) is None:
             return None

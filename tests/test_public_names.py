@@ -136,6 +136,32 @@ def test_an_attribute_that_moved_says_where(old: str) -> None:
         getattr(fp8core, old)
 
 
+@pytest.mark.parametrize(
+    ("statement", "package", "line"),
+    [
+        ("import fp8core.lightning", "lightning", "pip install lightning"),
+        ("from fp8core import lightning", "lightning", "pip install lightning"),
+        ("fp8core.megatron", "megatron", "pip install megatron-core"),
+        ("fp8core.torchtitan", "torchtitan", "pip install torchtitan"),
+        ("fp8core.huggingface.Fp8CoreConfig", "transformers", "pip install transformers"),
+        ("fp8core.huggingface.Fp8CoreConfig", "safetensors", "pip install safetensors"),
+    ],
+)
+def test_a_framework_that_is_missing_names_the_line_that_installs_it(
+    statement: str, package: str, line: str
+) -> None:
+    hidden = (
+        "import fp8core, importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda name: None if name == {package!r} else find(name)\n"
+    )
+    done = forked.run([sys.executable, "-c", hidden + statement])
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: fp8core.integrations.")
+    assert last.endswith(f"needs {package}, which is not installed: {line}")
+
+
 def test_a_short_name_has_the_parts_of_its_module_alone() -> None:
     assert pydoc.locate("fp8core.optimizers.FusedAdam") is fp8core.optimizers.FusedAdam
     assert importlib.util.find_spec("fp8core.optimizers.fused") is not None

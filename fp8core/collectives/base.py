@@ -30,7 +30,7 @@ from fp8core.collectives.collective import (
     scattered_by,
     travels_as_bytes,
 )
-from fp8core.collectives.comparison import Claim
+from fp8core.collectives.comparison import Claim, differing_parts
 from fp8core.errors import CollectiveError, Fp8CoreError, OperandError, UnsupportedError
 from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.repeats import called_in_repeats
@@ -402,11 +402,13 @@ def _bytes_of(x: torch.Tensor) -> int:
 
 
 def _difference(subject: str, group_name: str, claims: Sequence[Claim]) -> str:
-    """Return the message for claims that differ: each of them once, with its ranks."""
+    """Return the message for claims that differ: what only some have, once, with its ranks."""
     ranks: dict[str, list[int]] = {}
-    for rank, claim in enumerate(claims):
+    texts = [claim.text for claim in claims]
+    if len(set(texts)) > 1 and len({claim.subject for claim in claims}) == 1:
+        texts = differing_parts(texts)
+    for rank, (claim, text) in enumerate(zip(claims, texts, strict=True)):
         waits = f", and waits in {claim.waits_in}" if claim.waits_in else ""
-        text = claim.text
         if claim.subject != claims[0].subject:
             text = f"{claim.subject}: {text}"
         ranks.setdefault(f"{text}{waits}", []).append(rank)

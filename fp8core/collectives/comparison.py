@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 from fp8core.errors import CollectiveError
 
@@ -38,6 +39,23 @@ class Claim(NamedTuple):
     subject: str
     text: str
     waits_in: str = ""
+
+
+DIGEST: Final = "digest "
+"""Begins a part of a claim's text that says nothing to a reader: shown where no other differs."""
+
+
+def differing_parts(texts: Sequence[str]) -> list[str]:
+    """Return of each text the parts that some other text lacks; parts end with "; " or ". ".
+
+    >>> differing_parts(["bf16. input e4m3; weight e4m3", "bf16. input e5m2; weight e4m3"])
+    ['input e4m3', 'input e5m2']
+    """
+    split = [re.split(r"\. |; ", text) for text in texts]
+    common = set(split[0]).intersection(*split)
+    rest = [[part for part in parts if part not in common] for parts in split]
+    read = [[part for part in parts if not part.startswith(DIGEST)] for parts in rest]
+    return ["; ".join(parts) or "nothing of that" for parts in (read if any(read) else rest)]
 
 
 class Comparisons:

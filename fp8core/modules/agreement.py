@@ -17,6 +17,7 @@ import torch
 
 from fp8core.chain.shape import LinkShape
 from fp8core.collectives import Communicator, named
+from fp8core.collectives.comparison import DIGEST
 from fp8core.errors import Fp8CoreError
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
@@ -150,4 +151,4 @@ def _plan_text(plan: Plan) -> str:
     # A function of the user's is shown with its address, which differs between processes.
     shown = re.sub(r" at 0x[0-9a-f]+", "", repr(plan))
     rest = hashlib.sha256(shown.encode()).hexdigest()[:8]
-    return f"{'; '.join(words) or 'high precision'} (plan {rest})"
+    return f"{'; '.join(words) or 'high precision'}; {DIGEST}{rest}"

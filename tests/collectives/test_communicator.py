@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8core.collectives import Communicator, named, of_group, wait_patiently
+from fp8core.collectives.comparison import DIGEST, differing_parts
 from fp8core.errors import CollectiveError, OperandError
 from tests.in_process import run_in_threads
 from tests.ranks import device, run_ranks
@@ -192,6 +193,19 @@ def test_calls_and_bytes_are_counted(ranks: list[dict[str, Any]]) -> None:
 def test_differing_texts_are_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     for one in ranks:
         assert "differ in their recipes. rank 0: recipe 0; rank 1: recipe 1." in one["differing"]
+
+
+def test_texts_of_many_parts_are_shown_by_what_differs() -> None:
+    texts = [
+        f"recipe: input {a}; weight e4m3; {DIGEST}{a}. dtype: bfloat16" for a in ("e4m3", "e5m2")
+    ]
+    assert differing_parts(texts) == ["recipe: input e4m3", "recipe: input e5m2"]
+    assert (
+        differing_parts([*texts, texts[0].replace("; weight e4m3", "")])[2] == "recipe: input e4m3"
+    )
+    assert differing_parts(["a. b", "a"]) == ["b", "nothing of that"]
+    hidden = [f"a; {DIGEST}{number}" for number in (1, 2)]
+    assert differing_parts(hidden) == [f"{DIGEST}1", f"{DIGEST}2"]
 
 
 def test_a_group_has_one_communicator(processes: list[dict[str, Any]]) -> None:

@@ -360,7 +360,7 @@ def told(ranks: list[dict[str, Any]], case: str) -> list[str]:
 
 def test_what_does_not_fit_is_told_to_every_rank(ranks: list[dict[str, Any]]) -> None:
     for case, message in [
-        ("recipes", "differ in the layer Linear(256, 256). rank 0: links: Moving(kind=gather)"),
+        ("recipes", "in the layer Linear(256, 256). rank 0: recipe: input e4m3 block=(1,128)"),
         ("layers", "out_features=256"),
         ("delayed scales", "delayed scales: [1.0"),
         ("rows", "do not divide 33 rows"),
