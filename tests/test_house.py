@@ -37,7 +37,7 @@ SUBJECTS: Mapping[str, str] = {
 }
 MOST = {
     "lines of fp8core": 65_600,
-    "files": 248,
+    "files": 249,
     "files under 100 lines": 39,
     "modules that list names": 1,
     "protocols": 14,

@@ -111,6 +111,12 @@ def test_a_checkpoint_of_two_ranks_loads_on_two_and_on_one(tmp_path: Path) -> No
 
 
 @SLOW
+@pytest.mark.parametrize("name", ["sequence parallel, raises", "fsdp, killed while it saves"])
+def test_a_rank_that_ends_is_named_by_the_other_one(name: str) -> None:
+    assert faults.outcome_of(name, "cpu").is_success
+
+
+@SLOW
 def test_a_rank_of_another_shape_is_named_by_the_other_one() -> None:
     outcome = faults.outcome_of("sequence parallel, other rows", "cpu")
     assert outcome.is_success

@@ -1,4 +1,4 @@
-"""Training over several ranks: FSDP2, tensor-parallel styles, experts, sharded checkpoints.
+"""Training over several ranks: FSDP2, tensor-parallel styles, experts, checkpoints, failures.
 
 Imported by name, ``import fp8core.distributed``, as it loads torch's DTensor.
 """
@@ -12,6 +12,7 @@ from fp8core.distributed.context_parallel import (
     thd_get_partitioned_indices,
 )
 from fp8core.distributed.expert_parallel import Experts, TokenExchange
+from fp8core.distributed.failures import watch_ranks
 from fp8core.distributed.fsdp import gather_quantized
 from fp8core.distributed.sharded_state import ShardLayout, shard_layout, sharded_state_dict
 from fp8core.distributed.styles import (
@@ -36,4 +37,5 @@ __all__ = [
     "shard_layout",
     "sharded_state_dict",
     "thd_get_partitioned_indices",
+    "watch_ranks",
 ]

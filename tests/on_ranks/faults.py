@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8core
-from fp8core.distributed import gather_quantized
+from fp8core.distributed import gather_quantized, watch_ranks
 from tests.benchmarks.measuring import markdown
 from tests.benchmarks.measuring.libraries import swiglu_mlp
 from tests.benchmarks.parallel_gpu.together import Ranks, join, leave_multicast_off
@@ -245,7 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--at-once", type=int, default=4, help="cases that run beside each other")
+    parser.add_argument(
+        "--at-once", type=int, default=len(CASES), help="cases that run beside each other"
+    )
     parser.add_argument("of_rank", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.of_rank:
@@ -253,6 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
         timeout = datetime.timedelta(seconds=TIMEOUT_S)
         ranks = join(int(rank), 2, args.device, folder, timeout)
+        watch_ranks(ranks.group)
         CASES[name].run(ranks, str(Path(folder, "checkpoint")))
         return 0
     leave_multicast_off()

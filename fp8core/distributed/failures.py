@@ -1,0 +1,212 @@
+"""Errors that name the rank: each rank tells the others how it ends, by the store of their group.
+
+A rank that is killed, or raises outside of a collective, leaves the others in one. Over gloo that
+raises what the network saw; over NCCL the host waits for the device, and NCCL ends the process
+after the timeout. Neither says which rank it was::
+
+    rank 0, waits in a collective           rank 1
+    -------------------------------------   ---------------------------------------------
+    a thread posts a beat, looks at those   posts beats; raises "no more data", posts that
+    of the rank before it, reads posts      and ends; or is killed, and is silent
+    logs what rank 1 has posted, or that
+    rank 1 is silent, and posts that
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch.distributed as dist
+
+from fp8core.collectives import of_group
+from fp8core.errors import OperandError
+from fp8core.reporting import logger
+from fp8core.torch_ops.private import store_of, timeout_of
+
+_PERIOD_S, _LONGEST_SILENCE_S = 0.5, 60.0
+_COLLECTIVES = ("torch.distributed", "fp8core.collectives")
+"""Modules whose errors come from other ranks, as a rule."""
+
+_watches: WeakKeyDictionary[Any, _Watch] = WeakKeyDictionary()
+
+
+def watch_ranks(group: dist.ProcessGroup | None = None) -> None:
+    """Have the ranks of ``group`` tell each other how they end; None: the default group.
+
+    Call it on all ranks, once the group exists. When a rank raises an error that nobody catches,
+    or says nothing for a third of the group's timeout and at most 60 s, the others log its number
+    and its error, while they wait in a collective or end by an error of torch's. A thread of each
+    process asks the store of the group twice a second; no step and no collective waits for it.
+
+    Raises:
+        OperandError: there is no process group, or this process is not in it.
+    """
+    communicator = of_group(group)
+    reference = communicator.reference
+    process_group = None if reference is None else reference()
+    if process_group is None:
+        raise OperandError(
+            f"watch_ranks: group {communicator.group_name!r} is none of torch.distributed, so that "
+            f"it has no store. Give a group of processes."
+        )
+    if communicator.size == 1 or process_group in _watches:
+        return
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
+    _watches[process_group] = watch = _Watch(process_group, communicator.rank)
+    atexit.register(watch.end)
+    watch.start()
+
+
+class _Failure(NamedTuple):
+    """How a rank ended; ``follows``: within a collective, as where another rank failed before."""
+
+    rank: int
+    text: str
+    follows: bool
+
+
+class _Watch(threading.Thread):
+    """Posts that this rank lives, and reads what others post."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        super().__init__(name=f"fp8core-ranks-{group.group_name}", daemon=True)
+        self._group = ref(group)
+        self._name = group.group_name
+        self._rank, self._size = rank, group.size()
+        self._silence_s = min(timeout_of(group).total_seconds() / 3, _LONGEST_SILENCE_S)
+        self._store = store_of(group).clone()  # a connection of its own
+        # A new group may have the store of a destroyed one, see fp8core.collectives.comparison.
+        number = (self._store.add("fp8core/watched", 1) - 1) // self._size
+        self._prefix = f"fp8core/watch/{number}"
+        self._stopped = threading.Event()
+        self._explained = threading.Event()
+        self._failures: list[_Failure] = []
+        # The rank that is watched, its latest beat, and when that came.
+        self._before = (rank - 1) % self._size, "", time.monotonic()
+
+    def run(self) -> None:
+        """Post and read until :meth:`end`."""
+        beat = 0
+        try:
+            while not self._stopped.wait(_PERIOD_S) and self._group() is not None:
+                beat += 1
+                self._store.set(f"{self._prefix}/beat/{self._rank}", str(beat))
+                self._look()
+                for failure in self._news():
+                    if failure.rank != self._rank and not failure.follows:
+                        self._log(failure)
+        except RuntimeError:
+            # Where all is well, the process that has the store ends a moment before this one.
+            if not self._stopped.wait(self._silence_s) and self._group() is not None:
+                logger.error(
+                    "group %r: its store does not answer. The process that has the store, as a "
+                    "rule rank 0 or the launcher, has ended.",
+                    self._name,
+                )
+                self._explained.set()
+
+    def end(self) -> None:
+        """Stop the thread, as this process ends without an error."""
+        self._stopped.set()
+        self.join(2 * _PERIOD_S)
+        try:
+            self._store.set(f"{self._prefix}/ended/{self._rank}", "")
+        except RuntimeError:
+            return
+
+    def fail(self, error: BaseException, *, follows: bool) -> None:
+        """Post the error by which this rank ends."""
+        lines = str(error).strip().splitlines() or [""]
+        text = f"failed: {type(error).__name__}: {lines[0][:500]}"
+        try:
+            self._post(_Failure(self._rank, text, follows))
+        except RuntimeError:
+            return
+
+    def explain(self) -> None:
+        """Wait until it is logged from which rank the error of this one follows."""
+        if self._explained.wait(self._silence_s + 4 * _PERIOD_S) or not self.is_alive():
+            return
+        ended = [rank for rank in range(self._size) if self._has(f"ended/{rank}")]
+        if ended:
+            self._log(_Failure(ended[0], "ended, without an error", follows=False))
+        for failure in self._failures:
+            if failure.rank != self._rank:
+                self._log(failure)
+
+    def _look(self) -> None:
+        """Post that the rank before this one is silent, if it is; then look at the one before."""
+        rank, beat, since = self._before
+        latest = (
+            self._store.get(f"{self._prefix}/beat/{rank}") if self._has(f"beat/{rank}") else beat
+        )
+        if latest != beat:
+            self._before = rank, latest, time.monotonic()
+            return
+        is_ended = self._has(f"ended/{rank}") or rank in [
+            failure.rank for failure in self._failures
+        ]
+        silent_s = time.monotonic() - since
+        if not is_ended and silent_s > self._silence_s:
+            text = f"has said nothing for {silent_s:.0f} s: it was killed, or hangs"
+            self._post(_Failure(rank, text, follows=False))
+        elif not is_ended:
+            return
+        before = (rank - 1) % self._size
+        if before != self._rank:
+            self._before = before, "", time.monotonic()
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([f"{self._prefix}/{key}"]))
+
+    def _post(self, failure: _Failure) -> None:
+        number = self._store.add(f"{self._prefix}/failures", 1) - 1
+        self._store.set(f"{self._prefix}/failure/{number}", json.dumps(failure))
+
+    def _news(self) -> Iterator[_Failure]:
+        """Yield what was posted since the last call."""
+        while self._has(f"failure/{len(self._failures)}"):
+            post = self._store.get(f"{self._prefix}/failure/{len(self._failures)}")
+            self._failures.append(_Failure(*json.loads(post)))
+            yield self._failures[-1]
+
+    def _log(self, failure: _Failure) -> None:
+        logger.error(
+            "rank %d of the %d ranks of group %r %s",
+            *(failure.rank, self._size, self._name, failure.text),
+        )
+        self._explained.set()
+
+
+class _Hook:
+    """Prints an error that ends the process as ``plain`` does, and tells the other ranks."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        follows = _innermost_module(traceback).startswith(_COLLECTIVES)
+        for watch in _watches.values():
+            watch.fail(error, follows=follows)
+        self._plain(kind, error, traceback)
+        for watch in _watches.values() if follows else ():
+            watch.explain()
+
+
+def _innermost_module(traceback: TracebackType | None) -> str:
+    name = ""
+    while traceback is not None:
+        name = traceback.tb_frame.f_globals.get("__name__", "")
+        traceback = traceback.tb_next
+    return name

@@ -1,0 +1,161 @@
+"""``watch_ranks``: which rank is named, and how soon; threads stand for processes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fp8core import OperandError
+from fp8core.distributed import failures, watch_ranks
+from tests.in_process import communicators
+
+PERIOD_S, TIMEOUT_S, SIZE = 0.02, 0.9, 4
+
+
+class Group:
+    """What a watch needs of a process group."""
+
+    group_name = "all"
+
+    def size(self) -> int:
+        return SIZE
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    store, group = dist.HashStore(), Group()
+    monkeypatch.setattr(failures, "_PERIOD_S", PERIOD_S)
+    monkeypatch.setattr(failures, "store_of", lambda group: store)
+    monkeypatch.setattr(failures, "timeout_of", lambda group: timedelta(seconds=TIMEOUT_S))
+    watches = [failures._Watch(group, rank) for rank in range(SIZE)]  # type: ignore[arg-type]
+    yield watches
+    for watch in watches:
+        if watch.is_alive():
+            watch.end()
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true within twice the timeout."""
+    end = time.monotonic() + 2 * TIMEOUT_S
+    while not condition() and time.monotonic() < end:
+        time.sleep(PERIOD_S)
+    return condition()
+
+
+def stop(watch: Any) -> None:
+    """Have a rank say nothing any more, as if it were killed."""
+    watch._stopped.set()
+    watch.join()
+
+
+def test_ranks_that_fall_silent_are_named_by_all_others(
+    ranks: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for watch in ranks:
+        watch.start()
+    time.sleep(5 * PERIOD_S)
+    assert not caplog.text
+    stop(ranks[1])
+    stop(ranks[2])  # the rank that watches rank 1
+    for silent in (1, 2):
+        line = f"rank {silent} of the 4 ranks of group 'all' has said nothing for 0 s"
+        assert soon(lambda line=line: caplog.text.count(line) == 2), caplog.text
+
+
+def test_an_error_is_named_by_all_others_and_those_that_follow_are_not(
+    ranks: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for watch in ranks:
+        watch.start()
+    ranks[3].fail(RuntimeError("closed by peer\nmore"), follows=True)
+    ranks[1].fail(ValueError("no more data\nmore"), follows=False)
+    said = "rank 1 of the 4 ranks of group 'all' failed: ValueError: no more data"
+    assert soon(lambda: caplog.messages.count(said) == 3)
+    assert {*caplog.messages} == {said}
+    begin = time.monotonic()
+    ranks[3].explain()  # at once, as it is logged already
+    assert time.monotonic() - begin < TIMEOUT_S / 3
+
+
+def test_a_rank_that_ended_without_an_error_is_named_where_another_fails(
+    ranks: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for watch in ranks:
+        watch.start()
+    ranks[2].end()
+    time.sleep(TIMEOUT_S)
+    assert not caplog.text  # it is silent by right
+    ranks[0].explain()
+    assert caplog.messages == ["rank 2 of the 4 ranks of group 'all' ended, without an error"]
+
+
+def test_a_store_that_is_gone_is_named(ranks: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    class Gone:
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("connection reset")
+
+        def add(self, key: str, amount: int) -> None:
+            raise dist.DistNetworkError("connection reset")
+
+    ranks[0]._store = Gone()
+    ranks[0].start()
+    assert soon(lambda: "its store does not answer" in caplog.text)
+    ranks[0].fail(ValueError(""), follows=False)  # nothing else is raised in its stead
+    ranks[0].end()
+
+
+def test_uncaught_errors_are_told_and_those_of_collectives_wait(
+    ranks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[object] = []
+
+    class Told:
+        def fail(self, error: BaseException, *, follows: bool) -> None:
+            steps.append((str(error), follows))
+
+        def explain(self) -> None:
+            steps.append("explained")
+
+    group = Group()
+    monkeypatch.setattr(failures, "_watches", {group: Told()})
+    hook = failures._Hook(lambda *arguments: steps.append("printed"))
+
+    def raised(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception:  # noqa: BLE001  as the interpreter does
+            kind, error, traceback = sys.exc_info()
+            assert kind is not None
+            assert error is not None
+            hook(kind, error, traceback)
+
+    raised(lambda: [][0])
+    assert steps == [("list index out of range", False), "printed"]
+    steps.clear()
+    raised(lambda: dist.get_rank(object()))  # type: ignore[arg-type]
+    assert [*map(type, steps)] == [tuple, str, str]
+    assert steps[0][1]  # type: ignore[index]
+    assert steps[1:] == ["printed", "explained"]
+
+
+def test_a_group_without_others_is_not_watched() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    plain = sys.excepthook
+    watch_ranks()
+    assert sys.excepthook is plain
+    dist.destroy_process_group()
+
+
+def test_a_group_without_a_store_is_refused() -> None:
+    with pytest.raises(OperandError, match="init_process_group first"):
+        watch_ranks()
+    threads: Any = communicators(2)[0]
+    with pytest.raises(OperandError, match=r"watch_ranks: group '.*' is none of torch"):
+        watch_ranks(threads)
