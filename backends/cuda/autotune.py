@@ -1,4 +1,5 @@
-"""Which of cuBLASLt's algorithms runs a problem: timed once on the device, remembered in a file.
+"""Which algorithm runs a problem: cuBLASLt's, or one of fp8core for few rows. Timed once on the
+device, remembered in a file.
 
 The first algorithm that cuBLASLt proposes is up to 27 % slower than its best one. With
 ``FP8CORE_AUTOTUNE=0`` and under ``torch.use_deterministic_algorithms`` the first one runs: the same
@@ -29,6 +30,9 @@ MAX_WORKSPACE = 32 << 20
 """Bytes of scratch memory that an algorithm may take; Transformer Engine gives as much."""
 
 NUM_CANDIDATES = 8
+_CACHE = 128 << 20
+"""Bytes of which a device's cache holds none of what was there before; it has 50 MiB."""
+
 _ROUNDS, _REPEATS = 5, 2
 _WORTH_IT = 0.98  # an algorithm replaces the first one if it takes at most this share of its time
 _MAX_BYTES = 16 << 20  # 60,000 choices
@@ -138,6 +142,8 @@ def _time(
     """
     stream = torch.cuda.current_stream(device).cuda_stream
     sizes = [gemm.workspace_bytes(index) for index in range(gemm.num_candidates)]
+    if gemm.is_of_few_rows:  # each run overwrites the workspace first
+        sizes = [max(size, _CACHE) for size in sizes]
     try:
         workspace = torch.empty(max(sizes), dtype=torch.uint8, device=device)
         scratch = None if accumulated is None else torch.empty_like(accumulated)

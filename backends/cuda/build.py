@@ -50,6 +50,11 @@ _VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
         for data in ("kBFloat16", "kFloat16")
     ),
     "cuda/activation/from_input.cu": _INPUTS,
+    "cuda/gemm/few_rows.cu": (
+        ("-DFP8CORE_A=kE4M3",),
+        ("-DFP8CORE_A=kBFloat16",),
+        ("-DFP8CORE_A=kFloat16",),
+    ),
     "cuda/gemm/sm90_grouped.cu": (
         ("-DFP8CORE_A=kE4M3", "-DFP8CORE_B=kE4M3"),
         ("-DFP8CORE_A=kE4M3", "-DFP8CORE_B=kE5M2"),

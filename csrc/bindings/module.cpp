@@ -175,6 +175,7 @@ void register_gemm(py::module_& module) {
   py::class_<Gemm, std::shared_ptr<Gemm>>(module, "Gemm")
       .def(py::init(&plan_gemm))
       .def_property_readonly("num_candidates", &Gemm::num_candidates)
+      .def_property_readonly("is_of_few_rows", &Gemm::is_of_few_rows)
       .def_property_readonly("library_version", &Gemm::library_version)
       .def("workspace_bytes", &Gemm::workspace_bytes)
       .def("algorithm",

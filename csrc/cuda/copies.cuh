@@ -14,6 +14,14 @@ __device__ inline void copy_16_bytes(void* shared, const void* global, bool is_w
                : "memory");
 }
 
+// The same of bytes that other warps of the multiprocessor read soon.
+__device__ inline void copy_16_shared_bytes(void* shared, const void* global, bool is_wanted) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
+               "r"(is_wanted ? 16 : 0)
+               : "memory");
+}
+
 // The same of a float.
 __device__ inline void copy_float(float* shared, const float* global, bool is_wanted) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

@@ -1,4 +1,5 @@
-// cuBLASLt is column-major, so it is asked for the transposed product
+// Products by the kernels of few_rows.h, and by cuBLASLt, which is column-major, so it is asked for
+// the transposed product
 //     d.T [n, m] = b [n, k] @ a[m, k].T
 // where cuBLASLt's A is our b (transposed: rows of k are its columns) and its B is our a.
 // Source: cuBLAS 13 documentation, 3.4 cublasLtMatmul(), "To use FP8 kernels" (layout TN, 16-byte
@@ -8,6 +9,7 @@
 #include <map>
 #include <memory>
 
+#include "few_rows.h"
 #include "fp8core/gemm.h"
 #include "fp8core/microscaling.h"
 
@@ -164,41 +166,50 @@ Gemm::Gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes, in
   prefer(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, desc.alignment);
   prefer(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, desc.alignment);
   prefer(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, desc.alignment);
-  candidates_.resize(max_candidates);
+  std::vector<cublasLtMatmulHeuristicResult_t> results(max_candidates);
   int num_found = 0;
-  const cublasStatus_t status =
-      cublasLtMatmulAlgoGetHeuristic(handle_, operation_, b_, a_, d_, d_, preference,
-                                     max_candidates, candidates_.data(), &num_found);
-  candidates_.resize(std::max(num_found, 0));
-  candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(),
-                                   [](const auto& c) { return c.state != CUBLAS_STATUS_SUCCESS; }),
-                    candidates_.end());
-  if (status != CUBLAS_STATUS_SUCCESS || candidates_.empty())
+  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+      handle_, operation_, b_, a_, d_, d_, preference, max_candidates, results.data(), &num_found);
+  results.resize(std::max(num_found, 0));
+  for (const auto& result : results)
+    if (result.state == CUBLAS_STATUS_SUCCESS)
+      candidates_.push_back({result.algo, result.workspaceSize, std::nullopt});
+  for (const FewRowsWay& way : few_rows_ways(desc, device)) candidates_.push_back({{}, 0, way});
+  if (candidates_.empty())
     throw std::domain_error(join("cuBLASLt ", cublasLtGetVersion(), " has no algorithm for ",
                                  desc.text(), " (", cublasLtGetStatusString(status), ")"));
 }
 
+bool Gemm::is_of_few_rows() const { return !few_rows_ways(desc_, device_).empty(); }
+
 std::size_t Gemm::workspace_bytes(std::size_t candidate) const {
-  return candidates_.at(candidate).workspaceSize;
+  return candidates_.at(candidate).workspace_bytes;
 }
 
 std::string Gemm::algorithm(std::size_t candidate) const {
-  const cublasLtMatmulAlgo_t& algo = candidates_.at(candidate).algo;
-  return std::string(reinterpret_cast<const char*>(&algo), sizeof algo);
+  const Candidate& chosen = candidates_.at(candidate);
+  if (chosen.few_rows) return few_rows_algorithm(*chosen.few_rows);
+  return std::string(reinterpret_cast<const char*>(&chosen.library), sizeof chosen.library);
 }
 
 std::size_t Gemm::add_candidate(const std::string& algorithm) {
-  cublasLtMatmulHeuristicResult_t result = {};
-  std::copy(algorithm.begin(), algorithm.end(), reinterpret_cast<char*>(&result.algo));
-  const DeviceGuard guard(device_);
-  FP8CORE_CUBLAS(
-      cublasLtMatmulAlgoCheck(handle_, operation_, b_, a_, d_, d_, &result.algo, &result));
-  candidates_.push_back(result);
+  Candidate added;
+  added.few_rows = few_rows_way(desc_, algorithm);
+  if (!added.few_rows) {
+    cublasLtMatmulHeuristicResult_t result = {};
+    std::copy(algorithm.begin(), algorithm.end(), reinterpret_cast<char*>(&result.algo));
+    const DeviceGuard guard(device_);
+    FP8CORE_CUBLAS(
+        cublasLtMatmulAlgoCheck(handle_, operation_, b_, a_, d_, d_, &result.algo, &result));
+    added.library = result.algo, added.workspace_bytes = result.workspaceSize;
+  }
+  candidates_.push_back(added);
   return candidates_.size() - 1;
 }
 
 void Gemm::enqueue(std::size_t candidate, const GemmArguments& arguments, cudaStream_t stream) {
-  const auto& chosen = candidates_.at(candidate);
+  const Candidate& chosen = candidates_.at(candidate);
+  if (chosen.few_rows) return launch_few_rows(desc_, *chosen.few_rows, arguments, device_, stream);
   const GemmFactors host{1.0f, 0.0f, 1.0f};
   const GemmFactors* factors = &host;
   if (desc_.a.scale == ScaleMode::kNv16) {  // CUBLASLT_POINTER_MODE_DEVICE
@@ -215,7 +226,7 @@ void Gemm::enqueue(std::size_t candidate, const GemmArguments& arguments, cudaSt
   if (desc_.has_bias) set(operation_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, arguments.bias);
   const cublasStatus_t status =
       cublasLtMatmul(handle_, operation_, &factors->alpha, arguments.b, b_, arguments.a, a_, beta,
-                     arguments.d, d_, arguments.d, d_, &chosen.algo, arguments.workspace,
+                     arguments.d, d_, arguments.d, d_, &chosen.library, arguments.workspace,
                      static_cast<std::size_t>(arguments.workspace_bytes), stream);
   if (status != CUBLAS_STATUS_SUCCESS)
     throw std::runtime_error(
@@ -230,14 +241,22 @@ void Gemm::run(std::size_t candidate, const GemmArguments& arguments, cudaStream
 float Gemm::milliseconds(std::size_t candidate, const GemmArguments& arguments, int repeats,
                          cudaStream_t stream) {
   const DeviceGuard guard(device_);
+  const int at_once = is_of_few_rows() ? 1 : repeats;  // between two events
+  const auto bytes = static_cast<std::size_t>(arguments.workspace_bytes);
   const Event start, end;
   enqueue(candidate, arguments, stream);  // the first run loads the kernel
-  FP8CORE_CUDA(cudaEventRecord(start.get(), stream));
-  for (int i = 0; i < repeats; ++i) enqueue(candidate, arguments, stream);
-  FP8CORE_CUDA(cudaEventRecord(end.get(), stream));
-  FP8CORE_CUDA(cudaEventSynchronize(end.get()));
   float total = 0.0f;
-  FP8CORE_CUDA(cudaEventElapsedTime(&total, start.get(), end.get()));
+  for (int done = 0; done < repeats; done += at_once) {
+    if (is_of_few_rows() && bytes > 0)
+      FP8CORE_CUDA(cudaMemsetAsync(arguments.workspace, 0, bytes, stream));
+    FP8CORE_CUDA(cudaEventRecord(start.get(), stream));
+    for (int i = 0; i < at_once; ++i) enqueue(candidate, arguments, stream);
+    FP8CORE_CUDA(cudaEventRecord(end.get(), stream));
+    FP8CORE_CUDA(cudaEventSynchronize(end.get()));
+    float elapsed = 0.0f;
+    FP8CORE_CUDA(cudaEventElapsedTime(&elapsed, start.get(), end.get()));
+    total += elapsed;
+  }
   return total / static_cast<float>(repeats);
 }
 

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "grouped_params.h"
+#include "values.cuh"
 
 namespace fp8core::sm90 {
 
@@ -18,15 +19,6 @@ struct TileOut {
   bool is_tail;   // rows of no group: zeros
   bool is_empty;  // k of the group is 0: the sums are zeros
 };
-
-__device__ inline float read(const void* values, ElementType type, int at) {
-  switch (type) {
-    case ElementType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(values)[at]);
-    case ElementType::kFloat16: return __half2float(static_cast<const __half*>(values)[at]);
-    default: return static_cast<const float*>(values)[at];
-  }
-}
 
 // Loads where it is called; the compiler would move the load to the first use of the value.
 __device__ inline float read_early(const float* from) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -72,6 +73,12 @@ struct GemmArguments {
   }
 };
 
+// How a kernel of fp8core runs a product of few rows: a cut of the work by number, and how many
+// blocks of threads share a sum.
+struct FewRowsWay {
+  int cut, split;
+};
+
 // Owns one of cuBLASLt's descriptors.
 template <typename Handle, cublasStatus_t (*kDestroy)(Handle)>
 class Owned {
@@ -93,7 +100,8 @@ using Operation = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
 using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
 using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
 
-// cuBLASLt's descriptors and algorithms for one problem. It checks nothing: the entries below do.
+// The algorithms for one problem: cuBLASLt's, with its descriptors, then kernels of fp8core for few
+// rows. It checks nothing: the entries below do.
 class Gemm : public std::enable_shared_from_this<Gemm> {
  public:
   Gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes, int max_candidates);
@@ -101,6 +109,8 @@ class Gemm : public std::enable_shared_from_this<Gemm> {
   std::size_t library_version() const { return cublasLtGetVersion(); }
   std::size_t num_candidates() const { return candidates_.size(); }
   std::size_t workspace_bytes(std::size_t candidate) const;
+  // Whether reading the operands decides how long it takes: then timed runs find none in a cache.
+  bool is_of_few_rows() const;
   std::string algorithm(std::size_t candidate) const;
   std::size_t add_candidate(const std::string& algorithm);
   void run(std::size_t candidate, const GemmArguments& arguments, cudaStream_t stream);
@@ -108,6 +118,12 @@ class Gemm : public std::enable_shared_from_this<Gemm> {
                      cudaStream_t stream);
 
  private:
+  struct Candidate {
+    cublasLtMatmulAlgo_t library = {};
+    std::size_t workspace_bytes = 0;
+    std::optional<FewRowsWay> few_rows;  // instead of the library's
+  };
+
   void enqueue(std::size_t candidate, const GemmArguments& arguments, cudaStream_t stream);
 
   GemmDesc desc_;
@@ -115,20 +131,20 @@ class Gemm : public std::enable_shared_from_this<Gemm> {
   cublasLtHandle_t handle_ = nullptr;
   Operation operation_;
   Layout a_, b_, d_;
-  std::vector<cublasLtMatmulHeuristicResult_t> candidates_;
+  std::vector<Candidate> candidates_;
   std::mutex mutex_;  // pointers of scales and bias live in operation_
 };
 
-// Throws std::domain_error with cuBLASLt's answer where it has no algorithm for `desc`.
+// Throws std::domain_error with cuBLASLt's answer where there is no algorithm for `desc`.
 std::shared_ptr<Gemm> plan_gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes,
                                 int max_candidates);
 
 // Takes an algorithm's opaque bytes back, as Gemm::algorithm gave them for a cache of the same
-// cuBLASLt version. Returns the candidate's index, or throws where this library does not take them
-// for this problem.
+// cuBLASLt version. Returns the candidate's index, or throws where they do not run this problem.
 std::size_t add_candidate(Gemm& gemm, const std::string& algorithm);
 
-// Enqueues on `stream`. Not during a capture: `time_gemm`, which waits for the device.
+// Enqueues on `stream`. Not during a capture: `time_gemm`, which waits for the device, and for few
+// rows overwrites all of the workspace before each run, so that what is in the cache is that.
 void run_gemm(Gemm& gemm, std::size_t candidate, const GemmArguments& arguments,
               StreamHandle stream);
 float time_gemm(Gemm& gemm, std::size_t candidate, const GemmArguments& arguments, int repeats,

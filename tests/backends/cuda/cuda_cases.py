@@ -9,14 +9,16 @@ import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from fp8core import formats
-from fp8core.backend_api import ACTIVATIONS, Operand, OperandSpec
+from fp8core.backend_api import ACTIVATIONS, GemmDesc, Operand, OperandSpec
 from fp8core.conformance.subject import Subject, find
 from fp8core.dispatch import plugins
+from fp8core_backends.cuda import autotune
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -70,6 +72,24 @@ def backend(name: str) -> object:
 def subject() -> Subject:
     """Return the backend as the conformance kit's laws take it."""
     return find("cuda")
+
+
+def products_of_few_rows(
+    desc: GemmDesc, a: Operand, b: Operand, bias: torch.Tensor | None = None
+) -> Iterator[torch.Tensor]:
+    """Yield the product by each of the ways that fp8core's kernel for few rows proposes."""
+    for at in itertools.count():
+        ways: list[int] = []
+
+        def choose(gemm: Any, *_: object, ways: list[int] = ways, at: int = at) -> int:
+            names = [gemm.algorithm(index) for index in range(gemm.num_candidates)]
+            ways += [i for i, name in enumerate(names) if name.startswith(b"fp8core few rows")]
+            return ways[at]
+
+        with patch.object(autotune, "choose", choose):
+            yield backend("cuda").bind(desc, DEVICE)(a, b, bias=bias)
+        if at + 1 == len(ways):
+            return
 
 
 def put_on_the_host(patch: pytest.MonkeyPatch, *modules: types.ModuleType) -> None:

@@ -24,6 +24,7 @@ class FakeGemm:
     """Algorithms with known times; the bytes of algorithm ``i`` are ``ai``."""
 
     library_version = 130100
+    is_of_few_rows = False
 
     def __init__(self, times: list[float], foreign: tuple[bytes, ...] = ()) -> None:
         self.times = times
@@ -93,6 +94,22 @@ def test_the_fastest_runs_and_is_remembered(
     assert autotune.choose(again, "p", ADDRESSES, CPU) == 2
     assert again.timed == 0
     assert [file.name for file in without_a_device.parent.iterdir()] == [without_a_device.name]
+
+
+def test_few_rows_are_timed_with_a_workspace_that_fills_the_cache() -> None:
+    sizes = []
+
+    class OfFewRows(FakeGemm):
+        is_of_few_rows = True
+
+        def milliseconds(
+            self, index: int, arguments: tuple[int, ...], repeats: int, stream: int
+        ) -> float:
+            sizes.append(arguments[-1])
+            return super().milliseconds(index, arguments, repeats, stream)
+
+    assert autotune.choose(OfFewRows([2.0, 1.0]), "p", ADDRESSES, CPU) == 1
+    assert set(sizes) == {autotune._CACHE}
 
 
 def test_another_problem_is_timed_and_added(without_a_device: Path) -> None:

@@ -23,6 +23,7 @@ from fp8core.backend_api import (
     GroupedGemmDesc,
     NormBackwardDesc,
     NormDesc,
+    Operand,
     OperandSpec,
     QuantizeByAmaxDesc,
     QuantizeDesc,
@@ -34,7 +35,14 @@ from fp8core_backends.cuda import fused_chunked, native, quantize_chunked
 from fp8core_backends.cuda.fused_norm import FusedNorm
 from fp8core_backends.cuda.microscaling import TiledGemm
 from fp8core_backends.cuda.transposition import RowsAdjacent
-from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, KERNELS, backend, spec
+from tests.backends.cuda.cuda_cases import (
+    DEVICE,
+    DTYPES,
+    KERNELS,
+    backend,
+    products_of_few_rows,
+    spec,
+)
 
 # One element; partial tiles, read one by one and in vectors; whole tiles.
 SHAPES = ((1, 1), (3, 5), (127, 129), (130, 264), (256, 256))
@@ -219,6 +227,24 @@ def gemm() -> None:
             run(a, b, bias=torch.randn(n).bfloat16().to(DEVICE))
         desc = GemmDesc(a_spec, b_spec, torch.float32, accumulate=True)
         backend("cuda").bind(desc, DEVICE)(a, b, out=torch.zeros(m, n).to(DEVICE))
+
+
+def few_rows() -> None:
+    """Multiply few rows in every way that the kernel proposes, by codes and by codes alone."""
+    sizes = ((1, 48, 144), (8, 16, 16), (13, 304, 1040), (30, 144, 272), (64, 2128, 528))
+    pairs = (*PAIRS, (None, "current"), (None, "square"))
+    for (left, right), (m, n, k) in itertools.product(pairs, sizes):
+        a_spec, b_spec = None if left is None else spec(left), spec(right)
+        x, weight = (torch.randn(rows, k).bfloat16().to(DEVICE) for rows in (m, n))
+        cast = [
+            None if own is None else backend("cuda").bind(QuantizeDesc(x.dtype, own, None), DEVICE)
+            for own in (a_spec, b_spec)
+        ]
+        a = Operand(x) if cast[0] is None else cast[0](x).rowwise
+        b = cast[1](weight).rowwise
+        bias = torch.randn(n).bfloat16().to(DEVICE)
+        for _ in products_of_few_rows(GemmDesc(a_spec, b_spec, x.dtype), a, b, bias=bias):
+            pass
 
 
 def microscaling() -> None:

@@ -1,0 +1,63 @@
+// Products of few rows, whose time is that of reading b once. Compute capability 9.0 and up.
+#pragma once
+
+#include <iterator>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fp8core/gemm.h"
+
+namespace fp8core {
+
+// The ways to run `desc`, the likely ones alone; none if it is not a product of few rows by codes
+// of e4m3, or its operands do not lie in whole vectors.
+std::vector<FewRowsWay> few_rows_ways(const GemmDesc& desc, int device);
+
+// A way as the bytes of one of cuBLASLt's algorithms, and back: none where the bytes are of another
+// kind, or of a way in which `desc` does not run.
+std::string few_rows_algorithm(const FewRowsWay& way);
+std::optional<FewRowsWay> few_rows_way(const GemmDesc& desc, const std::string& algorithm);
+
+// Of arguments that have been checked. The order of additions follows from the way alone.
+void launch_few_rows(const GemmDesc& desc, const FewRowsWay& way, const GemmArguments& arguments,
+                     int device, cudaStream_t stream);
+
+namespace few_rows {
+
+constexpr int kBlockK = 128;  // elements of k that a stage holds, and that a scale of blocks covers
+
+// How a block of threads cuts its work: each of warps_n warps has 16 * column_tiles rows of b,
+// warps_k such warps share the blocks of k. Stages are copied ahead.
+struct Cut {
+  int column_tiles, warps_n, warps_k, stages;
+
+  constexpr int columns() const { return 16 * column_tiles * warps_n; }
+};
+constexpr Cut kCuts[] = {{1, 1, 4, 4}, {1, 1, 8, 4}, {2, 1, 4, 4}, {2, 1, 8, 3}};
+constexpr int kNumCuts = std::size(kCuts);
+
+struct Params {
+  const std::uint8_t* a;  // bytes of its elements
+  const std::uint8_t* b;
+  const float* a_scale;
+  const float* b_scale;
+  const void* bias;
+  void* d;
+  // Floats from the scale of one row or block of k to the next; rows that share a scale.
+  std::int64_t a_row_stride, a_k_stride, b_row_stride, b_k_stride;
+  int a_rows, b_rows;
+  int m, n, k;
+  ElementType out, bias_type;
+};
+
+// Bytes of shared memory of the kernel of a cut, and its launch; few_rows.cu compiles them for a
+// type of a.
+template <ElementType kA>
+int shared_bytes(int cut, int m, bool has_blocks);
+template <ElementType kA>
+void launch(const FewRowsWay& way, bool has_blocks, const Params& params, int device,
+            cudaStream_t stream);
+
+}  // namespace few_rows
+}  // namespace fp8core

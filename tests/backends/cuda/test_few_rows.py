@@ -1,0 +1,134 @@
+"""Products of few rows by the kernel of fp8core, in every way that it proposes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp8core.backend_api import DequantizeDesc, GemmDesc, Operand, OperandSpec, QuantizeDesc
+from fp8core_backends.cuda import autotune
+from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, products_of_few_rows, spec
+from tests.pairs import pairs
+
+pytestmark = pytest.mark.needs_accelerator("cuda")
+
+ROWS = (1, 3, 8, 9, 16, 17, 32, 33, 64)
+# The least; what is no multiple of a tile, or of a block of k; blocks of threads that share a sum;
+# more tiles than there are multiprocessors.
+SIZES = ((16, 16), (48, 272), (304, 1040), (1024, 4096), (8208, 640))
+PAIRS = {
+    "delayed": ("delayed", "delayed"),
+    "rowwise": ("rowwise", "rowwise"),
+    "vector by square": ("vector", "square"),
+    "vector by vector": ("vector", "vector"),
+    "square by vector": ("square", "vector"),
+}
+WEIGHTS = ("current", "rowwise", "square", "vector")
+# Terms are exact, sums of a warp's tensor core are cut off like those of other 16-bit products.
+PER_TERM = 2.0**-23
+
+
+def cast(own: OperandSpec, x: torch.Tensor) -> Operand:
+    given = {"scale": torch.full((1,), 2.5, device=DEVICE)} if own.delayed else {}
+    operand = backend("cuda").bind(QuantizeDesc(x.dtype, own, None), DEVICE)(x, **given).rowwise
+    assert operand is not None
+    return operand
+
+
+def values(rows: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of different magnitudes."""
+    exponents = torch.arange(rows, device=DEVICE)[:, None] % 7 - 3
+    return (torch.randn(rows, k, device=DEVICE) * exponents.exp2()).to(dtype)
+
+
+def exact(own: OperandSpec, operand: Operand) -> torch.Tensor:
+    return backend("reference").bind(DequantizeDesc(own), DEVICE)(operand).double()
+
+
+def check(desc: GemmDesc, a: Operand, b: Operand, values_of_a: torch.Tensor) -> None:
+    """Compare the product of each way, with and without a bias, with the one in float64."""
+    assert desc.b is not None
+    left, right = values_of_a.double(), exact(desc.b, b)
+    ideal, size = left @ right.t(), left.abs() @ right.abs().t()
+    term = torch.randn(len(right), device=DEVICE).to(desc.out_dtype)
+    for bias in (None, term):
+        whole = ideal if bias is None else ideal + bias.double()
+        ulp = torch.finfo(desc.out_dtype).eps * whole.abs() + torch.finfo(desc.out_dtype).tiny
+        bound = PER_TERM * left.shape[1] * (size + (0 if bias is None else bias.abs())) + ulp
+        results = list(products_of_few_rows(desc, a, b, bias=bias))
+        assert results
+        for result in results:
+            error = (result.double() - whole).abs()
+            assert result.dtype == desc.out_dtype
+            assert (error <= bound).all(), f"{(error / size).max():.2e} of {desc}"
+
+
+@pytest.mark.parametrize(("pair", "rows"), pairs(PAIRS, ROWS))
+def test_products_of_codes(pair: str, rows: int) -> None:
+    a_spec, b_spec = map(spec, PAIRS[pair])
+    for (n, k), out_dtype in zip(SIZES, itertools.cycle(DTYPES), strict=False):
+        a = cast(a_spec, values(rows, k, torch.bfloat16))
+        b = cast(b_spec, values(n, k, torch.bfloat16))
+        check(GemmDesc(a_spec, b_spec, out_dtype), a, b, exact(a_spec, a))
+
+
+@pytest.mark.parametrize(("name", "rows"), pairs(WEIGHTS, ROWS))
+def test_products_by_codes_alone(name: str, rows: int) -> None:
+    b_spec = spec(name)
+    for (n, k), dtype in itertools.product(SIZES[:3], DTYPES[:2]):
+        x = values(rows, k, dtype)
+        b = cast(b_spec, values(n, k, dtype))
+        check(GemmDesc(None, b_spec, dtype), Operand(x), b, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_rows_are_multiplied_by_what_is_decoded(dtype: torch.dtype) -> None:
+    b_spec = spec("square")
+    x, b = values(65, 272, dtype), cast(b_spec, values(48, 272, dtype))
+    desc = GemmDesc(None, b_spec, dtype)
+    decoded = backend("cuda").bind(DequantizeDesc(b_spec, dtype), DEVICE)(b)
+    want = backend("cuda").bind(replace(desc, b=None), DEVICE)(Operand(x), Operand(decoded))
+    assert torch.equal(backend("cuda").bind(desc, DEVICE)(Operand(x), b), want)
+
+
+def test_a_nan_stays_in_its_row_and_column() -> None:
+    own = spec("current")
+    a, b = cast(own, values(5, 272, torch.bfloat16)), cast(own, values(48, 272, torch.bfloat16))
+    a.data[2, 3], b.data[7, 5] = 0x7F, 0xFF
+    for result in products_of_few_rows(GemmDesc(own, own, torch.bfloat16), a, b):
+        spoilt = result.isnan()
+        assert spoilt[2].all()
+        assert spoilt[:, 7].all()
+        assert spoilt.sum() == 48 + 5 - 1
+
+
+def test_the_same_way_has_the_same_bits_and_a_choice_is_recalled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setenv("FP8CORE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(autotune, "_tables", {})
+    own = spec("rowwise")
+    desc = GemmDesc(own, own, torch.bfloat16)
+    a, b = cast(own, values(1, 4096, torch.bfloat16)), cast(own, values(4096, 4096, torch.bfloat16))
+    first = backend("cuda").bind(desc, DEVICE)(a, b)
+    monkeypatch.setattr(autotune, "_tables", {})
+    monkeypatch.setattr(autotune, "_time", lambda *arguments: pytest.fail("timed again"))
+    assert torch.equal(backend("cuda").bind(desc, DEVICE)(a, b), first)
+    ways = [list(products_of_few_rows(desc, a, b)) for _ in range(2)]
+    assert all(map(torch.equal, *ways))
+
+
+def test_a_captured_step_reads_the_operands_of_its_replay() -> None:
+    own = spec("current")
+    a, b = cast(own, values(4, 512, torch.bfloat16)), cast(own, values(256, 512, torch.bfloat16))
+    run = backend("cuda").bind(GemmDesc(own, own, torch.bfloat16), DEVICE)
+    run(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run(a, b)
+    a.data.copy_(cast(own, values(4, 512, torch.bfloat16)).data)
+    graph.replay()
+    assert torch.equal(result, run(a, b))
