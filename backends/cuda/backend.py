@@ -54,6 +54,7 @@ from fp8core_backends.cuda.operations import OPERATIONS, first_problem
 from fp8core_backends.cuda.recorder import Recorder, recorder
 from fp8core_backends.cuda.stream import index_of
 from fp8core_backends.cuda.transfers import Transfers, transfers_between
+from fp8core_backends.cuda.weight_only import WeightOnlyGemm, weight_only_problem
 
 _K = 16
 """cuBLASLt's FP8 kernels read rows of k bytes in steps of 16."""
@@ -108,6 +109,9 @@ class CudaBackend:
         if not desc.low_precision:
             source = "tensor cores cut off float32 sums instead of rounding them"
             return Numerics(source, sum_error_per_term=2.0**-23)
+        if isinstance(desc, GemmDesc) and desc.a is None:
+            source = "codes times scales are rounded to the dtype of a, bfloat16 with 8 bits"
+            return Numerics(source, sum_error=2.0**-8, sum_error_per_term=2.0**-23)
         source = "DeepSeek-V3 technical report (arXiv:2412.19437) 3.3.2: 14 bits kept on Hopper"
         is_fast = isinstance(desc, AttentionDesc) or desc.fast_accumulation
         per_term = 2.0**-18 if is_fast else 2.0**-24
@@ -151,7 +155,8 @@ def _bind_dense(desc: GemmDesc, device: torch.device) -> Callable[..., torch.Ten
         return functools.partial(high_precision_gemm, desc)
     if native.missing(device) is not None:
         return scaled_mm.bind_scaled_mm(desc)
-    assert desc.a is not None
+    if desc.a is None:
+        return WeightOnlyGemm(desc, device, native.load())
     gemm_type = TiledGemm if scale_mode(desc.a) in TILED else LowPrecisionGemm
     return gemm_type(desc, device, native.load())
 
@@ -169,8 +174,11 @@ def _check_gemm(desc: GemmDesc, device: torch.device, missing: str | None) -> st
             return reason
     if not desc.low_precision:
         return None
-    if desc.a is None or desc.b is None:
-        return "one operand is quantized, the other is not"
+    if desc.b is None:
+        return "one operand is quantized, the other is not: a alone"
+    if desc.a is None:
+        lacks = None if missing is None else f"no products of mixed operands: {missing}"
+        return weight_only_problem(desc, desc.b) or lacks
     reason = spec_problem(desc.a) or spec_problem(desc.b)
     if reason is not None:
         return reason

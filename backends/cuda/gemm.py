@@ -1,4 +1,5 @@
-"""GEMMs through cuBLASLt: one native object a shape, whose algorithm was timed on the device."""
+"""GEMMs through cuBLASLt, and by a kernel of fp8core for few rows: one native object a shape, whose
+algorithm was timed on the device."""
 
 from __future__ import annotations
 
@@ -43,6 +44,10 @@ _SCALES: dict[str, Callable[[int, int], tuple[int, int]]] = {
 """The shape of an operand's scales, by the mode, from its rows and the blocks of 128 along k."""
 
 
+_UNSTRIDED = frozenset({"none", "tensor"}) | TILED
+"""Modes whose scales are read without strides."""
+
+
 class _Plan(NamedTuple):
     """A problem's native call, its algorithm, and the strides that its scales must have."""
 
@@ -54,9 +59,10 @@ class _Plan(NamedTuple):
 
 
 class LowPrecisionGemm:
-    """``d[m, n] = a[m, k] @ b[n, k].T``, both operands quantized; see GemmDesc."""
+    """``d[m, n] = a[m, k] @ b[n, k].T``, both operands quantized, or ``b`` alone; see GemmDesc."""
 
     __slots__ = (
+        "_a_type",
         "_desc",
         "_device",
         "_empty",
@@ -74,10 +80,16 @@ class LowPrecisionGemm:
     )
 
     def __init__(
-        self, desc: GemmDesc, device: torch.device, native: Any, whole_rows: int = 0
+        self,
+        desc: GemmDesc,
+        device: torch.device,
+        native: Any,
+        whole_rows: int = 0,
+        a_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """``whole_rows``: the products are parts of one of so many rows; 0: they are whole."""
-        assert desc.a is not None
+        """``whole_rows``: the products are parts of one of so many rows; 0: they are whole.
+        ``a_dtype``: of an ``a`` in high precision, of which there are products of few rows alone.
+        """
         assert desc.b is not None
         self._desc = desc
         self._out_dtype = desc.out_dtype
@@ -86,7 +98,8 @@ class LowPrecisionGemm:
         self._empty = allocator(self._index)
         self._now = allocator_now(self._index)
         self._native = native
-        modes = (scale_mode(desc.a), scale_mode(desc.b))
+        self._a_type = DTYPES[a_dtype] if desc.a is None else desc.a.format
+        modes = ("none" if desc.a is None else scale_mode(desc.a), scale_mode(desc.b))
         assert modes[0] is not None
         assert modes[1] is not None
         self._modes: tuple[str, str] = (modes[0], modes[1])
@@ -111,16 +124,16 @@ class LowPrecisionGemm:
         m, k = a_data.shape
         n, b_k = b_data.shape
         plan = self._plans.get((m, n, k, b_k, True, ALIGNMENT_OF_ALLOCATIONS))
-        if plan is None or out is not None or bias is not None:
+        if plan is None or out is not None or bias is not None or a_scale_inv is None:
             return self._arrange(a, b, bias, out)
         run, candidate, workspace_bytes, a_strides, b_strides = plan
         if (
             not (a_data.is_contiguous() and b_data.is_contiguous())
-            or not (a_strides is None or a_scale_inv.stride() == a_strides)  # type: ignore[union-attr]  # quantized
+            or not (a_strides is None or a_scale_inv.stride() == a_strides)
             or not (b_strides is None or b_scale_inv.stride() == b_strides)  # type: ignore[union-attr]  # quantized
         ):
             return self._arrange(a, b, bias, out)
-        a_at, a_scale_at = a_data.data_ptr(), a_scale_inv.data_ptr()  # type: ignore[union-attr]  # quantized
+        a_at, a_scale_at = a_data.data_ptr(), a_scale_inv.data_ptr()
         b_at, b_scale_at = b_data.data_ptr(), b_scale_inv.data_ptr()  # type: ignore[union-attr]  # quantized
         if (a_scale_at | b_scale_at) % ALIGNMENT or (a_at | b_at) % ALIGNMENT_OF_ALLOCATIONS:
             return self._arrange(a, b, bias, out)
@@ -165,14 +178,14 @@ class LowPrecisionGemm:
             d = self._empty((m, n), (n, 1), desc.out_dtype)
             if desc.accumulate:
                 d.zero_()
-        assert a.scale_inv is not None
         assert b.scale_inv is not None
         a_data, b_data = self._rows_adjacent(a.data), self._rows_adjacent(b.data)
         a_mode, b_mode = self._modes
-        a_scale_inv, b_scale_inv = scales(a_mode, a.scale_inv), scales(b_mode, b.scale_inv)
+        a_scale_inv = None if a.scale_inv is None else scales(a_mode, a.scale_inv)
+        b_scale_inv = scales(b_mode, b.scale_inv)
         addresses = (
             a_data.data_ptr(),
-            a_scale_inv.data_ptr(),
+            0 if a_scale_inv is None else a_scale_inv.data_ptr(),
             b_data.data_ptr(),
             b_scale_inv.data_ptr(),
             0 if bias is None else bias.data_ptr(),
@@ -220,7 +233,7 @@ class LowPrecisionGemm:
             if mode in TILED:  # checked where they were brought into tiles
                 continue
             rows, k = operand.data.shape
-            expected = _SCALES[mode](rows, -(-k // 128))
+            expected = _SCALES[mode](rows, -(-k // 128)) if mode in _SCALES else None
             sizes = None if operand.scale_inv is None else tuple(operand.scale_inv.shape)
             shapes.append(f"scales {sizes}, expected {expected}")
             is_right &= sizes == expected
@@ -248,7 +261,9 @@ class LowPrecisionGemm:
         """Add a bias that cuBLASLt does not take, or not at these sizes, to the float32 product."""
         if self._wide is None:
             desc = dataclasses.replace(self._desc, out_dtype=torch.float32, accumulate=False)
-            self._wide = LowPrecisionGemm(desc, self._device, self._native, self._whole_rows)
+            self._wide = LowPrecisionGemm(
+                desc, self._device, self._native, self._whole_rows, a.data.dtype
+            )
         return store(self._wide(a, b), self._desc, bias, out)
 
     def _plan(self, key: _Key, addresses: autotune.Addresses, d: torch.Tensor) -> _Plan | None:
@@ -283,7 +298,7 @@ class LowPrecisionGemm:
             accumulated = d if desc.accumulate else None
             candidate = autotune.choose(gemm, name, addresses, d.device, accumulated)
         strides = [
-            None if mode == "tensor" or mode in TILED else scale_strides(mode, rows, k)
+            None if mode in _UNSTRIDED else scale_strides(mode, rows, k)
             for mode, rows in zip(self._modes, (m, n), strict=True)
         ]
         return _Plan(gemm.run, candidate, gemm.workspace_bytes(candidate), *strides)
@@ -301,14 +316,13 @@ class LowPrecisionGemm:
     def _describe(self, sizes: tuple[int, int, int], is_unbiased: bool, alignment: int) -> Any:
         """Return the native descriptor of a product of these m, n and k."""
         native, desc = self._native, self._desc
-        assert desc.a is not None
-        assert desc.b is not None
         types, modes = native.ElementType.__members__, native.ScaleMode.__members__
         m, n, k = sizes
-        k = 2 * k if desc.a.format == "e2m1" else k  # two elements a byte
+        k = 2 * k if self._a_type == "e2m1" else k  # two elements a byte
+        assert desc.b is not None
         operands = [
-            native.OperandDesc(types[spec.format], modes[mode], True, k)
-            for spec, mode in zip((desc.a, desc.b), self._modes, strict=True)
+            native.OperandDesc(types[element], modes[mode], True, k)
+            for element, mode in zip((self._a_type, desc.b.format), self._modes, strict=True)
         ]
         out = types[DTYPES[desc.out_dtype]]
         bias = types["bfloat16"] if desc.out_dtype == torch.float32 else out

@@ -179,7 +179,10 @@ REFUSED: dict[str, tuple[OpDesc, str]] = {
     "squares": (gemm(SQUARE, SQUARE), "128 x 128 blocks by 128 x 128 blocks"),
     "vector by tensor": (gemm(VECTOR, TENSOR), "does not multiply vec128 by tensor"),
     "row by tensor": (gemm(ROW, TENSOR), "does not multiply row by tensor"),
-    "half quantized": (gemm(TENSOR, None), "one operand is quantized, the other is not"),
+    "a alone quantized": (gemm(TENSOR, None), "one operand is quantized, the other is not: a"),
+    "b alone in e5m2": (gemm(None, e5m2(TENSOR)), "no product of high precision by e5m2"),
+    "b alone in bytes": (gemm(None, MX), "no product of high precision by e4m3"),
+    "b alone summed": (gemm(None, TENSOR, accumulate=True), "no sum of such products"),
     "float64": (gemm(TENSOR, TENSOR, out_dtype=torch.float64), "no result in torch.float64"),
     "another block": (
         QuantizeDesc(torch.bfloat16, dataclasses.replace(VECTOR, block=(1, 64)), None),
@@ -259,6 +262,19 @@ REFUSED: dict[str, tuple[OpDesc, str]] = {
         "no norm from torch.float64 to torch.float64",
     ),
 }
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_weight_alone_is_multiplied_where_there_is_a_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    products = [gemm(None, spec) for spec in (TENSOR, ROW, VECTOR, SQUARE)]
+    groups = [GroupedGemmDesc(None, desc.b, torch.bfloat16) for desc in products]
+    assert refusals(*products, *groups) == {}
+    on_device = [dataclasses.replace(desc, offsets_on_device=True) for desc in groups]
+    assert len(refusals(*on_device)) == len(groups)
+    monkeypatch.setattr(native, "missing", lambda device: "no compiler")
+    assert len(refusals(*products)) == len(products)
 
 
 @pytest.mark.usefixtures("hopper")
