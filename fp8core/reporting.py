@@ -22,6 +22,29 @@ def log_once(line: str, level: int = logging.WARNING, *, about: str | None = Non
         logger.log(level, "%s", line)
 
 
+collected: dict[str, dict[str, None]] = {}
+"""The layers that say a text, until :func:`log_collected`."""
+
+
+def collect(layer: str, text: str) -> None:
+    """Have the next :func:`log_collected` warn of ``text``, once in this process for each layer."""
+    with _logged_lock:
+        if (line := f"{layer}: {text}") not in _logged:
+            _logged.add(line)
+            collected.setdefault(text, {})[layer] = None
+
+
+def log_collected() -> None:
+    """Log a line for each text, with the number and the first of its layers."""
+    with _logged_lock:
+        texts = dict(collected)
+        collected.clear()
+    for text, layers in texts.items():
+        names = list(layers)
+        subject = names[0] if len(names) == 1 else f"{len(names)} layers ({some(names)})"
+        logger.warning("%s", f"{subject}: {text}")
+
+
 def some(names: Sequence[str], shown: int = 3) -> str:
     """Return the first ``shown`` names, and the number of the others.
 

@@ -24,9 +24,9 @@ from fp8core.chain.protocol import (
     in_low_precision,
 )
 from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.context.scopes import warn_of_layer
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
-from fp8core.reporting import log_once
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.quantizer_binding import bind_quantizer
@@ -78,7 +78,7 @@ class Boundary:
                 continue
             operands = self._both(x, columnwise=stored.columnwise is not None)
             return QuantizedTensor(*stored_operands(operands, stored), stored, x.dtype)
-        log_once(f"{self._owner}: its result stays a plain tensor of rounded values: {refused}")
+        warn_of_layer(self._owner, f"its result stays a plain tensor of rounded values: {refused}")
         return self.rounded(x)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from fp8core.backend_api import Alignment
 from fp8core.chain.call import Call
+from fp8core.context.scopes import warn_of_layer
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.tensors.quantizer import Groups
@@ -89,18 +90,18 @@ class LayerPadding:
         return grad[: rows - self.out_features, : columns - self.in_features]
 
     def _report(self, multiple: int, *, is_grouped: bool) -> None:
-        """Log the padding: of features once for each layer, of rows alone once for all layers."""
+        """Warn of the padding: of features by all layers, of rows alone by the first."""
         features = (("input features", self.in_features), ("output features", self.out_features))
         parts = [f"{name} by {added}" for name, added in features if added]
         rows = f"rows to a multiple of {multiple}{' in each group' if is_grouped else ''}"
-        first = f"{self.owner}: pads with zeros, as its products take no such sizes"
+        text = "pads with zeros, as its products take no such sizes"
         if not parts:
-            line = f"{first}: {rows}; other layers that pad rows do not say so again"
+            line = f"{self.owner}: {text}: {rows}; other layers that pad rows do not say so again"
             log_once(line, about="padding of rows")
             return
         if multiple > 1:
             parts.append(rows)
-        log_once(f"{first}: {', '.join(parts)}")
+        warn_of_layer(self.owner, f"{text}: {', '.join(parts)}")
 
 
 def layer_padding(

@@ -30,8 +30,8 @@ from fp8core.chain.unwrap import (
     is_strided,
     unwrap,
 )
+from fp8core.context.scopes import warn_of_layer
 from fp8core.errors import Fp8CoreError
-from fp8core.reporting import log_once
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops import operators
 from fp8core.torch_ops.private import (
@@ -263,10 +263,10 @@ def _unwrap(
         needs_grad = [is_grad_enabled and tensor.requires_grad for tensor in tensors]
         request = first.program(rows, needs_grad, call).input_request
         if request is not None and not request.takes(x) and first.only_once is not None:
-            log_once(
-                f"{first.only_once.owner}: its input is {x}, which it does not cast to: it is "
-                f"dequantized and cast again. Quantize it by the layer's recipe, in both "
-                f"orientations for training."
+            warn_of_layer(
+                first.only_once.owner,
+                f"its input is {x}, which it does not cast to: it is dequantized and cast again. "
+                f"Quantize it by the layer's recipe, in both orientations for training",
             )
         if request is None or not request.takes(x):
             x = unwrap(x, "input")

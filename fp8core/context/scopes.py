@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fp8core.collectives.base import GroupReference
+from fp8core.reporting import collect, collected, log_collected, log_once
 from fp8core.tensors import scaling
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.scaling import restore_of
@@ -85,6 +86,17 @@ def close_scope(*, failed: bool, depth: int = 0, group: GroupReference | None = 
     if group is not None:
         scope.reducing[group] = None
     _close(scope, failed=failed)
+    if collected and not scopes:
+        log_collected()
+
+
+def warn_of_layer(layer: str, text: str) -> None:
+    """Log ``text`` once in a line for all layers that say it in this autocast or step; outside of
+    any, for the first layer alone."""
+    if _thread.scopes:
+        collect(layer, text)
+    else:
+        log_once(f"{layer}: {text}; other layers do not say so again", about=text)
 
 
 def _close_around(depth: int, *, failed: bool, group: GroupReference | None) -> None:
@@ -230,6 +242,8 @@ def end_step(owner: object, *, failed: bool) -> None:
     while at >= 0 and len(scopes) > at:
         scope = scopes.pop()
         _close(scope, failed=failed or scope.owner is not owner)
+    if collected and not scopes:
+        log_collected()
 
 
 def touched_in(owner: object) -> list[DelayedState]:

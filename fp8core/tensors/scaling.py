@@ -18,7 +18,7 @@ import torch
 
 from fp8core.collectives import Communicator
 from fp8core.collectives.base import GroupReference
-from fp8core.reporting import log_once
+from fp8core.reporting import collect
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.reduced_amaxes import reduced_after_backward, reduced_after_forward
 from fp8core.torch_ops.private import (
@@ -164,10 +164,8 @@ def _report_nonfinite(states: Sequence[DelayedState]) -> None:
         newest = state.amax_history[0].tolist()
         bad = [slot for slot, amax in enumerate(newest) if not math.isfinite(amax)]
         if bad:
-            log_once(
-                f"{state.owner}: the amax of slots {bad} is not finite and was not recorded; "
-                f"their scales are unchanged"
-            )
+            text = f"the amax of slots {bad} is not finite and was not recorded; "
+            collect(state.owner, f"{text}their scales are unchanged")
 
 
 def _advanced_by_user(state: DelayedState) -> Callable[[], None]:

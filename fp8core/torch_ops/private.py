@@ -56,13 +56,13 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "always_called_hooks",
-    "check_before_load",
     "compile_variables",
     "copy_all",
     "count_writes",
     "counting_views",
     "current_backward_pass",
     "current_node",
+    "enter_before_load",
     "foreach_mul",
     "foreach_norm",
     "foreach_types",
@@ -488,8 +488,10 @@ foreach_types: list[type] = getattr(optimizer, "_foreach_supported_types", [])
 """The exact types of parameters that optimizers take all at once; without it, one by one."""
 
 
-def check_before_load(check: Callable[..., None]) -> None:
-    """Have ``check(model, state_dict, assigns=...)`` called before ``model.load_state_dict`` loads.
+def enter_before_load(
+    context: Callable[..., contextlib.AbstractContextManager[None]],
+) -> None:
+    """Have ``model.load_state_dict`` load in ``context(model, state_dict, assigns=...)``.
 
     torch loads one module after the other, calls hooks of a module as late as that, and raises when
     all others are loaded: no hook of a layer can keep what torch loads before it.
@@ -500,7 +502,7 @@ def check_before_load(check: Callable[..., None]) -> None:
     def load_state_dict(
         self: torch.nn.Module, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> Any:
-        check(self, state_dict, assigns=assign)
-        return plain(self, state_dict, strict, assign)
+        with context(self, state_dict, assigns=assign):
+            return plain(self, state_dict, strict, assign)
 
     torch.nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]  # as said

@@ -129,6 +129,22 @@ def test_rows_alone_are_reported_once_for_all_layers(
     ]
 
 
+def test_layers_that_pad_the_same_features_are_reported_in_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "_logged", set())
+    layers = [Linear(64, 33, name=f"padded.{at}") for at in range(4)]
+    with autocast(recipe=recipe.MXFP8BlockScaling()):
+        for layer in (*layers, *layers):
+            layer(torch.ones(32, 64))
+    (line,) = (line for line in caplog.messages if "padded" in line)
+    assert line.startswith("4 layers ('padded.0' (Linear(64, 33)), 'padded.1' (Linear(64, 33)),")
+    assert line.endswith(
+        " and 1 more): pads with zeros, as its products take no such sizes: "
+        "output features by 31, rows to a multiple of 32"
+    )
+
+
 def test_aligned_sizes_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     layer = Linear(64, 32, name="aligned_sizes")
     with autocast(recipe=recipe.MXFP8BlockScaling()):

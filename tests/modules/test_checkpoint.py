@@ -111,6 +111,16 @@ def test_extra_state_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     assert sum("extra_state_is_reported" in line for line in caplog.messages) == 1
 
 
+def test_layers_that_load_alike_are_reported_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    layers = [trained(name=f"loads_alike.{at}") for at in range(4)]
+    model = torch.nn.Sequential(*layers)
+    saved = torch.nn.Sequential(*(Linear(32, 16) for _ in layers)).state_dict()
+    model.load_state_dict(saved)
+    (line,) = (line for line in caplog.messages if "loads_alike" in line)
+    assert line.startswith("4 layers ('loads_alike.0'")
+    assert line.endswith(" and 1 more): no delayed state in the checkpoint; it starts fresh")
+
+
 def test_a_checkpoint_without_state_starts_it_fresh(caplog: pytest.LogCaptureFixture) -> None:
     layer = trained(name="without_state")
     layer.load_state_dict(Linear(32, 16).state_dict())

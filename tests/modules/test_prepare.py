@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,7 +275,29 @@ def test_a_fresh_layer_that_is_evaluated_first_warns_once(caplog: pytest.LogCapt
                 layer(rows(0))
         lines = [line for line in caplog.messages if f"'{layer.name}'" in line]
         assert len(lines) == 1
-        assert "before its first training step" in lines[0]
+        assert "before the first training step" in lines[0]
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_a_fresh_model_that_is_evaluated_first_warns_in_one_line(
+    caplog: pytest.LogCaptureFixture, is_converted: bool
+) -> None:
+    kind = nn.Linear if is_converted else fp8core.Linear
+    model = nn.Sequential(*(kind(32, 32) for _ in range(5)))
+    names = [f"of_a_model_{is_converted}_{at}" for at in range(5)]
+    model = nn.Sequential(OrderedDict(zip(names, model, strict=True)))
+    if is_converted:
+        fp8core.convert(model, RECIPE)
+    prepare(model, RECIPE)
+    for _ in range(2):
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            if not is_converted:
+                stack.enter_context(autocast(recipe=RECIPE))
+            model(rows(0))
+    lines = [line for line in caplog.messages if "first training step" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"5 layers ('{names[0]}' ")
+    assert " and 2 more): evaluated under delayed scaling before" in lines[0]
 
 
 def test_no_other_evaluation_warns(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.collectives import named
 from fp8core.context import recompute, timeline
 from fp8core.context.autocast import Active, active, active_before, active_name
-from fp8core.context.scopes import touch
+from fp8core.context.scopes import touch, warn_of_layer
 from fp8core.dispatch import policy, settings
 from fp8core.dispatch.table import TrackingResolver
 from fp8core.errors import Fp8CoreError, UnsupportedError
@@ -253,10 +253,9 @@ def _bind(
         plan = plan_of(layer.plan_type, recipe, role, binding.activation_dtype)
         states = None
         if binding.is_observing and plan.delayed is None:
-            log_once(
-                f"{layer.label}: calibrating records nothing, as {type(recipe).__name__} has no "
-                f"delayed scales"
-            )
+            recipe_name = type(recipe).__name__
+            text = f"calibrating records nothing, as {recipe_name} has no delayed scales"
+            warn_of_layer(layer.label, text)
         if plan.delayed is not None and layer.count_slot_sets():
             _, records_forward, records_backward, _ = mode
             states = layer.delayed_states(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fp8core.context.scopes import forget_interrupted
+from fp8core.context.scopes import forget_interrupted, warn_of_layer
 from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
 from fp8core.modules.memo import Bindings
@@ -21,7 +21,7 @@ from fp8core.modules.state.loading import (
     state_errors,
 )
 from fp8core.recipe.plan import DelayedPlan, LinearPlan, Plan, SlotNames
-from fp8core.reporting import log_once, logger
+from fp8core.reporting import collect, log_collected, logger
 from fp8core.tensors.delayed_state import (
     BUFFERS,
     META,
@@ -37,7 +37,7 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.private import (
     CHECKPOINTED_MODULE,
     RENAMED_MODULES,
-    check_before_load,
+    enter_before_load,
     is_capturing,
     load_pre_hooks,
     load_pre_hooks_called,
@@ -218,7 +218,7 @@ class DelayedModule(torch.nn.Module):
         self._is_fresh = True
 
     def _warn_if_fresh(self) -> None:
-        """Log once that an evaluation runs at scales that no step has set.
+        """Warn once that an evaluation runs at scales that no step has set.
 
         Looks at the history itself, as a distributed checkpoint is loaded into the buffers without
         a call of the layer.
@@ -228,11 +228,12 @@ class DelayedModule(torch.nn.Module):
         if history.is_meta or (history.is_cuda and is_capturing()):
             return
         if not bool(history.any()):
-            log_once(
-                f"{self.label}: evaluated under delayed scaling before its first training step. "
-                f"Its scales are still 1, at which small values become zero and large ones "
-                f"saturate. Load a checkpoint, train a step, or run some inputs under "
-                f"autocast(enabled=False, calibrating=True, recipe=...) first."
+            warn_of_layer(
+                self.label,
+                "evaluated under delayed scaling before the first training step, at scales that "
+                "are still 1, where small values become zero and large ones saturate. Load a "
+                "checkpoint, train a step, or run some inputs under autocast(enabled=False, "
+                "calibrating=True, recipe=...) first",
             )
 
     def _state(
@@ -333,7 +334,7 @@ class DelayedModule(torch.nn.Module):
             self._take_state(state)
         elif has_weights(self._parameters, state_dict, prefix):
             if saved:
-                log_once(f"{self.label}: no delayed state in the checkpoint; it starts fresh")
+                collect(self.label, "no delayed state in the checkpoint; it starts fresh")
             self.reset_delayed_state()
         else:
             self._buffers.update(saved)
@@ -462,18 +463,19 @@ def _layers_below(
             yield from _layers_below(child, below, gets_parameters)
 
 
-def check_load(model: torch.nn.Module, state_dict: Any, *, assigns: bool) -> None:
-    """Refuse ``state_dict`` before ``model`` loads any entry, if a layer would refuse an entry.
+@contextlib.contextmanager
+def _loading(model: torch.nn.Module, state_dict: Any, *, assigns: bool) -> Iterator[None]:
+    """Refuse ``state_dict`` before ``model`` loads any entry, if a layer would refuse an entry; log
+    after the load what layers say of it, in one line for all.
 
     Errors that show only when torch loads a layer (:func:`_layers_below`) are left to the layer.
 
     Raises:
         RuntimeError: as torch's load_state_dict does.
     """
-    if not isinstance(state_dict, Mapping):
-        return
     errors: list[str] = []
-    for layer, prefix, gets_parameters in _layers_below(model, ""):
+    layers = _layers_below(model, "") if isinstance(state_dict, Mapping) else ()
+    for layer, prefix, gets_parameters in layers:
         errors += layer.load_errors(
             state_dict, prefix, assigns=assigns, checks_parameters=gets_parameters
         )
@@ -483,6 +485,10 @@ def check_load(model: torch.nn.Module, state_dict: Any, *, assigns: bool) -> Non
             f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{lines}\n"
             f"Nothing was loaded."
         )
+    try:
+        yield
+    finally:
+        log_collected()
 
 
-check_before_load(check_load)
+enter_before_load(_loading)

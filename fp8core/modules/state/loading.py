@@ -14,7 +14,7 @@ from fp8core.modules.state.extra_state import (
     read_extra_state,
 )
 from fp8core.recipe.plan import Plan, SlotNames
-from fp8core.reporting import log_once
+from fp8core.reporting import collect
 from fp8core.tensors.checks import fault_of, kind_fault, lacks_memory, misfit
 from fp8core.tensors.delayed_state import BUFFERS, META, differing, read_meta
 from fp8core.tensors.quantized_tensor import QuantizedTensor
@@ -40,7 +40,7 @@ def import_extra_state(value: Any, label: str, plan_type: type[Plan] | None) -> 
     if value is None or (kind_fault(value) is None and not value.numel()):
         return Imported({}, [])
     if plan_type not in READABLE or not may_be_transformer_engine_s(value):
-        log_once(f"{label}: the checkpoint's _extra_state is another library's; not read")
+        collect(label, "the checkpoint's _extra_state is another library's; not read")
         return Imported({}, [])
     try:
         return Imported(read_extra_state(value, plan_type), [])
