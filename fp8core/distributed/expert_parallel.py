@@ -35,7 +35,7 @@ from fp8core.modules.layers.operation import Operation
 from fp8core.modules.run import run_links
 from fp8core.modules.state.loading import Imported
 from fp8core.recipe.plan import HIGH_PRECISION
-from fp8core.tensors.delayed_state import BUFFERS, META
+from fp8core.tensors.delayed_state import BUFFERS, META, LayerStates
 from fp8core.tensors.quantizer_binding import Binding
 from fp8core.torch_ops.private import sharded_parameters
 
@@ -228,6 +228,13 @@ class Experts(LowPrecisionModule):
     def _saved_scales(self) -> SavedScales:
         communicator = named(self.group_name) if self.group_name else None
         return SavedScales(len([*self._linears()]), self.num_local_experts, communicator)
+
+    @override
+    def delayed_states(self, *arguments: Any, **options: Any) -> LayerStates:
+        states = super().delayed_states(*arguments, **options)
+        if self.group_name:
+            states.take_part(named(self.group_name).rank, self.num_ranks)
+        return states
 
     def _describe(self) -> list[str]:
         return [f"num_experts={self.num_experts}", f"num_ranks={self.num_ranks}"]

@@ -106,6 +106,8 @@ class DelayedState:
         # The ranks over which the layer is spread: they exchange codes, and need equal scales.
         self.communicator: Communicator | None = None
         self.order = order
+        # Which part of the layer's slots these are, and of how many: each rank has other experts.
+        self.part = (0, 1)
         # Whether a backward pass that recorded here has failed. Its amaxes are discarded at once,
         # but on the stream of the engine's thread, and a kernel on another stream may still record.
         # So they are discarded again where the next pass begins to record.
@@ -117,6 +119,20 @@ class DelayedState:
     def reduced_over(self) -> GroupReference | None:
         """The group over which the amaxes are reduced, besides the layer's ranks."""
         return self.group if self.plan.reduce_amax else None
+
+    def part_of(self, amaxes: torch.Tensor) -> torch.Tensor:
+        """Return the amaxes of these slots, of ``amaxes`` of all parts of the layer."""
+        at, count = self.part
+        return amaxes if count == 1 else amaxes.view(count, -1)[at]
+
+    def among_all(self) -> torch.Tensor:
+        """Return the newest amaxes among those of all parts of the layer, which are zeros."""
+        newest = self.amax_history[0]
+        if self.part[1] == 1:
+            return newest
+        amaxes = newest.new_zeros(self.part[1] * newest.numel())
+        self.part_of(amaxes).copy_(newest)
+        return amaxes
 
 
 def update_desc(plan: DelayedPlan | None) -> ScaleUpdateDesc | None:
@@ -150,6 +166,10 @@ class LayerStates:
     def spread_over(self, communicator: Communicator) -> None:
         """Have both states reduced over the ranks that the layer is spread over."""
         self.forward.communicator = self.backward.communicator = communicator
+
+    def take_part(self, number: int, count: int) -> None:
+        """Have both states hold part ``number`` of ``count`` of the layer's slots."""
+        self.forward.part = self.backward.part = (number, count)
 
     def slot(self, tensor: str, number: int | None = None) -> Slot:
         """Return the slots of ``tensor``: one entry a set, or that of the set ``number``, counted

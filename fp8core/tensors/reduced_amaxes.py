@@ -5,7 +5,9 @@ recorded, but a list of layers that all ranks have agreed on::
 
     [is_new, is_used, is_idle, is_waiting, amaxes of layer 0, ...]    one all-reduce (MAX)
 
-A layer that a rank skipped adds zeros there, and takes the maximum of the others. ``is_new`` says
+A layer that a rank skipped adds zeros there, and takes the maximum of the others. Of a layer whose
+ranks have other parts, as experts, there are the amaxes of all parts, and a rank adds those of its
+own. ``is_new`` says
 that a rank has recorded in a layer that is not in the list: then all ranks exchange what they have
 used, and the list becomes the union. ``is_used`` says that a rank has recorded in a layer, and
 ``is_idle`` that one has in none: no backward pass of that one could take part in a collective, so
@@ -192,11 +194,12 @@ class _Reduction:
         is_new = not {entry.order for entry in agreed}.issuperset(states)
         members = [None if entry.order in foreign else states.get(entry.order) for entry in agreed]
         flags = self._flags_tensor((is_new, *rank_flags))
-        newest = [
-            state.amax_history[0] if state is not None and slots else flags.new_zeros(slots)
+        sent = [
+            state.among_all() if state is not None and slots else flags.new_zeros(slots)
             for state, (_, _, slots, _) in zip(members, agreed, strict=True)
         ]
-        _reduce_together([flags, *newest], group)
+        flags, *reduced = _largest([flags, *sent], group)
+        _write(members, reduced)
         self._keep(flags)
         return [state for state in members if state is not None]
 
@@ -233,9 +236,9 @@ class _Reduction:
                     f"{_USE}: a CUDA graph captures {state.owner} before the ranks have compared "
                     f"their layers. Run it once before the capture."
                 )
-        newest = [state.amax_history[0] for state in members if slots[state.order]]
-        if newest:
-            _reduce_together(newest, group)
+        reducing = [state for state in members if slots[state.order]]
+        if reducing:
+            _write(reducing, _largest([state.among_all() for state in reducing], group))
         return members
 
     def _agree(self, group: dist.ProcessGroup, *, is_waiting: bool) -> list[_Layer]:
@@ -280,15 +283,27 @@ class _Reduction:
         reduce its amaxes anyway has none here."""
         communicator, scale = state.communicator, state.scale
         is_reduced = communicator is not None and communicator.reference is self._reference
-        slots = 0 if is_reduced else scale.numel()
+        slots = 0 if is_reduced else scale.numel() * state.part[1]
         return _Layer(state.order, state.owner, slots, scale.device.type)
 
 
-def _reduce_together(parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Write the maximum over the ranks to ``parts``, which travel as one tensor."""
+def _largest(parts: list[torch.Tensor], group: dist.ProcessGroup) -> Sequence[torch.Tensor]:
+    """Return the maximum of ``parts`` over the ranks; they travel as one tensor."""
     flat = torch.cat(parts)
     dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-    copy_all(parts, [*torch.split(flat, [part.numel() for part in parts])])
+    return torch.split(flat, [part.numel() for part in parts])
+
+
+def _write(states: Sequence[DelayedState | None], reduced: Sequence[torch.Tensor]) -> None:
+    """Write to each state its part of the amaxes that were reduced for it, if any were."""
+    pairs = [
+        (state.amax_history[0], state.part_of(amaxes))
+        for state, amaxes in zip(states, reduced, strict=True)
+        if state is not None and amaxes.numel()
+    ]
+    if pairs:
+        targets, values = zip(*pairs, strict=True)
+        copy_all([*targets], [*values])
 
 
 def _device_type_of(group: dist.ProcessGroup) -> str:

@@ -95,11 +95,16 @@ def rows_of(kind: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(
-    layer: Experts, recipe: Recipe | None, x: torch.Tensor, grad: torch.Tensor, counts: Any
+    layer: Experts,
+    recipe: Recipe | None,
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    counts: Any,
+    **options: Any,
 ) -> dict[str, Any]:
     leaf = x.clone().requires_grad_()
     torch.manual_seed(SEED)
-    with fp8core.autocast(recipe=recipe, enabled=recipe is not None):
+    with fp8core.autocast(recipe=recipe, enabled=recipe is not None, **options):
         out = layer(leaf, counts)
     out.backward(grad)
     return {
@@ -229,6 +234,11 @@ def work(rank: int) -> dict[str, Any]:
         results = run(layer, RECIPES[recipe], x, grad, torch.tensor(COUNTS[kind][rank]))
         results["bytes"] = {purpose: count.bytes for (_, purpose), count in traffic}
         found[f"{recipe} {kind}"] = results
+    layer, ragged = experts(rank * 2, 2, group=group), COUNTS["ragged"][rank]
+    for _ in range(2):
+        layer.zero_grad()
+        arguments = (layer, RECIPES["delayed"], *rows_of("ragged", rank), ragged)
+        found["reduced"] = run(*arguments, amax_reduction_group=group)
     with_bias = experts(rank * 2, 2, group=group, bias=True)
     x, grad = rows_of("aligned", rank)
     found["bias"] = run(with_bias, RECIPES["block"], x, grad, COUNTS["aligned"][rank])
@@ -301,6 +311,14 @@ def test_experts_over_ranks_are_those_of_one_process(ranks: Ranks) -> None:
             assert torch.equal(found["out"], by_rank(kind, want["out"])[rank]), (recipe, kind)
             assert torch.equal(found["grad"], by_rank(kind, want["grad"])[rank]), (recipe, kind)
             assert same_weights(found, want, rank), (recipe, kind)
+
+
+def test_reduced_amaxes_are_those_of_each_expert(ranks: Ranks) -> None:
+    want = expected("delayed", "ragged")
+    for rank, found in enumerate(one["reduced"] for one in ranks):
+        assert torch.equal(found["out"], by_rank("ragged", want["out"])[rank])
+        assert torch.equal(found["grad"], by_rank("ragged", want["grad"])[rank])
+        assert same_weights(found, want, rank)
 
 
 def test_results_under_nvfp4_are_those_of_one_process(ranks: Ranks) -> None:
