@@ -36,12 +36,12 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 65_800,
+    "lines of fp8core": 66_100,
     "files": 249,
     "files under 100 lines": 39,
     "modules that list names": 1,
     "protocols": 14,
-    "classes of the core": 368,
+    "classes of the core": 369,
     "functions over 60 lines": 10,
     "vague names": 37,
     "docstrings that begin with a pronoun": 0,

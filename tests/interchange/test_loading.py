@@ -11,14 +11,16 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8core
 from fp8core import QuantizedTensor
-from fp8core.checkpoints import load_pretrained, save_pretrained
+from fp8core.checkpoints import load_pretrained, load_quantized, save_pretrained
 from fp8core.errors import OperandError, UnsupportedError
+from fp8core.interchange.checkpoints import reading
 from fp8core.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
     MXFP8BlockScaling,
     Recipe,
+    WeightOnly,
 )
 from tests.interchange.models import (
     QUANTIZED,
@@ -486,3 +488,104 @@ def test_each_rank_reads_its_share(tmp_path: Path) -> None:
             assert torch.equal(value, expected[name]), name
     for name, size in ranks[0]["sizes"].items():
         assert size + ranks[1]["sizes"][name] == expected[name].numel()
+
+
+class Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
+        self.head = torch.nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.fc(x))
+        return result
+
+
+def on_meta(make: Any) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_codes_go_straight_into_a_model_for_inference(name: str, tmp_path: Path) -> None:
+    recipe, method = RECIPES[name]
+    source = model()
+    save_pretrained(source, tmp_path, recipe, method=method)
+    net = on_meta(lambda: model(seed=1))
+    report = load_quantized(tmp_path, net, device="cpu")
+    assert report.stored == QUANTIZED
+    assert not any(parameter.requires_grad for parameter in net.parameters())
+    native, loaded = loaded_into(tmp_path, native=True)
+    chosen = WeightOnly(loaded.recipe) if "nvfp4" in name else loaded.recipe
+    fp8core.convert(native, chosen)
+    tokens = torch.arange(16)
+    with torch.no_grad():
+        assert torch.equal(net(tokens), native(tokens))
+    for key in QUANTIZED:
+        assert net.get_parameter(key).get_usages() == {"rowwise": True, "columnwise": False}
+
+
+def static_checkpoint(folder: Path) -> Path:
+    tensors = {
+        "fc.weight": codes_of((32, 32)),
+        "fc.weight_scale": torch.tensor([0.5]),
+        "fc.input_scale": torch.tensor(0.25),
+        "head.weight": torch.randn(32, 32, dtype=torch.bfloat16),
+    }
+    return write(folder, tensors, scheme(strategy="tensor"))
+
+
+def test_static_scales_of_activations_are_used_and_stay(tmp_path: Path) -> None:
+    net, x = Two(), torch.randn(4, 32, dtype=torch.bfloat16) * 50
+    report = load_quantized(static_checkpoint(tmp_path), net)
+    assert report.stored == ("fc.weight",)  # the head is in high precision in the file
+    assert report.recipe == "DelayedScaling()"
+    weight = net.fc.weight.dequantize().float()
+    codes = (x.float() / 0.25).clamp(-448, 448).to(E4M3).float() * 0.25
+    expected = torch.nn.functional.linear(codes, weight).to(torch.bfloat16)
+    for _ in range(2):  # with gradients on, too
+        assert torch.equal(net.fc(x), expected)
+    assert not torch.equal(codes, x.float())
+
+
+def test_weights_alone_are_read_as_the_config_says(tmp_path: Path) -> None:
+    config = scheme(strategy="channel")
+    config["config_groups"]["group_0"]["input_activations"] = None
+    tensors = {
+        "fc.weight": codes_of((32, 32)),
+        "fc.weight_scale": torch.rand(32, 1) + 0.5,
+        "head.weight": torch.randn(32, 32, dtype=torch.bfloat16),
+    }
+    net, x = Two(), torch.randn(4, 32, dtype=torch.bfloat16)
+    load_quantized(write(tmp_path, tensors, config), net)
+    weight = tensors["fc.weight"].view(E4M3).float() * tensors["fc.weight_scale"]
+    expected = torch.nn.functional.linear(x.float(), weight).to(torch.bfloat16)
+    torch.testing.assert_close(net.fc(x), expected)
+
+
+def test_files_without_codes_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, {k: v.detach() for k, v in Two().state_dict().items()}, None)
+    with pytest.raises(OperandError, match="the files hold no codes"):
+        load_quantized(tmp_path, Two())
+
+
+@pytest.mark.parametrize("load", [load_pretrained, load_quantized])
+def test_an_interrupted_load_leaves_no_model_that_answers(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x = Two(), torch.randn(4, 32, dtype=torch.bfloat16)
+    static_checkpoint(tmp_path)
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "_fill", interrupted)  # of the head, which is in high precision
+        with pytest.raises(KeyboardInterrupt):
+            load(tmp_path, net)
+    for part in (net.fc, net.head):
+        with pytest.raises(OperandError, match=r"load_.*was interrupted"):
+            part(x)
+    load(tmp_path, net)
+    with torch.no_grad():
+        assert net(x).isfinite().all()

@@ -11,12 +11,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 from fp8core.errors import did_you_mean
-from fp8core.interchange.checkpoints import load_pretrained, save_pretrained
+from fp8core.interchange.checkpoints import load_pretrained, load_quantized, save_pretrained
 
 if TYPE_CHECKING:
     from fp8core.integrations.huggingface.quantizer import Fp8CoreConfig, Fp8CoreQuantizer
 
-__all__ = ["Fp8CoreConfig", "Fp8CoreQuantizer", "load_pretrained", "save_pretrained"]
+__all__ = [
+    "Fp8CoreConfig",
+    "Fp8CoreQuantizer",
+    "load_pretrained",
+    "load_quantized",
+    "save_pretrained",
+]
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8core.interchange.checkpoints.reading import Loaded, load_pretrained
+from fp8core.interchange.checkpoints.reading import Loaded, load_pretrained, load_quantized
 from fp8core.interchange.checkpoints.transformer_engine import transformer_engine_state_dict
 from fp8core.interchange.checkpoints.writing import Saved, save_pretrained
 
@@ -10,6 +10,7 @@ __all__ = [
     "Loaded",
     "Saved",
     "load_pretrained",
+    "load_quantized",
     "save_pretrained",
     "transformer_engine_state_dict",
 ]

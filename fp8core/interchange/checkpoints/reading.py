@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from fp8core.conversion.convert import convert, unconvert
+from fp8core.conversion.inference import QuantizationReport, quantize_, unanswering
 from fp8core.conversion.layers import with_attributes_of
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError, did_you_mean
 from fp8core.interchange.checkpoints.files import Checkpoint, Header
 from fp8core.interchange.checkpoints.layouts import Piece, Stored, pieces_of, stored_names
 from fp8core.interchange.checkpoints.stored import StoredWeight, method_of
 from fp8core.interchange.checkpoints.writing import unwrapped
-from fp8core.modules.models.inventory import keyed_modules
+from fp8core.modules.models.inventory import keyed_modules, layers_in
+from fp8core.modules.models.prepare import prepare
 from fp8core.modules.state.delayed import DelayedModule
-from fp8core.recipe import Float8BlockScaling, Recipe
+from fp8core.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Recipe,
+    WeightOnly,
+)
 from fp8core.reporting import log_once, logger, some
 from fp8core.tensors.checks import is_sharded
 from fp8core.tensors.delayed_state import BUFFERS
@@ -25,6 +35,7 @@ from fp8core.tensors.delayed_state import BUFFERS
 # Tensors of quantized layers that a checkpoint may hold and a forward here does not read: scales of
 # activations, which are quantized by their own amax.
 _UNREAD = ("input_scale", "activation_scale", "input_global_scale", "k_scale", "v_scale", "q_scale")
+_STATIC = ("input_scale", "activation_scale")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -52,9 +63,17 @@ class _Target(NamedTuple):
     value: torch.Tensor
     holders: list[tuple[torch.nn.Module, str]]
 
+    def device(self, device: torch.device | str | None) -> torch.device:
+        """Return where its value belongs: ``device``, the CPU if None, for one on meta."""
+        return torch.device(device or "cpu") if self.value.is_meta else self.value.device
+
 
 def load_pretrained(
-    directory: str | os.PathLike[str], model: torch.nn.Module, native: bool = False
+    directory: str | os.PathLike[str],
+    model: torch.nn.Module,
+    native: bool = False,
+    *,
+    device: torch.device | str | None = None,
 ) -> Loaded:
     """Load the checkpoint in ``directory``, of safetensors files, into ``model``.
 
@@ -75,8 +94,9 @@ def load_pretrained(
 
     Args:
         directory: with an index, or with one file.
-        model: has the file's names in its ``state_dict``; parameters on meta get memory on the CPU.
+        model: has the file's names in its ``state_dict``; parameters on meta get memory.
         native: keep the codes.
+        device: where parameters on meta get it, each as it is read; None is the CPU.
 
     Raises:
         OperandError: files, or tensors that the model or the file needs, are missing or too many;
@@ -84,20 +104,91 @@ def load_pretrained(
         UnsupportedError: a quantization method that is not read; with ``native``, codes that no
             recipe multiplies, or a sharded parameter.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise OperandError(f"load_pretrained(model={model!r}): expected a torch.nn.Module.")
-    model = unwrapped(model)
-    checkpoint = Checkpoint(directory)
     where = f"load_pretrained({str(directory)!r})"
-    try:
-        plan = _Plan(checkpoint, _targets(model), native=native)
-    except Fp8CoreError as error:
-        raise type(error)(f"{where}: {error} Nothing was loaded.") from None
-    plan.apply()
+    plan = _plan(where, directory, model, native=native)
+    model = unwrapped(model)
+    with unanswering(where, [model, *plan.modules()]):
+        plan.apply(device)
     for module in model.modules():
         if isinstance(module, DelayedModule):
             module.reset_delayed_state()
     return plan.loaded()
+
+
+def load_quantized(
+    directory: str | os.PathLike[str],
+    model: torch.nn.Module,
+    *,
+    device: torch.device | str | None = None,
+) -> QuantizationReport:
+    """Load the checkpoint in ``directory``, of weights stored as codes, for inference.
+
+    ::
+
+        with accelerate.init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        fp8core.huggingface.load_quantized(directory, model, device="cuda")
+
+    The layers whose weights the files hold as codes are converted as by :func:`fp8core.convert`,
+    take the codes as they are, one tensor after the other, and are stored as by
+    :func:`fp8core.quantize_`: no weight exists in high precision. Where the config leaves
+    activations in high precision, the recipe is a :class:`~fp8core.recipe.WeightOnly`. Scales of
+    activations that the files have for all layers (``input_scale``), beside a scale for each
+    weight, are used as those of :class:`~fp8core.recipe.DelayedScaling`, and never change.
+
+    Args:
+        directory, model: as of :func:`load_pretrained`. The model is put into evaluation mode.
+        device: where all parameters and buffers go; None leaves those with memory where they are.
+
+    Raises:
+        OperandError: the files hold no codes; as of :func:`load_pretrained` and
+            :func:`fp8core.quantize_`. A model whose load was interrupted refuses to answer.
+        UnsupportedError: as of these functions.
+    """
+    where = f"load_quantized({str(directory)!r})"
+    plan = _plan(where, directory, model, native=True)
+    recipe = plan.inference_recipe()
+    if recipe is None:
+        raise OperandError(
+            f"{where}: the files hold no codes. Use load_pretrained(), then fp8core.quantize_()."
+        )
+    model = unwrapped(model.eval())
+    convert(model, recipe, filter=lambda _, path: path in plan.native_layers)
+    try:
+        with unanswering(where, [model, *plan.modules()]):
+            plan.apply(device)
+            if device is not None:
+                model.to(device)
+            if isinstance(recipe, DelayedScaling):
+                _set_scales(model, recipe, plan.take_input_scales())
+    except BaseException:
+        unconvert(model)
+        raise
+    plan.loaded()
+    return quantize_(model)
+
+
+def _plan(
+    where: str, directory: str | os.PathLike[str], model: torch.nn.Module, *, native: bool
+) -> _Plan:
+    """Return what of the files goes where in the model; changes nothing."""
+    if not isinstance(model, torch.nn.Module):
+        raise OperandError(f"{where}: the model is {model!r}, expected a torch.nn.Module.")
+    checkpoint = Checkpoint(directory)
+    try:
+        return _Plan(checkpoint, _targets(unwrapped(model)), native=native)
+    except Fp8CoreError as error:
+        raise type(error)(f"{where}: {error} Nothing was loaded.") from None
+
+
+def _set_scales(
+    model: torch.nn.Module, recipe: DelayedScaling, scales: Mapping[str, torch.Tensor]
+) -> None:
+    """Give the layers of ``scales``, by path, that scale of the input, by which is divided."""
+    prepare(model, recipe)
+    for path, layer in layers_in(model).items():
+        if path in scales:
+            layer.set_scale("input", 1 / scales[path])
 
 
 def _targets(model: torch.nn.Module) -> dict[str, _Target]:
@@ -276,8 +367,46 @@ class _Plan:
         dequantized = [name for name in self._joined if name not in self._native]
         return Loaded(tuple(native), tuple(dequantized), self._recipe, self._unread)
 
-    def apply(self) -> None:
-        """Read the values tensor by tensor into the model."""
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """Yield the modules that get values."""
+        for target in self._targets.values():
+            yield from (module for module, _ in target.holders)
+
+    @property
+    def native_layers(self) -> set[str]:
+        """The paths of the layers that get the file's codes."""
+        return {name.rpartition(".")[0] for name in self._native}
+
+    def inference_recipe(self) -> Recipe | None:
+        """Return the recipe by which the config has layers compute, None if nothing keeps codes."""
+        if not self._native or self._recipe is None:
+            return None
+        methods = {weight.method for weight in self._weights.values()}
+        if all(method.weights_alone for method in methods):
+            return WeightOnly(self._recipe)
+        is_static = self.input_scales().keys() == self.native_layers
+        is_tensorwise = isinstance(self._recipe, Float8CurrentScaling)
+        return DelayedScaling() if is_static and is_tensorwise else self._recipe
+
+    def input_scales(self) -> dict[str, torch.Tensor]:
+        """Return the static scales of inputs, float32 ``[1]``, by the path of the layer."""
+        layers = itertools.product(self.native_layers, _STATIC)
+        paths = {f"{path}.{suffix}": path for path, suffix in layers}
+        read = self._checkpoint.read([name for name in paths if name in self._unread])
+        return {
+            paths[name]: scale.float().reshape(1)
+            for name, scale in read
+            if scale.numel() == 1 and bool(scale.float() > 0)
+        }
+
+    def take_input_scales(self) -> dict[str, torch.Tensor]:
+        """Return :meth:`input_scales`, which then count as read."""
+        scales = self.input_scales()
+        self._unread = tuple(n for n in self._unread if n.rpartition(".")[0] not in scales)
+        return scales
+
+    def apply(self, device: torch.device | str | None = None) -> None:
+        """Read the values tensor by tensor into the model, to ``device`` if it is on meta."""
         by_file = {stored.codes: name for name, stored in self._stored.items()}
         plain = {name: name for name in self._pieces if name not in self._stored}
         for key, value in self._checkpoint.read({**by_file, **plain}):
@@ -295,9 +424,10 @@ class _Plan:
                 joined = self._joined[piece.target]
                 assert isinstance(joined, StoredWeight)
                 assert self._recipe is not None
+                whole = whole.to(target.device(device))
                 _replace(target, joined.quantized(whole, self._recipe, target.value.dtype))
             else:
-                _fill(target, whole)
+                _fill(target, whole, device)
 
     def _gather(self, piece: Piece, value: torch.Tensor) -> torch.Tensor | None:
         """Return the whole tensor that ``piece`` completes; None while pieces of it are missing."""
@@ -353,11 +483,11 @@ def _common_recipe(weights: Iterable[StoredWeight]) -> Recipe | None:
     return recipes[0] if len(recipes) == 1 else None
 
 
-def _fill(target: _Target, value: torch.Tensor) -> None:
-    """Write ``value`` into the target; one on meta is replaced."""
+def _fill(target: _Target, value: torch.Tensor, device: torch.device | str | None) -> None:
+    """Write ``value`` into the target; one on meta is replaced, on ``device``."""
     current = target.value
     if current.is_meta:
-        _replace(target, value.to(current.dtype))
+        _replace(target, value.to(target.device(device), current.dtype))
         return
     with torch.no_grad():
         current.copy_(_share(value, current) if is_sharded(current) else value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,13 +35,15 @@ class Method:
 
     ``block`` is None where the shape of the scales tells a scale for the tensor from one for each
     row. ``is_fp4``: two codes of e2m1 in a byte, under two levels of scales. ``element``: the
-    format of codes of a byte, None where the config leaves it to the files.
+    format of codes of a byte, None where the config leaves it to the files. ``weights_alone``: it
+    says that activations stay in high precision.
     """
 
     name: str
     block: tuple[int, int] | None
     is_fp4: bool = False
     element: str | None = None
+    weights_alone: bool = False
 
 
 def method_of(config: Mapping[str, Any]) -> Method | None:
@@ -90,11 +93,12 @@ def _compressed_method(config: Mapping[str, Any]) -> Method:
     if len(schemes) != len(groups):
         raise UnsupportedError("the quantization_config has a group without weights.")
     methods = {_scheme(weights) for weights in schemes}
+    weights_alone = all(group.get("input_activations", group) is None for group in groups.values())
     if len(methods) != 1:
         raise UnsupportedError(
             "the quantization_config has groups with different schemes; files of one are read."
         )
-    return methods.pop()
+    return dataclasses.replace(methods.pop(), weights_alone=weights_alone)
 
 
 def _scheme(weights: Mapping[str, Any]) -> Method:

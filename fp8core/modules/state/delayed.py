@@ -157,6 +157,20 @@ class DelayedModule(torch.nn.Module):
         """
         self._prepared = self._make_state(plan)
 
+    def set_scale(self, tensor: str, scale: torch.Tensor) -> None:
+        """Give ``tensor``, a slot of forward, the delayed ``scale``, float32 ``[1]``, in the state
+        that :meth:`prepare_delayed_state` created; it then counts as one of a checkpoint."""
+        state = {name: self._buffers[name] for name in BUFFERS}
+        scales = state["scale_fwd"]
+        assert scales is not None
+        names = self._names_of_slots().forward
+        slots = [slot for slot, name in enumerate(names) if name == tensor]
+        scales = scales.clone()
+        scales[slots] = scale.to(scales.device)
+        state["scale_fwd"] = scales
+        self.unbind()
+        self._take_state(state)  # type: ignore[arg-type]  # all of them are there
+
     def _make_state(self, plan: Plan, device: torch.device | None = None) -> tuple[str, int]:
         """Create the buffers that ``plan`` needs, unless the layer has them.
 
