@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from fp8core.errors import UnsupportedError
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.values import is_view, wrapper_like, written
 from fp8core.torch_ops.private import IS_PARAMETER, PIN_MEMORY, no_torch_function, pytree
@@ -86,6 +87,26 @@ class ShardedWeight(torch.Tensor):
         """
         result: torch.Tensor = _Plain.apply(self)  # type: ignore[no-untyped-call]  # torch's
         return result
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array for reading, in the same memory."""
+        array = self.plain().numpy(force=force)
+        array.flags.writeable = False  # a write would not be noticed
+        return array
+
+    def tolist(self) -> Any:
+        """Return the values as lists."""
+        return self._value.tolist()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a write to the array would not be noticed.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "DLPack of a weight that is gathered quantized: use the clone() of its plain()."
+        )
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any

@@ -35,6 +35,7 @@ from tests.distributed.programs import (
     linears,
     sharded,
     train_step,
+    whole,
 )
 from tests.ranks import device, run_ranks
 
@@ -387,6 +388,27 @@ def train(one: Any, chosen: Any) -> list[torch.Tensor]:
         assert x.grad is not None
         results += [y.detach(), x.grad]
     return results
+
+
+def test_the_whole_weight_of_one_rank_can_be_read() -> None:
+    """Torch gives the shard itself where there is no other."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    model = linears(COLUMNS, 256)
+    values = model[0].weight.detach().float().cpu()
+    try:
+        weight = whole(sharded(model, CURRENT)[0].weight).float().cpu()
+    finally:
+        dist.destroy_process_group()
+    assert weight.tolist() == values.tolist()
+    local = gather_quantized(linears(COLUMNS, 256, dtype=torch.float32), CURRENT)[0].weight
+    array = local.detach().cpu().numpy()
+    assert (array == linears(COLUMNS, 256, dtype=torch.float32)[0].weight.tolist()).all()
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 0.0
+    with pytest.raises(RuntimeError, match="requires grad"):
+        local.cpu().numpy()
+    with pytest.raises(UnsupportedError, match="DLPack of a weight that is gathered"):
+        torch.from_dlpack(local.detach())
 
 
 def test_weights_train_before_they_are_sharded() -> None:
