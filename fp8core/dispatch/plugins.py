@@ -30,6 +30,8 @@ from fp8core.errors import PluginError, RecipeError, did_you_mean
 from fp8core.reporting import logger
 
 ENTRY_POINT_GROUP = "fp8core.backends"
+DISABLED = "disabled by FP8CORE_DISABLE_PLUGINS"
+"""The reason of the row of a plug-in that the environment leaves out."""
 LOADING = "loading plug-in %s"
 """Logged, at level DEBUG, before each plug-in is loaded."""
 
@@ -101,7 +103,7 @@ def _fill(registry: Registry, chosen: settings.Settings) -> None:
     for name, source, find in _sources(chosen, absent):
         level = logging.INFO  # somebody wants it so
         if name in chosen.disabled_plugins:
-            reason: str | None = "disabled by FP8CORE_DISABLE_PLUGINS"
+            reason: str | None = DISABLED
         elif name in _set_aside:
             reason = _set_aside[name]
         else:

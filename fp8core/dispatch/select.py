@@ -95,7 +95,9 @@ def choose(
         substitution = substitution or f"no native backend for {device}"
     else:
         failed = [(row.name, row.reason) for row in registry.rows if row.reason is not None]
-        raise UnsupportedError(_refusal(desc, device, verdicts, substitution, failed))
+        refusal = _refusal(desc, device, verdicts, substitution, failed)
+        first, *lines = refusal.splitlines()
+        raise UnsupportedError("\n".join([_left_out(first, registry) or first, *lines]))
     if substitution and environment.strict:
         raise UnsupportedError(
             f"FP8CORE_STRICT=1: {desc} on {device} would run on {backend}: {substitution}."
@@ -138,9 +140,19 @@ def selected_spec(policy: Policy) -> BackendSpec:
         if registry.unusable(spec) is None:
             return spec
     raise UnsupportedError(
-        "no backend can be used here; `fp8core doctor` says why. "
+        _left_out("no backend can be used here", registry)
+        or "no backend can be used here; `fp8core doctor` says why. "
         "Install fp8core with pip, so that its entry points are registered."
     )
+
+
+def _left_out(failure: str, registry: Registry) -> str:
+    """Return ``failure`` with its cause if the environment leaves plug-ins out and no backend for
+    all devices is there; else an empty text."""
+    names = [row.name for row in registry.rows if row.reason == plugins.DISABLED]
+    if not names or any(spec.portable for spec in registry.backends.values()):
+        return ""
+    return f"{failure}: FP8CORE_DISABLE_PLUGINS leaves out {', '.join(names)}; unset it"
 
 
 def named_spec(policy: Policy) -> BackendSpec | None:
@@ -164,6 +176,23 @@ def default_device(policy: Policy) -> torch.device:
     if reason is not None:
         raise UnsupportedError(f"backend {spec.name!r} is selected, but: {reason}")
     return devices_of_kinds(spec.device_types)[0]
+
+
+def why_no_device(device: object, error: str) -> str:
+    """Return the message that torch cannot create tensors on ``device``: the reasons of the
+    backends for its type, or the ``error`` of torch where there is no such backend."""
+    registry, kind = plugins.load(), str(device).partition(":")[0]
+    reasons = {spec: registry.unusable(spec) for spec in registry.by_priority()}
+    usable = [name for spec, reason in reasons.items() if not reason for name in spec.device_types]
+    mine = [f"{s.name}: {why}" for s, why in reasons.items() if why and kind in s.device_types]
+    lines = mine or [f"torch: {error.partition('. ')[0][:200]}"]
+    return "\n  ".join(
+        [
+            f"device={str(device)!r} cannot be used here; devices of usable backends: "
+            f"{', '.join(dict.fromkeys(usable)) or 'none'}",
+            *lines,
+        ]
+    )
 
 
 def verdict(registry: Registry, spec: BackendSpec, desc: OpDesc, device: torch.device) -> Verdict:

@@ -6,11 +6,14 @@ import dataclasses
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 
+from fp8core import formats
 from fp8core.backend_api import OperandSpec
+from fp8core.dispatch.isolation import Failure, attempt, is_a
 from fp8core.errors import RecipeError
 from fp8core.recipe.base import (
     DELAYED,
@@ -265,8 +268,9 @@ class CustomRecipe(Recipe):
         quantization_alignment: accepted for compatibility; layers pad to multiples of the blocks.
 
     Raises:
-        RecipeError: both ways, or neither. When a layer is bound: the factory returns something
-            else, or different plans for the two products of a ``LayerNormMLP``.
+        RecipeError: both ways, or neither; or what the factory returns for a linear layer without
+            a name is in a format that is not registered. When a layer is bound: the factory
+            returns something else, or different plans for the two products of a ``LayerNormMLP``.
     """
 
     family: ClassVar[str | None] = "custom"
@@ -308,6 +312,8 @@ class CustomRecipe(Recipe):
             self._request()
         except RecipeError as error:
             raise RecipeError(f"CustomRecipe: {error}") from None
+        if self.qfactory is not None:
+            _check_formats(self.qfactory)
 
     def _scaling_fields(self) -> list[str]:
         names = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
@@ -382,6 +388,33 @@ class CustomRecipe(Recipe):
         return tuple(makers.items())
 
 
+def _check_formats(qfactory: QuantizerFactory) -> None:
+    """Raise if the factory's answers for a linear layer without a name are in unknown formats.
+
+    A factory that cannot answer for one, and other faults of its answers, are left to the layers.
+    """
+    for tensor in LINEAR_TENSORS:
+        answer = attempt(partial(qfactory, QuantizerRole("linear", tensor)))
+        if isinstance(answer, Failure):
+            if is_a(answer.error, RecipeError):
+                answer.fail("CustomRecipe")
+            return
+        if isinstance(answer, OperandSpec | TensorPlan):
+            _known_formats(tensor, answer)
+
+
+def _known_formats(tensor: str, plan: OperandSpec | TensorPlan) -> None:
+    """Raise if ``plan``, a factory's answer for ``tensor``, has an operand in an unknown format."""
+    for spec in (plan,) if isinstance(plan, OperandSpec) else plan:
+        if isinstance(spec, OperandSpec):
+            try:
+                formats.by_name(spec.format)
+            except RecipeError as error:
+                raise RecipeError(
+                    f"CustomRecipe: qfactory returned for {tensor}: {error}"
+                ) from None
+
+
 def _names_of(role: LayerRole) -> tuple[str, ...]:
     """Return the names of the dense products in a layer, as Transformer Engine has them.
 
@@ -441,6 +474,7 @@ def _tensor_plan(tensor: str, answer: object) -> TensorPlan:
             f"CustomRecipe: qfactory returned {answer!r} for {tensor}; expected an OperandSpec, "
             f"a TensorPlan, a DelayedScalingRequest, or a quantizer, which has {', '.join(_VERBS)}."
         )
+    _known_formats(tensor, plan)
     if plan.is_delayed:
         raise RecipeError(
             f"CustomRecipe: qfactory returned a delayed OperandSpec for {tensor}; "

@@ -160,7 +160,14 @@ def test_asking_for_an_installed_broken_plugin_gives_the_reason(answer: dict[str
     )
 
 
-def test_only_the_variable_that_no_plugin_declares_warns(answer: dict[str, Any]) -> None:
-    assert answer["stderr"].splitlines() == [
+def test_broken_plugins_and_the_variable_that_no_plugin_declares_warn(
+    answer: dict[str, Any],
+) -> None:
+    *broken, variable = answer["stderr"].splitlines()
+    names = ["toy_broken", "toy_misspelt"]
+    assert [line.partition(" is not used: ")[0] for line in broken] == [
+        f"plug-in {name}" for name in names
+    ]
+    assert [variable] == [
         "FP8CORE_TOY_TILE is set, but nothing reads it. Did you mean 'FP8CORE_TOY_TILES'?"
     ]

@@ -11,9 +11,10 @@ import torch
 
 import fp8core
 from fp8core import formats, recipe
-from fp8core.dispatch import plugins, table
+from fp8core.backend_api import OperandSpec, QuantizeDesc
+from fp8core.dispatch import plugins, policy, select, table
 from fp8core.dispatch.registry import PluginRow, Registry
-from fp8core.errors import PluginError, RecipeError
+from fp8core.errors import PluginError, RecipeError, UnsupportedError
 from tests.dispatch import toys
 
 MODULE = """
@@ -104,6 +105,33 @@ def test_asking_for_a_disabled_backend_says_that_it_is_disabled(
     monkeypatch.setenv("FP8CORE_DISABLE_PLUGINS", "reference")
     with pytest.raises(PluginError, match="disabled by FP8CORE_DISABLE_PLUGINS"):
         fp8core.use_backend("reference")
+
+
+def test_the_variable_that_leaves_the_reference_out_is_named_as_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = "FP8CORE_DISABLE_PLUGINS leaves out reference; unset it"
+    monkeypatch.setenv("FP8CORE_DISABLE_PLUGINS", "reference")
+    plugins.reload()
+    with pytest.raises(UnsupportedError, match=f"^no backend can be used here: {said}$"):
+        fp8core.Linear(32, 32)
+    layer = fp8core.Linear(32, 32, device="cpu", name="left_out")
+    with pytest.raises(UnsupportedError, match=f"no backend runs .* on cpu: {said}\n"):
+        layer(torch.ones(2, 32))
+
+
+def test_a_variable_that_leaves_another_plugin_out_is_no_cause(
+    monkeypatch: pytest.MonkeyPatch, install: toys.Install
+) -> None:
+    monkeypatch.setenv("FP8CORE_DISABLE_PLUGINS", "toy_module")
+    install(toy_module=MODULE)
+    desc = QuantizeDesc(torch.bfloat16, OperandSpec("toy8", (0, 0), 31.0), None)
+    with pytest.raises(UnsupportedError) as caught:
+        select.choose(desc, torch.device("cpu"), policy.current())
+    assert "unset it" not in str(caught.value)
+    assert "plug-in toy_module is not used: disabled by FP8CORE_DISABLE_PLUGINS" in str(
+        caught.value
+    )
 
 
 def test_backend_is_imported_on_first_use_only() -> None:

@@ -15,6 +15,7 @@ import torch
 import fp8core
 from fp8core.backend_api import DequantizeDesc, OpDesc
 from fp8core.dispatch import policy, select, table
+from fp8core.dispatch.registry import Registry
 from fp8core.errors import RecipeError, UnsupportedError
 from tests import forked
 from tests.dispatch import toys
@@ -284,7 +285,7 @@ def test_selected_backend_is_the_best_usable_one() -> None:
 
 
 def test_no_usable_backend_names_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FP8CORE_DISABLE_PLUGINS", "reference")
+    monkeypatch.setattr(Registry, "unusable", lambda registry, spec: "no driver")
     with pytest.raises(UnsupportedError, match="`fp8core doctor` says why"):
         select.selected_spec(policy.current())
 

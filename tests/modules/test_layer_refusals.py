@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,6 +28,7 @@ from fp8core import (
 )
 from fp8core.backend_api import ACTIVATIONS
 from fp8core.modules.layers.linear import NOT_OFFERED
+from tests import forked
 from tests.modules.transformer_oracle import FFN, HEADS, B, H, S, new_attention, new_layer, states
 from tests.refusals import Refusal, unrefused
 
@@ -301,3 +304,24 @@ def test_m_splits_on_meta_are_refused_by_name() -> None:
     layer = GroupedLinear(3, 32, 16, device="meta")
     with pytest.raises(OperandError, match="has no values"), autocast(recipe="current"):
         layer(torch.randn(8, 32, device="meta"), torch.tensor([5, 0, 3], device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        ("cuda", "  cuda: torch .* is built without CUDA$"),
+        ("npu", "  ascend: torch_npu is not installed$"),
+        ("cpuu", "  torch: Expected one of cpu, cuda, "),
+    ],
+)
+def test_a_device_that_torch_has_not_is_refused_with_the_reason(device: str, reason: str) -> None:
+    if device != "cpuu" and hasattr(torch, device) and getattr(torch, device).is_available():
+        pytest.skip(f"has a device of type {device}")
+    said = f"^device='{device}' cannot be used here; devices of usable backends: .*cpu"
+    program = (
+        "import fp8core\n"
+        f"try: fp8core.Linear(8, 8, device={device!r})\n"
+        "except fp8core.UnsupportedError as error: print(error)"
+    )
+    done = forked.run([sys.executable, "-c", program])
+    assert re.search(f"{said}.*\n{reason}", done.stdout, re.MULTILINE), done.stdout + done.stderr

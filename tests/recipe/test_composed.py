@@ -46,6 +46,24 @@ def test_neither_way_is_refused() -> None:
         CustomRecipe()
 
 
+def test_a_misspelt_format_fails_when_the_recipe_is_made_and_lists_the_formats() -> None:
+    misspelt = OperandSpec("e4m4", (0, 0), 448.0)
+    said = r"returned for input: no format 'e4m4'; known: e2m1, e4m3.* Did you mean 'e4m3'\?"
+    for answer in (misspelt, TensorPlan(TENSOR, misspelt)):
+        with pytest.raises(RecipeError, match=said):
+            CustomRecipe(always(answer))
+    with pytest.raises(RecipeError, match=r"no format 'hybird'; .* Did you mean 'hybrid'\?"):
+        CustomRecipe(lambda role: DelayedScalingRequest(fp8_format="hybird"))
+
+
+def test_a_factory_that_needs_names_is_asked_again_for_a_layer() -> None:
+    answers = {"fc1": OperandSpec("e4m4", (0, 0), 448.0), "fc2": TENSOR}
+    chosen = CustomRecipe(lambda role: answers[role.name])
+    assert chosen.plan(LayerRole(name="fc2"), torch.bfloat16).fprop.a == TENSOR
+    with pytest.raises(RecipeError, match="no format 'e4m4'"):
+        chosen.plan(LayerRole(name="fc1"), torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -87,7 +105,9 @@ def test_factory_is_asked_for_each_tensor_with_its_role() -> None:
         asked.append(role)
         return ROW
 
-    CustomRecipe(factory).plan(LayerRole("grouped_linear", "moe.experts"), torch.bfloat16)
+    chosen = CustomRecipe(factory)
+    asked.clear()
+    chosen.plan(LayerRole("grouped_linear", "moe.experts"), torch.bfloat16)
     assert asked == [
         QuantizerRole("grouped_linear", tensor, "moe.experts")
         for tensor in ("input", "weight", "grad_output")
@@ -102,7 +122,9 @@ def test_factory_is_asked_for_both_products_of_a_mlp(name: str | None, prefix: s
         asked.append(role)
         return ROW
 
-    CustomRecipe(factory).plan(LayerRole("layernorm_mlp", name), torch.bfloat16)
+    chosen = CustomRecipe(factory)
+    asked.clear()
+    chosen.plan(LayerRole("layernorm_mlp", name), torch.bfloat16)
     assert asked == [
         QuantizerRole("linear", tensor, f"{prefix}{product}")
         for product in ("fc1", "fc2")

@@ -62,12 +62,20 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
 
     None is torch's default device if one was set, as by ``with torch.device(...)`` or
     ``torch.set_default_device``; else the selected backend's.
+
+    Raises:
+        UnsupportedError: torch has no such device here; says why backends cannot use it either.
     """
     if device is None:
         # torch.get_default_device() answers cpu also where nobody has set one.
         is_set = any(isinstance(mode, DeviceContext) for mode in function_modes())
         device = None if is_set else select.default_device(policy.current())
-    return torch.empty(0, device=device).device
+    try:
+        return torch.empty(0, device=device).device
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, RuntimeError) as error:
+        raise UnsupportedError(select.why_no_device(device, str(error))) from None
 
 
 def materialize(module: torch.nn.Module, device: torch.device) -> None:
