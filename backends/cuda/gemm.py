@@ -4,7 +4,7 @@ algorithm was timed on the device."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,6 +20,7 @@ from fp8core_backends.cuda.layout import (
     TILED,
     round_up,
     row_step,
+    row_stride,
     scale_mode,
     scale_strides,
     scales,
@@ -31,8 +32,10 @@ from fp8core_backends.cuda.stream import index_of, raw_stream
 from fp8core_backends.cuda.transposition import RowsAdjacent
 
 _MAX_PLANS = 4096  # of one descriptor
-_Key: TypeAlias = "tuple[int, int, int, int, bool, int]"
-"""m, n, k of a, k of b, whether there is no bias, and the addresses' alignment in bytes."""
+_FEW_ROWS = 64  # of products that read the weight once
+_Key: TypeAlias = "tuple[int, int, int, int, int, bool, int]"
+"""m, n, k, bytes between rows of a and of b, whether there is no bias, and the addresses' alignment
+in bytes."""
 
 
 _SCALES: dict[str, Callable[[int, int], tuple[int, int]]] = {
@@ -123,8 +126,8 @@ class LowPrecisionGemm:
         b_data, b_scale_inv, _ = b
         m, k = a_data.shape
         n, b_k = b_data.shape
-        plan = self._plans.get((m, n, k, b_k, True, ALIGNMENT_OF_ALLOCATIONS))
-        if plan is None or out is not None or bias is not None or a_scale_inv is None:
+        plan = self._plans.get((m, n, k, k, b_k, True, ALIGNMENT_OF_ALLOCATIONS))
+        if plan is None or out is not None or bias is not None or a_scale_inv is None or b_k != k:
             return self._arrange(a, b, bias, out)
         run, candidate, workspace_bytes, a_strides, b_strides = plan
         if (
@@ -179,7 +182,7 @@ class LowPrecisionGemm:
             if desc.accumulate:
                 d.zero_()
         assert b.scale_inv is not None
-        a_data, b_data = self._rows_adjacent(a.data), self._rows_adjacent(b.data)
+        (a_data, a_pitch), (b_data, b_pitch) = map(self._readable, (a.data, b.data))
         a_mode, b_mode = self._modes
         a_scale_inv = None if a.scale_inv is None else scales(a_mode, a.scale_inv)
         b_scale_inv = scales(b_mode, b.scale_inv)
@@ -193,7 +196,7 @@ class LowPrecisionGemm:
         )
         bits = addresses[0] | addresses[2] | addresses[4] | addresses[5]  # all but the scales'
         alignment = ALIGNMENT if bits % ALIGNMENT_OF_ALLOCATIONS else ALIGNMENT_OF_ALLOCATIONS
-        key = (m, n, k, k, bias is None, alignment)
+        key = (m, n, k, a_pitch, b_pitch, bias is None, alignment)
         plan = self._plans[key] if key in self._plans else self._plan(key, addresses, d)
         if plan is None:
             assert bias is not None
@@ -203,24 +206,46 @@ class LowPrecisionGemm:
             increment_version(out)  # torch does not see cuBLASLt's write
         return d
 
+    def _readable(self, codes: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return ``codes`` as cuBLASLt reads them, and the bytes from one row to the next."""
+        pitch = row_stride(codes)
+        if pitch is None or (pitch | codes.data_ptr()) % ALIGNMENT:
+            codes = self._rows_adjacent(codes)
+            pitch = codes.shape[1]
+        return codes, pitch
+
     def _of_whole_steps(
         self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Multiply whole steps of rows, and return those of ``a``: the others are products of
         whatever lies behind it."""
         desc, empty = self._desc, self._empty
-        (m, k), n = a.data.shape, b.data.shape[0]
-        assert a.scale_inv is not None
+        m, n = a.data.shape[0], b.data.shape[0]
         rows = round_up(m, self._row_step)
-        strides = scale_strides(self._modes[0], rows, k)
-        scale_inv = with_rows(a.scale_inv, rows, strides, empty)
-        whole = Operand(with_rows(a.data, rows, (k, 1), empty), scale_inv)
         total = None
         if desc.accumulate and out is not None:
             total = empty((rows, n), (n, 1), out.dtype)
             total[:m] = out
-        product = self(whole, b, bias=bias, out=total)[:m]
+        product = self(self._with_rows(a, rows), b, bias=bias, out=total)[:m]
         return product if out is None else out.copy_(product)
+
+    def _with_rows(self, a: Operand, rows: int) -> Operand:
+        """Return ``a`` with as many rows: its own, and after them whatever lies behind it."""
+        (mode, _), k, scale_inv = self._modes, a.data.shape[1], a.scale_inv
+        if scale_inv is not None and mode not in ("tensor", *TILED):  # tiles are of 128 rows
+            scale_inv = with_rows(scale_inv, rows, scale_strides(mode, rows, k), self._empty)
+        return Operand(with_rows(a.data, rows, (k, 1), self._empty), scale_inv)
+
+    def planned_rows(self, rows: int) -> int:
+        """Return how many rows are multiplied of a group of ``rows``, so that not every size has a
+        plan: up to ``ALIGNMENT`` more, but few of a group that has few."""
+        return round_up(rows, self._row_step if rows <= _FEW_ROWS else ALIGNMENT)
+
+    def with_rows_behind(
+        self, a: Operand, b: Operand, out: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        """Multiply ``a`` and as many rows behind it as ``out`` has more, which may hold anything."""
+        self(self._with_rows(a, out.shape[0]), b, bias=bias, out=out)
 
     def _check(
         self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor | None
@@ -268,7 +293,7 @@ class LowPrecisionGemm:
 
     def _plan(self, key: _Key, addresses: autotune.Addresses, d: torch.Tensor) -> _Plan | None:
         """Return the plan of a problem, None for one that cuBLASLt has without the bias alone."""
-        is_unbiased = key[4]
+        is_unbiased = key[5]
         try:
             plan = self._timed_plan(key, addresses, d)
         except UnsupportedError as error:
@@ -284,16 +309,17 @@ class LowPrecisionGemm:
         return plan
 
     def _timed_plan(self, key: _Key, addresses: autotune.Addresses, d: torch.Tensor) -> _Plan:
-        m, n, k, _, is_unbiased, alignment = key
+        m, n, k, *pitches, is_unbiased, alignment = key
         desc = self._desc
-        gemm = self._native_gemm((m, n, k), is_unbiased, alignment)
+        gemm = self._native_gemm((m, n, k), pitches, is_unbiased, alignment)
         if self._whole_rows and autotune.takes_the_first():
             # The bits of the whole product's rows.
-            whole = self._native_gemm((self._whole_rows, n, k), is_unbiased, alignment)
+            sizes = self._whole_rows, n, k
+            whole = self._native_gemm(sizes, pitches, is_unbiased, alignment)
             candidate = autotune.same_algorithm(gemm, whole, str(desc))
         else:
             sizes = autotune.bucket(m), n, autotune.bucket(k)
-            name = str(self._describe(sizes, is_unbiased, alignment))
+            name = str(self._describe(sizes, sizes[2:] * 2, is_unbiased, alignment))
             # Timing runs many times, so it must not run on the caller's sum.
             accumulated = d if desc.accumulate else None
             candidate = autotune.choose(gemm, name, addresses, d.device, accumulated)
@@ -303,8 +329,14 @@ class LowPrecisionGemm:
         ]
         return _Plan(gemm.run, candidate, gemm.workspace_bytes(candidate), *strides)
 
-    def _native_gemm(self, sizes: tuple[int, int, int], is_unbiased: bool, alignment: int) -> Any:
-        problem = self._describe(sizes, is_unbiased, alignment)
+    def _native_gemm(
+        self,
+        sizes: tuple[int, int, int],
+        pitches: Sequence[int],
+        is_unbiased: bool,
+        alignment: int,
+    ) -> Any:
+        problem = self._describe(sizes, pitches, is_unbiased, alignment)
         try:
             return self._native.Gemm(
                 problem, self._index, autotune.MAX_WORKSPACE, autotune.NUM_CANDIDATES
@@ -313,23 +345,40 @@ class LowPrecisionGemm:
             m, n, k = sizes
             raise UnsupportedError(f"{self._desc} with m={m}, n={n}, k={k}: {error}") from None
 
-    def _describe(self, sizes: tuple[int, int, int], is_unbiased: bool, alignment: int) -> Any:
-        """Return the native descriptor of a product of these m, n and k."""
+    def _describe(
+        self,
+        sizes: tuple[int, int, int],
+        pitches: Sequence[int],
+        is_unbiased: bool,
+        alignment: int,
+    ) -> Any:
+        """Return the native descriptor of a product of these m, n and k, and of operands with so
+        many bytes between rows."""
         native, desc = self._native, self._desc
         types, modes = native.ElementType.__members__, native.ScaleMode.__members__
         m, n, k = sizes
-        k = 2 * k if self._a_type == "e2m1" else k  # two elements a byte
+        per_byte = 2 if self._a_type == "e2m1" else 1
         assert desc.b is not None
+        elements = self._a_type, desc.b.format
         operands = [
-            native.OperandDesc(types[element], modes[mode], True, k)
-            for element, mode in zip((self._a_type, desc.b.format), self._modes, strict=True)
+            native.OperandDesc(types[element], modes[mode], True, per_byte * pitch)
+            for element, mode, pitch in zip(elements, self._modes, pitches, strict=True)
         ]
         out = types[DTYPES[desc.out_dtype]]
         bias = types["bfloat16"] if desc.out_dtype == torch.float32 else out
         # Block-scaled kernels add up every 128 elements in float32: there is nothing faster.
         is_fast = desc.fast_accumulation and not (BLOCKS | TILED).intersection(self._modes)
         return native.GemmDesc(
-            m, n, k, *operands, out, not is_unbiased, bias, desc.accumulate, is_fast, alignment
+            m,
+            n,
+            per_byte * k,
+            *operands,
+            out,
+            not is_unbiased,
+            bias,
+            desc.accumulate,
+            is_fast,
+            alignment,
         )
 
 

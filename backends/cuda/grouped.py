@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import GroupedGemmDesc, Operand, split_groups
+from fp8core_backends.cuda.gemm import LowPrecisionGemm
+from fp8core_backends.cuda.layout import ALIGNMENT
 
 
 def bind_grouped_gemm(
@@ -27,16 +29,24 @@ def _stacking(desc: GroupedGemmDesc, dense: Callable[..., torch.Tensor]) -> Call
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         bounds = group_offsets.tolist()
+        count, whole = a.data.shape[0], None
         if out is None:
-            shape = (a.data.shape[0], b[0].data.shape[0])
+            if isinstance(dense, LowPrecisionGemm) and not desc.accumulate:
+                whole = dense
+            size = (count if whole is None else count + ALIGNMENT, b[0].data.shape[0])
             new = torch.zeros if desc.accumulate else torch.empty
-            out = new(shape, dtype=desc.out_dtype, device=a.data.device)
+            out = new(size, dtype=desc.out_dtype, device=a.data.device)
         biases = [None] * len(b) if bias is None else bias
         for group, part in enumerate(split_groups(desc.a, a, bounds, 0)):
             # [m_g, k] x [n, k] -> [m_g, n]
-            rows = out[bounds[group] : bounds[group + 1]]
-            dense(part, b[group], bias=biases[group], out=rows)
-        return out
+            start, end = bounds[group], bounds[group + 1]
+            if whole is not None and end > start:
+                # What it computes too much lies in the rows of the next groups, which follow.
+                rows = out[start : start + whole.planned_rows(end - start)]
+                whole.with_rows_behind(part, b[group], rows, biases[group])
+            else:
+                dense(part, b[group], bias=biases[group], out=out[start:end])
+        return out[:count]
 
     return run
 
