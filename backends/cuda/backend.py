@@ -83,16 +83,16 @@ class CudaBackend:
     def alignment(self, desc: GemmDesc) -> Alignment:
         """Return the alignment that cuBLASLt needs: rows of 16 bytes in operands and result.
 
-        How many rows there are is free but for byte scales; see ``row_step`` of the layout.
+        How many rows there are is free; see ``row_step`` of the layout.
         """
         if not desc.low_precision:
             return Alignment()
         if isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device:
             return Alignment(n=_K, k=1 if desc.contract_groups else _K)  # groups cannot be padded
-        modes = [scale_mode(spec) for spec in (desc.a, desc.b) if spec is not None]
-        if modes[0] in TILED:  # whole blocks of 32; two elements of e2m1 a byte
-            return Alignment(m=_K, n=_K, k=2 * _K)
-        return Alignment(n=_K, k=_K)
+        # Of bytes: whole blocks of 32; two elements of e2m1 a byte.
+        is_tiled = desc.a is not None and scale_mode(desc.a) in TILED
+        is_of_groups = isinstance(desc, GroupedGemmDesc) and desc.contract_groups  # GROUP_STEP
+        return Alignment(n=_K, k=2 * _K if is_tiled or is_of_groups else _K)
 
     def numerics(self, desc: OpDesc, device: torch.device) -> Numerics:
         """Return how much less than float32 the tensor cores keep of a sum.

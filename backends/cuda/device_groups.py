@@ -1,4 +1,5 @@
-"""Groups whose sizes only the device knows: one cast and one product for all of them.
+"""Groups whose sizes only the device knows: one cast and one product for all of them; and the same
+cast of groups whose sizes the host knows.
 
 Nothing here reads an offset, which would wait for the device: tensors whose sizes depend on offsets
 are allocated as large as they can become, and the kernels read the offsets.
@@ -6,6 +7,7 @@ are allocated as large as they can become, and the kernels read the offsets.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -27,8 +29,10 @@ from fp8core_backends.cuda.layout import (
     DTYPES,
     adjacent_columns,
     empty_scales,
+    group_pitch,
     round_up,
     scale_mode,
+    slots_of,
     wrong_dtype,
 )
 from fp8core_backends.cuda.memory import allocator
@@ -48,6 +52,7 @@ class DeviceQuantize:
         "_dtype",
         "_empty",
         "_is_delayed",
+        "_is_padded",
         "_mode",
         "_native_cast",
         "_rowwise",
@@ -62,6 +67,7 @@ class DeviceQuantize:
         self._mode: str = mode
         self._dtype = desc.dtype
         self._is_delayed = spec.delayed
+        self._is_padded = desc.padded > 0
         self._rowwise = desc.rowwise is not None
         self._columnwise = desc.columnwise is not None
         self._device = torch.device("cuda", index_of(device))
@@ -91,6 +97,7 @@ class DeviceQuantize:
         operands: list[Operand | None] = [None, None]
         outputs = [(0, 0, 1), (0, 0, 1)]  # codes, scale_inv and its pitch
         length = GROUP_STEP * (rows // GROUP_STEP + groups)
+        pitch = group_pitch(length) if self._is_padded else length
         scales = self._scales(rows, cols, groups)
         if not cols:
             for scale_inv, _ in scales:
@@ -98,13 +105,14 @@ class DeviceQuantize:
                     (1.0 / scale).reshape(scale_inv.shape)
                 )
         if self._rowwise:
-            codes = self._empty((max(rows, 1), cols), (cols, 1), torch.uint8)
+            # Room behind the last group: products take whole steps of rows.
+            codes = self._empty((rows + ALIGNMENT, cols), (cols, 1), torch.uint8)
             outputs[0] = (codes.data_ptr(), scales[0][0].data_ptr(), scales[0][1])
             operands[0] = Operand(codes[:rows], scales[0][0])
         if self._columnwise:
-            codes = self._empty((cols, length), (length, 1), torch.uint8)
+            codes = self._empty((cols, pitch), (pitch, 1), torch.uint8)
             outputs[1] = (codes.data_ptr(), scales[1][0].data_ptr(), scales[1][1])
-            operands[1] = Operand(codes, scales[1][0])
+            operands[1] = Operand(codes[:, :length], scales[1][0])
         if not cols:
             return Quantized(*operands)  # without an element there is no address to write to
         if self._mode == "tensor":  # one scale a group for both orientations
@@ -117,11 +125,9 @@ class DeviceQuantize:
             stride,
             *outputs[0],
             *outputs[1],
-            0 if scale is None else scale.data_ptr(),
-            0 if amax_out is None else amax_out.data_ptr(),
-            0 if nonfinite_out is None else nonfinite_out.data_ptr(),
+            *slots_of(scale, amax_out, nonfinite_out),
             0 if workspace is None else workspace.data_ptr(),
-            length,  # bytes between the rows of the columnwise codes
+            pitch,  # bytes between the rows of the columnwise codes
             0 if amax is None else 1,  # whether the workspace holds amaxes
             offsets.data_ptr(),
             groups,
@@ -153,6 +159,52 @@ class DeviceQuantize:
         if self._mode in BLOCKS or self._is_delayed:
             return None
         return self._empty((size,), (1,), torch.float32)
+
+
+class PaddedGroups:
+    """A cast of groups whose sizes the host knows, which pads them: by ``cast``, that of sizes on
+    the device. A launch stores the offsets there."""
+
+    __slots__ = ("_blocks", "_cast", "_empty", "_index", "_store", "kernel")
+
+    def __init__(self, desc: QuantizeDesc, cast: DeviceQuantize, index: int, native: Any) -> None:
+        row, column = desc.rowwise, desc.columnwise
+        # Along the groups, rows under one scale of each operand.
+        self._blocks = (
+            0 if row is None else row.block[0],
+            0 if column is None else column.block[1],
+        )
+        self._cast = cast
+        self._index = index
+        self._empty = allocator(self._index)
+        self._store = native.store_group_offsets
+        self.kernel = cast.kernel
+
+    def __call__(
+        self, x: torch.Tensor, group_offsets: torch.Tensor, **slots: torch.Tensor | None
+    ) -> Quantized:
+        """Quantize; see the backend API."""
+        bounds: list[int] = group_offsets.tolist()
+        offsets = self._empty((len(bounds),), (1,), torch.int64)
+        self._store((offsets.data_ptr(), bounds), self._index, raw_stream(self._index))
+        row, column = self._cast(x, offsets, **slots)
+        sizes = [end - start for start, end in itertools.pairwise(bounds)]
+        if row is not None:
+            row = _cut_scales(row, 0, sizes, self._blocks[0])
+        if column is not None:
+            codes = column.data[:, : sum(round_up(size, GROUP_STEP) for size in sizes)]
+            column = _cut_scales(column._replace(data=codes), 1, sizes, self._blocks[1])
+        return Quantized(row, column)
+
+
+def _cut_scales(operand: Operand, dim: int, sizes: Sequence[int], block: int) -> Operand:
+    """Return ``operand`` without the scales beyond those of groups of ``sizes`` along ``dim``, of
+    which one covers ``block`` rows."""
+    if block <= 1:
+        return operand
+    assert operand.scale_inv is not None
+    count = sum(-(-size // block) for size in sizes)
+    return operand._replace(scale_inv=operand.scale_inv.narrow(dim, 0, count))
 
 
 class DeviceGroupedGemm:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from fp8core.backend_api import OperandError, OperandSpec
+from fp8core.backend_api import GROUP_STEP, OperandError, OperandSpec
 from fp8core_backends.cuda.memory import Empty
 from fp8core_backends.cuda.operations import first_problem
 
@@ -91,8 +91,8 @@ def spec_problem(spec: OperandSpec | None) -> str | None:
 
 def row_step(mode: str) -> int:
     """Return what the rows of a product's first operand are multiples of, by its scales' mode:
-    vectors of scales come in fours of rows."""
-    return 4 if mode == "vec128" else 1
+    vectors of scales come in fours of rows, and products with tiles of scales take sixteens."""
+    return ALIGNMENT if mode in TILED else 4 if mode == "vec128" else 1
 
 
 def scale_strides(mode: str, rows: int, k: int) -> tuple[int, int]:
@@ -106,6 +106,12 @@ def column_pitch(rows: int) -> int:
     """Return the bytes from one row of columnwise codes to the next, of a tensor of ``rows``: the
     casts store 16 codes at once where each row begins at a multiple of as many."""
     return round_up(rows, ALIGNMENT)
+
+
+def group_pitch(length: int) -> int:
+    """Return the bytes from one row of columnwise codes of groups to the next, for ``length`` codes
+    in a row: one of 32 sizes an octave, as products have a plan for each."""
+    return round_up(length, max(1 << max(length.bit_length() - 6, 0), GROUP_STEP))
 
 
 def empty_codes(mode: str, rows: int, k: int, empty: Empty, pitch: int) -> torch.Tensor:

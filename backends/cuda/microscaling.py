@@ -16,6 +16,7 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.cuda.gemm import LowPrecisionGemm
 from fp8core_backends.cuda.layout import (
+    ALIGNMENT,
     DTYPES,
     Slots,
     adjacent_columns,
@@ -91,12 +92,12 @@ class ByteScaled:
             raise wrong_dtype("quantize", x.dtype, self._desc.dtype)
         self._check(rows, cols)
         row = self._allocate(self._desc.rowwise, rows, cols)
-        column = self._allocate(self._desc.columnwise, cols, rows)
+        column = self._allocate(self._desc.columnwise, cols, self._column_rows(rows))
         if not (rows and cols):
             return Quantized(row.operand, column.operand)
         x, stride = adjacent_columns(x)
         count = 0 if nonfinite_out is None else nonfinite_out.data_ptr()
-        quantized, results, _workspace = self._results(row, column, rng, count)
+        quantized, results, _workspace = self._results(rows, row, column, rng, count)
         self.native_cast((x.data_ptr(), rows, cols, stride, *results), raw_stream(self._index))
         return quantized
 
@@ -109,29 +110,35 @@ class ByteScaled:
         """
         self._check(rows, cols)
         row = self._allocate(self._desc.rowwise, rows, cols)
-        column = self._allocate(self._desc.columnwise, cols, rows)
-        return self._results(row, column, rng, slots[2])
+        column = self._allocate(self._desc.columnwise, cols, self._column_rows(rows))
+        return self._results(rows, row, column, rng, slots[2])
+
+    def _column_rows(self, rows: int) -> int:
+        """Return the rows of the columnwise operand: those of the tensor, and zeros."""
+        return round_up(rows, self._desc.padded or 1)
 
     def _results(
-        self, row: _Output, column: _Output, rng: torch.Tensor | None, count: int
+        self, rows: int, row: _Output, column: _Output, rng: torch.Tensor | None, count: int
     ) -> tuple[Quantized, tuple[int, ...], torch.Tensor | None]:
         """Return the result, the arguments of the native cast that follow those of the tensor, and
         the workspace."""
         quantized = Quantized(row.operand, column.operand)
         addresses = (*row[1:4], *column[1:4])
         if not self._is_fp4:
-            return quantized, (*addresses, count), None
+            return quantized, (*addresses, count, self._column_rows(rows)), None
         seed, offset = (0, 0) if rng is None else rng.tolist()
         workspace = torch.empty(self._partials, dtype=torch.float32, device=self._device)
         globals_ = (row.global_scale_inv, column.global_scale_inv)
-        arguments = (*addresses, *globals_, count, workspace.data_ptr(), seed, offset)
+        noise = (seed, offset, self._column_rows(rows))
+        arguments = (*addresses, *globals_, count, workspace.data_ptr(), *noise)
         return quantized, arguments, workspace
 
     def _check(self, rows: int, cols: int) -> None:
         """Refuse sizes that codes two a byte, or the transform of 16 rows, do not divide."""
         column = self._desc.columnwise
         step = 16 if column is not None and column.transform is not None else 2
-        for spec, k, least in ((self._desc.rowwise, cols, 2), (column, rows, step)):
+        whole = self._column_rows(rows)
+        for spec, k, least in ((self._desc.rowwise, cols, 2), (column, whole, step)):
             if self._is_fp4 and spec is not None and k % least:
                 raise OperandError(
                     f"{self._desc}: x is [{rows}, {cols}]; the dimension that {spec} is contracted "
@@ -144,7 +151,9 @@ class ByteScaled:
             return _Output(None)
         (block_rows, block_k), device = spec.block, self._device
         width = k // 2 if self._is_fp4 else k
-        codes = torch.empty((rows, width), dtype=torch.uint8, device=device)
+        # Room for whole steps of rows, so that no product copies them to have it.
+        codes = torch.empty((round_up(rows, ALIGNMENT), width), dtype=torch.uint8, device=device)
+        codes = codes[:rows]
         scale_rows, blocks = -(-rows // block_rows), -(-k // block_k)
         pitch = round_up(scale_rows, _PITCH)
         scales = torch.empty((blocks, pitch), dtype=torch.uint8, device=device).t()[:scale_rows]

@@ -9,12 +9,13 @@ from typing import Any, TypeAlias
 import torch
 
 from fp8core.backend_api import (
+    GROUP_STEP,
     Operand,
     OperandSpec,
     Quantized,
     QuantizeDesc,
 )
-from fp8core_backends.cuda.device_groups import DeviceQuantize
+from fp8core_backends.cuda.device_groups import DeviceQuantize, PaddedGroups
 from fp8core_backends.cuda.layout import (
     DTYPES,
     Slots,
@@ -31,7 +32,7 @@ from fp8core_backends.cuda.memory import allocator, allocator_now
 from fp8core_backends.cuda.microscaling import ByteScaled
 from fp8core_backends.cuda.operations import first_problem, runs
 from fp8core_backends.cuda.quantize_chunked import CHUNKED_MODES, QuantizeChunked
-from fp8core_backends.cuda.quantize_compose import composed
+from fp8core_backends.cuda.quantize_compose import casts_groups, composed
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -50,6 +51,9 @@ _quantized: Callable[[tuple[Operand | None, Operand | None]], Quantized] = parti
 _SUMMED_DTYPES = (torch.bfloat16, torch.float16)
 _SUMMED_MODES = ("tensor", "row", "vec128")
 """What there are kernels with column sums for: dtypes of the tensor, and what a scale covers."""
+
+_STEPS_OF_ZEROS = (16, 32, 64, 128)
+"""The numbers of rows that casts with scales of bytes pad to: a tile has 128."""
 
 Results: TypeAlias = "tuple[Quantized, tuple[int, ...], torch.Tensor | None]"
 """The result of a cast, the arguments of its native call that follow those of the tensor (the
@@ -295,6 +299,7 @@ def cast_problem(desc: QuantizeDesc) -> str | None:
         return "neither orientation is asked for"
     are_floats = {spec.scale_format == "float32" for spec in specs}
     of_rows = None if desc.rowwise is None else desc.rowwise.transform
+    steps = _STEPS_OF_ZEROS if False in are_floats else (GROUP_STEP,)
     problem = first_problem(
         (
             len({spec.delayed for spec in specs}) > 1,
@@ -304,6 +309,15 @@ def cast_problem(desc: QuantizeDesc) -> str | None:
         (of_rows is not None, f"no kernels for the transform {of_rows} along rows"),
         (desc.dtype not in DTYPES, f"no low precision from {desc.dtype}"),
         (desc.offsets_on_device and not desc.grouped, "offsets without groups"),
+        (desc.padded and desc.offsets_on_device, "groups of device sizes lie apart already"),
+        (
+            desc.padded and not desc.grouped and True in are_floats,
+            "no zeros behind a tensor with float32 scales: a product's caller adds them",
+        ),
+        (
+            desc.padded and desc.padded not in steps,
+            f"no zeros up to a multiple of {desc.padded} rows",
+        ),
         (
             desc.offsets_on_device and are_floats == {False},
             "scales of bytes take the sizes of groups as a list alone",
@@ -339,9 +353,10 @@ def bind_quantize(desc: QuantizeDesc, device: torch.device, native: Any) -> Call
         assert spec is not None
         if spec.scale_format != "float32":
             return ByteScaled(desc, device, native)
-        if desc.offsets_on_device:
-            native_cast = _native_quantize(desc, spec, index_of(device), native)
-            return DeviceQuantize(desc, spec, device, native_cast)
+        if casts_groups(desc):
+            index = index_of(device)
+            cast = DeviceQuantize(desc, spec, device, _native_quantize(desc, spec, index, native))
+            return PaddedGroups(desc, cast, index, native) if desc.padded else cast
         return _variant(Quantize(desc, spec, device, native), desc, device, native)
 
     return composed(desc, bind)

@@ -41,9 +41,16 @@ def is_one_call(desc: QuantizeDesc) -> bool:
 
 def composed(desc: QuantizeDesc, bind: Callable[[QuantizeDesc], Cast]) -> Cast:
     """Return the cast of ``desc`` of casts that ``bind`` returns: of one, or one an orientation,
-    and of groups whose sizes the host knows one a group."""
-    dense = bind(desc) if is_one_call(desc) else apart(*map(bind, desc.halves()))
-    return in_groups(desc, dense) if desc.grouped and not desc.offsets_on_device else dense
+    and of groups whose sizes the host knows one a group, unless it :func:`casts_groups`."""
+    cast = bind(desc) if is_one_call(desc) else apart(*map(bind, desc.halves()))
+    return in_groups(desc, cast) if desc.grouped and not casts_groups(desc) else cast
+
+
+def casts_groups(desc: QuantizeDesc) -> bool:
+    """Whether one native call casts all groups: they then lie apart in its columnwise codes."""
+    spec = desc.rowwise or desc.columnwise
+    is_float = spec is not None and spec.scale_format == "float32"
+    return desc.grouped and (desc.offsets_on_device or (desc.padded > 0 and is_float))
 
 
 def in_groups(desc: QuantizeDesc, dense: Cast) -> Cast:

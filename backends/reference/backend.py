@@ -41,7 +41,7 @@ class ReferenceBackend:
         if problem is None:
             return f"unknown descriptor {desc}"
         variant = variant_of(desc)
-        if variant not in (None, "counted"):
+        if variant not in (None, "padded", "counted"):
             return f"no {desc.op} with {variant}"
         # Low precision runs here only if it is asked for by name; high precision runs unasked.
         is_unasked = isinstance(desc, GroupedGemmDesc) and not desc.low_precision

@@ -43,6 +43,8 @@ def _cast_problem(desc: QuantizeDesc) -> str | None:
         return "one orientation is delayed, the other is not"
     if desc.grouped and any(spec.row_scaled for spec in halves):
         return "no groups with an outer scale a row"
+    if desc.padded and desc.offsets_on_device:
+        return "groups of device sizes lie apart already"
     return float_problem(desc.dtype) or next(filter(None, map(spec_problem, halves)), None)
 
 
@@ -220,7 +222,8 @@ def _quantize_tensor(
     row, column = desc.rowwise, desc.columnwise
     depends_on_direction = row is not None and (row.stochastic or row.transform is not None)
     is_square = row is not None and row.block[0] == row.block[1]
-    if row is not None and row == column and is_square and not depends_on_direction:
+    is_seen_twice = row == column and is_square and not depends_on_direction
+    if row is not None and is_seen_twice and not desc.padded:
         # A square block holds the same elements both ways: one quantization, seen twice.
         operand = _orient(row, x, scale, amaxes.rowwise, rng, transposed=False)
         if formats.by_name(row.format).bits == 8:
@@ -230,6 +233,8 @@ def _quantize_tensor(
     if row is not None:
         rowwise = _orient(row, x, scale, amaxes.rowwise, rng, transposed=False)
     if column is not None:
+        if desc.padded:
+            x = _grow(x, x.shape[0] + -x.shape[0] % desc.padded, 0, 0)
         columnwise = _orient(column, x, scale, amaxes.columnwise, rng, transposed=True)
     return Quantized(rowwise, columnwise)
 

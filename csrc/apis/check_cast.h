@@ -67,7 +67,17 @@ inline void check(const ByteScaled& out, std::int64_t rows, int block_rows) {
                 " bytes; expected a multiple of 16 from ", least, " on, at such an address");
 }
 
+// Zeros end with the last tile of x.
+template <typename Arguments>
+void check_column_rows(const Arguments& arguments) {
+  const std::int64_t rows = arguments.x.rows, column_rows = rows_of_columns(arguments);
+  FP8CORE_CHECK(column_rows >= rows && column_rows <= (rows + kTile - 1) / kTile * kTile, "x has ",
+                rows, " rows, its columnwise operand ", column_rows,
+                "; expected as many, or up to the next multiple of ", kTile);
+}
+
 inline void check_results(const Mxfp8Desc& desc, const Mxfp8Arguments& arguments) {
+  check_column_rows(arguments);
   const int block_rows = desc.is_square ? kMxBlock : 1;
   check(arguments.rowwise, arguments.x.rows, block_rows);
   check(arguments.columnwise, arguments.x.cols, block_rows);
@@ -83,8 +93,10 @@ inline void check_results(const Nvfp4Desc& desc, const Nvfp4Arguments& arguments
   FP8CORE_CHECK(!has_rows || x.cols % 2 == 0, "x is ", x.rows, " x ", x.cols,
                 "; two codes a byte take an even number of columns");
   const int step = desc.transforms ? 16 : 2;
-  FP8CORE_CHECK(!has_columns || x.rows % step == 0, "x is ", x.rows, " x ", x.cols,
-                "; columnwise takes a multiple of ", step, " rows");
+  check_column_rows(arguments);
+  FP8CORE_CHECK(!has_columns || rows_of_columns(arguments) % step == 0, "x is ", x.rows, " x ",
+                x.cols, ", with ", rows_of_columns(arguments),
+                " rows columnwise; expected a multiple of ", step);
   const int block_rows = desc.is_square ? kFp4Block : 1;
   check(arguments.rowwise, x.rows, block_rows);
   check(arguments.columnwise, x.cols, block_rows);

@@ -27,6 +27,12 @@ void check_amax(const AmaxDesc& desc, const AmaxArguments& arguments) {
 
 }  // namespace
 
+void store_group_offsets(const GroupOffsets& arguments, int device, StreamHandle stream) {
+  if (arguments.offsets.empty()) return;
+  FP8CORE_CHECK_ADDRESS(arguments.to, "store_group_offsets: their memory");
+  launch_group_offsets(arguments, device, as_stream(stream));
+}
+
 void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, StreamHandle stream) {
   check(desc, arguments);
   const Matrix& x = arguments.x;

@@ -49,6 +49,7 @@ void register_quantize(py::module_& module) {
       .def("tile_sums_floats", &QuantizeDesc::tile_sums_floats)
       .def("and_sum", recorded<&quantize_and_sum>)
       .def("__call__", recorded<&quantize>);
+  module.def("store_group_offsets", &store_group_offsets);
   py::class_<AmaxDesc>(module, "Amax")
       .def(py::init<Granularity, InputType, int>())
       .def("__call__", recorded<&amax>)

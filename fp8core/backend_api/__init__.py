@@ -57,6 +57,7 @@ from fp8core.backend_api.descriptors import (
     GemmDesc,
     GroupedGemmDesc,
     QuantizeDesc,
+    padded_offsets,
     split_groups,
 )
 from fp8core.backend_api.hooks import hookimpl
@@ -202,6 +203,7 @@ __all__ = [
     "hadamard16_unsigned",
     "has_amax",
     "hookimpl",
+    "padded_offsets",
     "scale_inverses",
     "shares_amax",
     "split_amax",

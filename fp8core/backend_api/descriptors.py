@@ -63,6 +63,13 @@ class QuantizeDesc:
       :class:`~fp8core.backend_api.QuantizedChunks` unless chunks save nothing. The amax, the count
       and the sums are complete when all chunks are read.
 
+    Optional, for calls outside of graphs, and not with ``offsets_on_device``:
+
+    - ``padded``, a number: the columnwise operand is that of ``x`` with rows of zeros behind it, or
+      behind each group, up to multiples of ``padded``, where wgrad contracts no other number of
+      rows. The rowwise operand is that of ``x``. :func:`padded_offsets` has the offsets of such
+      groups.
+
     What else a bound callable may offer for speed: :mod:`fp8core.backend_api.optional`.
 
     Raises nothing for values: NaN keeps its place, inf saturates, zero blocks get scale 1."""
@@ -77,6 +84,7 @@ class QuantizeDesc:
     sums: bool = False
     chunked: bool = False
     counted: bool = False
+    padded: int = 0
 
     def halves(self) -> tuple[QuantizeDesc, QuantizeDesc]:
         """Return the descriptors of the rowwise and of the columnwise half alone."""
@@ -106,7 +114,7 @@ class CastShape(NamedTuple):
         is_square = spec is not None and spec == self.desc.columnwise
         if spec is None or not is_square or spec.block[0] != spec.block[1]:
             return False
-        if self.desc.grouped or transposes or spec.stochastic:
+        if self.desc.grouped or self.desc.padded or transposes or spec.stochastic:
             return False
         return spec.transform is None and codes_per_byte(spec) == 1
 
@@ -120,7 +128,10 @@ class CastShape(NamedTuple):
         spec = self.desc.columnwise
         if spec is None or self.has_view(transposes):
             return []
-        shapes = operand_shapes(spec, self.size[::-1], self.groups, grouped_dim=1)
+        rows, cols = self.size
+        if step := self.desc.padded:
+            rows = step * (rows // step + self.groups if self.groups else -(-rows // step))
+        shapes = operand_shapes(spec, (cols, rows), self.groups, grouped_dim=1)
         is_transposed = not self.groups and not transposes
         return [shape._replace(is_transposed=is_transposed) for shape in shapes]
 
@@ -277,6 +288,17 @@ def grouped_gemm(
     first = b if isinstance(b, Operand) else b[0]
     shape = ResultShape((a.data.shape[0], first.data.shape[0]), desc.out_dtype)
     return [shape] * num_groups(group_offsets) if desc.contract_groups else shape
+
+
+def padded_offsets(group_offsets: torch.Tensor, step: int) -> torch.Tensor:
+    """Return the offsets of groups, each of which has zeros up to a multiple of ``step`` rows.
+
+    >>> padded_offsets(torch.tensor([0, 5, 5, 69]), 32)
+    tensor([ 0, 32, 32, 96])
+    """
+    sizes = group_offsets.diff()
+    ends = (sizes + -sizes % step).cumsum(0)
+    return torch.cat((group_offsets[:1], ends))
 
 
 def num_groups(group_offsets: torch.Tensor | None) -> int:

@@ -167,7 +167,7 @@ class ActivationProgram(TensorProgram[ActivationLink]):
         if link.shape.is_gated and x.shape[-1] % 2:
             raise link.shape.no_halves(x)
         y: Any
-        if out is not None and link.fusion is not None and out.is_plain:
+        if out is not None and link.fusion is not None and link.fusion.serves(out, x.shape[0]):
             y = link.fusion(out, x)[0]
         else:
             y = link.run(x)
@@ -181,8 +181,9 @@ class ActivationProgram(TensorProgram[ActivationLink]):
         if not self._needs_grad[0]:
             return (None,)
         link = self._link
-        if out is not None and link.backward_fusion is not None and out.is_plain:
-            return (_fused(link.backward_fusion, out, grad, saved),)
+        fusion = link.backward_fusion
+        if out is not None and fusion is not None and fusion.serves(out, grad.shape[0]):
+            return (_fused(fusion, out, grad, saved),)
         if isinstance(grad, ComputedProduct):
             grad = grad.whole()
         grad_x = link.run_backward(grad, saved[0])

@@ -16,6 +16,7 @@ from fp8core.backend_api import (
     Operand,
     Quantized,
     QuantizedChunks,
+    QuantizeDesc,
 )
 from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.chain.request import Handover, QuantizeRequest
@@ -30,9 +31,9 @@ Variant: TypeAlias = tuple[bool, bool, bool]
 
 class Fusion:
     """The fused operation for each of its :func:`variants`; ``chunked`` computes those in chunks of
-    rows that the backend offers so."""
+    rows that the backend offers so. ``row_step``: it takes multiples of so many rows."""
 
-    __slots__ = ("_chunked", "_is_checked", "_packing", "_runs")
+    __slots__ = ("_chunked", "_is_checked", "_packing", "_row_step", "_runs")
 
     def __init__(
         self,
@@ -40,8 +41,10 @@ class Fusion:
         chunked: dict[Variant, Callable[..., Any]],
         packing: tuple[int, int],
         is_checked: bool,
+        row_step: int,
     ) -> None:
         self._runs = runs
+        self._row_step = row_step
         self._chunked = chunked
         self._packing = packing
         self._is_checked = is_checked
@@ -50,6 +53,10 @@ class Fusion:
     def gives_chunks(self) -> bool:
         """Whether the backend offers chunks."""
         return bool(self._chunked)
+
+    def serves(self, out: QuantizeRequest, rows: int) -> bool:
+        """Return whether it can make of a tensor of ``rows`` rows what ``out`` requests."""
+        return out.is_plain and not (rows % self._row_step and out.columnwise)
 
     def __call__(self, out: QuantizeRequest, *arguments: Any) -> list[Any]:
         """Return the producer's results, the first of them as ``out`` requests it."""
@@ -98,14 +105,24 @@ def bind_fusion(
     """Return the fusion of ``producer``, which computes ``step``, with the cast of ``consumer``.
 
     None where nothing is cast, or the backend has none. Only the backend that quantizes for
-    ``consumer`` is asked: a fusion is no reason to change it.
+    ``consumer`` is asked: a fusion is no reason to change it. Where its fusion adds no zeros behind
+    rows, as the cast does, it serves whole steps of rows.
     """
     quantizer = None if consumer is None else consumer.quantizer
     if consumer is None or not isinstance(quantizer, LowPrecision):
         return None
+    cast = replace(quantizer.desc, sums=consumer.has_sums)
+    fusion = _bind(step, producer, cast, quantizer, context)
+    if fusion is None and cast.padded:
+        return _bind(step, producer, replace(cast, padded=0), quantizer, context)
+    return fusion
+
+
+def _bind(
+    step: str, producer: Producer, cast: QuantizeDesc, quantizer: LowPrecision, context: BindContext
+) -> Fusion | None:
     runs, chunked = {}, {}
     backend = quantizer.choices[0].backend
-    cast = replace(quantizer.desc, sums=consumer.has_sums)
     takes_chunks = isinstance(producer, ActivationBackwardDesc) and not cast.grouped
     for key, desc in variants(FusedDesc(producer, cast)).items():
         fused = context.resolve_optional(f"{step} with cast", desc, backend)
@@ -118,9 +135,12 @@ def bind_fusion(
         fused = context.resolve_optional(f"{step} with cast", in_chunks, backend)
         if fused is not None:
             chunked[key] = quantizer.with_slot(fused.run)
-    both = quantizer.desc.rowwise, quantizer.desc.columnwise
-    rows, columns = (1 if spec is None else codes_per_byte(spec) for spec in both)
-    return Fusion(runs, chunked, (rows, columns), is_checked=settings.read().debug)
+    rows, columns = (
+        1 if spec is None else codes_per_byte(spec) for spec in (cast.rowwise, cast.columnwise)
+    )
+    row_step = 1 if cast.padded else quantizer.row_step
+    is_checked = settings.read().debug
+    return Fusion(runs, chunked, (rows, columns), is_checked=is_checked, row_step=row_step)
 
 
 def _check_orientations(
@@ -146,10 +166,11 @@ def _check_orientations(
             f"a fused operation's rowwise operand is {row}; the tensor has {rows} rows."
         )
     columns = [] if row is None else row[1:]
-    if column is not None and (column[1] != rows or columns not in ([], column[:1])):
+    whole = rows + -rows % out.quantizer.row_step
+    if column is not None and (column[1] != whole or columns not in ([], column[:1])):
         raise UnsupportedError(
             f"a fused operation's columnwise operand is {column}, not the transpose of a tensor "
-            f"of {rows} rows{'' if row is None else f', {row}'}."
+            f"of {whole} rows{'' if row is None else f', {row}'}."
         )
 
 

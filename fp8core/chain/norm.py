@@ -156,7 +156,7 @@ class NormProgram(TensorProgram[NormLink]):
             assert link.run_added is not None
             x, y, mean, rstd = link.run_added(*x, *params)
             y = y if out is None else out(y)
-        elif out is not None and link.fusion is not None and out.is_plain:
+        elif out is not None and link.fusion is not None and link.fusion.serves(out, x.shape[0]):
             y, mean, rstd = link.fusion(out, x, *params)
         else:
             y, mean, rstd = link.run(x, *params)
@@ -169,14 +169,15 @@ class NormProgram(TensorProgram[NormLink]):
         """Compute the three gradients; those of the parameters are summed in float32."""
         grad_x: Any
         link, needs = self._link, self._needs_grad
+        fusion = link.backward_fusion
         if isinstance(out, GradientSum):
             if link.run_backward_added is not None:
                 grad_x, *grads = link.run_backward_added(grad, *saved, out.added)
                 out = None
             else:
                 grad_x, *grads = link.run_backward(grad, *saved)
-        elif out is not None and link.backward_fusion is not None and out.is_plain:
-            grad_x, *grads = link.backward_fusion(out, grad, *saved)
+        elif out is not None and fusion is not None and fusion.serves(out, grad.shape[0]):
+            grad_x, *grads = fusion(out, grad, *saved)
             out = None
         else:
             grad_x, *grads = link.run_backward(grad, *saved)

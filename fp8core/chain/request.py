@@ -21,7 +21,6 @@ import torch
 from fp8core.backend_api import Operand
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.padding import PaddedCall, RowsChanged
-from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, CastAndSum, HighPrecision, Orientations, TensorQuantizer
 from fp8core.tensors.storage import nearest, storage_plan
@@ -30,17 +29,20 @@ from fp8core.torch_ops.repeats import called_in_repeats
 
 def is_stored_as(
     x: torch.Tensor,
-    plan: TensorPlan | None,
+    quantizer: TensorQuantizer,
     *,
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> bool:
-    """Say whether ``x`` is stored quantized, and holds the operands that a cast by ``plan`` makes.
+    """Say whether ``x`` is stored quantized, and holds the operands that ``quantizer`` makes.
 
     It has to hold the orientations asked for. Its scale is its own, also under delayed scaling, and
     its elements may be rounded to the nearest where the cast rounds stochastically.
     """
+    plan = quantizer.plan
     if plan is None or not isinstance(x, QuantizedTensor):
+        return False
+    if columnwise and x.shape[:-1].numel() % quantizer.row_step:  # it has no zeros
         return False
     reads = (rowwise, columnwise)
     pairs = zip(reads, nearest(x.plan), nearest(storage_plan(plan)), strict=True)
@@ -135,7 +137,7 @@ class QuantizeRequest:
     def takes(self, y: torch.Tensor) -> bool:
         """Whether ``y`` is stored quantized as requested, so that no cast is needed."""
         ways = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-        return self.is_plain and is_stored_as(y, self.quantizer.plan, **ways)
+        return self.is_plain and is_stored_as(y, self.quantizer, **ways)
 
     def __call__(self, y: torch.Tensor) -> Handover:
         """Sum, pad and quantize ``y``; if it :meth:`takes` ``y``, hand over its operands.

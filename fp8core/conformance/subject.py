@@ -96,7 +96,7 @@ class Subject:
         run: Callable[..., Any] = self.results[key]
         return run
 
-    def variant(self, desc: OpDesc, **fields: bool) -> Callable[..., Any] | None:
+    def variant(self, desc: OpDesc, **fields: int) -> Callable[..., Any] | None:
         """Return the callable of the variant of ``desc`` with these fields, None if the backend
         denies it; of a fusion they are those of its cast."""
         values: dict[str, Any] = dict(fields)

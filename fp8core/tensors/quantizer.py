@@ -65,10 +65,14 @@ class TensorQuantizer:
     ``plan`` is how a stored tensor has to be quantized to be taken as the result; None where none
     is taken: for an orientation in high precision, reduced amaxes, and NaN that propagates.
     ``constants`` are the tensors besides its argument that a cast reads and writes, if it is
-    operations of backends and a reduction over ranks; None if it does more.
+    operations of backends and a reduction over ranks; None if it does more. ``row_step``: the
+    columnwise operand has zeros up to a multiple of so many rows, of the tensor or of each group.
     """
 
-    __slots__ = ("_both", "_columnwise", "_rowwise", "_variants", "choices", "constants", "plan")
+    __slots__ = (
+        *("_both", "_columnwise", "_rowwise", "_variants", "choices", "constants", "plan"),
+        "row_step",
+    )
 
     def __init__(
         self,
@@ -78,12 +82,14 @@ class TensorQuantizer:
         plan: TensorPlan | None = None,
         constants: tuple[torch.Tensor, ...] | None = None,
         variants: Mapping[Variant, Callable[..., Any]] | None = None,
+        row_step: int = 1,
     ) -> None:
         self._both, self._rowwise, self._columnwise = casts
         self._variants = variants or {}
         self.choices = choices
         self.plan = plan
         self.constants = constants
+        self.row_step = row_step
 
     @property
     def casts(self) -> Casts:

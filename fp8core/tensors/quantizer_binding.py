@@ -81,6 +81,7 @@ class LowPrecision(TensorQuantizer):
             plan=TensorPlan(desc.rowwise, desc.columnwise),
             constants=tuple(tensor for tensor in constants if tensor is not None),
             variants=variants,
+            row_step=desc.padded or 1,
         )
 
     def with_slot(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,6 +255,7 @@ def bind_quantizer(
     reduce_amax: ReduceAmax | MaximumOverShards | None = None,
     dequantizes: bool = False,
     is_gradient: bool = False,
+    padded: int = 0,
 ) -> TensorQuantizer:
     """Return the quantizer of a tensor of ``dtype`` planned as ``plan``.
 
@@ -263,7 +265,9 @@ def bind_quantizer(
     from; nothing calls it where there are none: in high precision, for scales of blocks, and for
     delayed scales, whose amaxes are reduced where they become scales. With ``dequantizes``, a
     columnwise operand in high precision beside a rowwise one in low precision is the latter. With
-    ``is_gradient`` the variants of a gradient's cast are bound that its backend offers.
+    ``is_gradient`` the variants of a gradient's cast are bound that its backend offers. With
+    ``padded`` the columnwise operand has zeros up to a multiple of as many rows, as
+    :func:`casts_padded` said that it can.
 
     Raises:
         UnsupportedError: no backend quantizes like that on the device; or ``propagates`` and
@@ -282,7 +286,7 @@ def bind_quantizer(
         return high
     specs = TensorPlan(plan.rowwise or plan.columnwise, plan.columnwise or plan.rowwise)
     is_counted = nonfinite is not None or propagates
-    desc = QuantizeDesc(dtype, *specs, *where, counted=is_counted)
+    desc = QuantizeDesc(dtype, *specs, *where, counted=is_counted, padded=padded)
     low: TensorQuantizer
     if reduce_amax is not None and has_amax(desc) and not specs.is_delayed:
         if propagates:
@@ -291,7 +295,8 @@ def bind_quantizer(
     elif propagates:
         marked = LowPrecision(desc, resolve, slot, None)
         both, rowwise, columnwise = (propagating(cast, nonfinite) for cast in marked.casts)
-        low = TensorQuantizer((both, rowwise, columnwise), marked.choices)
+        casts, step = (both, rowwise, columnwise), marked.row_step
+        low = TensorQuantizer(casts, marked.choices, row_step=step)
     else:
         optional = binding.resolver.resolve_optional
         variant = partial(optional, device=binding.device, purpose=purpose)
@@ -301,6 +306,15 @@ def bind_quantizer(
     if plan.columnwise is None:
         return rowwise_twice(low) if dequantizes else mixed(low, high)
     return low
+
+
+def casts_padded(desc: QuantizeDesc, step: int, binding: Binding, purpose: Purpose) -> bool:
+    """Return whether the backend that casts as ``desc`` says also does so with zeros up to a
+    multiple of ``step`` rows."""
+    resolver, device = binding.resolver, binding.device
+    backend = resolver.resolve(desc, device, purpose).choice.backend
+    padded = replace(desc, padded=step)
+    return resolver.resolve_optional(padded, device, backend, purpose) is not None
 
 
 def bind_columnwise(

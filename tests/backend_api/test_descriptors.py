@@ -85,6 +85,7 @@ EXAMPLES: tuple[Any, ...] = (
 )
 OTHERS: dict[str, Any] = {
     "format": "e5m2",
+    "padded": 32,
     "block": (1, 128),
     "target": 15.0,
     "scale_format": "e8m0",

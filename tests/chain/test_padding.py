@@ -35,6 +35,20 @@ WHOLE_BLOCKS = {
 PARTIAL_BLOCKS = ["current", "delayed", "rowwise", "block"]
 
 
+@pytest.fixture
+def plain_casts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have the reference deny casts that add zeros behind rows, as a backend may."""
+    unsupported = ReferenceBackend.unsupported
+
+    def denied(self: ReferenceBackend, desc: Any, device: torch.device) -> str | None:
+        return "no zeros" if getattr(desc, "padded", 0) else unsupported(self, desc, device)
+
+    monkeypatch.setattr(ReferenceBackend, "unsupported", denied)
+    table.forget()
+    yield
+    table.forget()
+
+
 def pad(x: torch.Tensor, multiple: int) -> torch.Tensor:
     """Zero-pad every dimension of ``x`` to a multiple."""
     amounts = [amount for size in reversed(x.shape) for amount in (0, -size % multiple)]
@@ -103,6 +117,7 @@ def test_high_precision_is_not_padded() -> None:
     assert bind(Linear(33, 7), DEVICE, torch.float32).linears[0].padding is None
 
 
+@pytest.mark.usefixtures("plain_casts")
 def test_the_report_names_the_layer_and_what_is_added(caplog: pytest.LogCaptureFixture) -> None:
     layer = Linear(40, 24, name="decoder.3.fc1")
     with autocast(recipe=recipe.MXFP8BlockScaling()):
@@ -111,6 +126,7 @@ def test_the_report_names_the_layer_and_what_is_added(caplog: pytest.LogCaptureF
     assert all(word in line for word in ("input features by 24", "output features by 8", "of 32"))
 
 
+@pytest.mark.usefixtures("plain_casts")
 def test_rows_alone_are_reported_once_for_all_layers(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +303,7 @@ def test_rows_are_padded_for_the_gemms_of_the_call_alone() -> None:
     }
 
 
+@pytest.mark.usefixtures("plain_casts")
 @pytest.mark.parametrize("name", WHOLE_BLOCKS)
 def test_padded_rows_leave_the_weight_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, multiple = WHOLE_BLOCKS[name]
@@ -302,6 +319,42 @@ def test_padded_rows_leave_the_weight_alone(name: str, monkeypatch: pytest.Monke
         layer(x).sum().backward()
     assert padded
     assert all(one is not layer.weight and one.shape != layer.weight.shape for one in padded)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "grouped", "mlp"])
+@pytest.mark.parametrize("name", WHOLE_BLOCKS)
+def test_rows_get_their_zeros_in_the_cast(
+    name: str,
+    kind: str,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    splits = [3, 0, 34]
+    make = {
+        "linear": lambda: Linear(64, 32, bias=bias),
+        "grouped": lambda: GroupedLinear(3, 64, 32, bias=bias),
+        "mlp": lambda: fp8core.LayerNormMLP(64, 64, bias=bias),
+    }[kind]
+    ours, theirs = make(), make()
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(37, 64)
+    monkeypatch.setattr(padding, "padded_with", lambda *_: pytest.fail("a tensor was padded"))
+
+    def run(layer: Any) -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        with autocast(recipe=WHOLE_BLOCKS[name][0]):
+            y = layer(leaf, splits) if kind == "grouped" else layer(leaf)
+        assert y.shape[0] == 37
+        y.backward(torch.ones_like(y))
+        return [y.detach(), leaf.grad, *(param.grad for param in layer.parameters())]
+
+    found = run(ours)
+    monkeypatch.setattr(padding, "padded_with", padded_with)
+    request.getfixturevalue("plain_casts")
+    for got, wanted in zip(found, run(theirs), strict=True):
+        assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize(("name", "kind"), turns(WHOLE_BLOCKS, ["linear", "grouped"]))

@@ -262,6 +262,14 @@ def wrong_scale(desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any)
     return operands(made, lambda one: one._replace(scale_inv=one.scale_inv * 2))
 
 
+@fault("quantize", "law3_quantize_padded_equals_the_cast_of_padded_rows")
+def pads_the_rowwise_operand(desc: QuantizeDesc, x: torch.Tensor, *rest: Any, **given: Any) -> Any:
+    if not (desc.padded and x.shape[0] % desc.padded) or rest:
+        return quantize(desc, x, *rest, **given)
+    whole = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % desc.padded))
+    return quantize(replace(desc, padded=0), whole, **given)
+
+
 @fault("gemm", "law4_gemm_adds_the_bias")
 def dropped_bias(desc: GemmDesc, a: Operand, b: Operand, *, bias: Any = None, **out: Any) -> Any:
     return gemm(desc, a, b, **out)

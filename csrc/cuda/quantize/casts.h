@@ -25,6 +25,13 @@ inline std::int64_t pitch_of_columns(const QuantizeArguments& arguments) {
   return arguments.column_pitch == 0 ? arguments.x.rows : arguments.column_pitch;
 }
 
+// Rows that the columnwise operand is cast from; those behind x are zeros.
+template <typename Arguments>
+std::int64_t rows_of_columns(const Arguments& arguments) {
+  return arguments.column_rows == 0 ? arguments.x.rows : arguments.column_rows;
+}
+
+void launch_group_offsets(const GroupOffsets& arguments, int device, cudaStream_t stream);
 void launch_quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments,
                      cudaStream_t stream);
 void launch_quantize_and_sum(const QuantizeDesc& desc, const QuantizeAndSumArguments& arguments,

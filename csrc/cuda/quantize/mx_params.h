@@ -27,7 +27,10 @@ inline TileParams tile_params(const Mxfp8Desc& desc, const Mxfp8Arguments& argum
   results.rowwise.codes = arguments.rowwise.codes;
   results.columnwise.codes = arguments.columnwise.codes;
   results.nonfinite = arguments.nonfinite;
-  return tile_params(cast, results);
+  results.column_pitch = rows_of_columns(arguments);
+  TileParams params = tile_params(cast, results);
+  params.column_codes = results.column_pitch;
+  return params;
 }
 
 }  // namespace fp8core

@@ -253,14 +253,14 @@ __device__ void park_cast_columns(const Strip<T>& x, const Nvfp4Params& p, const
     for (int j = 0; j < 4; ++j) amax[j] = all;
   }
   const uint32_t codes = scale.codes(amax, multiplier);
-  if (at.row < m.rows && at.column < m.cols) {
+  if (at.row < p.column_rows && at.column < m.cols) {
     uint8_t* to = side.out.scales + at.row / kFp4Block * side.out.pitch;
     if (!p.is_square)
       *reinterpret_cast<uint32_t*>(to + at.column) = codes;  // past the last column: padding
     else if (at.lane % 4 == 0)
       to[at.column / kFp4Block] = static_cast<uint8_t>(codes);
   }
-  const int64_t fours = (m.rows + 3) / 4;
+  const int64_t fours = (p.column_rows + 3) / 4;
 #pragma unroll
   for (int pair = 0; pair < 4; pair += 2) {  // columns pair and pair + 1 share their noise
     uint2 units[2];
@@ -298,7 +298,7 @@ __device__ void cast_columns(const Strip<T>& x, const Nvfp4Params& p, const Stri
 
 __device__ inline void store_parked(const Nvfp4Params& p, int64_t tile_row, int64_t tile_column,
                                     const uint2* parked) {
-  const Matrix& m = p.x;
+  const int64_t rows = p.column_rows;
 #pragma unroll
   for (int pass = 0; pass < 2; ++pass) {
     const int index = pass * kFp4Threads + threadIdx.x;
@@ -307,8 +307,8 @@ __device__ inline void store_parked(const Nvfp4Params& p, int64_t tile_row, int6
         &parked[column_in_tile / 2 * 16 + ((column_in_tile % 2 * 8 + 2 * chunk) ^ (swizzle & ~1))]);
     const uint4 codes = swizzle % 2 == 0 ? pair : make_uint4(pair.z, pair.w, pair.x, pair.y);
     const int64_t column = tile_column + column_in_tile, row = tile_row + chunk * 32;
-    if (column >= m.cols || row >= m.rows) continue;
-    uint8_t* to = p.column.out.codes + column * (m.rows / 2) + row / 2;
+    if (column >= p.x.cols || row >= rows) continue;
+    uint8_t* to = p.column.out.codes + column * (rows / 2) + row / 2;
     if (p.vector_columns) {
       __stcs(reinterpret_cast<uint4*>(to), codes);
       continue;
@@ -316,7 +316,7 @@ __device__ inline void store_parked(const Nvfp4Params& p, int64_t tile_row, int6
     const auto* bytes = reinterpret_cast<const uint8_t*>(&codes);
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      if (row + 2 * i < m.rows) to[i] = bytes[i];
+      if (row + 2 * i < rows) to[i] = bytes[i];
     }
   }
 }

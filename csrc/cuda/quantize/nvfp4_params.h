@@ -17,6 +17,7 @@ struct Nvfp4Side {
 
 struct Nvfp4Params {
   Matrix x;
+  std::int64_t column_rows;  // of the columnwise operand: x.rows, and zeros
   Nvfp4Side row, column;
   uint2 key;
   float* partials;                // of x, then, kMaxPartials further, of the transformed x
@@ -43,6 +44,7 @@ inline Nvfp4Params nvfp4_params(const Nvfp4Desc& desc, const Nvfp4Arguments& arg
   const auto seed = static_cast<std::uint64_t>(arguments.seed);
   Nvfp4Params params{};
   params.x = x;
+  params.column_rows = rows_of_columns(arguments);
   params.row = side_of(row, arguments.row_global, desc.row_stochastic, arguments, true);
   params.column =
       side_of(column, arguments.column_global, desc.column_stochastic, arguments, false);
@@ -56,7 +58,7 @@ inline Nvfp4Params nvfp4_params(const Nvfp4Desc& desc, const Nvfp4Arguments& arg
   params.transforms = desc.transforms && column.codes != nullptr;
   params.vector_loads = reads_vectors(x, desc.input);
   params.vector_rows = x.cols % 16 == 0 && is_aligned(row.codes, 8);
-  params.vector_columns = x.rows % 32 == 0 && is_aligned(column.codes, 16);
+  params.vector_columns = params.column_rows % 32 == 0 && is_aligned(column.codes, 16);
   return params;
 }
 

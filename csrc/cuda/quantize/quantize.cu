@@ -1,4 +1,6 @@
 // Launches of the casts with float32 scales, and of amaxes.
+#include <algorithm>
+
 #include "../sums/column_sums.h"
 #include "casts_from.h"
 #include "tile.cuh"
@@ -15,7 +17,30 @@ __global__ void __launch_bounds__(kAmaxThreads)
   if (threadIdx.x == 0) *amax_out = largest;
 }
 
+struct CarriedOffsets {
+  int64_t values[kOffsetsAtOnce];
+};
+
+__global__ void __launch_bounds__(kOffsetsAtOnce)
+    store_offsets(int64_t* to, const __grid_constant__ CarriedOffsets offsets, int count) {
+  const int at = threadIdx.x;
+  if (at < count) to[at] = offsets.values[at];
+}
+
 }  // namespace
+
+void launch_group_offsets(const GroupOffsets& arguments, int device, cudaStream_t stream) {
+  const DeviceGuard guard(device);
+  const std::vector<std::int64_t>& all = arguments.offsets;
+  for (std::size_t first = 0; first < all.size(); first += kOffsetsAtOnce) {
+    const std::size_t count = std::min<std::size_t>(kOffsetsAtOnce, all.size() - first);
+    CarriedOffsets carried{};
+    std::copy_n(all.begin() + first, count, carried.values);
+    store_offsets<<<1, kOffsetsAtOnce, 0, stream>>>(arguments.to + first, carried,
+                                                    static_cast<int>(count));
+  }
+  FP8CORE_CUDA(cudaGetLastError());
+}
 
 void launch_quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments,
                      cudaStream_t stream) {

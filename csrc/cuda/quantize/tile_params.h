@@ -12,7 +12,8 @@ struct TileParams {
   Format format = Format::kE4M3;
   // Of a part of the result (source.cuh), which is all of it but for gradients of two halves.
   std::int64_t part_columns = 0;
-  int tile_columns = 0;          // tiles from one end of a part's row to the other
+  std::int64_t column_codes = 0;  // columnwise codes in a row, without groups: x.rows, and zeros
+  int tile_columns = 0;           // tiles from one end of a part's row to the other
   std::int64_t scale_tiles = 0;  // rows of tiles that have scales
   bool vector_loads = false, vector_rows = false, vector_columns = false;
 };
@@ -25,6 +26,7 @@ inline TileParams tile_params(const QuantizeDesc& desc, const QuantizeArguments&
   params.rule = desc.rule;
   params.format = desc.format;
   params.part_columns = x.cols;
+  params.column_codes = x.rows;
   params.tile_columns = static_cast<int>(num_tile_columns(x));
   params.scale_tiles = num_tile_rows(x, arguments.groups);
   if (arguments.groups.offsets != nullptr) --params.scale_tiles;  // the tail has no scales

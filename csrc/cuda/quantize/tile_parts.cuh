@@ -35,7 +35,7 @@ struct TileSpan {
   int64_t column_end;   // of the part's columns
   int64_t tile_row, tile_column;
   int64_t row_end, load_end;  // of the group's rows; load_end is 0 in the tail, which is not read
-  int64_t code, code_end;     // row and row_end, counted in the columnwise codes
+  int64_t code, code_end;     // row and, with the zeros behind it, row_end in columnwise codes
   int64_t group;              // 0 without groups
   bool is_first;              // in the group's first row of tiles
   bool is_tail;               // in rows that belong to no group
@@ -49,8 +49,9 @@ __device__ inline TileSpan span_of_plain_tile(const TileParams& p, unsigned tile
   at.column = at.tile_column * kTile;
   at.column_end = p.part_columns;
   at.row = at.tile_row * kTile;
-  at.row_end = at.load_end = at.code_end = p.args.x.rows;
+  at.row_end = at.load_end = p.args.x.rows;
   at.code = at.row;
+  at.code_end = p.column_codes;
   at.group = 0;
   at.is_first = at.tile_row == 0;
   at.is_tail = false;

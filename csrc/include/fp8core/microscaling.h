@@ -30,9 +30,11 @@ struct Mxfp8Arguments {
   Matrix x;
   ByteScaled rowwise, columnwise;
   unsigned long long* nonfinite = nullptr;  // grows by the NaN and inf in x, or null
+  // Optional from here on.
+  std::int64_t column_rows = 0;  // of the columnwise operand: x.rows (0 means that), and zeros
 
-  static constexpr int kOptional = 0;
-  auto fields() { return std::tie(x, rowwise, columnwise, nonfinite); }
+  static constexpr int kOptional = 1;
+  auto fields() { return std::tie(x, rowwise, columnwise, nonfinite, column_rows); }
 };
 
 // One launch; an empty x launches nothing.
@@ -54,11 +56,13 @@ struct Nvfp4Arguments {
   unsigned long long* nonfinite = nullptr;                // grows by the NaN and inf in x, or null
   float* workspace = nullptr;                             // 2 * kMaxPartials floats
   std::int64_t seed = 0, offset = 0;                      // of stochastic rounding, as 64 bits each
+  // Optional from here on.
+  std::int64_t column_rows = 0;  // of the columnwise operand: x.rows (0 means that), and zeros
 
-  static constexpr int kOptional = 0;
+  static constexpr int kOptional = 1;
   auto fields() {
     return std::tie(x, rowwise, columnwise, row_global, column_global, nonfinite, workspace, seed,
-                    offset);
+                    offset, column_rows);
   }
 };
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <tuple>
+#include <vector>
 
 #include "fp8core/device.h"
 
@@ -27,6 +28,9 @@ enum class Granularity {
 
 // In each group, codes along k begin at a multiple of so many: the copy engine reads no others.
 constexpr int kGroupStep = 32;
+
+// Offsets that a launch carries: parameters of kernels have 4096 bytes.
+constexpr int kOffsetsAtOnce = 256;
 
 // Floats that the amax of a tensor takes in a workspace.
 constexpr int kMaxPartials = 1024;
@@ -82,6 +86,19 @@ struct Groups {
 
   auto fields() { return std::tie(offsets, count, scale_stride, amax_stride); }
 };
+
+// Offsets that the host knows, for `Groups` to read on the device.
+struct GroupOffsets {
+  std::int64_t* to = nullptr;
+  std::vector<std::int64_t> offsets;
+
+  static constexpr int kOptional = 0;
+  auto fields() { return std::tie(to, offsets); }
+};
+
+// Stores them, in one launch for each kOffsetsAtOnce of them, which carries them: nothing is copied
+// from the host's memory, so that a captured graph stores them too.
+void store_group_offsets(const GroupOffsets& arguments, int device, StreamHandle stream);
 
 struct QuantizeArguments {
   Matrix x;

@@ -21,6 +21,7 @@ from fp8core.backend_api import (
     GroupedGemmDesc,
     Operand,
     OperandSpec,
+    padded_offsets,
     split_groups,
 )
 from fp8core.chain.request import empty_rows
@@ -152,6 +153,18 @@ def taking_any_rows(resolved: Resolved) -> tuple[Callable[..., Any], int]:
         return run(pad_operand(dy, a, 0, rows), pad_operand(x, b, 0, rows), **keywords)
 
     return wgrad, multiple
+
+
+def of_padded_groups(wgrad: Callable[..., Any], step: int) -> Callable[..., Any]:
+    """Return ``wgrad`` for operands with zeros up to a multiple of ``step`` rows, which groups have
+    other offsets by; 0: no zeros."""
+    if not step:
+        return wgrad
+
+    def run(dy: Operand, x: Operand, *groups: torch.Tensor, **keywords: Any) -> Any:
+        return wgrad(dy, x, *[padded_offsets(offsets, step) for offsets in groups], **keywords)
+
+    return run
 
 
 def turning(run: Callable[..., Any]) -> Callable[..., Any]:

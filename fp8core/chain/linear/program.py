@@ -307,9 +307,7 @@ class LinearProgram(Program):
         """Whether ``grad_output`` is stored quantized as its cast would store it."""
         request = self._grad_request
         ways = {"rowwise": request.rowwise, "columnwise": request.columnwise}
-        return request.cast is not None and is_stored_as(
-            grad_output, request.quantizer.plan, **ways
-        )
+        return request.cast is not None and is_stored_as(grad_output, request.quantizer, **ways)
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y; save the input for wgrad and the weight for dgrad, each if it is needed."""

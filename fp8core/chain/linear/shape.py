@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from fp8core.backend_api import ColumnSumsDesc, GemmDesc
+from fp8core.backend_api import ColumnSumsDesc, GemmDesc, QuantizeDesc
 from fp8core.chain.linear.gemms import (
     LinearSpec,
     bind_decode,
     bind_fprop,
+    of_padded_groups,
     resolve_gemm,
     taking_any_rows,
     turning,
@@ -23,6 +24,7 @@ from fp8core.chain.protocol import Link, OnlyOnce, in_low_precision, over_ranks
 from fp8core.chain.shape import BindContext
 from fp8core.chain.shards import GemmPart, SentCast, Shards
 from fp8core.collectives import Communicator
+from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.recipe.plan import HIGH_PRECISION
@@ -34,6 +36,7 @@ from fp8core.tensors.quantizer_binding import (
     bind_by_amax,
     bind_columnwise,
     bind_quantizer,
+    casts_padded,
 )
 from fp8core.tensors.saving import RequantizedWeight
 from fp8core.tensors.storage import storage_plan
@@ -64,15 +67,15 @@ def _bind(shape: LinearSpec, context: BindContext) -> LinearLink:
         dgrad, wgrad = turning(dgrad), turning(wgrad)
         # The chain converts weights outside of its node, whose gradients then have this dtype.
         shape = dataclasses.replace(shape, weight_dtype=dtype)
-    padding = _padding(shape, gemms, wgrad_rows, context.owner)
     tensors = _Tensors.of(shape, context, is_unturned=only_once is None)
+    if wgrad_rows == 1:
+        tensors = tensors.with_zeros(gemms["wgrad"].alignment.k)
+        wgrad = of_padded_groups(wgrad, tensors.padded)
+    takes_any_rows = wgrad_rows > 1 or tensors.padded > 0
+    padding = _padding(shape, gemms, context.owner, takes_any_rows=takes_any_rows)
     x, input_again = tensors.input(), tensors.input_again()
     weight = tensors.weights(None if padding is None else padding.of_weight)
     dy = tensors.grad_output()
-    choices = {name: resolved.choice for name, resolved in gemms.items()}
-    for name, quantizer in (("input", x), ("weight", weight), ("grad_output", dy)):
-        if quantizer.choices:
-            choices[name] = quantizer.choices[-1]
     sums = None
     if shape.bias_dtype is not None:
         sums = context.resolve("bias gradient", ColumnSumsDesc(tensors.grad_dtype)).run
@@ -93,7 +96,7 @@ def _bind(shape: LinearSpec, context: BindContext) -> LinearLink:
         backward_state=tensors.backward_state,
         input_dtype=tensors.input_dtype,
         grad_dtype=tensors.grad_dtype,
-        choices=choices,
+        choices=_choices(gemms, input=x, weight=weight, grad_output=dy),
         padding=padding,
         only_once=only_once,
         decode_input=bind_decode("input", context, shape),
@@ -113,11 +116,19 @@ def _bind(shape: LinearSpec, context: BindContext) -> LinearLink:
     )
 
 
+def _choices(
+    gemms: dict[str, Resolved], **quantizers: TensorQuantizer | WeightQuantizer
+) -> dict[str, Choice]:
+    """Return who computes, by product, and by tensor that is cast."""
+    casts = {name: each.choices[-1] for name, each in quantizers.items() if each.choices}
+    return {name: resolved.choice for name, resolved in gemms.items()} | casts
+
+
 def _padding(
-    shape: LinearSpec, gemms: dict[str, Resolved], wgrad_rows: int, owner: str
+    shape: LinearSpec, gemms: dict[str, Resolved], owner: str, *, takes_any_rows: bool
 ) -> LayerPadding | None:
     alignments = {name: resolved.alignment for name, resolved in gemms.items()}
-    if wgrad_rows > 1:  # wgrad pads them itself
+    if takes_any_rows:  # wgrad's operands get zeros where they are cast, or by wgrad itself
         alignments["wgrad"] = alignments["wgrad"]._replace(k=1)
     on_device = shape.offsets_on_device
     return layer_padding([*alignments.values()], shape.features, owner, offsets_on_device=on_device)
@@ -171,6 +182,7 @@ class _Tensors(NamedTuple):
         unturned: the quantizer of input and weight where the products are torch's to differentiate,
             which transposes second operands itself.
         makers: the quantizer objects of the user's, by tensor.
+        padded: input and gradient have zeros up to a multiple of as many rows, for wgrad; 0: none.
     """
 
     shape: LinearSpec
@@ -178,6 +190,7 @@ class _Tensors(NamedTuple):
     states: LayerStates | None
     unturned: HighPrecision | None
     makers: dict[str, object]
+    padded: int = 0
 
     @classmethod
     def of(cls, shape: LinearSpec, context: BindContext, *, is_unturned: bool) -> _Tensors:
@@ -206,6 +219,30 @@ class _Tensors(NamedTuple):
             states = dataclasses.replace(states, first=context.first_gemm, count=shape.num_weights)
         unturned = HighPrecision(binding.activation_dtype, turns=False) if is_unturned else None
         return cls(shape, context, states, unturned, makers)
+
+    def with_zeros(self, step: int) -> _Tensors:
+        """Return the tensors padded to a multiple of ``step`` rows, if the casts of input and
+        gradient add the zeros.
+
+        Rows of several ranks would have zeros in between, and a graph has no operator of it.
+        """
+        context, shape = self.context, self.shape
+        if step == 1 or shape.offsets_on_device or self.makers:
+            return self
+        if self.unturned is not None or context.binding.is_observing:
+            return self
+        is_offered = all(
+            None not in context.gemm_plan.tensors[tensor]
+            and not any(context.moved_over(tensor, way) for way in ("gathered", "exchanged"))
+            and casts_padded(
+                QuantizeDesc(dtype, *context.gemm_plan.tensors[tensor], bool(shape.groups)),
+                step,
+                context.binding,
+                context.purpose(tensor),
+            )
+            for tensor, dtype in (("input", self.input_dtype), ("grad_output", self.grad_dtype))
+        )
+        return self._replace(padded=step) if is_offered else self
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -351,6 +388,7 @@ class _Tensors(NamedTuple):
             reduce_amax=_amax_reduction(ranks, context),
             dequantizes=self._dequantizes and tensor != "grad_output",
             is_gradient=tensor == "grad_output",
+            padded=0 if is_weight else self.padded,
         )
 
     def _weight(self, group: int, zeros: tuple[int, int] | None) -> CachingWeightQuantizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -73,6 +74,22 @@ def fused_equals_its_unfused_pair(subject: Subject, desc: FusedDesc) -> float | 
     """The producer and the cast in one call give the bits of two calls; column sums are float32."""
     worst = [_fused_equals_pair(subject, call) for call in calls_of(subject, desc, *SIZES)]
     return max(worst) if desc.quantize.sums else None
+
+
+@law(6, *FUSED, applies=lambda desc: not desc.quantize.offsets_on_device)
+def fused_padded_equals_its_pair(subject: Subject, desc: FusedDesc) -> float | None:
+    """With zeros behind the rows of the columnwise operand, too."""
+    worst = 0.0
+    for step, (rows, cols) in itertools.product((16, 32), (POINTWISE, (5, 144), SIZES[1])):
+        if subject.variant(desc, padded=step) is None:
+            continue
+        columns = up(cols, storage_step(subject, desc.quantize.rowwise))
+        call = arguments(subject, desc.producer, ORDINARY._replace(size=(rows, columns)))
+        keywords = quantize_keywords(subject, desc.quantize)
+        padded = replace(desc, quantize=replace(desc.quantize, padded=step))
+        again = OpCall(padded, call.arguments, keywords, frozenset({"amax_out"}))
+        worst = max(worst, _fused_equals_pair(subject, again))
+    return worst if desc.quantize.sums else None
 
 
 def _fused_equals_pair(subject: Subject, call: OpCall) -> float:

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 
 from fp8core import formats
-from fp8core.backend_api import Chunks, Operand, OperandSpec, Quantized, QuantizeDesc, split_groups
+from fp8core.backend_api import (
+    Chunks,
+    Operand,
+    OperandSpec,
+    Quantized,
+    QuantizeDesc,
+    split_groups,
+)
 from fp8core.conformance import inputs
 from fp8core.conformance.calls import Case, OpCall, example
 from fp8core.conformance.checks import law
@@ -431,6 +438,59 @@ def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> N
         quantized = Quantized(joined(desc.rowwise, rowwise, len(x)), columnwise)
         expected = run(subject.here(x), **options[1])
         same_tensors(f"{list(shape)}", (quantized, options[0]), (expected, options[1]))
+
+
+@law(3, "quantize", applies=lambda desc: not desc.offsets_on_device)
+def quantize_padded_equals_the_cast_of_padded_rows(subject: Subject, desc: QuantizeDesc) -> None:
+    """Columnwise, each group has zeros up to a whole step of rows; rowwise and amaxes have none."""
+    for step in (16, 32):
+        quantize_padded = subject.variant(desc, padded=step)
+        if quantize_padded is not None:
+            for kind, sizes in PADDED:
+                of_x = sizes if desc.grouped else (sum(sizes),)
+                _padded_equals_padding(subject, desc, quantize_padded, kind, of_x, step)
+
+
+PADDED = (
+    ("decades", (5, 0, 33, 128, 1)),
+    ("nonfinite", (70, 10)),
+    ("decades", (0, 0)),
+    ("decades", (48,)),
+)
+"""Kinds of values, and rows of groups, together of a tensor; multiples of a step or not."""
+
+
+def _padded_equals_padding(
+    subject: Subject,
+    desc: QuantizeDesc,
+    quantize_padded: Callable[..., Any],
+    kind: str,
+    sizes: tuple[int, ...],
+    step: int,
+) -> None:
+    x = inputs.matrix(kind, sum(sizes), quantize_size(subject, desc, 1, 70)[1], desc.dtype)
+    whole = [up(size, step) for size in sizes]
+    parts = [
+        torch.nn.functional.pad(part, (0, 0, 0, size - len(part)))
+        for part, size in zip(torch.split(x, list(sizes)), whole, strict=True)
+    ]
+    plain, longer = (
+        (subject.here(rows), *groups_of(subject, desc, counts if desc.grouped else ()))
+        for rows, counts in ((x, sizes), (torch.cat(parts), whole))
+    )
+    options = [quantize_keywords(subject, desc, len(sizes)) for _ in range(3)]
+    ours = quantize_padded(*plain, **options[0])
+    row, column = desc.halves()
+    rowwise = columnwise = None
+    if desc.rowwise is not None:
+        rowwise = subject.run(row, *plain, **options[1]).rowwise
+    if desc.columnwise is not None:
+        columnwise = subject.run(column, *longer, **options[2]).columnwise
+    title = f"{kind} of {list(sizes)} rows to multiples of {step}"
+    same_tensors(title, ours, Quantized(rowwise, columnwise))
+    if "amax_out" in options[0]:
+        amaxes = [option["amax_out"] for option in options]
+        same_tensors("amax_out", amaxes[0], torch.maximum(*amaxes[1:]))
 
 
 @law(3, "quantize", applies=lambda desc: not desc.grouped and is_nearest(desc))

@@ -20,6 +20,7 @@ from fp8core.backend_api import (
     DequantizeDesc,
     Operand,
     OperandSpec,
+    padded_offsets,
     scale_inverses,
     split_groups,
 )
@@ -140,8 +141,23 @@ class _WatchedRequest(QuantizeRequest):
                 pad = self.padded.pad_grad_output if self.is_gradient else self.padded.pad_input
                 value, real = pad(y), pad(torch.ones_like(y, dtype=torch.bool))
                 groups = self.padded.groups
-            self.probe.cast(role, value, handed.operands, real, groups, is_repeat=is_repeat)
+            row, column = handed.operands
+            shown = Orientations(row, None)
+            self.probe.cast(role, value, shown, real, groups, is_repeat=is_repeat)
+            if column is not None and (step := self.quantizer.row_step) > 1:
+                real = torch.ones_like(value, dtype=torch.bool) if real is None else real
+                value, real = (_with_zeros(each, groups, step) for each in (value, real))
+                groups = tuple(padded_offsets(offsets, step) for offsets in groups)
+            shown = Orientations(None, column)
+            self.probe.cast(role, value, shown, real, groups, is_repeat=is_repeat)
         return handed
+
+
+def _with_zeros(x: torch.Tensor, groups: Groups, step: int) -> torch.Tensor:
+    """Return ``x`` with zeros up to a multiple of ``step`` rows, in each group."""
+    sizes = groups[0].diff().tolist() if groups else [x.shape[0]]
+    parts = torch.split(x, sizes)
+    return torch.cat([padded_with(part, (-part.shape[0] % step, 0)) for part in parts])
 
 
 def _seen(request: QuantizeRequest | None, probe: _Probe, call: Call) -> _WatchedRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -15,11 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8core
 from fp8core import recipe
-from fp8core.backend_api import GemmDesc, Operand, OperandSpec, QuantizeDesc
+from fp8core.backend_api import (
+    GemmDesc,
+    GroupedGemmDesc,
+    Operand,
+    OperandSpec,
+    QuantizeDesc,
+)
 from fp8core.dispatch import table
 from fp8core.tensors.storage import split
 from fp8core_backends.cuda import autotune, gemm, memory
 from fp8core_backends.cuda.backend import CudaBackend
+from fp8core_backends.cuda.grouped import bind_grouped_gemm
 from fp8core_backends.cuda.layout import empty_codes, empty_scales, with_rows
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.backends.cuda.cuda_cases import spec
@@ -50,7 +58,7 @@ class Product:
     takes_bias = True
 
     def __init__(self, desc: tuple[Any, ...], *_: object) -> None:
-        self.m, self.n, self.k, *_rest = desc
+        self.m, self.n, self.k, self.a, self.b, *_rest = desc
         out, has_bias, _, self.accumulates = desc[5:9]
         self.out_dtype = (BF16, torch.float32)[out - 1]
         if self.m % 4 or (has_bias and not self.takes_bias):
@@ -63,6 +71,7 @@ class Product:
         """Multiply a with vectors of 128 scales by b with squares of them."""
         a, a_scale, b, b_scale, bias, d = addresses
         m, n, k, blocks = self.m, self.n, self.k, -(-self.k // 128)
+        assert (k, k) == (self.a[3], self.b[3])  # codes without gaps
         pitch = -(-blocks // 4) * 4
         scales_a = at(a_scale, torch.float32, (blocks, m)).t()
         scales_b = at(b_scale, torch.float32, (-(-n // 128), pitch))[:, :blocks]
@@ -158,6 +167,44 @@ def test_ragged_rows_have_the_bits_of_the_same_rows_among_others(
     product(part, b, bias=bias, out=around[:rows])
     assert torch.equal(around[:rows], wanted)
     assert not around[rows:].any()
+
+
+def test_ragged_groups_have_the_bits_of_products_of_their_own(
+    product: Callable[..., torch.Tensor],
+) -> None:
+    bounds = [0, 1, 1, 22, 38, 45]
+    x = torch.randn(bounds[-1], K) * torch.arange(1, bounds[-1] + 1)[:, None]
+    operand, weights = cast(PARTS.a, x), [weight() for _ in bounds[1:]]
+    biases = [torch.randn(N).to(BF16) for _ in weights]
+    desc = GroupedGemmDesc(PARTS.a, PARTS.b, BF16)
+    run = bind_grouped_gemm(desc, product)
+    for bias in (None, biases):
+        found = run(operand, weights, torch.tensor(bounds), bias=bias)
+        assert found.shape == (bounds[-1], N)
+        for group, (start, end) in enumerate(itertools.pairwise(bounds)):
+            alone = cast(PARTS.a, x[start:end])
+            of_group = None if bias is None else bias[group]
+            assert torch.equal(product(alone, weights[group], bias=of_group), found[start:end])
+
+
+def test_groups_have_plans_of_sixteens_of_rows(product: Callable[..., torch.Tensor]) -> None:
+    operand, weights = cast(PARTS.a, torch.randn(300, K)), [weight() for _ in range(5)]
+    run = bind_grouped_gemm(GroupedGemmDesc(PARTS.a, PARTS.b, BF16), product)
+    run(operand, weights, torch.tensor([0, 66, 145, 145, 220, 300]))
+    assert {key[0] for key in product._plans} == {80}
+    run(operand, weights, torch.tensor([0, 3, 3, 3, 220, 300]))
+    assert {key[0] for key in product._plans} == {4, 80, 224}
+
+
+def test_codes_with_gaps_are_multiplied_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = []
+    run = bound(monkeypatch)
+    monkeypatch.setattr(Product, "run", lambda self, *_: described.append((self.a[3], self.b[3])))
+    for shape in ((8, K), (8, 2 * K)):
+        codes = [torch.zeros(rows, shape[1], dtype=torch.uint8) for rows in (shape[0], N)]
+        scales = torch.ones(8, 3), weight().scale_inv
+        run(*(Operand(data[:, :K], scale) for data, scale in zip(codes, scales, strict=True)))
+    assert described == [(K, K), (2 * K, 2 * K)]
 
 
 def test_a_bias_without_an_algorithm_is_added_after_the_product(
@@ -478,3 +525,45 @@ def test_groups_of_ragged_rows_are_linears_of_their_own(name: str) -> None:
             alone.bias.copy_(getattr(grouped, f"bias{group}"))
             with fp8core.autocast(recipe=chosen):
                 torch.testing.assert_close(alone(part), found, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_of_ragged_groups_is_that_of_groups_with_zeros_on_a_device(name: str) -> None:
+    splits, step = [1, 0, 5, 17, 40, 33], 32
+    layers = [fp8core.GroupedLinear(6, 512, 256, params_dtype=BF16, device="cuda") for _ in "ab"]
+    layers[1].load_state_dict(layers[0].state_dict())
+    pad, unpad = fp8core.Fp8Padding(6, step), fp8core.Fp8Unpadding(6, step)
+    for _ in range(3):
+        x = torch.randn(sum(splits), 512, dtype=BF16, device="cuda")
+        dy = torch.randn(sum(splits), 256, dtype=BF16, device="cuda")
+        found, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with fp8core.autocast(recipe=recipe.by_name(name)):
+            y = layers[0](found, splits)
+            expected = unpad(layers[1](*pad(wanted, splits)), splits)
+        with Pads() as pads:
+            y.backward(dy)
+        assert not pads.found
+        expected.backward(dy)
+        torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=2**-7, atol=2**-7)
+        for ours, theirs in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=2**-7, atol=2**-6)
+        for layer in layers:
+            layer.zero_grad()
+
+
+@pytest.mark.needs_accelerator("cuda")
+def test_a_captured_graph_has_the_sizes_of_its_capture() -> None:
+    desc = QuantizeDesc(BF16, spec("vector"), spec("vector"), True, padded=32)
+    run, bounds = CudaBackend().bind(desc, torch.device("cuda")), torch.tensor([0, 5, 5, 40, 64])
+    x = torch.randn(64, 272, dtype=BF16, device="cuda")
+    expected = run(x, bounds)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(x, bounds)
+    del bounds
+    graph.replay()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.data, theirs.data)
+        assert torch.equal(ours.scale_inv, theirs.scale_inv)

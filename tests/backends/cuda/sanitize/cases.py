@@ -196,7 +196,10 @@ def fused_activations() -> None:
             grad = torch.randn(rows, n).to(dtype).to(DEVICE)
             grad[-1, -1] = torch.inf
             tensors = (grad, x) if backward else (x,)
-            for cast, sums in itertools.product((both, *both.halves()), {False, backward}):
+            casts = [both, *both.halves()]
+            if own in (MX, FP4):
+                casts += [dataclasses.replace(both, padded=32)]
+            for cast, sums in itertools.product(casts, {False, backward}):
                 desc = FusedDesc(producer, dataclasses.replace(cast, sums=sums))
                 run = backend("cuda").bind(desc, DEVICE)
                 run(*tensors, **given)
@@ -259,7 +262,11 @@ def microscaling() -> None:
         plan = own.plan(LayerRole("linear"), dtype)
         for tensor in (plan.input, plan.weight, plan.grad_output):
             whole = QuantizeDesc(dtype, *tensor)
-            for desc, shape in itertools.product((whole, *whole.halves()), BYTE_SCALED_SHAPES):
+            padded = dataclasses.replace(whole, padded=32)
+            for desc, shape in (
+                *itertools.product((whole, *whole.halves()), BYTE_SCALED_SHAPES),
+                *itertools.product((padded, padded.halves()[1]), ((1, 16), (37, 34), (130, 144))),
+            ):
                 specs = [one for one in (desc.rowwise, desc.columnwise) if one is not None]
                 given = (
                     {"rng": torch.tensor((7, 9))} if any(one.stochastic for one in specs) else {}
@@ -278,8 +285,18 @@ def microscaling() -> None:
 
 
 def device_groups() -> None:
-    """Cast and multiply groups whose offsets are on the device: aligned, ragged, astray."""
+    """Cast and multiply groups whose offsets are on the device: aligned, ragged, astray; and cast
+    those whose sizes the host knows, with zeros behind them."""
     n, k = 144, 272
+    sizes = ([0, 5, 5, 300, 320], [0, 128, 256, 320, 320], [0, *range(21, 321)], [0, 0])
+    for own, bounds in itertools.product(map(spec, RECIPES), sizes):
+        groups, x = len(bounds) - 1, torch.randn(bounds[-1], k).bfloat16().to(DEVICE)
+        desc, given = QuantizeDesc(x.dtype, own, own, True, padded=32), {}
+        if own.delayed:
+            given = {"scale": torch.ones(groups), "amax_out": torch.zeros(groups)}
+            given = {name: tensor.to(DEVICE) for name, tensor in given.items()}
+        for each in (desc, *desc.halves()):
+            backend("cuda").bind(each, DEVICE)(x, torch.tensor(bounds, device="cpu"), **given)
     for offsets in ((0, 5, 5, 300, 301), (0, 128, 256, 320, 320), (0, 900, -5, 40, 320)):
         ends = torch.tensor(offsets).to(DEVICE)
         groups, x = len(offsets) - 1, torch.randn(320, k).bfloat16().to(DEVICE)

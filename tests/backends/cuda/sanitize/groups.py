@@ -68,7 +68,7 @@ GROUPS = {
     "microscaling": Group(
         cases.microscaling, ("QuantizeMxfp8.__call__", "QuantizeNvfp4.__call__", "arrange_scales")
     ),
-    "device_groups": Group(cases.device_groups, ("GroupedGemm.__call__",)),
+    "device_groups": Group(cases.device_groups, ("GroupedGemm.__call__", "store_group_offsets")),
     "norms": Group(cases.norms, ("Norm.__call__", "Norm.backward")),
     "fused_norms": Group(cases.fused_norms, ("QuantizeNorm.__call__",)),
     "rotary": Group(cases.rotary, ("Rotary.__call__",)),
