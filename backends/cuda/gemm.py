@@ -244,7 +244,7 @@ class LowPrecisionGemm:
     def with_rows_behind(
         self, a: Operand, b: Operand, out: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
-        """Multiply ``a``, and as many rows behind it as ``out`` has more: they may hold anything."""
+        """Multiply ``a``, and as many rows behind it, of anything, as ``out`` has more."""
         self(self._with_rows(a, out.shape[0]), b, bias=bias, out=out)
 
     def _check(

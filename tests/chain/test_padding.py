@@ -145,6 +145,7 @@ def test_rows_alone_are_reported_once_for_all_layers(
     ]
 
 
+@pytest.mark.usefixtures("plain_casts")
 def test_layers_that_pad_the_same_features_are_reported_in_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
