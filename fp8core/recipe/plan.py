@@ -147,7 +147,7 @@ class LinearPlan(Plan):
     """The three GEMMs of a linear layer; ``delayed`` if any operand is scaled by delayed scales.
 
     ``remade``: what backward makes again instead of holding it since forward, as in
-    :data:`HOLDING`; without effect on what it takes in high precision. ``dequantizes``: where
+    ``HOLDING``; without effect on what it takes in high precision. ``dequantizes``: where
     dgrad and wgrad take a tensor in high precision, it is what fprop multiplied, dequantized.
     ``makers``: pairs of a tensor's name and the object of the user that quantizes it.
     """
