@@ -40,7 +40,7 @@ from fp8core.chain.norm import NormShape
 from fp8core.chain.residual import AddShape
 from fp8core.chain.shape import LinkShape
 from fp8core.inspection.descriptors import NORMS, listed_descs, record
-from fp8core.recipe import Recipe
+from fp8core.recipe import Recipe, WeightOnly
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.tensors.delayed_state import update_desc
@@ -125,6 +125,9 @@ def _of_dtype(
         )
         yield from _linears(name, dense, dtype)
         yield from _groups(f"{name}.grouped", grouped, dtype)
+        product = plan_of(LinearPlan, WeightOnly(chosen), LayerRole(), dtype).fprop
+        weight_only = GemmDesc(product.a, product.b, dtype)
+        yield CatalogueEntry(f"{name}.weight_only.{_word(dtype)}", weight_only)
         yield from _producers(name, dense, dtype)
         yield from _quantized_attentions(name, chosen, dtype)
         update = update_desc(dense.delayed)
