@@ -77,6 +77,11 @@ class AddProgram(TensorProgram[AddLink]):
     __slots__ = ()
 
     @property
+    def recordable(self) -> Recordable | None:
+        """Return nothing that it refers to, unless the next link adds."""
+        return None if self._link.is_left_to_next else Recordable()
+
+    @property
     def saves_copies(self) -> bool:  # type: ignore[override]  # a default there
         """Whether the next link adds: it saves the sum that its backend returned."""
         return self._link.is_left_to_next
@@ -96,7 +101,7 @@ class AddProgram(TensorProgram[AddLink]):
         residual = unwrap(params[0], "residual add: the extra input").reshape(x.shape)
         if self._link.is_left_to_next and residual.dtype == x.dtype:
             return Unadded(x, residual), (), shape
-        total: Any = (x + residual).to(x.dtype)
+        total: Any = called_in_repeats(_added, x, residual)
         return total if out is None else out(total), (), shape
 
     def backward(
@@ -108,6 +113,10 @@ class AddProgram(TensorProgram[AddLink]):
         if not needs_input:
             return None, residual
         return grad if out is None else out(grad), residual
+
+
+def _added(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return (x + residual).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ needs to know, and never which kind of shape it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -310,8 +310,11 @@ def _is_rounded_first(plan: TensorPlan) -> bool:
     return all(spec is None or spec.cast_first for spec in plan)
 
 
-def bind_chain(shapes: Sequence[LinkShape], context: BindContext) -> tuple[Link, ...]:
-    """Bind the links of ``shapes``, each knowing its neighbours.
+def bind_chain(
+    shapes: Sequence[LinkShape], context: BindContext, bound: Mapping[int, Link] | None = None
+) -> tuple[Link, ...]:
+    """Bind the links of ``shapes``, each knowing its neighbours. Those of ``bound``, by their
+    position, are bound already, as links of other layers.
 
     Links that quantize come first, as the others ask them what to hand over. The others are bound
     from the last to the first, as a link may leave work to the one after it.
@@ -320,7 +323,7 @@ def bind_chain(shapes: Sequence[LinkShape], context: BindContext) -> tuple[Link,
         UnsupportedError: no backend runs one of the operations on the device; GEMMs are asked
             first, so that the message is about them.
     """
-    links: dict[int, Link] = {}
+    links: dict[int, Link] = dict(bound or {})
     positions = range(len(shapes))
 
     def neighbour(position: int) -> Neighbour | None:
@@ -336,6 +339,8 @@ def bind_chain(shapes: Sequence[LinkShape], context: BindContext) -> tuple[Link,
     quantizing = [position for position in positions if shapes[position].quantizes]
     computing_last = [position for position in positions if not shapes[position].quantizes]
     for position in (*quantizing, *reversed(computing_last)):
+        if position in links:
+            continue
         link_context = context._replace(
             position=position,
             first_gemm=context.first_gemm + sum(shape.num_weights for shape in shapes[:position]),

@@ -1,0 +1,149 @@
+"""Linears of one input as one link: the input is cast once, and held once for backward."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fp8core.chain.call import Call
+from fp8core.chain.linear.program import LinearLink
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Link,
+    OnlyOnce,
+    Out,
+    Params,
+    Program,
+    Recordable,
+    SavedList,
+)
+from fp8core.chain.request import Handover, QuantizeRequest
+from fp8core.torch_ops.repeats import called_in_repeats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SiblingsLink(Link):
+    """``y[m, n1 + n2 + ...]``, the results of ``links`` for the same ``x[m, k]``, in low precision.
+
+    Weights and gradients of the output are cast for each linear as if it ran alone; the input is
+    cast by the first for all, which have to cast it alike.
+    """
+
+    links: tuple[LinearLink, ...]
+
+    @property
+    def num_params(self) -> int:  # type: ignore[override]  # a field's default there
+        """The number of the parameters of all."""
+        return sum(link.num_params for link in self.links)
+
+    @property
+    def only_once(self) -> OnlyOnce | None:
+        """As the first."""
+        return self.links[0].only_once
+
+    @property
+    def input_consumer(self) -> QuantizeRequest:
+        """How the first quantizes the input."""
+        return self.links[0].input_consumer
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
+        """Return the program of a dense call."""
+        return SiblingsProgram(self, rows, needs_grad, call)
+
+
+class SiblingsProgram(Program):
+    """Runs the programs of ``link`` on one handover; backward goes from the last to the first, as
+    torch's engine does, and adds up their gradients of the input in that order.
+
+    Where a call pads an operand of one of them, each casts the input by itself.
+    """
+
+    __slots__ = ("_columns", "_params", "_programs", "_trained", "input_request")
+
+    def __init__(
+        self, link: SiblingsLink, rows: int, needs_grad: Sequence[bool], call: Call
+    ) -> None:
+        links = link.links
+        widths = itertools.accumulate([each.shape.out_features for each in links], initial=0)
+        counts = itertools.accumulate([each.num_params for each in links], initial=0)
+        self._columns, self._params = ([*itertools.pairwise(ends)] for ends in (widths, counts))
+        needs = [(needs_grad[0], *needs_grad[1 + a : 1 + b]) for a, b in self._params]
+        self._trained = [need[1] for need in needs]
+        self._programs = [
+            each.program(rows, need, call) for each, need in zip(links, needs, strict=True)
+        ]
+        self.input_request: QuantizeRequest | None = None
+        requests = [program.input_request for program in self._programs]
+        first = requests[0]
+        if first is not None and all(
+            [each is not None and each.cast is not None and not each.shards for each in requests]
+        ):
+            columnwise = True in self._trained
+            cast = links[0].input.cast_to(rowwise=True, columnwise=columnwise)
+            self.input_request = replace(first, columnwise=columnwise, cast=cast)
+
+    @property
+    def recordable(self) -> Recordable | None:
+        """Return what all of them refer to; None if one of them does more than operations."""
+        parts = [program.recordable for program in self._programs]
+        if self.input_request is None or None in parts:
+            return None
+        constants, states = ([*itertools.chain(*each)] for each in zip(*parts, strict=True))
+        return Recordable(tuple(constants), tuple(states))
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Compute the columns of each; save what several of them need once."""
+        request, operands = self.input_request, None
+        rows = x.shape[0] if isinstance(x, torch.Tensor) else x.rows
+        if request is not None:
+            operands = (x if isinstance(x, Handover) else request(x)).take()
+        saved: SavedList = []
+        places: dict[int, int] = {}
+        columns, contexts = [], []
+        for program, is_trained, (first, end) in zip(
+            self._programs, self._trained, self._params, strict=True
+        ):
+            value = x
+            if operands is not None:
+                mine = operands if is_trained else operands._replace(columnwise=None)
+                value = Handover(mine, rows)
+            y, tensors, context = program.forward(value, params[first:end], call)
+            before, at = len(saved), []
+            for tensor in tensors:
+                at.append(places.setdefault(id(tensor), len(saved)))
+                if at[-1] == len(saved):
+                    saved.append(tensor)
+            contexts.append((at, before, context))
+            columns.append(y)
+        del operands, value
+        joined = called_in_repeats(_joined, *columns)
+        return joined if out is None else out(joined), saved, contexts
+
+    def backward(
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Compute the gradients of each from its columns of ``grad``."""
+        grads: Sequence[torch.Tensor | None] = ()
+        total: torch.Tensor | None = None
+        for number in range(len(self._programs) - 1, -1, -1):
+            at, before, inner_context = context[number]
+            begin, end = self._columns[number]
+            tensors = [saved[place] for place in at]
+            del saved[before:]  # none of those in front of it needs the rest
+            program, columns = self._programs[number], grad[:, begin:end]
+            grad_x, *grad_params = program.backward(columns, tensors, inner_context, call)
+            grads = (*grad_params, *grads)
+            if total is None:
+                total = grad_x
+            elif grad_x is not None:
+                total = called_in_repeats(torch.add, total, grad_x)
+        return (total if out is None or total is None else out(total), *grads)
+
+
+def _joined(*columns: torch.Tensor) -> torch.Tensor:
+    return torch.cat(columns, dim=1)
