@@ -36,14 +36,14 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 66_300,
-    "files": 249,
+    "lines of fp8core": 67_100,
+    "files": 252,
     "files under 100 lines": 39,
     "modules that list names": 1,
     "protocols": 14,
-    "classes of the core": 369,
+    "classes of the core": 372,
     "functions over 60 lines": 10,
-    "vague names": 37,
+    "vague names": 38,
     "docstrings that begin with a pronoun": 0,
     "files that name the operation rotary": 7,
     "files that name the format e2m1": 6,

@@ -77,7 +77,10 @@ USABLE = {
     "_keys_to_ignore_on_load_unexpected": "of transformers' models, which their authors set",
     **dict.fromkeys(("_bias", "_data", "_global_scale", "_packed"), "the end of a name"),
     "_scale_inv": "likewise",
-    **dict.fromkeys(("_fp8core_conversion", "_fp8core_record"), "set by fp8core, by text"),
+    **dict.fromkeys(
+        ("_fp8core_conversion", "_fp8core_record", "_fp8core_splices"), "set by fp8core, by text"
+    ),
+    "_attn_implementation": "of transformers' configs: which attention a model computes by",
     "_TRANSFORMER_ENGINE_AVAILABLE": "of Lightning: whether it has looked for the package",
     "_fp8core_alias_finder": "a module's name in sys.modules, which begins with an underscore",
 }

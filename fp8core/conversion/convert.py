@@ -14,6 +14,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from fp8core.context.autocast import request
+from fp8core.conversion.decoder import ConvertedDecoder, release_decoder
+from fp8core.conversion.decoder import fuse as fuse_decoders
 from fp8core.conversion.experts import ConvertedExperts, adopt_experts, layer_names, release_experts
 from fp8core.conversion.layers import (
     RECORD,
@@ -87,6 +89,8 @@ class ConversionReport:
         converted: the layers of torch that changed their class.
         native: the fp8core layers of the model; they take the recipe, and their path as name.
         skipped: every other layer that has parameters, with the reason.
+        fused: the decoder layers whose layers run as chains, but where something has to be seen.
+        apart: decoder layers whose layers run by themselves, with the reason.
         notes: sentences about layers that compute otherwise than may be expected.
         num_parameters: elements of all parameters of the model, a shared one counted once.
         num_converted_parameters: elements of those in ``converted`` and ``native``.
@@ -99,6 +103,8 @@ class ConversionReport:
     notes: tuple[str, ...]
     num_parameters: int
     num_converted_parameters: int
+    fused: tuple[LayerEntry, ...] = ()
+    apart: tuple[LayerEntry, ...] = ()
 
     @property
     def parameter_share(self) -> float:
@@ -173,6 +179,8 @@ class ConversionReport:
             ("converted", self.converted),
             ("already an fp8core layer", self.native),
             ("skipped", self.skipped),
+            ("runs as chains", self.fused),
+            ("stays apart", self.apart),
         ):
             listed = ((entry.name, entry.layer, entry.reason) for entry in entries)
             yield from (f"{title}: {line}" for line in grouped(listed))
@@ -211,7 +219,8 @@ def convert(
     *,
     filter: Filter = None,
     skip: Sequence[str] | str = (),
-    rms_norms: bool = False,
+    rms_norms: bool | None = None,
+    fuse: bool = True,
 ) -> ConversionReport:
     """Have the ``Linear``, ``LayerNorm`` and ``RMSNorm`` of ``model`` compute as ``recipe`` says.
 
@@ -240,8 +249,12 @@ def convert(
             whole words: ``"mlp"`` matches ``"blocks.3.mlp.fc1"``.
         skip: patterns of layers to leave out, also if the filter names them.
         rms_norms: whether classes of the model that compute an RMSNorm, such as ``LlamaRMSNorm``,
-            are converted too. Each is compared with RMSNorm on a few rows first. The result is
-            rounded once, where such a class often rounds before it multiplies by the weight.
+            are converted too; None: as ``fuse``. Each is compared with RMSNorm on a few rows first.
+            The result is rounded once, where such a class often rounds before it multiplies by the
+            weight.
+        fuse: whether decoder layers composed as Llama's run as chains: norms, sums, rotation and
+            activation as fp8core computes them, linears as alone, an input of several cast once.
+            Each class is compared with that on a few numbers first. False keeps the model's own.
 
     Raises:
         OperandError: ``model`` is no module, is converted already, or has no layer that can be
@@ -256,7 +269,7 @@ def convert(
     if not isinstance(skip, str | Sequence):
         raise RecipeError(f"convert(skip={skip!r}): expected patterns of names.")
     patterns = [skip] if isinstance(skip, str) else skip
-    surveyed = survey(model, filter, patterns, rms_norms=rms_norms)
+    surveyed = survey(model, filter, patterns, rms_norms=fuse if rms_norms is None else rms_norms)
     refuse_watched(f"convert({type(model).__name__})", {p.module: p.path for p in surveyed.native})
     plans = _plans(surveyed, chosen)
     report = _report(model, surveyed, chosen, plans)
@@ -271,7 +284,18 @@ def convert(
         ):
             delimit(module)
     announce(root, warns=True)
-    return report
+    return _fused(report, root, conversion) if fuse else report
+
+
+def _fused(
+    report: ConversionReport, model: torch.nn.Module, conversion: Conversion
+) -> ConversionReport:
+    """Return ``report`` with the decoder layers that run as chains from now on, and those that do
+    not."""
+    groups: tuple[list[LayerEntry], list[LayerEntry]] = [], []
+    for path, (layer, reason) in fuse_decoders(model, conversion).items():
+        groups[bool(reason)].append(LayerEntry(path, layer, 0, 0, reason))
+    return dataclasses.replace(report, fused=tuple(groups[0]), apart=tuple(groups[1]))
 
 
 def unconvert(model: torch.nn.Module) -> torch.nn.Module:
@@ -301,9 +325,12 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     }
     refuse_watched(f"unconvert({type(model).__name__})", names)
     experts = [module for module in modules if isinstance(module, ConvertedExperts)]
-    for layer in (*layers, *experts):
+    decoders = [module for module in modules if isinstance(module, ConvertedDecoder)]
+    for layer in (*layers, *experts, *decoders):
         _refuse_changed(layer)
     conversions = [vars(root)[ROOT] for root in roots]
+    for decoder in decoders:
+        release_decoder(decoder)
     for root in roots:
         del vars(root)[ROOT]
         silence(root)

@@ -74,7 +74,7 @@ def quantize_(
     *,
     filter: Filter = None,
     skip: Sequence[str] | str = (),
-    rms_norms: bool = False,
+    rms_norms: bool | None = None,
 ) -> QuantizationReport:
     """Store the weights of ``model`` in low precision, in place, for inference.
 

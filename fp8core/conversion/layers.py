@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
@@ -94,6 +95,20 @@ def _end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
     if torch.is_grad_enabled() and not failed:
         keep_scales(output, touched_in(owner))
     end_step(owner, failed=failed)
+
+
+def in_step(module: torch.nn.Module, run: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Return what ``run`` does in a forward of ``module``, which convert() has changed: in a step
+    of its own under delayed scaling, unless one of the model is open."""
+    if torch.compiler.is_compiling() or not vars(module)[RECORD].conversion.delimits:
+        return run(*args, **keywords)
+    output: Any = None
+    _begin(module, args)
+    try:
+        output = run(*args, **keywords)
+    finally:
+        _end(module, args, output)
+    return output
 
 
 def _is_within_itself(module: torch.nn.Module) -> bool:
@@ -199,9 +214,15 @@ class Conversion:
     delimits = False
     stored: Sequence[FormerWeight] = ()  # of models that were pickled without them
     frozen: Sequence[torch.nn.Parameter] = ()
+    # Whether cosines and sines that decoder layers get are those of angles, and the last angles.
+    rotates = False
+    angles: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, outside_autocast: Active | None) -> None:
         self.outside_autocast = outside_autocast
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "angles"}
 
     @property
     def recipe(self) -> Recipe | None:
@@ -254,16 +275,8 @@ class Converted(LowPrecisionModule):
         )
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Compute as fp8core's layer; in a step of its own unless one of the model is open."""
-        if torch.compiler.is_compiling() or not vars(self)[RECORD].conversion.delimits:
-            return super().forward(*arguments, **keywords)
-        output: Any = None
-        _begin(self, arguments)
-        try:
-            output = super().forward(*arguments, **keywords)
-        finally:
-            _end(self, arguments, output)
-        return output
+        """Compute as fp8core's layer."""
+        return in_step(self, super().forward, *arguments, **keywords)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Fill the parameters as torch's layer does, also on meta; reset the delayed state."""
@@ -351,8 +364,9 @@ def derived(base: type[torch.nn.Module], original: type[torch.nn.Module]) -> typ
         _, _, *rest = super(kind, self).__reduce_ex__(protocol)
         return _instance, (base, original), *rest
 
+    prefix = "" if getattr(base, "keeps_name", False) else "Converted"
     kind: Any = type(
-        f"Converted{original.__name__}",
+        f"{prefix}{original.__name__}",
         (base, original),
         {"__module__": __name__, "__doc__": base.__doc__, "__reduce_ex__": __reduce_ex__},
     )

@@ -56,7 +56,7 @@ class Fp8CorePrecision(Precision):
         compute_dtype: torch.dtype = torch.bfloat16,
         filter: Sequence[str] | str | None = None,
         skip: Sequence[str] | str = (),
-        rms_norms: bool = False,
+        rms_norms: bool | None = None,
     ) -> None:
         for name, dtype in (("weights_dtype", weights_dtype), ("compute_dtype", compute_dtype)):
             if dtype not in _DTYPES:

@@ -46,7 +46,8 @@ class Witness(NamedTuple):
 
     Attributes:
         module: None for the module that is called, which its own memo would keep alive.
-        fields: returns the attributes that decide how it runs, its ``call_fields``.
+        fields: returns the attributes that decide how it runs, its ``call_fields``; of a module of
+            another library whether it trains.
         values: what they were.
         children: the modules within, by name.
         parameters: its own dictionary of them, which a shallow copy of the module may replace.
@@ -65,7 +66,8 @@ class Witness(NamedTuple):
     @classmethod
     def of(cls, module: Any, *, is_called: bool) -> Witness:
         """Return ``module`` as it is now."""
-        fields, bindings = _fields(module.call_fields), getattr(module, "_bindings", None)
+        fields = _fields(getattr(module, "call_fields", ("training",)))
+        bindings = getattr(module, "_bindings", None)
         return cls(
             None if is_called else module,
             fields,

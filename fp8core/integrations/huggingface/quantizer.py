@@ -51,7 +51,7 @@ class Fp8CoreConfig(QuantizationConfigMixin):
         filter: Sequence[str] | str | None = None,
         skip: Sequence[str] | str = (),
         modules_to_not_convert: Sequence[str] | None = None,
-        rms_norms: bool = False,
+        rms_norms: bool | None = None,
         **unknown: object,
     ) -> None:
         if unknown.pop("quant_method", METHOD) != METHOD or unknown:

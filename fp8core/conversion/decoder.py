@@ -1,0 +1,336 @@
+"""Decoder layers of transformers as two chains: norm and projections to queries, keys and values;
+output projection, sum, norm and gated feed-forward block, added to that sum.
+
+Llama, Qwen2, Qwen3, Mistral, Gemma and whoever else composes a layer so: the class is compared with
+:func:`plain` on a few numbers, never known by its name. Between the two chains the library rotates
+queries and keys, and transformers' own ``sdpa`` attends. With a cache, with another attention, and
+where somebody has to see a module inside, the layer computes as its class says.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from fp8core.chain.activation import activation_shape
+from fp8core.chain.residual import AddShape
+from fp8core.conversion.layers import RECORD, Conversion, Converted, Record, derived, in_step
+from fp8core.dispatch.isolation import Failure, attempt
+from fp8core.modules.composition import is_seen
+from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
+from fp8core.modules.splice import Part, Splice
+
+_SPLICES = "_fp8core_splices"
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_CHILDREN = {*_NORMS, "self_attn", "mlp"}
+_PROJECTIONS, _HEAD_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_CACHES = ("cache", "past_key_values", "past_key_value")
+_GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
+"""The gated activation here that multiplies by an activation of torch, by its name here."""
+
+
+def looks_like_decoder(module: torch.nn.Module) -> bool:
+    """Return whether the modules inside ``module`` are named as those of such a decoder layer."""
+    children = dict(module._modules)
+    attention, mlp = children.get("self_attn"), children.get("mlp")
+    return (
+        children.keys() == _CHILDREN
+        and attention is not None
+        and mlp is not None
+        and {*attention._modules} >= {*_PROJECTIONS, "o_proj"}
+        and {*mlp._modules} >= {*_MLP}
+    )
+
+
+def obstacle(module: Any) -> str:
+    """Return why a converted layer that :func:`looks_like_decoder` stays apart; empty if it may be
+    two chains."""
+    mlp, layers = module.mlp, _layers_of(module)
+    blocks = {"self_attn": module.self_attn, "mlp": mlp, "act_fn": getattr(mlp, "act_fn", None)}
+    for name, layer in layers.items():
+        if not isinstance(layer, Converted):
+            return f"its {name} is not converted"
+    for name, child in {**blocks, **layers}.items():
+        if not isinstance(child, torch.nn.Module):
+            return f"its {name} is no module"
+        if is_seen(child):
+            return f"its {name} has a hook, or a forward of its own"
+    if "forward" in vars(module):
+        return "its forward was replaced on the object"
+    if not isinstance(getattr(module.self_attn, "head_dim", None), int):
+        return "its attention has no head_dim"
+    if _activation_of(module.mlp) is None:
+        return f"its activation is {type(module.mlp.act_fn).__name__}"
+    return "" if _computes_plainly(module) else "its class computes otherwise"
+
+
+def _layers_of(module: Any) -> dict[str, Any]:
+    """Return the layers inside by name, in the order in which they run."""
+    attention, mlp = module.self_attn, module.mlp
+    heads = {name: getattr(attention, name, None) for name in _HEAD_NORMS}
+    return {
+        _NORMS[0]: module.input_layernorm,
+        **{name: getattr(attention, name) for name in _PROJECTIONS},
+        **{name: norm for name, norm in heads.items() if norm is not None},
+        "o_proj": attention.o_proj,
+        _NORMS[1]: module.post_attention_layernorm,
+        **{name: getattr(mlp, name) for name in _MLP},
+    }
+
+
+def _activation_of(mlp: Any) -> str | None:
+    """Return the name here of the gated activation of ``mlp``, None if there is none."""
+    x = torch.linspace(-4, 4, 33, device="cpu")
+    y = attempt(lambda: mlp.act_fn(x))
+    if isinstance(y, Failure) or not isinstance(y, torch.Tensor):
+        return None
+    values = {
+        "silu": functional.silu(x),
+        "gelu": functional.gelu(x, approximate="tanh"),
+        "relu": functional.relu(x),
+    }
+    names = [name for name, value in values.items() if torch.allclose(y, value, 1e-6, 1e-7)]
+    return _GATED[names[0]] if names else None
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return the heads of ``x [b, s, heads, d]`` rotated as transformers' Llama does, rounded after
+    each operation; ``cos`` and ``sin`` are ``[1 or b, s, d]``."""
+    first, second = x.chunk(2, -1)
+    turned_half = torch.cat((-second, first), -1)
+    return x * cos.unsqueeze(2) + turned_half * sin.unsqueeze(2)
+
+
+def plain(module: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return what a decoder layer computes that may be two chains, by its modules."""
+    attention, mlp = module.self_attn, module.mlp
+    normalized = module.input_layernorm(x)
+    q, k, v = (
+        getattr(attention, name)(normalized).unflatten(-1, (-1, attention.head_dim))
+        for name in _PROJECTIONS
+    )
+    if getattr(attention, "q_norm", None) is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k = turned(q, cos, sin), turned(k, cos, sin)
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    attended = functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=True
+    )
+    x = x + attention.o_proj(attended.transpose(1, 2).flatten(-2))
+    normalized = module.post_attention_layernorm(x)
+    gated = mlp.act_fn(mlp.gate_proj(normalized)) * mlp.up_proj(normalized)
+    y: torch.Tensor = x + mlp.down_proj(gated)
+    return y
+
+
+_compared: dict[tuple[object, ...], bool] = {}
+
+
+def _computes_plainly(module: Any) -> bool:
+    """Return whether the class of ``module`` computes as :func:`plain`: on five tokens of small
+    sizes, with layers of torch inside."""
+    attention = module.self_attn
+    has_norms = getattr(attention, "q_norm", None) is not None
+    key = (type(module), type(attention), type(module.mlp), has_norms, _activation_of(module.mlp))
+    if key not in _compared:
+        source = torch.Generator("cpu").manual_seed(0)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+            torch.manual_seed(0)
+            stand_in = _stand_in(module, has_norms)
+            x = torch.randn(2, 5, 8, generator=source)
+            angles = torch.randn(1, 5, 2, generator=source).repeat(1, 1, 2)
+            cos, sin = angles.cos(), angles.sin()
+            keywords = {"attention_mask": None, "position_embeddings": (cos, sin)}
+            y = attempt(lambda: type(module).forward(stand_in, x, **keywords))
+            expected = plain(stand_in, x, cos, sin)
+        is_tensor = isinstance(y, torch.Tensor) and y.shape == expected.shape
+        _compared[key] = is_tensor and torch.allclose(y, expected, 1e-4, 1e-5)  # type: ignore[arg-type]  # a tensor
+    return _compared[key]
+
+
+def _stand_in(module: Any, has_norms: bool) -> Any:
+    """Return an object of the class of ``module``, and of those of its blocks, with 2 query heads
+    of 4 columns that share keys and values, on the CPU."""
+    linear = torch.nn.Linear
+    sizes = {"q_proj": (8, 8), "k_proj": (8, 4), "v_proj": (8, 4), "o_proj": (8, 8)}
+    projections: dict[str, torch.nn.Module] = {name: linear(*of) for name, of in sizes.items()}
+    heads = {name: torch.nn.RMSNorm(4, 1e-6) for name in _HEAD_NORMS if has_norms}
+    shapes = {"gate_proj": (8, 12), "up_proj": (8, 12), "down_proj": (12, 8)}
+    mlp: dict[str, Any] = {name: linear(*of) for name, of in shapes.items()}
+    attention = _like(module.self_attn, {**projections, **heads})
+    vars(attention).update(head_dim=4, num_key_value_groups=2)
+    if hasattr(attention, "config"):
+        attention.config = copy.copy(attention.config)
+        attention.config._attn_implementation = "sdpa"
+    children = {
+        **{name: torch.nn.RMSNorm(8, 1e-6) for name in _NORMS},
+        "self_attn": attention,
+        "mlp": _like(module.mlp, {**mlp, "act_fn": module.mlp.act_fn}),
+    }
+    return _like(module, children)
+
+
+def _like(module: torch.nn.Module, children: Mapping[str, torch.nn.Module]) -> Any:
+    kind = type(module)
+    stand_in = kind.__new__(kind)
+    vars(stand_in).update(vars(module))
+    vars(stand_in).update(_modules={**children}, training=False)
+    return stand_in
+
+
+class ConvertedDecoder(torch.nn.Module):
+    """Base of a converted decoder layer, which is two chains where nothing has to be seen."""
+
+    call_fields = ("training",)
+    keeps_name = True  # by which frameworks find what to wrap
+
+    def forward(self, hidden_states: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        """Compute as the layer's class does."""
+        return in_step(self, self._compute, hidden_states, *arguments, **keywords)
+
+    def _compute(self, hidden_states: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        output = None if arguments else self._in_chains(hidden_states, keywords)
+        if output is None:
+            return super().forward(hidden_states, *arguments, **keywords)
+        return output
+
+    def _in_chains(self, x: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor | None:
+        """Return the output, None for a call that the class has to compute."""
+        if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.dim() != 3:
+            return None
+        caches = [keywords[name] for name in _CACHES if keywords.get(name) is not None]
+        cache = caches[0] if caches else None
+        pair, attend = keywords.get("position_embeddings"), _sdpa_of(self)
+        # Another cache takes more than keys, values and the layer's number.
+        is_plain = cache is None or type(cache).__name__ == "DynamicCache"
+        if pair is None or attend is None or not is_plain:
+            return None
+        before, behind = vars(self)[_SPLICES]
+        rows = before.run(x)
+        if rows is None:
+            return None
+        module: Any = self
+        attention = module.self_attn
+        heads = _heads(attention, rows, pair, vars(self)[RECORD].conversion)
+        q, k, v = (each.transpose(1, 2) for each in heads)
+        if cache is not None:
+            k, v = cache.update(k, v, attention.layer_idx)
+        rest = {name: value for name, value in keywords.items() if name not in _OF_ATTENTION}
+        attended = attend(
+            attention,
+            *(q, k, v),
+            keywords.get("attention_mask"),
+            dropout=attention.attention_dropout if attention.training else 0.0,
+            scaling=attention.scaling,
+            **rest,
+        )[0].flatten(-2)
+        output: torch.Tensor | None = behind.run(attended, x)
+        if output is None:
+            total = x + attention.o_proj(attended)
+            output = total + module.mlp(module.post_attention_layernorm(total))
+        return output
+
+
+_OF_ATTENTION = (*_CACHES, "attention_mask", "position_embeddings")
+
+
+def _sdpa_of(module: Any) -> Any:
+    """Return transformers' attention by torch if ``module`` attends by it, else None."""
+    config = getattr(module.self_attn, "config", None)
+    if getattr(config, "_attn_implementation", None) != "sdpa":
+        return None
+    functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    return functions["sdpa"]
+
+
+def _heads(
+    attention: Any, rows: Any, pair: tuple[Any, Any], conversion: Conversion
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values ``[b, s, heads, d]`` of the projections ``rows``, the first
+    two normalized, if the layer does that, and rotated."""
+    by_head = rows.unflatten(-1, (-1, attention.head_dim))
+    counts = [getattr(attention, name).out_features // attention.head_dim for name in _PROJECTIONS]
+    rotating, v = by_head.split([counts[0] + counts[1], counts[2]], -2)
+    if torch.is_grad_enabled():
+        v = v.contiguous()  # which would hold the others for backward
+    angles = _angles(pair, conversion)
+    if getattr(attention, "q_norm", None) is not None:
+        q, k = rotating.split(counts[:2], -2)
+        q, k = attention.q_norm(q), attention.k_norm(k)
+        if angles is None:
+            return turned(q, *pair), turned(k, *pair), v
+        return *(apply_rotary_pos_emb(each, angles, "bshd") for each in (q, k)), v
+    if angles is None:
+        rotated: Any = turned(rotating, *pair)
+    else:
+        rotated = apply_rotary_pos_emb(rotating, angles, "bshd")
+    return *rotated.split(counts[:2], -2), v
+
+
+def _angles(pair: tuple[torch.Tensor, torch.Tensor], conversion: Conversion) -> torch.Tensor | None:
+    """Return the angles ``[s, 1, 1, d]`` of cosines and sines ``[1, s, d]``, which the layers of a
+    model get in one forward; None where sequences differ, or the two are scaled."""
+    cos, sin = pair
+    if not conversion.rotates or cos.shape[0] != 1 or cos.requires_grad:
+        return None
+    source, angles = conversion.angles or (None, None)
+    if source is None or source() is not cos:
+        with torch.no_grad():
+            angles = torch.atan2(sin.float(), cos.float())[0, :, None, None]
+        conversion.angles = weakref.ref(cos), angles
+    return angles
+
+
+def fuse(model: torch.nn.Module, conversion: Conversion) -> dict[str, tuple[str, str]]:
+    """Have the decoder layers of ``model``, whose layers are converted, run as two chains.
+
+    Returns, by their paths, the names of their classes, and why one of them stays apart, else "".
+    """
+    scalings = [getattr(module, "attention_scaling", 1.0) for module in model.modules()]
+    conversion.rotates = all(scaling == 1.0 for scaling in scalings)
+    results = {}
+    for path, module in model.named_modules():
+        if looks_like_decoder(module):
+            name, reason = type(module).__name__, obstacle(module)
+            results[path] = name, reason
+            if not reason:
+                adopt_decoder(module, conversion)
+    return results
+
+
+def adopt_decoder(module: Any, conversion: Conversion) -> None:
+    """Have the decoder layer ``module``, whose layers are converted, run as two chains."""
+    layers = _layers_of(module)
+    q, k, v, gate, up = (layers[name] for name in (*_PROJECTIONS, *_MLP[:2]))
+    activation = _activation_of(module.mlp)
+    assert activation is not None
+    blocks = (module, module.self_attn, module.mlp, module.mlp.act_fn)
+    before: list[Part] = [layers[_NORMS[0]], (q, k, v)]
+    behind: list[Part] = [
+        layers["o_proj"],
+        AddShape(),
+        [layers[_NORMS[1]], (gate, up), activation_shape(activation), layers["down_proj"]],
+    ]
+    splices = Splice(before, blocks), Splice(behind, blocks)
+    original = type(module)
+    attributes = vars(module)
+    attributes[RECORD] = Record(conversion, original, (_SPLICES,), {})
+    attributes[_SPLICES] = splices
+    module.__class__ = derived(ConvertedDecoder, original)
+
+
+def release_decoder(module: torch.nn.Module) -> None:
+    """Undo :func:`adopt_decoder`."""
+    attributes = vars(module)
+    record: Record = attributes.pop(RECORD)
+    for name in record.added:
+        del attributes[name]
+    assert record.original is not None
+    module.__class__ = record.original

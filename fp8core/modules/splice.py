@@ -1,0 +1,212 @@
+"""Layers of a module of another library as one chain, with links of the library between them.
+
+Each layer is bound by itself, with its own recipe, scales and name, so that a linear computes in
+the chain what it computes alone. A norm is bound again for its neighbour, linears of one input are
+siblings, and activations and sums are links that no layer has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from fp8core.chain import run as chain
+from fp8core.chain.alone import is_transformed
+from fp8core.chain.call import DENSE
+from fp8core.chain.linear.program import LinearLink
+from fp8core.chain.linear.siblings import SiblingsLink
+from fp8core.chain.node import is_under_torch_autocast
+from fp8core.chain.protocol import Link
+from fp8core.chain.residual import ResidualLink
+from fp8core.chain.series import Chain
+from fp8core.chain.shape import BindContext, LinkShape, bind_chain
+from fp8core.chain.unwrap import PLAIN, WEIGHTS
+from fp8core.context.autocast import active
+from fp8core.dispatch.table import TrackingResolver
+from fp8core.modules.calls.base import LowPrecisionModule
+from fp8core.modules.calls.bind import bind
+from fp8core.modules.calls.bound import Bound
+from fp8core.modules.composition import is_seen
+from fp8core.modules.memo import Memo, memo_of, replay
+from fp8core.modules.run import run_joined
+from fp8core.recipe.plan import HIGH_PRECISION
+from fp8core.tensors.quantizer_binding import Binding
+from fp8core.torch_ops.private import copy_all, is_traced
+
+Part: TypeAlias = "LowPrecisionModule | tuple[LowPrecisionModule, ...] | LinkShape | list[Any]"
+"""A layer of one link, siblings, a link without a layer, or the parts of a branch that is added to
+its input. A shape with a parameter takes that from the call."""
+
+_MOST_CHAINS = 16
+
+
+class Splice:
+    """The chain of ``parts`` within one module; a copy starts without what the last calls left.
+
+    ``blocks`` are that module and those between it and the layers; of all but the first nobody may
+    want to see a call. Other layers than these in them, or layers of another class, as a
+    parametrization or an adapter makes, run by themselves.
+    """
+
+    def __init__(self, parts: Sequence[Part], blocks: Sequence[torch.nn.Module]) -> None:
+        self.parts, self.blocks = parts, blocks
+        self._items = [*_flat(parts)]
+        self.layers = [item for item in self._items if isinstance(item, LowPrecisionModule)]
+        self._inside = [dict(block._modules) for block in blocks]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kinds = [*map(type, self.layers)]
+        self._memo: Memo | None = None
+        self._followers: _Followers = ([], [])
+        # By the addresses of what the layers are bound to, which is held beside the chain.
+        self._chains: dict[tuple[int, ...], tuple[Chain | None, _Followers, Any]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("parts", "blocks", "layers", "_items", "_inside")
+        return {name: vars(self)[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def run(self, x: torch.Tensor, *brought: torch.Tensor) -> torch.Tensor | None:
+        """Return the chain's output for ``x``; ``brought`` are the tensors that its shapes take.
+        None if one of its layers has to run by itself in this call."""
+        if torch.compiler.is_compiling() or [*map(type, self.layers)] != self._kinds:
+            return None
+        params: list[Any] = []
+        rest = iter(brought)
+        for item in self._items:
+            params += item.link_params() if isinstance(item, LowPrecisionModule) else (next(rest),)
+        output = None if self._memo is None else replay(self.blocks[0], self._memo, x, params)
+        if output is None:
+            output = self._run_anew(x, params)
+        sources, targets = self._followers
+        if output is not None and targets:
+            with torch.no_grad():
+                copy_all(targets, sources)
+        return output
+
+    def _run_anew(self, x: torch.Tensor, params: list[Any]) -> torch.Tensor | None:
+        self._memo, self._followers = None, ([], [])
+        if self._is_cut(x, params):
+            return None
+        bounds = {layer: bind(layer, x.device, x.dtype) for layer in self.layers}
+        key = tuple(map(id, bounds.values()))
+        if key not in self._chains:
+            if len(self._chains) >= _MOST_CHAINS:
+                self._chains.pop(next(iter(self._chains)))
+            self._chains[key] = *self._chain(bounds, x), bounds
+        links, followers, _ = self._chains[key]
+        if links is None:
+            return None
+        output = run_joined([*bounds.items()], links, x, params, DENSE)
+        self._followers = followers
+        prepared = chain.prepared(links, x, params)
+        if prepared is not None:
+            outside, states = self.layers[0].outside_autocast, [b.states for b in bounds.values()]
+            modules = (*self.blocks, *self.layers)
+            self._memo = memo_of(modules, outside, prepared, len(params), states)
+        return output
+
+    def _is_cut(self, x: torch.Tensor, params: Sequence[Any]) -> bool:
+        """Whether a layer's own call has to be seen, or takes other tensors than these."""
+        first = self.layers[0]
+        if active(first.outside_autocast).observe is not None or is_traced() or is_transformed():
+            return True
+        tensors = (x, *params)
+        if type(x) not in PLAIN or not x.numel() or is_under_torch_autocast(x):
+            return True
+        if not WEIGHTS.issuperset(map(type, params)):
+            return True
+        if any([each.dtype != x.dtype or each.device != x.device for each in tensors]):
+            return True
+        for layer in self.layers:
+            bindings = layer._bindings
+            is_watched = bindings.watch is not None or bindings.weights.scope is not None
+            is_apart = layer.outside_autocast is not first.outside_autocast
+            if is_watched or is_apart or layer.local_part is not None:
+                return True
+        pairs = zip(self.blocks, self._inside, strict=True)
+        is_changed = any([block._modules != inside for block, inside in pairs])
+        return is_changed or any(map(is_seen, (*self.blocks[1:], *self.layers)))
+
+    def _chain(
+        self, bounds: dict[LowPrecisionModule, Bound], x: torch.Tensor
+    ) -> tuple[Chain | None, _Followers]:
+        """Return the links of all parts, None if layers bound so have to run by themselves."""
+        linears = [link for bound in bounds.values() for link in bound.linears]
+        is_low = all(type(link) is LinearLink and link.only_once is not None for link in linears)
+        if not is_low or any([bound.needs_rng for bound in bounds.values()]):
+            return None, ([], [])
+        resolver = TrackingResolver(Binding(x.device, x.dtype).resolver)
+        binding = Binding(x.device, x.dtype)._replace(resolver=resolver)
+        context = BindContext(HIGH_PRECISION, binding, self.layers[0].label)
+        followers: _Followers = ([], [])
+        links = _links(self.parts, bounds, context, followers)
+        if links is None:
+            return None, ([], [])
+        recorders = {bound.parts[0].recorder for bound in bounds.values() if bound.linears}  # type: ignore[union-attr]  # nothing is captured
+        is_uniform = recorders == {resolver.recorder} or not resolver._operations
+        return Chain(links, recorders.pop() if is_uniform else None), followers
+
+
+_Followers: TypeAlias = "tuple[list[torch.Tensor], list[torch.Tensor]]"
+"""Amaxes of casts, and those of tensors that were cast by these casts for other layers."""
+
+
+def _flat(parts: Sequence[Part]) -> Iterator[LowPrecisionModule | LinkShape]:
+    """Yield what has the chain's parameters, in order."""
+    for part in parts:
+        if isinstance(part, list | tuple):
+            yield from _flat(part)
+        elif isinstance(part, LowPrecisionModule) or part.num_params:
+            yield part
+
+
+def _links(
+    parts: Sequence[Part],
+    bounds: dict[LowPrecisionModule, Bound],
+    context: BindContext,
+    followers: _Followers,
+) -> tuple[Link, ...] | None:
+    """Return the links of ``parts``, whose layers are bound as ``bounds`` say; None if siblings
+    cast their input otherwise than each other. The amaxes of siblings are added to ``followers``.
+    """
+    shapes: list[LinkShape] = []
+    links: dict[int, Link] = {}
+    for at, part in enumerate(parts):
+        shapes.append(LinkShape())
+        if isinstance(part, list):
+            branch = _links(part, bounds, context, followers)
+            if branch is None:
+                return None
+            links[at] = ResidualLink(branch, context.owner)
+        elif isinstance(part, tuple):
+            linears = [bounds[layer].links[0] for layer in part]
+            plans = [bounds[layer].plan for layer in part]
+            if any([plan.tensors["input"] != plans[0].tensors["input"] for plan in plans]):
+                return None
+            links[at] = SiblingsLink(tuple(linears))  # type: ignore[arg-type]  # linears alone are siblings
+            _follow([bounds[layer] for layer in part], followers)
+        elif isinstance(part, LinkShape):
+            shapes[at] = part
+        else:
+            (link,) = bounds[part].links
+            (shapes[at],) = part.link_shapes()
+            if bounds[part].linears:
+                links[at] = link
+    return bind_chain(shapes, context, links)
+
+
+def _follow(bounds: Sequence[Bound], followers: _Followers) -> None:
+    """Add to ``followers`` the amaxes of the inputs of siblings, which the first of them casts."""
+    slots = [bound.states.slot("input").amax for bound in bounds if bound.states is not None]
+    source, *targets = slots or [None]
+    for target in targets:
+        if source is not None and target is not None:
+            followers[0].append(source)
+            followers[1].append(target)

@@ -1,0 +1,206 @@
+"""Decoder layers of transformers as chains: which, how near, and what stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fp8core
+from fp8core import OperandError, recipe
+from fp8core.modules.splice import Splice
+from tests.conversion.hugging_face import SIZES, TOKENS, llama, train
+
+FAMILIES = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Mistral": {"head_dim": 8},
+    "Gemma": {"head_dim": 8, "hidden_activation": "gelu_pytorch_tanh"},
+}
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family]})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter, 0.0 if family == "Gemma" else 1.0, 0.1)
+        elif name.endswith("bias"):
+            nn.init.normal_(parameter, 0.0, 0.1)
+    return model.to(dtype).train()
+
+
+def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list to which each call of a chain adds whether it ran."""
+    ran: list[bool] = []
+    run = Splice.run
+
+    def noting(self: Splice, *tensors: torch.Tensor) -> torch.Tensor | None:
+        output = run(self, *tensors)
+        ran.append(output is not None)
+        return output
+
+    monkeypatch.setattr(Splice, "run", noting)
+    return ran
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_run_as_chains_and_train_alike(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, losses = count_runs(monkeypatch), []
+    for fuse in (True, False):
+        model = model_of(family)
+        report = fp8core.convert(model, "delayed", fuse=fuse, rms_norms=True)
+        names = [entry.name for entry in report.fused]
+        assert names == (["model.layers.0", "model.layers.1"] if fuse else [])
+        losses.append(train(model, 3, torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert ran == [True] * (3 * 4)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_is_as_near_to_float64_as_the_model_own(family: str) -> None:
+    """In bfloat16, with the products of both in one and the same low precision."""
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 32, 32, generator=source).bfloat16()
+    positions = torch.arange(32)[None]
+    errors = []
+    exact = model_of(family).double().model
+    cos, sin = exact.rotary_emb(x.double(), positions)
+    want = exact.layers[0](x.double(), position_embeddings=(cos, sin), attention_mask=None)
+    for fuse in (True, False):
+        model = model_of(family, torch.bfloat16)
+        fp8core.convert(model, recipe.Float8CurrentScaling(), fuse=fuse)
+        pair = model.model.rotary_emb(x, positions)
+        y = model.model.layers[0](x, position_embeddings=pair, attention_mask=None)
+        errors.append((y.double() - want).norm(dim=-1).max())
+    assert errors[0] <= 1.05 * errors[1]
+
+
+def test_sequences_at_positions_of_their_own_are_rotated_as_the_model_does() -> None:
+    positions = torch.stack((torch.arange(16), torch.arange(3, 19)))
+    outputs = []
+    for fuse in (True, False):
+        model = llama().eval()
+        fp8core.convert(model, "mxfp8", fuse=fuse, rms_norms=True)
+        with torch.no_grad():
+            outputs.append(model(TOKENS, position_ids=positions).logits)
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_padded_batch_and_generation_with_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, results = count_runs(monkeypatch), []
+    mask = torch.ones_like(TOKENS)
+    mask[0, :5] = 0
+    for fuse in (True, False):
+        model = llama().eval()
+        fp8core.convert(model, "mxfp8", fuse=fuse, rms_norms=True)
+        with torch.no_grad():
+            scores = model(TOKENS, attention_mask=mask).logits[:, 5:]
+        options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": mask}
+        results.append((scores, model.generate(TOKENS, **options)))
+    assert all(ran)
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_a_hook_inside_has_its_module_run_by_itself() -> None:
+    model, seen = llama(), []
+    fp8core.convert(model, "current")
+    layer = model.model.layers[0]
+    want = model(TOKENS).logits
+    for module in (layer.mlp, layer.self_attn.k_proj, layer.input_layernorm, layer.mlp.act_fn):
+        hook = module.register_forward_hook(lambda module, *rest: seen.append(module))
+        torch.testing.assert_close(model(TOKENS).logits, want, rtol=1e-3, atol=1e-3)
+        assert seen.pop() is module
+        hook.remove()
+    assert not seen
+    before = model(TOKENS, output_hidden_states=True)
+    assert len(before.hidden_states) == 3
+
+
+def test_what_stays_apart_is_in_the_report() -> None:
+    model = llama()
+    model.model.layers[0].mlp.register_forward_hook(lambda *arguments: None)
+    report = fp8core.convert(model, "current", skip="layers.1.self_attn.o_proj")
+    assert not report.fused
+    reasons = {entry.name: entry.reason for entry in report.apart}
+    assert reasons["model.layers.0"] == "its mlp has a hook, or a forward of its own"
+    assert reasons["model.layers.1"] == "its o_proj is not converted"
+    assert "stays apart: 1 LlamaDecoderLayer (model.layers.0): its mlp has a hook" in str(report)
+
+
+def test_a_class_that_computes_otherwise_stays_apart() -> None:
+    model = llama()
+
+    class Parallel(type(model.model.layers[0])):  # type: ignore[misc]  # a class
+        def forward(self, hidden_states: torch.Tensor, **keywords: Any) -> torch.Tensor:
+            normalized = self.input_layernorm(hidden_states)
+            attended, _ = self.self_attn(normalized, **keywords)
+            y: torch.Tensor = hidden_states + attended + self.mlp(normalized)
+            return y
+
+    model.model.layers[1].__class__ = Parallel
+    report = fp8core.convert(model, "current")
+    assert [entry.name for entry in report.fused] == ["model.layers.0"]
+    assert [entry.reason for entry in report.apart] == ["its class computes otherwise"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_an_adapter_added_later_is_not_passed_over() -> None:
+    peft = pytest.importorskip("peft")
+    model = llama()
+    fp8core.convert(model, "current")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    adapted(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    factors = [p for name, p in adapted.named_parameters() if "lora_A" in name]
+    assert factors
+    assert all(factor.grad is not None and factor.grad.any() for factor in factors)
+
+
+def test_state_names_and_classes_are_those_of_the_model(tmp_path: Any) -> None:
+    model, plain = llama(), llama()
+    kind = type(plain.model.layers[0])
+    fp8core.convert(model, "current")
+    layer = model.model.layers[0]
+    assert isinstance(layer, kind)
+    assert type(layer).__name__ == kind.__name__
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    again = pickle.loads(pickle.dumps(layer))
+    assert type(again) is type(layer)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(TOKENS).logits, model(TOKENS).logits)
+    fp8core.unconvert(model)
+    assert type(model.model.layers[0]) is kind
+    assert vars(model.model.layers[0]).keys() == vars(plain.model.layers[0]).keys()
+    assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
+
+
+def test_a_layer_whose_forward_was_replaced_is_not_undone() -> None:
+    model = llama()
+    fp8core.convert(model, "current")
+    layer = model.model.layers[0]
+    layer.forward = layer.forward
+    with pytest.raises(OperandError, match="has its forward replaced"):
+        fp8core.unconvert(model)
+
+
+def test_a_layer_called_alone_is_a_step_of_delayed_scaling() -> None:
+    model = llama()
+    fp8core.convert(model, "delayed")
+    x = torch.randn(1, 16, 32)
+    pair = model.model.rotary_emb(x, torch.arange(16)[None])
+    model.model.layers[0](x, position_embeddings=pair, attention_mask=None)
+    attention = model.model.layers[0].self_attn
+    scales = [getattr(attention, name).scale_fwd[0] for name in ("q_proj", "k_proj", "v_proj")]
+    assert scales[0] != 1
+    assert scales[0] == scales[1] == scales[2]
