@@ -1,88 +1,178 @@
-"""Generation, token by token: layers of fp8core with a cache, against Hugging Face's in bfloat16.
+"""Prefill and decode with Llama 8B's layers: bf16, torchao, Transformer Engine and fp8core.
 
-    python -m tests.benchmarks.generation_gpu [--batch 1 4 64 --layers 8 --tokens 512]
-    python -m tests.benchmarks.generation_gpu --batch 1 --profile "own bf16"
-    python -m tests.benchmarks.generation_gpu --room 7552 --only "hf dynamic" "own bf16"
+    python -m tests.benchmarks.generation_gpu [--kinds decode --batch 1 16 --before 128]
+    python -m tests.benchmarks.generation_gpu --only "hf bf16" "hf rowwise" --ways eager graph
 
-Decoder layers of Llama 8B: hidden 4096, feed-forward 14336, 32 heads in 8 groups, RMSNorm, SwiGLU,
-rotary embedding, bfloat16. Each contestant takes a prompt and generates on: ``own bf16`` and ``own
-stored`` are TransformerLayers, the second with weights stored in FP8 under current scaling; ``hf
-dynamic`` and ``hf static`` are LlamaDecoderLayers of transformers with either of its caches, in
-eager mode; ``converted`` are those with the dynamic cache, converted, within ``frozen_weights``.
-Without transformers the three that need it are left out.
+8 layers of hidden 4096, feed-forward 14336, 32 heads in 8 groups of size 128, an embedding and a
+head of 32768 tokens, bfloat16. ``hf`` are LlamaForCausalLM of transformers with a static cache: as
+it is, quantized by ``fp8core.quantize_`` under a recipe (``wo``: weights alone), or by torchao's
+``quantize_``. ``own`` and ``te`` are TransformerLayers of fp8core and of Transformer Engine with
+their ``InferenceParams``, stored ones made without gradients. Heads stay in bfloat16.
 
-A step is one token of each sequence, through all layers, from an idle device until the device is
-idle again, as a loop that samples waits for it; ``host`` is the part in which the host enqueues it.
-Contestants take turns of a few steps in a shuffled order. ``--room`` is what caches of full length
-have beyond the tokens of a generation: it says what attention pays for capacity. ``plans`` are
-those of cuDNN's attention that fp8core built after the first token. Behind them the serving mix: in
-packed layout (thd) sequences of random lengths come with a prompt and go, own layers alone.
+A prefill is a forward of ``batch x tokens`` without a cache, whose last tokens have logits. A
+decode step is one token of each sequence behind ``before`` others. ``eager`` and ``graph`` are
+device time of a step among others like it; ``host`` is the time to enqueue it; ``compiled`` that of
+``torch.compile(mode="reduce-overhead")``, which is given up after ``--limit`` seconds. In a graph
+of ``own`` and ``te`` all steps have the length of the first. Contestants of a cell take turns in a
+shuffled order. Tables have medians, tokens a second, the weights' GiB, and the ratio to ``hf bf16``
+in the same way, with its 95 % interval.
 
-``--profile NAME`` prints where a step of a contestant spends its time instead: functions of the
-host, and kernels of the device. ``--cpu`` tries the program out; its figures mean nothing.
+``--cpu`` tries the program out; its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import inspect
 import itertools
-import random
+import signal
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 import fp8core
 from fp8core import recipe
-from fp8core_backends.cuda.attention_plans import Graphs
-from tests.benchmarks.measuring.contest import Contest
+from tests.benchmarks.measuring.contest import Contest, Unavailable
 from tests.benchmarks.measuring.device import CUDA, HOST, Device, versions
-from tests.benchmarks.measuring.profiles import kernels_of, print_functions, print_kernels
-from tests.benchmarks.measuring.turns import orders
+from tests.benchmarks.measuring.intervals import median_interval, ratios
+from tests.benchmarks.measuring.libraries import layers_of, under_recipe
+from tests.benchmarks.measuring.markdown import head, line
+from tests.benchmarks.measuring.turns import Stop
 
-HEAD = 128
-STEPS_A_TURN = 16
-SERVED = 16  # sequences at once in the serving mix
+BF16 = torch.bfloat16
+ROOM = 512
+"""Tokens that a cache of own layers has room for behind those before; then it is filled again."""
+AT_ONCE = 2**16
+"""Tokens that a cache is filled with at once."""
+BASE = "hf bf16"
+WAYS = ("eager", "graph", "host", "compiled")
 
 
 class Sizes(NamedTuple):
-    """Of the layers and of a generation; ``head`` is the size of a head."""
+    """Of the decoder."""
 
     layers: int = 8
     hidden: int = 4096
     ffn: int = 14336
     heads: int = 32
     groups: int = 8
-    head: int = HEAD
-    prompt: int = 128
-    tokens: int = 512
-    room: int = 0  # of a cache beyond these, which fp8core's attention is handed as well
+    head: int = 128
+    vocabulary: int = 32768
 
-    @property
-    def capacity(self) -> int:
-        """The tokens that a cache has room for, of a sequence."""
-        return self.prompt + self.tokens + self.room
+
+class Cell(NamedTuple):
+    """A forward of ``batch x tokens`` behind ``before`` tokens; a prefill where these are 0."""
+
+    batch: int
+    tokens: int
+    before: int = 0
+
+    def __str__(self) -> str:
+        behind = f"decode, batch {self.batch}, {self.before} tokens before"
+        return behind if self.before else f"prefill, {self.batch} x {self.tokens}"
+
+
+PREFILLS = (Cell(1, 2048), Cell(4, 2048), Cell(1, 8192))
+
+
+class Step(NamedTuple):
+    """A step of a cell: ``call`` computes, behind ``advance``, which a graph leaves out."""
+
+    call: Callable[[], Any]
+    advance: Callable[[], object] = lambda: None
+
+    def eager(self) -> Any:
+        self.advance()
+        return self.call()
+
+
+def rewinding(step: Callable[[], Any], rewind: Callable[[], object]) -> Callable[[], Any]:
+    """Return ``step``, before which ``rewind`` is called after as many steps as there is room."""
+    done = itertools.count()
+
+    def run() -> Any:
+        if next(done) % ROOM == ROOM - 1:
+            rewind()
+        return step()
+
+    return run
+
+
+class HuggingFace:
+    """A LlamaForCausalLM of transformers with a static cache, changed by ``change`` in place."""
+
+    def __init__(
+        self, sizes: Sizes, device: torch.device, change: Callable[[Any], object] | None = None
+    ) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self.device = device
+        self.config = LlamaConfig(
+            vocab_size=sizes.vocabulary,
+            hidden_size=sizes.hidden,
+            intermediate_size=sizes.ffn,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
+            num_key_value_heads=sizes.groups,
+            head_dim=sizes.head,
+            max_position_embeddings=16384,
+            attn_implementation="sdpa",
+        )
+        with device:
+            self.model = LlamaForCausalLM(self.config).to(BF16).eval()
+        if change is not None:
+            change(self.model)
+        named = inspect.signature(type(self.model.model).forward).parameters
+        self.cache_name = "cache" if "cache" in named else "past_key_values"
+
+    def step(self, cell: Cell) -> Step:
+        """Return the step of a cell."""
+        from transformers import StaticCache
+
+        tokens = torch.zeros(cell.batch, cell.tokens, dtype=torch.long, device=self.device)
+        if not cell.before:
+            return Step(lambda: self.model(tokens, use_cache=False, logits_to_keep=1).logits)
+        capacity = cell.before + 8
+        cache = StaticCache(config=self.config, max_cache_len=capacity)
+        keys = torch.arange(capacity, device=self.device)
+        options = {
+            self.cache_name: cache,
+            "attention_mask": (keys <= cell.before)[None, None, None].expand(cell.batch, 1, 1, -1),
+            "position_ids": torch.full((1, 1), cell.before, device=self.device),
+            "use_cache": True,
+        }
+
+        def call() -> Any:
+            logits = self.model(tokens, **options).logits
+            torch._foreach_sub_(lengths, cell.tokens)  # back to the same place, in graphs too
+            return logits
+
+        lengths: list[torch.Tensor] = []
+        self.model(tokens, **options)  # which gives the cache its memory
+        lengths += [layer.cumulative_length.fill_(cell.before) for layer in cache.layers]
+        return Step(call)
 
 
 class Own:
-    """TransformerLayers, in high precision or with weights stored as a recipe has them."""
+    """TransformerLayers of fp8core or of Transformer Engine between an embedding and a head, with
+    weights stored as recipe ``stored`` has them, or in bfloat16."""
 
     def __init__(
-        self, sizes: Sizes, device: torch.device, chosen: Any = None, layout: str = "bshd"
+        self, sizes: Sizes, device: torch.device, library: str = "fp8core", stored: str = "bf16"
     ) -> None:
-        self.sizes, self.device, self.layout, self.recipe = sizes, device, layout, chosen
-        is_stored = chosen is not None
-        with fp8core.quantized_model_init(enabled=is_stored, recipe=chosen):
-            self.layers = [
-                fp8core.TransformerLayer(
-                    sizes.hidden,
-                    sizes.ffn,
-                    sizes.heads,
+        te, self.library, self.stored, self.device = layers_of(library), library, stored, device
+        self.sizes, self.te, is_stored = sizes, te, stored != "bf16"
+        with te.quantized_model_init(
+            enabled=is_stored, recipe=recipe_of(library, stored) if is_stored else None
+        ):
+            self.layers = torch.nn.ModuleList(
+                te.TransformerLayer(
+                    *(sizes.hidden, sizes.ffn, sizes.heads),
                     num_gqa_groups=sizes.groups,
                     kv_channels=sizes.head,
                     hidden_dropout=0.0,
@@ -92,277 +182,245 @@ class Own:
                     bias=False,
                     fuse_qkv_params=True,
                     qkv_weight_interleaved=False,
-                    attn_input_format=layout,
-                    layer_number=at + 1,
-                    params_dtype=torch.bfloat16,
-                    device=device,
-                ).eval()
-                for at in range(sizes.layers)
-            ]
-        self.angles = fp8core.RotaryPositionEmbedding(sizes.head)(sizes.capacity).to(device)
-
-    def begin(self, batch: int) -> None:
-        """Make a cache for ``batch`` sequences."""
-        sizes = self.sizes
-        self.cache = fp8core.InferenceParams(
-            *(batch, sizes.capacity, sizes.groups, sizes.head, torch.bfloat16),
-            qkv_format=self.layout,
-            device=self.device,
-        )
-
-    def serve(self, counts: dict[int, int], x: torch.Tensor) -> torch.Tensor:
-        """Bring ``counts`` tokens of each sequence; ``x`` in the layout."""
-        self.cache.pre_step(OrderedDict(counts))
-        with fp8core.autocast(enabled=self.recipe is not None, recipe=self.recipe):
-            for layer in self.layers:
-                x = layer(
-                    x,
+                    attn_input_format="bshd",
                     self_attn_mask_type="padding_causal",
-                    inference_params=self.cache,
-                    rotary_pos_emb=self.angles,
+                    layer_number=at + 1,
+                    params_dtype=BF16,
+                    device=device,
                 )
-        return x
+                for at in range(sizes.layers)
+            ).eval()
+        with device:
+            embedding = torch.nn.Embedding(sizes.vocabulary, sizes.hidden)
+            end = torch.nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+            parts = {"embedding": embedding, "norm": torch.nn.RMSNorm(sizes.hidden), "head": end}
+            self.model = torch.nn.ModuleDict({**parts, "layers": self.layers}).to(BF16)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring the same number of tokens of each sequence."""
-        return self.serve(dict.fromkeys(range(x.shape[0]), x.shape[1]), x)
-
-
-class HuggingFace:
-    """LlamaDecoderLayers of transformers, with a cache that grows or one of full length."""
-
-    def __init__(self, sizes: Sizes, device: torch.device, *, is_static: bool = False) -> None:
-        from transformers import LlamaConfig
-        from transformers.models.llama import modeling_llama as llama
-
-        self.sizes, self.device, self.is_static = sizes, device, is_static
-        self.config = LlamaConfig(
-            vocab_size=32,
-            hidden_size=sizes.hidden,
-            intermediate_size=sizes.ffn,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            num_key_value_heads=sizes.groups,
-            head_dim=sizes.head,
-            max_position_embeddings=sizes.capacity,
-            attn_implementation="sdpa",
+    def step(self, cell: Cell) -> Step:
+        """Return the step of a cell."""
+        tokens = torch.zeros(cell.batch, cell.tokens, dtype=torch.long, device=self.device)
+        capacity = cell.before + (ROOM + 8 if cell.before else cell.tokens)
+        options: dict[str, Any] = {"self_attn_mask_type": "causal"}
+        angles = self.te.RotaryPositionEmbedding(self.sizes.head)(capacity).to(self.device)
+        if not cell.before:
+            return Step(partial(self._logits, tokens, rotary_pos_emb=angles, **options))
+        cache = self.te.InferenceParams(
+            *(cell.batch, capacity, self.sizes.groups, self.sizes.head, BF16)
         )
-        with torch.device(device):
-            layers = [llama.LlamaDecoderLayer(self.config, at) for at in range(sizes.layers)]
-            self.rotary = llama.LlamaRotaryEmbedding(self.config)
-        self.layers = torch.nn.ModuleList(layers).to(torch.bfloat16).eval()
-        named = inspect.signature(llama.LlamaDecoderLayer.forward).parameters
-        self.name = "cache" if "cache" in named else "past_key_values"
+        options = {"self_attn_mask_type": "padding_causal", "inference_params": cache}
 
-    def begin(self, batch: int) -> None:
-        """Make a cache."""
-        from transformers import DynamicCache, StaticCache
+        def bring(count: int) -> None:
+            cache.pre_step(OrderedDict.fromkeys(range(cell.batch), count))
 
-        self.done, config = 0, self.config
-        self.cache: Any = DynamicCache(config=config)
-        if self.is_static:
-            self.cache = StaticCache(config=config, max_cache_len=self.sizes.capacity)
+        def rewind() -> None:
+            cache.reset()
+            left = cell.before
+            while left:
+                count = min(left, AT_ONCE // cell.batch)
+                bring(count)
+                self._logits(tokens.expand(-1, count), rotary_pos_emb=angles, **options)
+                left -= count
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring the next tokens."""
-        length = x.shape[1]
-        at = torch.arange(self.done, self.done + length, device=self.device)
-        mask = None
-        if self.is_static:
-            keys = torch.arange(self.sizes.capacity, device=self.device)
-            mask = (keys <= at[:, None])[None, None]
-        positions = at[None]
-        given = {
-            self.name: self.cache,
-            "attention_mask": mask,
-            "position_ids": positions,
-            "position_embeddings": self.rotary(x, position_ids=positions),
-            "use_cache": True,
-        }
-        for layer in self.layers:
-            x = layer(x, **given)
-        self.done += length
-        return x
+        for number in range(len(self.layers)):
+            cache.allocate_memory(number + 1)
+        rewind()
+        call = partial(self._logits, tokens, rotary_pos_emb=angles, **options)
+        return Step(call, rewinding(partial(bring, 1), rewind))
+
+    def _logits(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, **options)
+            return x
+
+        run = under_recipe(self.library, self.stored, forward)
+        x = run(self.model["embedding"](tokens))
+        logits: torch.Tensor = self.model["head"](self.model["norm"](x[:, -1:]))
+        return logits
 
 
-def converted(sizes: Sizes, device: torch.device) -> HuggingFace:
-    """Return Hugging Face's layers as fp8core's conversion changes them."""
-    contestant = HuggingFace(sizes, device)
-    fp8core.convert(contestant.layers, recipe.Float8CurrentScaling())
-    return contestant
+def recipe_of(library: str, name: str) -> Any:
+    """Return the recipe ``name`` of a library."""
+    if library == "fp8core":
+        return recipe.by_name(name)
+    from transformer_engine.common import recipe as theirs
+
+    kinds = {"delayed": theirs.DelayedScaling, "current": theirs.Float8CurrentScaling}
+    return kinds[name]()
 
 
-Maker = Callable[..., Any]
-MAKERS: dict[str, Maker] = {
-    "hf dynamic": HuggingFace,
-    "hf static": functools.partial(HuggingFace, is_static=True),
-    "own bf16": Own,
-    "own stored": functools.partial(Own, chosen=recipe.Float8CurrentScaling()),
-    "converted": converted,
+def by_torchao(model: Any, *, weights_alone: bool) -> None:
+    """Quantize the linears of ``model`` by torchao, but for the head."""
+    from torchao import quantization as ao
+
+    kinds = ao.Float8WeightOnlyConfig, ao.Float8DynamicActivationFloat8WeightConfig
+    config = kinds[0]() if weights_alone else kinds[1](granularity=ao.PerRow())
+
+    def is_chosen(module: torch.nn.Module, path: str) -> bool:
+        return isinstance(module, torch.nn.Linear) and "lm_head" not in path
+
+    ao.quantize_(model, config, filter_fn=is_chosen)
+
+
+def stored_by(chosen: Any) -> Callable[..., HuggingFace]:
+    """Return what makes Hugging Face's model, stored by a recipe of fp8core."""
+    return partial(HuggingFace, change=lambda model: fp8core.quantize_(model, chosen))
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    BASE: HuggingFace,
+    **{f"hf {name}": stored_by(name) for name in ("current", "rowwise", "block")},
+    "hf wo rowwise": stored_by(recipe.WeightOnly("rowwise")),
+    "torchao rowwise": partial(HuggingFace, change=partial(by_torchao, weights_alone=False)),
+    "torchao wo": partial(HuggingFace, change=partial(by_torchao, weights_alone=True)),
+    **{f"own {name}": partial(Own, stored=name) for name in ("bf16", "current", "rowwise")},
+    **{
+        f"te {name}": partial(Own, library="te", stored=name)
+        for name in ("bf16", "current", "delayed")
+    },
 }
-
-
-def contestants_of(
-    names: Sequence[str], sizes: Sizes, device: Device
-) -> dict[str, HuggingFace | Own]:
-    """Return the contestants of ``names``; without transformers, those that need none."""
-    contest, where = Contest(device), device.torch_device
-    entered = {
-        name: contest.enter(name, functools.partial(MAKERS[name], sizes, where)) for name in names
-    }
-    return {name: contestant for name, contestant in entered.items() if contestant is not None}
-
-
-class Times(NamedTuple):
-    """Of one contestant: ms of each step and of the host's part of it, and the plans built after
-    the first token."""
-
-    steps: list[float]
-    host: list[float]
-    plans: list[int]
-
-    def line(self, name: str, layers: int, base: float | None = None) -> str:
-        """Return what is printed; ``base`` is the median that this one's is compared with."""
-        middle, slowest = statistics.median(self.steps), max(self.steps)
-        text = (
-            f"{name:12} step {middle:8.3f} ms ({middle / layers:6.3f} a layer), slowest "
-            f"{slowest:8.3f} ({slowest / middle:5.2f} x), host {statistics.median(self.host):8.3f}"
-            f", plans {sum(self.plans)}"
-        )
-        return text if base is None else f"{text}, {middle / base:5.3f} x the fastest of others"
-
-
-class Bench:
-    """Takes the times of steps on a device."""
-
-    def __init__(self, sizes: Sizes, device: Device) -> None:
-        self.sizes, self.device = sizes, device
-
-    def tokens(self, *shape: int) -> torch.Tensor:
-        """Return random tokens ``[*shape, hidden]``."""
-        where = self.device.torch_device
-        return torch.randn(*shape, self.sizes.hidden, device=where).to(torch.bfloat16)
-
-    def time(self, times: Times, step: Callable[[], object]) -> None:
-        """Add one step to ``times``."""
-        clock, built = self.device.clock, Graphs.built
-        clock.synchronize()
-        start = clock.now()
-        step()
-        enqueued = clock.now()
-        clock.synchronize()
-        times.steps.append((clock.now() - start) * 1e3)
-        times.host.append((enqueued - start) * 1e3)
-        times.plans.append(Graphs.built - built)
-
-    def generate(self, contestants: dict[str, Any], batch: int) -> dict[str, Times]:
-        """Return the times of the tokens behind the first, in shuffled turns."""
-        prompt, token = self.tokens(batch, self.sizes.prompt), self.tokens(batch, 1)
-        for contestant in contestants.values():
-            contestant.begin(batch)
-            contestant(prompt)
-            contestant(token)
-        times = {name: Times([], [], []) for name in contestants}
-        shuffled, left = orders(list(contestants)), self.sizes.tokens - 1
-        while left:
-            count = min(STEPS_A_TURN, left)
-            for name in next(shuffled):
-                for _ in range(count):
-                    self.time(times[name], lambda name=name: contestants[name](token))
-            left -= count
-        return times
-
-    def serve(self, contestants: dict[str, Own], schedule: Sequence[dict[int, int]]) -> Any:
-        """Return the times of the steps of ``schedule`` behind the first quarter, in turns."""
-        inputs = [self.tokens(sum(counts.values())) for counts in schedule]
-        times = {name: Times([], [], []) for name in contestants}
-        for contestant in contestants.values():
-            contestant.begin(SERVED)
-        shuffled = orders(list(contestants))
-        for begin in range(0, len(schedule), STEPS_A_TURN):
-            for name in next(shuffled):
-                for counts, x in list(zip(schedule, inputs, strict=True))[begin:][:STEPS_A_TURN]:
-                    self.time(times[name], lambda n=name, c=counts, x=x: contestants[n].serve(c, x))
-        first = len(schedule) // 4
-        return {name: Times(*(part[first:] for part in one)) for name, one in times.items()}
-
-
-def serving_schedule(sizes: Sizes, steps: int, seed: int = 0) -> list[dict[int, int]]:
-    """Return the new tokens of each sequence, step by step: up to :data:`SERVED` at once, with
-    prompts and lengths at random."""
-    source, schedule = random.Random(seed), []
-    left: dict[int, int] = {}
-    fresh = 0
-    for _ in range(steps):
-        counts = dict.fromkeys((name for name, more in left.items() if more), 1)
-        left = {name: left[name] - 1 for name in counts}
-        if len(counts) < SERVED and (not counts or source.random() < 0.3):
-            counts[fresh] = source.randint(1, sizes.prompt)
-            left[fresh] = source.randint(1, sizes.tokens // 4)
-            fresh += 1
-        schedule.append(counts)
-    return schedule
+PEERS = ("torchao", "te")
 
 
 @contextlib.contextmanager
-def frozen(contestants: dict[str, Any]) -> Iterator[None]:
-    """Keep the quantized weights of what was converted."""
-    with contextlib.ExitStack() as stack:
-        if "converted" in contestants:
-            stack.enter_context(fp8core.frozen_weights(contestants["converted"].layers))
+def limited(seconds: int) -> Iterator[None]:
+    """Raise Unavailable in the block after ``seconds``."""
+
+    def give_up(*_: object) -> None:
+        raise Unavailable(f"took more than {seconds} s to compile")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
         yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
-def profile(bench: Bench, name: str, contestant: Any, batch: int, steps: int) -> None:
-    """Print where steps of a contestant spend the host's time, and the device's kernels."""
-    token = bench.tokens(batch, 1)
-    contestant.begin(batch)
-    contestant(bench.tokens(batch, bench.sizes.prompt))
-    print_functions(lambda: contestant(token), 2, steps)
-    print_kernels(name, kernels_of(lambda: contestant(token), bench.device))
+class Bench:
+    """Takes the times of cells."""
+
+    def __init__(self, sizes: Sizes, device: Device, stop: Stop, limit: int) -> None:
+        self.device, self.stop, self.limit = device, stop, limit
+        self.sizes, self.contest = sizes, Contest(device)
+        self.gib: dict[str, float] = {}
+
+    def enter(self, name: str) -> Any:
+        """Return the contestant ``name``, None if it does not run."""
+        with torch.no_grad():
+            make = partial(MAKERS[name], self.sizes, self.device.torch_device)
+            contestant = self.contest.enter(name, make)
+        if contestant is not None:
+            parameters = contestant.model.parameters()
+            self.gib[name] = sum(bytes_of(parameter) for parameter in parameters) / 2**30
+        return contestant
+
+    def measure(self, cell: Cell, contestants: dict[str, Any], ways: list[str]) -> None:
+        """Measure a cell, and print its table."""
+        steps = {
+            name: self.contest.enter(f"{name}, {cell}", partial(contestant.step, cell))
+            for name, contestant in contestants.items()
+        }
+        taking = {name: step for name, step in steps.items() if step is not None}
+        print(f"{cell}:", flush=True)
+        us: dict[str, dict[str, list[float]]] = {}
+        for way in ways:
+            calls = {}
+            for name, step in taking.items():
+                label = f"{name}, {cell}, {way}"
+                call = self.contest.enter(label, partial(self._call, way, step))
+                if call is not None:
+                    calls[name] = self.contest.guarded(label, call)
+            measure = {"compiled": "graph"}.get(way, way)
+            us[way] = self.contest.take(measure, calls, self.stop) if calls else {}
+        print("\n".join(self._table(cell, us)), flush=True)
+
+    def _call(self, way: str, step: Step) -> Callable[[], object]:
+        """Return the call of a step that is timed."""
+        if way in ("eager", "host"):
+            step.eager()
+            return step.eager
+        if way == "graph":
+            step.advance()
+            return self.contest.capture([step.call], 1)
+        compiled = torch.compile(step.call, mode="reduce-overhead", dynamic=False)
+
+        def run() -> Any:
+            step.advance()
+            torch.compiler.cudagraph_mark_step_begin()
+            return compiled()
+
+        with limited(self.limit):
+            for _ in range(3):
+                run()
+        return run
+
+    def _table(self, cell: Cell, us: dict[str, dict[str, list[float]]]) -> Iterator[str]:
+        """Yield the lines of a cell's table."""
+        names = dict.fromkeys(name for times in us.values() for name in times)
+        titles = [f"{way} ms | tokens/s | to {BASE}" if way != "host" else "host ms" for way in us]
+        yield from head(["contestant", "GiB", *" | ".join(titles).split(" | ")])
+        for name in names:
+            row = [name, f"{self.gib[name]:.2f}"]
+            for way, times in us.items():
+                row += self._entries(cell, way, name, times)
+            yield line(row)
+
+    def _entries(self, cell: Cell, way: str, name: str, times: dict[str, list[float]]) -> list[str]:
+        """Return what a table says of a contestant and a way to run it."""
+        if not times.get(name):
+            return ["-"] * (1 if way == "host" else 3)
+        ms = statistics.median(times[name]) / 1e3
+        if way == "host":
+            return [f"{ms:.3f}"]
+        ratio = "-"
+        if times.get(BASE):
+            interval = median_interval(ratios(times[name], times[BASE]))
+            ratio = f"{interval.median:.3f} ({interval.low:.3f} to {interval.high:.3f})"
+        return [f"{ms:.3f}", f"{cell.batch * cell.tokens / ms * 1e3:,.0f}", ratio]
+
+
+def bytes_of(parameter: torch.Tensor) -> int:
+    """Return the bytes of a parameter: of a quantized one, those of what it consists of."""
+    if isinstance(parameter, fp8core.QuantizedTensor) or not hasattr(
+        parameter, "__tensor_flatten__"
+    ):
+        return parameter.nbytes
+    names, _ = parameter.__tensor_flatten__()
+    return sum(bytes_of(getattr(parameter, name)) for name in names)
 
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, size in zip(Sizes._fields, Sizes(), strict=True):
         parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 64])
-    parser.add_argument("--only", nargs="*", choices=list(MAKERS), default=list(MAKERS))
-    parser.add_argument("--serving", type=int, default=256, help="steps of the serving mix")
-    parser.add_argument("--profile", nargs=1, choices=list(MAKERS))
+    parser.add_argument("--kinds", nargs="+", choices=("prefill", "decode"), default=["decode"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64], help="of decode")
+    parser.add_argument("--before", type=int, nargs="+", default=[128], help="tokens, of decode")
+    parser.add_argument("--only", nargs="+", choices=list(MAKERS), default=list(MAKERS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:3]))
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each way, in each cell")
+    parser.add_argument("--limit", type=int, default=120, help="seconds of a compilation")
     parser.add_argument("--cpu", action="store_true", help="try it out; the figures mean nothing")
-    asked = parser.parse_args()
-    sizes = Sizes(*(getattr(asked, name) for name in Sizes._fields))
-    device = HOST if asked.cpu else CUDA
-    bench, where = Bench(sizes, device), device.torch_device
-    torch.manual_seed(0)
-    print(versions("transformers"), sizes, sep="\n")
-    contestants = contestants_of(asked.profile or asked.only, sizes, device)
-    if asked.profile is not None:
-        with torch.no_grad(), frozen(contestants):
-            for batch, (name, one) in itertools.product(asked.batch, contestants.items()):
-                print(f"{name}, batch {batch}")
-                profile(bench, name, one, batch, min(32, sizes.tokens // 4))
-        return
-    with torch.no_grad(), frozen(contestants):
-        for batch in asked.batch:
-            print(f"batch {batch}, {sizes.prompt} tokens before, {sizes.tokens} generated:")
-            times = bench.generate(contestants, batch)
-            theirs = [name for name in times if name.startswith("hf")]
-            medians = [statistics.median(times[name].steps) for name in theirs]
-            base = min(medians, default=None)
-            for name, one in times.items():
-                print(" ", one.line(name, sizes.layers, base), flush=True)
-    names = [name for name in ("own bf16", "own stored") if name in contestants]
-    contestants.clear()
-    serving = {name: MAKERS[name](sizes, where, layout="thd") for name in names}
-    if asked.serving and serving:
-        print(f"serving mix, up to {SERVED} sequences, the last three quarters of {asked.serving}:")
-        with torch.no_grad():
-            found = bench.serve(serving, serving_schedule(sizes, asked.serving))
-        for name, one in found.items():
-            print(" ", one.line(name, sizes.layers), flush=True)
+    chosen = parser.parse_args()
+    sizes = Sizes(*(getattr(chosen, name) for name in Sizes._fields))
+    device = HOST if chosen.cpu else CUDA
+    cells = list(PREFILLS) if "prefill" in chosen.kinds else []
+    if chosen.cpu:
+        cells = [cell._replace(tokens=16) for cell in cells[:1]]
+    if "decode" in chosen.kinds:
+        decodes = itertools.product(chosen.before, chosen.batch)
+        cells += [Cell(batch, 1, before) for before, batch in decodes]
+    bench = Bench(sizes, device, Stop(chosen.seconds, fewest=3), chosen.limit)
+    print(versions("transformers", "torchao", "transformer_engine"), sizes, sep="\n")
+    entered = {name: bench.enter(name) for name in chosen.only}
+    contestants = {name: entrant for name, entrant in entered.items() if entrant is not None}
+    with torch.no_grad():
+        for cell in cells:
+            bench.measure(cell, contestants, chosen.ways)
+    print(bench.contest.conditions())
 
 
 if __name__ == "__main__":

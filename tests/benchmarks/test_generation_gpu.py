@@ -1,106 +1,78 @@
-"""The parts of the generation's benchmark that need no device."""
+"""The parts of the benchmark of prefill and decode that need no device."""
 
 from __future__ import annotations
 
-import re
 import sys
-from typing import Any
+import time
 
 import pytest
 import torch
 
-from fp8core.conversion.huggingface import from_hugging_face
 from tests.benchmarks import generation_gpu
-from tests.benchmarks.generation_gpu import (
-    SERVED,
-    Bench,
-    HuggingFace,
-    Own,
-    Sizes,
-    Times,
-    serving_schedule,
-)
-from tests.benchmarks.measuring.device import HOST
+from tests.benchmarks.generation_gpu import Cell, HuggingFace, Own, Sizes, limited
+from tests.benchmarks.measuring.contest import Unavailable
 
-SIZES = Sizes(2, 64, 96, heads=4, groups=2, head=16, prompt=5, tokens=12)
-CPU = HOST.torch_device
+SIZES = Sizes(2, 64, 96, heads=4, groups=2, head=16, vocabulary=64)
+CPU = torch.device("cpu")
+DECODE = Cell(2, 1, 4)
 
 
-def generated(contestant: Any, x: torch.Tensor) -> torch.Tensor:
-    """The outputs of ``x [b, s, hidden]``, of which the first tokens are the prompt."""
-    contestant.begin(x.shape[0])
+def test_a_step_of_transformers_stays_behind_its_tokens() -> None:
+    pytest.importorskip("transformers")
+    contestant = HuggingFace(SIZES, CPU)
     with torch.no_grad():
-        parts = [contestant(x[:, : SIZES.prompt])]
-        parts += [contestant(x[:, at : at + 1]) for at in range(SIZES.prompt, x.shape[1])]
-    return torch.cat(parts, 1)
+        step = contestant.step(DECODE)
+        first, *rest = [step.eager() for _ in range(4)]
+    assert first.shape == (2, 1, SIZES.vocabulary)
+    assert all(torch.equal(first, logits) for logits in rest)
 
 
-def test_contestants_of_the_same_weights_compute_the_same() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    theirs = HuggingFace(SIZES, CPU)
-    static, own = HuggingFace(SIZES, CPU, is_static=True), Own(SIZES, CPU)
-    static.layers.load_state_dict(theirs.layers.state_dict())
-    model = transformers.LlamaForCausalLM(theirs.config)
-    model.model.layers = theirs.layers
-    state = from_hugging_face(
-        model.state_dict(), theirs.config, fuse_qkv_params=True, qkv_weight_interleaved=False
+def test_a_step_of_own_layers_begins_again_where_the_room_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation_gpu, "ROOM", 4)
+    monkeypatch.setattr(generation_gpu, "AT_ONCE", 6)  # so that the cache is filled in two steps
+    contestant = Own(SIZES, CPU)
+    with torch.no_grad():
+        step = contestant.step(DECODE)
+        cache = step.call.keywords["inference_params"]  # type: ignore[attr-defined]  # a partial
+        lengths = []
+        for _ in range(6):
+            assert step.eager().shape == (2, 1, SIZES.vocabulary)
+            lengths.append(cache.sequences[0])
+        first, second = step.call(), step.call()  # as in a graph
+    assert lengths == [5, 6, 7, 5, 6, 7]
+    assert torch.equal(first, second)
+
+
+def test_a_stored_model_is_counted_by_its_codes() -> None:
+    pytest.importorskip("transformers")
+    plain = HuggingFace(SIZES, CPU).model
+    stored = generation_gpu.MAKERS["hf rowwise"](SIZES, CPU).model
+    before, after = (
+        sum(map(generation_gpu.bytes_of, model.parameters())) for model in (plain, stored)
     )
-    for at, layer in enumerate(own.layers):
-        prefix = f"layers.{at}."
-        layer.load_state_dict(
-            {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
-        )
-    x = torch.randn(3, SIZES.capacity, SIZES.hidden).bfloat16()
-    want = generated(theirs, x)
-    for contestant in (static, own):
-        torch.testing.assert_close(generated(contestant, x), want, atol=2**-4, rtol=2**-5)
+    assert 0.5 < after / before < 0.9
 
 
-def test_a_schedule_serves_sequences_that_come_and_go() -> None:
-    schedule = serving_schedule(SIZES._replace(tokens=200, prompt=20), 400)
-    lengths: dict[int, int] = {}
-    for before, counts in zip([{}, *schedule], schedule, strict=False):
-        assert 1 <= len(counts) <= SERVED
-        for name, count in counts.items():
-            assert name in before or name not in lengths  # none comes again
-            assert count == 1 or name not in lengths
-            lengths[name] = lengths.get(name, 0) + count
-    assert len(lengths) > 40
-    assert max(map(len, schedule)) > SERVED // 2
-    assert max(lengths.values()) <= 220
+def test_a_compilation_is_given_up() -> None:
+    with pytest.raises(Unavailable, match="more than 1 s"), limited(1):
+        time.sleep(3)
 
 
-def test_the_steps_of_a_generation_are_counted() -> None:
-    contestants = {name: Own(SIZES, CPU) for name in ("one", "other")}
-    with torch.no_grad():
-        times = Bench(SIZES, HOST).generate(contestants, 2)
-    assert [len(one.steps) for one in times.values()] == [SIZES.tokens - 1] * 2
-    lengths = [list(one.cache.sequences.values()) for one in contestants.values()]
-    assert lengths == [[SIZES.capacity] * 2] * 2
-    assert all(one.plans == [0] * (SIZES.tokens - 1) for one in times.values())
-
-
-def test_a_line_has_the_median_the_slowest_and_the_plans() -> None:
-    line = Times([2.0, 1.0, 9.0, 2.0], [1.0, 0.5, 8.0, 1.0], [0, 0, 3, 0]).line("x", 2, base=1.6)
-    assert "step    2.000 ms ( 1.000 a layer)" in line
-    assert "slowest    9.000 ( 4.50 x)" in line
-    assert "host    1.000, plans 3, 1.250 x the fastest" in line
-
-
-@pytest.mark.parametrize("profiled", [None, "own stored"])
 def test_the_program_runs_on_the_cpu(
-    profiled: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = [f"--{name}={size}" for name, size in SIZES._asdict().items()]
-    more = ["--cpu", "--batch", "2", "--serving=8"]
-    more += ["--profile", profiled] if profiled else []
+    only = ["hf bf16", "hf rowwise", "hf wo rowwise", "own bf16", "own current", "te bf16"]
+    more = ["--cpu", "--kinds", "prefill", "decode", "--batch", "2", "--before", "4"]
+    more += ["--seconds", "0", "--only", *only]
     monkeypatch.setattr(sys, "argv", ["generation_gpu", *sizes, *more])
     generation_gpu.main()
     printed = capsys.readouterr().out
-    if profiled:
-        assert re.search(r"fp8core\S*\.py:\d+\(", printed)  # which of them is a matter of time
-        assert "us of kernels" in printed
-    else:
-        assert "converted" in printed
-        assert "serving mix" in printed
+    assert "prefill, 1 x 16:" in printed
+    assert "decode, batch 2, 4 tokens before:" in printed
+    rows = [row for row in printed.splitlines() if row.startswith("| ")]
+    for name in only[:5]:
+        assert sum(row.startswith(f"| {name} |") for row in rows) == 2
+    assert "te bf16 does not run" in printed
