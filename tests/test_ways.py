@@ -100,7 +100,7 @@ def is_expected_to_hold(ours: int, plain: int, kind: str, way: str, options: Opt
             return True
         case "microbatched":  # a weight's codes once
             return ours <= plain
-        case _ if any(map(options.get, ways.NOT_PLAIN)):
+        case _ if any(options.get(name) not in (None, False, "fastest") for name in ways.NOT_PLAIN):
             return ours <= plain
         case "remembered" | "recorded" if kind in COMPOSED or DEVICE.type != "cpu":
             return ours <= plain  # as one chain, or in the memory of a graph

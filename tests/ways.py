@@ -23,6 +23,7 @@ from fp8core.chain import node
 from fp8core.chain import run as chain
 from fp8core.modules.composition import Composition, LayerCall
 from fp8core.modules.memo import Bindings
+from fp8core.recipe.plan import HOLDING
 from tests.pairs import pairs
 from tests.recording_backend import NAME as RECORDING
 
@@ -46,8 +47,8 @@ class Layer(NamedTuple):
     """How a layer is made, the shapes of its inputs, and what its options may be.
 
     Of the options, those of ``OUTSIDE`` are this module's: the dtype of parameters and inputs,
-    whether weights are stored quantized, what needs a gradient, whether backward quantizes weights
-    again, and whether positions are rotated. The plain way has none of ``NOT_PLAIN``.
+    whether weights are stored quantized, what needs a gradient, what is held for backward, and
+    whether positions are rotated. The plain way has none of ``NOT_PLAIN``.
     """
 
     make: Callable[..., torch.nn.Module]
@@ -101,15 +102,15 @@ class Operations(ops.Sequential):
 ROWS = (LENGTH * BATCH, HIDDEN)
 UNEVEN_ROWS = (21, HIDDEN)  # are padded
 SEQUENCES = (LENGTH, BATCH, HIDDEN)
-OUTSIDE = ("is_stored", "trained", "requantizes", "is_rotated")
-NOT_PLAIN = ("requantizes", "checkpoint", "save_original_input", "delay_wgrad_compute")
+OUTSIDE = ("is_stored", "trained", "holding", "is_rotated")
+NOT_PLAIN = ("holding", "checkpoint", "save_original_input", "delay_wgrad_compute")
 """Options by which backward computes again what forward did, or leaves weight gradients for later;
 all give the bits of a layer without them."""
 WEIGHTS = (
     axis("params_dtype", torch.float32, BF16),
     axis("is_stored"),
     axis("trained", "all", "parameters", "inputs"),
-    axis("requantizes"),
+    axis("holding", *HOLDING),
 )
 LINEAR = (
     *(*WEIGHTS, axis("bias"), axis("return_bias"), axis("fuse_wgrad_accumulation")),
@@ -344,8 +345,6 @@ WAYS: dict[str, Way] = {
 
 def is_offered(kind: str, name: str, way: str, options: Options) -> bool:
     """Whether the library runs the layer with the options in that way."""
-    if name == "delayed" and options.get("save_original_input"):
-        return False  # backward would cast by the scale of the next step
     match way:
         case "monitored":  # monitors watch GEMMs
             return kind != "DotProductAttention"
@@ -359,7 +358,8 @@ def is_offered(kind: str, name: str, way: str, options: Options) -> bool:
             draws_again = name == "nvfp4" and options.get("checkpoint")
             is_fused = options.get("fuse_wgrad_accumulation")
             is_late = options.get("delay_wgrad_compute")
-            return name != "delayed" and not (is_fused or is_late or draws_again)
+            drops = options.get("attention_dropout")  # draws other numbers in a graph
+            return name != "delayed" and not (is_fused or is_late or draws_again or drops)
     return True
 
 
@@ -464,8 +464,8 @@ def run(kind: str, name: str, options: Options, way: Way, microbatches: int = MI
     if way is plain:
         options = {key: value for key, value in options.items() if key not in NOT_PLAIN}
     chosen, layer, arguments = RECIPES[name], make(kind, name, options), keywords(options)
-    if chosen is not None and options.get("requantizes"):
-        chosen = dataclasses.replace(chosen, requantize_weights=True)
+    if chosen is not None:
+        chosen = dataclasses.replace(chosen, holding=options.get("holding", "fastest"))
     results: list[torch.Tensor | None] = []
     with way(layer) as call:
         for step in range(STEPS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -22,7 +22,7 @@ from fp8core.chain.protocol import (
     SavedList,
     TensorProgram,
 )
-from fp8core.chain.request import ComputedProduct, QuantizeRequest, rows_request
+from fp8core.chain.request import ComputedProduct, Handover, QuantizeRequest, rows_request
 from fp8core.chain.shape import BindContext, CallInputs, LinkShape
 from fp8core.chain.simple import SimpleLink, SimpleShape
 from fp8core.chain.unwrap import unwrap
@@ -76,6 +76,8 @@ class ActivationShape(GatedShape):
 
     name: str
     params: tuple[float, ...] = ()
+    # Its name in a plan's ``remade``.
+    result: ClassVar[str] = "activation"
 
     def grad_input_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return float32, but ``dtype`` for a gated one, whose gradient is rounded."""
@@ -100,7 +102,7 @@ class ActivationShape(GatedShape):
             self,
             context.resolve(step, desc).run,
             context.resolve(backward_step, backward).run,
-            bind_fusion(step, desc, output, context),
+            bind_fusion(step, desc, output, context, is_remade=self.result in context.plan.remade),
             backward_fusion,
             rows_request(context.dtype) if reads_rows else None,
         )
@@ -152,6 +154,17 @@ class ActivationProgram(TensorProgram[ActivationLink]):
     __slots__ = ()
 
     recordable = Recordable()
+
+    @property
+    def result_name(self) -> str:  # type: ignore[override]  # a default there
+        """The activation, if its input is saved."""
+        return self._link.shape.result if self._needs_grad[0] else ""
+
+    def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
+        """Activate again."""
+        link, x = self._link, saved[0]
+        handed = None if link.fusion is None else link.fusion.again(out, x)
+        return out(link.run(x)) if handed is None else handed
 
     def request_grad(self, call: Call) -> QuantizeRequest | None:
         """Return the request for rows that are computed when they are read, if it reads such."""

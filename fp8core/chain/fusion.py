@@ -31,9 +31,10 @@ Variant: TypeAlias = tuple[bool, bool, bool]
 
 class Fusion:
     """The fused operation for each of its :func:`variants`; ``chunked`` computes those in chunks of
-    rows that the backend offers so. ``row_step``: it takes multiples of so many rows."""
+    rows that the backend offers so, and ``again`` the columnwise operand in backward. ``row_step``:
+    it takes multiples of so many rows."""
 
-    __slots__ = ("_chunked", "_is_checked", "_packing", "_row_step", "_runs")
+    __slots__ = ("_again", "_chunked", "_is_checked", "_packing", "_row_step", "_runs")
 
     def __init__(
         self,
@@ -42,7 +43,9 @@ class Fusion:
         packing: tuple[int, int],
         is_checked: bool,
         row_step: int,
+        again: Callable[..., Any] | None = None,
     ) -> None:
+        self._again = again
         self._runs = runs
         self._row_step = row_step
         self._chunked = chunked
@@ -63,6 +66,16 @@ class Fusion:
         run = self._runs[out.rowwise, out.columnwise, out.has_sums]
         keywords = {} if out.rng is None else {"rng": out.rng}
         return self._handed(run(*arguments, **keywords), out, arguments[0].shape[0])
+
+    def again(self, out: QuantizeRequest, *arguments: Any) -> Handover | None:
+        """Return the columnwise operand of the producer's first result once more; None where this
+        is not offered. It records no amax and counts no NaN or inf."""
+        run, rows = self._again, arguments[0].shape[0]
+        if run is None or not self.serves(out, rows):
+            return None
+        keywords = {} if out.scale is None else {"scale": out.scale}
+        handed: Handover = self._handed(run(*arguments, **keywords), out, rows)[0]
+        return handed
 
     def in_chunks(self, out: QuantizeRequest, *arguments: Any) -> list[Any] | None:
         """Return the same with a rowwise operand that may come in chunks, the first argument with
@@ -88,6 +101,8 @@ def variants(fused: FusedDesc) -> dict[Variant, FusedDesc]:
     trained, and never summed. A gradient is wanted either way or both ways; with ``sums`` it is
     summed if the bias is trained, and not if it is frozen.
     """
+    if fused.quantize.rowwise is None:
+        return {(False, True, False): fused}
     rowwise, columnwise = fused.quantize.halves()
     casts = {(True, True): fused.quantize, (True, False): rowwise}
     if isinstance(fused.producer, NormBackwardDesc | ActivationBackwardDesc):
@@ -100,9 +115,15 @@ def variants(fused: FusedDesc) -> dict[Variant, FusedDesc]:
 
 
 def bind_fusion(
-    step: str, producer: Producer, consumer: QuantizeRequest | None, context: BindContext
+    step: str,
+    producer: Producer,
+    consumer: QuantizeRequest | None,
+    context: BindContext,
+    *,
+    is_remade: bool = False,
 ) -> Fusion | None:
-    """Return the fusion of ``producer``, which computes ``step``, with the cast of ``consumer``.
+    """Return the fusion of ``producer``, which computes ``step``, with the cast of ``consumer``;
+    ``is_remade``: backward makes the columnwise operand.
 
     None where nothing is cast, or the backend has none. Only the backend that quantizes for
     ``consumer`` is asked: a fusion is no reason to change it. Where its fusion adds no zeros behind
@@ -112,14 +133,20 @@ def bind_fusion(
     if consumer is None or not isinstance(quantizer, LowPrecision):
         return None
     cast = replace(quantizer.desc, sums=consumer.has_sums)
-    fusion = _bind(step, producer, cast, quantizer, context)
+    fusion = _bind(step, producer, cast, quantizer, context, is_remade)
     if fusion is None and cast.padded:
-        return _bind(step, producer, replace(cast, padded=0), quantizer, context)
+        cast = replace(cast, padded=0)
+        return _bind(step, producer, cast, quantizer, context, is_remade)
     return fusion
 
 
 def _bind(
-    step: str, producer: Producer, cast: QuantizeDesc, quantizer: LowPrecision, context: BindContext
+    step: str,
+    producer: Producer,
+    cast: QuantizeDesc,
+    quantizer: LowPrecision,
+    context: BindContext,
+    is_remade: bool,
 ) -> Fusion | None:
     runs, chunked = {}, {}
     backend = quantizer.choices[0].backend
@@ -135,12 +162,16 @@ def _bind(
         fused = context.resolve_optional(f"{step} with cast", in_chunks, backend)
         if fused is not None:
             chunked[key] = quantizer.with_slot(fused.run)
+    again = None
+    if is_remade:
+        half = FusedDesc(producer, replace(cast, rowwise=None, counted=False))
+        fused = context.resolve_optional(f"{step} with cast", half, backend)
+        again = None if fused is None else fused.run
     rows, columns = (
         1 if spec is None else codes_per_byte(spec) for spec in (cast.rowwise, cast.columnwise)
     )
     row_step = 1 if cast.padded else quantizer.row_step
-    is_checked = settings.read().debug
-    return Fusion(runs, chunked, (rows, columns), is_checked=is_checked, row_step=row_step)
+    return Fusion(runs, chunked, (rows, columns), settings.read().debug, row_step, again)
 
 
 def _check_orientations(

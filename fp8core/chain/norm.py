@@ -23,6 +23,7 @@ from fp8core.chain.protocol import (
     TensorProgram,
     Unadded,
 )
+from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.dispatch.table import Resolved
 
@@ -60,7 +61,8 @@ class NormShape(LinkShape):
         backward_desc = NormBackwardDesc(desc)
         norm = context.resolve("norm", desc)
         backward = context.resolve("norm backward", backward_desc)
-        fusion = bind_fusion("norm", desc, consumer, context)
+        is_remade = NormProgram.result_name in context.plan.remade
+        fusion = bind_fusion("norm", desc, consumer, context, is_remade=is_remade)
         gradient = context.grad_input_consumer
         backward_fusion = bind_fusion("norm backward", backward_desc, gradient, context)
         added = None
@@ -142,11 +144,18 @@ class NormLink(Link):
 
 
 class NormProgram(TensorProgram[NormLink]):
-    """Normalizes; saves the input and its statistics."""
+    """Normalizes; saves the input, its statistics and the parameters."""
 
     __slots__ = ()
 
     recordable = Recordable()
+    result_name = "norm"
+
+    def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
+        """Normalize again."""
+        link, (x, weight, _, _, *bias) = self._link, saved
+        handed = None if link.fusion is None else link.fusion.again(out, x, weight, *bias)
+        return out(link.run(x, weight, *bias)[0]) if handed is None else handed
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y, of the sum where the link before left that to this one."""
@@ -161,14 +170,15 @@ class NormProgram(TensorProgram[NormLink]):
         else:
             y, mean, rstd = link.run(x, *params)
             y = y if out is None else out(y)
-        return y, (x, params[0], mean, rstd) if True in self._needs_grad else (), None
+        weight, *bias = params
+        return y, (x, weight, mean, rstd, *bias) if True in self._needs_grad else (), None
 
     def backward(
         self, grad: Any, saved: Saved, context: Any, call: Call, out: Out | GradientSum = None
     ) -> Backward:
         """Compute the three gradients; those of the parameters are summed in float32."""
         grad_x: Any
-        link, needs = self._link, self._needs_grad
+        link, needs, saved = self._link, self._needs_grad, saved[:4]
         fusion = link.backward_fusion
         if isinstance(out, GradientSum):
             if link.run_backward_added is not None:

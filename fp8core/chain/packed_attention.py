@@ -22,7 +22,7 @@ from fp8core.chain.protocol import (
     Saved,
     TensorProgram,
 )
-from fp8core.chain.request import QuantizeRequest
+from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.torch_ops.repeats import called_in_repeats
 
 
@@ -139,6 +139,15 @@ class PackedAttentionProgram(TensorProgram[PackedAttentionLink]):
         super().__init__(link, needs_grad)
         self._inner = inner
 
+    @property
+    def result_name(self) -> str:  # type: ignore[override]  # a default there
+        """As attention."""
+        return self._inner.result_name
+
+    def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
+        """As attention."""
+        return self._inner.remade(saved, call, out)
+
     def request_grad(self, call: Call) -> QuantizeRequest | None:
         """As attention."""
         return self._inner.request_grad(call)
@@ -168,6 +177,16 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
     __slots__ = ()
 
     recordable = Recordable()
+
+    @property
+    def result_name(self) -> str:  # type: ignore[override]  # a default there
+        """Attention, if it saves its result."""
+        return "attention" if self._needs_grad[0] else ""
+
+    def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
+        """Return the result, which is saved."""
+        assert saved[1] is not None
+        return out(saved[1])
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Attend."""

@@ -92,6 +92,10 @@ class Program:
     # How it wants its input from the program before it; None: as a tensor.
     input_request: QuantizeRequest | None = None
 
+    # The name in a plan's ``remade`` by which backward may have its result made again, from what it
+    # saved; empty if it saves too little.
+    result_name: str = ""
+
     @property
     def recordable(self) -> Recordable | None:
         """The references of it; None if a dense call is more than operations of backends and
@@ -115,6 +119,16 @@ class Program:
     def num_rows(self, rows: int) -> int:
         """Return how many rows the output has if the input has ``rows``."""
         return rows
+
+    def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
+        """Return the result of the forward that ``saved`` these tensors, as ``out`` requests it; of
+        a program with a :attr:`result_name`."""
+        raise NotImplementedError
+
+    def remake(self, saved: SavedList, source: Program, source_saved: Saved, call: Call) -> None:
+        """Put the operand of the result of ``source``, which saved ``source_saved``, to ``saved``,
+        the program's own; of one that :meth:`Link.remaking` returned."""
+        raise NotImplementedError
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute from ``x [rows, k]``, a tensor or the result of ``input_request``.
@@ -196,6 +210,9 @@ class Link:
     # Whether a parameter is an activation, which backward does not need.
     takes_activation: bool = False
 
+    # The results of links before it, by their names, that backward makes again as its input.
+    remade: Sequence[str] = ()
+
     @property
     def only_once(self) -> OnlyOnce | None:
         """Why torch's operators may not replace it; None in high precision, where they may."""
@@ -252,6 +269,11 @@ class Link:
         parameter's.
         """
         raise NotImplementedError
+
+    def remaking(self, program: Program) -> Program | None:
+        """Return ``program``, one of this link, without the codes of its input, which its
+        :meth:`Program.remake` makes before backward; None if it holds none."""
+        return None
 
 
 _Link = TypeVar("_Link")

@@ -108,7 +108,8 @@ class QuantizeRequest:
     how the operands travel if each rank has some of the rows; None: ``y`` has to be whole. If
     ``product`` is given, ``y`` may be left to it where that is a matrix product; with
     ``is_computed_later`` that only takes note of it. With ``takes_chunks`` the rowwise operand is
-    read once, and may come as :class:`fp8core.backend_api.Chunks`.
+    read once, and may come as :class:`fp8core.backend_api.Chunks`. ``scale`` is the delayed scale
+    of a cast that is made again, whose ``quantizer`` has none.
     """
 
     quantizer: TensorQuantizer
@@ -128,6 +129,7 @@ class QuantizeRequest:
     product: ProductInParts | None = None
     is_computed_later: bool = False
     takes_chunks: bool = False
+    scale: torch.Tensor | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,13 @@ class Series(Program):
             needs_input = True in needs
             frees_early = frees_early and program.frees_early
             saves_copies = saves_copies or program.saves_copies
+        sources: list[Program | None] = [None] * len(steps)
+        for at in range(1, len(steps)) if quantizes else ():
+            source, step = steps[at - 1].program, steps[at]
+            if source.result_name in step.link.remade:
+                remaking = step.link.remaking(step.program)
+                if remaking is not None:
+                    steps[at], sources[at] = step._replace(program=remaking), source
         for at in range(len(steps) - 1, 0, -1) if quantizes else ():
             request = steps[at].program.request_input(steps[at].request)
             steps[at - 1] = steps[at - 1]._replace(request=request)
@@ -97,8 +105,11 @@ class Series(Program):
             for before, step in itertools.pairwise(steps)
         ]
         self._backwards = [
-            (step.program.backward, step.end - step.first, step.rows, request_grad)
-            for step, request_grad in zip(steps, (None, *requests), strict=True)
+            (
+                *(step.program.backward, step.end - step.first, step.rows, request_grad),
+                None if source is None else partial(step.program.remake, source=source),
+            )
+            for step, request_grad, source in zip(steps, (None, *requests), sources, strict=True)
         ]
 
     @property
@@ -163,7 +174,7 @@ class Series(Program):
         """
         value, at = grad, len(self._backwards)
         grad_params: Sequence[torch.Tensor | None] = ()
-        for backward, num_params, rows, request_grad in reversed(self._backwards):
+        for backward, num_params, rows, request_grad, remake in reversed(self._backwards):
             at -= 1
             num_saved, step_context = context[at]
             left = len(saved) - num_saved
@@ -172,6 +183,8 @@ class Series(Program):
             if value is None:  # nothing before it needs a gradient
                 grad_params = (*(None,) * num_params, *grad_params)
                 continue
+            if remake is not None:
+                remake(step_saved, source_saved=saved[left - context[at - 1][0] :], call=call)
             request = out if not at else None if request_grad is None else request_grad(call)
             try:
                 value, *grads = backward(value, step_saved, step_context, call, request)

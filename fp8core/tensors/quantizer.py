@@ -116,6 +116,12 @@ class TensorQuantizer:
         run = both_or_column if columnwise else self._rowwise
         return run(x, *groups) if rng is None else run(x, *groups, rng=rng)
 
+    def scaled(self, scale: torch.Tensor) -> TensorQuantizer:
+        """Return the quantizer with that delayed ``scale``, of one that has none."""
+        both, rowwise, columnwise = [partial(cast, scale=scale) for cast in self.casts]
+        casts, step = (both, rowwise, columnwise), self.row_step
+        return TensorQuantizer(casts, self.choices, plan=self.plan, row_step=step)
+
     def cast_to(self, *, rowwise: bool, columnwise: bool, chunked: bool = False) -> Cast:
         """Return the call that makes these orientations, with nothing in between.
 

@@ -215,7 +215,7 @@ def test_a_linear_that_casts_by_itself_has_the_bits_of_handovers(
 @pytest.mark.parametrize("retains", [False, True])
 def test_backward_frees_the_weight_that_dgrad_has_read(retains: bool) -> None:
     layer, x = Linear(32, 16), torch.randn(8, 32, requires_grad=True)
-    with autocast(recipe=RECIPES["current"]):
+    with autocast(recipe=fastest("current")):
         link = bind(layer, x.device, x.dtype).linears[0]
     kept: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []
@@ -248,10 +248,15 @@ def test_a_weight_changed_before_backward_is_refused() -> None:
 LOW = [name for name in RECIPES if name != "none"]
 
 
-def written_between(layer: Linear, name: str, *, is_written: bool) -> list[torch.Tensor]:
+def fastest(name: str) -> Any:
+    return dataclasses.replace(RECIPES[name], holding="fastest")
+
+
+def written_between(layer: Linear, chosen: Any, *, is_written: bool) -> list[torch.Tensor]:
     torch.manual_seed(5)
     x = torch.randn(32, 32, requires_grad=True)
-    y = forward(layer, x, name)
+    with autocast(recipe=chosen):
+        y = layer(x)
     if is_written:
         with torch.no_grad():
             layer.weight.mul_(3)
@@ -263,8 +268,11 @@ def test_backward_in_low_precision_is_of_the_weight_that_forward_quantized() -> 
     for name in LOW:
         layer = Linear(32, 16)
         other = copy.deepcopy(layer)
-        want = written_between(layer, name, is_written=False)
-        assert_same_bits(written_between(other, name, is_written=True), want)
+        want = written_between(layer, fastest(name), is_written=False)
+        assert_same_bits(written_between(other, fastest(name), is_written=True), want)
+        chosen = dataclasses.replace(fastest(name), holding="balanced")
+        with pytest.raises(OperandError, match="written in place since forward"):
+            written_between(other, chosen, is_written=True)
 
 
 def test_a_quantized_weight_written_before_backward_is_refused() -> None:
@@ -272,7 +280,7 @@ def test_a_quantized_weight_written_before_backward_is_refused() -> None:
         with quantized_model_init(recipe=RECIPES[name]):
             layer = Linear(32, 32, name="fc")
         with pytest.raises(OperandError, match=r"'fc'.*written in place since forward"):
-            written_between(layer, name, is_written=True)
+            written_between(layer, RECIPES[name], is_written=True)
 
 
 def test_a_weight_that_backward_takes_in_high_precision_is_refused_once_written() -> None:

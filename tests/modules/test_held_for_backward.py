@@ -17,8 +17,6 @@ from fp8core import (
     LayerNormMLP,
     Linear,
     OperandError,
-    RecipeError,
-    autocast,
     clear_found_inf,
     found_inf,
     recipe,
@@ -145,7 +143,7 @@ def test_a_checkpoint_s_evaluation_computes_once() -> None:
 # --- save_original_input: the input is held as it came, and cast again in backward ---
 
 CHOSEN: dict[str, Any] = {
-    **{name: name for name in ("current", "mxfp8", "block", "rowwise", "none")},
+    **{name: name for name in ("delayed", "current", "mxfp8", "block", "rowwise", "none")},
     "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
     "dequantized": recipe.MXFP8BlockScaling(backward_override="dequantized"),
 }
@@ -186,15 +184,19 @@ def test_a_write_to_the_input_is_noticed() -> None:
         y.sum().backward()
 
 
-def test_delayed_scaling_refuses_to_cast_again() -> None:
-    layer, x = saving_input(), torch.randn(8, 64)
-    with (
-        active("delayed"),
-        pytest.raises(RecipeError, match="save_original_input=True with delayed scaling"),
-    ):
-        layer(x)
-    with autocast(enabled=False, calibrating=True, recipe="delayed"):
-        layer(x)
+def test_an_input_is_cast_again_by_the_delayed_scale_of_forward() -> None:
+    found = []
+    for saves in (False, True):
+        torch.manual_seed(1)
+        layer, x = Linear(64, 32, save_original_input=saves), torch.randn(8, 64)
+        with active("delayed"):
+            layer(x)
+        with active("delayed"):
+            y = layer(x)
+        layer.scale_fwd.fill_(3.0)
+        y.sum().backward()
+        found.append(layer.weight.grad)
+    assert torch.equal(*found)
 
 
 def test_nan_of_an_input_that_is_cast_again_is_counted_once() -> None:

@@ -28,6 +28,7 @@ from fp8core.chain.protocol import (
     Saved,
     TensorProgram,
 )
+from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.dispatch.select import Choice
 
 
@@ -87,6 +88,17 @@ class AttentionProgram(TensorProgram[AttentionLink]):
     """Attends; saves queries, keys, values, the result and its statistics."""
 
     __slots__ = ()
+
+    @property
+    def result_name(self) -> str:  # type: ignore[override]  # a default there
+        """Attention, if it saves its result."""
+        return "attention" if True in self._needs_grad else ""
+
+    def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
+        """Return the result, which is saved."""
+        rows = saved[:-NUM_SAVED][-2]
+        assert rows is not None
+        return out(rows)
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute the rows of the result, and fill ``max_logit_out``."""

@@ -73,6 +73,7 @@ class LowPrecisionAttentionProgram(AttentionProgram):
     __slots__ = ()
 
     _link: LowPrecisionAttentionLink
+    result_name = ""
 
     def request_grad(self, call: Call) -> QuantizeRequest | None:
         """Return the request for the gradient of the result, if backward quantizes it.

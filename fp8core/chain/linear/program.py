@@ -15,7 +15,7 @@ import torch
 from fp8core.backend_api import GemmDesc, Operand
 from fp8core.chain.call import Call
 from fp8core.chain.linear.gemms import Decode, LinearSpec, in_chunks, in_dtype
-from fp8core.chain.linear.wrappers import Diverting, Grouped, Padded, SavingInput
+from fp8core.chain.linear.wrappers import Diverting, Grouped, InputAgain, Padded
 from fp8core.chain.padding import LayerPadding
 from fp8core.chain.protocol import (
     Backward,
@@ -35,7 +35,7 @@ from fp8core.chain.unwrap import as_readable
 from fp8core.dispatch.select import Choice
 from fp8core.errors import OperandError
 from fp8core.tensors.delayed_state import DelayedState
-from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations, TensorQuantizer
+from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations, Slot, TensorQuantizer
 from fp8core.tensors.saving import is_unquantized, note_weight
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.tensors.weights import WeightQuantizer
@@ -54,7 +54,8 @@ class LinearLink(Link):
     bias, if there is one. ``backward_state`` is that in which the cast of the gradient records.
     ``decode_input`` and ``decode_weight`` make the operand of wgrad and dgrad from that of fprop,
     None where forward makes both. ``input_again`` casts the input for wgrad where backward does
-    that.
+    that, by the scale that ``input_slot`` had in forward; ``remade`` names the results of links
+    before that it is given there.
 
     ``input_shards`` and ``grad_shards`` say how the two tensors travel where each rank has some of
     their rows; ``input_sent`` and ``grad_sent`` how they are cast where their rows are exchanged.
@@ -88,6 +89,8 @@ class LinearLink(Link):
     decode_input: Decode | None = None
     decode_weight: Decode | None = None
     input_again: TensorQuantizer | None = None
+    input_slot: Slot | None = None
+    remade: Sequence[str] = ()
     input_shards: Shards | None = None
     grad_shards: Shards | None = None
     input_sent: SentCast | None = None
@@ -174,9 +177,17 @@ class LinearLink(Link):
             program = Padded(program, padded, call, num_weights=count)
         if self.observed is not None:
             program = self.observed(program, call)
-        if self.input_again is not None and is_trained:
-            program = SavingInput(program, self.input_again)
+        if self.input_again is not None and shape.saves_input and is_trained:
+            program = InputAgain(program, self.input_again, self.input_slot, is_remade=False)
         return program
+
+    def remaking(self, program: Program) -> Program | None:
+        """Return ``program`` without the codes of its input, if wgrad reads them in low precision,
+        and it does not save the input."""
+        again, request = self.input_again, program.input_request
+        if again is None or request is None or not request.columnwise:
+            return None
+        return InputAgain(program, again, self.input_slot, is_remade=True)
 
     def _exchanged(self, call: Call) -> tuple[Exchanged | None, Exchanged | None]:
         """Return how the operands of the input and of the gradient come from other ranks."""

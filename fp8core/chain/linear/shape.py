@@ -26,7 +26,7 @@ from fp8core.chain.shards import GemmPart, SentCast, Shards
 from fp8core.collectives import Communicator
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
-from fp8core.errors import RecipeError, UnsupportedError
+from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import HIGH_PRECISION
 from fp8core.tensors.delayed_state import DelayedState, LayerStates
 from fp8core.tensors.quantized_tensor import object_quantizer
@@ -102,6 +102,8 @@ def _bind(shape: LinearSpec, context: BindContext) -> LinearLink:
         decode_input=bind_decode("input", context, shape),
         decode_weight=bind_decode("weight", context),
         input_again=input_again,
+        input_slot=None if input_again is None else tensors.input_slot,
+        remade=context.plan.remade,
         input_shards=tensors.shards("input", fprop_part),
         grad_shards=tensors.shards("grad_output", dgrad_part),
         input_sent=tensors.sent("input", tensors.input_dtype),
@@ -266,22 +268,19 @@ class _Tensors(NamedTuple):
         return self.unturned or self._quantizer("input", self.input_dtype, slot, count)
 
     def input_again(self) -> TensorQuantizer | None:
-        """Return the quantizer of the input in backward, which counts no NaN or inf; None unless
-        it is cast there.
-
-        Raises:
-            RecipeError: backward could not repeat the cast.
-        """
-        plan, is_observing = self.context.plan.input, self.context.binding.is_observing
-        if not self.shape.saves_input or plan.columnwise is None or is_observing:
+        """Return the quantizer of the input in backward, which counts no NaN or inf and has no
+        delayed scale; None unless it is cast there."""
+        plan, is_observing = self.context.plan, self.context.binding.is_observing
+        is_cast = self.shape.saves_input or any(name != "weight" for name in plan.remade)
+        if not is_cast or plan.input.columnwise is None or is_observing:
             return None
-        if plan.is_delayed:
-            raise RecipeError(
-                "save_original_input=True with delayed scaling: backward would cast the input by "
-                "the scale of the next step. Leave it out, or use a recipe whose scales follow "
-                "from the tensor, such as Float8CurrentScaling."
-            )
         return self._quantizer("input", self.input_dtype)
+
+    @property
+    def input_slot(self) -> Slot | None:
+        """Where the input has its delayed scale, if its columnwise operand has one."""
+        column = self.context.plan.input.columnwise
+        return self._slot("input") if column is not None and column.delayed else None
 
     def grad_output(self) -> TensorQuantizer:
         """Return the quantizer of the gradient of the output."""

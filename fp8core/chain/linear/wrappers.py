@@ -6,7 +6,8 @@
   framework gives each weight, zeroes before a step and reads after it. No gradient in the dtype of
   the weight is made, and microbatches add up in float32. The names are Megatron's.
 - ``delay_wgrad_compute``: weight gradients put into the queue of the call instead of computed.
-- ``save_original_input``: the input saved as it came, and cast again in backward. Where another
+- No codes of the input from forward to backward: the program before makes them again from what it
+  saved, or they are cast from the input, saved as it came (``save_original_input``). Where another
   module saves the same tensor anyway, as the norm or the router before several experts does, codes
   of the input would be held in vain.
 """
@@ -23,10 +24,21 @@ import torch
 from fp8core.chain.call import Call
 from fp8core.chain.delayed_wgrad import DelayedCall, PendingWgrad
 from fp8core.chain.padding import PaddedCall
-from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, SavedList, Wrapper
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Out,
+    Params,
+    Program,
+    Recordable,
+    Saved,
+    SavedList,
+    Wrapper,
+)
 from fp8core.chain.request import Handover, QuantizeRequest, Travel
 from fp8core.errors import OperandError
-from fp8core.tensors.quantizer import Orientations, TensorQuantizer
+from fp8core.tensors.quantizer import Orientations, Slot, TensorQuantizer
+from fp8core.tensors.saving import is_unquantized
 
 
 class Grouped(Wrapper):
@@ -279,35 +291,63 @@ def _grad_for_autograd(weight: Any) -> torch.Tensor | None:
     return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
 
 
-class SavingInput(Wrapper):
-    """Around a linear program whose weight is trained: forward casts the input rowwise and saves
-    the tensor, backward casts it columnwise.
+class InputAgain(Wrapper):
+    """Around a linear program whose weight is trained: forward casts the input rowwise alone, and
+    backward makes the columnwise operand.
 
-    ``again`` is the quantizer for that, which counts no NaN or inf, as forward's did. The program
-    takes its input as a tensor, so no operation before it is fused with the cast.
+    It is cast from the input, saved as it came; or, if it ``is_remade``, the program before makes
+    the input again, see :meth:`remake`. ``again`` is the quantizer for that, which counts no NaN or
+    inf, as forward's did, and takes the delayed scale of ``slot`` in forward.
     """
 
-    __slots__ = ("_columnwise", "_rowwise")
+    __slots__ = ("_columnwise", "_rowwise", "_slot")
 
-    def __init__(self, inner: Program, again: TensorQuantizer) -> None:
-        super().__init__(inner, None)
+    def __init__(
+        self, inner: Program, again: TensorQuantizer, slot: Slot | None, *, is_remade: bool
+    ) -> None:
         request = inner.input_request
         assert request is not None
-        self._rowwise = dataclasses.replace(request, columnwise=False, cast=None)
+        cast = None
+        if request.cast is not None:
+            cast = request.quantizer.cast_to(rowwise=True, columnwise=False)
+        self._rowwise = dataclasses.replace(request, columnwise=False, cast=cast)
         self._columnwise = dataclasses.replace(request, quantizer=again, rowwise=False, cast=None)
+        self._slot = slot
+        super().__init__(inner, self._rowwise if is_remade else None)
+
+    @property
+    def recordable(self) -> Recordable | None:
+        """As the inner program."""
+        return self._inner.recordable
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Compute y; save ``x`` in the place of its columnwise operand."""
-        cast = self._rowwise(x)
-        operands = Orientations(cast.operands.rowwise, (x, None, None))
-        return self._inner.forward(Handover(operands, cast.rows), params, call, out)
+        """Compute y; save ``x``, if it came as a tensor, in the place of its columnwise operand."""
+        is_tensor = not isinstance(x, Handover)
+        handed = self._rowwise(x) if is_tensor else x
+        scale = None if self._slot is None else self._slot.scale.clone()
+        again = x if is_tensor else None, scale, None
+        operands = Orientations(handed.take().rowwise, again)
+        return self._inner.forward(Handover(operands, handed.rows), params, call, out)
+
+    def remake(self, saved: SavedList, source: Program, source_saved: Saved, call: Call) -> None:
+        """Put the columnwise operand of the result of ``source``, which saved ``source_saved``, to
+        ``saved``."""
+        if saved[0] is None:
+            saved[:3] = source.remade(source_saved, call, self._again(saved[1])).operands.columnwise
 
     def backward(
         self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
-        """Cast the input columnwise, then run the inner program's backward."""
-        grad = self._grad(grad, call)
-        x = saved[0]
-        assert x is not None  # forward saved it
-        saved[:3] = self._columnwise(x).operands.columnwise
+        """Cast the input columnwise if it is saved, then run the inner program's backward."""
+        grad, x = self._grad(grad, call), saved[0]
+        assert x is not None  # saved in forward, or remade
+        if is_unquantized(x):
+            saved[:3] = self._again(saved[1])(x).operands.columnwise
         return self._inner.backward(grad, saved, context, call, out)
+
+    def _again(self, scale: torch.Tensor | None) -> QuantizeRequest:
+        request = self._columnwise
+        if scale is None:
+            return request
+        quantizer = request.quantizer.scaled(scale)
+        return dataclasses.replace(request, quantizer=quantizer, scale=scale)

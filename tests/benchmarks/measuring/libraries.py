@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,8 @@ def layers_of(library: str) -> Any:
 def under_recipe(
     library: str, name: str, forward: Callable[..., Any], group: Any = None
 ) -> Callable[..., Any]:
-    """Return ``forward`` of a layer of ``library`` under recipe ``name``, or :data:`HIGH`'s none.
+    """Return ``forward`` of a layer of ``library`` under recipe ``name``, or :data:`HIGH`'s none;
+    of fp8core the name of what it holds may follow, as in ``"delayed least"``.
 
     Amaxes of delayed scaling are reduced over ``group``.
     """
@@ -75,7 +77,9 @@ def swiglu_mlp(library: str, hidden: int, ffn: int, device: torch.device, group:
 
 def _recipe(library: str, name: str) -> Any:
     if library == "fp8core":
-        return fp8core.recipe.by_name(name)
+        name, _, holding = name.partition(" ")
+        chosen: Any = fp8core.recipe.by_name(name)
+        return dataclasses.replace(chosen, holding=holding) if holding else chosen
     from transformer_engine.common import recipe
 
     kinds = {

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import fp8core
 from fp8core.optimizers import FusedAdam
+from fp8core.recipe.plan import HOLDING
 from tests.benchmarks.layers_gpu.transformer import attend
 from tests.benchmarks.measuring.command import HIGH
 from tests.benchmarks.measuring.device import CUDA, Device
@@ -329,6 +330,13 @@ CONTESTANTS: dict[str, Make] = {
         f"{library} {name}": partial(of_library, library=library, name=name)
         for library in ("te", "fp8core")
         for name in (HIGH, *FP8_RECIPES)
+    },
+    **{
+        f"fp8core {name} {holding}": partial(
+            of_library, library="fp8core", name=f"{name} {holding}"
+        )
+        for name in FP8_RECIPES
+        for holding in HOLDING
     },
     f"fp8core current{COMPILED}": partial(
         of_library, library="fp8core", name="current", is_compiled=True
