@@ -248,6 +248,11 @@ class _GroupCommunicator(Communicator):
             return None
         return self._comparisons.compare(claim, self.begun)
 
+    def waiting(self, store: Any) -> list[tuple[int, str]]:
+        """Return the ranks that wait in a comparison with this one, which has begun collectives
+        that they have not, and what they compare; see :meth:`Comparisons.waiting`."""
+        return [] if self._comparisons is None else self._comparisons.waiting(self.begun, store)
+
     def _in_graph(
         self, collective: str, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]
     ) -> torch.Tensor:

@@ -98,19 +98,32 @@ class Comparisons:
 
         ``claim(subject)`` gives this rank's claim about the subject of that comparison.
         """
+        waiting = self.waiting(collectives, self._store)
+        return self.compare(claim(waiting[0][1]), collectives) if waiting else None
+
+    def waiting(self, collectives: int, store: Any) -> list[tuple[int, str]]:
+        """Return the ranks that wait in a comparison and have begun fewer collectives, and what
+        each of them compares.
+
+        A thread beside that of the comparisons asks by a ``store`` of its own, whose timeout is
+        short: the ranks may agree meanwhile, and keys be gone that it waits for.
+        """
         if self._group is None:
-            begun = self._store.add("fp8core/begun", 0)
+            begun = store.add("fp8core/begun", 0)
             if not begun % self._size:
-                return None
+                return []
             prefix = self._prefix(begun // self._size, 0)
         else:
             prefix = self._prefix(self._group, self._number)
-        posts = [f"{prefix}/digest/{rank}" for rank in range(self._size) if rank != self._rank]
-        if not self._store.check([f"{prefix}/digest/count"]):
-            return None
-        posted = [json.loads(self._store.get(key)) for key in posts if self._store.check([key])]
-        subjects = [subject for begun, _, subject in posted if begun < collectives]
-        return self.compare(claim(subjects[0]), collectives) if subjects else None
+        if not store.check([f"{prefix}/digest/count"]):
+            return []
+        keys = {rank: f"{prefix}/digest/{rank}" for rank in range(self._size) if rank != self._rank}
+        posts = {
+            rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])
+        }
+        return [
+            (rank, subject) for rank, (begun, _, subject) in posts.items() if begun < collectives
+        ]
 
     def _compare(self, claim: Claim, collectives: int) -> list[Claim] | None:
         if self._group is None:

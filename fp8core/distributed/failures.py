@@ -19,7 +19,9 @@ import json
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -32,6 +34,9 @@ from fp8core.reporting import logger
 from fp8core.torch_ops.private import store_of, timeout_of
 
 _PERIOD_S, _LONGEST_SILENCE_S = 0.5, 60.0
+_ANSWER = timedelta(seconds=10)
+_PATIENCE = 4
+"""Periods in which ranks that differ find that out themselves, where the host waits."""
 _COLLECTIVES = ("torch.distributed", "fp8core.collectives")
 """Modules whose errors come from other ranks, as a rule."""
 
@@ -61,7 +66,7 @@ def watch_ranks(group: dist.ProcessGroup | None = None) -> None:
         return
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
-    _watches[process_group] = watch = _Watch(process_group, communicator.rank)
+    _watches[process_group] = watch = _Watch(communicator, process_group)
     atexit.register(watch.end)
     watch.start()
 
@@ -77,13 +82,14 @@ class _Failure(NamedTuple):
 class _Watch(threading.Thread):
     """Posts that this rank lives, and reads what others post."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        super().__init__(name=f"fp8core-ranks-{group.group_name}", daemon=True)
-        self._group = ref(group)
-        self._name = group.group_name
-        self._rank, self._size = rank, group.size()
+    def __init__(self, communicator: Any, group: dist.ProcessGroup) -> None:
+        super().__init__(name=f"fp8core-ranks-{communicator.group_name}", daemon=True)
+        self._communicator, self._group = communicator, ref(group)
+        self._name = communicator.group_name
+        self._rank, self._size = communicator.rank, communicator.size
         self._silence_s = min(timeout_of(group).total_seconds() / 3, _LONGEST_SILENCE_S)
         self._store = store_of(group).clone()  # a connection of its own
+        self._store.set_timeout(_ANSWER)
         # A new group may have the store of a destroyed one, see fp8core.collectives.comparison.
         number = (self._store.add("fp8core/watched", 1) - 1) // self._size
         self._prefix = f"fp8core/watch/{number}"
@@ -91,7 +97,9 @@ class _Watch(threading.Thread):
         self._explained = threading.Event()
         self._failures: list[_Failure] = []
         # The rank that is watched, its latest beat, and when that came.
-        self._before = (rank - 1) % self._size, "", time.monotonic()
+        self._before = (self._rank - 1) % self._size, "", time.monotonic()
+        # For how many periods ranks have compared something, while this one was in a collective.
+        self._compared: Counter[tuple[int, str]] = Counter()
 
     def run(self) -> None:
         """Post and read until :meth:`end`."""
@@ -101,8 +109,11 @@ class _Watch(threading.Thread):
                 beat += 1
                 self._store.set(f"{self._prefix}/beat/{self._rank}", str(beat))
                 self._look()
+                self._look_at_comparisons()
                 for failure in self._news():
-                    if failure.rank != self._rank and not failure.follows:
+                    # Those that follow are as many as there are ranks.
+                    is_first = failure is self._failures[0]
+                    if failure.rank != self._rank and (is_first or not failure.follows):
                         self._log(failure)
         except RuntimeError:
             # Where all is well, the process that has the store ends a moment before this one.
@@ -164,6 +175,21 @@ class _Watch(threading.Thread):
         before = (rank - 1) % self._size
         if before != self._rank:
             self._before = before, "", time.monotonic()
+
+    def _look_at_comparisons(self) -> None:
+        """Log the ranks that compare something, while this one waits in a collective for them.
+
+        Over NCCL the host does not wait there and cannot look itself.
+        """
+        try:
+            waiting = self._communicator.waiting(self._store)
+        except dist.DistStoreError:  # they have just agreed
+            waiting = []
+        self._compared = Counter({entry: self._compared[entry] + 1 for entry in waiting})
+        for (rank, subject), periods in self._compared.items():
+            if periods == _PATIENCE:
+                text = f"compares {subject}, and this rank is in a collective meanwhile"
+                self._log(_Failure(rank, text, follows=False))
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([f"{self._prefix}/{key}"]))

@@ -19,22 +19,27 @@ from tests.in_process import communicators
 PERIOD_S, TIMEOUT_S, SIZE = 0.02, 0.9, 4
 
 
-class Group:
-    """What a watch needs of a process group."""
+class Rank:
+    """What a watch needs of a communicator, and of a process group."""
 
-    group_name = "all"
+    group_name, size = "all", SIZE
 
-    def size(self) -> int:
-        return SIZE
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.compared: list[tuple[int, str]] = []
+
+    def waiting(self, store: Any) -> list[tuple[int, str]]:
+        return self.compared
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    store, group = dist.HashStore(), Group()
+    store, group = dist.HashStore(), Rank(0)
     monkeypatch.setattr(failures, "_PERIOD_S", PERIOD_S)
     monkeypatch.setattr(failures, "store_of", lambda group: store)
     monkeypatch.setattr(failures, "timeout_of", lambda group: timedelta(seconds=TIMEOUT_S))
-    watches = [failures._Watch(group, rank) for rank in range(SIZE)]  # type: ignore[arg-type]
+    stand_in: Any = group
+    watches = [failures._Watch(Rank(rank), stand_in) for rank in range(SIZE)]
     yield watches
     for watch in watches:
         if watch.is_alive():
@@ -69,13 +74,36 @@ def test_ranks_that_fall_silent_are_named_by_all_others(
         assert soon(lambda line=line: caplog.text.count(line) == 2), caplog.text
 
 
+def test_a_rank_that_compares_while_another_is_in_a_collective_is_named(
+    ranks: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks[0]._communicator.compared = [(2, "a call of MLP")]
+    ranks[0].start()
+    said = "rank 2 of the 4 ranks of group 'all' compares a call of MLP, and this rank is"
+    assert soon(lambda: said in caplog.text)
+    time.sleep(4 * PERIOD_S)
+    assert len(caplog.messages) == 1
+
+
+def test_of_errors_that_follow_the_first_is_named(
+    ranks: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in (1, 2):
+        ranks[rank].fail(RuntimeError("closed by peer"), follows=True)
+    ranks[0].start()
+    said = "rank 1 of the 4 ranks of group 'all' failed: RuntimeError: closed by peer"
+    assert soon(lambda: said in caplog.messages)
+    time.sleep(4 * PERIOD_S)
+    assert caplog.messages == [said]
+
+
 def test_an_error_is_named_by_all_others_and_those_that_follow_are_not(
     ranks: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     for watch in ranks:
         watch.start()
-    ranks[3].fail(RuntimeError("closed by peer\nmore"), follows=True)
     ranks[1].fail(ValueError("no more data\nmore"), follows=False)
+    ranks[3].fail(RuntimeError("closed by peer\nmore"), follows=True)
     said = "rank 1 of the 4 ranks of group 'all' failed: ValueError: no more data"
     assert soon(lambda: caplog.messages.count(said) == 3)
     assert {*caplog.messages} == {said}
@@ -123,8 +151,7 @@ def test_uncaught_errors_are_told_and_those_of_collectives_wait(
         def explain(self) -> None:
             steps.append("explained")
 
-    group = Group()
-    monkeypatch.setattr(failures, "_watches", {group: Told()})
+    monkeypatch.setattr(failures, "_watches", {Rank(0): Told()})
     hook = failures._Hook(lambda *arguments: steps.append("printed"))
 
     def raised(call: Callable[[], object]) -> None:
