@@ -222,7 +222,9 @@ class _Hook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        follows = _innermost_module(traceback).startswith(_COLLECTIVES)
+        # An OperandError says itself what differs between ranks.
+        is_of_collectives = _innermost_module(traceback).startswith(_COLLECTIVES)
+        follows = is_of_collectives and not isinstance(error, OperandError)
         for watch in _watches.values():
             watch.fail(error, follows=follows)
         self._plain(kind, error, traceback)

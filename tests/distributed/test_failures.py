@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8core import OperandError
+from fp8core.collectives import of_group
 from fp8core.distributed import failures, watch_ranks
 from tests.in_process import communicators
 
@@ -165,6 +166,10 @@ def test_uncaught_errors_are_told_and_those_of_collectives_wait(
 
     raised(lambda: [][0])
     assert steps == [("list index out of range", False), "printed"]
+    steps.clear()
+    raised(lambda: of_group(True))  # type: ignore[arg-type]
+    assert [*map(type, steps)] == [tuple, str]
+    assert not steps[0][1]  # type: ignore[index]
     steps.clear()
     raised(lambda: dist.get_rank(object()))  # type: ignore[arg-type]
     assert [*map(type, steps)] == [tuple, str, str]
