@@ -154,33 +154,14 @@ class Training(NamedTuple):
         """
         from rich.progress import track
 
-        settings, rate = self.settings, self.settings.learning_rate
-        torch.manual_seed(settings.seed)
-        model = ByteGPT(settings, self.device)
-        outer = [*model.embeddings.parameters(), *model.norm.parameters(), model.head.weight]
-        optimizer = torch.optim.AdamW(model.block.parameters(), rate, betas=(0.9, 0.95))
-        optimizer.add_param_group({"params": outer, "lr": 3 * rate})
-        rise = max(1.0, settings.steps * settings.warmup_fraction)
-        fall = max(1.0, settings.steps - rise) / math.pi  # along half a cosine, to 0
-        schedule = LambdaLR(
-            optimizer,
-            lambda at: min((at + 1) / rise, (1 + math.cos(max(0, at - rise) / fall)) / 2),
-        )
-        losses, seconds = list[float](), list[float]()
-        is_hidden = not sys.stdout.isatty()
-        for windows in track(self._batches(), name, settings.steps, disable=is_hidden):
-            start = time.perf_counter()
-            loss = self._loss(model, recipe, windows)
-            losses.append(loss.item())
-            torch.autograd.backward(loss)
-            nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            seconds.append(time.perf_counter() - start)
-            if not math.isfinite(losses[-1]):
-                break
-        diverged = not math.isfinite(heldout := self._heldout_loss(model, recipe))
+        settings, is_hidden = self.settings, not sys.stdout.isatty()
+        model, losses, seconds = self.model(), list[float](), list[float]()
+        steps = self.steps(model, recipe)
+        for loss, took in track(steps, name, settings.steps, disable=is_hidden):
+            losses.append(loss)
+            seconds.append(took)
+        diverged = not math.isfinite(heldout := self.heldout_loss(model, recipe))
+        windows = next(self._batches())
         num_bytes = autograd_bytes(lambda: self._loss(model, recipe, windows), model.parameters())
         return {
             "recipe": name,
@@ -192,6 +173,37 @@ class Training(NamedTuple):
             "losses": losses,
             "sample": "" if diverged else self.sample(model, recipe),
         }
+
+    def model(self) -> ByteGPT:
+        """Return a fresh model, whose weights follow from the seed."""
+        torch.manual_seed(self.settings.seed)
+        return ByteGPT(self.settings, self.device)
+
+    def steps(self, model: ByteGPT, recipe: Recipe | None) -> Iterator[tuple[float, float]]:
+        """Train ``model``; yield the loss and the seconds of each step, up to a loss that is not
+        finite."""
+        settings, rate = self.settings, self.settings.learning_rate
+        outer = [*model.embeddings.parameters(), *model.norm.parameters(), model.head.weight]
+        optimizer = torch.optim.AdamW(model.block.parameters(), rate, betas=(0.9, 0.95))
+        optimizer.add_param_group({"params": outer, "lr": 3 * rate})
+        rise = max(1.0, settings.steps * settings.warmup_fraction)
+        fall = max(1.0, settings.steps - rise) / math.pi  # along half a cosine, to 0
+        schedule = LambdaLR(
+            optimizer,
+            lambda at: min((at + 1) / rise, (1 + math.cos(max(0, at - rise) / fall)) / 2),
+        )
+        for windows in self._batches():
+            start = time.perf_counter()
+            loss = self._loss(model, recipe, windows)
+            value = loss.item()
+            torch.autograd.backward(loss)
+            nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            yield value, time.perf_counter() - start
+            if not math.isfinite(value):
+                return
 
     def _batches(self) -> Iterator[Tensor]:
         """Yield ``[batch, context + 1]`` int64 for each step, random but the same in every run."""
@@ -215,7 +227,7 @@ class Training(NamedTuple):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
-    def _heldout_loss(self, model: ByteGPT, recipe: Recipe | None) -> float:
+    def heldout_loss(self, model: ByteGPT, recipe: Recipe | None) -> float:
         """Return the loss on windows that are spread evenly and do not overlap."""
         context = self.settings.context
         windows = self.heldout.unfold(0, context + 1, context)

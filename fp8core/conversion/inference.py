@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,17 +14,19 @@ from fp8core.context.autocast import autocast
 from fp8core.conversion.convert import ConversionReport, convert, text_of, unconvert
 from fp8core.conversion.experts import ExpertsLinear
 from fp8core.conversion.layers import (
+    RECORD,
     ROOT,
     Conversion,
     ConvertedConv1D,
     FormerWeight,
+    Record,
     with_attributes_of,
 )
-from fp8core.conversion.survey import Filter
+from fp8core.conversion.survey import Filter, unwanted
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
-from fp8core.modules.models.inventory import layers_in, uses_of_parameters, weight_sites
+from fp8core.modules.models.inventory import ModuleNode, layers_in, uses_of_parameters, weight_sites
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.named import recipe_from
@@ -121,7 +123,8 @@ def quantize_(
         report = convert(model, chosen, filter=filter, skip=skip, rms_norms=rms_norms)
         conversion = vars(root)[ROOT]
     try:
-        sites, high = _plan(name, root, conversion)
+        leaves_out = unwanted(root, filter, [skip] if isinstance(skip, str) else skip, _KINDS)
+        sites, high = _plan(name, root, conversion, leaves_out)
     except BaseException:
         if report is not None:
             unconvert(root)
@@ -236,9 +239,15 @@ def _conversion_of(name: str, root: torch.nn.Module, recipe: Recipe | None) -> C
 
 
 def _plan(
-    name: str, root: torch.nn.Module, conversion: Conversion
+    name: str,
+    root: torch.nn.Module,
+    conversion: Conversion,
+    leaves_out: Callable[[ModuleNode], str],
 ) -> tuple[list[_Site], dict[str, str]]:
     """Return the weights to store, and the reasons against the others; binds their layers.
+
+    ``leaves_out`` says of a layer of fp8core why not, or an empty string; conversion has asked it
+    about those that it converted.
 
     Raises:
         OperandError: nothing would be stored.
@@ -254,7 +263,9 @@ def _plan(
         assert parameter is not None
         plan = plan_of(LinearPlan, recipe, LayerRole(layer.kind, layer.name), parameter.dtype)
         stored = TensorPlan(storage_plan(plan.weight).rowwise, None)
-        reason = _obstacle(layer, parameter, plan, stored)
+        is_chosen = layer is not module or _is_converted(layer)
+        reason = "" if is_chosen else leaves_out(ModuleNode(label.rpartition(".")[0], layer, None))
+        reason = reason or _obstacle(layer, parameter, plan, stored)
         if uses[parameter] > 1:
             reason = reason or "several layers have this weight"
         if reason:
@@ -269,6 +280,14 @@ def _plan(
     for layer, parameter in planned.items():
         _check_runs(layer, parameter, recipe)
     return sites, high
+
+
+_KINDS = (torch.nn.Linear, LowPrecisionModule)
+
+
+def _is_converted(layer: LowPrecisionModule) -> bool:
+    record: Record | None = vars(layer).get(RECORD)
+    return record is not None and record.original is not None
 
 
 def _weights(

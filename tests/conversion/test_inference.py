@@ -364,6 +364,19 @@ def test_weights_of_quantized_model_init_drop_their_columns() -> None:
     assert len(stored_in(model)) == 4
 
 
+def test_heads_and_what_is_skipped_of_own_layers_stay() -> None:
+    layers = {
+        "fc": fp8core.Linear(64, 64),
+        "up": fp8core.Linear(64, 64),
+        "head": fp8core.Linear(64, 64),
+    }
+    model = nn.ModuleDict(layers).eval()
+    report = fp8core.quantize_(model, "rowwise", skip="up")
+    assert report.stored == ("fc.weight",)
+    assert report.high_precision["up.weight"] == "named in skip"
+    assert report.high_precision["head.weight"].startswith("output head")
+
+
 def test_codes_of_another_recipe_are_refused() -> None:
     with fp8core.quantized_model_init(recipe="rowwise"):
         model = own()
