@@ -33,9 +33,9 @@ from fp8core_backends.cuda.transposition import RowsAdjacent
 
 _MAX_PLANS = 4096  # of one descriptor
 _FEW_ROWS = 64  # of products that read the weight once
-_Key: TypeAlias = "tuple[int, int, int, int, int, bool, int]"
-"""m, n, k, bytes between rows of a and of b, whether there is no bias, and the addresses' alignment
-in bytes."""
+_Key: TypeAlias = "tuple[int, int, int, int, int, int, bool, int]"
+"""m, n, k, bytes between rows of a and of b, elements between those of d, whether there is no bias,
+and the addresses' alignment in bytes."""
 
 
 _SCALES: dict[str, Callable[[int, int], tuple[int, int]]] = {
@@ -126,7 +126,7 @@ class LowPrecisionGemm:
         b_data, b_scale_inv, _ = b
         m, k = a_data.shape
         n, b_k = b_data.shape
-        plan = self._plans.get((m, n, k, k, b_k, True, ALIGNMENT_OF_ALLOCATIONS))
+        plan = self._plans.get((m, n, k, k, b_k, n, True, ALIGNMENT_OF_ALLOCATIONS))
         if plan is None or out is not None or bias is not None or a_scale_inv is None or b_k != k:
             return self._arrange(a, b, bias, out)
         run, candidate, workspace_bytes, a_strides, b_strides = plan
@@ -173,7 +173,8 @@ class LowPrecisionGemm:
             return self._of_whole_steps(a, b, bias, out)
         if bias is not None and not self._takes_bias(bias):
             return self._add_bias_after(a, b, bias, out)
-        if out is not None and not (out.is_contiguous() and out.data_ptr() % ALIGNMENT == 0):
+        d_pitch = n if out is None else _pitch_of_result(out)
+        if out is not None and d_pitch is None:
             total = out.clone(memory_format=torch.contiguous_format) if desc.accumulate else None
             return out.copy_(self(a, b, bias=bias, out=total))
         d = out
@@ -196,7 +197,8 @@ class LowPrecisionGemm:
         )
         bits = addresses[0] | addresses[2] | addresses[4] | addresses[5]  # all but the scales'
         alignment = ALIGNMENT if bits % ALIGNMENT_OF_ALLOCATIONS else ALIGNMENT_OF_ALLOCATIONS
-        key = (m, n, k, a_pitch, b_pitch, bias is None, alignment)
+        assert d_pitch is not None
+        key = (m, n, k, a_pitch, b_pitch, d_pitch, bias is None, alignment)
         plan = self._plans[key] if key in self._plans else self._plan(key, addresses, d)
         if plan is None:
             assert bias is not None
@@ -293,7 +295,7 @@ class LowPrecisionGemm:
 
     def _plan(self, key: _Key, addresses: autotune.Addresses, d: torch.Tensor) -> _Plan | None:
         """Return the plan of a problem, None for one that cuBLASLt has without the bias alone."""
-        is_unbiased = key[5]
+        is_unbiased = key[6]
         try:
             plan = self._timed_plan(key, addresses, d)
         except UnsupportedError as error:
@@ -319,7 +321,7 @@ class LowPrecisionGemm:
             candidate = autotune.same_algorithm(gemm, whole, str(desc))
         else:
             sizes = autotune.bucket(m), n, autotune.bucket(k)
-            name = str(self._describe(sizes, sizes[2:] * 2, is_unbiased, alignment))
+            name = str(self._describe(sizes, (*sizes[2:] * 2, n), is_unbiased, alignment))
             # Timing runs many times, so it must not run on the caller's sum.
             accumulated = d if desc.accumulate else None
             candidate = autotune.choose(gemm, name, addresses, d.device, accumulated)
@@ -352,8 +354,8 @@ class LowPrecisionGemm:
         is_unbiased: bool,
         alignment: int,
     ) -> Any:
-        """Return the native descriptor of a product of these m, n and k, and of operands with so
-        many bytes between rows."""
+        """Return the native descriptor of a product of these m, n and k; ``pitches`` are bytes
+        between rows of the operands, and elements between those of the result."""
         native, desc = self._native, self._desc
         types, modes = native.ElementType.__members__, native.ScaleMode.__members__
         m, n, k = sizes
@@ -362,7 +364,7 @@ class LowPrecisionGemm:
         elements = self._a_type, desc.b.format
         operands = [
             native.OperandDesc(types[element], modes[mode], True, per_byte * pitch)
-            for element, mode, pitch in zip(elements, self._modes, pitches, strict=True)
+            for element, mode, pitch in zip(elements, self._modes, pitches[:2], strict=True)
         ]
         out = types[DTYPES[desc.out_dtype]]
         bias = types["bfloat16"] if desc.out_dtype == torch.float32 else out
@@ -379,7 +381,16 @@ class LowPrecisionGemm:
             desc.accumulate,
             is_fast,
             alignment,
+            pitches[2],
         )
+
+
+def _pitch_of_result(out: torch.Tensor) -> int | None:
+    """Return the elements between rows of ``out``, None if cuBLASLt cannot write it."""
+    pitch = row_stride(out)
+    if pitch is None or out.data_ptr() % ALIGNMENT:
+        return None
+    return pitch if pitch == out.shape[1] or pitch * out.itemsize % ALIGNMENT == 0 else None
 
 
 def parts_problem(desc: GemmDesc) -> str | None:

@@ -36,6 +36,7 @@ void check(const Gemm& gemm, std::size_t candidate, const GemmArguments& argumen
 std::shared_ptr<Gemm> plan_gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes,
                                 int max_candidates) {
   FP8CORE_CHECK(desc.m > 0 && desc.n > 0 && desc.k > 0, desc.text(), ": sizes must be positive");
+  FP8CORE_CHECK(desc.d_leading >= desc.n, desc.text(), ": rows of d lie in one another");
   return std::make_shared<Gemm>(desc, device, max_workspace_bytes, max_candidates);
 }
 

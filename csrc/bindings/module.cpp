@@ -171,7 +171,7 @@ void register_gemm(py::module_& module) {
       .def("__str__", &OperandDesc::text);
   py::class_<GemmDesc>(module, "GemmDesc")
       .def(py::init<std::int64_t, std::int64_t, std::int64_t, OperandDesc, OperandDesc, ElementType,
-                    bool, ElementType, bool, bool, std::uint32_t>())
+                    bool, ElementType, bool, bool, std::uint32_t, std::int64_t>())
       .def("__str__", &GemmDesc::text);
   py::class_<Gemm, std::shared_ptr<Gemm>>(module, "Gemm")
       .def(py::init(&plan_gemm))

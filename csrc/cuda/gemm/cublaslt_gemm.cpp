@@ -129,7 +129,7 @@ std::string GemmDesc::text() const {
   return join("gemm m=", m, " n=", n, " k=", k, " a=", a.text(), " b=", b.text(),
               " out=", name(out), has_bias ? join(" bias=", name(bias)) : std::string(),
               accumulate ? " accumulate" : "", fast_accumulation ? " fast" : "", " aligned ",
-              alignment);
+              alignment, d_leading == n ? std::string() : join(" d/", d_leading));
 }
 
 Gemm::Gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes, int max_candidates)
@@ -157,7 +157,8 @@ Gemm::Gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes, in
   }
   describe(a_, desc.a, desc.m, desc.k);
   describe(b_, desc.b, desc.n, desc.k);
-  FP8CORE_CUBLAS(cublasLtMatrixLayoutCreate(d_.out(), data_type(desc.out), desc.n, desc.m, desc.n));
+  FP8CORE_CUBLAS(cublasLtMatrixLayoutCreate(d_.out(), data_type(desc.out), desc.n, desc.m,
+                                            desc.d_leading));
 
   Preference preference;
   FP8CORE_CUBLAS(cublasLtMatmulPreferenceCreate(preference.out()));

@@ -44,7 +44,8 @@ bool is_of_few_rows(const GemmDesc& desc) {
   const bool is_plain = (a.type == ElementType::kBFloat16 || a.type == ElementType::kFloat16) &&
                         a.scale == ScaleMode::kNone;
   return desc.m <= kMostRows && std::max(desc.n, desc.k) < kMostSize && !desc.accumulate &&
-         desc.alignment % kVector == 0 && is_whole(a, desc.k) && is_whole(b, desc.k) &&
+         desc.d_leading == desc.n && desc.alignment % kVector == 0 && is_whole(a, desc.k) &&
+         is_whole(b, desc.k) &&
          b.type == ElementType::kE4M3 && is_scaled(b.scale) && (is_coded || is_plain);
 }
 

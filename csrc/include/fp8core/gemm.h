@@ -51,6 +51,7 @@ struct GemmDesc {
   bool accumulate;          // add to d
   bool fast_accumulation;   // FP8 only
   std::uint32_t alignment;  // bytes that the addresses of a, b, d and bias are multiples of
+  std::int64_t d_leading;   // elements from one row of d to the next
 
   std::string text() const;
 };

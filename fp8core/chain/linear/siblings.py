@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from fp8core.chain.protocol import (
 )
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.torch_ops.repeats import called_in_repeats
+
+
+_FEW_ROWS = 64
+"""Up to so many rows each result has memory of its own: kernels for few rows write whole rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +68,7 @@ class SiblingsProgram(Program):
     Where a call pads an operand of one of them, each casts the input by itself.
     """
 
-    __slots__ = ("_columns", "_params", "_programs", "_trained", "input_request")
+    __slots__ = ("_columns", "_dtype", "_params", "_programs", "_trained", "input_request")
 
     def __init__(
         self, link: SiblingsLink, rows: int, needs_grad: Sequence[bool], call: Call
@@ -74,6 +79,7 @@ class SiblingsProgram(Program):
         self._columns, self._params = ([*itertools.pairwise(ends)] for ends in (widths, counts))
         needs = [(needs_grad[0], *needs_grad[1 + a : 1 + b]) for a, b in self._params]
         self._trained = [need[1] for need in needs]
+        self._dtype = links[0].out_dtype("fprop")
         self._programs = [
             each.program(rows, need, call) for each, need in zip(links, needs, strict=True)
         ]
@@ -104,14 +110,20 @@ class SiblingsProgram(Program):
             operands = (x if isinstance(x, Handover) else request(x)).take()
         saved: SavedList = []
         places: dict[int, int] = {}
-        columns, contexts = [], []
-        for program, is_trained, (first, end) in zip(
-            self._programs, self._trained, self._params, strict=True
+        contexts, outputs = [], []
+        joined: Any = None
+        if operands is not None and rows > _FEW_ROWS:
+            sizes = rows, self._columns[-1][1]
+            joined = called_in_repeats(partial(_empty, sizes, self._dtype), operands.rowwise.data)
+        for program, is_trained, (first, end), (begin, stop) in zip(
+            self._programs, self._trained, self._params, self._columns, strict=True
         ):
             value = x
             if operands is not None:
                 mine = operands if is_trained else operands._replace(columnwise=None)
                 value = Handover(mine, rows)
+            if joined is not None:
+                call = call._replace(output=joined[:, begin:stop])
             y, tensors, context = program.forward(value, params[first:end], call)
             before, at = len(saved), []
             for tensor in tensors:
@@ -119,9 +131,10 @@ class SiblingsProgram(Program):
                 if at[-1] == len(saved):
                     saved.append(tensor)
             contexts.append((at, before, context))
-            columns.append(y)
+            outputs.append(y)
         del operands, value
-        joined = called_in_repeats(_joined, *columns)
+        if joined is None:
+            joined = called_in_repeats(_side_by_side, *outputs)
         return joined if out is None else out(joined), saved, contexts
 
     def backward(
@@ -145,5 +158,9 @@ class SiblingsProgram(Program):
         return (total if out is None or total is None else out(total), *grads)
 
 
-def _joined(*columns: torch.Tensor) -> torch.Tensor:
+def _side_by_side(*columns: torch.Tensor) -> torch.Tensor:
     return torch.cat(columns, dim=1)
+
+
+def _empty(sizes: tuple[int, int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(sizes, dtype=dtype)

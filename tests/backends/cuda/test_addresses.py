@@ -36,7 +36,7 @@ def gemm(a=at[1], a_scale=at[3], b=at[2], b_scale=at[4], d=at[5], workspace=at[6
     types, modes = E.ElementType, E.ScaleMode
     one = E.OperandDesc(types.e4m3, modes.tensor, True, 64)
     desc = E.GemmDesc(
-        64, 64, 64, one, one, types.bfloat16, False, types.bfloat16, False, False, 16
+        64, 64, 64, one, one, types.bfloat16, False, types.bfloat16, False, False, 16, 64
     )
     E.Gemm(desc, 0, 0, 1).run(0, (a, a_scale, b, b_scale, 0, d, workspace, 0), 0)
 

@@ -143,7 +143,7 @@ _Named.OperandDesc = _Named.GemmDesc = _Named.Transpose = _Named
 @pytest.mark.parametrize(("spec", "k"), [(MX, 64), (FP4, 128)], ids=["mxfp8", "nvfp4"])
 def test_a_product_of_64_bytes_a_row_counts_elements(spec: OperandSpec, k: int) -> None:
     product = LowPrecisionGemm(gemm(spec, spec), CUDA, _Named)
-    m, n, own_k, a, b, *_ = product._describe((16, 32, 64), (64, 64), True, 256).fields
+    m, n, own_k, a, b, *_ = product._describe((16, 32, 64), (64, 64, 32), True, 256).fields
     assert (m, n, own_k) == (16, 32, k)
     assert a.fields == b.fields == (spec.format, "mx32" if k == 64 else "nv16", True, k)
 

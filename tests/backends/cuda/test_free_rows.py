@@ -60,6 +60,7 @@ class Product:
     def __init__(self, desc: tuple[Any, ...], *_: object) -> None:
         self.m, self.n, self.k, self.a, self.b, *_rest = desc
         out, has_bias, _, self.accumulates = desc[5:9]
+        self.pitch = desc[11]
         self.out_dtype = (BF16, torch.float32)[out - 1]
         if self.m % 4 or (has_bias and not self.takes_bias):
             raise ValueError("cuBLASLt has no algorithm")
@@ -81,7 +82,9 @@ class Product:
         product = values_a @ values_b.t()
         if bias:
             product += at(bias, BF16, (n,)).float()
-        result = at(d, self.out_dtype, (m, n))
+        result = at(d, self.out_dtype, ((m - 1) * self.pitch + n,)).as_strided(
+            (m, n), (self.pitch, 1)
+        )
         result.copy_(product + result if self.accumulates else product)
 
 
@@ -167,6 +170,18 @@ def test_ragged_rows_have_the_bits_of_the_same_rows_among_others(
     product(part, b, bias=bias, out=around[:rows])
     assert torch.equal(around[:rows], wanted)
     assert not around[rows:].any()
+
+
+def test_results_may_be_columns_of_a_wider_tensor(product: Any) -> None:
+    a, b = cast(spec("vector"), torch.randn(8, K).to(BF16)), weight()
+    around = torch.zeros(8, 3 * N, dtype=BF16)
+    result = product(a, b, out=around[:, N : 2 * N])
+    assert result.data_ptr() == around[:, N:].data_ptr()
+    assert torch.equal(around[:, N : 2 * N], product(a, b))
+    assert not around[:, :N].any()
+    assert not around[:, 2 * N :].any()
+    odd = torch.zeros(8, 3 * N + 1, dtype=BF16)  # rows that cuBLASLt cannot address
+    assert torch.equal(product(a, b, out=odd[:, N : 2 * N]), product(a, b))
 
 
 def test_ragged_groups_have_the_bits_of_products_of_their_own(

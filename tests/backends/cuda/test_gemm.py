@@ -89,6 +89,20 @@ def test_products_are_within_the_accumulators_bound(
             check(pair, shape, out_dtype, fast, formats)
 
 
+@pytest.mark.parametrize("pair", PAIRS)
+def test_results_in_columns_of_a_wider_tensor_have_the_same_bits(pair: str) -> None:
+    a_spec, b_spec = map(spec, PAIRS[pair])
+    for m, n, k in ((256, 128, 512), (64, 96, 128), (8192, 1024, 4096)):
+        a = operand(a_spec, values("normal", (m, k), torch.bfloat16))
+        b = operand(b_spec, values("normal", (n, k), torch.bfloat16))
+        run = backend("cuda").bind(GemmDesc(a_spec, b_spec, torch.bfloat16), DEVICE)
+        around = torch.zeros(m, 3 * n, dtype=torch.bfloat16, device=DEVICE)
+        run(a, b, out=around[:, n : 2 * n])
+        assert torch.equal(around[:, n : 2 * n], run(a, b))
+        assert not around[:, :n].any()
+        assert not around[:, 2 * n :].any()
+
+
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 def test_a_bias_of_any_dtype_is_added(out_dtype: torch.dtype) -> None:
     own = spec("current")
