@@ -26,7 +26,6 @@ from fp8core.chain.protocol import (
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.torch_ops.repeats import called_in_repeats
 
-
 _FEW_ROWS = 64
 """Up to so many rows each result has memory of its own: kernels for few rows write whole rows."""
 
