@@ -36,12 +36,12 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 67_300,
-    "files": 252,
+    "lines of fp8core": 67_900,
+    "files": 253,
     "files under 100 lines": 39,
     "modules that list names": 1,
     "protocols": 14,
-    "classes of the core": 372,
+    "classes of the core": 376,
     "functions over 60 lines": 10,
     "vague names": 38,
     "docstrings that begin with a pronoun": 0,

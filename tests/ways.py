@@ -353,13 +353,13 @@ def is_offered(kind: str, name: str, way: str, options: Options) -> bool:
         case "checkpointed_reentrantly":  # torch's looks at tensors alone, not into lists of them
             has_lists = kind == "GroupedLinear" and options["return_bias"]
             return options.get("trained") != "parameters" and not has_lists
-        case "compiled":  # scales that change outside of a graph are refused in one
-            # torch 2.13 loses the seed of a recompute in a graph.
-            draws_again = name == "nvfp4" and options.get("checkpoint")
+        case "compiled":
+            # torch 2.13 loses the seed of a recompute in a graph, and delayed scales have moved on.
+            draws_again = name in ("nvfp4", "delayed") and options.get("checkpoint")
             is_fused = options.get("fuse_wgrad_accumulation")
             is_late = options.get("delay_wgrad_compute")
             drops = options.get("attention_dropout")  # draws other numbers in a graph
-            return name != "delayed" and not (is_fused or is_late or draws_again or drops)
+            return not (is_fused or is_late or draws_again or drops)
     return True
 
 

@@ -93,6 +93,8 @@ class Call(NamedTuple):
     nothing in them is differentiated. ``delayed_wgrads`` takes the weight gradients that are not
     computed in backward. ``output [rows, n]`` and ``grad_input [rows, k]`` are memory for the
     results of a lone linear. ``routes`` says where rows go whose experts are on several ranks.
+    ``buffers`` are those of the layer's delayed state, in a graph that torch captures;
+    ``is_step_in_graph``: their update is there, too.
     """
 
     groups: Groups = ()
@@ -107,6 +109,8 @@ class Call(NamedTuple):
     output: torch.Tensor | None = None
     grad_input: torch.Tensor | None = None
     routes: Routes | None = None
+    buffers: Sequence[torch.Tensor] = ()
+    is_step_in_graph: bool = False
 
     @property
     def has_device_groups(self) -> bool:

@@ -43,8 +43,12 @@ from fp8core.torch_ops.repeats import Likeness, likeness_to
 Links: TypeAlias = "tuple[Link, ...] | int"
 """The links of a chain, or, while torch compiles or exports, their number from :func:`capture`."""
 
-_Brought: TypeAlias = "tuple[list[torch.Tensor], list[int], list[torch.Tensor | None], list[int]]"
-"""A call's groups, splits, tensors and sizes, as torch.compile hands them over."""
+_Brought: TypeAlias = (
+    "tuple[list[torch.Tensor], list[int], list[torch.Tensor | None], list[int], _State]"
+)
+"""A call's groups, splits, tensors, sizes and state, as torch.compile hands them over."""
+
+_State: TypeAlias = "tuple[list[torch.Tensor], bool]"
 
 
 class Refusal(NamedTuple):
@@ -57,12 +61,19 @@ class Refusal(NamedTuple):
     columns: Callable[[int], int]
 
 
+class Stateful(NamedTuple):
+    """Links of delayed scaling, which ``bind(buffers, is_step_in_graph)`` binds in each graph, as
+    of a :class:`Call`."""
+
+    bind: Callable[[Sequence[torch.Tensor], bool], tuple[Link, ...]]
+
+
 # Graphs refer to entries by number for as long as they live, so none is ever removed.
-_captured: list[tuple[Link, ...] | Refusal] = []
+_captured: list[tuple[Link, ...] | Refusal | Stateful] = []
 _captured_lock = threading.Lock()
 
 
-def capture(links: tuple[Link, ...] | Refusal) -> int:
+def capture(links: tuple[Link, ...] | Refusal | Stateful) -> int:
     """Return a number that stands for ``links`` in a graph that torch captures.
 
     torch.compile does not read the code of :func:`run` for a number. It records the torch operators
@@ -97,14 +108,17 @@ def _run_number(
     links = _captured[number]
     if isinstance(links, Refusal):
         return operators.refuse(x, links.columns(x.shape[-1]), links.error)
+    groups, splits, tensors, sizes, state = brought
+    if isinstance(links, Stateful):
+        links = links.bind(*state)
     rng = operators.draw_seed() if any(link.needs_rng for link in links) else None
-    groups, splits, tensors, sizes = brought
     call = Call(tuple(groups), tuple(splits), rng, tensors=tuple(tensors), sizes=tuple(sizes))
     return _run(links, x, params, call, apply)
 
 
 def _brought(call: Call) -> _Brought:
-    return list(call.groups), list(call.splits), list(call.tensors), list(call.sizes)
+    tensors, state = list(call.tensors), (list(call.buffers), call.is_step_in_graph)
+    return list(call.groups), list(call.splits), tensors, list(call.sizes), state
 
 
 def run(

@@ -181,11 +181,11 @@ class autocast(contextlib.ContextDecorator):
         self._active = ask(enabled, calibrating, recipe, amax_reduction_group)
 
     def __enter__(self) -> None:
-        thread = _thread
-        open_scope()
+        thread, is_traced = _thread, timeline.is_traced()
+        open_scope(is_traced)
         thread.opened.append((self, thread.active))
         thread.active = self._active
-        if not timeline.is_traced():
+        if not is_traced:
             timeline.enter(self._active)
             group = self._reducing()
             if group is not None:

@@ -10,11 +10,14 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from fp8core.collectives.base import GroupReference
 from fp8core.reporting import collect, collected, log_collected, log_once
 from fp8core.tensors import scaling
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.scaling import restore_of
+from fp8core.torch_ops.private import ORDERED
 
 
 class _Scope(NamedTuple):
@@ -31,6 +34,7 @@ class _Scope(NamedTuple):
             the group of before.
         reducing: the groups over which autocasts inside it reduce. All ranks enter them, whatever
             layers they run there, and so all take part.
+        results: of a scope that torch.compile traces, those of its layers; None of all others.
     """
 
     owner: object
@@ -40,6 +44,7 @@ class _Scope(NamedTuple):
     before: dict[int, Callable[[], None]]
     groups: dict[DelayedState, tuple[DelayedState, GroupReference | None]]
     reducing: dict[GroupReference, None]
+    results: list[torch.Tensor] | None = None
 
 
 # Without the Python function of a NamedTuple: each autocast creates one.
@@ -50,6 +55,8 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.scopes: list[_Scope] = []
         self.num_autocasts = 0
+        # The states that recorded in a scope which is all in one graph: there is none when it runs.
+        self.in_graph: dict[int, DelayedState] = {}
 
 
 _thread = _ThreadState()
@@ -59,11 +66,12 @@ def _always() -> bool:
     return True
 
 
-def open_scope() -> None:
-    """Open the scope of an autocast."""
+def open_scope(is_traced: bool = False) -> None:
+    """Open the scope of an autocast; ``is_traced``: in a graph that is being captured."""
     thread = _thread
     ends_step = not thread.num_autocasts
-    thread.scopes.append(_new_scope(_Scope, (None, ends_step, _always, {}, {}, {}, {})))
+    results: list[torch.Tensor] | None = [] if is_traced else None
+    thread.scopes.append(_new_scope(_Scope, (None, ends_step, _always, {}, {}, {}, {}, results)))
     thread.num_autocasts += 1
 
 
@@ -85,6 +93,8 @@ def close_scope(*, failed: bool, depth: int = 0, group: GroupReference | None = 
         scope = scopes.pop()
     if group is not None:
         scope.reducing[group] = None
+    if scope.results:
+        _end_in_graph(scope)
     _close(scope, failed=failed)
     if collected and not scopes:
         log_collected()
@@ -97,6 +107,62 @@ def warn_of_layer(layer: str, text: str) -> None:
         collect(layer, text)
     else:
         log_once(f"{layer}: {text}; other layers do not say so again", about=text)
+
+
+def begin_step_in_graph(owner: object) -> None:
+    """Open a step of ``owner`` that torch.compile traces, unless a scope is open."""
+    if not _thread.scopes:
+        scope = _new_scope(_Scope, (owner, True, _always, {}, {}, {}, {}, []))
+        _thread.scopes.append(scope)
+
+
+def end_step_in_graph(owner: object) -> None:
+    """Close the step that :func:`begin_step_in_graph` opened for ``owner``, if it did."""
+    scopes = _thread.scopes
+    if scopes and scopes[-1].owner is owner:
+        scope = scopes.pop()
+        if scope.results:
+            _end_in_graph(scope)
+
+
+def is_step_in_graph() -> bool:
+    """Say whether all of the open scopes are in the graph that is being captured."""
+    scopes = _thread.scopes
+    return len(scopes) > 0 and scopes[0].results is not None  # torch 2.11 traces no bool(list)
+
+
+def computed_in_graph(result: torch.Tensor) -> None:
+    """Say that a layer whose states record has computed ``result`` in the scopes of a graph."""
+    results = _thread.scopes[0].results
+    if results is not None:
+        results.append(result.detach())
+
+
+def _end_in_graph(scope: _Scope) -> None:
+    """Have the graph end ``scope``, which has left the thread's list, if it is the outermost."""
+    if not _thread.scopes and scope.results is not None:
+        _end_step(scope.results)
+
+
+@torch.library.custom_op(
+    "fp8core::end_step",
+    mutates_args=(),
+    schema="(Tensor[] results) -> ()",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def _end_step(results: list[torch.Tensor]) -> None:
+    """Turn the amaxes that a graph has recorded in its own step into scales; ``results`` are those
+    that it has computed before."""
+    touched, _thread.in_graph = _thread.in_graph, {}
+    _close(_Scope(None, not _thread.scopes, _always, touched, {}, {}, {}), failed=False)
+
+
+@_end_step.register_fake
+def _no_step(results: list[torch.Tensor]) -> None:
+    pass
+
+
+_end_step.register_effect(ORDERED)
 
 
 def _close_around(depth: int, *, failed: bool, group: GroupReference | None) -> None:
@@ -140,14 +206,19 @@ def touch(
     forward: DelayedState,
     backward: DelayedState,
     group: GroupReference | None,
+    *,
+    is_step_in_graph: bool = False,
 ) -> None:
     """Enter ``forward`` in the innermost scope, and have both states reduced over ``group``.
 
-    Its scales are updated when the thread's outermost autocast, or its model's step, ends. To be
-    called before ``forward`` records.
+    Its scales are updated when the thread's outermost autocast, or its model's step, ends; or,
+    with ``is_step_in_graph``, that of the graph which runs. To be called before ``forward``
+    records.
     """
     scopes = _thread.scopes
-    if scopes:
+    if is_step_in_graph:
+        _thread.in_graph[forward.key] = forward
+    elif scopes:
         touched = scopes[-1].touched
         if forward.key not in touched:
             if len(scopes) > 1:
@@ -178,6 +249,9 @@ def _close(scope: _Scope, *, failed: bool) -> None:
     it ``failed``, the amaxes of before are restored.
     """
     touched, reducing = scope.touched, scope.reducing
+    if _thread.in_graph and scope.ends_step:  # of a scope that graphs began, and that breaks ended
+        touched.update(_thread.in_graph)
+        _thread.in_graph = {}
     if reducing and not scope.ends_step:
         _thread.scopes[-1].reducing.update(reducing)
     if not touched and (failed or not reducing):

@@ -21,7 +21,15 @@ from typing_extensions import override
 
 from fp8core.context.autocast import Active
 from fp8core.context.recompute import keep_scales
-from fp8core.context.scopes import begin_step, end_step, forget_interrupted, is_in_step, touched_in
+from fp8core.context.scopes import (
+    begin_step,
+    begin_step_in_graph,
+    end_step,
+    end_step_in_graph,
+    forget_interrupted,
+    is_in_step,
+    touched_in,
+)
 from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.errors import UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
@@ -76,6 +84,7 @@ def _owner(module: torch.nn.Module) -> object:
 
 def _begin(module: torch.nn.Module, arguments: Any) -> None:
     if torch.compiler.is_compiling():
+        begin_step_in_graph(module)
         return
     forget_interrupted()
     record: Record | None = vars(module).get(RECORD)
@@ -87,7 +96,10 @@ def _begin(module: torch.nn.Module, arguments: Any) -> None:
 
 
 def _end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
-    if torch.compiler.is_compiling() or not is_in_step(_owner(module)) or _is_within_itself(module):
+    if torch.compiler.is_compiling():
+        end_step_in_graph(module)
+        return
+    if not is_in_step(_owner(module)) or _is_within_itself(module):
         return
     # torch calls this hook from its except clause if forward raised, with None for the output.
     failed = output is None and sys.exc_info()[1] is not None
@@ -100,7 +112,7 @@ def _end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
 def in_step(module: torch.nn.Module, run: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """Return what ``run`` does in a forward of ``module``, which convert() has changed: in a step
     of its own under delayed scaling, unless one of the model is open."""
-    if torch.compiler.is_compiling() or not vars(module)[RECORD].conversion.delimits:
+    if not vars(module)[RECORD].conversion.delimits:
         return run(*args, **keywords)
     output: Any = None
     _begin(module, args)

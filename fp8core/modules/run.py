@@ -15,13 +15,14 @@ from fp8core.chain.delayed_wgrad import DelayedCall
 from fp8core.chain.series import Chain
 from fp8core.chain.shape import LinkShape
 from fp8core.context import recompute
+from fp8core.context.scopes import computed_in_graph, is_step_in_graph
 from fp8core.dispatch import policy
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound, new_seed
 from fp8core.modules.calls.inputs import check_input
 from fp8core.modules.memo import memo_of, replay, sources_of
-from fp8core.tensors.delayed_state import BUFFERS
+from fp8core.tensors.delayed_state import BUFFERS, STATE_BUFFERS
 from fp8core.tensors.scaling import offered_scale
 
 
@@ -164,7 +165,14 @@ def run_links(
     whose result is returned. A graph that torch captures has no tape.
     """
     if isinstance(links, int):
-        return run(links, input, params, call)
+        if bound.number is not None:
+            buffers: Any = [layer._buffers[name] for name in STATE_BUFFERS]
+            is_step = torch.is_grad_enabled() and is_step_in_graph()
+            call = call._replace(buffers=buffers, is_step_in_graph=is_step)
+        result = run(links, input, params, call)
+        if call.is_step_in_graph:
+            computed_in_graph(result if isinstance(result, torch.Tensor) else result[0])
+        return result
     first, store, tape = call.first_microbatch, layer._bindings.weights, recompute.current()
     if first is not None or store.scope is not None:
         call = call._replace(

@@ -19,6 +19,7 @@ from fp8core.collectives.base import GroupReference
 from fp8core.dispatch import table
 from fp8core.recipe.plan import DelayedPlan, Plan, SlotNames
 from fp8core.tensors.quantizer import Slot
+from fp8core.torch_ops.operators import in_slot
 
 Order: TypeAlias = "tuple[int, ...]"
 """A layer's number in the order of creation, ``(n,)``; of a copy ``(n, m)``: it is the m-th copy of
@@ -134,6 +135,72 @@ class DelayedState:
         self.part_of(amaxes).copy_(newest)
         return amaxes
 
+    def slot(self, entries: slice, *, records: bool) -> Slot:
+        """Return the slot of these ``entries``."""
+        return Slot(self.scale[entries], self.amax_history[0, entries] if records else None)
+
+
+class GraphState:
+    """A :class:`DelayedState` as a graph has it that torch captures: the buffers alone.
+
+    ``note(amax_history, scale)`` puts the operator into the graph that has the state noted for its
+    update, when the graph runs, and returns a copy of the scale as it is then; None where nothing
+    is recorded.
+    """
+
+    __slots__ = ("_note", "_present", "_stored", "amax_history")
+
+    def __init__(
+        self,
+        scale: torch.Tensor,
+        amax_history: torch.Tensor,
+        note: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+    ) -> None:
+        self.amax_history = amax_history
+        self._stored, self._note = scale, note
+        self._present: torch.Tensor | None = None
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The scale by which the next cast is, ``[slots]``; the first one notes the state."""
+        return self.begin() if self._present is None else self._present
+
+    def begin(self) -> torch.Tensor:
+        """Note the state before a pass records in it, and return its scale."""
+        scale = self._stored if self._note is None else self._note(self.amax_history, self._stored)
+        self._present = scale
+        return scale
+
+    def slot(self, entries: slice, *, records: bool) -> Slot:
+        """Return the slot of these ``entries``."""
+        return GraphSlot(self, entries, records=records)
+
+
+class GraphSlot(Slot):
+    """The slot of a :class:`GraphState`, whose casts get the whole state and its entries."""
+
+    state: GraphState
+    entries: slice
+
+    def __new__(cls, state: GraphState, entries: slice, *, records: bool) -> GraphSlot:
+        """Return the slot; where nothing is recorded its amax is None."""
+        slot = super().__new__(cls, state.amax_history, state.amax_history if records else None)
+        slot.state, slot.entries = state, entries
+        return slot
+
+    def bound(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the cast ``run`` by the scale of the time of its call."""
+        cast = in_slot(run, self.entries)
+
+        def cast_in_graph(*arguments: torch.Tensor, **keywords: Any) -> Any:
+            return cast(*arguments, scale=self.state.scale, amax_out=self.amax, **keywords)
+
+        return cast_in_graph
+
+    def present_scale(self) -> torch.Tensor:
+        """Return a copy of the scale, of the graph that calls this."""
+        return self.state.scale[self.entries].clone()
+
 
 def update_desc(plan: DelayedPlan | None) -> ScaleUpdateDesc | None:
     """Return the update of delayed scales, without a ``plan`` that of the defaults; None where the
@@ -155,8 +222,8 @@ class LayerStates:
     linear in a chain of several, a set for each group.
     """
 
-    forward: DelayedState
-    backward: DelayedState
+    forward: Any
+    backward: Any
     names: SlotNames
     records_forward: bool = True
     records_backward: bool = True
@@ -182,12 +249,16 @@ class LayerStates:
         step = len(names)
         begin = first * step + names.index(tensor)
         entries = slice(begin, begin + (count - 1) * step + 1, step)
-        return Slot(state.scale[entries], state.amax_history[0, entries] if records else None)
+        slot: Slot = state.slot(entries, records=records)
+        return slot
 
 
 META = "delayed_meta"
 BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", META)
 """The names of a layer's buffers."""
+
+STATE_BUFFERS = BUFFERS[:-1]
+"""Those that a graph reads: scale and history, forward's first."""
 
 _MAX_META = 4096
 """Bytes of the longest metadata that is read."""

@@ -36,6 +36,14 @@ class Slot(NamedTuple):
     scale: torch.Tensor
     amax: torch.Tensor | None
 
+    def bound(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the cast ``run`` by the scale, which records in ``amax``."""
+        return partial(run, scale=self.scale, amax_out=self.amax)
+
+    def present_scale(self) -> torch.Tensor:
+        """Return a copy of the scale."""
+        return self.scale.clone()
+
 
 Cast: TypeAlias = "Callable[..., Orientations]"
 """Casts ``x``, behind it the ``group_offsets`` of a grouped operand; ``rng`` as in QuantizeDesc."""

@@ -74,24 +74,21 @@ class LowPrecision(TensorQuantizer):
                     key = Variant(each.sums, each.chunked, *ways)
                     variants[key] = self.with_slot(resolved.run)
         # The delayed scale, where its amax is recorded, and the count of NaN and inf.
-        constants = (*(slot or ()), nonfinite)
+        constants = () if slot is None else (slot.scale, slot.amax)
         super().__init__(
             (self.with_slot(whole.run), rowwise, columnwise),
             (whole.choice,),
             plan=TensorPlan(desc.rowwise, desc.columnwise),
-            constants=tuple(tensor for tensor in constants if tensor is not None),
+            constants=tuple(x for x in (*constants, nonfinite) if x is not None),
             variants=variants,
             row_step=desc.padded or 1,
         )
 
     def with_slot(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``run`` with this tensor's delayed scale, amax and count filled in."""
-        state: dict[str, torch.Tensor | None] = {}
         if self.slot is not None:
-            state = {"scale": self.slot.scale, "amax_out": self.slot.amax}
-        if self.nonfinite is not None:
-            state["nonfinite_out"] = self.nonfinite
-        return partial(run, **state) if state else run
+            run = self.slot.bound(run)
+        return run if self.nonfinite is None else partial(run, nonfinite_out=self.nonfinite)
 
 
 ReduceAmax: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"

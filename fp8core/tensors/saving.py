@@ -107,7 +107,7 @@ class RequantizedWeight(CachingWeightQuantizer):
             return Orientations(rowwise, Unquantized(weight, scaling))
         operands = super().__call__(weight, columnwise=self._casts_both, keeping=keeping)
         slot = self._how.slot
-        scale = slot.scale.clone() if slot is not None and self._is_delayed else None
+        scale = slot.present_scale() if slot is not None and self._is_delayed else None
         return Orientations(operands.rowwise, Unquantized(weight, scale))
 
     def _is_stored(self, keeping: Keeping | None) -> bool:

@@ -19,12 +19,13 @@ import torch
 from fp8core.collectives import Communicator
 from fp8core.collectives.base import GroupReference
 from fp8core.reporting import collect
-from fp8core.tensors.delayed_state import DelayedState
+from fp8core.tensors.delayed_state import DelayedState, GraphState
 from fp8core.tensors.reduced_amaxes import reduced_after_backward, reduced_after_forward
 from fp8core.torch_ops.private import (
     copy_all,
     count_writes,
     current_backward_pass,
+    preserved_versions,
     queue_callback,
 )
 
@@ -206,19 +207,25 @@ class _Pass:
 
     ``states`` are those in which it records, each with the amaxes that another running pass had
     recorded there before, None if there were none. ``scales`` are those of the forward, by state;
-    None for a state with two forwards.
+    None for a state with two forwards. ``saved`` are buffers that captured graphs save in forward
+    and read as they are in backward, so that a write to them is none to what was saved.
     """
 
-    __slots__ = ("__weakref__", "scales", "states")
+    __slots__ = ("__weakref__", "saved", "scales", "states")
 
     def __init__(self) -> None:
+        self.saved: tuple[torch.Tensor, ...] = ()
         self.states: dict[DelayedState, torch.Tensor | None] = {}
         self.scales: dict[DelayedState, torch.Tensor | None] = {}
 
     def finish(self) -> None:
         """Update the states; the engine calls this when the pass has succeeded."""
         try:
-            _update(tuple(self.states), (), reduced_after_backward)
+            if self.saved:
+                with preserved_versions(self.saved):
+                    _update(tuple(self.states), (), reduced_after_backward)
+            else:
+                _update(tuple(self.states), (), reduced_after_backward)
         except BaseException:
             discard(self.states)
             raise
@@ -276,17 +283,26 @@ def _is_recorded_elsewhere(state: DelayedState, states: object) -> bool:
     )
 
 
-def update_after_backward(state: DelayedState, backward_pass: int | None = None) -> None:
+def update_after_backward(
+    state: DelayedState | GraphState, backward_pass: int | None = None, *, is_saved: bool = False
+) -> None:
     """Have ``state`` updated once when the running backward pass ends.
 
     To be called before the pass records in it. ``backward_pass`` is the number of an outer pass,
-    from :func:`join_backward`. A pass that raises updates nothing, and its amaxes are forgotten.
+    from :func:`join_backward`. ``is_saved``: autograd has saved its buffers, as of a graph. A pass
+    that raises updates nothing, and its amaxes are forgotten.
     """
+    if isinstance(state, GraphState):  # the pass is that of the graph's run
+        state.begin()
+        return
     task = current_backward_pass() if backward_pass is None else backward_pass
     reference = _in_backward.get(task)
     running = None if reference is None else reference()
-    states = (_join(task) if running is None else running).states
+    running = running or _join(task)
+    states = running.states
     if state not in states:
+        if is_saved:
+            running.saved += (state.scale, state.amax_history)
         is_shared = len(_in_backward) > 1 and _is_recorded_elsewhere(state, states)
         states[state] = state.amax_history[0].clone() if is_shared else None
         if state.is_abandoned:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -65,6 +65,19 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     unshared = cast(types.FunctionType, call)
     unshared.__code__ = unshared.__code__.replace(co_name=function.__name__)
     return functools.update_wrapper(call, function)
+
+
+@contextmanager
+def left_to_backward() -> Iterator[None]:
+    """Have torch's partitioner leave what is traced within to the graph of backward, also where it
+    is computed from nothing that backward gets."""
+    meta, tag = torch.fx.traceback.current_meta, "partitioner_tag"
+    before = meta.get(tag)
+    meta[tag] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta[tag] = before
 
 
 def in_plain_mode(create: Callable[[], R]) -> R:

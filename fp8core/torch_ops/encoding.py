@@ -29,11 +29,16 @@ _CLASSES = {
 
 
 class Operation(NamedTuple):
-    """A descriptor and the backend that runs it; ``transposes`` is that of the BackendSpec."""
+    """A descriptor and the backend that runs it; ``transposes`` is that of the BackendSpec.
+
+    ``slot``, of a cast by a delayed scale: the start, end and step of its entries in the scale
+    ``[slots]`` and in row 0 of the amax history ``[length, slots]``, which it is called with.
+    """
 
     backend: str
     desc: OpDesc
     transposes: bool = False
+    slot: tuple[int, int, int] | None = None
 
 
 def encode(operation: Operation) -> str:
@@ -43,7 +48,8 @@ def encode(operation: Operation) -> str:
     >>> encode(Operation("reference", ScaleUpdateDesc("max")))
     '["reference",{"ScaleUpdateDesc":{"algorithm":"max","prepared":false}},false]'
     """
-    return json.dumps(_plain(tuple(operation)), separators=(",", ":"))
+    fields = operation[:-1] if operation.slot is None else operation
+    return json.dumps(_plain(tuple(fields)), separators=(",", ":"))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,10 +63,10 @@ def decode(text: str) -> Operation:
     ScaleUpdateDesc(algorithm='max', prepared=False)
     """
     try:
-        backend, desc, transposes = _value(json.loads(text))
+        backend, desc, transposes, *slot = _value(json.loads(text))
+        return Operation(backend, desc, transposes, *slot)
     except (ValueError, TypeError, KeyError) as error:
         raise RecipeError(f"{text!r} is no operation that this fp8core knows: {error}") from None
-    return Operation(backend, desc, transposes)
 
 
 def _plain(value: Any) -> Any:

@@ -3,8 +3,8 @@
 The first argument of each is an :class:`~fp8core.torch_ops.encoding.Operation` as text, the others
 are those of the call as plain tensors: an operand is ``[data, scale_inv, global_scale_inv]``,
 without those that are None. No result shares memory with another tensor, and every write is
-declared, except the count of :mod:`fp8core.torch_ops.nonfinite`. Schema, fake kernel and body
-follow from the operation's record.
+declared, except the count of :mod:`fp8core.torch_ops.nonfinite` and the amax of a slot of delayed
+scaling, which no operator reads. Schema, fake kernel and body follow from the operation's record.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fp8core.torch_ops.private import (
     is_legacy_batched,
     is_transform_active,
     legacy_vmap,
+    preserved_versions,
     without_interpreters,
     without_keys,
 )
@@ -197,13 +198,15 @@ class Operator:
         operation, device = decode(text), _device(values)
         positional, named = self.call(operation.desc, values)
         run = self.run_of(text, device)
+        if operation.slot is not None:
+            run = partial(_run_in_slot, run, slice(*operation.slot))
         if self._writes:
             run(*positional, **named)
             return None
         shapes = self._shapes(operation, positional, named)
         flat_shapes = self._flat_shapes(operation, shapes, named)
         recorded: list[torch.Tensor | None] = []
-        for name in self._recorded:
+        for name in self._returned(operation):
             if name in named and name != "nonfinite_out":
                 named[name] = named[name].clone()
                 recorded.append(named[name])
@@ -230,14 +233,22 @@ class Operator:
                 flat += [*shape.rowwise(), *shape.columnwise(operation.transposes)]
             elif shape is not None:
                 flat.append(shape)
-        return [*flat, *(shape_of(named[name]) for name in self._recorded if name in named)]
+        returned = self._returned(operation)
+        return [*flat, *(shape_of(named[name]) for name in returned if name in named)]
+
+    def _returned(self, operation: Operation) -> list[str]:
+        """Return the names of the written arguments that the operator returns."""
+        if operation.slot is None:
+            return self._recorded
+        return [name for name in self._recorded if name != "amax_out"]
 
     def _restored(
         self, text: str, flat: list[torch.Tensor], arguments: Any, keywords: dict[str, Any]
     ) -> Any:
         """Return the results of the call, of those of the operator."""
-        for name in reversed(self._recorded):  # the last result first
-            if keywords.get(name) is not None:
+        written = [name for name in self._recorded if keywords.get(name) is not None]
+        for name in reversed(written):  # the last result first
+            if name != "amax_out" or not _has_slot(text):
                 keywords[name].copy_(flat.pop())
         if self._record.returns is CastShape:  # which torch.compile traces: it reads no descriptor
             return _quantized(_parts(text), iter(flat))
@@ -257,13 +268,48 @@ class Operator:
 def _parts(text: str) -> tuple[int, int, bool]:
     """Return the number of tensors of the rowwise and of the columnwise operand of a cast, and
     whether the columnwise one is a view."""
-    _, desc, transposes = decode(text)
+    _, desc, transposes, _ = decode(text)
     shape = CastShape(desc.quantize if isinstance(desc, FusedDesc) else desc, (0, 0))  # type: ignore[arg-type]  # the text says a cast
     rowwise, columnwise = shape.rowwise(), shape.columnwise(transposes)
     return len(rowwise), len(columnwise), shape.has_view(transposes)
 
 
 constant_in_graph(_parts)
+
+
+def _has_slot(text: str) -> bool:
+    return decode(text).slot is not None
+
+
+constant_in_graph(_has_slot)
+
+
+def in_slot(run: Callable[..., Any], entries: slice) -> Callable[..., Any]:
+    """Return the cast ``run`` of a graph, from :func:`call_of`, by one slot of a delayed state.
+
+    It is called with ``scale [slots]``, of which it reads ``entries``, and with ``amax_out``, a
+    history ``[length, slots]``, to row 0 of which it writes when the graph runs, as a kernel does:
+    torch sees no write.
+    """
+    assert isinstance(run, partial)
+    operation = decode(run.args[0])
+    slot = (entries.start, entries.stop, entries.step)
+    return partial(run.func, encode(operation._replace(slot=slot)))
+
+
+def _run_in_slot(
+    run: Callable[..., Any],
+    entries: slice,
+    *arguments: Any,
+    scale: torch.Tensor,
+    amax_out: torch.Tensor | None = None,
+    **keywords: Any,
+) -> Any:
+    if amax_out is None:
+        return run(*arguments, scale=scale[entries], **keywords)
+    with preserved_versions(amax_out):  # a later pass saved the history before this one writes it
+        newest = amax_out[0, entries]
+        return run(*arguments, scale=scale[entries], amax_out=newest, **keywords)
 
 
 def _flat(value: Any, kind: str) -> Any:

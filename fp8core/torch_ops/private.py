@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import torch
 from torch import overrides
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, grad_mode
 from torch.optim import optimizer
 
 __all__ = [
@@ -97,6 +97,7 @@ __all__ = [
     "no_torch_dispatch",
     "no_torch_function",
     "node_number",
+    "preserved_versions",
     "pytree",
     "queue_callback",
     "refuse_address",
@@ -212,6 +213,9 @@ try:
     # Counts a write to each tensor of a list, for writes that torch does not see. The function of
     # torch.autograd.graph looks at the list first.
     count_writes: Callable[[list[torch.Tensor]], None] = torch._C._increment_version
+
+    # Counts no write to a tensor while it is open.
+    preserved_versions: Callable[[Any], Any] = grad_mode._unsafe_preserve_version_counter
 
     # Copies a list of tensors into another in one call.
     copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_

@@ -27,6 +27,7 @@ from fp8core.modules.calls.bound import (
     parts_of,
     reads_names,
     recipe_in,
+    refused_in_graph,
 )
 from fp8core.modules.memo import bind_lock
 from fp8core.recipe import Recipe
@@ -115,7 +116,7 @@ def bind(
         UnsupportedError: a recompute that cannot equal its forward.
     """
     if torch.compiler.is_compiling() or is_traced():
-        return _bind_captured(layer, device, dtype, shapes)
+        return _bind_captured(layer, device, dtype, shapes, first_gemm)
     requested, tape = active(layer.outside_autocast), recompute.current()
     recipe = requested.quantize if requested.quantize is not None else requested.observe
     is_observing = requested.observe is not None
@@ -214,6 +215,7 @@ def _bind_captured(
     device: torch.device,
     dtype: torch.dtype,
     shapes: tuple[LinkShape, ...] | None,
+    first_gemm: int,
 ) -> Bound:
     # torch.compile traces this code, and guards a graph by every attribute that is read: the name
     # of a layer is read only if the recipe depends on names.
@@ -221,13 +223,17 @@ def _bind_captured(
     name, peers = (layer.name, layer.peers) if reads_names(active_text) else (None, "")
     is_compiled = torch.compiler.is_dynamo_compiling()
     is_watched = layer._bindings.watch is not None
-    return bind_captured(
+    bound: Bound = bind_captured(
         (layer.kind, type(layer).__name__, name, peers, is_compiled, is_watched),
         tuple([shape.values() for shape in shapes or layer.link_shapes()]),
         active_text,
         (backends.backend, backends.op_backends),
-        (device, dtype),
+        (device, dtype, first_gemm, torch.is_grad_enabled()),
     )
+    if bound.number is not None:
+        refused = layer.state_in_graph(bound.number)
+        return refused_in_graph(refused) if refused else bound
+    return bound
 
 
 def _shapes(layer: LowPrecisionModule, offsets_on_device: bool) -> tuple[LinkShape, ...]:

@@ -14,7 +14,7 @@ from fp8core.chain.call import DENSE, Call
 from fp8core.chain.protocol import Link
 from fp8core.chain.series import Chain
 from fp8core.chain.shape import BindContext, LinkShape, bind_chain
-from fp8core.context.autocast import named
+from fp8core.context.autocast import Active, named
 from fp8core.dispatch import table
 from fp8core.errors import (
     Fp8CoreError,
@@ -24,19 +24,20 @@ from fp8core.errors import (
     did_you_mean,
 )
 from fp8core.modules.agreement import agree
+from fp8core.modules.state.in_graph import GraphStates
 from fp8core.recipe import PerLayer, Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan, Plan
 from fp8core.reporting import log_once, some
-from fp8core.tensors.delayed_state import LayerStates
+from fp8core.tensors.delayed_state import STATE_BUFFERS, LayerStates
 from fp8core.tensors.quantizer_binding import Binding
 from fp8core.torch_ops.capture import constant_in_graph
 from fp8core.torch_ops.nonfinite import counter_of
 from fp8core.torch_ops.private import is_capturing, is_transform_active, without_modes
 
 _NO_CAPTURE = (
-    "delayed scaling is not offered under torch.compile, torch.export and make_fx: its scales "
-    "change outside the graph. Use a recipe without state, such as Float8CurrentScaling, or keep "
+    "calibrating, and attention in FP8 by delayed scales, are not offered under torch.compile, "
+    "torch.export and make_fx. Use a recipe without state, such as Float8CurrentScaling, or keep "
     "the layer out of the graph with torch.compiler.disable."
 )
 
@@ -65,7 +66,9 @@ class Bound(NamedTuple):
     """A layer bound for one combination of recipe, device, dtype and policy.
 
     ``parts`` are the chains that run one after the other: ``links``, split where the layer returns
-    a value besides its output.
+    a value besides its output. ``number`` is that of the
+    :class:`~fp8core.modules.state.in_graph.GraphStates` of links in a captured graph that have
+    some.
     """
 
     parts: tuple[chain.Links, ...]
@@ -74,6 +77,7 @@ class Bound(NamedTuple):
     states: LayerStates | None
     recipe: Recipe | None
     needs_rng: bool
+    number: int | None = None
 
     @property
     def linears(self) -> list[Link]:
@@ -197,28 +201,27 @@ def bind_captured(
     shape_values: tuple[tuple[Any, ...], ...],
     active_text: str,
     backends: tuple[str | None, tuple[tuple[str, str], ...]],
-    place: tuple[torch.device, torch.dtype],
+    place: tuple[torch.device, torch.dtype, int, bool],
 ) -> Bound:
     """Bind while torch compiles or exports: a graph is guarded by the values of the arguments.
 
     The arguments are classes and plain values alone, which torch.compile can hand over and which
     layers of one shape have in common, so that these layers share a graph. A compiled graph raises
-    what binding raises when it runs: torch.compile would replace the error by its own.
+    what binding raises when it runs: torch.compile would replace the error by its own. ``place``
+    has device, dtype, the number of the first GEMM, and whether gradients are enabled.
     """
     kind, type_name, name, peers, is_compiled, is_watched = layer
     shapes: tuple[LinkShape, ...] = tuple(shape(*values) for shape, *values in shape_values)
     request = named(active_text)
     recipe = request.quantize if request.quantize is not None else request.observe
-    binding = Binding(*place, request.observe is not None)
-    label = label_of(type_name, name, shapes)
+    device, dtype, first_gemm, is_grad_enabled = place
+    binding = Binding(device, dtype, request.observe is not None)
+    label, states = label_of(type_name, name, shapes), None
     try:
         check_rules(recipe, peers)
         plan = plan_of(shapes[0].plan_type, recipe, LayerRole(kind, name), binding.activation_dtype)
-        is_linear = isinstance(plan, LinearPlan)
-        if plan.delayed is not None and (
-            not is_linear or any(shape.num_weights for shape in shapes)
-        ):
-            raise UnsupportedError(_NO_CAPTURE)
+        if plan.delayed is not None:
+            states = _states(plan, shapes, request, records=is_grad_enabled)
         if is_watched:
             raise UnsupportedError(_NO_WATCH)
         if any(shape.accumulates for shape in shapes):
@@ -234,17 +237,20 @@ def bind_captured(
             with without_modes():
                 role = LayerRole(kind, name)
                 agree(label, role, shapes[0].plan_type, recipe, binding, shapes, once=True)
-        with table.capturing():
-            links = bind_chain(shapes, BindContext.of(plan, binding, label))
+        context = BindContext.of(plan, binding, label)._replace(first_gemm=first_gemm)
+
+        bind = partial(_bind_in_graph, shapes, context, states)
+        links = bind([None] * len(STATE_BUFFERS), False)
     except Fp8CoreError as error:
         refused = type(error)(f"{label}: {error}")
         if not is_compiled:
             raise refused from None
-        refusals = [chain.Refusal(refused, partial(_columns, p)) for p in parts_of(shapes, shapes)]
-        parts = [chain.capture(refusal) for refusal in refusals]
-        return Bound(tuple(parts), (), HIGH_PRECISION, None, recipe, False)
-    parts = [chain.capture(Chain(part)) for part in parts_of(shapes, links)]
-    bound = Bound(tuple(parts), links, plan, None, recipe, False)
+        return refused_in_graph(_refusals(shapes, refused))
+    parts, number = [chain.capture(Chain(part)) for part in parts_of(shapes, links)], None
+    if states is not None:
+        number = states.number
+        parts = [chain.capture(chain.Stateful(partial(bind, at=at))) for at in range(len(parts))]
+    bound = Bound(tuple(parts), links, plan, None, recipe, False, number)
     if bound.linears:
         engine = engine_of(bound, LayerRole(kind, name)) or "high precision"
         log_once(f"{label}, in a captured graph: {engine}", logging.INFO)
@@ -252,6 +258,53 @@ def bind_captured(
 
 
 constant_in_graph(bind_captured)
+
+
+def _states(
+    plan: Plan, shapes: tuple[LinkShape, ...], request: Active, *, records: bool
+) -> GraphStates | None:
+    """Return the delayed states of ``shapes`` in graphs under ``plan``; None if they have none.
+
+    Raises:
+        UnsupportedError: their calls do more with them than a graph can.
+    """
+    is_linear = isinstance(plan, LinearPlan)
+    if is_linear and not any(shape.num_weights for shape in shapes):
+        return None
+    if not is_linear or request.observe is not None:
+        raise UnsupportedError(_NO_CAPTURE)
+    groups = [x.shares_scales_over for x in shapes if x.shares_scales_over is not None]
+    records = records and not torch.compiler.is_exporting()
+    return GraphStates(plan, request, groups, partial(_refusals, shapes), records=records)
+
+
+def _bind_in_graph(
+    shapes: tuple[LinkShape, ...],
+    context: BindContext,
+    states: GraphStates | None,
+    buffers: Sequence[Any],
+    is_step_in_graph: bool,
+    at: int | None = None,
+) -> tuple[Link, ...]:
+    """Return the links of ``shapes`` that read the ``buffers`` of a graph, or those of a part."""
+    in_graph = None if states is None else states.in_graph(buffers, is_step_in_graph)
+    with table.capturing():
+        links = bind_chain(shapes, context._replace(states=in_graph))
+    return links if at is None else Chain(parts_of(shapes, links)[at])
+
+
+def refused_in_graph(parts: tuple[int, ...]) -> Bound:
+    """Return a layer whose parts of these numbers raise when the graph runs."""
+    return Bound(parts, (), HIGH_PRECISION, None, None, False)
+
+
+constant_in_graph(refused_in_graph)
+
+
+def _refusals(shapes: tuple[LinkShape, ...], error: Fp8CoreError) -> tuple[int, ...]:
+    """Return numbers of the parts of ``shapes``, each of which raises ``error`` in a graph."""
+    refusals = [chain.Refusal(error, partial(_columns, part)) for part in parts_of(shapes, shapes)]
+    return tuple(map(chain.capture, refusals))
 
 
 def _columns(shapes: Sequence[LinkShape], columns: int) -> int:

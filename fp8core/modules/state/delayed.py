@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from fp8core.context.scopes import forget_interrupted, warn_of_layer
 from fp8core.dispatch import policy
-from fp8core.errors import RecipeError
+from fp8core.errors import Fp8CoreError, RecipeError
 from fp8core.modules.memo import Bindings
+from fp8core.modules.state.in_graph import add_layer, graph_states
 from fp8core.modules.state.loading import (
     EXTRA_STATE,
     Imported,
@@ -34,6 +36,7 @@ from fp8core.tensors.delayed_state import (
     read_meta,
 )
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.torch_ops.capture import constant_in_graph, in_plain_mode
 from fp8core.torch_ops.private import (
     CHECKPOINTED_MODULE,
     RENAMED_MODULES,
@@ -41,6 +44,7 @@ from fp8core.torch_ops.private import (
     is_capturing,
     load_pre_hooks,
     load_pre_hooks_called,
+    without_modes,
 )
 
 _RESTORED = ("_bindings", "_state_is_from_checkpoint", "_prepared", "_is_fresh")
@@ -218,6 +222,27 @@ class DelayedModule(torch.nn.Module):
                     plan.slots,
                 )
         return self._bindings.states[key]
+
+    def state_in_graph(self, number: int) -> tuple[int, ...]:
+        """Create the buffers of the :func:`~fp8core.modules.state.in_graph.graph_states` of that
+        number, unless the layer has them, while torch.compile traces.
+
+        Returns nothing, or the numbers of links that raise an error instead.
+        """
+        states = graph_states(number)
+        add_layer(self)
+        try:
+            with without_modes():
+                in_plain_mode(partial(states.of, self))
+        except Fp8CoreError as error:
+            return states.refuse(type(error)(f"{self.label}: {error}"))
+        return ()
+
+    constant_in_graph(state_in_graph)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        add_layer(self)  # a copy
 
     def _create(self, meta: str, history_len: int, device: torch.device | None = None) -> None:
         device, names = device or self._device_of_state(), self._names_of_slots()
@@ -407,6 +432,7 @@ class DelayedModule(torch.nn.Module):
     def _register_meta(self, text: str, device: torch.device) -> None:
         encoded = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
         self.register_buffer(META, encoded.to(device))
+        add_layer(self)
 
     def _reads_extra_state(self) -> bool:
         """Whether a subclass reads ``_extra_state`` itself, by torch's methods for it."""

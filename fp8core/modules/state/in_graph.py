@@ -1,0 +1,188 @@
+"""Delayed scaling in graphs that torch captures.
+
+A graph reads the scales of a layer from its buffers, and its casts record their amaxes there, as
+kernels do. Layers of one shape share a graph, so it knows a layer by the memory of the buffers that
+it gets: before the first cast of each pass an operator looks the layer up, and has its state
+updated when the autocast, or the backward pass, ends, as a layer in eager does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fp8core.collectives import named
+from fp8core.context.autocast import Active
+from fp8core.context.scopes import touch
+from fp8core.dispatch import policy
+from fp8core.errors import Fp8CoreError, UnsupportedError
+from fp8core.recipe.plan import Plan
+from fp8core.tensors.delayed_state import STATE_BUFFERS, GraphState, LayerStates
+from fp8core.tensors.scaling import update_after_backward
+from fp8core.torch_ops.capture import left_to_backward
+from fp8core.torch_ops.definition import define
+from fp8core.torch_ops.private import NO_BACKWARD_PASS, ORDERED, current_backward_pass
+
+_HISTORIES = STATE_BUFFERS[1::2]
+_layers: weakref.WeakSet[Any] = weakref.WeakSet()
+_by_address: dict[int, weakref.ref[Any]] = {}
+# The operators of graphs refer to entries by number, so none is ever removed.
+_states: list[GraphStates] = []
+
+
+class GraphStates:
+    """The delayed states of the layers whose calls a graph runs by ``plan``.
+
+    ``request`` was active when the graph was captured. The amaxes are recorded if it ``records``.
+    ``groups`` are the names of the groups over whose ranks the layers are spread. ``refuse(error)``
+    returns the numbers of links that raise it when the graph runs.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        request: Active,
+        groups: Sequence[str],
+        refuse: Callable[[Fp8CoreError], tuple[int, ...]],
+        *,
+        records: bool,
+    ) -> None:
+        self._plan, self._request, self._groups = plan, request, groups
+        self.refuse = refuse
+        self._policy = policy.current()
+        self._records = records
+        self.number = len(_states)
+        _states.append(self)
+
+    def in_graph(self, buffers: Sequence[Any], is_step_in_graph: bool) -> LayerStates:
+        """Return the states of a graph that has these ``buffers``, named
+        :data:`~fp8core.tensors.delayed_state.STATE_BUFFERS`, and perhaps the whole step."""
+        scale, history, grad_scale, grad_history = buffers
+        note = note_later = None
+        if self._records:
+            note = partial(_note, self.number, "step" if is_step_in_graph else "forward")
+            note_later = partial(_note_in_backward, self.number)
+        forward = GraphState(scale, history, note)
+        backward = GraphState(grad_scale, grad_history, note_later)
+        records = self._records
+        return LayerStates(forward, backward, self._plan.slots, records, records)
+
+    def of(self, layer: Any) -> LayerStates:
+        """Return the states of ``layer``, which has the buffers after that.
+
+        Raises:
+            RecipeError: the layer has those of another recipe, see its ``check_delayed_state``.
+        """
+        recipe = self._request.quantize
+        key = (recipe, self._plan.delayed, self._policy)
+        states: LayerStates | None = layer._bindings.states.get(key)
+        if states is None:
+            with policy.activated(self._policy):
+                states = layer.delayed_states(recipe, self._plan, records=self._records)
+            for name in self._groups:
+                states.spread_over(named(name))
+        return states
+
+    def note(self, history: torch.Tensor, direction: str) -> None:
+        """Have the state of the layer that has the buffer ``history`` updated when the autocast, or
+        the backward pass, ends. ``direction`` is backward, forward, or step for a forward in an
+        autocast that is in the graph, too.
+
+        Raises:
+            UnsupportedError: there is no such layer any more; or a forward is repeated in backward.
+        """
+        layer = _layer_of(history)
+        states = None if layer is None else self.of(layer)
+        if states is None or not _has(layer, history):
+            raise UnsupportedError(
+                "a compiled graph records amaxes for a layer that is gone, or whose delayed state "
+                "was replaced since its forward. Run forward again."
+            )
+        if direction == "backward":
+            update_after_backward(states.backward, is_saved=True)
+        elif current_backward_pass() != NO_BACKWARD_PASS:
+            raise UnsupportedError(
+                f"{layer.label}: a compiled forward is recomputed in backward under delayed "
+                f"scaling, whose scales have moved on since. Checkpoint the module uncompiled, by "
+                f"fp8core.checkpoint, or use a recipe without state, such as Float8CurrentScaling."
+            )
+        else:
+            is_step = direction == "step"
+            touch(states.forward, states.backward, self._request.group, is_step_in_graph=is_step)
+
+
+def graph_states(number: int) -> GraphStates:
+    """Return the states of that number."""
+    return _states[number]
+
+
+def add_layer(layer: Any) -> None:
+    """Have graphs find ``layer``, which has the buffers of a delayed state, or is about to."""
+    _layers.add(layer)
+
+
+def _has(layer: Any, history: torch.Tensor) -> bool:
+    address, buffers = history.data_ptr(), layer._buffers
+    return any(buffers[x].data_ptr() == address for x in _HISTORIES if x in buffers)
+
+
+def _layer_of(history: torch.Tensor) -> Any:
+    """Return the layer that has the buffer ``history``; None if there is none."""
+    address = history.data_ptr()
+    reference = _by_address.get(address)
+    layer = None if reference is None else reference()
+    if layer is not None and _has(layer, history):
+        return layer
+    _by_address.clear()  # buffers move with their layers
+    for layer in list(_layers):
+        histories = [layer._buffers[name] for name in _HISTORIES if name in layer._buffers]
+        _by_address.update((buffer.data_ptr(), weakref.ref(layer)) for buffer in histories)
+    reference = _by_address.get(address)
+    return None if reference is None else reference()
+
+
+_SCHEMA = "(int states, str direction, Tensor amax_history, Tensor scale) -> Tensor"
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # each replay has to call it
+
+
+def _empty_scale(
+    states: int, direction: str, amax_history: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    return torch.empty_like(scale)
+
+
+@define(_SCHEMA, _empty_scale, tags=_TAGS)
+def _delayed_scale(
+    states: int, direction: str, amax_history: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    _states[states].note(amax_history, direction)
+    return scale.clone()
+
+
+# The same after the update of an earlier step in the graph, and before the next one.
+_scale_in_step: Any = torch.library.custom_op(
+    "fp8core::scale_in_step",
+    lambda *arguments: _delayed_scale(*arguments),
+    mutates_args=(),
+    schema=_SCHEMA,
+    tags=_TAGS,
+)
+_scale_in_step.register_fake(_empty_scale)
+_scale_in_step.register_effect(ORDERED)
+
+
+def _note(number: int, direction: str, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Put into a graph what notes a state when the graph runs, as of
+    :class:`~fp8core.tensors.delayed_state.GraphState`."""
+    operator = _scale_in_step if direction == "step" else _delayed_scale
+    noted: torch.Tensor = operator(number, direction, history, scale)
+    return noted
+
+
+def _note_in_backward(number: int, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    with left_to_backward():
+        return _note(number, "backward", history, scale)
