@@ -17,7 +17,8 @@ from fp8core.collectives import of_group
 from fp8core.distributed import failures, watch_ranks
 from tests.in_process import communicators
 
-PERIOD_S, TIMEOUT_S, SIZE = 0.02, 0.9, 4
+PERIOD_S, TIMEOUT_S, SIZE = 0.02, 3.0, 4
+LATE_S = 60
 
 
 class Rank:
@@ -48,8 +49,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def soon(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true within twice the timeout."""
-    end = time.monotonic() + 2 * TIMEOUT_S
+    """Whether it comes true, on a machine that may be busy."""
+    end = time.monotonic() + LATE_S
     while not condition() and time.monotonic() < end:
         time.sleep(PERIOD_S)
     return condition()
@@ -71,7 +72,7 @@ def test_ranks_that_fall_silent_are_named_by_all_others(
     stop(ranks[1])
     stop(ranks[2])  # the rank that watches rank 1
     for silent in (1, 2):
-        line = f"rank {silent} of the 4 ranks of group 'all' has said nothing for 0 s"
+        line = f"rank {silent} of the 4 ranks of group 'all' has said nothing for "
         assert soon(lambda line=line: caplog.text.count(line) == 2), caplog.text
 
 
@@ -108,9 +109,7 @@ def test_an_error_is_named_by_all_others_and_those_that_follow_are_not(
     said = "rank 1 of the 4 ranks of group 'all' failed: ValueError: no more data"
     assert soon(lambda: caplog.messages.count(said) == 3)
     assert {*caplog.messages} == {said}
-    begin = time.monotonic()
-    ranks[3].explain()  # at once, as it is logged already
-    assert time.monotonic() - begin < TIMEOUT_S / 3
+    assert ranks[3]._explained.is_set()  # so that it is not waited for
 
 
 def test_a_rank_that_ended_without_an_error_is_named_where_another_fails(
@@ -119,7 +118,7 @@ def test_a_rank_that_ended_without_an_error_is_named_where_another_fails(
     for watch in ranks:
         watch.start()
     ranks[2].end()
-    time.sleep(TIMEOUT_S)
+    time.sleep(TIMEOUT_S / 2)
     assert not caplog.text  # it is silent by right
     ranks[0].explain()
     assert caplog.messages == ["rank 2 of the 4 ranks of group 'all' ended, without an error"]
