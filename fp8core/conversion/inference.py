@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -123,8 +123,7 @@ def quantize_(
         report = convert(model, chosen, filter=filter, skip=skip, rms_norms=rms_norms)
         conversion = vars(root)[ROOT]
     try:
-        leaves_out = unwanted(root, filter, [skip] if isinstance(skip, str) else skip, _KINDS)
-        sites, high = _plan(name, root, conversion, leaves_out)
+        sites, high = _plan(name, root, conversion, filter, skip)
     except BaseException:
         if report is not None:
             unconvert(root)
@@ -242,12 +241,13 @@ def _plan(
     name: str,
     root: torch.nn.Module,
     conversion: Conversion,
-    leaves_out: Callable[[ModuleNode], str],
+    filter: Filter,
+    skip: Sequence[str] | str,
 ) -> tuple[list[_Site], dict[str, str]]:
     """Return the weights to store, and the reasons against the others; binds their layers.
 
-    ``leaves_out`` says of a layer of fp8core why not, or an empty string; conversion has asked it
-    about those that it converted.
+    ``filter`` and ``skip`` decide about layers of fp8core here, as about others when these were
+    converted.
 
     Raises:
         OperandError: nothing would be stored.
@@ -255,6 +255,7 @@ def _plan(
     """
     recipe = _recipe_of(conversion)
     uses = uses_of_parameters(root)
+    leaves_out = unwanted(root, filter, [skip] if isinstance(skip, str) else skip, _KINDS)
     sites: list[_Site] = []
     high: dict[str, str] = {}
     planned: dict[LowPrecisionModule, torch.nn.Parameter] = {}

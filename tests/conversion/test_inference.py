@@ -398,3 +398,21 @@ def test_it_saves_files_that_load_into_a_stored_model(name: str, tmp_path: Path)
     ):
         assert torch.equal(ours.dequantize(), theirs.dequantize()), path
     assert torch.equal(logits(another), logits(model))
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "block", "nvfp4"])
+def test_files_of_weights_alone_say_so(name: str, tmp_path: Path) -> None:
+    model = sequential()
+    fp8core.quantize_(model, recipe.WeightOnly(name))
+    fp8core.huggingface.save_pretrained(model, tmp_path)
+    another = sequential()
+    with torch.no_grad():
+        for parameter in another.parameters():
+            parameter.zero_()
+    report = fp8core.huggingface.load_quantized(tmp_path, another)
+    assert report.recipe.startswith("WeightOnly(")
+    x = torch.randn(4, 128, dtype=torch.bfloat16)
+    if name == "nvfp4":  # the scale of the tensor goes through a reciprocal
+        torch.testing.assert_close(another(x), model(x), rtol=2**-6, atol=2**-6)
+    else:
+        assert torch.equal(another(x), model(x))

@@ -73,12 +73,16 @@ class Layout:
         is_taller = 0 not in spec.block and self.blocks == (1, spec.block[1])
         return spec.block == self.blocks or is_taller
 
-    def config(self, spec: OperandSpec, left: list[str]) -> dict[str, Any]:
-        """Return the ``quantization_config``; the modules ``left`` are in high precision."""
+    def config(
+        self, spec: OperandSpec, left: list[str], *, weights_alone: bool = False
+    ) -> dict[str, Any]:
+        """Return the ``quantization_config``; the modules ``left`` are in high precision, and with
+        ``weights_alone`` activations too, which ``fp8`` has no word for."""
         if self.method == "fp8":
             return self._fp8_config(spec, left)
         assert self.scheme is not None
         weights, activations = self.scheme
+        activations = None if weights_alone else activations
         file_format = self.name.partition(" ")[0]
         is_block = weights["strategy"] == "block"
         blocks = {"block_structure": list(spec.block)} if is_block else {}

@@ -52,7 +52,8 @@ class Weight(NamedTuple):
     ``names`` are the names of the weight's parts in files, several where the parts are quantized as
     one tensor, and ``parts`` the values. The first part is the parameter ``target`` of the
     state_dict, or a slice of this parameter; ``module`` holds the parameter. ``scale`` is the
-    delayed scale, None if the scale follows from the weight's amax.
+    delayed scale, None if the scale follows from the weight's amax. ``is_alone``: the forward
+    multiplies it by activations in high precision.
     """
 
     module: torch.nn.Module
@@ -61,6 +62,7 @@ class Weight(NamedTuple):
     parts: tuple[torch.Tensor, ...]
     spec: OperandSpec
     scale: torch.Tensor | None
+    is_alone: bool
 
 
 def weights_of(
@@ -196,7 +198,8 @@ def _weights_of_layer(node: ModuleNode, recipe: Recipe, naming: Naming) -> Itera
         if spec.delayed and scales is not None:
             at = number * len(plan.slots.forward) + plan.slots.forward.index("weight")
             scale = scales[at : at + 1]
-        yield Weight(module, target, names, parts, spec, scale)
+        is_alone = plan.fprop.a is None
+        yield Weight(module, target, names, parts, spec, scale, is_alone)
 
 
 def _parameter(layer: torch.nn.Module, prefix: str, name: str) -> torch.Tensor:
@@ -301,7 +304,7 @@ def save_pretrained(
         recipe: a recipe or its name; None takes the recipe of :func:`fp8core.convert`.
         method: the ``quant_method`` of the files, ``"fp8"`` (DeepSeek's names, which transformers,
             vLLM and SGLang read) or ``"compressed-tensors"``; None takes the first of these that
-            has the format.
+            has the format, for :class:`~fp8core.recipe.WeightOnly` the second.
         filter, skip: which layers, as in :func:`fp8core.convert`.
         max_shard_size: bytes of a file, as a number or as ``"5GB"``.
 
@@ -318,13 +321,17 @@ def save_pretrained(
     limit = _bytes_of(max_shard_size)
     chosen = recipe_from(recipe, "save_pretrained(recipe=...)")
     weights = weights_of(model, chosen, filter, [skip] if isinstance(skip, str) else skip)
+    weights_alone = all(weight.is_alone for weight in weights)
+    if weights_alone:
+        method = method or "compressed-tensors"
     layout, spec = _common_layout(weights, method)
     high_precision = _high_precision_modules(model, weights)
     uneven = [name for weight in weights for name in _uneven_parts(weight, layout, spec)]
     with ShardWriter(directory, limit) as writer:
         for tensors in _tensors(model, weights, layout):
             writer.add(tensors)
-        config = {**_config(model), "quantization_config": layout.config(spec, high_precision)}
+        quantization = layout.config(spec, high_precision, weights_alone=weights_alone)
+        config = {**_config(model), "quantization_config": quantization}
         writer.finish(config)
     save = getattr(getattr(model, "generation_config", None), "save_pretrained", None)
     if callable(save):
