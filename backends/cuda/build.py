@@ -1,8 +1,9 @@
-"""Compiles ``csrc`` with nvcc into one extension module, once for a set of sources and options.
+"""Compiles ``csrc`` with nvcc, once for a set of sources and options: into a library of kernels,
+which every Python shares, and into the thin extension module of this Python beside it.
 
-The file's name carries a hash of everything that decides its content, so a stale one is never
-loaded. A build happens in a temporary folder under a lock, and appears by one rename: another
-process sees all of it or nothing. The next build deletes the folder of one that was killed.
+Their folder's name carries a hash of everything that decides their content, so stale ones are never
+loaded. A build happens in a temporary folder under a lock; the module appears last, by one rename:
+another process sees all of it or nothing. The next build deletes the folder of one that was killed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ from fp8core_backends.cuda import cache, settings
 
 MODULE = "fp8core_cuda"
 """The extension's name, which its init function carries."""
+
+KERNELS = "libfp8core_kernels.so"
+"""The name of the library of kernels, which lies beside the extension."""
+
+_BINDINGS = "bindings/"
+"""The folder of the sources that the extension is compiled from; the others make the kernels."""
 
 ARCHITECTURES: dict[tuple[int, int], str] = {(9, 0): "90a", (10, 0): "100a"}
 """Compute capabilities that the sources are written for, and how nvcc spells them."""
@@ -203,8 +210,18 @@ def find(architectures: Sequence[str]) -> Path | None:
     targets = [target(names) for names in sets if set(architectures) <= set(names)]
     path = next((path for path in targets if os.path.lexists(path)), None)
     if path is not None:
-        cache.check(path)
+        check(path)
     return path
+
+
+def check(path: Path) -> None:
+    """Refuse the extension at ``path`` unless only the user could have written it and its kernels.
+
+    Raises:
+        UnsupportedError: another user could have; names the path and the reason.
+    """
+    for each in (path, path.with_name(KERNELS)):
+        cache.check(each)
 
 
 def build(architectures: Sequence[str] | None = None, *, output: Path | None = None) -> Path:
@@ -231,7 +248,7 @@ def build(architectures: Sequence[str] | None = None, *, output: Path | None = N
         raise UnsupportedError(f"cuda: cannot build the native library: {toolchain}.")
     path = target(architectures)
     cache.make(path.parent)
-    cache.check(path)
+    check(path)
     if not path.is_file():
         with cache.locked(path.parent):
             cache.clear(path.parent)
@@ -240,7 +257,8 @@ def build(architectures: Sequence[str] | None = None, *, output: Path | None = N
     if output is not None:
         try:
             output.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, output / path.name)
+            for name in (KERNELS, path.name):
+                shutil.copy2(path.with_name(name), output / name)
         except OSError as error:
             raise UnsupportedError(
                 f"cuda: no copy in {output}, as --output asks: {error}"
@@ -263,42 +281,78 @@ def _files(root: Path) -> list[Path]:
 
 
 def _keep(toolchain: Toolchain, architectures: Sequence[str], path: Path) -> None:
-    """Compile in a temporary folder beside ``path``, and move the library there."""
+    """Compile in a temporary folder beside ``path``, and move there what is missing: the kernels,
+    which a build for another Python may have left, and then the extension."""
+    kernels = path.with_name(KERNELS)
     try:
         with tempfile.TemporaryDirectory(prefix=cache.LEFTOVER, dir=path.parent) as folder:
-            library = _compile(toolchain, architectures, Path(folder))
-            library.chmod(0o755)  # the linker follows the umask, which may let a group write
-            with library.open("rb") as stream:
-                os.fsync(stream.fileno())  # its content is on the disk before its name is
-            os.replace(library, path)
+            compiler = _Compiler(toolchain, architectures, Path(folder))
+            if not kernels.is_file():
+                _settle(compiler.kernels(), kernels)
+            _settle(compiler.extension(kernels), path)
     except OSError as error:
         raise UnsupportedError(
             f"cuda: the native library cannot be kept in {path.parent}: {error}. {cache.remedy()}"
         ) from None
 
 
-def _compile(toolchain: Toolchain, architectures: Sequence[str], folder: Path) -> Path:
-    root = sources()
-    flags = [*_FLAGS, f"-I{root / 'include'}", *(f"-isystem={at}" for at in toolchain.includes)]
-    flags.append(f'-DFP8CORE_SOURCE_HASH="{source_hash()}"')
-    flags.append(f'-DFP8CORE_ARCHITECTURES="{" ".join(sorted(architectures))}"')
-    flags += [f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures]
-    jobs, objects = [], []
-    for number, (unit, macros) in enumerate(_units(root)):
-        objects.append(folder / f"{number}.o")
-        command = [toolchain.nvcc, *flags, *macros, "-c", root / unit, "-o", objects[-1]]
-        jobs.append(_Job(" ".join((unit, *macros)), command, folder))
-    cache.say(f"compiling {len(jobs)} files for sm_{', sm_'.join(architectures)} with nvcc; once")
-    done = 0
-    with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
-        for unit in pool.map(_run, jobs):
-            done += 1
-            cache.say(f"[{done}/{len(jobs)}] {unit}")
-    library = folder / "library.so"
-    # Both libraries are found by name at run time: torch has loaded them by then.
-    link = ["-shared", "-cudart=shared", *objects, "-Xlinker", toolchain.cublaslt, "-o", library]
-    _run(_Job(library.name, [toolchain.nvcc, *link], folder))
-    return library
+def _settle(library: Path, path: Path) -> None:
+    library.chmod(0o755)  # the linker follows the umask, which may let a group write
+    with library.open("rb") as stream:
+        os.fsync(stream.fileno())  # its content is on the disk before its name is
+    os.replace(library, path)
+
+
+class _Compiler(NamedTuple):
+    """Compiles the sources for ``architectures`` in ``folder``."""
+
+    toolchain: Toolchain
+    architectures: Sequence[str]
+    folder: Path
+
+    def kernels(self) -> Path:
+        """Return the library of kernels."""
+        units = [unit for unit in _units(sources()) if not unit[0].startswith(_BINDINGS)]
+        names = ", sm_".join(self.architectures)
+        cache.say(f"compiling {len(units)} files for sm_{names} with nvcc; once")
+        objects = self._objects(units)
+        # Both libraries are found by name at run time: torch has loaded them by then.
+        libraries = ["-cudart=shared", "-Xlinker", self.toolchain.cublaslt]
+        return self._linked(KERNELS, [*objects, *libraries, f"-Xlinker=-soname={KERNELS}"])
+
+    def extension(self, kernels: Path) -> Path:
+        """Return the extension for this Python, which finds ``kernels`` in its own folder."""
+        units = [unit for unit in _units(sources()) if unit[0].startswith(_BINDINGS)]
+        cache.say(f"compiling {len(units)} files of bindings")
+        objects = self._objects(units)
+        return self._linked(
+            f"{MODULE}.so", [*objects, "-cudart=none", kernels, "-Xlinker=-rpath=$ORIGIN"]
+        )
+
+    def _objects(self, units: Sequence[tuple[str, tuple[str, ...]]]) -> list[Path]:
+        root, toolchain = sources(), self.toolchain
+        flags = [*_FLAGS, f"-I{root / 'include'}", *(f"-isystem={at}" for at in toolchain.includes)]
+        flags.append(f'-DFP8CORE_SOURCE_HASH="{source_hash()}"')
+        flags.append(f'-DFP8CORE_ARCHITECTURES="{" ".join(sorted(self.architectures))}"')
+        flags += [f"-gencode=arch=compute_{name},code=sm_{name}" for name in self.architectures]
+        jobs, objects = [], []
+        for unit, macros in units:
+            name = " ".join((unit, *macros))
+            objects.append(self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.o")
+            command = [toolchain.nvcc, *flags, *macros, "-c", root / unit, "-o", objects[-1]]
+            jobs.append(_Job(name, command, self.folder))
+        done = 0
+        with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
+            for name in pool.map(_run, jobs):
+                done += 1
+                cache.say(f"[{done}/{len(jobs)}] {name}")
+        return objects
+
+    def _linked(self, name: str, inputs: Sequence[object]) -> Path:
+        library = self.folder / name
+        command = [self.toolchain.nvcc, "-shared", *inputs, "-o", library]
+        _run(_Job(name, command, self.folder))
+        return library
 
 
 def _units(root: Path) -> list[tuple[str, tuple[str, ...]]]:

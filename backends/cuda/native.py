@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import UnsupportedError
-from fp8core_backends.cuda import build, cache, settings
+from fp8core_backends.cuda import build, settings
 
 
 class _Source(NamedTuple):
@@ -111,7 +111,7 @@ def _load(architectures: Sequence[str]) -> Any:
         raise UnsupportedError(source.refused)
     path = build.build(architectures) if source.path is None else source.path
     if path != _beside():
-        cache.check(path)  # again: another file may have taken its name since
+        build.check(path)  # again: another file may have taken its name since
     module = _import(path)
     built_from = getattr(module, "SOURCE_HASH", "unknown")
     if build.source_hash() != built_from:

@@ -14,6 +14,7 @@
 #include "fp8core/grouped_gemm.h"
 #include "fp8core/microscaling.h"
 #include "fp8core/norm.h"
+#include "fp8core/origin.h"
 #include "fp8core/permutation.h"
 #include "fp8core/quantize.h"
 #include "fp8core/rotary.h"
@@ -239,8 +240,12 @@ void register_steps(py::module_& module) {
 }  // namespace fp8core
 
 PYBIND11_MODULE(fp8core_cuda, module) {
-  module.attr("SOURCE_HASH") = FP8CORE_SOURCE_HASH;
-  module.attr("ARCHITECTURES") = FP8CORE_ARCHITECTURES;
+  const std::string kernels = fp8core::source_hash();
+  if (kernels != FP8CORE_SOURCE_HASH)
+    throw py::import_error(fp8core::join("the bindings are of sources ", FP8CORE_SOURCE_HASH,
+                                         ", the library of kernels beside them of ", kernels));
+  module.attr("SOURCE_HASH") = kernels;
+  module.attr("ARCHITECTURES") = fp8core::architectures();
   fp8core::register_quantize(module);
   fp8core::register_activation(module);
   fp8core::register_microscaling(module);

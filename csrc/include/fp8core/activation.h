@@ -3,7 +3,7 @@
 
 #include "fp8core/microscaling.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 // f of one value. A gated activation is f(a) * b of the two halves a, b of a row.
 enum class ActivationFunction {

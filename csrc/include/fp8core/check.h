@@ -9,6 +9,10 @@
 #include <stdexcept>
 #include <string>
 
+// Behind the name of a namespace in a header of entries: the bindings, which are another library,
+// find what it declares. Everything else is hidden.
+#define FP8CORE_EXPORTED __attribute__((visibility("default")))
+
 namespace fp8core {
 
 template <typename... Words>

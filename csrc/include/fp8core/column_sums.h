@@ -3,7 +3,7 @@
 
 #include "fp8core/quantize.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 struct ColumnSumsDesc {
   InputType input;

@@ -6,7 +6,7 @@
 
 #include "fp8core/gemm.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 // kE8M0 is a power of two in a byte. kE4M3 is a byte under a second scale, of the whole tensor.
 enum class ScaleFormat { kFloat32, kE8M0, kE4M3 };

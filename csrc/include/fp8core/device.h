@@ -7,7 +7,7 @@
 
 #include "fp8core/check.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 // A cudaStream_t as Python hands it over.
 using StreamHandle = std::uintptr_t;

@@ -13,7 +13,7 @@
 
 #include "fp8core/device.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 enum class ElementType { kE4M3, kE5M2, kE2M1, kBFloat16, kFloat16, kFloat32 };
 

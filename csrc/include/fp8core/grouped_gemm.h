@@ -11,7 +11,7 @@
 
 #include "fp8core/gemm.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 struct GroupedGemmDesc {
   ElementType a, b;

@@ -7,7 +7,7 @@
 
 #include "fp8core/quantize.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 // Null codes: that orientation is not wanted. `codes` as in QuantizeOutput, two a byte in NVFP4.
 struct ByteScaled {

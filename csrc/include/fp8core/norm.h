@@ -4,7 +4,7 @@
 
 #include "fp8core/quantize.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 enum class NormKind { kLayerNorm, kRmsNorm };
 

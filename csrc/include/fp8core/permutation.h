@@ -7,7 +7,7 @@
 
 #include "fp8core/quantize.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 // Of one token; they are listed in shared memory.
 constexpr std::int64_t kMostSlots = 2048;

@@ -12,7 +12,7 @@
 
 #include "fp8core/device.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 enum class InputType { kFloat32, kBFloat16, kFloat16 };
 enum class Format { kE4M3, kE5M2 };

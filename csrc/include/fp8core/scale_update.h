@@ -7,7 +7,7 @@
 
 #include "fp8core/device.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 // history [length, slots] and scale [slots] are updated in place; nonfinite[0] counts the newest
 // amaxes that were inf or NaN, and may be null.

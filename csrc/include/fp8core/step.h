@@ -5,7 +5,7 @@
 
 #include "fp8core/quantize.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 // A launch takes kParametersPerStep parameters.
 constexpr int kParametersPerStep = 48;

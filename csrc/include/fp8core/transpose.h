@@ -7,7 +7,7 @@
 
 #include "fp8core/device.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 struct TransposeDesc {
   int device;

@@ -39,12 +39,35 @@ def test_a_build_is_made_once(compiler: Path, capsys: pytest.CaptureFixture[str]
     assert path.read_text() == "made\n"
     units = build._units(build.sources())
     lines = (compiler / "log").read_text().splitlines()
-    assert len(lines) == len(units) + 1
-    assert all("arch=compute_90a,code=sm_90a" in line for line in lines[:-1])
+    links = [line for line in lines if "-shared" in line]
+    assert len(lines) == len(units) + len(links)
+    assert all("arch=compute_90a,code=sm_90a" in line for line in lines if line not in links)
+    assert [line.split()[-1].rpartition("/")[2] for line in links] == [
+        build.KERNELS,
+        "fp8core_cuda.so",
+    ]
+    bindings = sum(unit.startswith("bindings/") for unit, _ in units)
     told = capsys.readouterr().err
-    assert f"[{len(units)}/{len(units)}]" in told
+    for count in (len(units) - bindings, bindings):
+        assert f"[{count}/{count}]" in told
     assert build.build(("90a",)) == path
     assert (compiler / "log").read_text().splitlines() == lines
+
+
+def test_another_python_shares_the_kernels(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build.build(("90a",))
+    (compiler / "log").unlink()
+    suffix = ".cpython-399-x86_64-linux-gnu.so"
+    monkeypatch.setattr(build.sysconfig, "get_config_var", lambda name: suffix)
+    other = build.build(("90a",))
+    assert other == path.with_name(f"{build.MODULE}{suffix}")
+    assert other.is_file()
+    log = (compiler / "log").read_text().splitlines()
+    compiled = [line for line in log if "-shared" not in line]
+    assert compiled
+    assert all("/bindings/" in line for line in compiled)
+    assert len(log) == len(compiled) + 1
+    assert str(path.with_name(build.KERNELS)) in log[-1].split()
 
 
 def test_a_source_of_variants_is_compiled_once_for_each(compiler: Path) -> None:
@@ -71,7 +94,8 @@ def test_another_architecture_is_another_file(compiler: Path) -> None:
 
 def test_a_copy_goes_where_it_is_asked_for(compiler: Path, tmp_path: Path) -> None:
     path = build.build(("90a",), output=tmp_path / "out")
-    assert (tmp_path / "out" / path.name).read_text() == "made\n"
+    for name in (path.name, build.KERNELS):
+        assert (tmp_path / "out" / name).read_text() == "made\n"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +125,7 @@ def test_processes_that_build_at_once_make_one_file(compiler: Path) -> None:
     said = [output.read_text() for output in outputs]
     assert said[0] == said[1] != ""
     links = [line for line in (compiler / "log").read_text().splitlines() if "-shared" in line]
-    assert len(links) == 1
+    assert len(links) == 2  # the kernels, and the extension
 
 
 @pytest.mark.parametrize(
@@ -249,7 +273,7 @@ def test_a_killed_build_leaves_nothing_that_stays(compiler: Path, tmp_path: Path
     assert {file.name for file in folder.iterdir()} - {"lock"}  # it was in the middle of it
     (compiler / "nvcc").write_text(good)
     path = build.build(("90a",))
-    assert {file.name for file in folder.iterdir()} <= {"lock", path.name}
+    assert {file.name for file in folder.iterdir()} <= {"lock", path.name, build.KERNELS}
     assert list(temporary.iterdir()) == []  # the compiler's own files were in the build's folder
 
 

@@ -45,6 +45,14 @@ def test_the_bindings_alone_know_python_and_nobody_knows_torch() -> None:
     assert {layer_of(file) for file in python} == {"bindings"}
 
 
+def test_headers_of_entries_show_them_to_the_bindings() -> None:
+    for header in (ROOT / "include").rglob("*.h"):
+        opened = re.findall(r"^namespace fp8core.*{$", header.read_text(), re.MULTILINE)
+        hidden = [line for line in opened if "FP8CORE_EXPORTED" not in line]
+        assert (len(opened) == 1) == (not hidden) or header.name == "check.h", header
+    assert any("-fvisibility=hidden" in flag for flag in build._FLAGS)
+
+
 def test_a_source_of_variants_says_which_macro_is_missing() -> None:
     silent = []
     for source, variants in build._VARIANTS.items():
