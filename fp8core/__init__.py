@@ -119,6 +119,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CollectiveError",
     "ConversionReport",
+    "CudaRNGStatesTracker",
     "DType",
     "DelayedScalingRequest",
     "DotProductAttention",
@@ -201,6 +202,7 @@ __all__ = [
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
     "monitor",
+    "onnx_export",
     "ops",
     "optimizers",
     "parallel_cross_entropy",
@@ -238,12 +240,16 @@ if TYPE_CHECKING:
     from fp8core.integrations import mindspeed as mindspeed
     from fp8core.integrations import torchtitan as torchtitan
     from fp8core.integrations import transformer_engine as transformer_engine
+    from fp8core.integrations.transformer_engine.distributed import (
+        CudaRNGStatesTracker as CudaRNGStatesTracker,
+    )
     from fp8core.interchange import checkpoints as checkpoints
     from fp8core.interchange import export as export
+    from fp8core.interchange.export import onnx_export as onnx_export
 else:  # to a type checker, it would make every name an attribute
 
-    def __getattr__(name: str) -> ModuleType:
-        """Return the module of a short name.
+    def __getattr__(name: str) -> object:
+        """Return the module of a short name, or a public name whose module is loaded late.
 
         Raises:
             AttributeError: there is none; names the alternative to a name of Transformer Engine,
@@ -251,6 +257,8 @@ else:  # to a type checker, it would make every name an attribute
         """
         if name in names.SHORT:
             return importlib.import_module(f"{__name__}.{name}")
+        if name in names.LATE:
+            return getattr(importlib.import_module(f"{__name__}.{names.LATE[name]}"), name)
         refusal = names.refusal(name) or names.moved(f"{__name__}.{name}")
         if refusal is not None:
             raise AttributeError(refusal)

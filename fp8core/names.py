@@ -33,6 +33,12 @@ SHORT = {
 }
 """Modules that users import by a short name, ``fp8core.optimizers``, and where each is."""
 
+LATE = {
+    "CudaRNGStatesTracker": "integrations.transformer_engine.distributed",
+    "onnx_export": "interchange.export",
+}
+"""Public names of fp8core whose module is loaded when they are first asked for."""
+
 PICKLED = {
     "chain.pointwise": "chain.boundary",
     "chain.regrouped": "chain.simple",
@@ -184,9 +190,6 @@ _FUSIONS = "a fusion replaces both directions: register_forward_backward_fusion"
 _PLAIN = "IdentityQuantizer returns a plain tensor"
 _LINEAR_ATTENTION = "linear attention is not offered; use a library that has its kernels"
 _COMMUNICATION_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "layers take any tracker whose fork(name) is a context, as Megatron's": (
-        "CudaRNGStatesTracker",
-    ),
     _OVERLAP: (
         "UserBufferQuantizationMode",
         "destroy_ub",
@@ -221,7 +224,6 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "ops.register_backward_fusion",
         "ops.register_forward_fusion",
     ),
-    "use fp8core.export.to_onnx on an inference model": ("onnx_export",),
 }
 NOT_OFFERED: Mapping[str, str] = {
     name: instead for instead, names in _GROUPS.items() for name in names
@@ -236,8 +238,8 @@ COMMUNICATION = frozenset(name for names in _COMMUNICATION_GROUPS.values() for n
 def refusal(name: str) -> str | None:
     """Return the message that fp8core has no ``name``, with the alternative; None for other names.
 
-    >>> refusal("onnx_export")
-    'fp8core offers no onnx_export: use fp8core.export.to_onnx on an inference model.'
+    >>> refusal("IdentityTensor")
+    'fp8core offers no IdentityTensor: IdentityQuantizer returns a plain tensor.'
     """
     instead = NOT_OFFERED.get(name)
     return None if instead is None else f"fp8core offers no {name}: {instead}."

@@ -114,6 +114,7 @@ __all__ = [
     "wait_for_collective",
     "wait_for_result",
     "watchers_of",
+    "within_no_subclass",
     "without_interpreters",
     "without_keys",
     "without_modes",
@@ -194,6 +195,8 @@ try:
     forward_ad._current_level  # noqa: B018  an early AttributeError where torch lacks it
     forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 
+    # A context in which functions of tensor subclasses run as those of plain tensors.
+    within_no_subclass: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
     # How a class of tensors says that it overrides neither functions nor operators.
     no_torch_function: Final[Any] = torch._C._disabled_torch_function_impl
     no_torch_dispatch: Final[Any] = torch._C._disabled_torch_dispatch_impl

@@ -20,11 +20,11 @@ import fp8core
 from fp8core import transformer_engine as alias
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.integrations.transformer_engine import finder
+from fp8core.modules.models import graphs
 from tests.refusals import unrefused
 from tests.te_surface import Name, stored
 
 NAMES = stored()
-UNDER_THE_ALIAS = {"CudaRNGStatesTracker"}  # which fp8core itself does not offer
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_offered_names_resolve(te: Any) -> None:
 
 
 def test_another_name_raises_what_to_use(te: Any) -> None:
-    refused = [n for n in NAMES if not n.is_offered and n.name not in UNDER_THE_ALIAS]
+    refused = [n for n in NAMES if not n.is_offered]
     said = "fp8core offers no"
     reads = {
         n.here: (partial(getattr, module_of(n), n.name), AttributeError, said) for n in refused
@@ -207,8 +207,16 @@ def test_a_module_that_is_not_there_says_so(te: Any) -> None:
         importlib.import_module("transformer_engine.pytorch.cpp_extensions")
     with pytest.raises(AttributeError, match=r"Linear is in transformer_engine\.pytorch"):
         _ = te.pytorch.fp8.Linear
-    with pytest.raises(ModuleNotFoundError, match="No module named 'transformer_engine_torch'"):
-        importlib.import_module("transformer_engine_torch")
+
+
+def test_the_module_of_c_functions_has_its_enumerations_alone(te: Any) -> None:
+    tex = importlib.import_module("transformer_engine_torch")
+    assert tex.DType.kFloat8E4M3 == fp8core.DType.kFloat8E4M3
+    assert (tex.FP8FwdTensors.GEMM2_WEIGHT, tex.FP8BwdTensors.GRAD_INPUT2) == (4, 3)
+    with pytest.raises(AttributeError, match=r"none of its functions in C\+\+: fp8core.functional"):
+        _ = tex.generic_gemm
+    with pytest.raises(ImportError, match="none of its functions"):
+        from transformer_engine_torch import generic_gemm  # noqa: F401
 
 
 def test_names_of_fp8core_alone_are_not_there(te: Any) -> None:
@@ -311,6 +319,88 @@ def test_megatron_s_attributes(te: Any) -> None:
     with te.pytorch.fp8_autocast(fp8_recipe=te.common.recipe.MXFP8BlockScaling()):
         assert layer.fp8
         assert layer.fp8_meta["recipe"].mxfp8()
+
+
+def test_the_metadata_of_a_layer_is_its_delayed_state(te: Any) -> None:
+    layer = te.pytorch.LayerNormMLP(32, 48)
+    with pytest.raises(KeyError, match=r"scaling_fwd .* are there after a run"):
+        _ = layer.fp8_meta["scaling_fwd"]
+    recipe = te.common.recipe.DelayedScaling(amax_history_len=4)
+    for _ in range(2):
+        with te.pytorch.autocast(recipe=recipe):
+            layer(torch.randn(16, 32)).sum().backward()
+    assert layer.fp8_meta["recipe"] == recipe
+    forward, backward = layer.fp8_meta["scaling_fwd"], layer.fp8_meta["scaling_bwd"]
+    assert forward.scale is layer.scale_fwd
+    assert backward.amax_history is layer.amax_history_bwd
+    assert torch.equal(forward.scale_inv, 1 / layer.scale_fwd)
+    forward.scale[1] = 0.5
+    forward.scale_inv[0] = 0.25
+    backward.scale = torch.full((4,), 8.0)
+    assert layer.scale_fwd[:2].tolist() == [4.0, 0.5]
+    assert layer.scale_bwd.tolist() == [8.0] * 4
+    forward.scale_inv.mul_(2.0)
+    assert layer.scale_fwd[:2].tolist() == [2.0, 0.25]
+    forward.scale_inv = torch.full((6,), 0.5)
+    assert layer.scale_fwd.tolist() == [2.0] * 6
+    y = {}
+    for name in ("as it is", "written"):
+        with torch.no_grad(), te.pytorch.autocast(recipe=recipe):
+            y[name] = layer(torch.linspace(-1, 1, 64).reshape(2, 32))
+        forward.scale.fill_(0.125)
+    assert not torch.equal(y["as it is"], y["written"])  # what is written is what computes
+    with pytest.raises(AttributeError, match="no 'amax'"):
+        _ = forward.amax
+
+
+def test_the_recipe_in_the_metadata_is_that_of_the_last_run(te: Any) -> None:
+    layer, current = te.pytorch.Linear(32, 32), te.common.recipe.Float8CurrentScaling()
+    assert layer.fp8_meta["recipe"] == fp8core.get_default_recipe()
+    recipe = te.common.recipe.MXFP8BlockScaling()
+    with te.pytorch.autocast(recipe=recipe):
+        layer(torch.ones(32, 32))
+    assert layer.fp8_meta["recipe"] == recipe
+    with te.pytorch.autocast(recipe=current):
+        assert layer.fp8_meta["recipe"] == current
+
+
+def test_quantizers_of_a_layer_name_what_to_use(te: Any) -> None:
+    layer = te.pytorch.Linear(32, 32)
+    with pytest.raises(AttributeError, match=r"not offered.*scaling_fwd.*qfactory"):
+        _ = layer.quantizers
+
+
+def test_graphs_take_the_earlier_names_and_positions(
+    te: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        graphs, "make_graphed_callables", lambda *args, **kwargs: calls.append((args, kwargs))
+    )
+    layer, sample, recipe = te.pytorch.Linear(32, 32), (torch.ones(2, 32),), object()
+    make = te.pytorch.make_graphed_callables
+    make(layer, sample, 3, False, None, True, False, recipe, None, True)
+    make(
+        layer,
+        sample,
+        fp8_enabled=True,
+        fp8_calibrating=False,
+        fp8_recipe=recipe,
+        fp8_weight_caching=True,
+    )
+    asked = {
+        "enabled": True,
+        "calibrating": False,
+        "recipe": recipe,
+        "cache_quantized_params": True,
+    }
+    assert calls == [((layer, sample, 3, False, None), asked)] * 2
+    make(layer, sample, enabled=False, pool=(1, 2))
+    assert calls[-1][1] == {"enabled": False, "pool": (1, 2)}
+    with pytest.raises(RecipeError, match=r"recipe=\.\.\.\): give one of them"):
+        make(layer, sample, fp8_recipe=recipe, recipe=recipe)
+    with pytest.raises(UnsupportedError, match="_reuse_graph_input_output_buffers"):
+        make(layer, sample, _reuse_graph_input_output_buffers=True)
 
 
 def test_extra_state_is_saved_empty_and_loads_from_any_checkpoint(te: Any) -> None:

@@ -533,3 +533,35 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", absent)
     with pytest.raises(ImportError, match="pip install onnxscript"):
         refused(tmp_path, te.Linear(64, 64))
+
+
+@pytest.mark.parametrize("chosen", ["current", "none"])
+def test_a_file_that_torch_writes_within_onnx_export_is_that_of_to_onnx(
+    chosen: str, tmp_path: Path
+) -> None:
+    model = torch.nn.Sequential(te.Linear(32, 32), torch.nn.ReLU()).eval()
+    x, recipe_of = torch.randn(4, 32), RECIPES[chosen]
+    ours = to_onnx(model, (x,), tmp_path / "ours.onnx", recipe_of)
+    before = torch.onnx.export
+    with te.autocast(enabled=recipe_of is not None, recipe=recipe_of), te.onnx_export(enabled=True):
+        theirs = torch.onnx.export(model, x, str(tmp_path / "theirs.onnx"), dynamo=True)
+    assert torch.onnx.export is before
+    assert theirs.model_proto.graph.node == ours.model_proto.graph.node
+    both = [run(tmp_path / name, [[x]]) for name in ("ours.onnx", "theirs.onnx")]
+    assert torch.equal(both[0][0][0], both[1][0][0])
+
+
+def test_onnx_export_leaves_other_models_to_torch_and_refuses_other_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: calls.append(args))
+    plain = torch.nn.Linear(4, 4)
+    with te.onnx_export(enabled=True):
+        torch.onnx.export(plain, (torch.ones(1, 4),), str(tmp_path / "x.onnx"))
+        for options in ({"dynamo": False}, {"custom_translation_table": {}}):
+            with pytest.raises(UnsupportedError, match=next(iter(options))):
+                torch.onnx.export(te.Linear(32, 32), (torch.ones(1, 32),), "x.onnx", **options)
+    with te.onnx_export():
+        torch.onnx.export(plain, ())
+    assert [call[0] for call in calls] == [plain, plain]

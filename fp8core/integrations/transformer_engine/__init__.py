@@ -151,6 +151,7 @@ _TOP = {
     **{name: getattr(fp8core, name) for name in fp8core.__all__ if name not in _NATIVE},
     **_LAYERS,
     **_from(distributed, "checkpoint", "CudaRNGStatesTracker"),
+    **_from(recipes, "make_graphed_callables"),
 }
 _OFFLOAD = _from(
     fp8core, "ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload"
@@ -159,6 +160,7 @@ _INFERENCE = _from(fp8core, "InferenceParams", "KVCacheManager")
 
 _MODULES: Mapping[str, Mapping[str, Any]] = {
     _ROOT: {},
+    finder.NATIVE: {**_from(fp8core, "DType"), **_from(layers, "FP8BwdTensors", "FP8FwdTensors")},
     f"{_ROOT}.common": {},
     f"{_ROOT}.common.recipe": _RECIPES,
     _TORCH: _TOP,
@@ -183,7 +185,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
             "distributed": _DISTRIBUTED,
             "float8_tensor": _from(fp8core, "Float8Tensor"),
             "fp8": _QUANTIZATION,
-            "graph": _from(fp8core, "make_graphed_callables"),
+            "graph": _from(recipes, "make_graphed_callables"),
             "module": {
                 **_from(layers, "Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"),
                 **_from(layers, "LayerNorm", "RMSNorm"),
@@ -252,6 +254,11 @@ def refusal(name: str) -> str:
     if remedy is not None:
         return f"{name}: {remedy}"
     word = name.rpartition(".")[2]
+    if name.startswith(finder.NATIVE):
+        return (
+            f"{name}: fp8core has of that module {', '.join(_MODULES[finder.NATIVE])}, and none of "
+            f"its functions in C++: fp8core.functional and fp8core.Quantizer quantize and multiply."
+        )
     elsewhere = [module for module, names in _MODULES.items() if word in names]
     if elsewhere:
         return f"{name} does not exist under fp8core; {word} is in {elsewhere[0]}."

@@ -19,6 +19,8 @@ from types import ModuleType
 from typing import Any
 
 ROOT = "transformer_engine"
+NATIVE = "transformer_engine_torch"
+"""The module of Transformer Engine's functions in C++, of which programs use the enumerations."""
 VERSION = "2.14.0"
 ENVIRONMENT = "FP8CORE_AS_TRANSFORMER_ENGINE"
 """The variable by which ``fp8core run`` tells child processes the version; also listed in
@@ -39,8 +41,8 @@ _CACHED_CHECK = "is_te_available"
 
 
 def is_within(name: str) -> bool:
-    """Return whether ``name`` is that of the package or of a module inside."""
-    return name == ROOT or name.startswith(f"{ROOT}.")
+    """Return whether ``name`` is that of the package, of a module inside, or of its C++ module."""
+    return name.partition(".")[0] in (ROOT, NATIVE)
 
 
 class _Distribution(importlib.metadata.Distribution):

@@ -11,10 +11,11 @@ Each is fp8core's layer, which does all the work. The differences:
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -31,7 +32,9 @@ from fp8core.modules.layers import grouped_linear, layernorm_linear, layernorm_m
 from fp8core.modules.layers.parallel import ParallelModule
 from fp8core.modules.state.loading import EXTRA_STATE, Imported
 from fp8core.recipe import get_default_recipe
+from fp8core.recipe.plan import LinearPlan
 from fp8core.tensors.delayed_state import BUFFERS
+from fp8core.torch_ops.private import within_no_subclass
 
 # Options of how several ranks exchange tensors: without effect on one rank, whatever their value.
 _OVERLAP = (
@@ -119,11 +122,92 @@ class _Layer(torch.nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Return a parameter or a module; an empty tensor for the bias of a layer without one."""
+        if name == "quantizers":
+            raise AttributeError(
+                "quantizers of a layer are not offered: a recipe says how each tensor is cast "
+                "(fp8core.explain), fp8_meta['scaling_fwd'] has the delayed scales, and "
+                "fp8core.recipe.CustomRecipe(qfactory=...) takes quantizers of one's own"
+            )
         value: Any = super().__getattr__(name)
         if value is None and "bias" in name and name in self._parameters:
             weight = next(self.parameters(), None)
             return torch.empty(0) if weight is None else weight.detach().new_empty(0)
         return value
+
+
+class FP8FwdTensors(enum.IntEnum):
+    """The slots of ``scaling_fwd``; those of further products follow, three for each."""
+
+    GEMM1_INPUT, GEMM1_WEIGHT, GEMM1_OUTPUT = 0, 1, 2
+    GEMM2_INPUT, GEMM2_WEIGHT, GEMM2_OUTPUT = 3, 4, 5
+    GEMM3_INPUT, GEMM3_WEIGHT, GEMM3_OUTPUT = 6, 7, 8
+
+
+class FP8BwdTensors(enum.IntEnum):
+    """The slots of ``scaling_bwd``; those of further products follow, two for each."""
+
+    GRAD_OUTPUT1, GRAD_INPUT1 = 0, 1
+    GRAD_OUTPUT2, GRAD_INPUT2 = 2, 3
+    GRAD_OUTPUT3, GRAD_INPUT3 = 4, 5
+
+
+class _Meta(dict[str, Any]):
+    def __missing__(self, key: str) -> NoReturn:
+        raise KeyError(
+            f"fp8_meta has no {key!r} here; it has {', '.join(self)}. scaling_fwd and scaling_bwd "
+            f"are there after a run under DelayedScaling, or fp8core.prepare(model, recipe)"
+        )
+
+
+class ScalingMeta:
+    """The delayed state of one direction of a layer, under the names that Transformer Engine has.
+
+    ``scale [slots]`` and ``amax_history [length, slots]`` are the layer's buffers themselves, which
+    may be written; ``scale_inv [slots]`` is computed, and assigned as a whole. All are float32,
+    their slots those of :class:`FP8FwdTensors` and :class:`FP8BwdTensors`.
+    """
+
+    __slots__ = ("_layer", "_way")
+    _layer: torch.nn.Module
+    _way: str
+
+    def __init__(self, layer: torch.nn.Module, way: str) -> None:
+        object.__setattr__(self, "_layer", layer)  # not by __setattr__, which writes tensors
+        object.__setattr__(self, "_way", way)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name not in ("scale", "scale_inv", "amax_history"):
+            raise AttributeError(f"a delayed state has scale, scale_inv, amax_history, no {name!r}")
+        tensor = self._layer._buffers[f"{'scale' if name == 'scale_inv' else name}_{self._way}"]
+        assert tensor is not None
+        return _Inverse.of(tensor) if name == "scale_inv" else tensor
+
+    def __setattr__(self, name: str, value: torch.Tensor) -> None:
+        getattr(self, name).copy_(value)
+
+
+class _Inverse(torch.Tensor):
+    """The reciprocals of a ``scale``; what writes to them writes their reciprocals to it."""
+
+    scale: torch.Tensor
+
+    @staticmethod
+    def of(scale: torch.Tensor) -> _Inverse:
+        inverse = scale.reciprocal().as_subclass(_Inverse)
+        inverse.scale = scale
+        return inverse
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with within_no_subclass():
+            before = [(x, x._version) for x in args if isinstance(x, _Inverse)]
+            result = func(*args, **(kwargs or {}))
+            for inverse, version in before:
+                if inverse._version != version:
+                    inverse.scale.copy_(inverse.reciprocal())
+            return result
 
 
 class _ParallelOption:
@@ -169,10 +253,16 @@ class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
 
     @property
     def fp8_meta(self) -> dict[str, Any]:
-        """The recipe and process group of the active autocast, to read."""
-        request = active(self.outside_autocast)
-        recipe = request.quantize or request.observe or get_default_recipe()
-        return {"fp8_checkpoint": False, "fp8_group": request.process_group, "recipe": recipe}
+        """The recipe and process group of the active autocast, outside of any the recipe of the
+        last run; and of a layer of linears with delayed scales ``scaling_fwd`` and ``scaling_bwd``,
+        see :class:`ScalingMeta`."""
+        request, last = active(self.outside_autocast), self._bindings.last
+        ran = None if last is None else last[1].recipe
+        recipe = request.quantize or request.observe or ran or get_default_recipe()
+        meta = _Meta(fp8_checkpoint=False, fp8_group=request.process_group, recipe=recipe)
+        if self.plan_type is LinearPlan and self._buffers.get("scale_fwd") is not None:
+            meta.update(scaling_fwd=ScalingMeta(self, "fwd"), scaling_bwd=ScalingMeta(self, "bwd"))
+        return meta
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Do nothing: state is created when a recipe first needs it."""

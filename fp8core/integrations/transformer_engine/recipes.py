@@ -16,8 +16,9 @@ import torch
 
 from fp8core import recipe
 from fp8core.context.autocast import active
-from fp8core.errors import RecipeError, no_argument
+from fp8core.errors import RecipeError, UnsupportedError, no_argument
 from fp8core.inspection import explain
+from fp8core.modules.models import graphs as fp8core_graphs
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.base import explains_writes
 from fp8core.recipe.plan import GemmPlan, LayerRole, LinearPlan, Plan
@@ -95,6 +96,51 @@ class FP8GlobalStateManager(metaclass=_Refusing):
     is_mxfp8_available = staticmethod(check_mxfp8_support)
     is_fp8_block_scaling_available = staticmethod(check_fp8_block_scaling_support)
     is_nvfp4_available = staticmethod(check_nvfp4_support)
+
+
+_EARLIER = {
+    "fp8_enabled": "enabled",
+    "fp8_calibrating": "calibrating",
+    "fp8_recipe": "recipe",
+    "fp8_group": "amax_reduction_group",
+    "fp8_weight_caching": "cache_quantized_params",
+}
+
+
+def make_graphed_callables(
+    modules: Any,
+    sample_args: Any,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    sample_kwargs: Any = None,
+    *args: Any,
+    _reuse_graph_input_output_buffers: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Call :func:`fp8core.make_graphed_callables`, by the names and in the order that Transformer
+    Engine has, the earlier names of the recipe's arguments included."""
+    if len(args) > 2 * len(_EARLIER):
+        last = list(_EARLIER.values())[-1]
+        raise RecipeError(f"make_graphed_callables: give the arguments behind {last} by name.")
+    positional = dict(zip((*_EARLIER, *_EARLIER.values()), args, strict=False))
+    for name in positional.keys() & kwargs.keys():
+        raise RecipeError(f"make_graphed_callables({name}=...) is given by position and by name.")
+    arguments = {name: v for name, v in {**positional, **kwargs}.items() if v is not None}
+    for earlier, name in _EARLIER.items():
+        if earlier in arguments and name in arguments:
+            raise RecipeError(
+                f"make_graphed_callables({earlier}=..., {name}=...): give one of them."
+            )
+        if earlier in arguments:
+            arguments[name] = arguments.pop(earlier)
+    if _reuse_graph_input_output_buffers:
+        raise UnsupportedError(
+            "make_graphed_callables(_reuse_graph_input_output_buffers=True) is not offered; leave "
+            "it at False."
+        )
+    return fp8core_graphs.make_graphed_callables(
+        modules, sample_args, num_warmup_iters, allow_unused_input, sample_kwargs, **arguments
+    )
 
 
 _GEMMS = ("fprop", "dgrad", "wgrad")

@@ -25,12 +25,14 @@ from fp8core.context.autocast import autocast
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.interchange.export import operands
+from fp8core.modules.models.inventory import layers_in
 from fp8core.recipe import Recipe
 from fp8core.torch_ops.encoding import decode
 from fp8core.torch_ops.private import FakeTensor, pytree, schema_of
 
-__all__ = ["to_onnx"]
+__all__ = ["onnx_export", "to_onnx"]
 
+_export = torch.onnx.export
 _CONSTANTS = (bool, int, float, complex, str, type(None))
 _ABSENT = object()
 _DATA: Any = torch.Tensor.data  # the property
@@ -442,7 +444,7 @@ def to_onnx(
                 torch.Tensor, torch.clone, (tuple(args), dict(kwargs or {}))
             )
             lowered = lower(capture(model, positional, named, dynamic_shapes))
-        exported = torch.onnx.export(
+        exported = _export(
             lowered,
             input_names=input_names,
             output_names=output_names,
@@ -453,6 +455,48 @@ def to_onnx(
     assert exported is not None  # dynamo=True returns it
     exported.save(path)
     return exported
+
+
+# Options of torch.onnx.export that to_onnx has by another name or takes at these values.
+_TAKEN = {"kwargs", "dynamic_shapes", "input_names", "output_names", "opset_version"}
+_FIXED = {"dynamo": True, "export_params": True, "external_data": True, "verbose": False}
+_FIXED |= {"do_constant_folding": True, "keep_initializers_as_inputs": False}
+
+
+@contextlib.contextmanager
+def onnx_export(enabled: bool = False) -> Iterator[None]:
+    """Have ``torch.onnx.export`` of a model with layers of fp8core write as :func:`to_onnx` does.
+
+    As in Transformer Engine, whose name this is: ``with autocast(recipe=...), onnx_export(True):
+    torch.onnx.export(model, args, path)``. Other models are exported as torch exports them.
+
+    Raises:
+        UnsupportedError: in a call of ``torch.onnx.export``: there is no file, or an option has a
+            value that :func:`to_onnx` does not take.
+    """
+    plain = torch.onnx.export
+
+    def export(model: Any, args: Any = (), f: Any = None, **options: Any) -> Any:
+        is_ours = isinstance(model, torch.nn.Module) and bool(layers_in(model))
+        if not is_ours:
+            return plain(model, args, f, **options)
+        refused = {n: v for n, v in options.items() if n not in _TAKEN and v != _FIXED.get(n)}
+        refused |= {"f": None} if f is None else {}
+        for name, value in refused.items():
+            raise UnsupportedError(
+                f"torch.onnx.export({name}={value!r}) of a model of fp8core: export.to_onnx "
+                f"takes a path, and {', '.join(sorted(_TAKEN))}."
+            )
+        passed = {name: value for name, value in options.items() if name in _TAKEN and value}
+        positional = args if isinstance(args, tuple) else (args,)
+        return to_onnx(model, positional, f, **passed)
+
+    if enabled:
+        torch.onnx.export = export
+    try:
+        yield
+    finally:
+        torch.onnx.export = plain
 
 
 def _check(model: torch.nn.Module, opset_version: int) -> None:
