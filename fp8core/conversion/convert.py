@@ -293,8 +293,8 @@ def _fused(
     """Return ``report`` with the decoder layers that run as chains from now on, and those that do
     not."""
     groups: tuple[list[LayerEntry], list[LayerEntry]] = [], []
-    for path, (layer, reason) in fuse_decoders(model, conversion).items():
-        groups[bool(reason)].append(LayerEntry(path, layer, 0, 0, reason))
+    for path, (kind, is_fused, reason) in fuse_decoders(model, conversion).items():
+        groups[not is_fused].append(LayerEntry(path, kind, 0, 0, reason))
     return dataclasses.replace(report, fused=tuple(groups[0]), apart=tuple(groups[1]))
 
 

@@ -2,9 +2,10 @@
 output projection, sum, norm and gated feed-forward block, added to that sum.
 
 Llama, Qwen2, Qwen3, Mistral, Gemma and whoever else composes a layer so: the class is compared with
-:func:`plain` on a few numbers, never known by its name. Between the two chains the library rotates
-queries and keys, and transformers' own ``sdpa`` attends. With a cache, with another attention, and
-where somebody has to see a module inside, the layer computes as its class says.
+:func:`plain` on a few numbers, never known by its name. Another block, as Mixtral's experts, runs
+by itself behind the sum. Between the two chains the library rotates queries and keys, and
+transformers' own ``sdpa`` attends. With another attention, and where somebody has to see a module
+inside, the layer computes as its class says.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -27,8 +28,8 @@ from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
 from fp8core.modules.splice import Part, Splice
 
 _SPLICES = "_fp8core_splices"
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_CHILDREN = {*_NORMS, "self_attn", "mlp"}
+_FIRST_NORM, _SECOND_NORM = "input_layernorm", "post_attention_layernorm"
+_CHILDREN = {_FIRST_NORM, _SECOND_NORM, "self_attn", "mlp"}
 _PROJECTIONS, _HEAD_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _CACHES = ("cache", "past_key_values", "past_key_value")
@@ -36,53 +37,57 @@ _GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
 """The gated activation here that multiplies by an activation of torch, by its name here."""
 
 
+class Result(NamedTuple):
+    """The class of a decoder layer, whether it runs as chains, and what does not, with the reason;
+    empty if all of it does."""
+
+    kind: str
+    is_fused: bool
+    reason: str
+
+
 def looks_like_decoder(module: torch.nn.Module) -> bool:
     """Return whether the modules inside ``module`` are named as those of such a decoder layer."""
     children = dict(module._modules)
-    attention, mlp = children.get("self_attn"), children.get("mlp")
-    return (
-        children.keys() == _CHILDREN
-        and attention is not None
-        and mlp is not None
-        and {*attention._modules} >= {*_PROJECTIONS, "o_proj"}
-        and {*mlp._modules} >= {*_MLP}
-    )
+    attention = children.get("self_attn")
+    is_named = children.keys() == _CHILDREN and attention is not None
+    return is_named and {*attention._modules} >= {*_PROJECTIONS, "o_proj"}  # type: ignore[union-attr]  # not None
 
 
-def obstacle(module: Any) -> str:
-    """Return why a converted layer that :func:`looks_like_decoder` stays apart; empty if it may be
-    two chains."""
-    mlp, layers = module.mlp, _layers_of(module)
-    blocks = {"self_attn": module.self_attn, "mlp": mlp, "act_fn": getattr(mlp, "act_fn", None)}
-    for name, layer in layers.items():
-        if not isinstance(layer, Converted):
-            return f"its {name} is not converted"
-    for name, child in {**blocks, **layers}.items():
-        if not isinstance(child, torch.nn.Module):
-            return f"its {name} is no module"
-        if is_seen(child):
-            return f"its {name} has a hook, or a forward of its own"
+def _obstacle(module: Any) -> str:
+    """Return why a layer that :func:`looks_like_decoder` stays apart; empty if it does not."""
+    attention = module.self_attn
+    layers = {name: getattr(attention, name) for name in (*_PROJECTIONS, "o_proj")}
+    reason = _unlike(layers | {_FIRST_NORM: module.input_layernorm}, {"self_attn": attention})
+    if reason:
+        return reason
     if "forward" in vars(module):
         return "its forward was replaced on the object"
-    if not isinstance(getattr(module.self_attn, "head_dim", None), int):
+    if not isinstance(getattr(attention, "head_dim", None), int):
         return "its attention has no head_dim"
-    if _activation_of(module.mlp) is None:
-        return f"its activation is {type(module.mlp.act_fn).__name__}"
     return "" if _computes_plainly(module) else "its class computes otherwise"
 
 
-def _layers_of(module: Any) -> dict[str, Any]:
-    """Return the layers inside by name, in the order in which they run."""
-    attention, mlp = module.self_attn, module.mlp
-    heads = {name: getattr(attention, name, None) for name in _HEAD_NORMS}
-    return {
-        _NORMS[0]: module.input_layernorm,
-        **{name: getattr(attention, name) for name in _PROJECTIONS},
-        **{name: norm for name, norm in heads.items() if norm is not None},
-        "o_proj": attention.o_proj,
-        _NORMS[1]: module.post_attention_layernorm,
-        **{name: getattr(mlp, name) for name in _MLP},
-    }
+def _obstacle_inside(module: Any) -> str:
+    """Return why the feed-forward block of ``module`` runs by itself; empty if it does not."""
+    mlp = module.mlp
+    if {*mlp._modules} != {*_MLP, "act_fn"}:
+        return f"it is a {type(mlp).__name__}"
+    layers = {name: getattr(mlp, name) for name in _MLP}
+    blocks = {"mlp": mlp, "act_fn": mlp.act_fn}
+    reason = _unlike(layers | {_SECOND_NORM: module.post_attention_layernorm}, blocks)
+    if reason or _activation_of(mlp) is not None:
+        return reason
+    return f"its activation is {type(mlp.act_fn).__name__}"
+
+
+def _unlike(layers: Mapping[str, Any], blocks: Mapping[str, Any]) -> str:
+    """Return which of ``layers`` is not converted, or has to be seen, as may one of ``blocks``."""
+    for name, layer in layers.items():
+        if not isinstance(layer, Converted):
+            return f"its {name} is not converted"
+    seen = [name for name, child in {**blocks, **layers}.items() if is_seen(child)]
+    return f"its {seen[0]} has a hook, or a forward of its own" if seen else ""
 
 
 def _activation_of(mlp: Any) -> str | None:
@@ -110,7 +115,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def plain(module: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Return what a decoder layer computes that may be two chains, by its modules."""
-    attention, mlp = module.self_attn, module.mlp
+    attention = module.self_attn
     normalized = module.input_layernorm(x)
     q, k, v = (
         getattr(attention, name)(normalized).unflatten(-1, (-1, attention.head_dim))
@@ -124,64 +129,66 @@ def plain(module: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) ->
         q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=True
     )
     x = x + attention.o_proj(attended.transpose(1, 2).flatten(-2))
-    normalized = module.post_attention_layernorm(x)
-    gated = mlp.act_fn(mlp.gate_proj(normalized)) * mlp.up_proj(normalized)
-    y: torch.Tensor = x + mlp.down_proj(gated)
+    y: torch.Tensor = x + _fed_forward(module.mlp, module.post_attention_layernorm(x))
     return y
+
+
+def _fed_forward(mlp: Any, x: torch.Tensor) -> Any:
+    if isinstance(mlp, torch.nn.Linear):  # stands for another block
+        return mlp(x)
+    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
 
 
 _compared: dict[tuple[object, ...], bool] = {}
 
 
 def _computes_plainly(module: Any) -> bool:
-    """Return whether the class of ``module`` computes as :func:`plain`: on five tokens of small
-    sizes, with layers of torch inside."""
-    attention = module.self_attn
+    """Return whether the class of ``module`` computes as :func:`plain`, in training too: on five
+    tokens of small sizes, with layers of torch inside."""
+    attention, is_gated = module.self_attn, not _obstacle_inside(module)
     has_norms = getattr(attention, "q_norm", None) is not None
-    key = (type(module), type(attention), type(module.mlp), has_norms, _activation_of(module.mlp))
+    key = (type(module), type(attention), type(module.mlp), has_norms, is_gated)
     if key not in _compared:
-        source = torch.Generator("cpu").manual_seed(0)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
             torch.manual_seed(0)
-            stand_in = _stand_in(module, has_norms)
-            x = torch.randn(2, 5, 8, generator=source)
-            angles = torch.randn(1, 5, 2, generator=source).repeat(1, 1, 2)
-            cos, sin = angles.cos(), angles.sin()
-            keywords = {"attention_mask": None, "position_embeddings": (cos, sin)}
+            stand_in = _stand_in(module, has_norms, is_gated)
+            x = torch.randn(2, 5, 8)
+            angles = torch.randn(1, 5, 2).repeat(1, 1, 2)
+            pair = angles.cos(), angles.sin()
+            keywords = {"attention_mask": None, "position_embeddings": pair}
             y = attempt(lambda: type(module).forward(stand_in, x, **keywords))
-            expected = plain(stand_in, x, cos, sin)
+            expected = plain(stand_in, x, *pair)
         is_tensor = isinstance(y, torch.Tensor) and y.shape == expected.shape
         _compared[key] = is_tensor and torch.allclose(y, expected, 1e-4, 1e-5)  # type: ignore[arg-type]  # a tensor
     return _compared[key]
 
 
-def _stand_in(module: Any, has_norms: bool) -> Any:
+def _stand_in(module: Any, has_norms: bool, is_gated: bool) -> Any:
     """Return an object of the class of ``module``, and of those of its blocks, with 2 query heads
     of 4 columns that share keys and values, on the CPU."""
-    linear = torch.nn.Linear
+    linear, norm = torch.nn.Linear, torch.nn.RMSNorm
     sizes = {"q_proj": (8, 8), "k_proj": (8, 4), "v_proj": (8, 4), "o_proj": (8, 8)}
-    projections: dict[str, torch.nn.Module] = {name: linear(*of) for name, of in sizes.items()}
-    heads = {name: torch.nn.RMSNorm(4, 1e-6) for name in _HEAD_NORMS if has_norms}
-    shapes = {"gate_proj": (8, 12), "up_proj": (8, 12), "down_proj": (12, 8)}
-    mlp: dict[str, Any] = {name: linear(*of) for name, of in shapes.items()}
-    attention = _like(module.self_attn, {**projections, **heads})
-    vars(attention).update(head_dim=4, num_key_value_groups=2)
+    inside: dict[str, Any] = {name: linear(*size) for name, size in sizes.items()}
+    inside |= {name: norm(4, 1e-6) for name in _HEAD_NORMS if has_norms}
+    attention = _like(module.self_attn, inside)
+    vars(attention).update(head_dim=4, num_key_value_groups=2, attention_dropout=0.0)
     if hasattr(attention, "config"):
         attention.config = copy.copy(attention.config)
         attention.config._attn_implementation = "sdpa"
-    children = {
-        **{name: torch.nn.RMSNorm(8, 1e-6) for name in _NORMS},
-        "self_attn": attention,
-        "mlp": _like(module.mlp, {**mlp, "act_fn": module.mlp.act_fn}),
-    }
-    return _like(module, children)
+    mlp: Any = linear(8, 8)
+    if is_gated:
+        columns = {"gate_proj": (8, 12), "up_proj": (8, 12), "down_proj": (12, 8)}
+        inside = {name: linear(*size) for name, size in columns.items()}
+        mlp = _like(module.mlp, {**inside, "act_fn": module.mlp.act_fn})
+    norms = {name: norm(8, 1e-6) for name in (_FIRST_NORM, _SECOND_NORM)}
+    return _like(module, {**norms, "self_attn": attention, "mlp": mlp})
 
 
 def _like(module: torch.nn.Module, children: Mapping[str, torch.nn.Module]) -> Any:
     kind = type(module)
     stand_in = kind.__new__(kind)
     vars(stand_in).update(vars(module))
-    vars(stand_in).update(_modules={**children}, training=False)
+    vars(stand_in).update(_modules={**children}, training=True)
     return stand_in
 
 
@@ -233,9 +240,11 @@ class ConvertedDecoder(torch.nn.Module):
         )[0].flatten(-2)
         output: torch.Tensor | None = behind.run(attended, x)
         if output is None:
-            total = x + attention.o_proj(attended)
-            output = total + module.mlp(module.post_attention_layernorm(total))
-        return output
+            output = x + attention.o_proj(attended)
+        elif behind.has_branch:
+            return output
+        y: torch.Tensor = output + module.mlp(module.post_attention_layernorm(output))
+        return y
 
 
 _OF_ATTENTION = (*_CACHES, "attention_mask", "position_embeddings")
@@ -288,46 +297,44 @@ def _angles(pair: tuple[torch.Tensor, torch.Tensor], conversion: Conversion) -> 
     return angles
 
 
-def fuse(model: torch.nn.Module, conversion: Conversion) -> dict[str, tuple[str, str]]:
-    """Have the decoder layers of ``model``, whose layers are converted, run as two chains.
-
-    Returns, by their paths, the names of their classes, and why one of them stays apart, else "".
-    """
+def fuse(model: torch.nn.Module, conversion: Conversion) -> dict[str, Result]:
+    """Have the decoder layers of ``model``, whose layers are converted, run as two chains; return
+    by their paths what has become of them."""
     scalings = [getattr(module, "attention_scaling", 1.0) for module in model.modules()]
     conversion.rotates = all(scaling == 1.0 for scaling in scalings)
     results = {}
     for path, module in model.named_modules():
         if looks_like_decoder(module):
-            name, reason = type(module).__name__, obstacle(module)
-            results[path] = name, reason
-            if not reason:
-                adopt_decoder(module, conversion)
+            kind, reason = type(module).__name__, _obstacle(module)
+            is_fused = not reason
+            if is_fused:
+                reason = _obstacle_inside(module)
+                _adopt(module, conversion, has_block=not reason)
+                reason = f"but its feed-forward block, as {reason}" if reason else ""
+            results[path] = Result(kind, is_fused, reason)
     return results
 
 
-def adopt_decoder(module: Any, conversion: Conversion) -> None:
-    """Have the decoder layer ``module``, whose layers are converted, run as two chains."""
-    layers = _layers_of(module)
-    q, k, v, gate, up = (layers[name] for name in (*_PROJECTIONS, *_MLP[:2]))
-    activation = _activation_of(module.mlp)
-    assert activation is not None
-    blocks = (module, module.self_attn, module.mlp, module.mlp.act_fn)
-    before: list[Part] = [layers[_NORMS[0]], (q, k, v)]
-    behind: list[Part] = [
-        layers["o_proj"],
-        AddShape(),
-        [layers[_NORMS[1]], (gate, up), activation_shape(activation), layers["down_proj"]],
-    ]
-    splices = Splice(before, blocks), Splice(behind, blocks)
-    original = type(module)
-    attributes = vars(module)
+def _adopt(module: Any, conversion: Conversion, *, has_block: bool) -> None:
+    """Change the class of ``module``; ``has_block``: the chains have its feed-forward block."""
+    attention, mlp = module.self_attn, module.mlp
+    projections = tuple([getattr(attention, name) for name in _PROJECTIONS])
+    before: list[Part] = [module.input_layernorm, projections]
+    behind: list[Part] = [attention.o_proj, AddShape()]
+    inside = (module, attention)
+    blocks = (*inside, mlp, mlp.act_fn) if has_block else inside
+    if has_block:
+        activation = activation_shape(_activation_of(mlp) or "")
+        siblings = mlp.gate_proj, mlp.up_proj
+        behind.append([module.post_attention_layernorm, siblings, activation, mlp.down_proj])
+    attributes, original = vars(module), type(module)
+    attributes[_SPLICES] = Splice(before, inside), Splice(behind, blocks)
     attributes[RECORD] = Record(conversion, original, (_SPLICES,), {})
-    attributes[_SPLICES] = splices
     module.__class__ = derived(ConvertedDecoder, original)
 
 
 def release_decoder(module: torch.nn.Module) -> None:
-    """Undo :func:`adopt_decoder`."""
+    """Give the decoder layer ``module`` the class that it had before :func:`fuse`."""
     attributes = vars(module)
     record: Record = attributes.pop(RECORD)
     for name in record.added:
