@@ -22,6 +22,15 @@ def log_once(line: str, level: int = logging.WARNING, *, about: str | None = Non
         logger.log(level, "%s", line)
 
 
+def tell(line: str) -> None:
+    """Log ``line`` at INFO; on stderr, where the program has set up no logging at all."""
+    if logger.hasHandlers() or logger.level or logger.disabled:
+        logger.info("%s", line)
+    elif logger.manager.disable < logging.INFO:
+        fields = (logger.name, logging.INFO, __file__, 0, "%s", (line,), None)
+        logging.StreamHandler().handle(logger.makeRecord(*fields))
+
+
 collected: dict[str, dict[str, None]] = {}
 """The layers that say a text, until :func:`log_collected`."""
 

@@ -44,6 +44,11 @@ class Choice:
     substitution: str | None
     verdicts: tuple[Verdict, ...]
 
+    @property
+    def is_emulated(self) -> bool:
+        """Whether the backend computes ``desc`` in high precision, on a device that is not its."""
+        return any(v.emulated for v in self.verdicts if v.backend == self.backend)
+
     def __str__(self) -> str:
         lines = [f"{self.desc} on {self.device}: {self.backend} ({self.because})"]
         if self.substitution:

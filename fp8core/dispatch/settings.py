@@ -16,6 +16,7 @@ VARIABLES: Mapping[str, str] = {
     "FP8CORE_DEBUG": "1: check the results of a backend's fused operations",
     "FP8CORE_PLUGINS": "comma-separated modules to load as plug-ins besides the installed ones",
     "FP8CORE_DISABLE_PLUGINS": "comma-separated names of installed plug-ins to leave out",
+    "FP8CORE_FIRST_STEP": "0: no line at a model's first step that says what ran",
     "FP8CORE_AS_TRANSFORMER_ENGINE": "set by `fp8core run`: the version of Transformer Engine that "
     "its Python processes claim",
 }
@@ -51,6 +52,16 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
         plugins=_names(env.get("FP8CORE_PLUGINS", "")),
         disabled_plugins=_names(env.get("FP8CORE_DISABLE_PLUGINS", "")),
     )
+
+
+def tells_first_step(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether a model's first step is logged where it ran as expected.
+
+    Raises:
+        RecipeError: the variable is neither 0 nor 1.
+    """
+    env = os.environ if environ is None else environ
+    return not env.get("FP8CORE_FIRST_STEP") or _flag(env, "FP8CORE_FIRST_STEP")
 
 
 def in_force(declared: Iterable[str] = ()) -> dict[str, str]:

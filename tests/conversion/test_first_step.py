@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import sys
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 
 import fp8core
 from fp8core import recipe
+from fp8core.dispatch import settings
 from fp8core.modules.models import prepare
+from tests import forked
 from tests.dispatch import toys
 
 
@@ -260,3 +263,60 @@ def test_a_hook_of_an_earlier_version_loads_and_is_silenced(name: str) -> None:
     model.register_forward_hook(hook)
     prepare.silence(model)
     assert not model._forward_hooks
+
+
+PROGRAM = """
+import os, sys, torch, fp8core
+{setup}
+model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+fp8core.convert(model, "current")
+for _ in range(2):
+    model(torch.ones(32, 32))
+"""
+LINE = "Sequential, first step: 1 of 1 linear layers (100.0% of their FLOPs a token) ran in low "
+LINE += "precision; Float8CurrentScaling on reference"
+
+
+@pytest.mark.parametrize(
+    ("setup", "environment", "expected"),
+    [
+        ("", {}, [LINE]),
+        ("", {"FP8CORE_FIRST_STEP": "1"}, [LINE]),
+        ("", {"FP8CORE_FIRST_STEP": "0"}, []),
+        ("import logging; logging.basicConfig(level='WARNING')", {}, []),
+        ("import logging; logging.basicConfig(level='INFO')", {}, [f"INFO:fp8core:{LINE}"]),
+        ("import logging; logging.getLogger('fp8core').setLevel('ERROR')", {}, []),
+    ],
+)
+def test_a_program_without_logging_sees_the_line_once(
+    setup: str,
+    environment: dict[str, str],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FP8CORE_DISABLE_PLUGINS", "cuda,ascend")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    done = forked.run([sys.executable, "-c", PROGRAM.format(setup=setup)])
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "first step" in line]
+    assert lines == expected
+
+
+def test_rank_0_alone_says_it_and_every_rank_warns(
+    lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for rank in (0, 1):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        for name in ("mxfp8", None):
+            own = model()
+            fp8core.convert(own, name)
+            own(torch.randn(32, 32))
+    assert [level for level, _ in first_steps(lines)] == ["INFO", "WARNING", "WARNING"]
+
+
+def test_a_bad_value_of_the_variable_is_refused() -> None:
+    assert settings.tells_first_step({})
+    with pytest.raises(fp8core.RecipeError, match="FP8CORE_FIRST_STEP='no': expected 0 or 1"):
+        settings.tells_first_step({"FP8CORE_FIRST_STEP": "no"})

@@ -128,6 +128,8 @@ def test_emulation_that_is_asked_for_is_no_substitution() -> None:
     with fp8core.use_backend("reference"):
         choice = choose(toys.GEMM, CUDA)
     assert (choice.backend, choice.substitution) == ("reference", None)
+    assert choice.is_emulated
+    assert not choose(toys.GEMM).is_emulated
 
 
 def test_capability_is_asked_without_a_device() -> None:

@@ -146,9 +146,14 @@ def recipe_in(recipe: Recipe | None, role: LayerRole) -> Recipe | None:
 
 
 def engine_of(bound: Bound, role: LayerRole) -> str:
-    """Return the recipe and the backends of the forward GEMMs in low precision, "" if none are."""
+    """Return the recipe and the backends of the forward GEMMs in low precision, "" if none are; and
+    of a backend for other devices that it emulates them."""
     choices = [link.choices["fprop"] for link in bound.linears]
-    backends = dict.fromkeys(choice.backend for choice in choices if choice.desc.low_precision)
+    backends = dict.fromkeys(
+        f"{choice.backend}{' (emulated)' if choice.is_emulated else ''}"
+        for choice in choices
+        if choice.desc.low_precision
+    )
     if not backends:
         return ""
     return f"{type(recipe_of(bound, role)).__name__} on {' and '.join(backends)}"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fp8core.context.autocast import is_switched_off
+from fp8core.dispatch import settings
 from fp8core.errors import Fp8CoreError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bound import Bound, check_rules, engine_of
@@ -23,13 +24,14 @@ from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import LayerRole, Plan
-from fp8core.reporting import logger, some
+from fp8core.reporting import logger, some, tell
 from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.torch_ops.private import DDP_IGNORED, forward_hooks, is_compiled
 
 
 def announce(model: torch.nn.Module, *, warns: bool) -> None:
-    """Have the model's next forward in eager log how its layers ran, by a hook that removes itself.
+    """Have the model's next forward in eager log how its layers ran, by a hook that removes itself:
+    on rank 0, unless ``FP8CORE_FIRST_STEP=0``, and, as a warning, on every rank.
 
     With ``warns`` the line is a warning if no layer ran in low precision and no autocast switched
     it off: the caller expects low precision. A later call without it keeps the warning. After a
@@ -68,9 +70,17 @@ class _Hook:
             return
         silence(model)
         line, is_unexpected = _summarize(model)
-        logger.log((is_unexpected and self.level_if_idle) or logging.INFO, "%s", line)
+        if is_unexpected and self.level_if_idle == logging.WARNING:
+            logger.warning("%s", line)
+        elif settings.tells_first_step() and _is_first_rank():
+            tell(line)
         if not has_recipe:  # a later forward, under a recipe, is announced as well
             model.register_forward_hook(_Hook(None))
+
+
+def _is_first_rank() -> bool:
+    group = torch.distributed
+    return not (group.is_available() and group.is_initialized() and group.get_rank())
 
 
 # The names of the hooks in pickled models of an earlier version.
