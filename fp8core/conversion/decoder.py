@@ -215,8 +215,9 @@ class ConvertedDecoder(torch.nn.Module):
         caches = [keywords[name] for name in _CACHES if keywords.get(name) is not None]
         cache = caches[0] if caches else None
         pair, attend = keywords.get("position_embeddings"), _sdpa_of(self)
-        # Another cache takes more than keys, values and the layer's number.
-        is_plain = cache is None or type(cache).__name__ == "DynamicCache"
+        # Where transformers hands positions on, another cache takes them.
+        is_plain = "cache_position" not in keywords or type(cache).__name__ == "DynamicCache"
+        is_plain |= cache is None
         if pair is None or attend is None or not is_plain:
             return None
         before, behind = vars(self)[_SPLICES]

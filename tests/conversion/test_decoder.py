@@ -97,7 +97,10 @@ def test_sequences_at_positions_of_their_own_are_rotated_as_the_model_does() -> 
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_padded_batch_and_generation_with_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_padded_batch_and_generation_with_a_cache(
+    cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran, results = count_runs(monkeypatch), []
     mask = torch.ones_like(TOKENS)
     mask[0, :5] = 0
@@ -107,6 +110,7 @@ def test_a_padded_batch_and_generation_with_a_cache(monkeypatch: pytest.MonkeyPa
         with torch.no_grad():
             scores = model(TOKENS, attention_mask=mask).logits[:, 5:]
         options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": mask}
+        options["cache_implementation"] = cache
         results.append((scores, model.generate(TOKENS, **options)))
     assert all(ran)
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-5)
