@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -79,3 +81,45 @@ def grouped(entries: Iterable[tuple[str, str, str]]) -> list[str]:
         f"{len(names)} {layer} ({some(names)}){f': {reason}' if reason else ''}"
         for (layer, reason), names in groups.items()
     ]
+
+
+_NUMBER = re.compile(r"\b\d+\b")
+
+
+def folded(names: Iterable[str]) -> list[str]:
+    """Return ``names`` with those that differ in numbers alone as one, each number as its range.
+
+    Names whose numbers are not all combinations of some are left as they are.
+
+    >>> folded(["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down", "head"])
+    ['layers.0-1.up', 'layers.0-1.down', 'head']
+    >>> folded(["0.experts.0", "0.experts.1", "2.experts.0", "2.experts.1"])
+    ['0,2.experts.0-1']
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
+    texts: list[str] = []
+    for members in groups.values():
+        numbers = [
+            sorted({*map(int, at)}) for at in zip(*map(_NUMBER.findall, members), strict=True)
+        ]
+        is_product = math.prod(map(len, numbers)) == len(members)
+        ranges = map(_ranges, numbers)
+        texts += (
+            [_NUMBER.sub(lambda _, ranges=ranges: next(ranges), members[0])]  # type: ignore[misc]  # bound now
+            if is_product
+            else members
+        )
+    return texts
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending ``numbers`` as text: ``0-3,5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -37,6 +37,7 @@ from fp8core.recipe import (
     get_default_recipe,
 )
 from fp8core.recipe.named import recipe_from
+from fp8core.reporting import folded
 
 NO_RECIPE = "none"
 """The name that commands use for high precision, in the argument for a recipe."""
@@ -81,6 +82,22 @@ class Line:
         """Whether layers run without it: a fused operation, instead of which its pair can run."""
         return self.desc.op in OPTIONAL_OPS
 
+    def brief(self) -> str:
+        """Return the text without the layer, and, where a backend runs it, without what is said of
+        backends for other devices and of stored tensors."""
+        if self.choice is None:
+            return f"{self.step}: {self._refused()}"
+        first, *_ = str(self.choice).splitlines()
+        lines = [f"substitution: {self.choice.substitution}"] if self.choice.substitution else []
+        lines += [f"{v.backend}: {v.reason}" for v in select.declined(self.choice) if v.reason]
+        lines += [f"kernel: {self.kernel}"]
+        lines += [f"not {name}: {why}" for name, why in self.other_kernels]
+        return "\n  ".join([f"{self.step}: {first}", *lines])
+
+    def _refused(self) -> str:
+        verdict = "NOT OFFERED, the pair runs" if self.is_optional else "REFUSED"
+        return f"{verdict}: {self.refusal}"
+
     def __str__(self) -> str:
         if self.choice is not None:
             text = f"{self.choice}\n  kernel: {self.kernel}"
@@ -89,15 +106,15 @@ class Line:
             if self.layer and is_matrix and isinstance(self.desc, QuantizeDesc):
                 text += f"\n  {_STORED}"
         else:
-            verdict = "NOT OFFERED, the pair runs" if self.is_optional else "REFUSED"
-            text = f"{verdict}: {self.refusal}"
+            text = self._refused()
         where = " ".join(filter(None, (self.layer, self.step)))
         return f"{where}: {text}" if where else text
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The answer of :func:`explain`; ``str()`` prints it.
+    """The answer of :func:`explain`; ``str()`` prints it, layers with equal operations together and
+    in brief; :meth:`details` prints each layer by itself.
 
     Attributes:
         lines: the operations, in the order of the layers.
@@ -115,9 +132,32 @@ class Explanation:
         """Whether no backend runs some operation that is not optional."""
         return any(line.choice is None and not line.is_optional for line in self.lines)
 
-    def __str__(self) -> str:
+    def details(self) -> str:
+        """Return all lines of each layer, with the reasons against all other backends."""
         totals = [f"{name}: {entry}" for name, entry in (*self.held, *self.sent)]
         return "\n".join([*map(str, self.lines), *totals])
+
+    def __str__(self) -> str:
+        of_layers: dict[str, list[Line]] = {}
+        for line in self.lines:
+            of_layers.setdefault(line.layer, []).append(line)
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for layer, lines in of_layers.items():
+            alike.setdefault(tuple(line.brief() for line in lines), []).append(layer)
+        if len(alike) == len(of_layers):
+            return self.details()
+        texts = []
+        for briefs, (layer, *rest) in alike.items():
+            if not rest:
+                texts += map(str, of_layers[layer])
+                continue
+            texts.append(f"{1 + len(rest)} layers, {', '.join(folded([layer, *rest]))}:")
+            texts += [f"  {row}" for brief in briefs for row in brief.splitlines()]
+        totals: dict[str, list[str]] = {}
+        for name, entry in (*self.held, *self.sent):
+            totals.setdefault(str(entry), []).append(name)
+        texts += [f"{', '.join(folded(names))}: {entry}" for entry, names in totals.items()]
+        return "\n".join([*texts, "each layer by itself: explain(...).details()"])
 
 
 def explain(

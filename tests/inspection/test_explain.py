@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -375,3 +376,50 @@ def test_a_converted_model_is_explained_by_its_own_recipe() -> None:
     fp8core.convert(own, recipe.MXFP8BlockScaling())
     assert str(fp8core.explain(own)) == str(fp8core.explain(own, recipe.MXFP8BlockScaling()))
     assert str(fp8core.explain(own)) != str(fp8core.explain(own, recipe.NVFP4BlockScaling()))
+
+
+def blocks(count: int) -> torch.nn.Module:
+    block = {"up": torch.nn.Linear(32, 64), "down": torch.nn.Linear(64, 32)}
+    return torch.nn.ModuleList(torch.nn.ModuleDict(copy.deepcopy(block)) for _ in range(count))
+
+
+def test_equal_layers_of_a_model_are_explained_together_and_in_brief() -> None:
+    texts = []
+    for count in (2, 32):
+        own = blocks(count)
+        fp8core.convert(own, "current")
+        texts.append(str(fp8core.explain(own)))
+    assert texts[1].replace("0-31", "0-1").replace("64 layers", "4 layers") == texts[0]
+    first, *lines, last = texts[1].splitlines()
+    assert first == "64 layers, 0-31.up, 0-31.down:"
+    assert lines[0].startswith("  fprop: GemmDesc(a=e4m3 block=(0,0)")
+    assert [line[:9] for line in lines if "holds" in line] == ["0-31.up: ", "0-31.down"]
+    assert "runs on cuda, not on" not in texts[1]
+    assert last == "each layer by itself: explain(...).details()"
+
+
+def test_details_are_those_of_each_layer() -> None:
+    own = blocks(2)
+    fp8core.convert(own, "current")
+    details = fp8core.explain(own).details()
+    for name in ("0.up", "0.down", "1.up", "1.down"):
+        assert details.count(f"{name} fprop: ") == details.count(f"{name}: holds ") == 1
+        alone = fp8core.explain(own.get_submodule(name))
+        assert str(alone) == alone.details()
+
+
+def test_a_layer_that_differs_has_lines_of_its_own() -> None:
+    own = blocks(3)
+    mixed = recipe.PerLayer({"1.up": recipe.MXFP8BlockScaling()}, default="current")
+    fp8core.convert(own, mixed)
+    text = str(fp8core.explain(own))
+    assert "5 layers, 0,2.up, 0-2.down:" in text
+    assert "1.up fprop: GemmDesc(a=e4m3 block=(1,32) e8m0" in text
+
+
+def test_a_refusal_is_in_the_brief_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = blocks(2)
+    fp8core.convert(own, "current")
+    text = str(fp8core.explain(own, "mxfp8", device="cuda"))
+    assert "4 layers, 0-1.up, 0-1.down:" in text
+    assert "  fprop: REFUSED: no backend runs GemmDesc(" in text
