@@ -15,7 +15,11 @@ after the timeout. Neither says which rank it was::
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import json
+import math
+import os
 import sys
 import threading
 import time
@@ -48,8 +52,10 @@ def watch_ranks(group: dist.ProcessGroup | None = None) -> None:
 
     Call it on all ranks, once the group exists. When a rank raises an error that nobody catches,
     or says nothing for a third of the group's timeout and at most 60 s, the others log its number
-    and its error, while they wait in a collective or end by an error of torch's. A thread of each
-    process asks the store of the group twice a second; no step and no collective waits for it.
+    and its error. A process that does not end by an error of torch's within the group's timeout
+    from then on is ended, with status 1 and a traceback of its threads: over NCCL it waits for the
+    device, and torch would let it wait a minute longer. A thread of each process asks the store of
+    the group twice a second; no step and no collective waits for it.
 
     Raises:
         OperandError: there is no process group, or this process is not in it.
@@ -72,11 +78,16 @@ def watch_ranks(group: dist.ProcessGroup | None = None) -> None:
 
 
 class _Failure(NamedTuple):
-    """How a rank ended; ``follows``: within a collective, as where another rank failed before."""
+    """How a rank ended.
+
+    ``follows``: within a collective, as where another rank failed before. ``beat`` is the last one
+    of a rank that said nothing since.
+    """
 
     rank: int
     text: str
     follows: bool
+    beat: str = ""
 
 
 class _Watch(threading.Thread):
@@ -87,7 +98,10 @@ class _Watch(threading.Thread):
         self._communicator, self._group = communicator, ref(group)
         self._name = communicator.group_name
         self._rank, self._size = communicator.rank, communicator.size
-        self._silence_s = min(timeout_of(group).total_seconds() / 3, _LONGEST_SILENCE_S)
+        self._timeout_s = timeout_of(group).total_seconds()
+        self._silence_s = min(self._timeout_s / 3, _LONGEST_SILENCE_S)
+        # When this process has to have ended, as another rank has failed.
+        self._deadline = math.inf
         self._store = store_of(group).clone()  # a connection of its own
         self._store.set_timeout(_ANSWER)
         # A new group may have the store of a destroyed one, see fp8core.collectives.comparison.
@@ -111,10 +125,9 @@ class _Watch(threading.Thread):
                 self._look()
                 self._look_at_comparisons()
                 for failure in self._news():
-                    # Those that follow are as many as there are ranks.
-                    is_first = failure is self._failures[0]
-                    if failure.rank != self._rank and (is_first or not failure.follows):
-                        self._log(failure)
+                    self._take(failure)
+                if time.monotonic() > self._deadline and not self._are_back():
+                    _end(f"group {self._name!r} has lost a rank, and this one did not end")
         except RuntimeError:
             # Where all is well, the process that has the store ends a moment before this one.
             if not self._stopped.wait(self._silence_s) and self._group() is not None:
@@ -137,7 +150,8 @@ class _Watch(threading.Thread):
     def fail(self, error: BaseException, *, follows: bool) -> None:
         """Post the error by which this rank ends."""
         lines = str(error).strip().splitlines() or [""]
-        text = f"failed: {type(error).__name__}: {lines[0][:500]}"
+        where = " in a collective" if follows else ""
+        text = f"failed{where}: {type(error).__name__}: {lines[0][:500]}"
         try:
             self._post(_Failure(self._rank, text, follows))
         except RuntimeError:
@@ -145,21 +159,44 @@ class _Watch(threading.Thread):
 
     def explain(self) -> None:
         """Wait until it is logged from which rank the error of this one follows."""
-        if self._explained.wait(self._silence_s + 4 * _PERIOD_S) or not self.is_alive():
+        if self._explained.wait(1.5 * self._silence_s + 4 * _PERIOD_S) or not self.is_alive():
             return
         ended = [rank for rank in range(self._size) if self._has(f"ended/{rank}")]
         if ended:
             self._log(_Failure(ended[0], "ended, without an error", follows=False))
-        for failure in self._failures:
+        for failure in self._failures[1:]:  # the first is logged
             if failure.rank != self._rank:
                 self._log(failure)
+
+    def _take(self, failure: _Failure) -> None:
+        """Log the failure of another rank."""
+        if failure.rank == self._rank:
+            return
+        self._deadline = min(self._deadline, time.monotonic() + self._timeout_s)
+        # Those that follow are as many as there are ranks.
+        if failure is self._failures[0] or not failure.follows:
+            self._log(failure)
+
+    def _are_back(self) -> bool:
+        """Say whether the ranks that failed had only said nothing, and live."""
+        of_peers = [failure for failure in self._failures if failure.rank != self._rank]
+        are_back = all(each.beat and self._beat_of(each.rank) != each.beat for each in of_peers)
+        if are_back:
+            logger.error("the silent ranks of group %r are back", self._name)
+            self._deadline = math.inf
+        return are_back
+
+    def _beat_of(self, rank: int) -> str:
+        """Return the latest beat of a rank, "0" before the first one."""
+        if not self._has(f"beat/{rank}"):
+            return "0"
+        beat: bytes = self._store.get(f"{self._prefix}/beat/{rank}")
+        return beat.decode()
 
     def _look(self) -> None:
         """Post that the rank before this one is silent, if it is; then look at the one before."""
         rank, beat, since = self._before
-        latest = (
-            self._store.get(f"{self._prefix}/beat/{rank}") if self._has(f"beat/{rank}") else beat
-        )
+        latest = self._beat_of(rank)
         if latest != beat:
             self._before = rank, latest, time.monotonic()
             return
@@ -169,7 +206,7 @@ class _Watch(threading.Thread):
         silent_s = time.monotonic() - since
         if not is_ended and silent_s > self._silence_s:
             text = f"has said nothing for {silent_s:.0f} s: it was killed, or hangs"
-            self._post(_Failure(rank, text, follows=False))
+            self._post(_Failure(rank, text, follows=False, beat=beat))
         elif not is_ended:
             return
         before = (rank - 1) % self._size
@@ -210,7 +247,18 @@ class _Watch(threading.Thread):
             "rank %d of the %d ranks of group %r %s",
             *(failure.rank, self._size, self._name, failure.text),
         )
-        self._explained.set()
+        if not failure.follows:
+            self._explained.set()
+
+
+def _end(reason: str) -> None:
+    """End the process, whose main thread may wait for a device, and say where its threads are."""
+    logger.error("%s; it ends now", reason)
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no file behind it
+        faulthandler.dump_traceback(sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
 
 
 class _Hook:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +36,15 @@ class Rank:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why processes would have been ended."""
+    reasons: list[str] = []
+    monkeypatch.setattr(failures, "_end", reasons.append)
+    return reasons
+
+
+@pytest.fixture
+def ranks(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     store, group = dist.HashStore(), Rank(0)
     monkeypatch.setattr(failures, "_PERIOD_S", PERIOD_S)
     monkeypatch.setattr(failures, "store_of", lambda group: store)
@@ -93,10 +102,13 @@ def test_of_errors_that_follow_the_first_is_named(
     for rank in (1, 2):
         ranks[rank].fail(RuntimeError("closed by peer"), follows=True)
     ranks[0].start()
-    said = "rank 1 of the 4 ranks of group 'all' failed: RuntimeError: closed by peer"
+    said = (
+        "rank 1 of the 4 ranks of group 'all' failed in a collective: RuntimeError: closed by peer"
+    )
     assert soon(lambda: said in caplog.messages)
     time.sleep(4 * PERIOD_S)
     assert caplog.messages == [said]
+    assert not ranks[0]._explained.is_set()  # the error from which they follow may come
 
 
 def test_an_error_is_named_by_all_others_and_those_that_follow_are_not(
@@ -110,6 +122,37 @@ def test_an_error_is_named_by_all_others_and_those_that_follow_are_not(
     assert soon(lambda: caplog.messages.count(said) == 3)
     assert {*caplog.messages} == {said}
     assert ranks[3]._explained.is_set()  # so that it is not waited for
+
+
+def test_a_process_that_does_not_end_by_itself_is_ended(ranks: list[Any], ended: list[str]) -> None:
+    ranks[0].start()
+    ranks[1].fail(ValueError("no more data"), follows=False)
+    begin = time.monotonic()
+    assert soon(lambda: bool(ended))
+    assert time.monotonic() - begin > TIMEOUT_S
+    assert ended[0] == "group 'all' has lost a rank, and this one did not end"
+
+
+def test_a_rank_that_was_silent_and_is_back_ends_nothing(
+    ranks: list[Any], ended: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for watch in ranks[1:]:
+        watch.start()
+    assert soon(lambda: "rank 0 of the 4 ranks of group 'all' has said nothing" in caplog.text)
+    ranks[0].start()
+    assert soon(lambda: "the silent ranks of group 'all' are back" in caplog.text)
+    time.sleep(4 * PERIOD_S)
+    assert not ended
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a process that can fork")
+def test_a_process_is_ended_with_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    child = os.fork()
+    if not child:
+        sys.stderr = sys.__stderr__
+        failures._end("over")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert "test_a_process_is_ended_with_a_traceback" in capfd.readouterr().err
 
 
 def test_a_rank_that_ended_without_an_error_is_named_where_another_fails(
