@@ -24,6 +24,7 @@ from fp8core.chain.protocol import (
     Wrapper,
 )
 from fp8core.chain.unwrap import PLAIN
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.saving import is_noting
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.torch_ops.repeats import Likeness, recording, sameness_to
@@ -76,7 +77,10 @@ class Repeated(Wrapper):
     It is for dense calls of one number of rows.
     """
 
-    __slots__ = ("_backward", "_constants", "_context", "_forward", "_states", "recordable")
+    __slots__ = (
+        *("_backward", "_constants", "_context", "_forward", "_is_stored", "_num_leading"),
+        *("_states", "recordable"),
+    )
 
     def __init__(self, inner: Program, recordable: Recordable, recorder: Recorder) -> None:
         super().__init__(inner, inner.input_request)
@@ -84,6 +88,8 @@ class Repeated(Wrapper):
         self._constants, self._states = recordable.constants, recordable.backward_states
         self._forward, self._backward = _Direction(recorder), _Direction(recorder)
         self._context: object = None  # of the recorded forward
+        # Whether it reads weights that are stored quantized, and how many tensors it is given.
+        self._is_stored, self._num_leading = False, 0
 
     @property
     def is_recorded(self) -> tuple[bool, bool]:
@@ -102,16 +108,23 @@ class Repeated(Wrapper):
         direction = self._forward
         repeat, is_same = direction.repeat, direction.is_same
         if out is None and repeat is not None and is_same is not None:
-            if is_same(x, *params):
-                results = repeat((x, *params))
+            leading = (x, *(_of_stored(params) if self._is_stored else params))
+            if len(leading) == self._num_leading and is_same(*leading):
+                results = repeat(leading)
                 if results is not None:
                     y, *saved = results
                     return y, saved, self._context
-        elif out is None and PLAIN.issuperset(map(type, (x, *params))) and direction.is_due():
-            return self._record_forward(x, params, call)
+        elif out is None:
+            leading = (x, *_of_stored(params))
+            if PLAIN.issuperset(map(type, leading)) and direction.is_due():
+                self._is_stored = len(leading) > 1 + len(params)
+                self._num_leading = len(leading)
+                return self._record_forward(x, params, call, leading)
         return self._inner.forward(x, params, call, out)
 
-    def _record_forward(self, x: torch.Tensor, params: Params, call: Call) -> Forward:
+    def _record_forward(
+        self, x: torch.Tensor, params: Params, call: Call, leading: Sequence[torch.Tensor]
+    ) -> Forward:
         computed: list[Forward] = []
 
         def run() -> Sequence[torch.Tensor | None]:
@@ -119,7 +132,7 @@ class Repeated(Wrapper):
             y, saved, _ = computed[0]
             return (y, *saved)
 
-        self._forward.record(run, (x, *params), [], self._constants)
+        self._forward.record(run, leading, [], self._constants)
         context = computed[0][2]
         if _is_constant(context):
             self._context = context
@@ -156,6 +169,18 @@ class Repeated(Wrapper):
 
         self._backward.record(run, (grad,), saved, self._constants)
         return computed[0]
+
+
+def _of_stored(params: Params) -> Sequence[Any]:
+    """Return ``params`` with the tensors of a weight that is stored for inference in its place: a
+    recorded run reads those, and saves none."""
+    if QuantizedTensor not in map(type, params):
+        return params
+    tensors: list[Any] = []
+    for param in params:
+        is_for_inference = type(param) is QuantizedTensor and param.plan.columnwise is None
+        tensors += param.tensors() if is_for_inference else (param,)
+    return tensors
 
 
 def _is_constant(context: object) -> bool:

@@ -17,7 +17,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import fp8core
 from fp8core import OperandError, QuantizedTensor, RecipeError, UnsupportedError, recipe
+from fp8core.chain.repeated import Repeated
 from fp8core.recipe import Recipe
+from tests import recording_backend
 from tests.conversion.hugging_face import SIZES, TOKENS, gpt2, llama, logits, train
 
 torch.set_num_threads(1)
@@ -416,3 +418,28 @@ def test_files_of_weights_alone_say_so(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(another(x), model(x), rtol=2**-6, atol=2**-6)
     else:
         assert torch.equal(another(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "block"])
+def test_a_step_with_stored_weights_is_recorded_and_repeated(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording_backend.install(monkeypatch)
+    ours, theirs = sequential(), sequential()
+    for model in (ours, theirs):
+        fp8core.quantize_(model, name)
+    with torch.no_grad():
+        for at in range(6):
+            x = torch.randn(16, 128, dtype=torch.bfloat16)
+            with fp8core.use_backend(recording_backend.NAME):
+                result = ours(x)
+            assert torch.equal(result, theirs(x))
+            if at == 3:  # other memory, and other values
+                for model in (ours, theirs):
+                    codes = model[0].weight.dequantize() * 2
+                    stored = QuantizedTensor.of(codes, model[0].weight.plan)
+                    model[0].weight = nn.Parameter(stored, requires_grad=False)
+    for layer in (ours[0], ours[2]):
+        (chain,) = layer._bindings.last[1].parts
+        programs = [each for each in chain._programs.values() if isinstance(each, Repeated)]
+        assert [each.is_recorded for each in programs] == [(True, False)]
