@@ -22,6 +22,7 @@ from fp8core import (
     recipe,
 )
 from fp8core.chain.sequence_chunks import Chunks
+from fp8core.modules.sequences import rotary
 from fp8core.modules.sequences.rotary import Rotary
 from tests.device import DEVICE, VALUES_ARE_READ
 from tests.refusals import Refusal, unrefused
@@ -284,6 +285,27 @@ def test_vmap_and_jvp() -> None:
     torch.testing.assert_close(torch.func.vmap(lambda x: apply_rotary_pos_emb(x, freqs))(x), each)
     _, tangent = torch.func.jvp(lambda x: apply_rotary_pos_emb(x, freqs), (x[0],), (x[1],))
     torch.testing.assert_close(tangent, each[1])  # it is linear
+
+
+def test_a_call_like_the_last_is_neither_checked_nor_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, freqs = Rotary("bshd"), RotaryPositionEmbedding(8, device=DEVICE)(6)
+    x = torch.randn(2, 6, 3, 8, device=DEVICE).bfloat16()
+    expected = []
+    for scale in (1.0, 2.0):
+        t = (x * scale).requires_grad_()
+        y = Rotary("bshd")(t, freqs)
+        expected.append((y, *torch.autograd.grad(y.float().square().sum(), t)))
+    layer(x.clone().requires_grad_(), freqs)
+    monkeypatch.setattr(rotary, "bind", None)
+    for scale, (y, grad) in zip((1.0, 2.0), expected, strict=True):
+        t = (x * scale).requires_grad_()
+        again = layer(t, freqs)
+        assert torch.equal(again, y)
+        assert torch.equal(*torch.autograd.grad(again.float().square().sum(), t), grad)
+    with pytest.raises(TypeError):  # other sizes are bound
+        layer(x[:, :5].clone().requires_grad_(), freqs)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

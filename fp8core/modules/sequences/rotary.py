@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -192,8 +193,8 @@ class Rotary(LowPrecisionModule):
         y: torch.Tensor = run_links(self, bound, bound.parts[0], t.flatten(-2), [freqs], call)
         is_unchanged = spans.starts is start_positions and spans.cu_seqlens is cu_seqlens
         # On a CPU the host reads positions, to refuse those that have no angle.
-        if is_unchanged and sources[0] is freqs and not t.is_cpu:
-            self._note(bound, t, sources, options)
+        if is_unchanged and sources[0] is freqs and (len(sources) == 1 or not t.is_cpu):
+            self._note(bound, t, sources, options, call)
         return y.view(t.shape)
 
     def _note(
@@ -202,16 +203,24 @@ class Rotary(LowPrecisionModule):
         t: torch.Tensor,
         sources: Sequence[torch.Tensor],
         options: tuple[bool, bool],
+        call: Call,
     ) -> None:
-        """Note the links of a call without gradients, for calls with tensors of the same sizes and
-        strides."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        """Note the links of a call for calls with tensors of the same sizes and strides; with
+        gradients of one at the first positions alone."""
+        is_differentiated = torch.is_grad_enabled()
+        if torch.compiler.is_compiling() or (is_differentiated and len(sources) > 1):
             return
         is_same = sameness_to((t, *sources))
         is_plain = PLAIN.issuperset(map(type, (t, *sources)))
         if is_same is None or not is_plain or not isinstance(bound.parts[0], Chain):
             return
-        if chain.prepared_run(bound.parts[0], t, sources[:1], Call()) is None:
+        run = chain.prepared_run(bound.parts[0], t.flatten(-2), sources[:1], call)
+        if run is None:
+            return
+        if is_differentiated:
+            rotate_rows = partial(_rotated_rows, run)
+            prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, rotate_rows)
+            note(self, bound, prepared, len(sources), arguments=options)
             return
         (link,) = bound.links
         assert isinstance(link, RotaryLink)
@@ -223,6 +232,12 @@ class Rotary(LowPrecisionModule):
 
         prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, rotate)
         note(self, bound, prepared, len(sources), arguments=options)
+
+
+def _rotated_rows(
+    run: Callable[..., torch.Tensor], t: torch.Tensor, freqs: torch.Tensor
+) -> torch.Tensor:
+    return run(t.flatten(-2), freqs).view(t.shape)
 
 
 def apply_rotary_pos_emb(
