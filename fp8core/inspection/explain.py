@@ -146,7 +146,7 @@ class Explanation:
             alike.setdefault(tuple(line.brief() for line in lines), []).append(layer)
         if len(alike) == len(of_layers):
             return self.details()
-        texts = []
+        texts: list[str] = []
         for briefs, (layer, *rest) in alike.items():
             if not rest:
                 texts += map(str, of_layers[layer])

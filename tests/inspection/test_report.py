@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fp8core as te
-from fp8core import monitoring, recipe
+from fp8core import formats, monitoring, recipe
 from fp8core.monitoring import Monitor, Row, rows
 from tests import device
 from tests.inspection import models
@@ -75,12 +77,12 @@ def test_csv_reads_back(watch: Monitor, tmp_path: Path) -> None:
 def test_tensorboard_reads_the_scalars_back(watch: Monitor, tmp_path: Path) -> None:
     watch.to_tensorboard(tmp_path)
     read = EventAccumulator(str(tmp_path)).Reload()
-    events = read.Scalars("1[0]/input/columnwise/sqnr_db")
+    events = read.Scalars("sqnr_db/1[0]/input.columnwise")
     want = [row for row in watch.rows if row.key == ("1[0]", "input", "columnwise")]
     assert [event.step for event in events] == [row.step for row in want] == [0, 1]
     assert [event.value for event in events] == pytest.approx([row.sqnr_db for row in want])
     finite = {
-        "/".join((*row.key, name))
+        f"{name}/{row.layer}/{row.role}.{row.orientation}"
         for row in watch.rows
         for name in rows.STATISTICS
         if math.isfinite(getattr(row, name))
@@ -111,6 +113,76 @@ def test_plot_of_what_was_not_cast_is_refused(watch: Monitor, tmp_path: Path) ->
         model(torch.randn(4, 32).to(models.BF16))
     with pytest.raises(te.OperandError, match="no scales to draw"):
         other.plot_scales(tmp_path / "x.png", "Linear", "input")
+    assert not list(tmp_path.iterdir())
+
+
+@contextlib.contextmanager
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Collect the axes of the pictures that are drawn meanwhile."""
+    figures: list[Any] = []
+    plain = Figure.savefig
+
+    def save(figure: Any, *args: Any, **options: Any) -> None:
+        figures.append(figure)
+        plain(figure, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", save)
+        yield figures
+
+
+def test_a_plot_of_many_layers_names_the_worst(
+    watch: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = next(row for row in watch.rows if math.isfinite(row.sqnr_db))
+    rows_of_many = [
+        dataclasses.replace(template, layer=f"layers.{at}", step=step, sqnr_db=60.0 - at)
+        for at in range(84)
+        for step in range(2)
+    ]
+    monkeypatch.setattr(watch, "rows", rows_of_many)
+    with drawn(monkeypatch) as figures:
+        watch.plot(tmp_path / "many.png")
+    (legend,) = figures[0].legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == [f"layers.{at}" for at in range(83, 75, -1)] + ["76 other layers"]
+    colors = [line.get_color() for line in figures[0].axes[0].lines]
+    assert colors.count("0.8") == 76
+    legend_height = legend.get_window_extent().height
+    assert legend_height < figures[0].bbox.height
+
+
+def test_the_histogram_marks_the_range_of_the_format(
+    watch: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = watch.row("0", "weight")
+    with drawn(monkeypatch) as figures:
+        watch.plot_exponents(tmp_path / "exponents.png", "0", "weight")
+        watch.plot_scales(tmp_path / "scales.png", "0", "input", "columnwise")
+    span = figures[0].axes[0].patches[0]
+    spec = formats.by_name(row.format.partition(" ")[0])
+    least = min(value for value in spec.values if value > 0)
+    edges = [math.floor(math.log2(value / row.scale_median)) for value in (least, spec.max)]
+    assert [span.get_x() + 0.5, span.get_x() + span.get_width() - 0.5] == edges
+    assert figures[0].axes[0].get_legend().get_texts()[0].get_text().startswith("range of e4m3")
+    blocks = figures[1].axes[0]
+    ticks = [*blocks.get_xticks(), *blocks.get_yticks()]
+    assert all(tick == round(tick) for tick in ticks)
+
+
+def test_an_empty_plot_is_refused(tmp_path: Path) -> None:
+    model = models.make("linear")
+    with te.monitor(model) as watch:
+        with pytest.raises(te.OperandError, match=r"plot: nothing to draw: no step was observed"):
+            watch.plot(tmp_path / "x.png")
+        model(torch.randn(4, 32).to(models.BF16))
+        watch.step()
+        with pytest.raises(te.OperandError, match=r"none of the \d+ rows has a finite SQNR"):
+            watch.plot(tmp_path / "x.png")
+        with te.autocast(recipe="current"):
+            model(torch.zeros(4, 32).to(models.BF16))
+    with pytest.raises(te.OperandError, match=r"input .* has no values but zeros, NaN and inf"):
+        watch.plot_exponents(tmp_path / "x.png", "Linear", "input")
     assert not list(tmp_path.iterdir())
 
 

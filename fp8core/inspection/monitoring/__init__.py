@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed
 
+from fp8core import formats
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.inspection.monitoring.observe import LayerWatch
 from fp8core.inspection.monitoring.record import (
@@ -45,6 +46,7 @@ __all__ = ["Monitor", "NonFinite", "Row", "Saturation", "Summary", "WhatIf", "mo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 
@@ -63,6 +65,34 @@ def _drawing(path: str | Path, width: float, height: float) -> Iterator[tuple[Fi
     FigureCanvasAgg(figure)
     yield figure, figure.subplots()
     figure.savefig(path, dpi=120, format="png")
+
+
+def _count_on(*counted: Axis) -> None:
+    """Have the axes show whole numbers alone."""
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in counted:
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+_MOST_NAMED = 8
+"""The lines that a plot names; more would leave a legend taller than the picture."""
+
+
+def _points(line: dict[int, float]) -> tuple[list[int], list[float]]:
+    return list(line), list(line.values())
+
+
+def _format_range(row: Row) -> tuple[str, int, int] | None:
+    """Return the format of a row's operand, and the exponents of the least and of the largest value
+    that it holds at the median scale; None in high precision."""
+    name = row.format.partition(" ")[0]
+    if name not in formats.names() or not row.scale_median > 0:
+        return None
+    spec = formats.by_name(name)
+    values = (min(value for value in spec.values if value > 0), spec.max)
+    least, largest = (math.floor(math.log2(value / row.scale_median)) for value in values)
+    return name, least, largest
 
 
 _ON_NONFINITE = ("record", "raise")
@@ -230,7 +260,8 @@ class Monitor:
             writer.writerows(map(dataclasses.astuple, self.rows))
 
     def to_tensorboard(self, log_dir: str | Path) -> None:
-        """Write the finite statistics of all rows as scalars, ``layer/role/orientation``.
+        """Write the finite statistics of all rows as scalars, ``statistic/layer/role.orientation``:
+        TensorBoard shows a group of charts for each statistic.
 
         Raises:
             UnsupportedError: tensorboard is not installed.
@@ -247,13 +278,15 @@ class Monitor:
                 for name in STATISTICS:
                     value = getattr(row, name)
                     if math.isfinite(value):
-                        writer.add_scalar("/".join((*row.key, name)), value, row.step)
+                        tag = f"{name}/{row.layer}/{row.role}.{row.orientation}"
+                        writer.add_scalar(tag, value, row.step)
 
     def plot(self, path: str | Path) -> None:
         """Draw a PNG: the least SQNR of each layer's operands over the steps; infinite ones are
-        left out.
+        left out. The layers with the least are named, the others grey.
 
         Raises:
+            OperandError: no operand has a finite SQNR; nothing is drawn then.
             UnsupportedError: matplotlib is not installed.
         """
         lines: dict[str, dict[int, float]] = {}
@@ -261,29 +294,57 @@ class Monitor:
             if math.isfinite(row.sqnr_db):
                 line = lines.setdefault(row.layer, {})
                 line[row.step] = min(row.sqnr_db, line.get(row.step, math.inf))
+        if not lines:
+            reason = "no step was observed yet; step() and close() end one"
+            if self.rows:
+                reason = f"none of the {len(self.rows)} rows has a finite SQNR"
+            raise OperandError(f"plot: nothing to draw: {reason}.")
+        ordered = sorted(lines, key=lambda layer: min(lines[layer].values()))
+        named, rest = ordered[:_MOST_NAMED], ordered[_MOST_NAMED:]
         with _drawing(path, 10, 5) as (figure, axes):
-            for layer, line in lines.items():
-                axes.plot(list(line), list(line.values()), marker="o", markersize=3, label=layer)
+            for at, layer in enumerate(rest):
+                label = f"{len(rest)} other layers" if at == 0 else None
+                axes.plot(*_points(lines[layer]), color="0.8", linewidth=0.8, label=label)
+            for layer in named:
+                axes.plot(*_points(lines[layer]), marker="o", markersize=3, label=layer)
             axes.set(title="least SQNR of the layer's operands", xlabel="step", ylabel="dB")
+            _count_on(axes.xaxis)
             axes.grid(alpha=0.3)
-            if lines:
-                figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+            handles, labels = axes.get_legend_handles_labels()
+            in_order = sorted(
+                zip(handles, labels, strict=True), key=lambda pair: pair[1] not in named
+            )
+            figure.legend(
+                *zip(*in_order, strict=True),
+                loc="outside right upper",
+                frameon=False,
+                fontsize="small",
+            )
 
     def plot_exponents(
         self, path: str | Path, layer: str, role: str, orientation: str = "rowwise"
     ) -> None:
         """Draw a PNG: the count of a tensor's values in the latest observed step for each binary
-        exponent, ``floor(log2 |x|)``.
+        exponent, ``floor(log2 |x|)``; shaded is the range of its format at the median scale.
 
         Raises:
-            OperandError: the tensor was not cast in that step.
+            OperandError: the tensor was not cast in that step, or has no values but zeros.
             UnsupportedError: matplotlib is not installed.
         """
         title, tally = self._tally(layer, role, orientation)
         counts: Sequence[int] = [] if tally.exponents is None else tally.exponents.tolist()
         bars = {e: count for e, count in zip(EXPONENTS, counts, strict=False) if count}
+        if not bars:
+            raise OperandError(f"plot_exponents: {title} has no values but zeros, NaN and inf.")
+        span = _format_range(self.row(layer, role, orientation, step=self._latest_step))
         with _drawing(path, 8, 4) as (_, axes):
+            if span is not None:
+                name, least, largest = span
+                label = f"range of {name}, at the median scale"
+                axes.axvspan(least - 0.5, largest + 0.5, color="C2", alpha=0.15, label=label)
+                axes.legend(frameon=False, fontsize="small")
             axes.bar(list(bars), list(bars.values()), width=0.9)
+            _count_on(axes.xaxis)
             axes.set(title=title, xlabel="floor(log2 |x|)", ylabel="values")
 
     def plot_scales(
@@ -303,6 +364,7 @@ class Monitor:
             image = axes.imshow(tally.grid.numpy(), aspect="auto", interpolation="nearest")
             figure.colorbar(image, label="log2 scale")
             axes.set(title=title, xlabel="block along the contraction", ylabel="block of rows")
+            _count_on(axes.xaxis, axes.yaxis)
 
     def what_if(self, recipes: str | Recipe | Sequence[str | Recipe]) -> WhatIf:
         """Cast the tensors of the latest observed step as other recipes would.
