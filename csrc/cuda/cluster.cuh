@@ -75,6 +75,16 @@ __device__ inline void store_in_block(float* shared, uint64_t* barrier, unsigned
       : "memory");
 }
 
+// The float that block `rank` has where this block has `shared`.
+__device__ inline float load_from_block(const float* shared, unsigned rank) {
+  float value;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];"
+               : "=f"(value)
+               : "r"(address_in_block(shared, rank))
+               : "memory");
+  return value;
+}
+
 // Stores `value` where block `rank` has what this block has at `shared`.
 __device__ inline void store_in_block(int* shared, unsigned rank, int value) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_block(shared, rank)), "r"(value)

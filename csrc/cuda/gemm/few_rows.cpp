@@ -11,9 +11,8 @@ using few_rows::kCuts;
 using few_rows::kNumCuts;
 
 constexpr std::int64_t kMostRows = 64, kMostSize = std::int64_t{1} << 30;
-constexpr int kVector = 16;         // bytes that a thread copies at once
-constexpr int kMostSplit = 8;       // blocks of a cluster on any device
-constexpr int kShared = 227 << 10;  // bytes of shared memory that a block may have
+constexpr int kVector = 16;    // bytes that a thread copies at once
+constexpr int kMostSplit = 8;  // blocks of a cluster on any device
 
 // Begins the bytes of a way; another number, once ways mean something else.
 constexpr char kName[] = "fp8core few rows 1";
@@ -45,15 +44,15 @@ bool is_of_few_rows(const GemmDesc& desc) {
                         a.scale == ScaleMode::kNone;
   return desc.m <= kMostRows && std::max(desc.n, desc.k) < kMostSize && !desc.accumulate &&
          desc.d_leading == desc.n && desc.alignment % kVector == 0 && is_whole(a, desc.k) &&
-         is_whole(b, desc.k) &&
-         b.type == ElementType::kE4M3 && is_scaled(b.scale) && (is_coded || is_plain);
+         is_whole(b, desc.k) && b.type == ElementType::kE4M3 && is_scaled(b.scale) &&
+         (is_coded || is_plain);
 }
 
 bool fits(const GemmDesc& desc, int cut) {
   const int shared = with_type(desc.a.type, [&](auto type) {
     return few_rows::shared_bytes<type()>(cut, static_cast<int>(desc.m), has_blocks(desc.b.scale));
   });
-  return shared <= kShared;
+  return shared <= few_rows::kMostShared;
 }
 
 struct Strides {

@@ -20,6 +20,7 @@
 
 #include "../cluster.cuh"
 #include "../copies.cuh"
+#include "../mma.cuh"
 #include "few_rows.h"
 #include "values.cuh"
 
@@ -44,35 +45,8 @@ __device__ void decode(std::uint32_t codes, std::uint32_t& low, std::uint32_t& h
   }
 }
 
-// sums[16, 8] += b[16, 16] @ a[8, 16].T. Source: PTX ISA 9.0, 9.7.14.5.8 (mma.m16n8k16).
-#define FP8CORE_MMA(type)                                               \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type            \
-      ".f32 "                                                           \
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])      \
-      : "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(a[0]), "r"(a[1]))
-template <bool kIsBFloat16>
-__device__ void multiply(float (&sums)[4], const std::uint32_t (&b)[4],
-                         const std::uint32_t (&a)[2]) {
-  if constexpr (kIsBFloat16)
-    FP8CORE_MMA("bf16");
-  else
-    FP8CORE_MMA("f16");
-}
-#undef FP8CORE_MMA
-
 __device__ inline std::uint32_t word(const uint4& words, int at) {
   return at == 0 ? words.x : at == 1 ? words.y : at == 2 ? words.z : words.w;
-}
-
-// The float that block `rank` of the cluster has where this block has `shared`.
-__device__ inline float load_from_block(const float* shared, unsigned rank) {
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];"
-               : "=f"(value)
-               : "r"(address_in_block(shared, rank))
-               : "memory");
-  return value;
 }
 
 // kRowTiles: eights of rows of a. kA: e4m3, or 16 bits without a scale. kHasBlocks: the scales are
@@ -81,7 +55,7 @@ template <int kCut, int kRows8, ElementType kA, bool kHasScalesOfBlocks>
 struct Tile {
   static constexpr Cut kIts = kCuts[kCut];
   static constexpr int kRowTiles = kRows8, kColumnTiles = kIts.column_tiles;
-  static constexpr int kWarpsN = kIts.warps_n, kWarpsK = kIts.warps_k, kStages = kIts.stages;
+  static constexpr int kWarpsN = kIts.warps_n, kWarpsK = kIts.warps_k;
   static constexpr bool kHasBlocks = kHasScalesOfBlocks;
   static constexpr bool kIsCoded = kA == ElementType::kE4M3;
   static constexpr bool kIsBFloat16 = kA == ElementType::kBFloat16;
@@ -93,8 +67,11 @@ struct Tile {
   static constexpr int kPieces = 4 * kColumnTiles + 2 * kElement * kRowTiles;  // of 16 bytes
   static constexpr int kScales = kHasBlocks ? kWarpColumns + (kIsCoded ? kRows : 0) : 0;
   static constexpr int kStageBytes = kPieces * 32 * 16 + kScales * 4;  // of a warp
-  static constexpr int kPitch = kColumns + 4;  // of sums: spreads them over banks
-  static constexpr int kRing = kStageBytes * kStages * kWarpsN * kWarpsK;
+  static constexpr int kPitch = kColumns + 4;                    // of sums: spreads them over banks
+  static constexpr int kStep = kStageBytes * kWarpsN * kWarpsK;  // bytes of a stage
+  static constexpr int kFitting = kMostShared / kStep;
+  static constexpr int kStages = kFitting < 2 ? 2 : kIts.stages < kFitting ? kIts.stages : kFitting;
+  static constexpr int kRing = kStep * kStages;
   static constexpr int kSums = kWarpsK * kRows * kPitch * 4;
   static constexpr int kShared = kRing > kSums ? kRing : kSums;
 };

@@ -25,10 +25,12 @@ void launch_few_rows(const GemmDesc& desc, const FewRowsWay& way, const GemmArgu
 
 namespace few_rows {
 
+constexpr int kMostShared = 227 << 10;  // bytes of shared memory that a block may have
+
 constexpr int kBlockK = 128;  // elements of k that a stage holds, and that a scale of blocks covers
 
 // How a block of threads cuts its work: each of warps_n warps has 16 * column_tiles rows of b,
-// warps_k such warps share the blocks of k. Stages are copied ahead.
+// warps_k such warps share the blocks of k. Stages are copied ahead, as many as fit.
 struct Cut {
   int column_tiles, warps_n, warps_k, stages;
 
