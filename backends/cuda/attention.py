@@ -1,4 +1,5 @@
-"""Attention on CUDA: by torch's operators where they do what is asked for, else by cuDNN's graphs.
+"""Attention on CUDA: by torch's operators where they do what is asked for, else by cuDNN's graphs;
+of one query a sequence over a cache by a kernel of this backend.
 
 A graph is built once for a descriptor, the shapes and the strides, in each thread, and executed on
 torch's current stream with a workspace from torch's allocator; nothing waits for the device.
@@ -13,15 +14,20 @@ import torch
 
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, AttentionPartBackwardDesc
 from fp8core_backends.cuda.attention_backward import GraphAttentionBackward
+from fp8core_backends.cuda.attention_cached import CachedAttention, single_query_problem
 from fp8core_backends.cuda.attention_codes import CodesAttentionBackward
 from fp8core_backends.cuda.attention_forward import GraphAttention
 from fp8core_backends.cuda.attention_support import FRONTEND, TORCH, KernelNames, kernels
 from fp8core_backends.cuda.attention_torch import TorchAttention, TorchAttentionBackward
 
 
-def bind_attention(desc: AttentionDesc, device: torch.device) -> Callable[..., Any]:
-    """Return the callable of forward."""
+def bind_attention(
+    desc: AttentionDesc, device: torch.device, native: Any = None
+) -> Callable[..., Any]:
+    """Return the callable of forward; over a cache, with the native library if there is one."""
     is_plain, names = _kernels(desc)
+    if native is not None and single_query_problem(desc) is None:
+        return CachedAttention(desc, device, names, native)
     return (TorchAttention if is_plain else GraphAttention)(desc, device, names)
 
 

@@ -130,9 +130,9 @@ class GraphOperation:
             batch,
             length_q,
             length_kv,
-            _strides(views[0]),
-            _strides(views[1]),
-            _strides(views[2]),
+            strides_of(views[0]),
+            strides_of(views[1]),
+            strides_of(views[2]),
             out,
             has_lengths=sequences is not None,
             bias=None if total is None else (tuple(total.shape), total.stride(), total.dtype),
@@ -357,7 +357,7 @@ def _some_see_nothing(desc: AttentionDesc, length_q: int, length_kv: int) -> boo
     return is_refused and length_q > length_kv
 
 
-def _strides(x: torch.Tensor) -> Strides:
+def strides_of(x: torch.Tensor) -> Strides:
     """Return the strides of a view ``[b, heads, s, d]``; of a dimension of one element, which
     addresses nothing, those of a contiguous tensor, so that they are aligned."""
     _, heads, length, size = x.shape

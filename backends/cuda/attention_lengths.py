@@ -100,7 +100,7 @@ def sequences_of(
     lengths, starts = [], []
     for x, offsets, padded, longest in pairs:
         for edges in (offsets, padded):
-            _check_offsets(desc, x, offsets if edges is None else edges, batch)
+            check_offsets(desc, x, offsets if edges is None else edges, batch)
         assert offsets is not None
         if desc.layout != "thd":
             lengths.append(offsets.diff().clamp(0, x.shape[0 if desc.layout == "sbhd" else 1]))
@@ -114,9 +114,14 @@ def sequences_of(
     return Sequences(*lengths, *starts)
 
 
-def _check_offsets(
+def check_offsets(
     desc: AttentionDesc, x: torch.Tensor, offsets: torch.Tensor | None, count: int | None
 ) -> None:
+    """Refuse offsets of sequences of ``x`` that are not int32 ``[count]`` beside it.
+
+    Raises:
+        OperandError: names them.
+    """
     is_right = (
         offsets is not None
         and offsets.dtype == torch.int32

@@ -124,6 +124,8 @@ class CudaBackend:
         if isinstance(desc, GemmDesc):
             run = _bind_dense(desc, device)
             return bind_grouped_gemm(desc, run) if isinstance(desc, GroupedGemmDesc) else run
+        if isinstance(desc, CachedAttentionDesc) and native.missing(device) is None:
+            return bind_attention(desc, device, native.load())
         if isinstance(desc, AttentionDesc):  # cuDNN's, which needs no library of this backend
             return bind_attention(desc, device)
         if isinstance(desc, AttentionBackwardDesc):

@@ -7,6 +7,7 @@
 
 #include "arguments.h"
 #include "fp8core/activation.h"
+#include "fp8core/attention.h"
 #include "fp8core/column_sums.h"
 #include "fp8core/cross_entropy.h"
 #include "fp8core/dequantize.h"
@@ -151,6 +152,12 @@ void register_rotary(py::module_& module) {
       .def("__call__", recorded<&rotary>);
 }
 
+void register_attention(py::module_& module) {
+  py::class_<SingleQueryDesc>(module, "SingleQuery")
+      .def(py::init<InputType, int, int, int, float, int, int, bool, int>())
+      .def("__call__", recorded<&single_query_attention>);
+}
+
 void register_gemm(py::module_& module) {
   py::enum_<ElementType>(module, "ElementType")
       .value("e4m3", ElementType::kE4M3)
@@ -252,6 +259,7 @@ PYBIND11_MODULE(fp8core_cuda, module) {
   fp8core::register_scale_update(module);
   fp8core::register_norm(module);
   fp8core::register_rotary(module);
+  fp8core::register_attention(module);
   fp8core::register_gemm(module);
   fp8core::register_dequantize(module);
   fp8core::register_column_sums(module);

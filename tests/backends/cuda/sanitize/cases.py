@@ -16,6 +16,7 @@ from fp8core.backend_api import (
     ActivationDesc,
     AddNormDesc,
     AmaxDesc,
+    CachedAttentionDesc,
     ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
@@ -248,6 +249,31 @@ def few_rows() -> None:
         bias = torch.randn(n).bfloat16().to(DEVICE)
         for _ in products_of_few_rows(GemmDesc(a_spec, b_spec, x.dtype), a, b, bias=bias):
             pass
+
+
+def single_queries() -> None:
+    """Attend by one query a sequence over a cache: of every layout and size of heads, by one block
+    of threads a group and by clusters, with lengths of the cache and with others."""
+    shapes = ((64, 8, 1), (128, 4, 4), (128, 6, 2), (256, 1, 1))
+    for layout, (size, heads, groups) in itertools.product(ATTENTION_LAYOUTS, shapes):
+        scale, masks = size**-0.5, {"padding": True, "window": (-1, 0), "bottom_right": True}
+        desc = CachedAttentionDesc(
+            torch.bfloat16, layout, heads, groups, size, size, scale, **masks
+        )
+        run = backend("cuda").bind(desc, DEVICE)
+        for batch, capacity in ((1, 600), (3, 40), (300, 24)):
+            k, v = torch.randn(2, batch, capacity, groups, size).bfloat16().to(DEVICE)
+            q = torch.randn(batch, 1, heads, size).bfloat16().to(DEVICE)
+            whole = {}
+            if layout == "thd":
+                q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+                whole = {"max_seqlen_q": 1, "max_seqlen_kv": capacity}
+            elif layout == "sbhd":
+                q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            edges = torch.arange(batch + 1, dtype=torch.int32).to(DEVICE)
+            for lengths in (edges * capacity, edges * 5, -edges, edges * 2**20):
+                run(q, k, v, cu_seqlens_q=edges, cu_seqlens_kv=lengths, **whole)
+            run(q, k, v, cu_seqlens_q=edges * 2**20, cu_seqlens_kv=edges, **whole)
 
 
 def microscaling() -> None:

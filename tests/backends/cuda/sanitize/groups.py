@@ -88,6 +88,7 @@ GROUPS = {
     "router": Group(training.router, ("Router.__call__", "Router.backward")),
     "steps": Group(training.steps, ("Adam.__call__",)),
     "replays": Group(training.replays, ("Program.__call__",)),
+    "single_queries": Group(cases.single_queries, ("SingleQuery.__call__",)),
     "few_rows": Group(cases.few_rows, ("Gemm.run",)),
     "gemm": Group(cases.gemm, ("Gemm.run", "Gemm.milliseconds"), _CUBLASLT),
     "repeated_layers": Group(training.repeated_layers, ("Program.__call__", "Gemm.run"), _CUBLASLT),

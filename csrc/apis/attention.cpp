@@ -1,0 +1,56 @@
+// Attention of one query a sequence: the arguments are checked, then launched.
+#include "fp8core/attention.h"
+
+#include "../cuda/attention/single_query.h"
+
+namespace fp8core {
+namespace {
+
+constexpr std::int64_t kVector = 8;  // elements that a thread reads at once
+
+void check(const SingleQueryDesc& desc) {
+  FP8CORE_CHECK(desc.input != InputType::kFloat32,
+                "single_query_attention: expected bfloat16 or float16");
+  FP8CORE_CHECK(desc.head_size == 64 || desc.head_size == 128 || desc.head_size == 256,
+                "single_query_attention: heads of ", desc.head_size,
+                " elements; expected 64, 128 or 256");
+  FP8CORE_CHECK(desc.groups > 0 && desc.heads > 0 && desc.heads % desc.groups == 0,
+                "single_query_attention: ", desc.heads, " heads in ", desc.groups, " groups");
+  FP8CORE_CHECK(desc.left >= -1 && desc.right >= -1, "single_query_attention: window (", desc.left,
+                ", ", desc.right, ")");
+}
+
+void check(const char* name, const HeadRows& rows) {
+  FP8CORE_CHECK_ADDRESS(rows.data, "single_query_attention: ", name);
+  const bool is_aligned = reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0 &&
+                          rows.batch_stride % kVector == 0 && rows.row_stride % kVector == 0 &&
+                          rows.head_stride % kVector == 0;
+  FP8CORE_CHECK(is_aligned, "single_query_attention: ", name, " at ", rows.data, " with strides ",
+                rows.batch_stride, ", ", rows.row_stride, ", ", rows.head_stride,
+                "; expected multiples of 16 bytes");
+}
+
+void check(const SingleQueryArguments& arguments) {
+  FP8CORE_CHECK(arguments.batch > 0 && arguments.capacity >= 0 &&
+                    arguments.capacity < (std::int64_t{1} << 30),
+                "single_query_attention: ", arguments.batch, " sequences of up to ",
+                arguments.capacity, " keys");
+  check("q", arguments.q);
+  if (arguments.capacity > 0) check("k", arguments.k), check("v", arguments.v);
+  FP8CORE_CHECK_ADDRESS(arguments.cu_seqlens_q, "single_query_attention: cu_seqlens_q");
+  FP8CORE_CHECK_ADDRESS(arguments.cu_seqlens_kv, "single_query_attention: cu_seqlens_kv");
+  FP8CORE_CHECK_ADDRESS(arguments.out, "single_query_attention: out");
+  FP8CORE_CHECK_ADDRESS(arguments.stats, "single_query_attention: stats");
+}
+
+}  // namespace
+
+void single_query_attention(const SingleQueryDesc& desc, const SingleQueryArguments& arguments,
+                            StreamHandle stream) {
+  check(desc);
+  if (arguments.batch == 0) return;
+  check(arguments);
+  launch_single_query(desc, arguments, as_stream(stream));
+}
+
+}  // namespace fp8core

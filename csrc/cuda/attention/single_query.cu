@@ -1,0 +1,64 @@
+// Launches of attention of one query a sequence.
+#include "single_query.h"
+
+#include "../residency.h"
+#include "single_query.cuh"
+
+namespace fp8core {
+namespace {
+
+constexpr int kMostSplit = 8;   // blocks of a cluster on any device
+constexpr int kLeastKeys = 64;  // that a block is for
+
+// Calls `run` with the shape for heads of this size.
+template <typename T, typename Run>
+void with_size(int size, const Run& run) {
+  if (size == 64) return run(single_query::Shape<T, 64>{});
+  if (size == 128) return run(single_query::Shape<T, 128>{});
+  run(single_query::Shape<T, 256>{});
+}
+
+template <typename S>
+void launch(single_query::Params p, int device, cudaStream_t stream) {
+  constexpr auto kKernel = single_query::attend_once<S>;
+  const DeviceGuard guard(device);
+  allow_shared<kKernel>(S::kShared, device);
+  p.chunks = (p.group_heads + single_query::kHeads - 1) / single_query::kHeads;
+  const std::int64_t blocks = p.args.batch * (p.heads / p.group_heads) * p.chunks;
+  FP8CORE_CHECK(blocks < (std::int64_t{1} << 31), "single_query_attention: ", p.args.batch,
+                " sequences, more than a grid takes");
+  int split = 1;  // the lengths are on the device: by the capacity
+  while (split < kMostSplit && blocks * split < 2 * num_multiprocessors(device) &&
+         p.args.capacity >= 2 * split * kLeastKeys)
+    split *= 2;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = attribute.val.clusterDim.z = 1;
+  attribute.val.clusterDim.y = static_cast<unsigned>(split);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(split));
+  config.blockDim = dim3(single_query::kThreads);
+  config.dynamicSmemBytes = S::kShared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  FP8CORE_CUDA(cudaLaunchKernelEx(&config, kKernel, p));
+}
+
+}  // namespace
+
+void launch_single_query(const SingleQueryDesc& desc, const SingleQueryArguments& arguments,
+                         cudaStream_t stream) {
+  single_query::Params p{};
+  p.args = arguments;
+  p.heads = desc.heads, p.group_heads = desc.heads / desc.groups;
+  p.scale = desc.scale * single_query::kLog2E;
+  p.left = desc.left, p.right = desc.right, p.is_at_the_end = desc.is_at_the_end;
+  const auto run = [&](auto shape) { launch<decltype(shape)>(p, desc.device, stream); };
+  if (desc.input == InputType::kBFloat16)
+    with_size<__nv_bfloat16>(desc.head_size, run);
+  else
+    with_size<__half>(desc.head_size, run);
+}
+
+}  // namespace fp8core

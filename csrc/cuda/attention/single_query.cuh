@@ -1,0 +1,300 @@
+// One query a sequence against all keys of a cache, whose bytes are read once for the heads of a
+// group. The blocks of threads of a cluster share the keys that a query sees.
+//
+// A warp takes 16 keys at a time, for up to 8 heads: logits are queries times keys, with the heads
+// as rows; the results are values transposed times exponentials, with the heads as columns. So a
+// thread's exponentials, rounded to 16 bits, are its operand of the second product. Each warp has
+// the largest logits, the sums of exponentials, which are not rounded, and the sums of values of
+// its own keys; they are merged in the end, of a block, then of the cluster, always in one order.
+#pragma once
+
+#include <type_traits>
+
+#include "../cluster.cuh"
+#include "../copies.cuh"
+#include "../element.h"
+#include "../mma.cuh"
+#include "fp8core/attention.h"
+
+namespace fp8core::single_query {
+
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
+constexpr int kHeads = 8;                   // at once
+constexpr int kKeys = 16, kRows = 8;        // of a warp's step, and of a matrix of 8 x 8 elements
+constexpr int kBlockStep = kWarps * kKeys;  // keys
+constexpr int kStages = 3;
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+struct Params {
+  SingleQueryArguments args;
+  int heads, group_heads;  // of all groups, of one
+  int chunks;              // of kHeads heads of a group
+  float scale;             // of logits in powers of two
+  int left, right;
+  bool is_at_the_end;
+};
+
+template <typename T, int kHeadSize>
+struct Shape {
+  using Element = T;
+  static constexpr bool kIsBFloat16 = std::is_same_v<T, __nv_bfloat16>;
+  static constexpr int kSize = kHeadSize;
+  static constexpr int kPieces = kSize / 8;                       // of 16 bytes, of a key
+  static constexpr int kMatrices = kKeys / kRows * kPieces;       // of keys, in a stage; of values
+  static constexpr int kStageBytes = 2 * kMatrices * kRows * 16;  // of a warp
+  // Of sums: the largest logits, the sums of exponentials, the sums of values.
+  static constexpr int kFloats = kHeads * (2 + kSize);
+  static constexpr int kRings = kWarps * kStages * kStageBytes;
+  static constexpr int kSums = (kWarps + 1) * kFloats * 4;
+  static constexpr int kShared = kRings > kSums ? kRings : kSums;
+};
+
+// What exponentials relative to `from` are multiplied by to be relative to `to`, in powers of two;
+// 0 where there are none.
+__device__ inline float rescale(float from, float to) {
+  return from == -INFINITY ? 0.0f : exp2f(from - to);
+}
+
+// Two values as 16 bits each, the first in the low half.
+template <typename T>
+__device__ std::uint32_t pack(float x, float y) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(x, y);
+    return *reinterpret_cast<const std::uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+    return *reinterpret_cast<const std::uint32_t*>(&pair);
+  }
+}
+
+// The sums of a warp. Thread t: of head t / 4 the largest logit, and the sum of exponentials of the
+// keys whose logits it has; of heads 2 (t % 4) and 2 (t % 4) + 1 elements of the values.
+template <typename S>
+struct Sums {
+  float largest = -INFINITY, sum = 0.0f;
+  float values[S::kSize / 16][4] = {};
+
+  // Adds a stage of keys and values, of which the first `count` are there.
+  __device__ void add(const std::uint8_t* stage, const std::uint32_t (&q)[S::kSize / 16][4],
+                      float scale, int count) {
+    using T = typename S::Element;
+    const int lane = threadIdx.x % 32, quarter = lane % 4;
+    float logits[2][4] = {};
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+      for (int i = 0; i < S::kPieces / 4; ++i) {
+        std::uint32_t words[4];
+        load_matrices(words, stage + ((tile * S::kPieces + 4 * i) * kRows + lane) * 16);
+        multiply<S::kIsBFloat16>(logits[tile], q[2 * i], {words[0], words[1]});
+        multiply<S::kIsBFloat16>(logits[tile], q[2 * i + 1], {words[2], words[3]});
+      }
+    float most = largest;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool is_there = tile * kRows + 2 * quarter + i < count;
+        logits[tile][i] = is_there ? logits[tile][i] * scale : -INFINITY;
+        most = fmaxf(most, logits[tile][i]);
+      }
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2)
+      most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
+    const float factor = rescale(largest, most);
+    largest = most, sum *= factor;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        logits[tile][i] = rescale(logits[tile][i], most);
+        sum += logits[tile][i];
+      }
+    const std::uint32_t weights[2] = {pack<T>(logits[0][0], logits[0][1]),
+                                      pack<T>(logits[1][0], logits[1][1])};
+    float factors[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      factors[i] = __shfl_sync(0xFFFFFFFFu, factor, 4 * (2 * quarter + i));
+    const int matrix = lane / 8;  // of four: the next piece in 1 and 3, the next keys in 2 and 3
+    const std::uint8_t* row = stage + S::kStageBytes / 2 +
+                              ((matrix / 2 * S::kPieces + matrix % 2) * kRows + lane % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < S::kSize / 16; ++i) {
+      std::uint32_t words[4];
+      load_transposed(words, row + 2 * i * kRows * 16);
+#pragma unroll
+      for (int at = 0; at < 4; ++at) values[i][at] *= factors[at % 2];
+      multiply<S::kIsBFloat16>(values[i], words, weights);
+    }
+  }
+
+  // Writes [kHeads] largest, [kHeads] sums, [kHeads, kSize] values.
+  __device__ void store(float* to) {
+    const int lane = threadIdx.x % 32, head = lane / 4, quarter = lane % 4;
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
+    if (quarter == 0) to[head] = largest, to[kHeads + head] = sum;
+#pragma unroll
+    for (int i = 0; i < S::kSize / 16; ++i)
+#pragma unroll
+      for (int at = 0; at < 4; ++at)
+        to[2 * kHeads + (2 * quarter + at % 2) * S::kSize + 16 * i + at / 2 * 8 + head] =
+            values[i][at];
+  }
+};
+
+// The largest logit, the sum and one value of head `head` of `count` sums; `load` is given the
+// number of one and a position in it.
+struct Merged {
+  float largest = -INFINITY, sum = 0.0f, value = 0.0f;
+};
+template <typename S, typename Load>
+__device__ Merged merged(int count, int head, int element, const Load& load) {
+  Merged to;
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) to.largest = fmaxf(to.largest, load(i, head));
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const float factor = rescale(load(i, head), to.largest);
+    to.sum += factor * load(i, kHeads + head);
+    to.value += factor * load(i, 2 * kHeads + head * S::kSize + element);
+  }
+  return to;
+}
+
+// The keys that the query of a sequence sees: none if it is not there.
+struct Seen {
+  int begin = 0, end = 0;
+};
+__device__ inline Seen seen_keys(const Params& p, int sequence) {
+  const SingleQueryArguments& a = p.args;
+  const auto length = [&](const std::int32_t* edges, std::int64_t most) {
+    const std::int64_t size = std::int64_t{edges[sequence + 1]} - edges[sequence];
+    return static_cast<int>(min(max(size, std::int64_t{0}), most));
+  };
+  if (length(a.cu_seqlens_q, 1) == 0) return {};
+  Seen seen{0, length(a.cu_seqlens_kv, a.capacity)};
+  const int position = p.is_at_the_end ? seen.end - 1 : 0;
+  if (p.left >= 0) seen.begin = max(seen.begin, position - p.left);
+  if (p.right >= 0)
+    seen.end = static_cast<int>(min(std::int64_t{seen.end}, std::int64_t{position} + p.right + 1));
+  return seen;
+}
+
+// Begins to copy the rows of 16 keys, those before `end`, zeros of others: matrices of 8 keys by 8
+// elements, a thread of which copies a row.
+template <typename S>
+__device__ void copy_rows(std::uint8_t* to, const typename S::Element* from, std::int64_t stride,
+                          int key, int end) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+    const int at = key + tile * kRows + lane % kRows;
+    const auto* row = from + at * stride + lane / kRows * 8;
+#pragma unroll
+    for (int i = 0; i < S::kPieces / 4; ++i)
+      copy_16_bytes(to + ((tile * S::kPieces + 4 * i) * kRows + lane) * 16, row + 32 * i, at < end);
+  }
+}
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads) attend_once(const __grid_constant__ Params p) {
+  using T = typename S::Element;
+  extern __shared__ __align__(16) std::uint8_t shared[];
+  const SingleQueryArguments& a = p.args;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int split = gridDim.y, rank = blockIdx.y;
+  const int chunk = blockIdx.x % p.chunks, groups = p.heads / p.group_heads;
+  const int group = blockIdx.x / p.chunks % groups;
+  const int sequence = blockIdx.x / p.chunks / groups;
+  const int first_head = group * p.group_heads + chunk * kHeads;
+  const int count = min(kHeads, p.group_heads - chunk * kHeads);  // of heads
+
+  // The row of q and of out; -1 for a sequence that has none.
+  const Seen seen = seen_keys(p, sequence);
+  std::int64_t row = sequence;
+  if (a.starts != nullptr) {
+    row = a.starts[sequence];
+    const bool is_there = a.cu_seqlens_q[sequence + 1] > a.cu_seqlens_q[sequence];
+    if (!is_there || row < 0 || row >= a.rows) row = -1;
+  }
+
+  // This block has the keys from `begin` to `end`, in whole steps of its warps.
+  const int steps = (max(seen.end - seen.begin, 0) + kBlockStep - 1) / kBlockStep;
+  const auto step_of = [&](int at) {
+    return seen.begin + static_cast<int>(std::int64_t{steps} * at / split) * kBlockStep;
+  };
+  const int end = min(seen.end, step_of(rank + 1));
+  const auto rows_of = [&](const HeadRows& rows) {
+    return static_cast<const T*>(rows.data) + sequence * rows.batch_stride +
+           group * rows.head_stride;
+  };
+  const T *k = rows_of(a.k), *v = rows_of(a.v);
+  std::uint8_t* ring = shared + warp * (kStages * S::kStageBytes);
+  const auto copy = [&](int stage, int key) {
+    std::uint8_t* to = ring + stage * S::kStageBytes;
+    copy_rows<S>(to, k, a.k.row_stride, key, end);
+    copy_rows<S>(to + S::kStageBytes / 2, v, a.v.row_stride, key, end);
+  };
+  int key = step_of(rank) + warp * kKeys, copied = key;
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage, copied += kBlockStep) {
+    if (copied < end) copy(stage, copied);
+    end_copies();
+  }
+  std::uint32_t q[S::kSize / 16][4] = {};  // of heads beyond the last zeros
+  if (lane / 4 < count && row >= 0) {
+    const auto* words = reinterpret_cast<const std::uint32_t*>(
+        static_cast<const T*>(a.q.data) + row * a.q.batch_stride +
+        (first_head + lane / 4) * a.q.head_stride + 2 * (lane % 4));
+#pragma unroll
+    for (int i = 0; i < S::kSize / 16; ++i) q[i][0] = words[8 * i], q[i][2] = words[8 * i + 4];
+  }
+  Sums<S> own;
+  int stage = 0, free_stage = kStages - 1;
+  for (; key < end; key += kBlockStep, copied += kBlockStep) {
+    wait_for_copies<kStages - 2>();
+    __syncwarp();  // of all threads; and what is copied over has been read
+    if (copied < end) copy(free_stage, copied);
+    end_copies();
+    own.add(ring + stage * S::kStageBytes, q, p.scale, end - key);
+    free_stage = stage;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  }
+  wait_for_copies<0>();
+  __syncthreads();  // the rings have been read
+
+  auto* of_block = reinterpret_cast<float*>(shared);
+  float* of_warps = of_block + S::kFloats;
+  own.store(of_warps + warp * S::kFloats);
+  __syncthreads();
+  for (int at = threadIdx.x; at < count * S::kSize; at += kThreads) {
+    const int head = at / S::kSize;
+    const Merged sums = merged<S>(kWarps, head, at % S::kSize, [&](int i, int place) {
+      return of_warps[i * S::kFloats + place];
+    });
+    if (at % S::kSize == 0) of_block[head] = sums.largest, of_block[kHeads + head] = sums.sum;
+    of_block[2 * kHeads + at] = sums.value;
+  }
+  __syncthreads();
+  if (split > 1) cluster_arrive(), cluster_wait();
+  for (int at = threadIdx.x + rank * kThreads; at < count * S::kSize && row >= 0;
+       at += kThreads * split) {
+    const int head = at / S::kSize;
+    const Merged sums = merged<S>(split, head, at % S::kSize, [&](int i, int place) {
+      return split > 1 ? load_from_block(of_block + place, i) : of_block[place];
+    });
+    const std::int64_t to = row * p.heads + first_head + head;
+    static_cast<T*>(a.out)[to * S::kSize + at % S::kSize] =
+        static_cast<T>(sums.sum > 0.0f ? sums.value / sums.sum : sums.sum);
+    if (at % S::kSize == 0) a.stats[to] = (sums.largest + log2f(sums.sum)) * kLn2;
+  }
+  if (split > 1) {  // no block leaves while others read its sums
+    __syncthreads();
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+}  // namespace fp8core::single_query

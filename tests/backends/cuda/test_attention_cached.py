@@ -1,0 +1,250 @@
+"""Attention over a cache of one query a sequence: the kernel, and what its call is given."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core.backend_api import AttentionDesc, CachedAttentionDesc, OperandError
+from fp8core_backends.cuda import attention_cached
+from fp8core_backends.cuda.attention import bind_attention
+from fp8core_backends.cuda.attention_cached import CachedAttention
+from fp8core_backends.cuda.attention_forward import GraphAttention
+from fp8core_backends.cuda.attention_support import KernelNames
+from tests.backends.cuda.cuda_cases import DEVICE, backend
+
+CPU = torch.device("cpu")
+LAYOUTS = ("sbhd", "bshd", "thd")
+WINDOWS = (((-1, -1), False), ((-1, 0), True), ((20, 0), True), ((3, 5), False))
+NAMES = KernelNames("cuDNN", ())
+
+
+def descriptor(layout: str = "bshd", **changes: Any) -> CachedAttentionDesc:
+    values: dict[str, Any] = {
+        **{"dtype": torch.bfloat16, "layout": layout, "heads": 4, "groups": 2},
+        **{"head_dim": 64, "head_dim_v": 64, "scale": 0.125, "padding": True},
+    }
+    return CachedAttentionDesc(**values | changes)
+
+
+def call(
+    desc: AttentionDesc, device: torch.device, lengths: tuple[int, ...], capacity: int
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Operands of a step in which the last of several sequences has no query, and the keywords."""
+    batch = len(lengths)
+    pair = torch.randn(batch, capacity, 2, desc.groups, desc.head_dim, device=device)
+    k, v = pair.to(desc.dtype).unbind(2)
+    queries = torch.tensor([1] * (batch - 1) + [int(batch == 1)])
+    edges, edges_kv = (
+        torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(device)
+        for counts in (queries, torch.tensor(lengths))
+    )
+    keywords: dict[str, Any] = {"cu_seqlens_q": edges, "cu_seqlens_kv": edges_kv}
+    if desc.layout == "thd":
+        q = torch.randn(batch + 3, desc.heads, desc.head_dim, device=device).to(desc.dtype)
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+        starts = torch.arange(1, batch + 2, dtype=torch.int32, device=device)
+        starts_kv = torch.arange(batch + 1, dtype=torch.int32, device=device) * capacity
+        keywords |= {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts_kv}
+        return (q, k, v), keywords | {"max_seqlen_q": 1, "max_seqlen_kv": capacity}
+    q = torch.randn(batch, 1, desc.heads, desc.head_dim, device=device).to(desc.dtype)
+    if desc.layout == "sbhd":
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return (q, k, v), keywords
+
+
+def check(run: Callable[..., Any], desc: CachedAttentionDesc, device: torch.device) -> None:
+    """Compare calls with the reference's in float64."""
+    values = {field.name: getattr(desc, field.name) for field in fields(AttentionDesc)}
+    exact = AttentionDesc(**values | {"dtype": torch.float64})
+    for lengths, capacity in (((37,), 37), ((5, 130, 0, 64, 9), 130), ((1, 1100, 700), 1100)):
+        operands, keywords = call(desc, device, lengths, capacity)
+        out, stats, largest = run(*operands, **keywords)
+        reference = backend("reference").bind(exact, device)
+        want, want_stats, _ = reference(*(x.double() for x in operands), **keywords)
+        assert largest is None
+        assert (out.shape, out.dtype) == (want.shape, desc.dtype)
+        assert (stats.shape, stats.dtype) == (want_stats.shape, torch.float32)
+        # Weights are rounded to the dtype, which the sum that divides them is not.
+        wide = [x.double() for x in operands]
+        size, *_ = reference(*wide[:2], wide[2].abs(), **keywords)
+        bound = torch.finfo(desc.dtype).eps * size + 1e-5
+        assert ((out.double() - want).abs() <= bound).all()
+        torch.testing.assert_close(stats.double(), want_stats, rtol=1e-5, atol=1e-4)
+
+
+def at(address: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> Any:
+    """Return the tensor at ``address``."""
+    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+    memory = (ctypes.c_uint8 * (last * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(size, stride)
+
+
+class SingleQuery:
+    """Stands for the kernel: it reads and writes at the addresses of its call."""
+
+    def __init__(self, dtype: torch.dtype, *values: Any) -> None:
+        self.dtype = dtype
+        self.heads, self.groups, self.size, self.scale, *self.window, self.is_at_the_end, _ = values
+
+    def __call__(self, arguments: tuple[int, ...], stream: int) -> None:
+        q, k, v = arguments[:4], arguments[4:8], arguments[8:12]
+        batch, capacity, edges_q, edges_kv, out, stats, *ragged = arguments[12:]
+        edges = [at(x, torch.int32, (batch + 1,), (1,)).tolist() for x in (edges_q, edges_kv)]
+        starts, rows = list(range(batch)), batch
+        if ragged:
+            starts, rows = at(ragged[0], torch.int32, (batch + 1,), (1,)).tolist(), ragged[1]
+        for i in range(batch):
+            row = starts[i]
+            if ragged and edges[0][i + 1] == edges[0][i]:
+                continue
+            query = at(q[0], self.dtype, (rows, self.heads, self.size), (q[1], q[3], 1))[row]
+            keys, values = (
+                at(x[0], self.dtype, (batch, capacity, self.groups, self.size), (*x[1:], 1))[i]
+                for x in (k, v)
+            )
+            lengths = [x[i + 1] - x[i] for x in edges]
+            values, sums = self.attend(query, keys, values, lengths)
+            size = (row + 1, self.heads, self.size)
+            at(out, self.dtype, size, (self.heads * self.size, self.size, 1))[row] = values
+            at(stats, torch.float32, size[:2], (self.heads, 1))[row] = sums
+
+    def attend(self, q: Any, k: Any, v: Any, lengths: list[int]) -> tuple[Any, Any]:
+        left, right = self.window
+        position = lengths[1] - 1 if self.is_at_the_end else 0
+        begin = 0 if left < 0 else max(0, position - left)
+        end = lengths[1] if right < 0 else min(lengths[1], position + right + 1)
+        seen = slice(begin, end if lengths[0] else begin)
+        keys, values = (
+            x[seen].double().repeat_interleave(self.heads // self.groups, 1) for x in (k, v)
+        )
+        logits = torch.einsum("hd,khd->hk", q.double(), keys) * self.scale
+        weights = logits.softmax(1)
+        out = torch.einsum("hk,khd->hd", weights, values)
+        return out.to(self.dtype), logits.logsumexp(1).float()
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Binds a descriptor on the CPU, with a stand-in of the kernel."""
+    native = SimpleNamespace(
+        SingleQuery=SingleQuery,
+        InputType=SimpleNamespace(
+            __members__={"bfloat16": torch.bfloat16, "float16": torch.float16}
+        ),
+    )
+
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype).fill_(math.nan)
+
+    monkeypatch.setattr(attention_cached, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(attention_cached, "allocator", lambda index: empty)
+
+    def bind(desc: CachedAttentionDesc) -> CachedAttention:
+        run = CachedAttention(desc, torch.device("cuda", 0), NAMES, native)
+        run.device = CPU
+        return run
+
+    return bind
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("window", "at_the_end"), WINDOWS)
+def test_the_kernel_is_given_the_rows_of_a_layout(
+    layout: str, window: tuple[int, int], at_the_end: bool, bound: Callable[..., Any]
+) -> None:
+    desc = descriptor(layout, window=window, bottom_right=at_the_end)
+    check(bound(desc), desc, CPU)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prompts_go_to_cudnn(
+    layout: str, bound: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(GraphAttention, "__call__", lambda *tensors, **words: calls.append(words))
+    desc = descriptor(layout)
+    (q, k, v), keywords = call(desc, CPU, (5, 7), 8)
+    run = bound(desc)
+    run(q, k, v, **keywords)
+    assert calls == []
+    if layout == "thd":
+        keywords["max_seqlen_q"] = 2
+    else:
+        q = torch.cat((q, q), dim=layout.index("s"))
+    run(q, k, v, **keywords)
+    assert calls == [{"cu_seqlens_q_padded": None, **keywords}]
+
+
+def test_lengths_of_another_form_are_refused(bound: Callable[..., Any]) -> None:
+    desc = descriptor()
+    operands, keywords = call(desc, CPU, (5, 7), 8)
+    wrong = {"cu_seqlens_kv": keywords["cu_seqlens_kv"].long()}
+    with pytest.raises(OperandError, match=r"expected torch\.int32 \[3\]"):
+        bound(desc)(*operands, **keywords | wrong)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"head_dim": 96, "head_dim_v": 96}, {"head_dim_v": 128}, {"softmax": "off-by-one"}],
+    ids=str,
+)
+def test_other_attention_is_cudnn_s_alone(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = lambda desc: (False, NAMES)  # noqa: E731  the machine has no cuDNN
+    monkeypatch.setattr("fp8core_backends.cuda.attention._kernels", names)
+    native = SimpleNamespace(SingleQuery=pytest.fail)
+    run = bind_attention(descriptor(**changes), torch.device("cuda", 0), native)
+    assert type(run) is GraphAttention
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("heads", "groups"), [(8, 8), (4, 2), (32, 8), (12, 4), (10, 1), (64, 4)])
+def test_attention_is_the_reference_s(layout: str, head_dim: int, heads: int, groups: int) -> None:
+    shape = {"heads": heads, "groups": groups, "head_dim": head_dim, "head_dim_v": head_dim}
+    for dtype in (torch.bfloat16, torch.float16):
+        for window, at_the_end in WINDOWS:
+            masks = {"window": window, "bottom_right": at_the_end}
+            desc = descriptor(layout, dtype=dtype, scale=head_dim**-0.5, **shape, **masks)
+            check(backend("cuda").bind(desc, DEVICE), desc, DEVICE)
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lengths_that_are_not_those_of_the_cache_stay_inside(layout: str) -> None:
+    """compute-sanitizer sees where they lead."""
+    desc = descriptor(layout, window=(-1, 0), bottom_right=True)
+    operands, keywords = call(desc, DEVICE, (40, 40), 40)
+    run = backend("cuda").bind(desc, DEVICE)
+    for edges in ((0, 2**30, -5), (7, 3, 2**31 - 1), (-(2**31), 2**31 - 1, 0)):
+        hostile = torch.tensor(edges, dtype=torch.int32, device=DEVICE)
+        for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded"):
+            if name in keywords:
+                run(*operands, **keywords | {name: hostile})
+    torch.cuda.synchronize()
+
+
+@pytest.mark.needs_accelerator("cuda")
+def test_a_captured_step_reads_the_lengths_of_its_replay() -> None:
+    desc = descriptor("bshd", window=(-1, 0), bottom_right=True)
+    operands, keywords = call(desc, DEVICE, (40, 40), 64)
+    run = backend("cuda").bind(desc, DEVICE)
+    run(*operands, **keywords)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, stats, _ = run(*operands, **keywords)
+    keywords["cu_seqlens_kv"].copy_(torch.tensor((0, 3, 64), device=DEVICE))
+    graph.replay()
+    want, want_stats, _ = run(*operands, **keywords)
+    assert torch.equal(out, want)
+    assert torch.equal(stats, want_stats)
