@@ -110,7 +110,7 @@ class CachedAttention(GraphAttention):
         assert cu_seqlens_kv is not None
         size = out_size(desc, q)
         if layout == "thd":  # rows of no sequence are not written
-            k, v = (x.unflatten(0, (batch, -1)) for x in (k, v))
+            k, v = (x.view(batch, -1, *x.shape[1:]) for x in (k, v))
             q = q.unsqueeze(1)
             out, stats = q.new_zeros(size), q.new_full(size[:-1], -torch.inf, dtype=torch.float32)
         else:

@@ -3,7 +3,7 @@
 
 #include "fp8core/quantize.h"
 
-namespace fp8core {
+namespace fp8core FP8CORE_EXPORTED {
 
 // Heads h * (heads / groups) to (h + 1) * (heads / groups) - 1 share the keys and values of group
 // h. The query of a sequence of `length` keys is at position `length` - 1 if `is_at_the_end`, else
