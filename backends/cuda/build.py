@@ -98,16 +98,18 @@ def sources() -> Path:
 def find_toolchain() -> Toolchain | str:
     """Return the toolchain, or what is missing.
 
-    nvcc is taken from ``CUDA_HOME``, then from the path, then from /usr/local/cuda. Its major
-    version must be that of torch's CUDA, whose libraries the extension uses at run time.
+    nvcc is taken from ``CUDA_HOME``, then from the path, then from /usr/local/cuda, then from a
+    package beside torch. Its major version must be that of torch's CUDA, whose libraries the
+    extension uses at run time.
     """
     candidates = [folder / "bin" / "nvcc" for folder in settings.toolkits()]
     on_path = shutil.which("nvcc")
     candidates += [Path(on_path)] if on_path else []
-    candidates.append(_DEFAULT_NVCC)
+    packages = Path(torch.__file__).parent.parent / "nvidia"
+    candidates += [_DEFAULT_NVCC, *sorted(packages.glob("cu*/bin/nvcc"))]
     nvcc = next((path for path in candidates if os.path.lexists(path)), None)
     if nvcc is None:
-        return "no nvcc in CUDA_HOME, on the path or in /usr/local/cuda"
+        return "no nvcc in CUDA_HOME, on the path, in /usr/local/cuda or in a package beside torch"
     if not nvcc.is_file():
         return f"{nvcc} is no file"
     try:
@@ -235,14 +237,7 @@ def build(architectures: Sequence[str] | None = None, *, output: Path | None = N
             compiler's own errors, or a folder that is full or not the user's alone.
     """
     architectures = present() if architectures is None else architectures
-    supported = list(ARCHITECTURES.values())
-    wrong = [name for name in architectures if name not in supported]
-    if wrong or not architectures:
-        problem = f"{wrong[0]!r} is not one of them" if wrong else "this machine has none of them"
-        raise UnsupportedError(
-            f"cuda: the sources are written for architectures {', '.join(supported)}; {problem}."
-            f"{did_you_mean(wrong[0], supported) if wrong else ' Name one with --arch.'}"
-        )
+    check_architectures(architectures)
     toolchain = find_toolchain()
     if isinstance(toolchain, str):
         raise UnsupportedError(f"cuda: cannot build the native library: {toolchain}.")
@@ -266,6 +261,22 @@ def build(architectures: Sequence[str] | None = None, *, output: Path | None = N
     return path
 
 
+def check_architectures(architectures: Sequence[str]) -> None:
+    """Refuse architectures that the sources are not written for, and none at all.
+
+    Raises:
+        UnsupportedError: names the first of them, and those that the sources are written for.
+    """
+    supported = list(ARCHITECTURES.values())
+    wrong = [name for name in architectures if name not in supported]
+    if wrong or not architectures:
+        problem = f"{wrong[0]!r} is not one of them" if wrong else "this machine has none of them"
+        raise UnsupportedError(
+            f"cuda: the sources are written for architectures {', '.join(supported)}; {problem}."
+            f"{did_you_mean(wrong[0], supported) if wrong else ' Name one with --arch.'}"
+        )
+
+
 def present() -> list[str]:
     """Return the architectures of this machine's devices that the sources are written for."""
     count = torch.cuda.device_count()
@@ -286,7 +297,7 @@ def _keep(toolchain: Toolchain, architectures: Sequence[str], path: Path) -> Non
     kernels = path.with_name(KERNELS)
     try:
         with tempfile.TemporaryDirectory(prefix=cache.LEFTOVER, dir=path.parent) as folder:
-            compiler = _Compiler(toolchain, architectures, Path(folder))
+            compiler = Compiler(toolchain, architectures, Path(folder))
             if not kernels.is_file():
                 _settle(compiler.kernels(), kernels)
             _settle(compiler.extension(kernels), path)
@@ -303,7 +314,7 @@ def _settle(library: Path, path: Path) -> None:
     os.replace(library, path)
 
 
-class _Compiler(NamedTuple):
+class Compiler(NamedTuple):
     """Compiles the sources for ``architectures`` in ``folder``."""
 
     toolchain: Toolchain
@@ -350,7 +361,8 @@ class _Compiler(NamedTuple):
 
     def _linked(self, name: str, inputs: Sequence[object]) -> Path:
         library = self.folder / name
-        command = [self.toolchain.nvcc, "-shared", *inputs, "-o", library]
+        # Stripped: the names of kernels are in the code of the device.
+        command = [self.toolchain.nvcc, "-shared", "-Xlinker=-s", *inputs, "-o", library]
         _run(_Job(name, command, self.folder))
         return library
 

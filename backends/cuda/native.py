@@ -1,8 +1,9 @@
 """Finds the native library: an installed one, one built earlier, or one built now.
 
-In this order: a module ``fp8core_cuda`` that is installed beside these files; the cache of earlier
-builds; a build with nvcc (``FP8CORE_BUILD=0`` forbids it). Where none is to be had, the backend
-computes with torch's own kernels, and says so. A process loads one, for all of its devices.
+In this order: a module ``fp8core_cuda`` that is installed beside these files, or by the package
+``fp8core-cuda``; the cache of earlier builds; a build with nvcc (``FP8CORE_BUILD=0`` forbids it).
+Where none is to be had, the backend computes with torch's own kernels, and says so. A process loads
+one, for all of its devices.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def status() -> str:
 @functools.cache
 def _source(architectures: Sequence[str], chosen: settings.Settings) -> _Source:
     """Return where the library for these architectures is, or will be."""
-    if (beside := _beside()).is_file():
-        return _Source(beside, f"installed: {beside}", None)
+    if (installed := _installed()) is not None:
+        return _Source(installed, f"installed: {installed}", None)
     try:
         built = build.find(architectures)
     except UnsupportedError as error:
@@ -98,9 +99,15 @@ def _source(architectures: Sequence[str], chosen: settings.Settings) -> _Source:
     return _Source(None, f"built with {toolchain.nvcc} on first use", None)
 
 
-def _beside() -> Path:
-    """Return where an installed library is: as trustworthy as these files themselves."""
-    return Path(__file__).parent / f"{build.MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
+def _installed() -> Path | None:
+    """Return the installed library for this Python, which is as trustworthy as these files
+    themselves; None if there is none."""
+    package = importlib.util.find_spec(build.MODULE)
+    folders = [Path(__file__).parent]
+    if package is not None:
+        folders += map(Path, package.submodule_search_locations or ())
+    name = f"{build.MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return next((at / name for at in folders if (at / name).is_file()), None)
 
 
 def _load(architectures: Sequence[str]) -> Any:
@@ -110,7 +117,7 @@ def _load(architectures: Sequence[str]) -> Any:
     if source.refused is not None:
         raise UnsupportedError(source.refused)
     path = build.build(architectures) if source.path is None else source.path
-    if path != _beside():
+    if path != _installed():
         build.check(path)  # again: another file may have taken its name since
     module = _import(path)
     built_from = getattr(module, "SOURCE_HASH", "unknown")

@@ -71,8 +71,7 @@ def _bind(shape: LinearSpec, context: BindContext) -> LinearLink:
     if wgrad_rows == 1:
         tensors = tensors.with_zeros(gemms["wgrad"].alignment.k)
         wgrad = of_padded_groups(wgrad, tensors.padded)
-    takes_any_rows = wgrad_rows > 1 or tensors.padded > 0
-    padding = _padding(shape, gemms, context.owner, takes_any_rows=takes_any_rows)
+    padding = _padding(shape, gemms, context.owner, any_rows=max(wgrad_rows, tensors.padded) > 1)
     x, input_again = tensors.input(), tensors.input_again()
     weight = tensors.weights(None if padding is None else padding.of_weight)
     dy = tensors.grad_output()
@@ -127,10 +126,10 @@ def _choices(
 
 
 def _padding(
-    shape: LinearSpec, gemms: dict[str, Resolved], owner: str, *, takes_any_rows: bool
+    shape: LinearSpec, gemms: dict[str, Resolved], owner: str, *, any_rows: bool
 ) -> LayerPadding | None:
     alignments = {name: resolved.alignment for name, resolved in gemms.items()}
-    if takes_any_rows:  # wgrad's operands get zeros where they are cast, or by wgrad itself
+    if any_rows:  # wgrad's operands get zeros where they are cast, or by wgrad itself
         alignments["wgrad"] = alignments["wgrad"]._replace(k=1)
     on_device = shape.offsets_on_device
     return layer_padding([*alignments.values()], shape.features, owner, offsets_on_device=on_device)
