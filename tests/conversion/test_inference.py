@@ -443,3 +443,14 @@ def test_a_step_with_stored_weights_is_recorded_and_repeated(
         (chain,) = layer._bindings.last[1].parts
         programs = [each for each in chain._programs.values() if isinstance(each, Repeated)]
         assert [each.is_recorded for each in programs] == [(True, False)]
+
+
+@pytest.mark.parametrize("name", ["rowwise", "weight_only_block"])
+def test_a_graph_of_torch_compile_reads_stored_weights(name: str) -> None:
+    model, x = sequential(), torch.randn(4, 128, dtype=torch.bfloat16)
+    fp8core.quantize_(model, RECIPES[name])
+    expected = model(x)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), expected)
