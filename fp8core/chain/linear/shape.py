@@ -68,9 +68,8 @@ def _bind(shape: LinearSpec, context: BindContext) -> LinearLink:
         # The chain converts weights outside of its node, whose gradients then have this dtype.
         shape = dataclasses.replace(shape, weight_dtype=dtype)
     tensors = _Tensors.of(shape, context, is_unturned=only_once is None)
-    if wgrad_rows == 1:
-        tensors = tensors.with_zeros(gemms["wgrad"].alignment.k)
-        wgrad = of_padded_groups(wgrad, tensors.padded)
+    tensors = tensors.with_zeros(gemms["wgrad"].alignment.k if wgrad_rows == 1 else 1)
+    wgrad = of_padded_groups(wgrad, tensors.padded)
     padding = _padding(shape, gemms, context.owner, any_rows=max(wgrad_rows, tensors.padded) > 1)
     x, input_again = tensors.input(), tensors.input_again()
     weight = tensors.weights(None if padding is None else padding.of_weight)
