@@ -63,8 +63,9 @@ def _obstacle(module: Any) -> str:
         return reason
     if "forward" in vars(module):
         return "its forward was replaced on the object"
-    if not isinstance(getattr(attention, "head_dim", None), int):
-        return "its attention has no head_dim"
+    for name in ("head_dim", "scaling", "attention_dropout"):
+        if not isinstance(getattr(attention, name, None), int | float):
+            return f"its attention has no {name}"
     return "" if _computes_plainly(module) else "its class computes otherwise"
 
 
@@ -84,7 +85,7 @@ def _obstacle_inside(module: Any) -> str:
 def _unlike(layers: Mapping[str, Any], blocks: Mapping[str, Any]) -> str:
     """Return which of ``layers`` is not converted, or has to be seen, as may one of ``blocks``."""
     for name, layer in layers.items():
-        if not isinstance(layer, Converted):
+        if not isinstance(layer, Converted) or layer.link_names() is None:
             return f"its {name} is not converted"
     seen = [name for name, child in {**blocks, **layers}.items() if is_seen(child)]
     return f"its {seen[0]} has a hook, or a forward of its own" if seen else ""
@@ -149,18 +150,21 @@ def _computes_plainly(module: Any) -> bool:
     has_norms = getattr(attention, "q_norm", None) is not None
     key = (type(module), type(attention), type(module.mlp), has_norms, is_gated)
     if key not in _compared:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            torch.manual_seed(0)
-            stand_in = _stand_in(module, has_norms, is_gated)
-            x = torch.randn(2, 5, 8)
-            angles = torch.randn(1, 5, 2).repeat(1, 1, 2)
-            pair = angles.cos(), angles.sin()
-            keywords = {"attention_mask": None, "position_embeddings": pair}
-            y = attempt(lambda: type(module).forward(stand_in, x, **keywords))
-            expected = plain(stand_in, x, *pair)
-        is_tensor = isinstance(y, torch.Tensor) and y.shape == expected.shape
-        _compared[key] = is_tensor and torch.allclose(y, expected, 1e-4, 1e-5)  # type: ignore[arg-type]  # a tensor
+        equal = attempt(lambda: _is_plain(module, has_norms, is_gated))
+        _compared[key] = equal is True
     return _compared[key]
+
+
+def _is_plain(module: Any, has_norms: bool, is_gated: bool) -> bool:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(0)
+        stand_in = _stand_in(module, has_norms, is_gated)
+        x = torch.randn(2, 5, 8)
+        angles = torch.randn(1, 5, 2).repeat(1, 1, 2)
+        pair = angles.cos(), angles.sin()
+        keywords = {"attention_mask": None, "position_embeddings": pair}
+        y, expected = type(module).forward(stand_in, x, **keywords), plain(stand_in, x, *pair)
+    return y.shape == expected.shape and torch.allclose(y, expected, 1e-4, 1e-5)
 
 
 def _stand_in(module: Any, has_norms: bool, is_gated: bool) -> Any:
@@ -218,14 +222,16 @@ class ConvertedDecoder(torch.nn.Module):
         # Where transformers hands positions on, another cache takes them.
         is_plain = "cache_position" not in keywords or type(cache).__name__ == "DynamicCache"
         is_plain |= cache is None
+        module: Any = self
+        attention = module.self_attn
         if pair is None or attend is None or not is_plain:
             return None
+        if pair[0].dim() != 3 or pair[0].shape[-1] != attention.head_dim:
+            return None  # some elements of a head are rotated, or by other positions
         before, behind = vars(self)[_SPLICES]
         rows = before.run(x)
         if rows is None:
             return None
-        module: Any = self
-        attention = module.self_attn
         heads = _heads(attention, rows, pair, vars(self)[RECORD].conversion)
         q, k, v = (each.transpose(1, 2) for each in heads)
         if cache is not None:
@@ -242,7 +248,7 @@ class ConvertedDecoder(torch.nn.Module):
         output: torch.Tensor | None = behind.run(attended, x)
         if output is None:
             output = x + attention.o_proj(attended)
-        elif behind.has_branch:
+        elif isinstance(behind.parts[-1], list):
             return output
         y: torch.Tensor = output + module.mlp(module.post_attention_layernorm(output))
         return y

@@ -52,30 +52,22 @@ class Splice:
 
     def __init__(self, parts: Sequence[Part], blocks: Sequence[torch.nn.Module]) -> None:
         self.parts, self.blocks = parts, blocks
-        self._items = [*_flat(parts)]
-        self.layers = [item for item in self._items if isinstance(item, LowPrecisionModule)]
         self._inside = [dict(block._modules) for block in blocks]
+        self._names = [*_names_of(parts)]
+        layers = {layer: None for layer, _ in self._names if layer is not None}
+        self.layers: list[LowPrecisionModule] = [*layers]
         self._forget()
 
-    @property
-    def has_branch(self) -> bool:
-        """Whether the last part is a branch."""
-        return isinstance(self.parts[-1], list)
-
     def _forget(self) -> None:
+        """Begin without chains, and without a call to replay."""
         self._kinds = [*map(type, self.layers)]
-        self._forget_last()
+        self._memo: Memo | None = None
+        self._followers: _Followers = ([], [])
         # By the addresses of what the layers are bound to, which is held beside the chain.
         self._chains: dict[tuple[int, ...], tuple[Chain | None, _Followers, Any]] = {}
 
-    def _forget_last(self) -> None:
-        """Forget the last call."""
-        self._memo: Memo | None = None
-        self._sources: _Sources = []
-        self._followers: _Followers = ([], [])
-
     def __getstate__(self) -> dict[str, Any]:
-        names = ("parts", "blocks", "layers", "_items", "_inside")
+        names = ("parts", "blocks", "layers", "_names", "_inside")
         return {name: vars(self)[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -87,35 +79,25 @@ class Splice:
         None if one of its layers has to run by itself in this call."""
         if torch.compiler.is_compiling() or [*map(type, self.layers)] != self._kinds:
             return None
-        output = None
-        if self._memo is not None:
-            output = replay(self.blocks[0], self._memo, x, self._params(brought))
+        rest = iter(brought)
+        try:
+            params = [
+                next(rest) if layer is None else layer._parameters[name]
+                for layer, name in self._names
+            ]
+        except KeyError:  # a view of a flat parameter, for one
+            return None
+        output, memo = None, self._memo
+        if memo is not None:
+            output = replay(self.blocks[0], memo, x, params)
         if output is None:
-            self._forget_last()
-            output = self._run_anew(x, self._params(brought))
+            self._memo, self._followers = None, ([], [])
+            output = self._run_anew(x, params)
         sources, targets = self._followers
         if output is not None and targets:
             with torch.no_grad():
                 copy_all(targets, sources)
         return output
-
-    def _params(self, brought: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the parameters of the chain, in order; shapes take those that the call brought."""
-        params: list[Any] = []
-        rest = iter(brought)
-        if self._memo is not None:
-            try:
-                for stored, name in self._sources:
-                    params.append(next(rest) if stored is None else stored[name])
-                return params
-            except KeyError:  # computed by a layer, or a view of a flat parameter
-                params, rest = [], iter(brought)
-        for item in self._items:
-            if isinstance(item, LowPrecisionModule):
-                params += item.link_params()
-            else:
-                params.append(next(rest))
-        return params
 
     def _run_anew(self, x: torch.Tensor, params: list[Any]) -> torch.Tensor | None:
         if self._is_cut(x, params):
@@ -135,7 +117,6 @@ class Splice:
         if prepared is not None:
             outside, states = self.layers[0].outside_autocast, [b.states for b in bounds.values()]
             modules = (*self.blocks, *self.layers)
-            self._sources = _sources_of(self._items)
             self._memo = memo_of(modules, outside, prepared, len(params), states)
         return output
 
@@ -185,31 +166,15 @@ _Followers: TypeAlias = "tuple[list[torch.Tensor], list[torch.Tensor]]"
 """Amaxes of casts, and those of tensors that were cast by these casts for other layers."""
 
 
-_Sources: TypeAlias = "list[tuple[dict[str, Any] | None, str]]"
-"""Where each parameter lies, and its name there; None for one of a shape. No dictionary has that of
-a parameter which its layer computes."""
-
-
-def _sources_of(items: Sequence[Any]) -> _Sources:
-    """Return where the parameters of ``items`` lie."""
-    sources: _Sources = []
-    for item in items:
-        if not isinstance(item, LowPrecisionModule):
-            sources.append((None, ""))
-            continue
-        names = item.link_names()
-        stored = {} if names is None else item._parameters
-        sources += [(stored, "".join(name)) for name in names or [("",)]]
-    return sources
-
-
-def _flat(parts: Sequence[Part]) -> Iterator[LowPrecisionModule | LinkShape]:
-    """Yield what has the chain's parameters, in order."""
+def _names_of(parts: Sequence[Part]) -> Iterator[tuple[LowPrecisionModule | None, str]]:
+    """Yield the layer and the name of each parameter of the chain; None for one of a shape."""
     for part in parts:
         if isinstance(part, list | tuple):
-            yield from _flat(part)
-        elif isinstance(part, LowPrecisionModule) or part.num_params:
-            yield part
+            yield from _names_of(part)
+        elif isinstance(part, LowPrecisionModule):
+            yield from [(part, "".join(names)) for names in part.link_names() or ()]
+        elif part.num_params:
+            yield None, ""
 
 
 def _links(
