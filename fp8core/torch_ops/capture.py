@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -67,17 +67,29 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return functools.update_wrapper(call, function)
 
 
-@contextmanager
-def left_to_backward() -> Iterator[None]:
+def left_to_backward() -> AbstractContextManager[None]:
     """Have torch's partitioner leave what is traced within to the graph of backward, also where it
-    is computed from nothing that backward gets."""
-    meta, tag = torch.fx.traceback.current_meta, "partitioner_tag"
-    before = meta.get(tag)
-    meta[tag] = "must_be_in_backward"
+    follows from what forward has: instead of it forward saves what it is computed from."""
+    return _tagged() if torch.compiler.is_compiling() else _UNTAGGED
+
+
+_UNTAGGED, _TAG, _LEFT = nullcontext(), "partitioner_tag", "must_be_in_backward"
+
+
+@contextmanager
+def _tagged() -> Iterator[None]:
+    meta = torch.fx.traceback.current_meta
+    before = meta.get(_TAG)
+    meta[_TAG] = _LEFT
     try:
         yield
     finally:
-        meta[tag] = before
+        meta[_TAG] = before
+
+
+def is_left_to_backward() -> bool:
+    """Return whether what is traced now is left to the graph of backward."""
+    return torch.fx.traceback.current_meta.get(_TAG) == _LEFT
 
 
 def in_plain_mode(create: Callable[[], R]) -> R:

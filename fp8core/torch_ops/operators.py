@@ -23,7 +23,7 @@ from fp8core import errors
 from fp8core.backend_api import AttentionBackwardDesc, FusedDesc, Operand, OperandSpec, Quantized
 from fp8core.backend_api.descriptors import CastShape, num_groups
 from fp8core.backend_api.record import RECORDS, Record, ResultShape, shape_of
-from fp8core.torch_ops.capture import constant_in_graph, is_captured
+from fp8core.torch_ops.capture import constant_in_graph, is_captured, is_left_to_backward
 from fp8core.torch_ops.definition import bound, define, settle_all
 from fp8core.torch_ops.encoding import Operation, decode, encode
 from fp8core.torch_ops.nonfinite import run_counted
@@ -111,6 +111,8 @@ class Operator:
         for name in keywords:
             if name not in self._names:
                 raise TypeError(f"{self._record.name} takes no {name}")
+        if is_left_to_backward():
+            text += " "  # which says the same, and merges with no operator of forward
         if self._writing is not None and keywords.get("out") is not None:
             self._writing(text, *arguments, **keywords)
             return keywords["out"]

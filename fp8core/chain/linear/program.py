@@ -39,6 +39,7 @@ from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations, Slot, Tens
 from fp8core.tensors.saving import is_unquantized, note_weight
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.tensors.weights import WeightQuantizer
+from fp8core.torch_ops.capture import left_to_backward
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -443,7 +444,8 @@ def _restoring(link: LinearLink) -> Callable[[SavedList], Any]:
                 weight = saved[at]
                 if weight is not None and is_unquantized(weight):
                     saved[at] = _readable(link, weight)
-            saved = link.weight.requantize(saved)
+            with left_to_backward():
+                saved = link.weight.requantize(saved)
         weights = restore(saved)
         if decode is None:
             return weights

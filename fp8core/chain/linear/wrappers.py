@@ -39,6 +39,7 @@ from fp8core.chain.request import Handover, QuantizeRequest, Travel
 from fp8core.errors import OperandError
 from fp8core.tensors.quantizer import Orientations, Slot, TensorQuantizer
 from fp8core.tensors.saving import is_unquantized
+from fp8core.torch_ops.capture import left_to_backward
 
 
 class Grouped(Wrapper):
@@ -324,7 +325,7 @@ class InputAgain(Wrapper):
         """Compute y; save ``x``, if it came as a tensor, in the place of its columnwise operand."""
         is_tensor = not isinstance(x, Handover)
         handed = self._rowwise(x) if is_tensor else x
-        scale = None if self._slot is None else self._slot.scale.clone()
+        scale = None if self._slot is None else self._slot.present_scale()
         again = x if is_tensor else None, scale, None
         operands = Orientations(handed.take().rowwise, again)
         return self._inner.forward(Handover(operands, handed.rows), params, call, out)
@@ -333,7 +334,9 @@ class InputAgain(Wrapper):
         """Put the columnwise operand of the result of ``source``, which saved ``source_saved``, to
         ``saved``."""
         if saved[0] is None:
-            saved[:3] = source.remade(source_saved, call, self._again(saved[1])).operands.columnwise
+            with left_to_backward():
+                handed = source.remade(source_saved, call, self._again(saved[1]))
+            saved[:3] = handed.operands.columnwise
 
     def backward(
         self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
@@ -342,7 +345,8 @@ class InputAgain(Wrapper):
         grad, x = self._grad(grad, call), saved[0]
         assert x is not None  # saved in forward, or remade
         if is_unquantized(x):
-            saved[:3] = self._again(saved[1])(x).operands.columnwise
+            with left_to_backward():
+                saved[:3] = self._again(saved[1])(x).operands.columnwise
         return self._inner.backward(grad, saved, context, call, out)
 
     def _again(self, scale: torch.Tensor | None) -> QuantizeRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -27,7 +28,7 @@ from fp8core.modules.agreement import agree
 from fp8core.modules.state.in_graph import GraphStates
 from fp8core.recipe import PerLayer, Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan, Plan
+from fp8core.recipe.plan import HIGH_PRECISION, HOLDING, LayerRole, LinearPlan, Plan
 from fp8core.reporting import log_once, some
 from fp8core.tensors.delayed_state import STATE_BUFFERS, LayerStates
 from fp8core.tensors.quantizer_binding import Binding
@@ -227,6 +228,9 @@ def bind_captured(
         plan = plan_of(shapes[0].plan_type, recipe, LayerRole(kind, name), binding.activation_dtype)
         if plan.delayed is not None:
             states = _states(plan, shapes, request, records=is_grad_enabled)
+        # Backward makes again what it can, and torch's partitioner chooses from what.
+        if is_compiled and isinstance(plan, LinearPlan) and not plan.makers:
+            plan = dataclasses.replace(plan, remade=HOLDING["least"])
         if is_watched:
             raise UnsupportedError(_NO_WATCH)
         if any(shape.accumulates for shape in shapes):
