@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp8core
-from fp8core import UnsupportedError, recipe
+from fp8core import recipe
 
 pytestmark = [
     pytest.mark.needs_accelerator("cuda"),
@@ -52,8 +52,22 @@ def test_a_compiled_layer_has_the_bits_of_eager(kind: str, name: str) -> None:
         assert torch.equal(found, expected)
 
 
-def test_delayed_scaling_is_refused_in_a_graph() -> None:
-    layer = fp8core.Linear(K, N, params_dtype=torch.bfloat16, device="cuda")
-    compiled = torch.compile(layer, dynamic=False)
-    with pytest.raises(UnsupportedError, match="delayed scaling is not offered"):
-        results(layer, recipe.DelayedScaling(), compiled)
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_delayed_steps_have_the_bits_and_the_scales_of_eager(kind: str, mode: str) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    options = {"params_dtype": torch.bfloat16, "device": "cuda"}
+    layer: torch.nn.Module = fp8core.Linear(K, N, **options)
+    if kind == "mlp":
+        layer = fp8core.LayerNormMLP(K, N, activation="swiglu", **options)
+    other, chosen = copy.deepcopy(layer), recipe.DelayedScaling(amax_history_len=4)
+    compiled = torch.compile(other, fullgraph=True, dynamic=False, mode=mode)
+    for _ in range(6):  # CUDA graphs replay from the third step on
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [x.clone() for x in results(other, chosen, compiled)]
+        expected = results(layer, chosen)
+        state = zip(other.buffers(), layer.buffers(), strict=True)
+        assert all(torch.equal(a, b) for a, b in (*zip(found, expected, strict=True), *state))
+        layer.zero_grad()
+        other.zero_grad()
