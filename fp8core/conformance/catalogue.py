@@ -319,6 +319,7 @@ def _amaxes(label: str, desc: QuantizeDesc) -> Iterator[CatalogueEntry]:
 def _entries(
     prefix: str, shapes: Sequence[LinkShape], plan: LinearPlan, dtype: torch.dtype
 ) -> Iterator[CatalogueEntry]:
+    plan = dataclasses.replace(plan, remade=())  # the halves of a cast are parts of its laws
     for (_, step), desc in record(shapes, plan, dtype):
         words: tuple[str, ...]
         match desc:

@@ -184,7 +184,7 @@ def _linear_needs(dense: LinearPlan, grouped: LinearPlan, dtype: torch.dtype) ->
         elif desc.grouped:
             yield Need(f"{purpose.step} of groups", desc)
     for step, desc in requests:
-        if isinstance(desc, QuantizeDesc):
+        if type(desc) is QuantizeDesc:
             if has_amax(desc):
                 yield Need(step, AmaxDesc(desc))
             for spec in filter(None, (desc.rowwise, desc.columnwise)):

@@ -139,7 +139,7 @@ it holds, of a weight whose codes are kept anyway or that each forward computes,
 ranks exchange.
 """
 
-DEFAULT_HOLDING = "fastest"
+DEFAULT_HOLDING = "balanced"
 
 
 @dataclass(frozen=True, slots=True)

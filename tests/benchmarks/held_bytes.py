@@ -41,6 +41,7 @@ def transformer_layer() -> te.TransformerLayer:
         normalization="RMSNorm",
         activation="swiglu",
         bias=False,
+        fuse_qkv_params=True,
         attn_input_format="bshd",
         params_dtype=BF16,
     )

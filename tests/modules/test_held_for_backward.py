@@ -5,6 +5,7 @@ tests/test_ways.py compares the bits of layers that compute again what they do n
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,9 @@ from fp8core import (
     use_backend,
 )
 from fp8core.backend_api import OPTIONAL_OPS, OpDesc
+from fp8core.recipe.plan import HOLDING
 from fp8core_backends.reference.backend import ReferenceBackend
+from tests.benchmarks import held_bytes
 from tests.chain.test_requantized import bytes_held, saved_tensors
 from tests.dispatch import toys
 from tests.modules.layers import RECIPES, active, assert_same, step
@@ -35,14 +38,20 @@ FP8 = [name for name in recipe.names() if name != "nvfp4"]
 BF16_BYTES, FP8_BYTES, SCALE_BYTES = 2, 1, 4
 
 
-def saved_bytes(name: str, **arguments: object) -> int:
+def saved_bytes(name: str, holding: str = "fastest", **arguments: object) -> int:
     """Return the bytes of the distinct storages that autograd saves, parameters left out."""
     layer = LayerNormMLP(HIDDEN, FFN, params_dtype=BF16, **arguments)
     x = torch.randn(ROWS, HIDDEN, dtype=BF16, requires_grad=True)
-    with saved_tensors() as saved, active(name):
+    with saved_tensors() as saved, active(holding_of(name, holding)):
         y = layer(x)
     assert y.requires_grad
     return bytes_held(saved, layer)
+
+
+def holding_of(name: str, holding: str) -> Any:
+    """Return the recipe of that name with what it holds."""
+    chosen: Any = None if name == "none" else recipe.by_name(name)
+    return chosen and dataclasses.replace(chosen, holding=holding)
 
 
 BEFORE = ROWS * HIDDEN * BF16_BYTES + ROWS * 4 + ROWS * FFN * BF16_BYTES
@@ -66,6 +75,50 @@ def test_block_scaling_keeps_one_scale_a_block() -> None:
     scales = (HIDDEN + FFN) * (ROWS // 128) + 2 * (HIDDEN // 128) * (FFN // 128)
     want = BEFORE + CODES + WEIGHT_CODES + scales * SCALE_BYTES
     assert saved_bytes("block", normalization="RMSNorm") == want
+
+
+def by_the_page(
+    holding: str, rows: int, sizes: dict[str, tuple[int, int]], activation: int, attention: int = 0
+) -> int:
+    """Return the bytes that docs/low-precision.md counts for norms, linears of ``sizes`` by what is
+    before them, an activation of so many columns, and ``attention``."""
+    held = attention + 2 * rows * activation
+    for source, (n, k) in sizes.items():
+        is_norm = source.startswith("norm")
+        held += is_norm * rows * (2 * k + 4)  # of an RMSNorm
+        if holding == "fastest":
+            held += n * k
+        if holding != "least" or source == "input":
+            held += rows * k
+        held += 2 * SCALE_BYTES  # of each operand, or what its cast takes again
+    return held
+
+
+@pytest.mark.parametrize("holding", HOLDING)
+def test_layers_hold_the_bytes_of_the_page(holding: str) -> None:
+    gated = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
+    sizes = {"norm": (2 * FFN, HIDDEN), "activation": (HIDDEN, FFN)}
+    expected = by_the_page(holding, ROWS, sizes, 2 * FFN)
+    assert saved_bytes("delayed", holding, **gated) == expected
+    layer = Linear(held_bytes.HIDDEN, FFN, params_dtype=BF16)
+    expected = by_the_page(holding, held_bytes.ROWS, {"input": (FFN, held_bytes.HIDDEN)}, 0)
+    assert held_bytes.held(layer, holding_of("delayed", holding)) == expected
+
+
+@pytest.mark.parametrize("holding", HOLDING)
+def test_a_transformer_layer_holds_the_bytes_of_the_page(holding: str) -> None:
+    rows, hidden, ffn = held_bytes.ROWS, held_bytes.HIDDEN, held_bytes.FFN_8B
+    heads, kv = 8, hidden // 4
+    layer = held_bytes.transformer_layer()
+    sizes = {
+        "norm": (hidden + 2 * kv, hidden),
+        "attention": (hidden, hidden),
+        "norm of the block": (2 * ffn, hidden),
+        "activation": (hidden, ffn),
+    }
+    attention = rows * (2 * (hidden + 2 * kv) + 2 * hidden + 4 * heads)
+    expected = by_the_page(holding, rows, sizes, 2 * ffn, attention)
+    assert held_bytes.held(layer, holding_of("delayed", holding)) == expected
 
 
 def test_activations_in_fp8_take_less_than_in_bf16() -> None:
@@ -112,7 +165,8 @@ def test_the_activation_s_input_is_freed_before_its_gradient_is_cast(retains: bo
             y = layer(x)
         assert y.grad_fn is not None
         saved = [one for one in y.grad_fn.saved_tensors if one is not None]  # type: ignore[attr-defined]
-        (own,) = (one for one in saved if one.shape == (ROWS, FFN) and one.dtype == x.dtype)
+        plain = (one for one in saved if not isinstance(one, torch.nn.Parameter))
+        (own,) = (one for one in plain if one.shape == (ROWS, FFN) and one.dtype == x.dtype)
         held.append(weakref.ref(own))
         del own, saved
         y.sum().backward(retain_graph=retains)

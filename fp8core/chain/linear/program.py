@@ -467,6 +467,8 @@ def _readable(link: LinearLink, weight: torch.Tensor) -> torch.Tensor:
             f"{owner}: in backward the weight is {list(weight.shape)} {weight.dtype}, forward had "
             f"{list(sizes)} {dtype}. Convert or shard it after backward."
         )
+    if weight.is_meta:  # as all tensors are, of links that are bound for another device
+        return weight
     return as_readable(weight, link.choices["weight"].device, f"{owner}: in backward the weight")
 
 

@@ -64,7 +64,7 @@ class Linear(ParallelModule):
         device: of the parameters; None takes the selected backend's. ``"meta"`` allocates later.
         delay_wgrad_compute: backward leaves the gradients of the weights to ``backward_dw()``.
         save_original_input: hold the input as it is for backward, which casts it again, instead of
-            its codes: for an input that another module holds too. Not for delayed scaling.
+            its codes: for an input that another module holds too.
         name: the layer's name in messages and PerLayer patterns; see :func:`fp8core.prepare`.
 
     The other arguments belong to features that are not offered: a value that asks for one raises
