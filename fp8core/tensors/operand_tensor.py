@@ -116,6 +116,12 @@ class OperandTensor(torch.Tensor):
         return split(self.parts)
 
     @property
+    def rowwise(self) -> Operand | None:
+        """The rowwise operand, None if it is not stored."""
+        data, scale_inv, global_scale_inv = map(self.__dict__.__getitem__, PARTS[:3])
+        return None if data is None else Operand(data, scale_inv, global_scale_inv)
+
+    @property
     def operands(self) -> Orientations:
         """The operands, ``rowwise [n, k]`` and ``columnwise [k, n]``, None if not planned."""
         rowwise, columnwise = self.stored
@@ -325,6 +331,19 @@ class OperandTensor(torch.Tensor):
     def data_ptr(self) -> int:
         """Return 0, as the tensor has no memory of its own; its :meth:`tensors` have addresses."""
         return 0
+
+    def storage(self) -> Any:
+        """Refuse: codes and scales have a storage each.
+
+        Raises:
+            OperandError: always; safetensors, which Hugging Face's ``save_pretrained`` calls, takes
+                an UnsupportedError for a tensor without memory.
+        """
+        raise OperandError(
+            f"storage() of {self}: its codes and scales have one each, tensors() returns them. To "
+            f"save a model of stored weights call fp8core.huggingface.save_pretrained(model, "
+            f"directory) or torch.save(); to save it as it was, fp8core.unconvert(model) first."
+        )
 
     def tolist(self) -> Any:
         """Return the values as nested lists."""

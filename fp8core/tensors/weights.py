@@ -375,7 +375,7 @@ class CachingWeightQuantizer(WeightQuantizer):
             return self._quantizer(value, rowwise=True, columnwise=columnwise)
         assert isinstance(padded, QuantizedTensor)
         if not columnwise:
-            return Orientations(padded.stored[0], None)
+            return Orientations(padded.rowwise, None)
         rowwise, turned = padded.operands
         if self._how.dequantizes:
             return Orientations(rowwise, rowwise)

@@ -454,3 +454,10 @@ def test_a_graph_of_torch_compile_reads_stored_weights(name: str) -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(compiled(x), expected)
+
+
+def test_transformers_save_pretrained_is_refused_by_name(tmp_path: Path) -> None:
+    model = llama().eval()
+    fp8core.quantize_(model, "rowwise")
+    with pytest.raises(OperandError, match=r"fp8core.huggingface.save_pretrained\(model"):
+        model.save_pretrained(tmp_path)
