@@ -42,12 +42,13 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True)
 class FormatSpec:
-    """A number format of 4 or 8 bits, compared and hashed by its name.
+    """A number format of 4, 6 or 8 bits, compared and hashed by its name.
 
     Invariant: ``decode(encode(decode(c))) == decode(c)`` for every finite code c.
 
     Attributes:
-        bits: the size of a code; ``encode`` returns one code in each uint8.
+        bits: the size of a code; ``encode`` returns one code in each uint8, in which codes of 6
+            bits are stored too.
         values: the value of each of the ``2**bits`` codes; finite ones are exact in float32.
         ties: where a midpoint goes: "even" to the neighbour whose code is even (the upper one if
             both are, the lower one if none is), "away" to the neighbour of larger magnitude.
@@ -81,8 +82,11 @@ class FormatSpec:
     def __post_init__(self) -> None:
         finite = [v for v in self.values if math.isfinite(v)]
         inexact = [v for v in finite if abs(v) > _FLOAT32_MAX or to_float32(v) != v]
-        if self.bits not in (4, 8) or len(self.values) != 2**self.bits:
-            wrong = f"bits={self.bits} and {len(self.values)} values; 4 has 16 values and 8 has 256"
+        if self.bits not in (4, 6, 8) or len(self.values) != 2**self.bits:
+            wrong = (
+                f"bits={self.bits} and {len(self.values)} values; bits are 4, 6 or 8, and 2^bits "
+            )
+            wrong += "the values"
         elif inexact or not finite:
             wrong = f"{len(finite)} finite values, not exact in float32: {inexact[:3]}"
         elif self.ties not in ("even", "away"):
@@ -103,6 +107,11 @@ class FormatSpec:
         (448.0, 57344.0, 6.0)
         """
         return max(filter(math.isfinite, self.values))
+
+    @property
+    def codes_per_byte(self) -> int:
+        """The number of codes in a byte of an operand: 2 of 4 bits, else 1."""
+        return 2 if self.bits == 4 else 1
 
     @property
     def stored_dtype(self) -> torch.dtype | None:

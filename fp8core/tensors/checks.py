@@ -255,8 +255,7 @@ def _is_stored(spec: OperandSpec) -> bool:
     """
     element = formats.by_name(spec.format)
     return (
-        element.bits in (4, 8)
-        and max(spec.block) < 2**31
+        max(spec.block) < 2**31
         and (not spec.stochastic or element.rounds_stochastically)
         and (spec.transform is None or spec.transform in TRANSFORMS)
     )
