@@ -142,7 +142,7 @@ def _time(
     """
     stream = torch.cuda.current_stream(device).cuda_stream
     sizes = [gemm.workspace_bytes(index) for index in range(gemm.num_candidates)]
-    if gemm.is_of_few_rows:  # each run overwrites the workspace first
+    if gemm.is_of_few_rows:  # the workspace is read before each run
         sizes = [max(size, _CACHE) for size in sizes]
     try:
         workspace = torch.empty(max(sizes), dtype=torch.uint8, device=device)

@@ -28,7 +28,8 @@ void check(const Gemm& gemm, std::size_t candidate, const GemmArguments& argumen
   if (desc.b.scale != ScaleMode::kNone)
     check_pointer("b's scale_inv", arguments.b_scale_inv, kScaleAlignment, desc);
   if (desc.has_bias) FP8CORE_CHECK_ADDRESS(arguments.bias, "bias of ", desc.text());
-  if (workspace_bytes > 0) FP8CORE_CHECK_ADDRESS(arguments.workspace, "workspace of ", desc.text());
+  if (arguments.workspace_bytes > 0)
+    FP8CORE_CHECK_ADDRESS(arguments.workspace, "workspace of ", desc.text());
 }
 
 }  // namespace

@@ -145,10 +145,10 @@ std::shared_ptr<Gemm> plan_gemm(const GemmDesc& desc, int device, std::size_t ma
 std::size_t add_candidate(Gemm& gemm, const std::string& algorithm);
 
 // Enqueues on `stream`. Not during a capture: `time_gemm`, which waits for the device, and for few
-// rows overwrites all of the workspace before each run, so that what is in the cache is that.
+// rows reads all of the workspace before each run, so that what is in the cache is that.
 void run_gemm(Gemm& gemm, std::size_t candidate, const GemmArguments& arguments,
               StreamHandle stream);
 float time_gemm(Gemm& gemm, std::size_t candidate, const GemmArguments& arguments, int repeats,
                 StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED
