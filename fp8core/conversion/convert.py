@@ -14,8 +14,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from fp8core.context.autocast import request
-from fp8core.conversion.decoder import ConvertedDecoder, release_decoder
-from fp8core.conversion.decoder import fuse as fuse_decoders
+from fp8core.conversion.decoder import ConvertedBlock, release_block
+from fp8core.conversion.decoder import fuse as fuse_blocks
 from fp8core.conversion.experts import ConvertedExperts, adopt_experts, layer_names, release_experts
 from fp8core.conversion.layers import (
     RECORD,
@@ -89,8 +89,9 @@ class ConversionReport:
         converted: the layers of torch that changed their class.
         native: the fp8core layers of the model; they take the recipe, and their path as name.
         skipped: every other layer that has parameters, with the reason.
-        fused: the decoder layers whose layers run as chains, but where something has to be seen.
-        apart: decoder layers whose layers run by themselves, with the reason.
+        fused: decoder layers, and feed-forward blocks outside of these, whose layers run as chains,
+            but where something has to be seen; with what does not in any call.
+        apart: those whose layers run by themselves, with the reason.
         notes: sentences about layers that compute otherwise than may be expected.
         num_parameters: elements of all parameters of the model, a shared one counted once.
         num_converted_parameters: elements of those in ``converted`` and ``native``.
@@ -252,9 +253,10 @@ def convert(
             are converted too; None: as ``fuse``. Each is compared with RMSNorm on a few rows first.
             The result is rounded once, where such a class often rounds before it multiplies by the
             weight.
-        fuse: whether decoder layers composed as Llama's run as chains: norms, sums, rotation and
-            activation as fp8core computes them, linears as alone, an input of several cast once.
-            Each class is compared with that on a few numbers first. False keeps the model's own.
+        fuse: whether decoder layers and gated blocks such as Llama's run as chains: norms, sums,
+            rotation and activation as fp8core computes them, linears as alone, an input of several
+            cast once. Each class is compared with that on a few numbers first. False keeps the
+            model's own.
 
     Raises:
         OperandError: ``model`` is no module, is converted already, or has no layer that can be
@@ -290,10 +292,9 @@ def convert(
 def _fused(
     report: ConversionReport, model: torch.nn.Module, conversion: Conversion
 ) -> ConversionReport:
-    """Return ``report`` with the decoder layers that run as chains from now on, and those that do
-    not."""
+    """Return ``report`` with the modules that run as chains from now on, and those that do not."""
     groups: tuple[list[LayerEntry], list[LayerEntry]] = [], []
-    for path, (kind, is_fused, reason) in fuse_decoders(model, conversion).items():
+    for path, (kind, is_fused, reason) in fuse_blocks(model, conversion).items():
         groups[not is_fused].append(LayerEntry(path, kind, 0, 0, reason))
     return dataclasses.replace(report, fused=tuple(groups[0]), apart=tuple(groups[1]))
 
@@ -325,12 +326,12 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     }
     refuse_watched(f"unconvert({type(model).__name__})", names)
     experts = [module for module in modules if isinstance(module, ConvertedExperts)]
-    decoders = [module for module in modules if isinstance(module, ConvertedDecoder)]
-    for layer in (*layers, *experts, *decoders):
+    blocks = [module for module in modules if isinstance(module, ConvertedBlock)]
+    for layer in (*layers, *experts, *blocks):
         _refuse_changed(layer)
     conversions = [vars(root)[ROOT] for root in roots]
-    for decoder in decoders:
-        release_decoder(decoder)
+    for block in blocks:
+        release_block(block)
     for root in roots:
         del vars(root)[ROOT]
         silence(root)

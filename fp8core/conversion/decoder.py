@@ -33,6 +33,7 @@ _CHILDREN = {_FIRST_NORM, _SECOND_NORM, "self_attn", "mlp"}
 _PROJECTIONS, _HEAD_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _CACHES = ("cache", "past_key_values", "past_key_value")
+_OTHERWISE = "its class computes otherwise"
 _GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
 """The gated activation here that multiplies by an activation of torch, by its name here."""
 
@@ -66,20 +67,24 @@ def _obstacle(module: Any) -> str:
     for name in ("head_dim", "scaling", "attention_dropout"):
         if not isinstance(getattr(attention, name, None), int | float):
             return f"its attention has no {name}"
-    return "" if _computes_plainly(module) else "its class computes otherwise"
+    return "" if _computes_plainly(module) else _OTHERWISE
 
 
-def _obstacle_inside(module: Any) -> str:
-    """Return why the feed-forward block of ``module`` runs by itself; empty if it does not."""
-    mlp = module.mlp
-    if {*mlp._modules} != {*_MLP, "act_fn"}:
+def _obstacle_of_mlp(mlp: Any, norm: object = None) -> str:
+    """Return why a feed-forward block behind ``norm``, or alone, is no chain; empty if it is."""
+    if not _looks_like_mlp(mlp):
         return f"it is a {type(mlp).__name__}"
     layers = {name: getattr(mlp, name) for name in _MLP}
-    blocks = {"mlp": mlp, "act_fn": mlp.act_fn}
-    reason = _unlike(layers | {_SECOND_NORM: module.post_attention_layernorm}, blocks)
+    if norm is not None:
+        layers[_SECOND_NORM] = norm
+    reason = _unlike(layers, {"mlp": mlp, "act_fn": mlp.act_fn})
     if reason or _activation_of(mlp) is not None:
         return reason
     return f"its activation is {type(mlp.act_fn).__name__}"
+
+
+def _looks_like_mlp(module: torch.nn.Module) -> bool:
+    return {*dict(module._modules)} == {*_MLP, "act_fn"}
 
 
 def _unlike(layers: Mapping[str, Any], blocks: Mapping[str, Any]) -> str:
@@ -144,26 +149,32 @@ _compared: dict[tuple[object, ...], bool] = {}
 
 
 def _computes_plainly(module: Any) -> bool:
-    """Return whether the class of ``module`` computes as :func:`plain`, in training too: on five
-    tokens of small sizes, with layers of torch inside."""
-    attention, is_gated = module.self_attn, not _obstacle_inside(module)
-    has_norms = getattr(attention, "q_norm", None) is not None
-    key = (type(module), type(attention), type(module.mlp), has_norms, is_gated)
+    """Return whether the class of a decoder layer computes as :func:`plain`, in training too, or
+    that of a feed-forward block so: on five tokens of small sizes, with layers of torch inside."""
+    key: tuple[object, ...] = (type(module),)
+    if looks_like_decoder(module):
+        attention, mlp = module.self_attn, module.mlp
+        is_gated = not _obstacle_of_mlp(mlp, module.post_attention_layernorm)
+        has_norms = getattr(attention, "q_norm", None) is not None
+        key = (*key, type(attention), type(mlp), has_norms, is_gated)
     if key not in _compared:
-        equal = attempt(lambda: _is_plain(module, has_norms, is_gated))
-        _compared[key] = equal is True
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+            torch.manual_seed(0)
+            _compared[key] = attempt(lambda: _is_plain(module, *key[3:])) is True
     return _compared[key]
 
 
-def _is_plain(module: Any, has_norms: bool, is_gated: bool) -> bool:
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        torch.manual_seed(0)
-        stand_in = _stand_in(module, has_norms, is_gated)
-        x = torch.randn(2, 5, 8)
+def _is_plain(module: Any, *options: Any) -> bool:
+    x = torch.randn(2, 5, 8)
+    if options:
+        stand_in = _stand_in(module, *options)
         angles = torch.randn(1, 5, 2).repeat(1, 1, 2)
         pair = angles.cos(), angles.sin()
         keywords = {"attention_mask": None, "position_embeddings": pair}
         y, expected = type(module).forward(stand_in, x, **keywords), plain(stand_in, x, *pair)
+    else:
+        stand_in = _mlp_stand_in(module)
+        y, expected = type(module).forward(stand_in, x), _fed_forward(stand_in, x)
     return y.shape == expected.shape and torch.allclose(y, expected, 1e-4, 1e-5)
 
 
@@ -179,13 +190,15 @@ def _stand_in(module: Any, has_norms: bool, is_gated: bool) -> Any:
     if hasattr(attention, "config"):
         attention.config = copy.copy(attention.config)
         attention.config._attn_implementation = "sdpa"
-    mlp: Any = linear(8, 8)
-    if is_gated:
-        columns = {"gate_proj": (8, 12), "up_proj": (8, 12), "down_proj": (12, 8)}
-        inside = {name: linear(*size) for name, size in columns.items()}
-        mlp = _like(module.mlp, {**inside, "act_fn": module.mlp.act_fn})
+    mlp = _mlp_stand_in(module.mlp) if is_gated else linear(8, 8)
     norms = {name: norm(8, 1e-6) for name in (_FIRST_NORM, _SECOND_NORM)}
     return _like(module, {**norms, "self_attn": attention, "mlp": mlp})
+
+
+def _mlp_stand_in(mlp: Any) -> Any:
+    columns = {"gate_proj": (8, 12), "up_proj": (8, 12), "down_proj": (12, 8)}
+    inside = {name: torch.nn.Linear(*size) for name, size in columns.items()}
+    return _like(mlp, {**inside, "act_fn": mlp.act_fn})
 
 
 def _like(module: torch.nn.Module, children: Mapping[str, torch.nn.Module]) -> Any:
@@ -196,25 +209,39 @@ def _like(module: torch.nn.Module, children: Mapping[str, torch.nn.Module]) -> A
     return stand_in
 
 
-class ConvertedDecoder(torch.nn.Module):
-    """Base of a converted decoder layer, which is two chains where nothing has to be seen."""
+class ConvertedBlock(torch.nn.Module):
+    """Base of the converted modules that run as chains where nothing has to be seen."""
 
-    call_fields = ("training",)
     keeps_name = True  # by which frameworks find what to wrap
 
-    def forward(self, hidden_states: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        """Compute as the layer's class does."""
-        return in_step(self, self._compute, hidden_states, *arguments, **keywords)
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Compute as the module's class does."""
+        return in_step(self, self._compute, *arguments, **keywords)
 
-    def _compute(self, hidden_states: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        output = None if arguments else self._in_chains(hidden_states, keywords)
-        if output is None:
-            return super().forward(hidden_states, *arguments, **keywords)
-        return output
+    def _compute(self, *arguments: Any, **keywords: Any) -> Any:
+        output = None
+        if len(arguments) == 1 and not torch.compiler.is_compiling():
+            output = self._in_chains(*arguments, keywords)
+        return super().forward(*arguments, **keywords) if output is None else output
 
     def _in_chains(self, x: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor | None:
         """Return the output, None for a call that the class has to compute."""
-        if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.dim() != 3:
+        raise NotImplementedError
+
+
+class ConvertedMLP(ConvertedBlock):
+    """Base of a converted gated feed-forward block, which is one chain."""
+
+    def _in_chains(self, x: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor | None:
+        chain: Splice = vars(self)[_SPLICES]
+        return None if keywords else chain.run(x)
+
+
+class ConvertedDecoder(ConvertedBlock):
+    """Base of a converted decoder layer, which is two chains."""
+
+    def _in_chains(self, x: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor | None:
+        if type(x) is not torch.Tensor or x.dim() != 3:
             return None
         caches = [keywords[name] for name in _CACHES if keywords.get(name) is not None]
         cache = caches[0] if caches else None
@@ -305,43 +332,70 @@ def _angles(pair: tuple[torch.Tensor, torch.Tensor], conversion: Conversion) -> 
 
 
 def fuse(model: torch.nn.Module, conversion: Conversion) -> dict[str, Result]:
-    """Have the decoder layers of ``model``, whose layers are converted, run as two chains; return
-    by their paths what has become of them."""
+    """Have the decoder layers of ``model``, whose layers are converted, run as two chains, and
+    gated feed-forward blocks as one; return by their paths what has become of them."""
     scalings = [getattr(module, "attention_scaling", 1.0) for module in model.modules()]
     conversion.rotates = all(scaling == 1.0 for scaling in scalings)
     results = {}
+    inside: set[torch.nn.Module] = set()
     for path, module in model.named_modules():
-        if looks_like_decoder(module):
-            kind, reason = type(module).__name__, _obstacle(module)
-            is_fused = not reason
-            if is_fused:
-                reason = _obstacle_inside(module)
-                _adopt(module, conversion, has_block=not reason)
-                reason = f"but its feed-forward block, as {reason}" if reason else ""
-            results[path] = Result(kind, is_fused, reason)
+        is_mlp = _looks_like_mlp(module)
+        if not (is_mlp or looks_like_decoder(module)):
+            continue
+        kind = type(module).__name__
+        if is_mlp:
+            reason = _obstacle_of_mlp(module)
+            if not reason and not _computes_plainly(module):
+                reason = _OTHERWISE
+        else:
+            reason = _obstacle(module)
+        result = Result(kind, not reason, reason)
+        if not reason and is_mlp:
+            _adopt_mlp(module, conversion)
+        elif not reason:
+            reason = _adopt(module, conversion)
+            inside |= {module.mlp} if not reason else set()
+            result = result._replace(reason=reason)
+        if module not in inside:
+            results[path] = result
     return results
 
 
-def _adopt(module: Any, conversion: Conversion, *, has_block: bool) -> None:
-    """Change the class of ``module``; ``has_block``: the chains have its feed-forward block."""
-    attention, mlp = module.self_attn, module.mlp
+def _adopt(module: Any, conversion: Conversion) -> str:
+    """Have a decoder layer run as two chains; return why its feed-forward block is in none of them,
+    empty if it is."""
+    attention, mlp, norm = module.self_attn, module.mlp, module.post_attention_layernorm
     projections = tuple([getattr(attention, name) for name in _PROJECTIONS])
     before: list[Part] = [module.input_layernorm, projections]
     behind: list[Part] = [attention.o_proj, AddShape()]
-    inside = (module, attention)
-    blocks = (*inside, mlp, mlp.act_fn) if has_block else inside
-    if has_block:
-        activation = activation_shape(_activation_of(mlp) or "")
-        siblings = mlp.gate_proj, mlp.up_proj
-        behind.append([module.post_attention_layernorm, siblings, activation, mlp.down_proj])
+    inside: tuple[torch.nn.Module, ...] = (module, attention)
+    blocks = inside
+    reason = _obstacle_of_mlp(mlp, norm)
+    if not reason:
+        behind.append([norm, *_parts_of(mlp)])
+        blocks = (*inside, mlp, mlp.act_fn)
+    _swap(module, ConvertedDecoder, (Splice(before, inside), Splice(behind, blocks)), conversion)
+    return f"but its feed-forward block, as {reason}" if reason else ""
+
+
+def _adopt_mlp(mlp: Any, conversion: Conversion) -> None:
+    _swap(mlp, ConvertedMLP, Splice(_parts_of(mlp), (mlp, mlp.act_fn)), conversion)
+
+
+def _parts_of(mlp: Any) -> list[Part]:
+    activation = activation_shape(_activation_of(mlp) or "")
+    return [(mlp.gate_proj, mlp.up_proj), activation, mlp.down_proj]
+
+
+def _swap(module: Any, base: type[ConvertedBlock], splices: object, conversion: Conversion) -> None:
     attributes, original = vars(module), type(module)
-    attributes[_SPLICES] = Splice(before, inside), Splice(behind, blocks)
+    attributes[_SPLICES] = splices
     attributes[RECORD] = Record(conversion, original, (_SPLICES,), {})
-    module.__class__ = derived(ConvertedDecoder, original)
+    module.__class__ = derived(base, original)
 
 
-def release_decoder(module: torch.nn.Module) -> None:
-    """Give the decoder layer ``module`` the class that it had before :func:`fuse`."""
+def release_block(module: torch.nn.Module) -> None:
+    """Give ``module`` the class that it had before :func:`fuse`."""
     attributes = vars(module)
     record: Record = attributes.pop(RECORD)
     for name in record.added:

@@ -136,10 +136,13 @@ def test_what_stays_apart_is_in_the_report() -> None:
     model = llama()
     model.model.layers[0].mlp.register_forward_hook(lambda *arguments: None)
     report = fp8core.convert(model, "current", skip="layers.1.self_attn.o_proj")
-    (fused,), (apart,) = report.fused, report.apart
-    reason = "but its feed-forward block, as its mlp has a hook, or a forward of its own"
-    assert (fused.name, fused.reason) == ("model.layers.0", reason)
-    assert (apart.name, apart.reason) == ("model.layers.1", "its o_proj is not converted")
+    hooked = "its mlp has a hook, or a forward of its own"
+    fused = {entry.name: entry.reason for entry in report.fused}
+    reason = f"but its feed-forward block, as {hooked}"
+    assert fused == {"model.layers.0": reason, "model.layers.1.mlp": ""}
+    apart = {entry.name: entry.reason for entry in report.apart}
+    reasons = {"model.layers.0.mlp": hooked, "model.layers.1": "its o_proj is not converted"}
+    assert apart == reasons
     assert f"runs as chains: 1 LlamaDecoderLayer (model.layers.0): {reason}" in str(report)
 
 
@@ -174,8 +177,25 @@ def test_a_class_that_computes_otherwise_stays_apart() -> None:
 
     model.model.layers[1].__class__ = Parallel
     report = fp8core.convert(model, "current")
-    assert [entry.name for entry in report.fused] == ["model.layers.0"]
+    assert [entry.name for entry in report.fused] == ["model.layers.0", "model.layers.1.mlp"]
     assert [entry.reason for entry in report.apart] == ["its class computes otherwise"]
+
+
+def test_gated_blocks_of_other_layers_are_a_chain_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, losses = count_runs(monkeypatch), []
+    for fuse in (True, False):
+        torch.manual_seed(0)
+        sizes = {**SIZES, "head_dim": 8, "attn_implementation": "eager"}
+        model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes)).train()
+        report = fp8core.convert(model, "delayed", fuse=fuse, rms_norms=True)
+        names = [entry.name for entry in report.fused]
+        assert names == (["model.layers.0.mlp", "model.layers.1.mlp"] if fuse else [])
+        losses.append(train(model, 3, torch.optim.SGD(model.parameters(), lr=0.1)))
+        if fuse:
+            fp8core.unconvert(model)
+            assert type(model.model.layers[0].mlp).__module__.startswith("transformers.")
+    assert ran == [True] * (3 * 2)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
