@@ -62,7 +62,7 @@ class ReferenceBackend:
 def _whole_block(spec: OperandSpec) -> int:
     """Return the number of which k must be a multiple: operands with byte scales have no partial
     blocks, and e2m1 packs pairs."""
-    per_byte = formats.by_name(spec.format).codes_per_byte
+    per_byte = 8 // formats.by_name(spec.format).bits
     return per_byte if spec.scale_format == "float32" else math.lcm(per_byte, spec.block[1])
 
 

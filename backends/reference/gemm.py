@@ -63,9 +63,7 @@ def grouped_gemm(
     """Multiply each group; see the backend API."""
     rows = a.data.shape[0]
     if desc.contract_groups:
-        rows = a.data.shape[1] * (
-            1 if desc.a is None else formats.by_name(desc.a.format).codes_per_byte
-        )
+        rows = a.data.shape[1] * (1 if desc.a is None else 8 // formats.by_name(desc.a.format).bits)
     bounds = bounds_of(group_offsets, rows)
     step = GROUP_STEP if desc.offsets_on_device else 1
     a_parts = split_groups(desc.a, a, bounds, 1 if desc.contract_groups else 0, step)

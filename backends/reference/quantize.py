@@ -136,7 +136,7 @@ def quantize(
         )
     columnwise = [part.columnwise for part in parts]
     if desc.offsets_on_device and desc.columnwise is not None:
-        step = GROUP_STEP // formats.by_name(desc.columnwise.format).codes_per_byte
+        step = GROUP_STEP // (8 // formats.by_name(desc.columnwise.format).bits)
         columnwise = [_pad(part, step) for part in columnwise if part is not None]
     quantized = Quantized(
         _concatenate([part.rowwise for part in parts], dim=0), _concatenate(columnwise, dim=1)
@@ -167,7 +167,7 @@ def _fill(spec: OperandSpec, operand: Operand, rows: int, groups: int, dim: int)
     """Fill up to the sizes that operands of unknown groups have: codes 0, scales 1."""
     data, scale_inv, global_scale_inv = operand
     assert scale_inv is not None
-    block, per_byte = spec.block[dim], formats.by_name(spec.format).codes_per_byte if dim else 1
+    block, per_byte = spec.block[dim], 8 // formats.by_name(spec.format).bits if dim else 1
     count = groups if block == 0 else rows if block == 1 else rows // block + groups
     unit = (
         1.0 if spec.scale_format == "float32" else formats.by_name(spec.scale_format).encode(_UNIT)
@@ -226,7 +226,7 @@ def _quantize_tensor(
     if row is not None and is_seen_twice and not desc.padded:
         # A square block holds the same elements both ways: one quantization, seen twice.
         operand = _orient(row, x, scale, amaxes.rowwise, rng, transposed=False)
-        if formats.by_name(row.format).codes_per_byte == 1:
+        if formats.by_name(row.format).bits != 4:
             return Quantized(operand, _transpose(operand))
         return Quantized(operand, _orient(row, x, scale, amaxes.columnwise, rng, transposed=True))
     rowwise = columnwise = None

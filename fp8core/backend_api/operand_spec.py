@@ -77,7 +77,7 @@ class Operand(NamedTuple):
 
 def codes_per_byte(spec: OperandSpec) -> int:
     """Return the number of codes in a byte of ``data``: 2 for a 4-bit format, else 1."""
-    return formats.by_name(spec.format).codes_per_byte
+    return 8 // formats.by_name(spec.format).bits
 
 
 class Quantized(NamedTuple):

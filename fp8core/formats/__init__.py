@@ -109,11 +109,6 @@ class FormatSpec:
         return max(filter(math.isfinite, self.values))
 
     @property
-    def codes_per_byte(self) -> int:
-        """The number of codes in a byte of an operand: 2 of 4 bits, else 1."""
-        return 2 if self.bits == 4 else 1
-
-    @property
     def stored_dtype(self) -> torch.dtype | None:
         """The torch dtype of a tensor of codes, ``torch_dtype`` or ``packed_dtype``."""
         return self.torch_dtype or self.packed_dtype

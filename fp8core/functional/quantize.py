@@ -180,7 +180,7 @@ def _spec_by_scales(
         OperandError: there is none.
     """
     element = formats.by_name(name)
-    rows, k = math.prod(data.shape[:-1]), data.shape[-1] * element.codes_per_byte
+    rows, k = math.prod(data.shape[:-1]), data.shape[-1] * (8 // element.bits)
     blocks = {
         "float32": ((0, 0), (1, 0), (1, 128), (128, 128)),
         "e8m0": ((1, 32), (32, 32)),

@@ -210,7 +210,7 @@ def _part_of(desc: QuantizeDesc, whole: Quantized, dim: int, start: int, end: in
         if spec is None or operand is None:
             return None
         assert operand.scale_inv is not None
-        per_byte = formats.by_name(spec.format).codes_per_byte if along == 1 else 1
+        per_byte = 8 // formats.by_name(spec.format).bits if along == 1 else 1
         data = operand.data.narrow(along, start // per_byte, (end - start) // per_byte)
         scale_inv, block = operand.scale_inv, spec.block[along]
         if block:
