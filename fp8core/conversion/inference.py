@@ -77,6 +77,7 @@ def quantize_(
     filter: Filter = None,
     skip: Sequence[str] | str = (),
     rms_norms: bool | None = None,
+    fuse: bool = True,
 ) -> QuantizationReport:
     """Store the weights of ``model`` in low precision, in place, for inference.
 
@@ -101,7 +102,7 @@ def quantize_(
         recipe: a Recipe or a recipe's name; ``recipe.WeightOnly("rowwise")`` leaves activations in
             high precision. None takes that of a converted model, else
             :func:`fp8core.get_default_recipe`.
-        filter, skip, rms_norms: as in :func:`fp8core.convert`.
+        filter, skip, rms_norms, fuse: as in :func:`fp8core.convert`.
 
     Raises:
         OperandError: ``model`` is no module, is in training mode, has gradients, meta tensors or
@@ -116,11 +117,10 @@ def quantize_(
     name = f"quantize_({type(model).__name__})"
     _refuse_training(name, model)
     root, report = getattr(model, COMPILED_MODULE, model), None
-    chosen = recipe_from(recipe, "quantize_(recipe=...)")
-    conversion = _conversion_of(name, root, chosen)
+    conversion = _conversion_of(name, root, chosen := recipe_from(recipe, f"{name}, recipe"))
     if conversion is None:
-        chosen = chosen or get_default_recipe()
-        report = convert(model, chosen, filter=filter, skip=skip, rms_norms=rms_norms)
+        options: Any = {"filter": filter, "skip": skip, "rms_norms": rms_norms, "fuse": fuse}
+        report = convert(model, chosen or get_default_recipe(), **options)
         conversion = vars(root)[ROOT]
     try:
         sites, high = _plan(name, root, conversion, filter, skip)

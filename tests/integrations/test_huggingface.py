@@ -58,6 +58,19 @@ def test_a_loaded_model_computes_as_a_converted_one(saved: Path, recipe: Recipe 
     assert not torch.equal(got, high)
 
 
+def test_a_model_is_loaded_with_stored_weights(saved: Path, tmp_path: Path) -> None:
+    model, converted = load(saved, "rowwise", stores_weights=True), load(saved, "rowwise")
+    weights = [p for p in model.parameters() if isinstance(p, fp8core.QuantizedTensor)]
+    assert len(weights) == 14
+    assert torch.equal(logits(model), logits(converted))
+    with pytest.raises(RecipeError, match="weights are stored in low precision"):
+        model.save_pretrained(tmp_path)
+    config = model.config.quantization_config
+    assert Fp8CoreConfig.from_dict(config.to_dict()) == config
+    assert not model.hf_quantizer.is_trainable
+    assert type(model.dequantize().model.layers[0].mlp.up_proj) is nn.Linear
+
+
 def test_a_loaded_model_trains_as_a_converted_one(saved: Path) -> None:
     plain = LlamaForCausalLM.from_pretrained(saved)
     fp8core.convert(plain, "mxfp8")

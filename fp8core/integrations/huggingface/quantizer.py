@@ -13,6 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8core.conversion.convert import convert, unconvert
+from fp8core.conversion.inference import quantize_
 from fp8core.errors import RecipeError
 from fp8core.modules.models.prepare import prepare
 from fp8core.recipe import Recipe
@@ -28,7 +29,8 @@ class Fp8CoreConfig(QuantizationConfigMixin):
     """``from_pretrained(..., quantization_config=Fp8CoreConfig("mxfp8"))`` converts the model.
 
     The layers compute as :func:`fp8core.convert` has them compute; the weights stay in high
-    precision, so that the model trains, and saves files that any program reads.
+    precision, so that the model trains, and saves files that any program reads. With
+    ``stores_weights`` they are stored for inference instead, as by :func:`fp8core.quantize_`.
 
     Args:
         recipe: a Recipe, a recipe's name, or the data that ``to_dict()`` returns for one; None
@@ -37,6 +39,7 @@ class Fp8CoreConfig(QuantizationConfigMixin):
             but heads, routers and adapters.
         rms_norms: whether norms such as ``LlamaRMSNorm`` are converted too, see
             :func:`fp8core.convert`.
+        stores_weights: whether weights are stored in low precision, for inference alone.
         skip: patterns of layers to leave out. ``modules_to_not_convert``, the name of this list in
             other methods of transformers, is taken as well.
 
@@ -52,17 +55,18 @@ class Fp8CoreConfig(QuantizationConfigMixin):
         skip: Sequence[str] | str = (),
         modules_to_not_convert: Sequence[str] | None = None,
         rms_norms: bool | None = None,
+        stores_weights: bool = False,
         **unknown: object,
     ) -> None:
         if unknown.pop("quant_method", METHOD) != METHOD or unknown:
             raise RecipeError(
                 f"Fp8CoreConfig: {', '.join(unknown) or 'quant_method'} is not one of its "
                 f"arguments, which are recipe, filter, skip, modules_to_not_convert, "
-                f"rms_norms."
+                f"rms_norms, stores_weights."
             )
         self.quant_method = METHOD
         self.recipe = from_data(recipe, "Fp8CoreConfig(recipe=...)")
-        self.rms_norms = rms_norms
+        self.rms_norms, self.stores_weights = rms_norms, stores_weights
         self.filter = None if filter is None else _patterns("filter", filter)
         self.skip = [*_patterns("skip", skip), *_patterns("skip", modules_to_not_convert or ())]
 
@@ -82,6 +86,7 @@ class Fp8CoreConfig(QuantizationConfigMixin):
             "filter": self.filter,
             "skip": self.skip,
             "rms_norms": self.rms_norms,
+            **({"stores_weights": True} if self.stores_weights else {}),
         }
 
     def check_serializable(self) -> None:
@@ -144,6 +149,8 @@ class Fp8CoreQuantizer(HfQuantizer):
         if state:
             prepare(model, config.recipe)
             model.load_state_dict(state, strict=False)
+        if config.stores_weights:
+            logger.info("%s", quantize_(model.eval(), skip=config.skip))
         return model
 
     def _dequantize(self, model: torch.nn.Module, dtype: torch.dtype | None = None) -> Any:
@@ -155,8 +162,14 @@ class Fp8CoreQuantizer(HfQuantizer):
         """Whether the model can be saved: its weights are those of the unconverted model.
 
         Raises:
-            RecipeError: the recipe cannot be written to ``config.json``.
+            RecipeError: the recipe cannot be written to ``config.json``, or the weights are stored
+                in low precision.
         """
+        if self.quantization_config.stores_weights:
+            raise RecipeError(
+                "save_pretrained: the weights are stored in low precision. Call fp8core."
+                "huggingface.save_pretrained(model, directory), or model.dequantize() first."
+            )
         try:
             self.quantization_config.check_serializable()
         except RecipeError as error:
@@ -165,13 +178,13 @@ class Fp8CoreQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """True, as adapters on the model train."""
-        return True
+        """Whether adapters on the model train: not with weights that are stored for inference."""
+        return not self.quantization_config.stores_weights
 
     @property
     def is_qat_trainable(self) -> bool:
-        """True, as the layers train without adapters, which Trainer asks for."""
-        return True
+        """Whether the layers train without adapters, which Trainer asks for: as the adapters."""
+        return self.is_trainable
 
     @property
     def is_compileable(self) -> bool:
