@@ -112,6 +112,9 @@ class LowPrecisionGemm:
         self._row_step = row_step(modes[0])
         self._whole_rows = round_up(whole_rows, self._row_step)
         self.kernel = f"cublasLtMatmul, {modes[0]} x {modes[1]} scales"
+        is_e4m3 = self._a_type == desc.b.format == "e4m3" and not TILED.intersection(self._modes)
+        if is_e4m3 and not desc.accumulate:
+            self.kernel += ", or fp8core::multiply_few_rows where it is faster"
 
     def __call__(
         self,

@@ -156,6 +156,13 @@ def weight() -> Operand:
     return Operand(operand.data, scale_inv.copy_(operand.scale_inv))
 
 
+def test_a_product_names_the_kernel_for_few_rows_if_that_may_run_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = [bound(monkeypatch, accumulate).kernel for accumulate in (False, True)]
+    assert ["multiply_few_rows" in kernel for kernel in kernels] == [True, False]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 17])
 @pytest.mark.parametrize("layout", [in_place_of_the_cast, lambda operand: operand])
 def test_ragged_rows_have_the_bits_of_the_same_rows_among_others(
