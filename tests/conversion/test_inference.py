@@ -400,6 +400,9 @@ def test_it_saves_files_that_load_into_a_stored_model(name: str, tmp_path: Path)
     ):
         assert torch.equal(ours.dequantize(), theirs.dequantize()), path
     assert torch.equal(logits(another), logits(model))
+    at_once = llama().eval().to(torch.bfloat16)
+    assert len(fp8core.huggingface.load_quantized(tmp_path, at_once).stored) == 14
+    assert torch.equal(logits(at_once), logits(model))  # norms are converted as well
 
 
 @pytest.mark.parametrize("name", ["current", "rowwise", "block", "nvfp4"])

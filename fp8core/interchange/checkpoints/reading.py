@@ -18,7 +18,7 @@ from fp8core.interchange.checkpoints.files import Checkpoint, Header
 from fp8core.interchange.checkpoints.layouts import Piece, Stored, pieces_of, stored_names
 from fp8core.interchange.checkpoints.stored import StoredWeight, method_of
 from fp8core.interchange.checkpoints.writing import unwrapped
-from fp8core.modules.models.inventory import keyed_modules, layers_in
+from fp8core.modules.models.inventory import flops_of, keyed_modules, layers_in
 from fp8core.modules.models.prepare import prepare
 from fp8core.modules.state.delayed import DelayedModule
 from fp8core.recipe import (
@@ -153,7 +153,8 @@ def load_quantized(
             f"{where}: the files hold no codes. Use load_pretrained(), then fp8core.quantize_()."
         )
     model = unwrapped(model.eval())
-    convert(model, recipe, filter=lambda _, path: path in plan.native_layers)
+    layers = plan.native_layers
+    convert(model, recipe, filter=lambda module, path: path in layers or not flops_of(module))
     try:
         with unanswering(where, [model, *plan.modules()]):
             plan.apply(device)
