@@ -465,14 +465,14 @@ _FIXED |= {"do_constant_folding": True, "keep_initializers_as_inputs": False}
 
 @contextlib.contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
-    """Have ``torch.onnx.export`` of a model with layers of fp8core write as :func:`to_onnx` does.
+    """Have ``torch.onnx.export`` of a model with layers of fp8core write as ``to_onnx`` does.
 
     As in Transformer Engine, whose name this is: ``with autocast(recipe=...), onnx_export(True):
     torch.onnx.export(model, args, path)``. Other models are exported as torch exports them.
 
     Raises:
         UnsupportedError: in a call of ``torch.onnx.export``: there is no file, or an option has a
-            value that :func:`to_onnx` does not take.
+            value that ``to_onnx`` does not take.
     """
     plain = torch.onnx.export
 
