@@ -98,7 +98,9 @@ class RequantizedWeight(CachingWeightQuantizer):
         Raises:
             OperandError, UnsupportedError: as its base class.
         """
-        if not columnwise or self._is_stored(keeping) or not _costs_nothing_to_save(weight):
+        is_plain = keeping is None and type(weight) is torch.nn.Parameter
+        is_held = not columnwise or weight.is_inference()
+        if is_held or not (is_plain or self._costs_nothing_to_save(weight, keeping)):
             return super().__call__(weight, columnwise=columnwise, keeping=keeping)
         if self._by_amax is not None:
             self._check(weight)
@@ -110,13 +112,17 @@ class RequantizedWeight(CachingWeightQuantizer):
         scale = slot.present_scale() if slot is not None and self._is_delayed else None
         return Orientations(operands.rowwise, Unquantized(weight, scale))
 
-    def _is_stored(self, keeping: Keeping | None) -> bool:
-        """Say whether the weight's operands are kept beyond the call, for which codes are held.
+    def _costs_nothing_to_save(self, weight: torch.Tensor, keeping: Keeping | None) -> bool:
+        """Say whether ``weight`` costs nothing to save, and its codes are not kept beyond the call.
 
         In the scope of frozen weights they are not under delayed scaling: a call that trains
-        quantizes the weight to record its amax, and its recompute has to save what it saved.
+        quantizes the weight to record its amax, and its recompute has to save what it saved. Of a
+        graph that torch captures, its partitioner decides what is saved.
         """
-        return keeping is not None and (keeping.first is not None or self._how.slot is None)
+        is_stored = keeping is not None and (keeping.first is not None or self._how.slot is None)
+        if is_stored or isinstance(weight, QuantizedTensor):
+            return False
+        return is_captured(weight) or is_of_parameter(weight)
 
     def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the columnwise operand of ``saved``, an :class:`Unquantized` or an operand.
@@ -124,22 +130,12 @@ class RequantizedWeight(CachingWeightQuantizer):
         The cast records no amax and counts no NaN or inf, as forward did both.
         """
         weight, scaling, _ = saved
-        if weight is None or not is_unquantized(weight):
+        if weight is None or weight.dtype is torch.uint8:
             return list(saved)
         keywords = {}
         if scaling is not None:
             keywords["scale" if self._by_amax is None else "amax"] = scaling
         return list(self._columnwise(weight, **keywords).columnwise)
-
-
-def _costs_nothing_to_save(weight: torch.Tensor) -> bool:
-    """Say whether ``weight`` costs nothing to save.
-
-    Of a graph that torch captures, its partitioner decides what is saved.
-    """
-    if isinstance(weight, QuantizedTensor):
-        return False
-    return is_captured(weight) or is_of_parameter(weight)
 
 
 def is_of_parameter(weight: torch.Tensor) -> bool:

@@ -36,7 +36,7 @@ from fp8core.dispatch.select import Choice
 from fp8core.errors import OperandError
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations, Slot, TensorQuantizer
-from fp8core.tensors.saving import is_unquantized, note_weight
+from fp8core.tensors.saving import note_weight
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.tensors.weights import WeightQuantizer
 from fp8core.torch_ops.capture import left_to_backward
@@ -442,7 +442,7 @@ def _restoring(link: LinearLink) -> Callable[[SavedList], Any]:
         if requantizes:
             for at in range(0, len(saved), 3):
                 weight = saved[at]
-                if weight is not None and is_unquantized(weight):
+                if weight is not None and weight.dtype is not torch.uint8:
                     saved[at] = _readable(link, weight)
             with left_to_backward():
                 saved = link.weight.requantize(saved)
@@ -460,16 +460,21 @@ def _readable(link: LinearLink, weight: torch.Tensor) -> torch.Tensor:
     Raises:
         OperandError: it is not what it was in forward, or its memory is freed.
     """
-    shape, owner = link.shape, "" if link.only_once is None else link.only_once.owner
+    shape, device = link.shape, link.choices["weight"].device
     sizes, dtype = (shape.out_features, shape.in_features), shape.weight_dtype
-    if (tuple(weight.shape), weight.dtype) != (sizes, dtype):
+    is_same = weight.shape == sizes and weight.dtype is dtype
+    is_plain = type(weight) is torch.nn.Parameter and weight.device == device
+    if is_same and is_plain and not weight.is_neg() and weight.data_ptr():
+        return weight
+    owner = "" if link.only_once is None else link.only_once.owner
+    if not is_same:
         raise OperandError(
             f"{owner}: in backward the weight is {list(weight.shape)} {weight.dtype}, forward had "
             f"{list(sizes)} {dtype}. Convert or shard it after backward."
         )
     if weight.is_meta:  # as all tensors are, of links that are bound for another device
         return weight
-    return as_readable(weight, link.choices["weight"].device, f"{owner}: in backward the weight")
+    return as_readable(weight, device, f"{owner}: in backward the weight")
 
 
 def _grad_casts(
