@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from fp8core.backend_api import API_VERSION, BackendSpec, hookimpl
-from fp8core_backends.cuda import cudnn_frontend, native
+from fp8core_backends.cuda import cudnn_frontend, native, tiers
 
 __all__ = ["fp8core_doctor", "fp8core_register_backends"]
 
@@ -47,5 +47,6 @@ def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
 def fp8core_doctor(report: Callable[[str, str], None]) -> None:
     """Report which native library is in use, and whether cuDNN's attention is, and why."""
     if _probe() is None:
+        report("compute capability", tiers.status())
         report("cuda native library", native.status())
         report("cuDNN's attention by its frontend", cudnn_frontend.missing() or "in use")

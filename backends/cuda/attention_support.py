@@ -17,6 +17,7 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.cuda import cudnn_frontend
 from fp8core_backends.cuda.layout import scale_mode
+from fp8core_backends.cuda.tiers import tier_of
 
 TORCH = "cuDNN's attention, by torch"
 FRONTEND = "cuDNN's attention, by its frontend"
@@ -65,7 +66,7 @@ def attention_problem(desc: AttentionDesc, device: torch.device) -> str | None:
     problems = (
         (desc.dtype not in _DTYPES, f"no attention of {desc.dtype}; bfloat16 and float16 run"),
         (
-            capability != (9, 0),
+            not tier_of(capability).is_hopper,
             f"attention is declared for compute capability 9.0, this is {capability[0]}."
             f"{capability[1]}",
         ),

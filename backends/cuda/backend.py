@@ -53,6 +53,7 @@ from fp8core_backends.cuda.microscaling import TiledGemm
 from fp8core_backends.cuda.operations import OPERATIONS, first_problem
 from fp8core_backends.cuda.recorder import Recorder, recorder
 from fp8core_backends.cuda.stream import index_of
+from fp8core_backends.cuda.tiers import products_problem, tier_at
 from fp8core_backends.cuda.transfers import Transfers, transfers_between
 from fp8core_backends.cuda.weight_only import WeightOnlyGemm, weight_only_problem
 
@@ -185,11 +186,10 @@ def _check_gemm(desc: GemmDesc, device: torch.device, missing: str | None) -> st
     if reason is not None:
         return reason
     a, b = scale_mode(desc.a), scale_mode(desc.b)
-    capability = torch.cuda.get_device_capability(device)
-    is_blackwell = capability == (10, 0)
+    is_torch_s = missing is not None and a == b == "tensor"
+    lacking = None if is_torch_s else products_problem((a, b), device)
     reason = first_problem(
-        ("mx32" in (a, b) and not is_blackwell, "MX block scales need compute capability 10.0"),
-        ("nv16" in (a, b) and not is_blackwell, "NVFP4 needs compute capability 10.0"),
+        (lacking is not None and (a in TILED or b in TILED), lacking or ""),
         (
             a != b and (a in TILED or b in TILED),
             f"cuBLASLt does not multiply {a} by {b} scales",
@@ -203,10 +203,7 @@ def _check_gemm(desc: GemmDesc, device: torch.device, missing: str | None) -> st
         ((a in BLOCKS) != (b in BLOCKS), f"cuBLASLt does not multiply {a} by {b} scales"),
         (a == b == "block128", "cuBLASLt does not multiply 128 x 128 blocks by 128 x 128 blocks"),
         ((a == "row") != (b == "row"), f"cuBLASLt does not multiply {a} by {b} scales"),
-        (
-            a != "tensor" and a not in TILED and capability != (9, 0),
-            "cuBLASLt has float32 scales of rows and blocks for compute capability 9.0 alone",
-        ),
+        (lacking is not None, lacking or ""),
     )
     if reason is not None or missing is None:
         return reason
@@ -221,6 +218,6 @@ def _check_device_groups(
         return "no high precision for groups whose sizes only the device knows; give them as a list"
     if missing is not None:
         return f"no native library: {missing}"
-    if torch.cuda.get_device_capability(device) != (9, 0):
+    if not tier_at(device).is_hopper:
         return "groups whose sizes only the device knows need compute capability 9.0"
     return None

@@ -30,6 +30,7 @@ import torch
 from fp8core.backend_api import UnsupportedError
 from fp8core.errors import did_you_mean
 from fp8core_backends.cuda import cache, settings
+from fp8core_backends.cuda.tiers import TIERS
 
 MODULE = "fp8core_cuda"
 """The extension's name, which its init function carries."""
@@ -40,7 +41,9 @@ KERNELS = "libfp8core_kernels.so"
 _BINDINGS = "bindings/"
 """The folder of the sources that the extension is compiled from; the others make the kernels."""
 
-ARCHITECTURES: dict[tuple[int, int], str] = {(9, 0): "90a", (10, 0): "100a"}
+ARCHITECTURES: dict[tuple[int, int], str] = {
+    capability: tier.architecture for capability, tier in TIERS.items() if tier.architecture
+}
 """Compute capabilities that the sources are written for, and how nvcc spells them."""
 
 _INPUTS = (
@@ -206,7 +209,7 @@ def find(architectures: Sequence[str]) -> Path | None:
     Raises:
         UnsupportedError: another user could have written it.
     """
-    supported = list(ARCHITECTURES.values())
+    supported = list(dict.fromkeys(ARCHITECTURES.values()))
     sizes = range(1, len(supported) + 1)
     sets = [names for size in sizes for names in itertools.combinations(supported, size)]
     targets = [target(names) for names in sets if set(architectures) <= set(names)]
@@ -267,7 +270,7 @@ def check_architectures(architectures: Sequence[str]) -> None:
     Raises:
         UnsupportedError: names the first of them, and those that the sources are written for.
     """
-    supported = list(ARCHITECTURES.values())
+    supported = list(dict.fromkeys(ARCHITECTURES.values()))
     wrong = [name for name in architectures if name not in supported]
     if wrong or not architectures:
         problem = f"{wrong[0]!r} is not one of them" if wrong else "this machine has none of them"
@@ -281,9 +284,7 @@ def present() -> list[str]:
     """Return the architectures of this machine's devices that the sources are written for."""
     count = torch.cuda.device_count()
     capabilities = {torch.cuda.get_device_capability(index) for index in range(count)}
-    return sorted(
-        ARCHITECTURES[capability] for capability in capabilities if capability in ARCHITECTURES
-    )
+    return sorted({ARCHITECTURES[each] for each in capabilities if each in ARCHITECTURES})
 
 
 def _files(root: Path) -> list[Path]:

@@ -171,7 +171,7 @@ def main() -> None:
     """Build the wheel that the command line describes, and print its path."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("dist"), metavar="DIR")
-    supported = list(build.ARCHITECTURES.values())
+    supported = sorted(set(build.ARCHITECTURES.values()))
     parser.add_argument("--arch", nargs="+", default=supported, metavar="ARCH")
     parser.add_argument("--python", nargs="+", default=[sys.executable], metavar="PYTHON")
     args = parser.parse_args()

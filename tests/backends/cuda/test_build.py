@@ -89,7 +89,7 @@ def test_other_variants_are_another_file(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_another_architecture_is_another_file(compiler: Path) -> None:
-    assert build.build(("90a",)) != build.build(("90a", "100a"))
+    assert build.build(("90a",)) != build.build(("90a", "100f"))
 
 
 def test_a_copy_goes_where_it_is_asked_for(compiler: Path, tmp_path: Path) -> None:
@@ -181,19 +181,19 @@ def test_another_chip_has_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     why_not = native.missing(torch.device("cuda", 0))
     assert why_not is not None
-    assert "9.0, 10.0, this is 8.9" in why_not
+    assert "9.0, 10.0, 10.3, this is 8.9" in why_not
 
 
 def test_a_build_for_more_is_found(compiler: Path, source: Callable[..., native._Source]) -> None:
-    path = build.build(("90a", "100a"))
+    path = build.build(("90a", "100f"))
     assert source(("90a",), settings.read()).path == path
 
 
 @pytest.mark.usefixtures("compiler", "unloaded")
 def test_a_library_for_another_chip_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = SimpleNamespace(SOURCE_HASH=build.source_hash(), ARCHITECTURES="100a")
+    made = SimpleNamespace(SOURCE_HASH=build.source_hash(), ARCHITECTURES="100f")
     monkeypatch.setattr(native, "_import", lambda path: made)
-    with pytest.raises(UnsupportedError, match="was built for 100a, this machine takes 90a"):
+    with pytest.raises(UnsupportedError, match="was built for 100f, this machine takes 90a"):
         native.load()
 
 
