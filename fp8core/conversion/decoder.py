@@ -219,9 +219,7 @@ class ConvertedBlock(torch.nn.Module):
         return in_step(self, self._compute, *arguments, **keywords)
 
     def _compute(self, *arguments: Any, **keywords: Any) -> Any:
-        output = None
-        if len(arguments) == 1 and not torch.compiler.is_compiling():
-            output = self._in_chains(*arguments, keywords)
+        output = self._in_chains(*arguments, keywords) if len(arguments) == 1 else None
         return super().forward(*arguments, **keywords) if output is None else output
 
     def _in_chains(self, x: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor | None:
@@ -323,6 +321,9 @@ def _angles(pair: tuple[torch.Tensor, torch.Tensor], conversion: Conversion) -> 
     cos, sin = pair
     if not conversion.rotates or cos.shape[0] != 1 or cos.requires_grad:
         return None
+    if torch.compiler.is_compiling():  # which keeps nothing from one layer to the next
+        with torch.no_grad():
+            return torch.atan2(sin.float(), cos.float())[0, :, None, None]
     source, angles = conversion.angles or (None, None)
     if source is None or source() is not cos:
         with torch.no_grad():

@@ -8,6 +8,7 @@ siblings, and activations and sums are links that no layer has.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -24,15 +25,17 @@ from fp8core.chain.series import Chain
 from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.chain.unwrap import PLAIN, WEIGHTS
 from fp8core.context.autocast import active
+from fp8core.dispatch import table
 from fp8core.dispatch.table import TrackingResolver
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
-from fp8core.modules.calls.bound import Bound
+from fp8core.modules.calls.bound import Bound, captured_bound
 from fp8core.modules.composition import is_seen
 from fp8core.modules.memo import Memo, memo_of, replay
 from fp8core.modules.run import run_joined
-from fp8core.recipe.plan import HIGH_PRECISION
+from fp8core.recipe.plan import HIGH_PRECISION, HOLDING
 from fp8core.tensors.quantizer_binding import Binding
+from fp8core.torch_ops.capture import constant_in_graph
 from fp8core.torch_ops.private import copy_all, is_traced
 
 Part: TypeAlias = "LowPrecisionModule | tuple[LowPrecisionModule, ...] | LinkShape | list[Any]"
@@ -61,6 +64,7 @@ class Splice:
     def _forget(self) -> None:
         """Begin without chains, and without a call to replay."""
         self._kinds = [*map(type, self.layers)]
+        self.text = repr(_shown(self.parts))
         self._memo: Memo | None = None
         self._followers: _Followers = ([], [])
         # By the addresses of what the layers are bound to, which is held beside the chain.
@@ -77,7 +81,9 @@ class Splice:
     def run(self, x: torch.Tensor, *brought: torch.Tensor) -> torch.Tensor | None:
         """Return the chain's output for ``x``; ``brought`` are the tensors that its shapes take.
         None if one of its layers has to run by itself in this call."""
-        if torch.compiler.is_compiling() or [*map(type, self.layers)] != self._kinds:
+        if torch.compiler.is_compiling():
+            return self._run_in_graph(x, brought)
+        if [*map(type, self.layers)] != self._kinds:
             return None
         rest = iter(brought)
         try:
@@ -98,6 +104,54 @@ class Splice:
             with torch.no_grad():
                 copy_all(targets, sources)
         return output
+
+    def _run_in_graph(
+        self, x: torch.Tensor, brought: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Return what :meth:`run` does, in a graph that torch.compile traces."""
+        if type(x) is not torch.Tensor or not self.is_whole_in_graph():
+            return None
+        if torch.is_autocast_enabled(x.device.type):
+            return None
+        params: list[Any] = [
+            None if layer is None else layer._parameters[name] for layer, name in self._names
+        ]
+        for tensor in brought:
+            params[params.index(None)] = tensor
+        if any([each.dtype != x.dtype for each in params]):
+            return None
+        bounds = [bind(layer, x.device, x.dtype) for layer in self.layers]
+        if any([bound.number is not None for bound in bounds]):
+            return None  # a graph has the delayed states of one layer in a chain
+        numbers: Any = tuple([bound.parts[0] for bound in bounds])
+        number = self.captured(self.text, x.device, x.dtype, numbers)
+        return None if number < 0 else chain.run(number, x, params, DENSE)
+
+    def is_whole_in_graph(self) -> bool:
+        """Return whether nobody has to see a call of one of the layers, while torch traces."""
+        names = [name in layer._parameters for layer, name in self._names if layer is not None]
+        return all(names) and [*map(type, self.layers)] == self._kinds and not self._is_seen()
+
+    def captured(
+        self, text: str, device: torch.device, dtype: torch.dtype, numbers: tuple[int, ...]
+    ) -> int:
+        """Return the number of the chain in a graph, of layers with these ``numbers``; -1 if one of
+        them has to run by itself. The graph is guarded by the arguments, by ``text`` for the parts.
+        """
+        bounds = dict(zip(self.layers, map(captured_bound, numbers), strict=True))
+        linears = [link for bound in bounds.values() for link in bound.linears]
+        is_low = all(type(link) is LinearLink and link.only_once is not None for link in linears)
+        has_all = all([bound.links for bound in bounds.values()])
+        if not (is_low and has_all) or any([link.needs_rng for link in linears]):
+            return -1
+        plan = replace(HIGH_PRECISION, remade=HOLDING["least"])
+        context = BindContext(plan, Binding(device, dtype), self.layers[0].label)
+        with table.capturing():
+            links = _links(self.parts, bounds, context, ([], []))
+        return -1 if links is None else chain.capture(Chain(links))
+
+    constant_in_graph(is_whole_in_graph)
+    constant_in_graph(captured)
 
     def _run_anew(self, x: torch.Tensor, params: list[Any]) -> torch.Tensor | None:
         if self._is_cut(x, params):
@@ -132,6 +186,11 @@ class Splice:
             return True
         if any([each.dtype != x.dtype or each.device != x.device for each in tensors]):
             return True
+        return self._is_seen()
+
+    def _is_seen(self) -> bool:
+        """Whether a layer's own call has to be seen, or the layers are others by now."""
+        first = self.layers[0]
         for layer in self.layers:
             bindings = layer._bindings
             is_watched = bindings.watch is not None or bindings.weights.scope is not None
@@ -175,6 +234,19 @@ def _names_of(parts: Sequence[Part]) -> Iterator[tuple[LowPrecisionModule | None
             yield from [(part, "".join(names)) for names in part.link_names() or ()]
         elif part.num_params:
             yield None, ""
+
+
+def _shown(parts: Sequence[Part]) -> list[Any]:
+    """Return ``parts`` with values in the place of shapes, and the names of classes of layers."""
+    shown: list[Any] = []
+    for part in parts:
+        if isinstance(part, list | tuple):
+            shown.append(type(part)(_shown(part)))
+        elif isinstance(part, LinkShape):
+            shown.append(part.values())
+        else:
+            shown.append(type(part).__name__)
+    return shown
 
 
 def _links(

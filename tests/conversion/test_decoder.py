@@ -10,9 +10,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._dynamo.utils import counters
 
 import fp8core
 from fp8core import OperandError, recipe
+from fp8core.chain.run import _captured as captured_links
+from fp8core.chain.series import Chain
 from fp8core.modules.splice import Splice
 from tests.conversion.hugging_face import SIZES, TOKENS, llama, train
 
@@ -115,6 +118,31 @@ def test_a_padded_batch_and_generation_with_a_cache(
     assert all(ran)
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-5)
     assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(("family", "name"), [("Llama", "current"), ("Qwen3", "mxfp8")])
+def test_compiled_layers_run_as_the_chains_of_eager(family: str, name: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = model_of(family, torch.bfloat16)
+    fp8core.convert(model, name)
+    model.config.use_cache = False  # for which torch has a graph a layer
+    other = copy.deepcopy(model)
+    for layer in other.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    entries = len(captured_links)
+    for _ in range(2):
+        for each in (model, other):
+            each.zero_grad()
+            each(TOKENS, labels=TOKENS).loss.backward()
+        grads = [[own.grad for own in each.parameters()] for each in (model, other)]
+        assert all(map(torch.equal, *grads))
+    assert counters["stats"]["unique_graphs"] == 1
+    chains = [links for links in captured_links[entries:] if isinstance(links, Chain)]
+    assert [len(links) for links in chains if len(links) > 1] == [2, 3]  # norm, siblings; o, +, mlp
+    torch._dynamo.reset()
 
 
 def test_a_hook_inside_has_its_module_run_by_itself() -> None:

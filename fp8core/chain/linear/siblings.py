@@ -111,7 +111,8 @@ class SiblingsProgram(Program):
         places: dict[int, int] = {}
         contexts, outputs = [], []
         joined: Any = None
-        if operands is not None and rows > _FEW_ROWS:
+        # A graph whose rows are free has one form for all.
+        if operands is not None and type(rows) is int and rows > _FEW_ROWS:
             sizes = rows, self._columns[-1][1]
             joined = called_in_repeats(partial(_empty, sizes, self._dtype), operands.rowwise.data)
         for program, is_trained, (first, end), (begin, stop) in zip(

@@ -260,6 +260,7 @@ def bind_captured(
         number = states.number
         parts = [chain.capture(chain.Stateful(partial(bind, at=at))) for at in range(len(parts))]
     bound = Bound(tuple(parts), links, plan, None, recipe, False, number)
+    _captured[parts[0]] = bound
     if bound.linears:
         engine = engine_of(bound, LayerRole(kind, name)) or "high precision"
         log_once(f"{label}, in a captured graph: {engine}", logging.INFO)
@@ -267,6 +268,13 @@ def bind_captured(
 
 
 constant_in_graph(bind_captured)
+
+_captured: dict[int, Bound] = {}
+
+
+def captured_bound(number: int) -> Bound:
+    """Return what a layer in a captured graph is bound to, by the number of its first part."""
+    return _captured.get(number) or refused_in_graph((number,))
 
 
 def _states(
