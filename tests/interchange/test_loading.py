@@ -514,6 +514,7 @@ def test_codes_go_straight_into_a_model_for_inference(name: str, tmp_path: Path)
     net = on_meta(lambda: model(seed=1))
     report = load_quantized(tmp_path, net, device="cpu")
     assert report.stored == QUANTIZED
+    assert "backward_override" not in report.recipe
     assert not any(parameter.requires_grad for parameter in net.parameters())
     native, loaded = loaded_into(tmp_path, native=True)
     chosen = WeightOnly(loaded.recipe) if "nvfp4" in name else loaded.recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -379,15 +380,19 @@ class _Plan:
         return {name.rpartition(".")[0] for name in self._native}
 
     def inference_recipe(self) -> Recipe | None:
-        """Return the recipe by which the config has layers compute, None if nothing keeps codes."""
+        """Return the recipe by which the config has layers compute, None if nothing keeps codes.
+        What it says of backward is left out: no such layer has one."""
         if not self._native or self._recipe is None:
             return None
+        recipe: Any = self._recipe
+        recipe = dataclasses.replace(recipe, backward_override=None)
         methods = {weight.method for weight in self._weights.values()}
         if all(method.weights_alone for method in methods):
-            return WeightOnly(self._recipe)
+            return WeightOnly(recipe)
         is_static = self.input_scales().keys() == self.native_layers
-        is_tensorwise = isinstance(self._recipe, Float8CurrentScaling)
-        return DelayedScaling() if is_static and is_tensorwise else self._recipe
+        is_tensorwise = isinstance(recipe, Float8CurrentScaling)
+        chosen: Recipe = DelayedScaling() if is_static and is_tensorwise else recipe
+        return chosen
 
     def input_scales(self) -> dict[str, torch.Tensor]:
         """Return the static scales of inputs, float32 ``[1]``, by the path of the layer."""
