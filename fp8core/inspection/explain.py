@@ -141,13 +141,13 @@ class Explanation:
         of_layers: dict[str, list[Line]] = {}
         for line in self.lines:
             of_layers.setdefault(line.layer, []).append(line)
-        alike: dict[tuple[str, ...], list[str]] = {}
+        blocks: dict[tuple[str, ...], list[str]] = {}
         for layer, lines in of_layers.items():
-            alike.setdefault(tuple(line.brief() for line in lines), []).append(layer)
-        if len(alike) == len(of_layers):
+            blocks.setdefault(tuple(line.brief() for line in lines), []).append(layer)
+        if len(blocks) == len(of_layers):
             return self.details()
         texts: list[str] = []
-        for briefs, (layer, *rest) in alike.items():
+        for briefs, (layer, *rest) in blocks.items():
             if not rest:
                 texts += map(str, of_layers[layer])
                 continue

@@ -400,10 +400,10 @@ def _check_formats(qfactory: QuantizerFactory) -> None:
                 answer.fail("CustomRecipe")
             return
         if isinstance(answer, OperandSpec | TensorPlan):
-            _known_formats(tensor, answer)
+            _check_operands(tensor, answer)
 
 
-def _known_formats(tensor: str, plan: OperandSpec | TensorPlan) -> None:
+def _check_operands(tensor: str, plan: OperandSpec | TensorPlan) -> None:
     """Raise if ``plan``, a factory's answer for ``tensor``, has an operand in an unknown format."""
     for spec in (plan,) if isinstance(plan, OperandSpec) else plan:
         if isinstance(spec, OperandSpec):
@@ -474,7 +474,7 @@ def _tensor_plan(tensor: str, answer: object) -> TensorPlan:
             f"CustomRecipe: qfactory returned {answer!r} for {tensor}; expected an OperandSpec, "
             f"a TensorPlan, a DelayedScalingRequest, or a quantizer, which has {', '.join(_VERBS)}."
         )
-    _known_formats(tensor, plan)
+    _check_operands(tensor, plan)
     if plan.is_delayed:
         raise RecipeError(
             f"CustomRecipe: qfactory returned a delayed OperandSpec for {tensor}; "

@@ -458,7 +458,7 @@ def to_onnx(
 
 
 # Options of torch.onnx.export that to_onnx has by another name or takes at these values.
-_TAKEN = {"kwargs", "dynamic_shapes", "input_names", "output_names", "opset_version"}
+_OPTIONS = {"kwargs", "dynamic_shapes", "input_names", "output_names", "opset_version"}
 _FIXED = {"dynamo": True, "export_params": True, "external_data": True, "verbose": False}
 _FIXED |= {"do_constant_folding": True, "keep_initializers_as_inputs": False}
 
@@ -480,14 +480,14 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
         is_ours = isinstance(model, torch.nn.Module) and bool(layers_in(model))
         if not is_ours:
             return plain(model, args, f, **options)
-        refused = {n: v for n, v in options.items() if n not in _TAKEN and v != _FIXED.get(n)}
+        refused = {n: v for n, v in options.items() if n not in _OPTIONS and v != _FIXED.get(n)}
         refused |= {"f": None} if f is None else {}
         for name, value in refused.items():
             raise UnsupportedError(
                 f"torch.onnx.export({name}={value!r}) of a model of fp8core: export.to_onnx "
-                f"takes a path, and {', '.join(sorted(_TAKEN))}."
+                f"takes a path, and {', '.join(sorted(_OPTIONS))}."
             )
-        passed = {name: value for name, value in options.items() if name in _TAKEN and value}
+        passed = {name: value for name, value in options.items() if name in _OPTIONS and value}
         positional = args if isinstance(args, tuple) else (args,)
         return to_onnx(model, positional, f, **passed)
 
