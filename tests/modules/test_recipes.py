@@ -138,8 +138,11 @@ def test_a_factory_is_asked_for_three_tensors_of_the_layer() -> None:
         seen.append(role)
         return ROWWISE
 
-    step(Linear(32, 16, name="head"), torch.randn(4, 32), recipe.CustomRecipe(factory))
     tensors = ("input", "weight", "grad_output")
+    chosen = recipe.CustomRecipe(factory)  # checks the formats of a layer without a name
+    assert seen == [recipe.QuantizerRole("linear", tensor) for tensor in tensors]
+    seen.clear()
+    step(Linear(32, 16, name="head"), torch.randn(4, 32), chosen)
     assert seen == [recipe.QuantizerRole("linear", tensor, "head") for tensor in tensors]
 
 
@@ -291,13 +294,17 @@ def test_an_operand_that_no_backend_makes_is_told_with_the_layer() -> None:
         )
 
 
-def test_an_operand_that_cannot_be_constructed_is_told_with_the_layer() -> None:
+def test_an_operand_that_cannot_be_constructed_is_told_when_the_recipe_is_made() -> None:
+    with pytest.raises(RecipeError, match=r"OperandSpec\(block=\(3, 0\)\)"):
+        recipe.CustomRecipe(lambda _: OperandSpec("e4m3", (3, 0), 448.0))
+
+
+def test_an_operand_that_cannot_be_constructed_for_a_layer_is_told_with_the_layer() -> None:
+    def factory(role: recipe.QuantizerRole) -> OperandSpec:
+        return OperandSpec("e4m3", (3, 0), 448.0) if role.name else ROWWISE
+
     with pytest.raises(RecipeError, match=r"'head'.*OperandSpec\(block=\(3, 0\)\)"):
-        step(
-            Linear(32, 16, name="head"),
-            torch.randn(4, 32),
-            recipe.CustomRecipe(lambda _: OperandSpec("e4m3", (3, 0), 448.0)),
-        )
+        step(Linear(32, 16, name="head"), torch.randn(4, 32), recipe.CustomRecipe(factory))
 
 
 def test_another_recipe_on_a_live_layer_takes_effect_at_once() -> None:
