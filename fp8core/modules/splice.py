@@ -1,8 +1,9 @@
 """Layers of a module of another library as one chain, with links of the library between them.
 
 Each layer is bound by itself, with its own recipe, scales and name, so that a linear computes in
-the chain what it computes alone. A norm is bound again for its neighbour, linears of one input are
-siblings, and activations and sums are links that no layer has.
+the chain what it computes alone. A norm is bound again for its neighbour, and so is a linear behind
+an activation; linears of one input are siblings, and activations and sums are links that no layer
+has.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fp8core.chain import run as chain
+from fp8core.chain.activation import GatedShape
 from fp8core.chain.alone import is_transformed
 from fp8core.chain.call import DENSE
 from fp8core.chain.linear.program import LinearLink
@@ -22,7 +24,7 @@ from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.protocol import Link
 from fp8core.chain.residual import ResidualLink
 from fp8core.chain.series import Chain
-from fp8core.chain.shape import BindContext, LinkShape, bind_chain
+from fp8core.chain.shape import BindContext, LinkShape, Neighbour, bind_chain
 from fp8core.chain.unwrap import PLAIN, WEIGHTS
 from fp8core.context.autocast import active
 from fp8core.dispatch import table
@@ -280,8 +282,22 @@ def _links(
             (link,) = bounds[part].links
             (shapes[at],) = part.link_shapes()
             if bounds[part].linears:
-                links[at] = link
+                is_behind = at > 0 and isinstance(parts[at - 1], GatedShape)
+                around = _behind(shapes[at - 1], part, bounds[part], context) if is_behind else None
+                links[at] = link if around is None else shapes[at].bind(around)
     return bind_chain(shapes, context, links)
+
+
+def _behind(
+    activation: LinkShape, layer: LowPrecisionModule, bound: Bound, context: BindContext
+) -> BindContext:
+    """Return the context in which ``layer`` is bound again behind an ``activation``, which hands
+    over what a cast by a delayed scale need not have rounded."""
+    binding, before = context.binding, Neighbour(activation, None)
+    is_training = torch.is_grad_enabled()
+    count = layer._bindings.nonfinite_of(binding.device, is_training=is_training)
+    again = BindContext.of(bound.plan, binding, layer.label, bound.states, None, count)
+    return again._replace(before=before, source=before)
 
 
 def _follow(bounds: Sequence[Bound], followers: _Followers) -> None:
