@@ -148,7 +148,7 @@ def load_quantized(
     """
     where = f"load_quantized({str(directory)!r})"
     plan = _plan(where, directory, model, native=True)
-    recipe = plan.inference_recipe()
+    plan.is_for_inference, recipe = True, plan.inference_recipe()
     if recipe is None:
         raise OperandError(
             f"{where}: the files hold no codes. Use load_pretrained(), then fp8core.quantize_()."
@@ -252,6 +252,8 @@ class _Plan:
         self._differing = self._differing_ties(targets, stored_by_name, firsts)
         self._recipe = _common_recipe(self._weights.values())
         self._native = self._keeping() if native else set()
+        # Whether codes are held in rows alone.
+        self.is_for_inference = False
         # Tensors whose pieces are being read, and how many are left.
         self._gathered: dict[str, tuple[torch.Tensor, int]] = {}
 
@@ -430,8 +432,11 @@ class _Plan:
                 joined = self._joined[piece.target]
                 assert isinstance(joined, StoredWeight)
                 assert self._recipe is not None
-                whole = whole.to(target.device(device))
-                _replace(target, joined.quantized(whole, self._recipe, target.value.dtype))
+                stored = joined.quantized(whole, self._recipe, target.value.dtype)
+                if self.is_for_inference:
+                    stored.update_usage(columnwise_usage=False)
+                # A move brings codes and scales into the layout of the device's backend.
+                _replace(target, stored.to(target.device(device)))
             else:
                 _fill(target, whole, device)
 
