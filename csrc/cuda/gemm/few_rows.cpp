@@ -32,8 +32,9 @@ bool is_scaled(ScaleMode mode) {
   return mode == ScaleMode::kTensor || mode == ScaleMode::kRow || has_blocks(mode);
 }
 
-bool is_whole(const OperandDesc& operand, std::int64_t k) {
-  return operand.k_contiguous && operand.leading == k && k % kVector == 0;
+bool is_in_vectors(const OperandDesc& operand, std::int64_t k) {
+  const int size = operand.type == ElementType::kE4M3 ? 1 : 2;
+  return operand.k_contiguous && k % kVector == 0 && operand.leading * size % kVector == 0;
 }
 
 bool is_of_few_rows(const GemmDesc& desc) {
@@ -43,9 +44,8 @@ bool is_of_few_rows(const GemmDesc& desc) {
   const bool is_plain = (a.type == ElementType::kBFloat16 || a.type == ElementType::kFloat16) &&
                         a.scale == ScaleMode::kNone;
   return desc.m <= kMostRows && std::max(desc.n, desc.k) < kMostSize && !desc.accumulate &&
-         desc.d_leading == desc.n && desc.alignment % kVector == 0 && is_whole(a, desc.k) &&
-         is_whole(b, desc.k) && b.type == ElementType::kE4M3 && is_scaled(b.scale) &&
-         (is_coded || is_plain);
+         desc.alignment % kVector == 0 && is_in_vectors(a, desc.k) && is_in_vectors(b, desc.k) &&
+         b.type == ElementType::kE4M3 && is_scaled(b.scale) && (is_coded || is_plain);
 }
 
 bool fits(const GemmDesc& desc, int cut) {
@@ -82,11 +82,11 @@ std::vector<FewRowsWay> few_rows_ways(const GemmDesc& desc, int device) {
     const auto has_work = [&](int split) {
       return split <= kMostSplit && split * kCuts[cut].warps_k <= blocks;
     };
-    // As many blocks as there are multiprocessors, and twice as many.
+    // A block for at least every other multiprocessor, and twice as many where some have none.
     int split = 1;
-    while (tiles * split < num_multiprocessors(device) && has_work(2 * split)) split *= 2;
+    while (2 * tiles * split < num_multiprocessors(device) && has_work(2 * split)) split *= 2;
     ways.push_back({cut, split});
-    if (tiles * split < 4 * num_multiprocessors(device) && has_work(2 * split))
+    if (tiles * split < num_multiprocessors(device) && has_work(2 * split))
       ways.push_back({cut, 2 * split});
   }
   return ways;
@@ -124,6 +124,7 @@ void launch_few_rows(const GemmDesc& desc, const FewRowsWay& way, const GemmArgu
   p.b_row_stride = b.row, p.b_k_stride = b.k, p.b_rows = b.rows;
   p.bias = desc.has_bias ? arguments.bias : nullptr;
   p.d = arguments.d;
+  p.a_leading = desc.a.leading, p.b_leading = desc.b.leading, p.d_leading = desc.d_leading;
   p.m = static_cast<int>(desc.m), p.n = static_cast<int>(desc.n), p.k = static_cast<int>(desc.k);
   p.out = desc.out, p.bias_type = desc.bias;
   with_type(desc.a.type, [&](auto type) {

@@ -98,17 +98,18 @@ struct Worker {
     for (int j = 0; j < kColumnTiles; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        b[j][half] =
-            p.b + static_cast<std::int64_t>(min(column + 16 * j + 8 * half + row, p.n - 1)) * p.k +
-            piece;
+        b[j][half] = p.b +
+                     static_cast<std::int64_t>(min(column + 16 * j + 8 * half + row, p.n - 1)) *
+                         p.b_leading +
+                     piece;
     b_scale = p.b_scale + min(column + lane, p.n - 1) / p.b_rows * p.b_row_stride;
 #pragma unroll
     for (int i = 0; i < (T::kRows + 31) / 32; ++i)
       a_scale[i] = p.a_scale + min(lane + 32 * i, p.m - 1) / p.a_rows * p.a_row_stride;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
-      a[i] =
-          p.a + (static_cast<std::int64_t>(min(8 * i + row, p.m - 1)) * p.k + piece) * T::kElement;
+      a[i] = p.a + (static_cast<std::int64_t>(min(8 * i + row, p.m - 1)) * p.a_leading + piece) *
+                       T::kElement;
   }
 
   __device__ uint4* pieces(int stage) const {
@@ -304,7 +305,7 @@ __global__ void __launch_bounds__(T::kThreads) multiply_few_rows(const __grid_co
       sum *= T::kIsCoded ? p.a_scale[row * p.a_row_stride] * of_b : of_b;
     }
     if (p.bias != nullptr) sum += read(p.bias, p.bias_type, column);
-    write(p.d, p.out, static_cast<std::int64_t>(row) * p.n + column, sum);
+    write(p.d, p.out, row * p.d_leading + column, sum);
   }
   if (split > 1) {  // no block leaves while others read its sums
     __syncthreads();

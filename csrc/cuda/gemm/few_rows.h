@@ -36,7 +36,7 @@ struct Cut {
 
   constexpr int columns() const { return 16 * column_tiles * warps_n; }
 };
-constexpr Cut kCuts[] = {{1, 1, 4, 4}, {1, 1, 8, 4}, {2, 1, 4, 4}, {2, 1, 8, 3}};
+constexpr Cut kCuts[] = {{1, 1, 4, 4}, {2, 1, 4, 3}, {2, 1, 8, 3}, {2, 2, 4, 3}, {2, 4, 2, 3}};
 constexpr int kNumCuts = std::size(kCuts);
 
 struct Params {
@@ -49,6 +49,7 @@ struct Params {
   // Floats from the scale of one row or block of k to the next; rows that share a scale.
   std::int64_t a_row_stride, a_k_stride, b_row_stride, b_k_stride;
   int a_rows, b_rows;
+  std::int64_t a_leading, b_leading, d_leading;  // elements from one row to the next
   int m, n, k;
   ElementType out, bias_type;
 };

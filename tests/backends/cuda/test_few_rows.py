@@ -94,6 +94,21 @@ def test_more_rows_are_multiplied_by_what_is_decoded(dtype: torch.dtype) -> None
     assert torch.equal(backend("cuda").bind(desc, DEVICE)(Operand(x), b), want)
 
 
+def test_rows_apart_are_read_and_written_where_they_lie() -> None:
+    own = spec("rowwise")
+    desc = GemmDesc(own, own, torch.bfloat16)
+    a, b = cast(own, values(5, 544, torch.bfloat16)), cast(own, values(48, 544, torch.bfloat16))
+    parts = [Operand(x.data[:, 272:], x.scale_inv) for x in (a, b)]
+    whole = [Operand(x.data.contiguous(), x.scale_inv) for x in parts]
+    results = list(products_of_few_rows(desc, *parts))
+    assert results
+    assert all(map(torch.equal, results, products_of_few_rows(desc, *whole)))
+    wide = torch.full((5, 96), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    run = backend("cuda").bind(desc, DEVICE)
+    torch.testing.assert_close(run(*whole, out=wide[:, 48:]), results[0])
+    assert (wide[:, :48] == 7).all()
+
+
 def test_a_nan_stays_in_its_row_and_column() -> None:
     own = spec("current")
     a, b = cast(own, values(5, 272, torch.bfloat16)), cast(own, values(48, 272, torch.bfloat16))
