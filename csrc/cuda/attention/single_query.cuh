@@ -49,6 +49,13 @@ struct Shape {
   static constexpr int kShared = kRings > kSums ? kRings : kSums;
 };
 
+// Where a piece of a key lies in a stage: pieces of eight keys follow one another, in an order in
+// which neither those of eight keys nor eight of one key share banks.
+template <typename S>
+__device__ int place(int tile, int piece, int row) {
+  return ((tile * S::kPieces + piece) * kRows + (row ^ piece % kRows)) * 16;
+}
+
 // What exponentials relative to `from` are multiplied by to be relative to `to`, in powers of two;
 // 0 where there are none.
 __device__ inline float rescale(float from, float to) {
@@ -85,7 +92,7 @@ struct Sums {
 #pragma unroll
       for (int i = 0; i < S::kPieces / 4; ++i) {
         std::uint32_t words[4];
-        load_matrices(words, stage + ((tile * S::kPieces + 4 * i) * kRows + lane) * 16);
+        load_matrices(words, stage + place<S>(tile, 4 * i + lane / kRows, lane % kRows));
         multiply<S::kIsBFloat16>(logits[tile], q[2 * i], {words[0], words[1]});
         multiply<S::kIsBFloat16>(logits[tile], q[2 * i + 1], {words[2], words[3]});
       }
@@ -117,12 +124,11 @@ struct Sums {
     for (int i = 0; i < 2; ++i)
       factors[i] = __shfl_sync(0xFFFFFFFFu, factor, 4 * (2 * quarter + i));
     const int matrix = lane / 8;  // of four: the next piece in 1 and 3, the next keys in 2 and 3
-    const std::uint8_t* row = stage + S::kStageBytes / 2 +
-                              ((matrix / 2 * S::kPieces + matrix % 2) * kRows + lane % 8) * 16;
+    const std::uint8_t* v = stage + S::kStageBytes / 2;
 #pragma unroll
     for (int i = 0; i < S::kSize / 16; ++i) {
       std::uint32_t words[4];
-      load_transposed(words, row + 2 * i * kRows * 16);
+      load_transposed(words, v + place<S>(matrix / 2, 2 * i + matrix % 2, lane % kRows));
 #pragma unroll
       for (int at = 0; at < 4; ++at) values[i][at] *= factors[at % 2];
       multiply<S::kIsBFloat16>(values[i], words, weights);
@@ -182,19 +188,18 @@ __device__ inline Seen seen_keys(const Params& p, int sequence) {
   return seen;
 }
 
-// Begins to copy the rows of 16 keys, those before `end`, zeros of others: matrices of 8 keys by 8
-// elements, a thread of which copies a row.
+// Begins to copy the rows of 16 keys, those before `end`, zeros of others. Adjacent threads copy
+// adjacent pieces of a row.
 template <typename S>
 __device__ void copy_rows(std::uint8_t* to, const typename S::Element* from, std::int64_t stride,
                           int key, int end) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, piece = lane % S::kPieces;
+  constexpr int kAtOnce = 32 / S::kPieces;  // rows
 #pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
-    const int at = key + tile * kRows + lane % kRows;
-    const auto* row = from + at * stride + lane / kRows * 8;
-#pragma unroll
-    for (int i = 0; i < S::kPieces / 4; ++i)
-      copy_16_bytes(to + ((tile * S::kPieces + 4 * i) * kRows + lane) * 16, row + 32 * i, at < end);
+  for (int i = 0; i < kKeys / kAtOnce; ++i) {
+    const int at = i * kAtOnce + lane / S::kPieces;
+    copy_16_bytes(to + place<S>(at / kRows, piece, at % kRows),
+                  from + (key + at) * stride + piece * 8, key + at < end);
   }
 }
 
