@@ -298,21 +298,16 @@ def _heads(
     two normalized, if the layer does that, and rotated."""
     by_head = rows.unflatten(-1, (-1, attention.head_dim))
     counts = [getattr(attention, name).out_features // attention.head_dim for name in _PROJECTIONS]
-    rotating, v = by_head.split([counts[0] + counts[1], counts[2]], -2)
+    q, k, v = by_head.split(counts, -2)
     if torch.is_grad_enabled():
         v = v.contiguous()  # which would hold the others for backward
-    angles = _angles(pair, conversion)
     if getattr(attention, "q_norm", None) is not None:
-        q, k = rotating.split(counts[:2], -2)
         q, k = attention.q_norm(q), attention.k_norm(k)
-        if angles is None:
-            return turned(q, *pair), turned(k, *pair), v
-        return *(apply_rotary_pos_emb(each, angles, "bshd") for each in (q, k)), v
+    angles = _angles(pair, conversion)
     if angles is None:
-        rotated: Any = turned(rotating, *pair)
-    else:
-        rotated = apply_rotary_pos_emb(rotating, angles, "bshd")
-    return *rotated.split(counts[:2], -2), v
+        return turned(q, *pair), turned(k, *pair), v
+    # Each by itself: backward puts the three gradients together once.
+    return apply_rotary_pos_emb(q, angles, "bshd"), apply_rotary_pos_emb(k, angles, "bshd"), v
 
 
 def _angles(pair: tuple[torch.Tensor, torch.Tensor], conversion: Conversion) -> torch.Tensor | None:
