@@ -6,13 +6,17 @@ which operation of a layer holds them.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+from typing import Any
 
 import torch
 
 import fp8core as te
 from fp8core import recipe
 from fp8core.inspection.on_meta import autograd_bytes
+from fp8core.recipe.plan import HOLDING
 from tests.benchmarks.measuring.libraries import swiglu_mlp
 
 ROWS, HIDDEN, FFN = 4096, 256, 1024
@@ -48,7 +52,7 @@ def transformer_layer() -> te.TransformerLayer:
 
 
 def main() -> None:
-    """Print one row a layer and recipe, and its share of bf16."""
+    """Print one row a layer, recipe and policy of what is held, and its share of bf16."""
     layers = {
         "Linear": te.Linear(HIDDEN, FFN, params_dtype=BF16),
         "LayerNormLinear": te.LayerNormLinear(HIDDEN, 3 * HIDDEN, params_dtype=BF16),
@@ -60,9 +64,10 @@ def main() -> None:
     for name, layer in layers.items():
         base = held(layer, None)
         rows = {"bf16": f"{base}"}
-        for each in recipe.names():
-            count = held(layer, recipe.by_name(each))
-            rows[each] = f"{count} ({count / base:.2f})"
+        for each, holding in itertools.product(recipe.names(), HOLDING):
+            chosen: Any = recipe.by_name(each)
+            count = held(layer, dataclasses.replace(chosen, holding=holding))
+            rows[f"{each} {holding}"] = f"{count} ({count / base:.2f})"
         report[name] = rows
     print(
         json.dumps({"shape": [ROWS, HIDDEN, FFN], "torch": torch.__version__, **report}, indent=2)
