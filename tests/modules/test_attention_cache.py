@@ -436,7 +436,7 @@ def logits_under(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_scales_that_no_other_token_enters_leave_the_logits() -> None:
-    # On CUDA a product of few rows may be timed to be faster by a kernel that adds in another order,
+    # On CUDA a product of few rows may be faster by a kernel that adds in another order,
     # so that a result lies on the other side of the edge between two codes.
     adds_alike = DEVICE.type == "cpu" or os.environ.get("FP8CORE_AUTOTUNE") == "0"
     for name in ["delayed", "rowwise", "block", "mxfp8"]:
