@@ -147,7 +147,7 @@ class WeightOnly(Recipe):
     >>> from fp8core import recipe
     >>> plan = recipe.WeightOnly("block").plan(recipe.LayerRole(), torch.bfloat16)
     >>> plan.fprop.a, str(plan.fprop.b)
-    (None, 'e4m3 block=(128,128) float32 pow2')
+    (None, 'e4m3 block=(128,128) power_of_two')
 
     Raises:
         RecipeError: no recipe has that name, or it is a PerLayer.
