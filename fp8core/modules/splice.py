@@ -294,8 +294,10 @@ def _behind(
     """Return the context in which ``layer`` is bound again behind an ``activation``, which hands
     over what a cast by a delayed scale need not have rounded."""
     binding, before = context.binding, Neighbour(activation, None)
-    is_training = torch.is_grad_enabled()
-    count = layer._bindings.nonfinite_of(binding.device, is_training=is_training)
+    count = None
+    if isinstance(bound.parts[0], Chain):  # casts of a graph have a count of their own
+        is_training = torch.is_grad_enabled()
+        count = layer._bindings.nonfinite_of(binding.device, is_training=is_training)
     again = BindContext.of(bound.plan, binding, layer.label, bound.states, None, count)
     return again._replace(before=before, source=before)
 
