@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from fp8core.dispatch import process
+from fp8core.dispatch import process, table
 from tests import device, forked
 from tests.dispatch import toys
 from tests.ranks import BACKENDS, DEVICE_TYPE, IMPORTS
@@ -233,3 +233,16 @@ def golden() -> Callable[[str], dict[str, np.ndarray]]:
             return dict(arrays)
 
     return load
+
+
+@pytest.fixture
+def first_algorithms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have products run their first algorithm, the same for a group as for a linear of its own.
+
+    One that is timed on a GPU may be cuBLASLt's for one of them, and a kernel for few rows, which
+    adds up in float32, for the other.
+    """
+    monkeypatch.setenv("FP8CORE_AUTOTUNE", "0")
+    table.forget()
+    yield
+    table.forget()

@@ -181,6 +181,7 @@ def test_prepare_names_the_layers_that_run_by_themselves() -> None:
     assert made[2][0].name == "2.0"
 
 
+@pytest.mark.usefixtures("first_algorithms")
 @pytest.mark.parametrize("chosen", [None, "current"])
 def test_groups_run_by_themselves_and_take_their_sizes(chosen: Any) -> None:
     torch.manual_seed(0)

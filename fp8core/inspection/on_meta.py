@@ -134,7 +134,8 @@ class SavedBytes(NamedTuple):
         fixed: whatever the number of rows: the copies of the weights, and weights that forward
             computes from parameters. Parameters are not counted.
 
-    Of grouped layers, scales of blocks count as for the groups that have the most of them.
+    Of grouped layers, scales of blocks count as for the groups that have the most of them. On CUDA
+    the columnwise codes of groups have room for up to 32 rows of zeros each, which do not count.
     """
 
     a_row: float

@@ -12,6 +12,7 @@ import torch
 import fp8core
 from fp8core import autocast, ops, recipe
 from fp8core.backend_api import (
+    GROUP_STEP,
     OPTIONAL_OPS,
     AddNormDesc,
     DequantizeDesc,
@@ -99,6 +100,8 @@ def test_explain_says_what_autograd_saves(name: str, recipe_name: str, requantiz
             # The delayed scale of each weight; explain knows of no delayed state.
             saved -= 4 * sum(one.dim() == 2 for one in layer.parameters())
     ends = 0 if DEVICE.type == "cpu" else 64  # CUDA's rows of scales end at a multiple of 16 bytes
+    if ends and name == "GroupedLinear":  # and its codes have room for the zeros of any sizes
+        ends += GROUP_STEP * GROUPS * K
     assert saved - ends <= held.a_row * ROWS + held.fixed <= saved * (1 + room)
 
 

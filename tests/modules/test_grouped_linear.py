@@ -33,6 +33,7 @@ def test_a_rank_has_its_share_of_the_features() -> None:
         assert layer(torch.ones(3, k), [1, 2]).shape == (3, shape[0]), (mode, shape)
 
 
+@pytest.mark.usefixtures("first_algorithms")
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_each_group_has_the_bits_of_a_linear_of_its_own(name: str) -> None:
     layer = GroupedLinear(3, 32, 16)
@@ -177,6 +178,7 @@ def device_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_device
+@pytest.mark.usefixtures("first_algorithms")
 @pytest.mark.parametrize(("sizes", "name"), turns(SIZES, ["none", *WITHOUT_PADDING]), ids=str)
 def test_sizes_on_the_device_give_what_a_list_gives(sizes: list[int], name: str) -> None:
     layer, x = GroupedLinear(3, 144, 32), torch.randn(sum(sizes), 144)
