@@ -343,6 +343,9 @@ WAYS: dict[str, Way] = {
 }
 
 
+_HAVE_ATTENTION = ("DotProductAttention", "MultiheadAttention", "TransformerLayer")
+
+
 def is_offered(kind: str, name: str, way: str, options: Options) -> bool:
     """Whether the library runs the layer with the options in that way."""
     match way:
@@ -359,7 +362,9 @@ def is_offered(kind: str, name: str, way: str, options: Options) -> bool:
             is_fused = options.get("fuse_wgrad_accumulation")
             is_late = options.get("delay_wgrad_compute")
             drops = options.get("attention_dropout")  # draws other numbers in a graph
-            return not (is_fused or is_late or draws_again or drops)
+            # Attention in FP8 by delayed scales is refused.
+            is_refused = name == "delayed" and kind in _HAVE_ATTENTION
+            return not (is_fused or is_late or draws_again or drops or is_refused)
     return True
 
 

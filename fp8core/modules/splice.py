@@ -18,7 +18,7 @@ from fp8core.chain import run as chain
 from fp8core.chain.activation import GatedShape
 from fp8core.chain.alone import is_transformed
 from fp8core.chain.call import DENSE
-from fp8core.chain.linear.program import LinearLink
+from fp8core.chain.linear.program import LinearLink, saving_input
 from fp8core.chain.linear.siblings import SiblingsLink
 from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.protocol import Link
@@ -35,7 +35,7 @@ from fp8core.modules.calls.bound import Bound, captured_bound
 from fp8core.modules.composition import is_seen
 from fp8core.modules.memo import Memo, memo_of, replay
 from fp8core.modules.run import run_joined
-from fp8core.recipe.plan import HIGH_PRECISION, HOLDING
+from fp8core.recipe.plan import HIGH_PRECISION
 from fp8core.tensors.quantizer_binding import Binding
 from fp8core.torch_ops.capture import constant_in_graph
 from fp8core.torch_ops.private import copy_all, is_traced
@@ -146,8 +146,11 @@ class Splice:
         has_all = all([bound.links for bound in bounds.values()])
         if not (is_low and has_all) or any([link.needs_rng for link in linears]):
             return -1
-        plan = replace(HIGH_PRECISION, remade=HOLDING["least"])
-        context = BindContext(plan, Binding(device, dtype), self.layers[0].label)
+        first = bounds[self.layers[0]]
+        if first.linears:  # what comes into a chain is saved by who has computed it
+            alone = tuple(saving_input(link) for link in first.links)
+            bounds[self.layers[0]] = first._replace(links=alone)
+        context = _context(bounds, Binding(device, dtype), self.layers[0].label)
         with table.capturing():
             links = _links(self.parts, bounds, context, ([], []))
         return -1 if links is None else chain.capture(Chain(links))
@@ -213,7 +216,7 @@ class Splice:
             return None, ([], [])
         resolver = TrackingResolver(Binding(x.device, x.dtype).resolver)
         binding = Binding(x.device, x.dtype)._replace(resolver=resolver)
-        context = BindContext(HIGH_PRECISION, binding, self.layers[0].label)
+        context = _context(bounds, binding, self.layers[0].label)
         followers: _Followers = ([], [])
         links = _links(self.parts, bounds, context, followers)
         if links is None:
@@ -236,6 +239,13 @@ def _names_of(parts: Sequence[Part]) -> Iterator[tuple[LowPrecisionModule | None
             yield from [(part, "".join(names)) for names in part.link_names() or ()]
         elif part.num_params:
             yield None, ""
+
+
+def _context(bounds: dict[LowPrecisionModule, Bound], binding: Binding, owner: str) -> BindContext:
+    """Return the context of links between layers so bound, which make again what these do."""
+    remade = [link.remade for bound in bounds.values() for link in bound.linears]
+    plan = replace(HIGH_PRECISION, remade=tuple(remade[0]))
+    return BindContext(plan, binding, owner)
 
 
 def _shown(parts: Sequence[Part]) -> list[Any]:

@@ -216,6 +216,14 @@ class LinearLink(Link):
         return self._programs.setdefault(key, program)
 
 
+def saving_input(link: Link) -> Link:
+    """Return a dense linear as it saves its input as it comes, if backward makes inputs again."""
+    if not isinstance(link, LinearLink) or link.input_again is None or link.shape.groups:
+        return link
+    shape = dataclasses.replace(link.shape, saves_input=True)
+    return dataclasses.replace(link, shape=shape, _programs={})
+
+
 _NO_OPERANDS = Orientations(None, None)
 
 # Returns the operand of three tensors without the Python function of a NamedTuple.

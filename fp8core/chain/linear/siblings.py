@@ -55,9 +55,18 @@ class SiblingsLink(Link):
         """How the first quantizes the input."""
         return self.links[0].input_consumer
 
+    @property
+    def remade(self) -> Sequence[str]:  # type: ignore[override]  # as num_params
+        """As the first."""
+        return self.links[0].remade
+
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
         """Return the program of a dense call."""
         return SiblingsProgram(self, rows, needs_grad, call)
+
+    def remaking(self, program: Program) -> Program | None:
+        """As the first."""
+        return self.links[0].remaking(program)
 
 
 class SiblingsProgram(Program):
@@ -107,7 +116,10 @@ class SiblingsProgram(Program):
         rows = x.shape[0] if isinstance(x, torch.Tensor) else x.rows
         if request is not None:
             operands = (x if isinstance(x, Handover) else request(x)).take()
-        saved: SavedList = []
+        # Codes that are made again before backward come first, in the places of their operand.
+        column: Any = None if operands is None else operands.columnwise
+        is_remade = column is not None and column[0] is None
+        saved: SavedList = [*column] if is_remade else []
         places: dict[int, int] = {}
         contexts, outputs = [], []
         joined: Any = None
@@ -125,8 +137,8 @@ class SiblingsProgram(Program):
             if joined is not None:
                 call = call._replace(output=joined[:, begin:stop])
             y, tensors, context = program.forward(value, params[first:end], call)
-            before, at = len(saved), []
-            for tensor in tensors:
+            before, at = len(saved), [0, 1, 2] if is_remade and is_trained else []
+            for tensor in tensors[len(at) :]:
                 at.append(places.setdefault(id(tensor), len(saved)))
                 if at[-1] == len(saved):
                     saved.append(tensor)

@@ -37,9 +37,10 @@ from fp8core.torch_ops.nonfinite import counter_of
 from fp8core.torch_ops.private import is_capturing, is_transform_active, without_modes
 
 _NO_CAPTURE = (
-    "calibrating, and attention in FP8 by delayed scales, are not offered under torch.compile, "
-    "torch.export and make_fx. Use a recipe without state, such as Float8CurrentScaling, or keep "
-    "the layer out of the graph with torch.compiler.disable."
+    "delayed scaling is not offered under torch.compile and torch.export for attention in FP8 and "
+    "while calibrating, nor under make_fx: its scales change outside the graph. Use a recipe "
+    "without state, such as Float8CurrentScaling, or keep the layer out of the graph with "
+    "torch.compiler.disable."
 )
 
 _NO_WATCH = (
@@ -227,7 +228,8 @@ def bind_captured(
         check_rules(recipe, peers)
         plan = plan_of(shapes[0].plan_type, recipe, LayerRole(kind, name), binding.activation_dtype)
         if plan.delayed is not None:
-            states = _states(plan, shapes, request, records=is_grad_enabled)
+            modes = {"records": is_grad_enabled, "is_compiled": is_compiled}
+            states = _states(plan, shapes, request, **modes)
         # Backward makes again what it can, and torch's partitioner chooses from what.
         if is_compiled and isinstance(plan, LinearPlan) and not plan.makers:
             plan = dataclasses.replace(plan, remade=HOLDING["least"])
@@ -278,7 +280,12 @@ def captured_bound(number: int) -> Bound:
 
 
 def _states(
-    plan: Plan, shapes: tuple[LinkShape, ...], request: Active, *, records: bool
+    plan: Plan,
+    shapes: tuple[LinkShape, ...],
+    request: Active,
+    *,
+    records: bool,
+    is_compiled: bool,
 ) -> GraphStates | None:
     """Return the delayed states of ``shapes`` in graphs under ``plan``; None if they have none.
 
@@ -288,10 +295,11 @@ def _states(
     is_linear = isinstance(plan, LinearPlan)
     if is_linear and not any(shape.num_weights for shape in shapes):
         return None
-    if not is_linear or request.observe is not None:
+    is_exported = torch.compiler.is_exporting()
+    if not is_linear or not (is_compiled or is_exported) or request.observe is not None:
         raise UnsupportedError(_NO_CAPTURE)
     groups = [x.shares_scales_over for x in shapes if x.shares_scales_over is not None]
-    records = records and not torch.compiler.is_exporting()
+    records = records and not is_exported
     return GraphStates(plan, request, groups, partial(_refusals, shapes), records=records)
 
 
