@@ -99,8 +99,8 @@ class RequantizedWeight(CachingWeightQuantizer):
             OperandError, UnsupportedError: as its base class.
         """
         is_plain = keeping is None and type(weight) is torch.nn.Parameter
-        is_held = not columnwise or weight.is_inference()
-        if is_held or not (is_plain or self._costs_nothing_to_save(weight, keeping)):
+        needs_no_weight = not columnwise or weight.is_inference()
+        if needs_no_weight or not (is_plain or self._costs_nothing_to_save(weight, keeping)):
             return super().__call__(weight, columnwise=columnwise, keeping=keeping)
         if self._by_amax is not None:
             self._check(weight)
