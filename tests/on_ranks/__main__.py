@@ -82,7 +82,7 @@ class Limited(NamedTuple):
 _HERE = ("-m", "tests.on_ranks", "--here")
 PARTS = {
     "state": Limited("a checkpoint of two ranks", (*_HERE, "state"), 90, has_option=False),
-    "faults": Limited("one of two ranks fails", ("-m", "tests.on_ranks.faults"), 120),
+    "faults": Limited("one of two ranks fails", ("-m", "tests.on_ranks.faults"), 180),
     "layers": Limited("layers, and one process", (*_HERE, "layers"), 150, has_option=False),
     "training": Limited(
         "a decoder on one and two devices",

@@ -22,8 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -262,9 +261,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(*markdown.head(COLUMNS), sep="\n", flush=True)
     failed = 0
     with ThreadPoolExecutor(args.at_once) as pool:
-        outcomes = pool.map(partial(outcome_of, device=args.device), args.only)
-        for name, outcome in zip(args.only, outcomes, strict=True):
-            print(outcome.row(name), flush=True)
+        cases = {pool.submit(outcome_of, name, args.device): name for name in args.only}
+        for case in as_completed(cases):  # what is late hides no other row
+            outcome = case.result()
+            print(outcome.row(cases[case]), flush=True)
             failed += not outcome.is_success
     return failed
 
