@@ -43,7 +43,7 @@ MOST = {
     "protocols": 14,
     "classes of the core": 376,
     "functions over 60 lines": 10,
-    "vague names": 38,
+    "vague names": 37,
     "docstrings that begin with a pronoun": 0,
     "files that name the operation rotary": 7,
     "files that name the format e2m1": 6,

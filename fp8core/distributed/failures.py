@@ -19,7 +19,6 @@ import contextlib
 import faulthandler
 import json
 import math
-import os
 import sys
 import threading
 import time
@@ -35,7 +34,7 @@ import torch.distributed as dist
 from fp8core.collectives import of_group
 from fp8core.errors import OperandError
 from fp8core.reporting import logger
-from fp8core.torch_ops.private import store_of, timeout_of
+from fp8core.torch_ops.private import end_process, store_of, timeout_of
 
 _PERIOD_S, _LONGEST_SILENCE_S = 0.5, 60.0
 _ANSWER = timedelta(seconds=10)
@@ -258,7 +257,7 @@ def _end(reason: str) -> None:
         faulthandler.dump_traceback(sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(1)
+    end_process(1)
 
 
 class _Hook:

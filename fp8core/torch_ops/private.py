@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter, methodcaller
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import overrides
@@ -62,6 +63,7 @@ __all__ = [
     "counting_views",
     "current_backward_pass",
     "current_node",
+    "end_process",
     "enter_before_load",
     "foreach_mul",
     "foreach_norm",
@@ -490,6 +492,10 @@ refuse_address: Callable[[torch.Tensor], None] = getattr(
 )
 """Have C++ code raise that asks for the memory of a tensor without any. Without it such code, as of
 a collective of lists of tensors, reads address 0, which ends the process."""
+
+end_process: Callable[[int], NoReturn] = os._exit
+"""End the process with a status, whatever its threads wait for: sys.exit raises in one thread, and
+waits for the others. Nothing is flushed, and nothing that was registered with atexit runs."""
 
 foreach_types: list[type] = getattr(optimizer, "_foreach_supported_types", [])
 """The exact types of parameters that optimizers take all at once; without it, one by one."""

@@ -156,7 +156,7 @@ def test_tensor_plan_is_one_for_each_orientation() -> None:
 
 
 def test_none_within_a_tensor_plan_is_high_precision() -> None:
-    assert plan(always(TensorPlan(None, None))) == HIGH_PRECISION
+    assert plan(always(TensorPlan(None, None))).is_high_precision
 
 
 def test_request_is_a_tensorwise_delayed_scale() -> None:

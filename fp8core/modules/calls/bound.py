@@ -233,23 +233,13 @@ def bind_captured(
         # Backward makes again what it can, and torch's partitioner chooses from what.
         if is_compiled and isinstance(plan, LinearPlan) and not plan.makers:
             plan = dataclasses.replace(plan, remade=HOLDING["least"])
-        if is_watched:
-            raise UnsupportedError(_NO_WATCH)
-        if any(shape.accumulates for shape in shapes):
-            raise UnsupportedError(_NO_MAIN_GRAD)
-        if isinstance(plan, LinearPlan) and plan.makers:
-            raise UnsupportedError(_NO_MAKERS)
-        if any(shape.delays_wgrad for shape in shapes):
-            raise UnsupportedError(_NO_QUEUE)
+        _check_offered(plan, shapes, is_watched)
         if binding.device.type != "meta":
             with without_modes():  # neither traced, nor recorded in a CUDA graph of torch's
                 counter_of(binding.device)
-        if binding.device.type != "meta":
-            with without_modes():
                 role = LayerRole(kind, name)
                 agree(label, role, shapes[0].plan_type, recipe, binding, shapes, once=True)
         context = BindContext.of(plan, binding, label)._replace(first_gemm=first_gemm)
-
         bind = partial(_bind_in_graph, shapes, context, states)
         links = bind([None] * len(STATE_BUFFERS), False)
     except Fp8CoreError as error:
@@ -270,6 +260,20 @@ def bind_captured(
 
 
 constant_in_graph(bind_captured)
+
+
+def _check_offered(plan: Plan, shapes: tuple[LinkShape, ...], is_watched: bool) -> None:
+    """Raise UnsupportedError if a layer does what a graph cannot."""
+    refusals = (
+        (is_watched, _NO_WATCH),
+        (any(shape.accumulates for shape in shapes), _NO_MAIN_GRAD),
+        (isinstance(plan, LinearPlan) and plan.makers, _NO_MAKERS),
+        (any(shape.delays_wgrad for shape in shapes), _NO_QUEUE),
+    )
+    for is_wanted, refusal in refusals:
+        if is_wanted:
+            raise UnsupportedError(refusal)
+
 
 _captured: dict[int, Bound] = {}
 
