@@ -72,7 +72,7 @@ def products_problem(modes: Iterable[str | None], device: torch.device) -> str |
     tier = tier_at(device)
     for mode in modes:
         if mode is not None and mode not in tier.modes:
-            have = [text(capability) for capability, own in TIERS.items() if mode in own.modes]
+            have = [text(capability) for capability, entry in TIERS.items() if mode in entry.modes]
             return f"{PRODUCTS[mode]}: products need compute capability {' or '.join(have)}"
     return None
 

@@ -270,8 +270,8 @@ def _check_offered(plan: Plan, shapes: tuple[LinkShape, ...], is_watched: bool) 
         (isinstance(plan, LinearPlan) and plan.makers, _NO_MAKERS),
         (any(shape.delays_wgrad for shape in shapes), _NO_QUEUE),
     )
-    for is_wanted, refusal in refusals:
-        if is_wanted:
+    for is_refused, refusal in refusals:
+        if is_refused:
             raise UnsupportedError(refusal)
 
 
