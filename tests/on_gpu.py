@@ -64,6 +64,7 @@ LEFT_OUT = {
     "tests/thirdparty": "a plug-in for the CPU",
     "tests/torch_ops": "what torch's tracing sees, the same on every device",
     "tests/test_compile.py": "torch.compile; tests/backends/cuda/test_compile.py is about CUDA",
+    "tests/test_compile_delayed.py": "the same of delayed scaling",
     "tests/test_device.py": "how tests are put on a device",
     "tests/test_doctests.py": "printed tensors name their device",
     "tests/test_house.py": "source text",
