@@ -14,7 +14,7 @@ struct TileParams {
   std::int64_t part_columns = 0;
   std::int64_t column_codes = 0;  // columnwise codes in a row, without groups: x.rows, and zeros
   int tile_columns = 0;           // tiles from one end of a part's row to the other
-  std::int64_t scale_tiles = 0;  // rows of tiles that have scales
+  std::int64_t scale_tiles = 0;   // rows of tiles that have scales
   bool vector_loads = false, vector_rows = false, vector_columns = false;
 };
 

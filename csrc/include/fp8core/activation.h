@@ -99,4 +99,4 @@ void quantize_activation_nvfp4(const QuantizeActivationNvfp4Desc& desc,
                                const QuantizeActivationNvfp4Arguments& arguments,
                                StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

@@ -54,4 +54,4 @@ struct SingleQueryArguments {
 void single_query_attention(const SingleQueryDesc& desc, const SingleQueryArguments& arguments,
                             StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

@@ -39,4 +39,4 @@ struct AddTileSumsArguments {
 
 void add_tile_sums(const AddTileSumsArguments& arguments, int device, StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

@@ -45,4 +45,4 @@ struct CrossEntropyBackwardArguments {
 void cross_entropy_backward(const CrossEntropyDesc& desc,
                             const CrossEntropyBackwardArguments& arguments, StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

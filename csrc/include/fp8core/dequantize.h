@@ -41,4 +41,4 @@ struct DequantizeArguments {
 void dequantize(const DequantizeDesc& desc, const DequantizeArguments& arguments,
                 StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

@@ -50,4 +50,4 @@ inline int num_multiprocessors(int device) {
   return count;
 }
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

@@ -54,4 +54,4 @@ struct GroupedGemmArguments {
 void grouped_gemm(const GroupedGemmDesc& desc, const GroupedGemmArguments& arguments,
                   StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

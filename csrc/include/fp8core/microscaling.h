@@ -106,4 +106,4 @@ struct ArrangeScalesArguments {
 // Both operands' scales into tiles, and GemmFactors behind those of a, in one launch.
 void arrange_scales(const ArrangeScalesArguments& arguments, int device, StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

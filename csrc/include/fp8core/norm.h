@@ -117,4 +117,4 @@ constexpr std::int64_t kMostTwicePassed = 16384;
 void quantize_norm(const QuantizeNormDesc& desc, const QuantizeNormArguments& arguments,
                    StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

@@ -11,4 +11,4 @@ const char* source_hash();
 // The architectures that it has code for, as nvcc spells them, with spaces between.
 const char* architectures();
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

@@ -110,4 +110,4 @@ struct CombineBackwardArguments {
 void combine_rows_backward(const RowsDesc& desc, const CombineBackwardArguments& arguments,
                            StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

@@ -180,4 +180,4 @@ void amax(const AmaxDesc& desc, const AmaxArguments& arguments, StreamHandle str
 // Writes amaxes whose largest is that of the tensor x to the workspace, and returns how many.
 int partial_amaxes(const AmaxDesc& desc, const AmaxArguments& arguments, StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

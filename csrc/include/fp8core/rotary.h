@@ -48,4 +48,4 @@ struct RotaryArguments {
 // whatever they are, no address outside of the tensors follows from them.
 void rotary(const RotaryDesc& desc, const RotaryArguments& arguments, StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

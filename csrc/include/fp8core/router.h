@@ -52,4 +52,4 @@ struct RouterBackwardArguments {
 void router_backward(const RouterDesc& desc, const RouterBackwardArguments& arguments,
                      StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

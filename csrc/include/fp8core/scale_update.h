@@ -34,4 +34,4 @@ constexpr int kStatesPerLaunch = 64;
 
 void scale_update(const ScaleUpdate& update, StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

@@ -52,4 +52,4 @@ struct AdamNumbers {
 void adam(const AdamDesc& desc, const std::vector<StepTensors>& tensors, const AdamNumbers& numbers,
           StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED

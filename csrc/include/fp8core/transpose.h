@@ -25,4 +25,4 @@ struct TransposeArguments {
 // Both addresses are multiples of 16. One launch; none if there are no codes.
 void transpose(const TransposeDesc& desc, const TransposeArguments& arguments, StreamHandle stream);
 
-}  // namespace fp8core
+}  // namespace fp8core FP8CORE_EXPORTED
