@@ -209,6 +209,18 @@ def test_exported_program_has_the_scales(strict: bool) -> None:
     assert all(map(torch.equal, state_of(model), state))
 
 
+def test_a_layer_without_scales_is_not_exported() -> None:
+    model = te.LayerNormMLP(64, 96).eval()
+    with (
+        te.autocast(recipe=DELAYED),
+        pytest.raises(
+            te.UnsupportedError, match="not offered in an exported program of a layer that"
+        ),
+    ):
+        torch.export.export(model, (x_of(0),), strict=False)
+    run(model, model, in_autocast)  # is as before
+
+
 def test_state_that_is_replaced_is_found() -> None:
     model = te.Linear(64, 64)
     other = copy.deepcopy(model)

@@ -100,8 +100,7 @@ class Ranks(NamedTuple):
     def windows(self, text: Tensor, starts: Tensor, length: int) -> Tensor:
         """Return this rank's share of the windows of ``text`` that begin at ``starts``."""
         own = starts.tensor_split(self.size)[self.rank]
-        positions = own[:, None] + torch.arange(length, device="cpu")
-        return text[positions].long().to(self.device)
+        return text[own[:, None] + torch.arange(length, device="cpu")].long().to(self.device)
 
     def mean(self, value: Tensor) -> float:
         """Return the mean of the ranks' values."""
@@ -138,9 +137,8 @@ def main(args: argparse.Namespace) -> None:
     length = args.context + 1
 
     def evaluate() -> float:
-        last = len(held_out) - length - 1
-        starts = torch.linspace(0, last, HELD_OUT_WINDOWS, device="cpu").long()
-        parts = [ranks.windows(held_out, part, length) for part in starts.split(args.batch)]
+        starts = torch.linspace(0, len(held_out) - length - 1, HELD_OUT_WINDOWS, device="cpu")
+        parts = [ranks.windows(held_out, part, length) for part in starts.long().split(args.batch)]
         with torch.no_grad(), autocast():
             losses = [model(part) for part in parts]
         return ranks.mean(torch.stack(losses).mean())

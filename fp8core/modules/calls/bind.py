@@ -231,7 +231,7 @@ def _bind_captured(
         (device, dtype, first_gemm, torch.is_grad_enabled()),
     )
     if bound.number is not None:
-        refused = layer.state_in_graph(bound.number)
+        refused = layer.state_in_graph(bound.number, is_compiled)
         return refused_in_graph(refused) if refused else bound
     return bound
 

@@ -223,11 +223,12 @@ class DelayedModule(torch.nn.Module):
                 )
         return self._bindings.states[key]
 
-    def state_in_graph(self, number: int) -> tuple[int, ...]:
+    def state_in_graph(self, number: int, is_compiled: bool) -> tuple[int, ...]:
         """Create the buffers of the :func:`~fp8core.modules.state.in_graph.graph_states` of that
-        number, unless the layer has them, while torch.compile traces.
+        number, unless the layer has them, while torch traces.
 
-        Returns nothing, or the numbers of links that raise an error instead.
+        Returns nothing, or, if torch.compile traces, the numbers of links that raise an error
+        instead.
         """
         states = graph_states(number)
         add_layer(self)
@@ -235,7 +236,10 @@ class DelayedModule(torch.nn.Module):
             with without_modes():
                 in_plain_mode(partial(states.of, self))
         except Fp8CoreError as error:
-            return states.refuse(type(error)(f"{self.label}: {error}"))
+            refused = type(error)(f"{self.label}: {error}")
+            if not is_compiled:
+                raise refused from None
+            return states.refuse(refused)
         return ()
 
     constant_in_graph(state_in_graph)

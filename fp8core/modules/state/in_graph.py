@@ -76,10 +76,18 @@ class GraphStates:
 
         Raises:
             RecipeError: the layer has those of another recipe, see its ``check_delayed_state``.
+            UnsupportedError: torch exports, and has put tensors without values in the place of the
+                buffers that would be made or read.
         """
         recipe = self._request.quantize
         key = (recipe, self._plan.delayed, self._policy)
         states: LayerStates | None = layer._bindings.states.get(key)
+        if states is None and torch.compiler.is_exporting():
+            raise UnsupportedError(
+                "delayed scaling is not offered in an exported program of a layer that has not run "
+                "under this recipe, on the backend of the program. Train a step, calibrate or "
+                "evaluate before, or use a recipe without state, such as Float8CurrentScaling."
+            )
         if states is None:
             with policy.activated(self._policy):
                 states = layer.delayed_states(recipe, self._plan, records=self._records)
