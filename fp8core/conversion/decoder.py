@@ -145,23 +145,19 @@ def _fed_forward(mlp: Any, x: torch.Tensor) -> Any:
     return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
 
 
-_compared: dict[tuple[object, ...], bool] = {}
-
-
 def _computes_plainly(module: Any) -> bool:
-    """Return whether the class of a decoder layer computes as :func:`plain`, in training too, or
-    that of a feed-forward block so: on five tokens of small sizes, with layers of torch inside."""
-    key: tuple[object, ...] = (type(module),)
+    """Return whether a decoder layer computes as :func:`plain`, in training too, or a feed-forward
+    block so: on five tokens of small sizes, with layers of torch inside.
+
+    Each is asked: a number on the layer, or its place in the model, may choose what a class does.
+    """
+    options: tuple[bool, ...] = ()
     if looks_like_decoder(module):
-        attention, mlp = module.self_attn, module.mlp
-        is_gated = not _obstacle_of_mlp(mlp, module.post_attention_layernorm)
-        has_norms = getattr(attention, "q_norm", None) is not None
-        key = (*key, type(attention), type(mlp), has_norms, is_gated)
-    if key not in _compared:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            torch.manual_seed(0)
-            _compared[key] = attempt(lambda: _is_plain(module, *key[3:])) is True
-    return _compared[key]
+        has_norms = getattr(module.self_attn, "q_norm", None) is not None
+        options = has_norms, not _obstacle_of_mlp(module.mlp, module.post_attention_layernorm)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(0)
+        return attempt(lambda: _is_plain(module, *options)) is True
 
 
 def _is_plain(module: Any, *options: Any) -> bool:

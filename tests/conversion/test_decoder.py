@@ -193,6 +193,26 @@ def test_dropout_that_the_class_adds_in_training_is_noticed() -> None:
     assert [entry.reason for entry in report.apart] == ["its class computes otherwise"]
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Granite", [{"residual_multiplier": 1.0}, {"residual_multiplier": 0.2}]),
+        ("SmolLM3", [{"no_rope_layers": [1, 0]}]),
+    ],
+)
+def test_a_class_whose_objects_compute_otherwise_is_compared_with_each(
+    family: str, options: list[dict[str, Any]]
+) -> None:
+    for own in options:
+        config = getattr(transformers, f"{family}Config")(**{**SIZES, **own})
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        apart = copy.deepcopy(model)
+        fp8core.convert(model, "current")
+        fp8core.convert(apart, "current", fuse=False)
+        with torch.no_grad():
+            torch.testing.assert_close(model(TOKENS).logits, apart(TOKENS).logits)
+
+
 def test_a_class_that_computes_otherwise_stays_apart() -> None:
     model = llama()
 
