@@ -40,7 +40,12 @@ from fp8core import recipe
 from tests.benchmarks.measuring.contest import Contest, Unavailable
 from tests.benchmarks.measuring.device import CUDA, HOST, Device, versions
 from tests.benchmarks.measuring.intervals import median_interval, ratios
-from tests.benchmarks.measuring.libraries import layers_of, under_recipe
+from tests.benchmarks.measuring.libraries import (
+    decoder_layer,
+    layers_of,
+    llama_config,
+    under_recipe,
+)
 from tests.benchmarks.measuring.markdown import head, line
 from tests.benchmarks.measuring.turns import Stop
 
@@ -109,19 +114,14 @@ class HuggingFace:
     def __init__(
         self, sizes: Sizes, device: torch.device, change: Callable[[Any], object] | None = None
     ) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaForCausalLM
 
         self.device = device
-        self.config = LlamaConfig(
+        self.config = llama_config(
+            sizes,
             vocab_size=sizes.vocabulary,
-            hidden_size=sizes.hidden,
-            intermediate_size=sizes.ffn,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            num_key_value_heads=sizes.groups,
             head_dim=sizes.head,
             max_position_embeddings=16384,
-            attn_implementation="sdpa",
         )
         with device:
             self.model = LlamaForCausalLM(self.config).to(BF16).eval()
@@ -171,21 +171,13 @@ class Own:
             enabled=is_stored, recipe=recipe_of(library, stored) if is_stored else None
         ):
             self.layers = torch.nn.ModuleList(
-                te.TransformerLayer(
-                    *(sizes.hidden, sizes.ffn, sizes.heads),
-                    num_gqa_groups=sizes.groups,
+                decoder_layer(
+                    library,
+                    sizes,
                     kv_channels=sizes.head,
-                    hidden_dropout=0.0,
-                    attention_dropout=0.0,
-                    normalization="RMSNorm",
-                    activation="swiglu",
-                    bias=False,
-                    fuse_qkv_params=True,
-                    qkv_weight_interleaved=False,
                     attn_input_format="bshd",
                     self_attn_mask_type="padding_causal",
                     layer_number=at + 1,
-                    params_dtype=BF16,
                     device=device,
                 )
                 for at in range(sizes.layers)

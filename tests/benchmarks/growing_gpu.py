@@ -42,6 +42,7 @@ from fp8core import recipe
 from fp8core_backends.cuda.attention_plans import Graphs
 from tests.benchmarks.measuring.contest import Contest
 from tests.benchmarks.measuring.device import CUDA, HOST, Device, versions
+from tests.benchmarks.measuring.libraries import decoder_layer, llama_config
 from tests.benchmarks.measuring.profiles import kernels_of, print_functions, print_kernels
 from tests.benchmarks.measuring.turns import orders
 
@@ -79,22 +80,12 @@ class Own:
         is_stored = chosen is not None
         with fp8core.quantized_model_init(enabled=is_stored, recipe=chosen):
             self.layers = [
-                fp8core.TransformerLayer(
-                    sizes.hidden,
-                    sizes.ffn,
-                    sizes.heads,
-                    num_gqa_groups=sizes.groups,
+                decoder_layer(
+                    "fp8core",
+                    sizes,
                     kv_channels=sizes.head,
-                    hidden_dropout=0.0,
-                    attention_dropout=0.0,
-                    normalization="RMSNorm",
-                    activation="swiglu",
-                    bias=False,
-                    fuse_qkv_params=True,
-                    qkv_weight_interleaved=False,
                     attn_input_format=layout,
                     layer_number=at + 1,
-                    params_dtype=torch.bfloat16,
                     device=device,
                 ).eval()
                 for at in range(sizes.layers)
@@ -132,20 +123,11 @@ class HuggingFace:
     """LlamaDecoderLayers of transformers, with a cache that grows or one of full length."""
 
     def __init__(self, sizes: Sizes, device: torch.device, *, is_static: bool = False) -> None:
-        from transformers import LlamaConfig
         from transformers.models.llama import modeling_llama as llama
 
         self.sizes, self.device, self.is_static = sizes, device, is_static
-        self.config = LlamaConfig(
-            vocab_size=32,
-            hidden_size=sizes.hidden,
-            intermediate_size=sizes.ffn,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            num_key_value_heads=sizes.groups,
-            head_dim=sizes.head,
-            max_position_embeddings=sizes.capacity,
-            attn_implementation="sdpa",
+        self.config = llama_config(
+            sizes, vocab_size=32, head_dim=sizes.head, max_position_embeddings=sizes.capacity
         )
         with torch.device(device):
             layers = [llama.LlamaDecoderLayer(self.config, at) for at in range(sizes.layers)]

@@ -12,7 +12,7 @@ import torch
 import fp8core
 from tests.benchmarks.measuring.command import HIGH
 
-__all__ = ["EPS", "layers_of", "swiglu_mlp", "under_recipe"]
+__all__ = ["EPS", "decoder_layer", "layers_of", "llama_config", "swiglu_mlp", "under_recipe"]
 
 EPS = 1e-5
 
@@ -71,6 +71,40 @@ def swiglu_mlp(library: str, hidden: int, ffn: int, device: torch.device, group:
         activation="swiglu",
         params_dtype=torch.bfloat16,
         device=device,
+        **options,
+    )
+
+
+def decoder_layer(library: str, sizes: Any, **options: Any) -> Any:
+    """Return a bfloat16 TransformerLayer of a decoder of ``sizes``: RMSNorm, SwiGLU, no biases, no
+    dropout."""
+    return layers_of(library).TransformerLayer(
+        *(sizes.hidden, sizes.ffn, sizes.heads),
+        num_gqa_groups=sizes.groups,
+        layernorm_epsilon=EPS,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        normalization="RMSNorm",
+        activation="swiglu",
+        bias=False,
+        fuse_qkv_params=True,
+        qkv_weight_interleaved=False,
+        params_dtype=torch.bfloat16,
+        **options,
+    )
+
+
+def llama_config(sizes: Any, **options: Any) -> Any:
+    """Return transformers' configuration of a Llama of ``sizes``, which attends by torch."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.ffn,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.groups,
+        attn_implementation="sdpa",
         **options,
     )
 

@@ -18,7 +18,12 @@ from fp8core.recipe.plan import HOLDING
 from tests.benchmarks.layers_gpu.transformer import attend
 from tests.benchmarks.measuring.command import HIGH
 from tests.benchmarks.measuring.device import CUDA, Device
-from tests.benchmarks.measuring.libraries import EPS, layers_of, under_recipe
+from tests.benchmarks.measuring.libraries import (
+    EPS,
+    decoder_layer,
+    llama_config,
+    under_recipe,
+)
 from tests.benchmarks.model_gpu.weights import Shape, Shared
 
 __all__ = ["BASE", "COMPILED", "CONTESTANTS", "LOSSES", "Bench", "Contestant"]
@@ -153,32 +158,11 @@ def torch_decoder(shape: Shape, sequence: int, device: torch.device) -> Decoder:
         return Decoder(shape, layers, (angles.cos().to(BF16), sin.to(BF16))).to(BF16)
 
 
-def layer_of(library: str, shape: Shape, **options: Any) -> Any:
-    """Return a TransformerLayer of ``te`` or ``fp8core`` as a decoder has it, bfloat16."""
-    return layers_of(library).TransformerLayer(
-        shape.hidden,
-        shape.ffn,
-        shape.heads,
-        num_gqa_groups=shape.groups,
-        layernorm_epsilon=EPS,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        self_attn_mask_type="causal",
-        normalization="RMSNorm",
-        activation="swiglu",
-        bias=False,
-        fuse_qkv_params=True,
-        qkv_weight_interleaved=False,
-        params_dtype=BF16,
-        **options,
-    )
-
-
 def decoder_of(library: str, shape: Shape, sequence: int, device: torch.device) -> Decoder:
     """Return a decoder of TransformerLayers of ``te`` or ``fp8core``, bfloat16."""
-    options = {"attn_input_format": "bshd", "device": device}
+    options = {"attn_input_format": "bshd", "self_attn_mask_type": "causal", "device": device}
     numbers = range(1, shape.layers + 1)
-    layers = [layer_of(library, shape, layer_number=number, **options) for number in numbers]
+    layers = [decoder_layer(library, shape, layer_number=number, **options) for number in numbers]
     with device:
         return Decoder(shape, layers, angles_of(shape, sequence, device)).to(BF16)
 
@@ -247,19 +231,14 @@ def of_transformers(
     has_liger: bool = False,
 ) -> Contestant:
     """Return Hugging Face's Llama, converted unless ``name`` is that of no recipe."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     shape, sequence, device = bench.sizes
-    config = LlamaConfig(
+    config = llama_config(
+        shape,
         vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.groups,
         rms_norm_eps=EPS,
         max_position_embeddings=sequence,
-        attn_implementation="sdpa",
         use_cache=False,
     )
     with device:
