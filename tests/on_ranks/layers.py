@@ -27,9 +27,9 @@ from tests.benchmarks.measuring import markdown
 from tests.benchmarks.measuring.contest import Contest
 from tests.benchmarks.measuring.device import CUDA, HOST
 from tests.benchmarks.measuring.intervals import median_interval
-from tests.benchmarks.measuring.libraries import under_recipe
+from tests.benchmarks.measuring.libraries import decoder_layer, under_recipe
 from tests.benchmarks.measuring.turns import Stop
-from tests.benchmarks.model_gpu.contestants import TorchLayer, layer_of
+from tests.benchmarks.model_gpu.contestants import TorchLayer
 from tests.benchmarks.model_gpu.weights import SHAPES, TENSORS
 from tests.benchmarks.parallel_gpu.together import Ranks, of_world
 from tests.ranks import DEVICE_TYPE, device, run_ranks
@@ -103,7 +103,8 @@ def normal(*shape: int, seed: int, size: float = 1.0) -> torch.Tensor:
 
 def transformer_layer(**options: Any) -> Any:
     """Return the layer, split by ``options``."""
-    return layer_of("fp8core", SHAPE, device=device(), **options)
+    options = {"self_attn_mask_type": "causal", "device": device(), **options}
+    return decoder_layer("fp8core", SHAPE, **options)
 
 
 def pieces(layer: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
