@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests import on_gpu
 from tests.on_gpu import PARTS, ROOT, Outcome, Part, counted, main, run
 
 TOY = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null")
+LIMIT_S = 1.0
 JUNIT = """<testsuites><testsuite name="pytest" tests="6" failures="1" errors="1" skipped="3">
 <testcase name="a" time="0.1"/>
 <testcase classname="tests.a" name="b"><failure message="assert 1 == 2">text</failure></testcase>
@@ -82,25 +84,54 @@ def test_part_that_failed_shows_what_it_said(
     assert "why\n\nkit: FAILED" in capsys.readouterr().out
 
 
-def test_part_and_what_it_started_end_at_the_limit(tmp_path: Path) -> None:
-    child = "import pathlib, time; time.sleep(2); pathlib.Path('late').write_text('')"
-    code = f"import os, subprocess, sys, time; os.chdir({str(tmp_path)!r})\n"
-    code += f"subprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(60)"
-    outcome = run(Part("", ("-c", code)), "slow", tmp_path, 1.0)
+@pytest.fixture
+def reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file: when a process has written it, the process's limit of time is over."""
+    file = tmp_path / "reached"
+
+    class Process(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            while timeout == LIMIT_S and self.poll() is None:
+                if file.exists():
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                time.sleep(0.02)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    return file
+
+
+def test_part_and_what_it_started_end_at_the_limit(tmp_path: Path, reached: Path) -> None:
+    child = f"import os, pathlib, time; p = pathlib.Path({str(reached)!r})\n"
+    child += "q = p.with_name('new'); q.write_text(str(os.getpid())); q.rename(p); time.sleep(600)"
+    code = "import subprocess, sys, time\n"
+    code += f"subprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(600)"
+    outcome = run(Part("", ("-c", code)), "slow", tmp_path, LIMIT_S)
     assert outcome.ending == "stopped after 1 s"
     assert not outcome.is_success
     assert "| stopped after 1 s |" in outcome.row("slow", "", "")
-    subprocess.run([sys.executable, "-c", "import time; time.sleep(2)"], check=True)
-    assert not (tmp_path / "late").exists()
+    end = time.monotonic() + 60
+    while is_running(int(reached.read_text())):  # killed, and not yet gone
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
-def test_tests_that_ran_before_the_limit_are_counted(tmp_path: Path) -> None:
-    tests = "def test_a(): pass\ndef test_b(): assert 0\n"
-    tests += "def test_c(): import time; time.sleep(99)\n"
+def is_running(number: int) -> bool:
+    """Whether a process runs; one that was killed and that nobody has waited for does not."""
+    try:
+        status = Path(f"/proc/{number}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_tests_that_ran_before_the_limit_are_counted(tmp_path: Path, reached: Path) -> None:
+    tests = "import pathlib, time\ndef test_a(): pass\ndef test_b(): assert 0\n"
+    tests += f"def test_c(): pathlib.Path({str(reached)!r}).touch(); time.sleep(600)\n"
     (tmp_path / "test_toy.py").write_text(tests)
-    outcome = run(Part("", (*TOY, str(tmp_path / "test_toy.py"))), "toy", tmp_path, 8.0)
+    outcome = run(Part("", (*TOY, str(tmp_path / "test_toy.py"))), "toy", tmp_path, LIMIT_S)
     assert (outcome.passed, outcome.failed) == (1, 1)
-    assert "| 1 | 1, stopped after 8 s | 0 |" in outcome.row("toy", "", "")
+    assert "| 1 | 1, stopped after 1 s | 0 |" in outcome.row("toy", "", "")
 
 
 def test_files_that_begin_the_suite_are_there(pytestconfig: pytest.Config) -> None:
