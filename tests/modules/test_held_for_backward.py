@@ -121,6 +121,24 @@ def test_a_transformer_layer_holds_the_bytes_of_the_page(holding: str) -> None:
     assert held_bytes.held(layer, holding_of("delayed", holding)) == expected
 
 
+@pytest.mark.parametrize("name", FP8)
+def test_a_norm_that_saves_nothing_makes_nothing_again(name: str) -> None:
+    """Neither its input nor its parameters need gradients: the codes of its result are held."""
+    results = []
+    for holding in HOLDING:
+        torch.manual_seed(1)
+        layer = LayerNormMLP(HIDDEN, FFN)
+        for parameter in (layer.layer_norm_weight, layer.layer_norm_bias):
+            parameter.requires_grad_(False)
+        x = torch.randn(ROWS, HIDDEN)
+        with active(holding_of(name, holding)):
+            y = layer(x)
+        y.square().sum().backward()
+        results.append([y.detach(), *(p.grad for p in layer.parameters() if p.requires_grad)])
+    for result in results[1:]:
+        assert_same(result, results[0])
+
+
 def test_activations_in_fp8_take_less_than_in_bf16() -> None:
     """Weights, kept from one microbatch to the next, are taken off: they do not grow with rows."""
     for name, activation in turns(FP8, ["gelu", "swiglu"]):
