@@ -231,8 +231,10 @@ def explains_writes(kind: type[_Recipe]) -> type[_Recipe]:
         )
 
     def set_state(recipe: Any, state: Sequence[Any]) -> None:
-        missing = [field.default for field in fields[len(state) :]]
-        for field, value in zip(fields, [*state, *missing], strict=True):
+        all_fields = dataclasses.fields(recipe)  # those of a subclass are behind the fields of kind
+        end = len(state) - (len(all_fields) - len(fields))
+        missing = [field.default for field in fields[end:]]
+        for field, value in zip(all_fields, [*state[:end], *missing, *state[end:]], strict=True):
             object.__setattr__(recipe, field.name, value)
 
     if "__setstate__" in vars(kind):  # of a dataclass with slots

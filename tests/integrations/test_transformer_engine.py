@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import logging
+import pickle
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -489,6 +491,11 @@ def test_recipes_are_values(te: Any) -> None:
     assert a.delayed()
     with pytest.raises(RecipeError, match=r"dataclasses\.replace"):
         a.margin = 2
+    assert copy.deepcopy(a) == pickle.loads(pickle.dumps(a)) == a
+    before, restored = a.__getstate__(), a.__new__(type(a))
+    restored.__setstate__([*before[:-2], before[-1]])  # as an earlier version had it
+    assert before[-2] == "balanced"
+    assert restored == a
 
 
 # --- global state and recompute
