@@ -238,7 +238,8 @@ class LowPrecisionGemm:
         """Return ``a`` with as many rows: its own, and after them whatever lies behind it."""
         (mode, _), k, scale_inv = self._modes, a.data.shape[1], a.scale_inv
         if scale_inv is not None and mode not in ("tensor", *TILED):  # tiles are of 128 rows
-            scale_inv = with_rows(scale_inv, rows, scale_strides(mode, rows, k), self._empty)
+            count, _ = _SCALES[mode](rows, 0)
+            scale_inv = with_rows(scale_inv, count, scale_strides(mode, rows, k), self._empty)
         return Operand(with_rows(a.data, rows, (k, 1), self._empty), scale_inv)
 
     def planned_rows(self, rows: int) -> int:

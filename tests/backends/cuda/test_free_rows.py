@@ -62,23 +62,19 @@ class Product:
         out, has_bias, _, self.accumulates = desc[5:9]
         self.pitch = desc[11]
         self.out_dtype = (BF16, torch.float32)[out - 1]
-        if self.m % 4 or (has_bias and not self.takes_bias):
+        if (self.m % 4 and self.a[1] == 0) or (has_bias and not self.takes_bias):
             raise ValueError("cuBLASLt has no algorithm")
 
     def workspace_bytes(self, candidate: int) -> int:
         return 0
 
     def run(self, candidate: int, addresses: tuple[int, ...], stream: int) -> None:
-        """Multiply a with vectors of 128 scales by b with squares of them."""
+        """Multiply operands with scales of vectors or of squares."""
         a, a_scale, b, b_scale, bias, d = addresses
-        m, n, k, blocks = self.m, self.n, self.k, -(-self.k // 128)
+        m, n, k = self.m, self.n, self.k
         assert (k, k) == (self.a[3], self.b[3])  # codes without gaps
-        pitch = -(-blocks // 4) * 4
-        scales_a = at(a_scale, torch.float32, (blocks, m)).t()
-        scales_b = at(b_scale, torch.float32, (-(-n // 128), pitch))[:, :blocks]
-        values_a = at(a, torch.float8_e4m3fn, (m, k)).float() * spread(scales_a, 1)[:, :k]
-        values_b = at(b, torch.float8_e4m3fn, (n, k)).float()
-        values_b *= spread(spread(scales_b, 1), 0)[:n, :k]
+        values_a = at(a, torch.float8_e4m3fn, (m, k)).float() * scales(self.a[1], a_scale, m, k)
+        values_b = at(b, torch.float8_e4m3fn, (n, k)).float() * scales(self.b[1], b_scale, n, k)
         product = values_a @ values_b.t()
         if bias:
             product += at(bias, BF16, (n,)).float()
@@ -95,8 +91,14 @@ def at(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def spread(scales: torch.Tensor, dim: int) -> torch.Tensor:
-    return scales.repeat_interleave(128, dim)
+def scales(mode: int, address: int, rows: int, k: int) -> torch.Tensor:
+    """Return the scale of each element of an operand, as cuBLASLt reads it."""
+    blocks = -(-k // 128)
+    if mode == 0:  # vectors
+        whole = at(address, torch.float32, (blocks, -(-rows // 4) * 4)).t()
+        return whole.repeat_interleave(128, 1)[:rows, :k]
+    squares = at(address, torch.float32, (-(-rows // 128), -(-blocks // 4) * 4))
+    return squares.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :k]
 
 
 class Native:
@@ -207,6 +209,25 @@ def test_ragged_groups_have_the_bits_of_products_of_their_own(
             alone = cast(PARTS.a, x[start:end])
             of_group = None if bias is None else bias[group]
             assert torch.equal(product(alone, weights[group], bias=of_group), found[start:end])
+
+
+def test_ragged_groups_under_squares_have_the_bits_of_products_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bounds = [0, 1, 1, 130, 200, 311]
+    own, of_weights = spec("square"), spec("vector")
+    x = torch.randn(bounds[-1], K) * torch.arange(1, bounds[-1] + 1)[:, None]
+    parts = [cast(own, x[start:end]) for start, end in itertools.pairwise(bounds)]
+    operand = Operand(*(torch.cat(part) for part in list(zip(*parts, strict=True))[:2]))
+    weights = [cast(of_weights, torch.randn(N, K).to(BF16)) for _ in parts]
+    bound(monkeypatch)
+    dense = gemm.LowPrecisionGemm(
+        GemmDesc(own, of_weights, BF16), torch.device("cuda", 0), Native()
+    )
+    run = bind_grouped_gemm(GroupedGemmDesc(own, of_weights, BF16), dense)
+    found = run(operand, weights, torch.tensor(bounds))
+    for group, (start, end) in enumerate(itertools.pairwise(bounds)):
+        assert torch.equal(dense(parts[group], weights[group]), found[start:end])
 
 
 def test_groups_have_plans_of_sixteens_of_rows(product: Callable[..., torch.Tensor]) -> None:
