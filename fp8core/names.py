@@ -100,13 +100,13 @@ MOVED = {
 
 
 _NEEDED = {
-    "integrations.huggingface.quantizer": {
+    "fp8core.integrations.huggingface.quantizer": {
         "transformers": "transformers",
         "safetensors": "safetensors",
     },
-    "integrations.lightning": {"lightning": "lightning"},
-    "integrations.megatron": {"megatron": "megatron-core"},
-    "integrations.torchtitan": {"torchtitan": "torchtitan"},
+    "fp8core.integrations.lightning": {"lightning": "lightning"},
+    "fp8core.integrations.megatron": {"megatron": "megatron-core"},
+    "fp8core.integrations.torchtitan": {"torchtitan": "torchtitan"},
 }
 """The packages that a module imports and fp8core does not bring, each as pip calls it."""
 
@@ -132,7 +132,7 @@ class _Finder(MetaPathFinder, Loader):
         """
         if (message := moved(fullname)) is not None:
             raise ModuleNotFoundError(message)
-        for package, name in _NEEDED.get(fullname.removeprefix("fp8core."), {}).items():
+        for package, name in _NEEDED.get(fullname, {}).items():
             if package not in sys.modules and importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(
                     f"{fullname} needs {package}, which is not installed: pip install {name}",

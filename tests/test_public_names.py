@@ -162,6 +162,14 @@ def test_a_framework_that_is_missing_names_the_line_that_installs_it(
     assert last.endswith(f"needs {package}, which is not installed: {line}")
 
 
+def test_a_program_s_own_package_of_such_a_name_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "integrations").mkdir()
+    (tmp_path / "integrations" / "torchtitan.py").write_text("here = True\n", encoding="utf-8")
+    program = "import fp8core; import integrations.torchtitan as own; assert own.here"
+    done = forked.run([sys.executable, "-c", program], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_short_name_has_the_parts_of_its_module_alone() -> None:
     assert pydoc.locate("fp8core.optimizers.FusedAdam") is fp8core.optimizers.FusedAdam
     assert importlib.util.find_spec("fp8core.optimizers.fused") is not None
