@@ -51,7 +51,7 @@ def python_of(executable: str) -> Python:
     """Return what the interpreter ``executable`` says of itself.
 
     Raises:
-        UnsupportedError: it cannot be run, or has no headers.
+        UnsupportedError: it cannot be run, is no Python, or has no headers.
     """
     try:
         ran = subprocess.run(
@@ -59,7 +59,13 @@ def python_of(executable: str) -> Python:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise UnsupportedError(f"cuda: {executable} cannot be run: {error}.") from None
-    include, suffix = json.loads(ran.stdout)
+    try:
+        include, suffix = json.loads(ran.stdout)
+    except ValueError:
+        raise UnsupportedError(
+            f"cuda: {executable} is no Python: asked where its headers are, it prints "
+            f"{ran.stdout[:100]!r}."
+        ) from None
     if not (Path(include) / "Python.h").is_file():
         raise UnsupportedError(
             f"cuda: {executable} has no Python.h in {include}. Install its headers, as a package "
