@@ -300,6 +300,10 @@ class CustomRecipe(Recipe):
                 f"CustomRecipe takes either qfactory or scaling fields (fp8_format, margin, "
                 f"amax_history_len, amax_compute_algo, scaling_factor_compute_algo), found {named}."
             )
+        if self.qfactory is not None and not callable(self.qfactory):
+            raise RecipeError(
+                f"CustomRecipe(qfactory={self.qfactory!r}): expected a function of a QuantizerRole."
+            )
         alignment = self.quantization_alignment
         if not isinstance(alignment, int) or alignment < 1:
             raise RecipeError(

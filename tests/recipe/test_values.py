@@ -337,6 +337,7 @@ WRONG: list[Case] = [
     ),
     (DelayedScaling, {"backward_override": "high_precision"}, r"expected one of \(None,\)"),
     (CustomRecipe, {"margin": 0, "backward_override": "high_precision"}, "expected one of"),
+    (CustomRecipe, {"qfactory": "e4m3"}, "expected a function of a QuantizerRole"),
     (MXFP8BlockScaling, {"margin": 1}, "would have no effect"),
     *(
         (Float8BlockScaling, {f"fp8_gemm_{name}": MMParams(False)}, "block scales are applied in")
