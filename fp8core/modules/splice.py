@@ -281,8 +281,8 @@ def _links(
             links[at] = ResidualLink(branch, context.owner)
         elif isinstance(part, tuple):
             linears = [bounds[layer].links[0] for layer in part]
-            plans = [bounds[layer].plan for layer in part]
-            if any([plan.tensors["input"] != plans[0].tensors["input"] for plan in plans]):
+            casts = [_cast_of_input(bounds[layer].plan) for layer in part]
+            if any([cast != casts[0] for cast in casts]):
                 return None
             links[at] = SiblingsLink(tuple(linears))  # type: ignore[arg-type]  # linears alone are siblings
             _follow([bounds[layer] for layer in part], followers)
@@ -296,6 +296,12 @@ def _links(
                 around = _behind(shapes[at - 1], part, bounds[part], context) if is_behind else None
                 links[at] = link if around is None else shapes[at].bind(around)
     return bind_chain(shapes, context, links)
+
+
+def _cast_of_input(plan: Any) -> tuple[object, ...]:
+    """Return what decides how a linear under ``plan`` casts its input."""
+    maker = dict(plan.makers).get("input")
+    return plan.tensors["input"], plan.nonfinite, plan.delayed, maker
 
 
 def _behind(

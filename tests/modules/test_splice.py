@@ -157,9 +157,18 @@ def test_what_somebody_has_to_see_is_left_to_its_owner() -> None:
     assert layer.behind.run(torch.zeros(2, 32, 96).to(x), x) is None  # in high precision
 
 
-def test_layers_cast_otherwise_than_their_siblings_run_apart() -> None:
+CASTS = {
+    "blocks": (recipe.Float8BlockScaling(), recipe.Float8CurrentScaling()),
+    "margins": (recipe.DelayedScaling(margin=3), recipe.DelayedScaling()),
+    "histories": (recipe.DelayedScaling(amax_history_len=2), recipe.DelayedScaling()),
+    "nan": (recipe.MXFP8BlockScaling(nonfinite="propagate"), recipe.MXFP8BlockScaling()),
+}
+
+
+@pytest.mark.parametrize("case", CASTS)
+def test_layers_cast_otherwise_than_their_siblings_run_apart(case: str) -> None:
     layer, x = Layer(), torch.randn(2, 32, WIDTH, device=DEVICE).bfloat16()
-    rules = {"k": recipe.Float8BlockScaling(), "*": recipe.Float8CurrentScaling()}
+    rules = dict(zip("k*", CASTS[case], strict=True))
     with fp8core.autocast(recipe=recipe.PerLayer(rules)):
         assert layer.before.run(x) is None
         assert layer.behind.run(torch.zeros(2, 32, 96).to(x), x) is not None
