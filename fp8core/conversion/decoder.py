@@ -156,7 +156,7 @@ def _computes_plainly(module: Any) -> bool:
         has_norms = getattr(module.self_attn, "q_norm", None) is not None
         options = has_norms, not _obstacle_of_mlp(module.mlp, module.post_attention_layernorm)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch's own function would seed devices too
         return attempt(lambda: _is_plain(module, *options)) is True
 
 

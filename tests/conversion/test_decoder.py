@@ -180,6 +180,17 @@ def test_another_block_runs_behind_the_sum() -> None:
     assert reasons == {"but its feed-forward block, as it is a MixtralSparseMoeBlock"}
 
 
+def test_the_comparison_leaves_random_numbers_of_every_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, seeds = llama(), []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    before = torch.get_rng_state()
+    assert len(fp8core.convert(model, "current").fused) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not seeds
+
+
 def test_dropout_that_the_class_adds_in_training_is_noticed() -> None:
     model = llama()
 
