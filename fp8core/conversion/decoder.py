@@ -326,8 +326,7 @@ def _angles(pair: tuple[torch.Tensor, torch.Tensor], conversion: Conversion) -> 
 def fuse(model: torch.nn.Module, conversion: Conversion) -> dict[str, Result]:
     """Have the decoder layers of ``model``, whose layers are converted, run as two chains, and
     gated feed-forward blocks as one; return by their paths what has become of them."""
-    scalings = [getattr(module, "attention_scaling", 1.0) for module in model.modules()]
-    conversion.rotates = all(scaling == 1.0 for scaling in scalings)
+    conversion.rotates = _rotates(model)
     results = {}
     inside: set[torch.nn.Module] = set()
     for path, module in model.named_modules():
@@ -351,6 +350,18 @@ def fuse(model: torch.nn.Module, conversion: Conversion) -> dict[str, Result]:
         if module not in inside:
             results[path] = result
     return results
+
+
+def _rotates(model: torch.nn.Module) -> bool:
+    """Return whether the cosines and sines of ``model`` are known to be those of angles: where its
+    rotary embedding is within it, and multiplies them by 1 for every kind of layers."""
+    scalings = [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name.endswith("attention_scaling")
+    ]
+    return bool(scalings) and all(isinstance(s, int | float) and s == 1 for s in scalings)
 
 
 def _adopt(module: Any, conversion: Conversion) -> str:

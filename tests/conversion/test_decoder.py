@@ -100,6 +100,34 @@ def test_sequences_at_positions_of_their_own_are_rotated_as_the_model_does() -> 
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("part", ["whole", "layers alone", "scaling of a kind of layers"])
+def test_scaled_cosines_and_sines_stay_scaled(part: str) -> None:
+    """Those of YaRN, whose rotary embedding may lie outside of what is converted."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    sizes = {**SIZES, "rope_parameters": {**yarn, "original_max_position_embeddings": 8}}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    for layer in model.model.layers:
+        nn.init.normal_(layer.self_attn.q_proj.weight)  # by which attention tells positions apart
+        nn.init.normal_(layer.self_attn.k_proj.weight)
+    if part == "scaling of a kind of layers":
+        embedding = model.model.rotary_emb
+        embedding.full_attention_attention_scaling = embedding.attention_scaling
+        embedding.attention_scaling = 1.0
+        forward, scaling = embedding.forward, embedding.full_attention_attention_scaling
+        embedding.forward = lambda *inputs, **keywords: tuple(
+            each * scaling for each in forward(*inputs, **keywords)
+        )
+    outputs = []
+    for fuse in (True, False):
+        each = copy.deepcopy(model)
+        converted = each.model.layers if part == "layers alone" else each
+        fp8core.convert(converted, "mxfp8", fuse=fuse, rms_norms=True)
+        with torch.no_grad():
+            outputs.append(each(TOKENS).logits)
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_padded_batch_and_generation_with_a_cache(
     cache: str, monkeypatch: pytest.MonkeyPatch
