@@ -317,7 +317,7 @@ def _angles(pair: tuple[torch.Tensor, torch.Tensor], conversion: Conversion) -> 
             return torch.atan2(sin.float(), cos.float())[0, :, None, None]
     source, angles = conversion.angles or (None, None)
     if source is None or source() is not cos:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # a later call may be one of training
             angles = torch.atan2(sin.float(), cos.float())[0, :, None, None]
         conversion.angles = weakref.ref(cos), angles
     return angles

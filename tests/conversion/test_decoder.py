@@ -100,6 +100,17 @@ def test_sequences_at_positions_of_their_own_are_rotated_as_the_model_does() -> 
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
+def test_angles_of_inference_mode_serve_training() -> None:
+    model, x = llama(), torch.randn(1, 16, 32)
+    fp8core.convert(model, "current")
+    layer, pair = model.model.layers[0], model.model.rotary_emb(x, torch.arange(16)[None])
+    with torch.inference_mode():
+        expected = layer(x, position_embeddings=pair, attention_mask=None)
+    y = layer(x, position_embeddings=pair, attention_mask=None)
+    y.sum().backward()
+    assert torch.equal(y, expected)
+
+
 @pytest.mark.parametrize("part", ["whole", "layers alone", "scaling of a kind of layers"])
 def test_scaled_cosines_and_sines_stay_scaled(part: str) -> None:
     """Those of YaRN, whose rotary embedding may lie outside of what is converted."""
