@@ -286,7 +286,13 @@ def convert(
         ):
             delimit(module)
     announce(root, warns=True)
-    return _fused(report, root, conversion) if fuse else report
+    if not fuse:
+        return report
+    try:
+        return _fused(report, root, conversion)
+    except BaseException:
+        unconvert(root)
+        raise
 
 
 def _fused(

@@ -47,12 +47,17 @@ class Result(NamedTuple):
     reason: str
 
 
+def _inside(module: torch.nn.Module) -> set[str]:
+    """Return the names of the modules in ``module``, without those that are None."""
+    return {name for name, _ in module.named_children()}
+
+
 def looks_like_decoder(module: torch.nn.Module) -> bool:
     """Return whether the modules inside ``module`` are named as those of such a decoder layer."""
-    children = dict(module._modules)
-    attention = children.get("self_attn")
-    is_named = children.keys() == _CHILDREN and attention is not None
-    return is_named and {*attention._modules} >= {*_PROJECTIONS, "o_proj"}  # type: ignore[union-attr]  # not None
+    if _inside(module) != _CHILDREN:
+        return False
+    attention: Any = module._modules["self_attn"]
+    return _inside(attention) >= {*_PROJECTIONS, "o_proj"}
 
 
 def _obstacle(module: Any) -> str:
@@ -84,7 +89,7 @@ def _obstacle_of_mlp(mlp: Any, norm: object = None) -> str:
 
 
 def _looks_like_mlp(module: torch.nn.Module) -> bool:
-    return {*dict(module._modules)} == {*_MLP, "act_fn"}
+    return _inside(module) == {*_MLP, "act_fn"}
 
 
 def _unlike(layers: Mapping[str, Any], blocks: Mapping[str, Any]) -> str:

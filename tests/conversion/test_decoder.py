@@ -263,6 +263,29 @@ def test_a_class_whose_objects_compute_otherwise_is_compared_with_each(
             torch.testing.assert_close(model(TOKENS).logits, apart(TOKENS).logits)
 
 
+def test_a_layer_without_a_part_is_no_such_layer() -> None:
+    model = llama()
+    model.model.layers[0].mlp = None
+    model.model.layers[1].self_attn.o_proj = None
+    report = fp8core.convert(model, "current")
+    assert [entry.name for entry in report.fused] == ["model.layers.1.mlp"]
+    assert not report.apart
+
+
+def test_an_interrupted_comparison_leaves_the_model_as_it_was() -> None:
+    model = llama()
+
+    class Interrupted(type(model.model.layers[0])):  # type: ignore[misc]  # a class
+        def forward(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+    model.model.layers[1].__class__ = Interrupted
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(KeyboardInterrupt):
+        fp8core.convert(model, "current")
+    assert [type(module) for module in model.modules()] == kinds
+
+
 def test_a_class_that_computes_otherwise_stays_apart() -> None:
     model = llama()
 
