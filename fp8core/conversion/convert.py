@@ -264,7 +264,7 @@ def convert(
         RecipeError: the recipe is unknown, or a pattern matches nothing; names the nearest.
         UnsupportedError: a pattern of ``filter`` names a layer that cannot be converted.
     """
-    _check_model("convert", model)
+    check_model("convert", model)
     chosen = recipe_from(recipe, "convert(recipe=...)")
     if filter is not None and not callable(filter) and not isinstance(filter, str | Sequence):
         raise RecipeError(f"convert(filter={filter!r}): expected a function or patterns of names.")
@@ -317,7 +317,7 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
             parametrized, sharded or patched since, which has to be undone first. Nothing is
             changed then.
     """
-    _check_model("unconvert", model)
+    check_model("unconvert", model)
     modules = list(model.modules())
     layers = [
         module
@@ -356,7 +356,7 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _check_model(owner: str, model: object) -> None:
+def check_model(owner: str, model: object) -> None:
     """Raise OperandError unless ``model`` is a module."""
     if isinstance(model, ConversionReport):
         raise OperandError(f"{owner}(model) got a ConversionReport: {_IN_PLACE}")

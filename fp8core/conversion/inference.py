@@ -11,7 +11,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from fp8core.context.autocast import autocast
-from fp8core.conversion.convert import ConversionReport, convert, text_of, unconvert
+from fp8core.conversion.convert import (
+    ConversionReport,
+    check_model,
+    convert,
+    text_of,
+    unconvert,
+)
 from fp8core.conversion.experts import ExpertsLinear
 from fp8core.conversion.layers import (
     RECORD,
@@ -112,8 +118,7 @@ def quantize_(
             has no scales yet.
         UnsupportedError: no backend computes by the recipe on the model's device.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise OperandError(f"quantize_({model!r}): expected a torch.nn.Module.")
+    check_model("quantize_", model)
     name = f"quantize_({type(model).__name__})"
     _refuse_training(name, model)
     root, report = getattr(model, COMPILED_MODULE, model), None

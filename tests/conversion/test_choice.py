@@ -418,8 +418,9 @@ def test_a_report_used_as_the_model_says_that_the_model_was_converted_in_place()
             getattr(report, name)
     with pytest.raises(OperandError, match=f"cannot be called: .*{said}"):
         report(torch.ones(2, 32))
-    for function in (fp8core.convert, fp8core.unconvert):
-        with pytest.raises(OperandError, match=rf"convert\(model\) got a Conv.*{said}"):
+    for function in (fp8core.convert, fp8core.unconvert, fp8core.quantize_):
+        name = function.__name__
+        with pytest.raises(OperandError, match=rf"^{name}\(model\) got a Conv.*{said}"):
             function(report)  # type: ignore[arg-type]
 
 
