@@ -225,8 +225,8 @@ def check(path: Path) -> None:
     Raises:
         UnsupportedError: another user could have; names the path and the reason.
     """
-    for each in (path, path.with_name(KERNELS)):
-        cache.check(each)
+    for library in _libraries_of(path):
+        cache.check(library)
 
 
 def build(architectures: Sequence[str] | None = None, *, output: Path | None = None) -> Path:
@@ -247,16 +247,16 @@ def build(architectures: Sequence[str] | None = None, *, output: Path | None = N
     path = target(architectures)
     cache.make(path.parent)
     check(path)
-    if not path.is_file():
+    if not _is_built(path):
         with cache.locked(path.parent):
             cache.clear(path.parent)
-            if not path.is_file():
+            if not _is_built(path):
                 _keep(toolchain, architectures, path)
     if output is not None:
         try:
             output.mkdir(parents=True, exist_ok=True)
-            for name in (KERNELS, path.name):
-                shutil.copy2(path.with_name(name), output / name)
+            for library in _libraries_of(path):
+                shutil.copy2(library, output / library.name)
         except OSError as error:
             raise UnsupportedError(
                 f"cuda: no copy in {output}, as --output asks: {error}"
@@ -285,6 +285,15 @@ def present() -> list[str]:
     count = torch.cuda.device_count()
     capabilities = {torch.cuda.get_device_capability(index) for index in range(count)}
     return sorted({ARCHITECTURES[each] for each in capabilities if each in ARCHITECTURES})
+
+
+def _libraries_of(path: Path) -> tuple[Path, Path]:
+    """Return the library of kernels of the extension at ``path``, and the extension."""
+    return path.with_name(KERNELS), path
+
+
+def _is_built(path: Path) -> bool:
+    return all(library.is_file() for library in _libraries_of(path))
 
 
 def _files(root: Path) -> list[Path]:

@@ -70,6 +70,13 @@ def test_another_python_shares_the_kernels(compiler: Path, monkeypatch: pytest.M
     assert str(path.with_name(build.KERNELS)) in log[-1].split()
 
 
+def test_kernels_that_were_deleted_are_built_anew(compiler: Path) -> None:
+    path = build.build(("90a",))
+    path.with_name(build.KERNELS).unlink()
+    assert build.build(("90a",)) == path
+    assert path.with_name(build.KERNELS).is_file()
+
+
 def test_a_source_of_variants_is_compiled_once_for_each(compiler: Path) -> None:
     build.build(("90a",))
     log = (compiler / "log").read_text().splitlines()
