@@ -144,6 +144,7 @@ def _import(path: Path) -> Any:
     except ImportError as error:
         raise UnsupportedError(
             f"cuda: the native library {path} cannot be loaded: {error}. "
-            f"Delete it to have it built anew."
+            f"Delete it to have it built anew. From a file system that is mounted noexec nothing "
+            f"is loaded: name another folder in FP8CORE_CACHE_DIR."
         ) from None
     return module
