@@ -355,6 +355,56 @@ def test_the_metadata_of_a_layer_is_its_delayed_state(te: Any) -> None:
         _ = forward.amax
 
 
+@pytest.fixture
+def scaling(te: Any) -> Any:
+    """The forward's delayed state of a Linear."""
+    layer = te.pytorch.Linear(32, 32)
+    fp8core.prepare(layer, te.common.recipe.DelayedScaling(amax_history_len=4))
+    return layer.fp8_meta["scaling_fwd"]
+
+
+WRITES = {
+    "a part": lambda x: x[:].fill_(4),
+    "data": lambda x: x.data.fill_(4),
+    "a view that is kept": lambda x: x.view(-1).detach().add_(3),
+    "a part of a tuple": lambda x: [part.mul_(4) for part in x.split(1)],
+    "out": lambda x: torch.mul(torch.ones(3), 4, out=x),
+    "init": lambda x: torch.nn.init.constant_(x, 4.0),
+    "a list": lambda x: torch._foreach_mul_([x], 4.0),
+    "inference": lambda x: torch.inference_mode()(x.fill_)(4),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_every_write_to_the_reciprocal_scales_reaches_the_scales(write: Any, scaling: Any) -> None:
+    write(scaling.scale_inv)
+    assert scaling.scale.tolist() == [0.25] * 3
+
+
+def test_reciprocal_scales_are_read_and_written_in_inference_mode(scaling: Any) -> None:
+    with torch.inference_mode():
+        assert scaling.scale_inv.tolist() == [1.0] * 3
+        scaling.scale_inv.fill_(4)
+    assert scaling.scale.tolist() == [0.25] * 3
+
+
+def test_copies_of_a_delayed_state_are_others(scaling: Any) -> None:
+    copies = [copy.deepcopy(scaling), pickle.loads(pickle.dumps(scaling))]
+    inverses = [copy.deepcopy(scaling.scale_inv), pickle.loads(pickle.dumps(scaling.scale_inv))]
+    assert copy.copy(scaling).scale is scaling.scale
+    scaling.scale.fill_(0.25)
+    assert [*copies[0].scale.tolist(), *copies[1].scale_inv.tolist()] == [1.0] * 6
+    assert [x.tolist() for x in inverses] == [[1.0] * 3] * 2
+    assert {type(x) for x in inverses} == {torch.Tensor}
+
+
+def test_a_state_of_another_shape_is_refused(scaling: Any) -> None:
+    for wrong in (torch.ones(3), torch.ones(2, 3)):
+        with pytest.raises(OperandError, match=r"amax_history is \[.*\]; expected \[4, 3\]"):
+            scaling.amax_history = wrong
+    assert not scaling.amax_history.any()
+
+
 def test_the_recipe_in_the_metadata_is_that_of_the_last_run(te: Any) -> None:
     layer, current = te.pytorch.Linear(32, 32), te.common.recipe.Float8CurrentScaling()
     assert layer.fp8_meta["recipe"] == fp8core.get_default_recipe()

@@ -34,7 +34,7 @@ from fp8core.modules.state.loading import EXTRA_STATE, Imported
 from fp8core.recipe import get_default_recipe
 from fp8core.recipe.plan import LinearPlan
 from fp8core.tensors.delayed_state import BUFFERS
-from fp8core.torch_ops.private import within_no_subclass
+from fp8core.torch_ops.private import pytree, within_no_subclass
 
 # Options of how several ranks exchange tensors: without effect on one rank, whatever their value.
 _OVERLAP = (
@@ -163,8 +163,9 @@ class ScalingMeta:
     """The delayed state of one direction of a layer, under the names that Transformer Engine has.
 
     ``scale [slots]`` and ``amax_history [length, slots]`` are the layer's buffers themselves, which
-    may be written; ``scale_inv [slots]`` is computed, and assigned as a whole. All are float32,
-    their slots those of :class:`FP8FwdTensors` and :class:`FP8BwdTensors`.
+    may be written; ``scale_inv [slots]`` is computed, and a write to it writes the scale. All are
+    float32, their slots those of :class:`FP8FwdTensors` and :class:`FP8BwdTensors`. A tensor of
+    another shape is an OperandError.
     """
 
     __slots__ = ("_layer", "_way")
@@ -183,31 +184,63 @@ class ScalingMeta:
         return _Inverse.of(tensor) if name == "scale_inv" else tensor
 
     def __setattr__(self, name: str, value: torch.Tensor) -> None:
-        getattr(self, name).copy_(value)
+        tensor = getattr(self, name)
+        if isinstance(value, torch.Tensor) and value.shape != tensor.shape:
+            raise OperandError(
+                f"fp8_meta: {name} is {list(value.shape)}; expected {list(tensor.shape)}, as the "
+                f"layer and the recipe's amax_history_len have it."
+            )
+        tensor.copy_(value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ScalingMeta, (self._layer, self._way)
 
 
 class _Inverse(torch.Tensor):
-    """The reciprocals of a ``scale``; what writes to them writes their reciprocals to it."""
+    """The reciprocals of a ``scale``, or a view of them; a write to either writes the reciprocals
+    of the ``whole`` to it."""
 
     scale: torch.Tensor
+    whole: torch.Tensor
 
-    @staticmethod
-    def of(scale: torch.Tensor) -> _Inverse:
-        inverse = scale.reciprocal().as_subclass(_Inverse)
-        inverse.scale = scale
+    @classmethod
+    def of(cls, scale: torch.Tensor) -> _Inverse:
+        with torch.inference_mode(False):  # whose tensors do not count writes
+            whole = scale.reciprocal()
+            return cls._viewing(whole, whole, scale)
+
+    @classmethod
+    def _viewing(cls, view: torch.Tensor, whole: torch.Tensor, scale: torch.Tensor) -> _Inverse:
+        inverse = view.as_subclass(cls)
+        inverse.whole, inverse.scale = whole, scale
         return inverse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        def linked(x: torch.Tensor) -> torch.Tensor:
+            """Return a view of an argument as one whose writes reach the scale."""
+            at = x.untyped_storage().data_ptr()
+            for inverse, _ in before:
+                if not isinstance(x, cls) and inverse.untyped_storage().data_ptr() == at:
+                    return cls._viewing(x, inverse.whole, inverse.scale)
+            return x
+
         with within_no_subclass():
-            before = [(x, x._version) for x in args if isinstance(x, _Inverse)]
+            tensors = pytree.tree_leaves((args, kwargs))
+            before = [(x, x._version) for x in tensors if isinstance(x, _Inverse)]
             result = func(*args, **(kwargs or {}))
             for inverse, version in before:
                 if inverse._version != version:
-                    inverse.scale.copy_(inverse.reciprocal())
-            return result
+                    inverse.scale.copy_(inverse.whole.reciprocal())
+            return pytree.tree_map_only(torch.Tensor, linked, result)
 
 
 class _ParallelOption:
