@@ -25,6 +25,7 @@ from fp8core.conversion.layers import (
     adopt,
     delimit,
     release,
+    thaw,
     undelimit,
 )
 from fp8core.conversion.survey import Filter, Survey, survey
@@ -335,7 +336,6 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     blocks = [module for module in modules if isinstance(module, ConvertedBlock)]
     for layer in (*layers, *experts, *blocks):
         _refuse_changed(layer)
-    conversions = [vars(root)[ROOT] for root in roots]
     for block in blocks:
         release_block(block)
     for root in roots:
@@ -349,8 +349,8 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
         undelimit(layer)
         if RECORD in vars(layer):  # the layers inside of experts are gone with their record
             release(layer)
-    for conversion in conversions:
-        conversion.thaw()
+    for module in modules:
+        thaw(module)
     for layer in layers_in(model).values():
         layer.has_static_scales = False
     return model

@@ -24,8 +24,8 @@ from fp8core.conversion.layers import (
     ROOT,
     Conversion,
     ConvertedConv1D,
-    FormerWeight,
     Record,
+    freeze,
     with_attributes_of,
 )
 from fp8core.conversion.survey import Filter, unwanted
@@ -133,23 +133,21 @@ def quantize_(
         if report is not None:
             unconvert(root)
         raise
-    sizes, text = _store(name, root, sites, conversion), text_of(_recipe_of(conversion))
+    sizes, text = _store(name, root, sites), text_of(_recipe_of(conversion))
     return QuantizationReport(text, tuple(site.label for site in sites), high, sizes, report)
 
 
-def _store(
-    name: str, root: torch.nn.Module, sites: Sequence[_Site], conversion: Conversion
-) -> tuple[int, int]:
+def _store(name: str, root: torch.nn.Module, sites: Sequence[_Site]) -> tuple[int, int]:
     """Store the weights one after the other, and freeze the model; return the bytes of all
     parameters before and after."""
     before = _bytes_of(root)
     with unanswering(name, [root, *(site.module for site in sites)]):
         for site in sites:
-            conversion.stored = (*conversion.stored, *site.store())
-        frozen = [parameter for parameter in root.parameters() if parameter.requires_grad]
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        conversion.frozen = (*conversion.frozen, *frozen)
+            site.store()
+        for module in root.modules():
+            for path, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    freeze(module, path)
         for layer in layers_in(root).values():
             layer.has_static_scales = True
     return before, _bytes_of(root)
@@ -168,18 +166,17 @@ class _Site(NamedTuple):
     label: str
     plan: TensorPlan
 
-    def store(self) -> Iterator[FormerWeight]:
-        """Store the weight, and yield it unless it was stored before."""
+    def store(self) -> None:
+        """Store the weight; one that was stored before drops its columns."""
         old = self.module._parameters[self.name]
         assert old is not None
         if isinstance(old, QuantizedTensor):
             old.update_usage(columnwise_usage=False)
-            old.requires_grad_(False)
             return
         stored = with_room(QuantizedTensor.of(old.detach(), self.plan))
         new = with_attributes_of(old, torch.nn.Parameter(stored, requires_grad=False))
+        freeze(self.module, self.name, is_stored=True)
         self.module._parameters[self.name] = new
-        yield FormerWeight(self.module, self.name, old.requires_grad)
 
 
 def _refuse_training(name: str, model: torch.nn.Module) -> None:

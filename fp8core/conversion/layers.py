@@ -11,7 +11,7 @@ import inspect
 import math
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
@@ -207,25 +207,49 @@ RECORD = "_fp8core_record"
 """Attribute of a layer that takes part in a conversion; it holds the :class:`Record`."""
 
 
-class FormerWeight(NamedTuple):
-    """A weight that ``quantize_`` stored: its place, and whether it required a gradient before."""
+FROZEN = "_fp8core_frozen"
+"""Attribute of a module whose parameters ``quantize_`` changed; it holds a :class:`FormerState` for
+the name of each."""
 
-    module: torch.nn.Module
-    name: str
+
+class FormerState(NamedTuple):
+    """Whether a parameter required a gradient before ``quantize_``, which has stored its values in
+    low precision if ``is_stored``, and else frozen it alone."""
+
     required_grad: bool
+    is_stored: bool
+
+
+def freeze(module: torch.nn.Module, name: str, *, is_stored: bool = False) -> None:
+    """Freeze the parameter ``name`` of ``module``, and note for :func:`thaw` what it was; to be
+    called before it is replaced by one whose values are stored."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    former = FormerState(parameter.requires_grad, is_stored)
+    vars(module).setdefault(FROZEN, {})[name] = former
+    if not is_stored:
+        parameter.requires_grad_(False)
+
+
+def thaw(module: torch.nn.Module) -> None:
+    """Undo ``quantize_`` in ``module``: stored weights become their values in high precision."""
+    for name, former in vars(module).pop(FROZEN, {}).items():
+        parameter = module._parameters.get(name)
+        if former.is_stored and isinstance(parameter, QuantizedTensor):
+            value = torch.nn.Parameter(parameter.detach().dequantize())
+            module._parameters[name] = parameter = with_attributes_of(parameter, value)
+        if parameter is not None:
+            parameter.requires_grad_(former.required_grad)
 
 
 class Conversion:
     """A call of convert(): the recipe of its layers outside any autocast. Compared by identity.
 
-    All layers of the call share it; a deep copy of the model has its own. ``stored`` are the
-    weights that ``quantize_`` stored since, ``frozen`` the other parameters that it froze.
+    All layers of the call share it; a deep copy of the model has its own.
     """
 
     # Whether a call of a layer outside of a step is one.
     delimits = False
-    stored: Sequence[FormerWeight] = ()  # of models that were pickled without them
-    frozen: Sequence[torch.nn.Parameter] = ()
     # Whether cosines and sines that decoder layers get are those of angles, and the last angles.
     rotates = False
     angles: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
@@ -240,17 +264,6 @@ class Conversion:
     def recipe(self) -> Recipe | None:
         """The recipe of the layers outside any autocast, None for high precision."""
         return None if self.outside_autocast is None else self.outside_autocast.quantize
-
-    def thaw(self) -> None:
-        """Undo ``quantize_``: stored weights become their values in high precision."""
-        for module, name, required_grad in self.stored:
-            weight: torch.Tensor | None = module._parameters[name]
-            if isinstance(weight, QuantizedTensor):
-                value = torch.nn.Parameter(weight.detach().dequantize(), required_grad)
-                module._parameters[name] = with_attributes_of(weight, value)
-        for parameter in self.frozen:
-            parameter.requires_grad_()
-        self.stored = self.frozen = ()
 
 
 def with_attributes_of(old: torch.Tensor, new: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -340,6 +340,28 @@ def test_copies_are_stored_and_undone_by_themselves(copied: Callable[[Any], Any]
     assert isinstance(model[0].weight, QuantizedTensor)
 
 
+def test_a_copy_of_a_layer_takes_no_other_layer_with_it() -> None:
+    model = sequential()
+    fp8core.quantize_(model, "block")
+    twin = copy.deepcopy(model[0])
+    assert len(pickle.dumps(twin)) < 1.5 * model[0].weight.numel()
+    fp8core.unconvert(twin)
+    assert torch.equal(twin.weight, model[0].weight.dequantize())
+    assert twin.weight.requires_grad
+    assert twin.bias.requires_grad
+
+
+def test_a_part_is_undone_by_itself() -> None:
+    model, x = sequential(), torch.randn(4, 128, dtype=torch.bfloat16)
+    fp8core.quantize_(model, "block")
+    fp8core.unconvert(model[0])
+    assert type(model[0].weight) is nn.Parameter
+    assert isinstance(model[2].weight, QuantizedTensor)
+    fp8core.unconvert(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model(x).requires_grad
+
+
 def test_its_state_dict_loads_into_another_one(tmp_path: Path) -> None:
     model, another = sequential(), sequential()
     with torch.no_grad():
@@ -365,6 +387,7 @@ def test_weights_of_quantized_model_init_drop_their_columns() -> None:
     assert torch.equal(model(x), expected)
     fp8core.unconvert(model)
     assert len(stored_in(model)) == 4
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_heads_and_what_is_skipped_of_own_layers_stay() -> None:
