@@ -74,7 +74,8 @@ class CachedAttention(GraphAttention):
         if is_single and is_ragged:
             assert cu_seqlens_q is not None
             sequences = len(cu_seqlens_q) - 1
-            is_single = sequences > 0 and len(k) == sequences * keywords["max_seqlen_kv"]
+            capacity = keywords.get("max_seqlen_kv") or 0  # None is refused where lengths are read
+            is_single = sequences > 0 and len(k) == sequences * capacity
         if not is_single:
             return super().__call__(
                 *(q, k, v),

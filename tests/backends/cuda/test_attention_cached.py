@@ -17,6 +17,7 @@ from fp8core_backends.cuda import attention_cached
 from fp8core_backends.cuda.attention import bind_attention
 from fp8core_backends.cuda.attention_cached import CachedAttention
 from fp8core_backends.cuda.attention_forward import GraphAttention
+from fp8core_backends.cuda.attention_lengths import Keywords, sequences_of
 from fp8core_backends.cuda.attention_support import KernelNames
 from tests.backends.cuda.cuda_cases import DEVICE, backend
 
@@ -189,6 +190,21 @@ def test_lengths_of_another_form_are_refused(bound: Callable[..., Any]) -> None:
     wrong = {"cu_seqlens_kv": keywords["cu_seqlens_kv"].long()}
     with pytest.raises(OperandError, match=r"expected torch\.int32 \[3\]"):
         bound(desc)(*operands, **keywords | wrong)
+
+
+def test_a_cache_whose_capacity_is_missing_goes_to_what_refuses_it(
+    bound: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_lengths(run: CachedAttention, q: Any, k: Any, v: Any, **words: Any) -> None:
+        lengths = [words.get(name) for name in Keywords._fields]
+        sequences_of(run.desc, q, k, Keywords(*lengths))
+
+    monkeypatch.setattr(GraphAttention, "__call__", read_lengths)
+    desc = descriptor("thd")
+    operands, keywords = call(desc, CPU, (5, 7), 8)
+    del keywords["max_seqlen_kv"]
+    with pytest.raises(OperandError, match="max_seqlen_kv are missing"):
+        bound(desc)(*operands, **keywords)
 
 
 @pytest.mark.parametrize(
