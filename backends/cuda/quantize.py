@@ -52,8 +52,9 @@ _SUMMED_DTYPES = (torch.bfloat16, torch.float16)
 _SUMMED_MODES = ("tensor", "row", "vec128")
 """What there are kernels with column sums for: dtypes of the tensor, and what a scale covers."""
 
-_STEPS_OF_ZEROS = (16, 32, 64, 128)
-"""The numbers of rows that casts with scales of bytes pad to: a tile has 128."""
+_STEPS_OF_ZEROS = (16, 32)
+"""The numbers of rows that casts with scales of bytes pad to: the kernel of MXFP8 writes the scales
+of blocks of 32 rows of which the tensor has one."""
 
 Results: TypeAlias = "tuple[Quantized, tuple[int, ...], torch.Tensor | None]"
 """The result of a cast, the arguments of its native call that follow those of the tensor (the

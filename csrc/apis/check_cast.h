@@ -67,13 +67,13 @@ inline void check(const ByteScaled& out, std::int64_t rows, int block_rows) {
                 " bytes; expected a multiple of 16 from ", least, " on, at such an address");
 }
 
-// Zeros end with the last tile of x.
+// Zeros end with the last block of MXFP8 that has rows of x: of others no scales are written.
 template <typename Arguments>
 void check_column_rows(const Arguments& arguments) {
   const std::int64_t rows = arguments.x.rows, column_rows = rows_of_columns(arguments);
-  FP8CORE_CHECK(column_rows >= rows && column_rows <= (rows + kTile - 1) / kTile * kTile, "x has ",
-                rows, " rows, its columnwise operand ", column_rows,
-                "; expected as many, or up to the next multiple of ", kTile);
+  FP8CORE_CHECK(column_rows >= rows && column_rows <= (rows + kMxBlock - 1) / kMxBlock * kMxBlock,
+                "x has ", rows, " rows, its columnwise operand ", column_rows,
+                "; expected as many, or up to the next multiple of ", kMxBlock);
 }
 
 inline void check_results(const Mxfp8Desc& desc, const Mxfp8Arguments& arguments) {

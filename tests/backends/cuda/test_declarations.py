@@ -193,6 +193,10 @@ REFUSED: dict[str, tuple[OpDesc, str]] = {
         "no kernels for format hif8",
     ),
     "float64 cast": (QuantizeDesc(torch.float64, TENSOR, None), "from torch.float64"),
+    "zeros in blocks that have no row": (
+        QuantizeDesc(torch.bfloat16, MX, MX, padded=64),
+        "no zeros up to a multiple of 64 rows",
+    ),
     "nothing": (QuantizeDesc(torch.bfloat16, None, None), "neither orientation"),
     "algorithm": (ScaleUpdateDesc("median"), "no algorithm 'median'"),
     "amax": (
