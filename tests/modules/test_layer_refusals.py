@@ -318,10 +318,13 @@ def test_a_device_that_torch_has_not_is_refused_with_the_reason(device: str, rea
     if device != "cpuu" and hasattr(torch, device) and getattr(torch, device).is_available():
         pytest.skip(f"has a device of type {device}")
     said = f"^device='{device}' cannot be used here; devices of usable backends: .*cpu"
-    program = (
-        "import fp8core\n"
-        f"try: fp8core.Linear(8, 8, device={device!r})\n"
-        "except fp8core.UnsupportedError as error: print(error)"
-    )
-    done = forked.run([sys.executable, "-c", program])
-    assert re.search(f"{said}.*\n{reason}", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    ways = [f"fp8core.Linear(8, 8, device={device!r})"]
+    if device == "cuda":  # torch refuses others as the default
+        ways.append(f"torch.set_default_device({device!r}); fp8core.Linear(8, 8)")
+    for way in ways:
+        program = (
+            f"import fp8core, torch\ntry: {way}\n"
+            f"except fp8core.UnsupportedError as error: print(error)"
+        )
+        done = forked.run([sys.executable, "-c", program])
+        assert re.search(f"{said}.*\n{reason}", done.stdout, re.MULTILINE), (way, done.stderr)

@@ -68,8 +68,8 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     """
     if device is None:
         # torch.get_default_device() answers cpu also where nobody has set one.
-        is_set = any(isinstance(mode, DeviceContext) for mode in function_modes())
-        device = None if is_set else select.default_device(policy.current())
+        modes = [mode for mode in function_modes() if isinstance(mode, DeviceContext)]
+        device = modes[-1].device if modes else select.default_device(policy.current())
     try:
         return torch.empty(0, device=device).device
     except torch.OutOfMemoryError:
