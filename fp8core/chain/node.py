@@ -288,9 +288,9 @@ def _saved(ctx: Any) -> SavedList:
     if written is not None:
         raise OperandError(
             f"{written.owner}: what backward needs was written in place since forward, a weight or "
-            f"input that is stored quantized, or that this recipe takes in high precision or "
-            f"quantizes again (requantize_weights) on the way back. Step the optimizer after "
-            f"backward, or write to a clone."
+            f"input that is stored quantized, or that this recipe takes in high precision or, "
+            f'unless it has holding="fastest", quantizes again on the way back. Step the optimizer '
+            f"after backward, or write to a clone."
         )
     if saved is None:
         raise UnsupportedError(
