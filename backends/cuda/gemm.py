@@ -4,8 +4,8 @@ algorithm was timed on the device."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -32,11 +32,8 @@ from fp8core_backends.cuda.stream import index_of, raw_stream
 from fp8core_backends.cuda.transposition import RowsAdjacent
 
 _MAX_PLANS = 4096  # of one descriptor
-_FEW_ROWS = 64  # of products that read the weight once
-_Key: TypeAlias = "tuple[int, int, int, int, int, int, bool, int]"
-"""m, n, k, bytes between rows of a and of b, elements between those of d, whether there is no bias,
-and the addresses' alignment in bytes."""
-
+FEW_ROWS = 64
+"""Rows up to which there are kernels that read the weight once."""
 
 _SCALES: dict[str, Callable[[int, int], tuple[int, int]]] = {
     "tensor": lambda rows, blocks: (1, 1),
@@ -49,6 +46,20 @@ _SCALES: dict[str, Callable[[int, int], tuple[int, int]]] = {
 
 _UNSTRIDED = frozenset({"none", "tensor"}) | TILED
 """Modes whose scales are read without strides."""
+
+
+class _Problem(NamedTuple):
+    """What a plan is made for: sizes, pitches from one row to the next, of codes in bytes and of
+    other tensors in elements, whether there is no bias, and the addresses' alignment in bytes."""
+
+    m: int
+    n: int
+    k: int
+    a_pitch: int
+    b_pitch: int
+    d_pitch: int
+    is_unbiased: bool
+    alignment: int
 
 
 class _Plan(NamedTuple):
@@ -106,7 +117,8 @@ class LowPrecisionGemm:
         assert modes[0] is not None
         assert modes[1] is not None
         self._modes: tuple[str, str] = (modes[0], modes[1])
-        self._plans: dict[_Key, _Plan | None] = {}  # None: the bias is added after the product
+        # By the fields of a _Problem; None: the bias is added after the product.
+        self._plans: dict[tuple[int, ...], _Plan | None] = {}
         self._rows_adjacent = RowsAdjacent(device, native)
         self._wide: LowPrecisionGemm | None = None
         self._row_step = row_step(modes[0])
@@ -201,8 +213,9 @@ class LowPrecisionGemm:
         bits = addresses[0] | addresses[2] | addresses[4] | addresses[5]  # all but the scales'
         alignment = ALIGNMENT if bits % ALIGNMENT_OF_ALLOCATIONS else ALIGNMENT_OF_ALLOCATIONS
         assert d_pitch is not None
-        key = (m, n, k, a_pitch, b_pitch, d_pitch, bias is None, alignment)
-        plan = self._plans[key] if key in self._plans else self._plan(key, addresses, d)
+        problem = _Problem(m, n, k, a_pitch, b_pitch, d_pitch, bias is None, alignment)
+        plans = self._plans
+        plan = plans[problem] if problem in plans else self._plan(problem, addresses, d)
         if plan is None:
             assert bias is not None
             return self._add_bias_after(a, b, bias, out)
@@ -245,7 +258,7 @@ class LowPrecisionGemm:
     def planned_rows(self, rows: int) -> int:
         """Return how many rows are multiplied of a group of ``rows``, so that not every size has a
         plan: up to ``ALIGNMENT`` more, but few of a group that has few."""
-        return round_up(rows, self._row_step if rows <= _FEW_ROWS else ALIGNMENT)
+        return round_up(rows, self._row_step if rows <= FEW_ROWS else ALIGNMENT)
 
     def with_rows_behind(
         self, a: Operand, b: Operand, out: torch.Tensor, bias: torch.Tensor | None
@@ -297,13 +310,14 @@ class LowPrecisionGemm:
             )
         return store(self._wide(a, b), self._desc, bias, out)
 
-    def _plan(self, key: _Key, addresses: autotune.Addresses, d: torch.Tensor) -> _Plan | None:
+    def _plan(
+        self, problem: _Problem, addresses: autotune.Addresses, d: torch.Tensor
+    ) -> _Plan | None:
         """Return the plan of a problem, None for one that cuBLASLt has without the bias alone."""
-        is_unbiased = key[6]
         try:
-            plan = self._timed_plan(key, addresses, d)
+            plan = self._timed_plan(problem, addresses, d)
         except UnsupportedError as error:
-            if is_unbiased:
+            if problem.is_unbiased:
                 raise
             if self._whole_rows:
                 autotune.warn_of_parts(str(self._desc), error)
@@ -311,21 +325,22 @@ class LowPrecisionGemm:
         if not torch.cuda.is_current_stream_capturing():  # a capture could not time: ask again
             if len(self._plans) >= _MAX_PLANS:  # ragged sizes without end
                 self._plans.pop(next(iter(self._plans)), None)
-            self._plans[key] = plan
+            self._plans[problem] = plan
         return plan
 
-    def _timed_plan(self, key: _Key, addresses: autotune.Addresses, d: torch.Tensor) -> _Plan:
-        m, n, k, *pitches, is_unbiased, alignment = key
+    def _timed_plan(
+        self, problem: _Problem, addresses: autotune.Addresses, d: torch.Tensor
+    ) -> _Plan:
+        m, n, k = problem[:3]
         desc = self._desc
-        gemm = self._native_gemm((m, n, k), pitches, is_unbiased, alignment)
+        gemm = self._native_gemm(problem)
         if self._whole_rows and autotune.takes_the_first():
             # The bits of the whole product's rows.
-            sizes = self._whole_rows, n, k
-            whole = self._native_gemm(sizes, pitches, is_unbiased, alignment)
+            whole = self._native_gemm(problem._replace(m=self._whole_rows))
             candidate = autotune.same_algorithm(gemm, whole, str(desc))
         else:
-            sizes = autotune.bucket(m), n, autotune.bucket(k)
-            name = str(self._describe(sizes, (*sizes[2:] * 2, n), is_unbiased, alignment))
+            like = problem._replace(m=autotune.bucket(m), k=autotune.bucket(k), d_pitch=n)
+            name = str(self._describe(like._replace(a_pitch=like.k, b_pitch=like.k)))
             # Timing runs many times, so it must not run on the caller's sum.
             accumulated = d if desc.accumulate else None
             candidate = autotune.choose(gemm, name, addresses, d.device, accumulated)
@@ -335,57 +350,43 @@ class LowPrecisionGemm:
         ]
         return _Plan(gemm.run, candidate, gemm.workspace_bytes(candidate), *strides)
 
-    def _native_gemm(
-        self,
-        sizes: tuple[int, int, int],
-        pitches: Sequence[int],
-        is_unbiased: bool,
-        alignment: int,
-    ) -> Any:
-        problem = self._describe(sizes, pitches, is_unbiased, alignment)
+    def _native_gemm(self, problem: _Problem) -> Any:
+        described = self._describe(problem)
         try:
             return self._native.Gemm(
-                problem, self._index, autotune.MAX_WORKSPACE, autotune.NUM_CANDIDATES
+                described, self._index, autotune.MAX_WORKSPACE, autotune.NUM_CANDIDATES
             )
         except ValueError as error:
-            m, n, k = sizes
+            m, n, k = problem[:3]
             raise UnsupportedError(f"{self._desc} with m={m}, n={n}, k={k}: {error}") from None
 
-    def _describe(
-        self,
-        sizes: tuple[int, int, int],
-        pitches: Sequence[int],
-        is_unbiased: bool,
-        alignment: int,
-    ) -> Any:
-        """Return the native descriptor of a product of these m, n and k; ``pitches`` are bytes
-        between rows of the operands, and elements between those of the result."""
+    def _describe(self, problem: _Problem) -> Any:
+        """Return the native descriptor of a product."""
         native, desc = self._native, self._desc
         types, modes = native.ElementType.__members__, native.ScaleMode.__members__
-        m, n, k = sizes
         per_byte = 2 if self._a_type == "e2m1" else 1
         assert desc.b is not None
-        elements = self._a_type, desc.b.format
+        elements, pitches = (self._a_type, desc.b.format), (problem.a_pitch, problem.b_pitch)
         operands = [
             native.OperandDesc(types[element], modes[mode], True, per_byte * pitch)
-            for element, mode, pitch in zip(elements, self._modes, pitches[:2], strict=True)
+            for element, mode, pitch in zip(elements, self._modes, pitches, strict=True)
         ]
         out = types[DTYPES[desc.out_dtype]]
         bias = types["bfloat16"] if desc.out_dtype == torch.float32 else out
         # Block-scaled kernels add up every 128 elements in float32: there is nothing faster.
         is_fast = desc.fast_accumulation and not (BLOCKS | TILED).intersection(self._modes)
         return native.GemmDesc(
-            m,
-            n,
-            per_byte * k,
+            problem.m,
+            problem.n,
+            per_byte * problem.k,
             *operands,
             out,
-            not is_unbiased,
+            not problem.is_unbiased,
             bias,
             desc.accumulate,
             is_fast,
-            alignment,
-            pitches[2],
+            problem.alignment,
+            problem.d_pitch,
         )
 
 

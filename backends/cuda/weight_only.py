@@ -16,12 +16,9 @@ from fp8core.backend_api import (
     OperandSpec,
 )
 from fp8core_backends.cuda.dequantize import Dequantize
-from fp8core_backends.cuda.gemm import LowPrecisionGemm, high_precision_gemm
+from fp8core_backends.cuda.gemm import FEW_ROWS, LowPrecisionGemm, high_precision_gemm
 from fp8core_backends.cuda.layout import DTYPES, spec_problem
 from fp8core_backends.cuda.operations import first_problem
-
-_FEW = 64
-"""Rows up to which the kernel is at the speed of memory."""
 
 
 def weight_only_problem(desc: GemmDesc, spec: OperandSpec) -> str | None:
@@ -55,7 +52,7 @@ class WeightOnlyGemm:
         self._decode = {
             dtype: Dequantize(DequantizeDesc(desc.b, dtype), device, native) for dtype in DTYPES
         }
-        self.kernel = f"up to {_FEW} rows fp8core::multiply_few_rows, decoded of more"
+        self.kernel = f"up to {FEW_ROWS} rows fp8core::multiply_few_rows, decoded of more"
 
     def __call__(
         self,
@@ -67,7 +64,7 @@ class WeightOnlyGemm:
     ) -> torch.Tensor:
         """Multiply; see the backend API."""
         dtype = a.data.dtype
-        few = self._of_few_rows.get(dtype) if a.data.shape[0] <= _FEW else None
+        few = self._of_few_rows.get(dtype) if a.data.shape[0] <= FEW_ROWS else None
         if few is not None:
             return few(a, b, bias=bias, out=out)
         decoded = Operand(self._decode[dtype](b))

@@ -35,7 +35,7 @@ from fp8core.conformance.catalogue import catalogue
 from fp8core.recipe.plan import LayerRole
 from fp8core_backends.cuda import native
 from fp8core_backends.cuda.backend import CudaBackend
-from fp8core_backends.cuda.gemm import LowPrecisionGemm
+from fp8core_backends.cuda.gemm import LowPrecisionGemm, _Problem
 from fp8core_backends.cuda.layout import DTYPES, scale_strides, scales
 from tests.backends.cuda.cuda_cases import KERNELS
 
@@ -143,7 +143,8 @@ _Named.OperandDesc = _Named.GemmDesc = _Named.Transpose = _Named
 @pytest.mark.parametrize(("spec", "k"), [(MX, 64), (FP4, 128)], ids=["mxfp8", "nvfp4"])
 def test_a_product_of_64_bytes_a_row_counts_elements(spec: OperandSpec, k: int) -> None:
     product = LowPrecisionGemm(gemm(spec, spec), CUDA, _Named)
-    m, n, own_k, a, b, *_ = product._describe((16, 32, 64), (64, 64, 32), True, 256).fields
+    problem = _Problem(16, 32, 64, 64, 64, 32, is_unbiased=True, alignment=256)
+    m, n, own_k, a, b, *_ = product._describe(problem).fields
     assert (m, n, own_k) == (16, 32, k)
     assert a.fields == b.fields == (spec.format, "mx32" if k == 64 else "nv16", True, k)
 
