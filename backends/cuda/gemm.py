@@ -49,8 +49,8 @@ _UNSTRIDED = frozenset({"none", "tensor"}) | TILED
 
 
 class _Problem(NamedTuple):
-    """What a plan is made for: sizes, pitches from one row to the next, of codes in bytes and of
-    other tensors in elements, whether there is no bias, and the addresses' alignment in bytes."""
+    """The key of a plan: sizes, pitches from one row to the next, of codes in bytes and of other
+    tensors in elements, whether there is no bias, and the addresses' alignment in bytes."""
 
     m: int
     n: int
