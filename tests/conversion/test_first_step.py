@@ -61,6 +61,15 @@ def test_it_is_said_once_with_layers_flops_recipe_and_backend(
     assert not own._forward_hooks
 
 
+def test_forwards_of_several_threads_say_it_once(lines: pytest.LogCaptureFixture) -> None:
+    own = model()
+    fp8core.convert(own, "mxfp8")
+    (hook,) = own._forward_hooks.values()  # which torch has read before another thread calls it
+    own(torch.randn(32, 32))
+    hook(own, (), None)
+    assert len(first_steps(lines)) == 1
+
+
 def test_it_tells_what_ran_not_what_was_planned(lines: pytest.LogCaptureFixture) -> None:
     own = model()
     fp8core.convert(own, "mxfp8")

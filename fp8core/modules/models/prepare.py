@@ -43,11 +43,11 @@ def announce(model: torch.nn.Module, *, warns: bool) -> None:
     model.register_forward_hook(_Hook(logging.WARNING if warns else logging.INFO))
 
 
-def silence(model: torch.nn.Module) -> None:
-    """Undo :func:`announce`."""
+def silence(model: torch.nn.Module) -> bool:
+    """Undo :func:`announce`; return whether its hook was there, True to one thread of several."""
     hooks = forward_hooks(model)
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
-        del hooks[key]
+    keys = [key for key, hook in list(hooks.items()) if isinstance(hook, _Hook)]
+    return any([hooks.pop(key, None) for key in keys])
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class _Hook:
         has_recipe = _has_recipe(_bounds(model.modules()))
         if self.level_if_idle is None and (is_switched_off() or not has_recipe):
             return
-        silence(model)
+        if not silence(model):  # another thread's forward logs
+            return
         line, is_unexpected = _summarize(model)
         if is_unexpected and self.level_if_idle == logging.WARNING:
             logger.warning("%s", line)
