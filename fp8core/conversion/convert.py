@@ -28,8 +28,8 @@ from fp8core.conversion.layers import (
     thaw,
     undelimit,
 )
-from fp8core.conversion.survey import Filter, Survey, survey
-from fp8core.errors import OperandError, RecipeError
+from fp8core.conversion.survey import Filter, Survey, skip_patterns, survey
+from fp8core.errors import OperandError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.models.inventory import (
     ModuleNode,
@@ -267,11 +267,7 @@ def convert(
     """
     check_model("convert", model)
     chosen = recipe_from(recipe, "convert(recipe=...)")
-    if filter is not None and not callable(filter) and not isinstance(filter, str | Sequence):
-        raise RecipeError(f"convert(filter={filter!r}): expected a function or patterns of names.")
-    if not isinstance(skip, str | Sequence):
-        raise RecipeError(f"convert(skip={skip!r}): expected patterns of names.")
-    patterns = [skip] if isinstance(skip, str) else skip
+    patterns = skip_patterns(filter, skip)
     surveyed = survey(model, filter, patterns, rms_norms=fuse if rms_norms is None else rms_norms)
     refuse_watched(f"convert({type(model).__name__})", {p.module: p.path for p in surveyed.native})
     plans = _plans(surveyed, chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,17 +18,19 @@ from fp8core.conversion.convert import (
     text_of,
     unconvert,
 )
+from fp8core.conversion.decoder import ConvertedBlock
 from fp8core.conversion.experts import ExpertsLinear
 from fp8core.conversion.layers import (
     RECORD,
     ROOT,
     Conversion,
     ConvertedConv1D,
+    ConvertedSimilarNorm,
     Record,
     freeze,
     with_attributes_of,
 )
-from fp8core.conversion.survey import Filter, unwanted
+from fp8core.conversion.survey import Filter, check_patterns, left_out, skip_patterns, unwanted
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
@@ -108,7 +110,8 @@ def quantize_(
         recipe: a Recipe or a recipe's name; ``recipe.WeightOnly("rowwise")`` leaves activations in
             high precision. None takes that of a converted model, else
             :func:`fp8core.get_default_recipe`.
-        filter, skip, rms_norms, fuse: as in :func:`fp8core.convert`.
+        filter, skip, rms_norms, fuse: as in :func:`fp8core.convert`; of a converted model the first
+            two choose the weights to store, and the others cannot undo what is converted.
 
     Raises:
         OperandError: ``model`` is no module, is in training mode, has gradients, meta tensors or
@@ -123,12 +126,19 @@ def quantize_(
     _refuse_training(name, model)
     root, report = getattr(model, COMPILED_MODULE, model), None
     conversion = _conversion_of(name, root, chosen := recipe_from(recipe, f"{name}, recipe"))
+    patterns = skip_patterns(filter, skip)
+    leave_out = unwanted(root, filter, patterns, _KINDS)
+    leave_out_converted = left_out(None, ())  # convert() takes the arguments
     if conversion is None:
         options: Any = {"filter": filter, "skip": skip, "rms_norms": rms_norms, "fuse": fuse}
         report = convert(model, chosen or get_default_recipe(), **options)
         conversion = vars(root)[ROOT]
+    else:
+        _refuse_other_options(name, root, rms_norms=rms_norms, fuse=fuse)
+        check_patterns(filter, patterns, [path for path, _ in root.named_modules()], {})
+        leave_out_converted = left_out(filter, patterns)
     try:
-        sites, high = _plan(name, root, conversion, filter, skip)
+        sites, high = _plan(name, root, conversion, leave_out, leave_out_converted)
     except BaseException:
         if report is not None:
             unconvert(root)
@@ -239,17 +249,33 @@ def _conversion_of(name: str, root: torch.nn.Module, recipe: Recipe | None) -> C
     return conversion
 
 
+def _refuse_other_options(
+    name: str, root: torch.nn.Module, *, rms_norms: bool | None, fuse: bool
+) -> None:
+    """Refuse options that the model was not converted with."""
+    for option, value, kind in (
+        ("rms_norms", rms_norms, ConvertedSimilarNorm),
+        ("fuse", fuse, ConvertedBlock),
+    ):
+        found = [path for path, module in root.named_modules() if isinstance(module, kind)]
+        if value is False and found:
+            raise RecipeError(
+                f"{name}, {option}=False: the model is converted, {some(found)} with "
+                f"{option}=True. Leave out the option, or call fp8core.unconvert(model) first."
+            )
+
+
 def _plan(
     name: str,
     root: torch.nn.Module,
     conversion: Conversion,
-    filter: Filter,
-    skip: Sequence[str] | str,
+    leave_out: Callable[[ModuleNode], str],
+    leave_out_converted: Callable[[ModuleNode], str],
 ) -> tuple[list[_Site], dict[str, str]]:
     """Return the weights to store, and the reasons against the others; binds their layers.
 
-    ``filter`` and ``skip`` decide about layers of fp8core here, as about others when these were
-    converted.
+    ``leave_out`` gives the reasons to leave out layers of fp8core, ``leave_out_converted`` those of
+    others.
 
     Raises:
         OperandError: nothing would be stored.
@@ -257,7 +283,6 @@ def _plan(
     """
     recipe = _recipe_of(conversion)
     uses = uses_of_parameters(root)
-    leaves_out = unwanted(root, filter, [skip] if isinstance(skip, str) else skip, _KINDS)
     sites: list[_Site] = []
     high: dict[str, str] = {}
     planned: dict[LowPrecisionModule, torch.nn.Parameter] = {}
@@ -266,8 +291,9 @@ def _plan(
         assert parameter is not None
         plan = plan_of(LinearPlan, recipe, LayerRole(layer.kind, layer.name), parameter.dtype)
         stored = TensorPlan(storage_plan(plan.weight).rowwise, None)
-        is_chosen = layer is not module or _is_converted(layer)
-        reason = "" if is_chosen else leaves_out(ModuleNode(label.rpartition(".")[0], layer, None))
+        is_of_torch = layer is not module or _is_converted(layer)
+        reason_of = leave_out_converted if is_of_torch else leave_out
+        reason = reason_of(ModuleNode(label.rpartition(".")[0], module, None))
         reason = reason or _obstacle(layer, parameter, plan, stored)
         if uses[parameter] > 1:
             reason = reason or "several layers have this weight"

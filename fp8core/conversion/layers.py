@@ -234,7 +234,7 @@ def freeze(module: torch.nn.Module, name: str, *, is_stored: bool = False) -> No
 def thaw(module: torch.nn.Module) -> None:
     """Undo ``quantize_`` in ``module``: stored weights become their values in high precision."""
     for name, former in vars(module).pop(FROZEN, {}).items():
-        parameter = module._parameters.get(name)
+        parameter: torch.Tensor | None = module._parameters.get(name)
         if former.is_stored and isinstance(parameter, QuantizedTensor):
             value = torch.nn.Parameter(parameter.detach().dequantize())
             module._parameters[name] = parameter = with_attributes_of(parameter, value)

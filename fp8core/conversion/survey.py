@@ -217,6 +217,19 @@ def _patterns(filter: Filter) -> Sequence[str] | None:
     return None if filter is None or callable(filter) else list(filter)
 
 
+def skip_patterns(filter: Filter, skip: Sequence[str] | str) -> Sequence[str]:
+    """Return ``skip`` as patterns.
+
+    Raises:
+        RecipeError: ``filter`` or ``skip`` is of no kind that names layers.
+    """
+    if filter is not None and not callable(filter) and not isinstance(filter, str | Sequence):
+        raise RecipeError(f"convert(filter={filter!r}): expected a function or patterns of names.")
+    if not isinstance(skip, str | Sequence):
+        raise RecipeError(f"convert(skip={skip!r}): expected patterns of names.")
+    return [skip] if isinstance(skip, str) else skip
+
+
 def check_patterns(
     filter: Filter, skip: Sequence[str], possible: Sequence[str], obstacles: dict[str, str]
 ) -> None:
@@ -248,6 +261,24 @@ def check_patterns(
                 )
 
 
+def left_out(filter: Filter, skip: Sequence[str]) -> Callable[[ModuleNode], str]:
+    """Return a function that gives the reason why ``filter`` or ``skip`` leaves out a layer, or an
+    empty string."""
+    patterns = _patterns(filter)
+
+    def reason_of(node: ModuleNode) -> str:
+        if any(is_match(node.path, pattern) for pattern in skip):
+            return "named in skip"
+        is_in = True
+        if callable(filter):
+            is_in = filter(node.module, node.path)
+        elif patterns is not None:
+            is_in = any(is_match(node.path, pattern) for pattern in patterns)
+        return "" if is_in else "the filter leaves it out"
+
+    return reason_of
+
+
 def unwanted(
     model: torch.nn.Module,
     filter: Filter,
@@ -257,7 +288,7 @@ def unwanted(
     """Return a function that gives the reason to leave out a layer, or an empty string.
 
     ``kinds`` are the classes of layers that are output heads, routers or parts of adapters where
-    their names say so.
+    their names say so, unless there is a ``filter``.
     """
     heads = _heads(model)
     embeddings: dict[object, str] = {
@@ -265,18 +296,14 @@ def unwanted(
         for node in module_nodes(model)
         if isinstance(node.module, torch.nn.Embedding)
     }
-    patterns = _patterns(filter)
     adapted = [node.path for node in module_nodes(model) if _ADAPTED in node.module._modules]
+    arguments_leave_out = left_out(filter, skip)
 
     def reason_of(node: ModuleNode) -> str:
         path, module, _ = node
-        if any(is_match(path, pattern) for pattern in skip):
-            return "named in skip"
-        if callable(filter):
-            return "" if filter(module, path) else "the filter leaves it out"
-        if patterns is not None:
-            is_in = any(is_match(path, pattern) for pattern in patterns)
-            return "" if is_in else "the filter leaves it out"
+        reason = arguments_leave_out(node)
+        if reason or filter is not None:
+            return reason
         if not isinstance(module, kinds) and conv1d_sizes(module) is None:
             return ""
         if _is_of_adapter(path, adapted):

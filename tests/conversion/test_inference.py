@@ -139,6 +139,40 @@ def test_a_converted_model_is_stored_by_its_recipe() -> None:
     assert torch.equal(model(x), expected)
 
 
+def test_arguments_choose_weights_of_a_converted_model_too() -> None:
+    model, other = llama().eval(), llama().eval()
+    for each in (model, other):
+        fp8core.convert(each, "rowwise")
+    report = fp8core.quantize_(model, skip="mlp")
+    assert len(report.stored) == 8
+    assert not any("mlp" in name for name in report.stored)
+    assert set(report.high_precision.values()) == {"named in skip"}
+    report = fp8core.quantize_(other, filter=lambda module, path: path.endswith("q_proj"))
+    assert len(report.stored) == 2
+    assert set(report.high_precision.values()) == {"the filter leaves it out"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"skip": "mpl"}, r"convert\(skip='mpl'\): no layer has that.*Did you mean 'mlp'"),
+        ({"filter": ["attn"]}, r"convert\(filter='attn'\): no layer has that"),
+        ({"filter": 5}, "expected a function or patterns"),
+        ({"skip": 5}, "expected patterns"),
+        ({"fuse": False}, "fuse=False: the model is converted, model.layers.0, "),
+        ({"rms_norms": False}, "rms_norms=False: the model is converted, model.layers.0.input"),
+    ],
+)
+def test_arguments_that_a_converted_model_cannot_follow_are_refused(
+    options: dict[str, Any], said: str
+) -> None:
+    model = llama().eval()
+    fp8core.convert(model, "rowwise")
+    with pytest.raises(RecipeError, match=f"(?s){said}"):
+        fp8core.quantize_(model, **options)
+    assert not stored_in(model)
+
+
 def test_delayed_scales_of_training_are_used_and_stay() -> None:
     model, x = llama(), TOKENS
     fp8core.convert(model, "delayed")
