@@ -13,6 +13,7 @@ from fp8core.backend_api import (
     GemmDesc,
     GroupedGemmDesc,
     Operand,
+    OperandError,
     OperandSpec,
 )
 from fp8core_backends.cuda.dequantize import Dequantize
@@ -67,5 +68,8 @@ class WeightOnlyGemm:
         few = self._of_few_rows.get(dtype) if a.data.shape[0] <= FEW_ROWS else None
         if few is not None:
             return few(a, b, bias=bias, out=out)
+        if dtype not in self._decode:
+            expected = ", ".join(map(str, self._decode))
+            raise OperandError(f"{self._desc}: a is {dtype}; expected one of {expected}.")
         decoded = Operand(self._decode[dtype](b))
         return high_precision_gemm(self._plain, a, decoded, bias=bias, out=out)

@@ -123,3 +123,11 @@ def test_a_scale_beside_high_precision_is_refused() -> None:
     run = WeightOnlyGemm(GemmDesc(None, SPEC, torch.bfloat16), torch.device("cuda", 0), Native())
     with pytest.raises(OperandError, match="expected None"):
         run(Operand(torch.randn(2, K).bfloat16(), torch.ones(2, 1)), weight())
+
+
+@pytest.mark.usefixtures("decoded")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
+def test_activations_of_another_dtype_are_refused_by_name(dtype: torch.dtype) -> None:
+    run = WeightOnlyGemm(GemmDesc(None, SPEC, torch.bfloat16), torch.device("cuda", 0), Native())
+    with pytest.raises(OperandError, match=rf"a is {dtype}; expected one of torch\.bfloat16"):
+        run(Operand(torch.ones(2, K, dtype=dtype)), weight())
