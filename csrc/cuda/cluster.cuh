@@ -1,9 +1,30 @@
 // Clusters of thread blocks, whose shared memories are within reach of each other.
 #pragma once
 
+#include <cuda_runtime.h>
+
+#include <cstddef>
 #include <cstdint>
 
 namespace fp8core {
+
+// The configuration of a launch of `grid` blocks, in clusters of `cluster`.
+struct ClusterLaunch {
+  cudaLaunchAttribute attribute = {};
+  cudaLaunchConfig_t config = {};
+
+  ClusterLaunch(dim3 grid, dim3 cluster, int threads, std::size_t shared, cudaStream_t stream) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {cluster.x, cluster.y, cluster.z};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;  // whose configuration would name this attribute
+};
 
 __device__ inline unsigned cluster_rank() {
   unsigned rank;

@@ -31,18 +31,9 @@ void launch(single_query::Params p, int device, cudaStream_t stream) {
   while (split < kMostSplit && blocks * split < 2 * num_multiprocessors(device) &&
          p.args.capacity >= 2 * split * kLeastKeys)
     split *= 2;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = attribute.val.clusterDim.z = 1;
-  attribute.val.clusterDim.y = static_cast<unsigned>(split);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(split));
-  config.blockDim = dim3(single_query::kThreads);
-  config.dynamicSmemBytes = S::kShared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  FP8CORE_CUDA(cudaLaunchKernelEx(&config, kKernel, p));
+  const ClusterLaunch launch(dim3(static_cast<unsigned>(blocks), split), dim3(1, split),
+                             single_query::kThreads, S::kShared, stream);
+  FP8CORE_CUDA(cudaLaunchKernelEx(&launch.config, kKernel, p));
 }
 
 }  // namespace

@@ -40,23 +40,14 @@ template <>
 void launch<kA>(const FewRowsWay& way, bool has_blocks, const Params& params, int device,
                 cudaStream_t stream) {
   const DeviceGuard guard(device);
-  const auto split = static_cast<unsigned>(way.split);
   with_tile(way.cut, params.m, has_blocks, [&](auto tile) {
     using T = decltype(tile);
     constexpr auto kKernel = multiply_few_rows<T>;
     allow_shared<kKernel>(T::kShared, device);
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = attribute.val.clusterDim.z = 1;
-    attribute.val.clusterDim.y = split;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((params.n + T::kColumns - 1) / T::kColumns, split);
-    config.blockDim = dim3(T::kThreads);
-    config.dynamicSmemBytes = T::kShared;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    FP8CORE_CUDA(cudaLaunchKernelEx(&config, kKernel, params));
+    const unsigned columns = (params.n + T::kColumns - 1) / T::kColumns;
+    const ClusterLaunch launch(dim3(columns, way.split), dim3(1, way.split), T::kThreads,
+                               T::kShared, stream);
+    FP8CORE_CUDA(cudaLaunchKernelEx(&launch.config, kKernel, params));
   });
 }
 

@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 
+#include "../cluster.cuh"
 #include "../element.h"
 #include "../residency.h"
 #include "fused_from.h"
@@ -18,20 +19,10 @@
 namespace fp8core {
 namespace {
 
-// A launch in clusters; `attribute` must live until it.
-inline cudaLaunchConfig_t in_clusters(const PanelPlan& plan, unsigned clusters, int shared,
-                                      cudaLaunchAttribute* attribute, cudaStream_t stream) {
-  attribute->id = cudaLaunchAttributeClusterDimension;
-  attribute->val.clusterDim.x = plan.cluster;
-  attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(clusters * plan.cluster);
-  config.blockDim = dim3(plan.kind.threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = attribute;
-  config.numAttrs = 1;
-  return config;
+inline ClusterLaunch in_clusters(const PanelPlan& plan, unsigned clusters, int shared,
+                                 cudaStream_t stream) {
+  return ClusterLaunch(dim3(clusters * plan.cluster), dim3(plan.cluster), plan.kind.threads, shared,
+                       stream);
 }
 
 template <auto kKernel>
@@ -57,9 +48,9 @@ struct Panels {
     if (shared + kStatic > most) return false;
     allow_shared<kKernel>(shared, device);
     allow_cluster<kKernel>(plan->cluster, device);
-    cudaLaunchAttribute attribute;
-    const auto config = in_clusters(*plan, 1, shared, &attribute, nullptr);
-    const cudaError_t status = cudaOccupancyMaxActiveClusters(&plan->clusters, kKernel, &config);
+    const ClusterLaunch launch = in_clusters(*plan, 1, shared, nullptr);
+    const cudaError_t status =
+        cudaOccupancyMaxActiveClusters(&plan->clusters, kKernel, &launch.config);
     if (status != cudaSuccess) cudaGetLastError();  // which forgets it
     return status == cudaSuccess && plan->clusters > 0;
   }
@@ -72,10 +63,9 @@ struct Panels {
     p.slice = plan.slice;
     p.slots = plan.slots;
     const int64_t panels = ceil_div(x.rows, kRows), each = ceil_div(panels, plan.clusters);
-    cudaLaunchAttribute attribute;
-    const auto config = in_clusters(plan, static_cast<unsigned>(ceil_div(panels, each)), shared,
-                                    &attribute, stream);
-    FP8CORE_CUDA(cudaLaunchKernelEx(&config, kKernel, p));
+    const ClusterLaunch launch =
+        in_clusters(plan, static_cast<unsigned>(ceil_div(panels, each)), shared, stream);
+    FP8CORE_CUDA(cudaLaunchKernelEx(&launch.config, kKernel, p));
   }
 
  private:
