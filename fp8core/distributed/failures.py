@@ -22,12 +22,13 @@ import math
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch.distributed as dist
 
@@ -43,7 +44,8 @@ _PATIENCE = 4
 _COLLECTIVES = ("torch.distributed", "fp8core.collectives")
 """Modules whose errors come from other ranks, as a rule."""
 
-_watches: WeakKeyDictionary[Any, _Watch] = WeakKeyDictionary()
+_watches: set[_Watch] = set()
+"""Those whose threads run."""
 
 
 def watch_ranks(group: dist.ProcessGroup | None = None) -> None:
@@ -67,13 +69,24 @@ def watch_ranks(group: dist.ProcessGroup | None = None) -> None:
             f"watch_ranks: group {communicator.group_name!r} is none of torch.distributed, so that "
             f"it has no store. Give a group of processes."
         )
-    if communicator.size == 1 or process_group in _watches:
+    if communicator.size == 1 or any(watch.is_of(process_group) for watch in [*_watches]):
         return
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
-    _watches[process_group] = watch = _Watch(communicator, process_group)
-    atexit.register(watch.end)
-    watch.start()
+    atexit.unregister(_end_watches)
+    atexit.register(_end_watches)
+    _Watch(communicator, process_group).start()
+
+
+def _watches_of_process() -> list[_Watch]:
+    """Return the watches of this process: none in a child that it has forked, whose end is not the
+    rank's, and which has no thread of them."""
+    return [watch for watch in [*_watches] if watch.is_alive()]
+
+
+def _end_watches() -> None:
+    for watch in _watches_of_process():
+        watch.end()
 
 
 class _Failure(NamedTuple):
@@ -108,24 +121,45 @@ class _Watch(threading.Thread):
         self._prefix = f"fp8core/watch/{number}"
         self._stopped = threading.Event()
         self._explained = threading.Event()
+        # Whether this rank has posted how it ends.
+        self._is_over = False
         self._failures: list[_Failure] = []
         # The rank that is watched, its latest beat, and when that came.
         self._before = (self._rank - 1) % self._size, "", time.monotonic()
         # For how many periods ranks have compared something, while this one was in a collective.
         self._compared: Counter[tuple[int, str]] = Counter()
 
+    def is_of(self, group: dist.ProcessGroup) -> bool:
+        """Say whether it is the ranks of ``group`` that are watched."""
+        return self._group() is group
+
+    def start(self) -> None:
+        """Start the thread, which is one of the watches from now on until it ends."""
+        _watches.add(self)
+        super().start()
+
     def run(self) -> None:
-        """Post and read until :meth:`end`."""
+        """Post and read until :meth:`end`, or until the group is destroyed."""
+        try:
+            self._watch()
+        finally:
+            _watches.discard(self)
+
+    def _watch(self) -> None:
         beat = 0
         try:
-            while not self._stopped.wait(_PERIOD_S) and self._group() is not None:
+            while not self._stopped.wait(_PERIOD_S):
+                if self._group() is None:
+                    self._post_end()
+                    return
                 beat += 1
                 self._store.set(f"{self._prefix}/beat/{self._rank}", str(beat))
                 self._look()
                 self._look_at_comparisons()
                 for failure in self._news():
                     self._take(failure)
-                if time.monotonic() > self._deadline and not self._are_back():
+                is_lost = self._deadline < math.inf and not self._are_back()
+                if is_lost and time.monotonic() > self._deadline:
                     _end(f"group {self._name!r} has lost a rank, and this one did not end")
         except RuntimeError:
             # Where all is well, the process that has the store ends a moment before this one.
@@ -138,31 +172,39 @@ class _Watch(threading.Thread):
                 self._explained.set()
 
     def end(self) -> None:
-        """Stop the thread, as this process ends without an error."""
+        """Stop the thread, as this process ends; without an error, unless one was posted."""
         self._stopped.set()
         self.join(2 * _PERIOD_S)
-        try:
+        with contextlib.suppress(RuntimeError):
+            self._post_end()
+
+    def _post_end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
             self._store.set(f"{self._prefix}/ended/{self._rank}", "")
-        except RuntimeError:
-            return
 
     def fail(self, error: BaseException, *, follows: bool) -> None:
-        """Post the error by which this rank ends."""
-        lines = str(error).strip().splitlines() or [""]
+        """Post the error by which this rank ends; of several the first."""
+        if self._is_over:  # hooks of earlier calls are behind that of the last one
+            return
+        self._is_over = True
+        # The error's own str() may raise.
+        message = str(traceback.TracebackException(type(error), error, None))
+        lines = message.strip().splitlines() or [""]
         where = " in a collective" if follows else ""
         text = f"failed{where}: {type(error).__name__}: {lines[0][:500]}"
-        try:
+        with contextlib.suppress(RuntimeError):
             self._post(_Failure(self._rank, text, follows))
-        except RuntimeError:
-            return
 
     def explain(self) -> None:
         """Wait until it is logged from which rank the error of this one follows."""
         if self._explained.wait(1.5 * self._silence_s + 4 * _PERIOD_S) or not self.is_alive():
             return
-        ended = [rank for rank in range(self._size) if self._has(f"ended/{rank}")]
-        if ended:
-            self._log(_Failure(ended[0], "ended, without an error", follows=False))
+        self._explained.set()
+        with contextlib.suppress(RuntimeError):  # the store may be gone meanwhile
+            ended = [rank for rank in range(self._size) if self._has(f"ended/{rank}")]
+            if ended:
+                self._log(_Failure(ended[0], "ended, without an error", follows=False))
         for failure in self._failures[1:]:  # the first is logged
             if failure.rank != self._rank:
                 self._log(failure)
@@ -183,6 +225,7 @@ class _Watch(threading.Thread):
         if are_back:
             logger.error("the silent ranks of group %r are back", self._name)
             self._deadline = math.inf
+            self._before = (self._rank - 1) % self._size, "", time.monotonic()
         return are_back
 
     def _beat_of(self, rank: int) -> str:
@@ -199,9 +242,10 @@ class _Watch(threading.Thread):
         if latest != beat:
             self._before = rank, latest, time.monotonic()
             return
-        is_ended = self._has(f"ended/{rank}") or rank in [
-            failure.rank for failure in self._failures
-        ]
+        # One that was silent for a time may be so again.
+        is_ended = self._has(f"ended/{rank}") or any(
+            failure.rank == rank and failure.beat in ("", beat) for failure in self._failures
+        )
         silent_s = time.monotonic() - since
         if not is_ended and silent_s > self._silence_s:
             text = f"has said nothing for {silent_s:.0f} s: it was killed, or hangs"
@@ -272,10 +316,11 @@ class _Hook:
         # An OperandError says itself what differs between ranks.
         is_of_collectives = _innermost_module(traceback).startswith(_COLLECTIVES)
         follows = is_of_collectives and not isinstance(error, OperandError)
-        for watch in _watches.values():
+        watches = _watches_of_process()
+        for watch in watches:
             watch.fail(error, follows=follows)
         self._plain(kind, error, traceback)
-        for watch in _watches.values() if follows else ():
+        for watch in watches if follows else ():
             watch.explain()
 
 

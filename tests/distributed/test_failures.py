@@ -145,6 +145,84 @@ def test_a_rank_that_was_silent_and_is_back_ends_nothing(
     assert not ended
 
 
+def test_a_rank_that_was_silent_and_is_so_again_is_named_again(
+    ranks: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for watch in ranks[1:]:
+        watch.start()
+    line = "rank 0 of the 4 ranks of group 'all' has said nothing for "
+    assert soon(lambda: caplog.text.count(line) == 3)
+    ranks[0].start()
+    assert soon(lambda: caplog.text.count("the silent ranks of group 'all' are back") == 3)
+    time.sleep(4 * PERIOD_S)
+    stop(ranks[0])
+    assert soon(lambda: caplog.text.count(line) == 6), caplog.text
+
+
+def test_a_rank_whose_group_is_destroyed_is_not_silent(
+    ranks: list[Any], ended: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for watch in ranks:
+        watch.start()
+    ranks[2]._group = lambda: None
+    ranks[2].join(LATE_S)
+    time.sleep(TIMEOUT_S)
+    assert not caplog.text
+    assert not ended
+
+
+def test_an_error_without_a_text_is_told(
+    ranks: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class UnprintableError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    ranks[0].start()
+    ranks[1].fail(UnprintableError(), follows=False)
+    assert soon(lambda: "group 'all' failed: UnprintableError: <" in caplog.text)
+
+
+def test_a_rank_that_failed_did_not_end_without_an_error(
+    ranks: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for watch in ranks:
+        watch.start()
+    ranks[1].fail(RuntimeError("closed by peer"), follows=True)
+    ranks[1].end()
+    ranks[2].end()
+    ranks[0].explain()
+    assert "rank 2 of the 4 ranks of group 'all' ended, without an error" in caplog.messages
+    assert "rank 1 of the 4 ranks of group 'all' ended, without an error" not in caplog.messages
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a process that can fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_child_of_a_rank_tells_nothing(
+    ranks: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for watch in ranks:
+        watch.start()
+    child = os.fork()
+    if not child:
+        os._exit(len(failures._watches_of_process()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert {*failures._watches_of_process()} == {*ranks}
+
+
+def test_an_error_is_told_once_though_hooks_are_nested(
+    ranks: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for watch in ranks[:2]:
+        watch.start()
+    hook = failures._Hook(failures._Hook(lambda *arguments: None))
+    hook(ValueError, ValueError("no more data"), None)
+    said = "failed: ValueError: no more data"
+    assert soon(lambda: caplog.text.count(said) == 2)  # each of the two by the other
+    time.sleep(4 * PERIOD_S)
+    assert caplog.text.count(said) == 2
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a process that can fork")
 def test_a_process_is_ended_with_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
     child = os.fork()
@@ -188,13 +266,16 @@ def test_uncaught_errors_are_told_and_those_of_collectives_wait(
     steps: list[object] = []
 
     class Told:
+        def is_alive(self) -> bool:
+            return True
+
         def fail(self, error: BaseException, *, follows: bool) -> None:
             steps.append((str(error), follows))
 
         def explain(self) -> None:
             steps.append("explained")
 
-    monkeypatch.setattr(failures, "_watches", {Rank(0): Told()})
+    monkeypatch.setattr(failures, "_watches", {Told()})
     hook = failures._Hook(lambda *arguments: steps.append("printed"))
 
     def raised(call: Callable[[], object]) -> None:
