@@ -14,13 +14,14 @@ from fp8core.backend_api import GemmDesc, Operand
 from fp8core_backends.cuda.gemm import store
 from fp8core_backends.cuda.layout import k_contiguous, scale_mode
 from fp8core_backends.cuda.private import scaled_mm
+from fp8core_backends.cuda.tiers import tier_at
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def unsupported(desc: GemmDesc, device: torch.device) -> str | None:
     """Say why torch cannot run a low-precision GEMM on the device, or None."""
-    if torch.cuda.get_device_capability(device) < (8, 9):
+    if "tensor" not in tier_at(device).modes:
         return "torch's own FP8 kernels need compute capability 8.9"
     modes = {None if spec is None else scale_mode(spec) for spec in (desc.a, desc.b)}
     if modes != {"tensor"}:
