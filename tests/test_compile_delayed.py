@@ -12,10 +12,12 @@ from torch._dynamo.utils import counters
 
 import fp8core as te
 from fp8core import recipe
+from fp8core.context.scopes import _thread
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # torch's own
 ]
 
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
@@ -163,6 +165,72 @@ def test_converted_model_ends_its_steps_in_the_graph(backend: str) -> None:
     assert graphs() == 1
     layer = model[0].up  # outside of the model each of its layers has steps of its own
     assert_same(layer, alone, backend)
+
+
+@torch.compiler.disable
+def uncompiled(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = module(x)
+    return y
+
+
+class Broken(Block):
+    """Of which torch.compile makes two graphs, or none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return uncompiled(self.down, self.up(x).relu())
+
+
+class Uncompiled(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return uncompiled(self.down, uncompiled(self.up, x))
+
+
+@torch.library.custom_op("fp8core_test::stop", mutates_args=())
+def stop(x: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
+    """Raise in the middle of a graph, if it ``stops``."""
+    if stops:
+        raise ValueError("stop")
+    return x.clone()
+
+
+stop.register_fake(lambda x, stops: torch.empty_like(x))
+stop.register_autograd(lambda ctx, grad: (grad, None))
+
+
+class Stopped(Block):
+    def forward(self, x: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # in a test
+        y: torch.Tensor = self.down(stop(self.up(x), stops))
+        return y
+
+
+@pytest.mark.parametrize("kind", [Block, Broken, Uncompiled])
+def test_a_converted_model_whose_hooks_are_graphs_of_their_own(kind: type[Block]) -> None:
+    """torch.compile of a module traces its forward and its hooks apart, not so the lambda."""
+    model = kind()
+    te.convert(model, DELAYED)
+    other = copy.deepcopy(model)
+    want = run(model, model, alone)
+    got = run(other, torch.compile(other, backend="aot_eager"), alone)
+    assert [torch.equal(a, b) for a, b in zip(want, got, strict=True)] == [True] * len(want)
+
+
+def test_a_converted_model_that_fails_forgets_its_amaxes() -> None:
+    model = Stopped()
+    te.convert(model, DELAYED)
+    fast = compiled(model)
+    run(model, lambda x: fast(x, torch.tensor(False)), alone)
+    state = state_of(model)
+    with pytest.raises(ValueError, match="stop"):
+        fast(x_of(50), torch.tensor(True))
+    assert all(map(torch.equal, state_of(model), state))
+
+
+def test_a_step_of_a_graph_ends_where_torch_compile_gave_up() -> None:
+    model = Broken()
+    te.convert(model, DELAYED)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(model)(x_of(0))
+    assert not _thread.scopes
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -203,11 +203,11 @@ class autocast(contextlib.ContextDecorator):
             self._exit_early(failed=kind is not None)
             return
         thread.active = opened.pop()[1]
-        group = None
-        if not timeline.is_traced():
+        group, is_traced = None, timeline.is_traced()
+        if not is_traced:
             timeline.leave()
             group = self._reducing()
-        close_scope(failed=kind is not None, group=group)
+        close_scope(failed=kind is not None, group=group, is_traced=is_traced)
 
     def _reducing(self) -> GroupReference | None:
         """Return the group that reduces amaxes because of this autocast, whatever ran in it."""

@@ -6,6 +6,7 @@ it fails.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -34,7 +35,7 @@ class _Scope(NamedTuple):
             the group of before.
         reducing: the groups over which autocasts inside it reduce. All ranks enter them, whatever
             layers they run there, and so all take part.
-        results: of a scope that torch.compile traces, those of its layers; None of all others.
+        results: of a scope that begins in a graph, those of its layers there; None of all others.
     """
 
     owner: object
@@ -55,8 +56,11 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.scopes: list[_Scope] = []
         self.num_autocasts = 0
-        # The states that recorded in a scope which is all in one graph: there is none when it runs.
+        # The states that recorded in a scope which began in the graph that runs: Python opens such
+        # a scope when the graph has run, if it has not ended there.
         self.in_graph: dict[int, DelayedState] = {}
+        # The id of the exception that was being handled when a state last recorded in a graph.
+        self.handled = id(None)
 
 
 _thread = _ThreadState()
@@ -75,7 +79,13 @@ def open_scope(is_traced: bool = False) -> None:
     thread.num_autocasts += 1
 
 
-def close_scope(*, failed: bool, depth: int = 0, group: GroupReference | None = None) -> None:
+def close_scope(
+    *,
+    failed: bool,
+    depth: int = 0,
+    group: GroupReference | None = None,
+    is_traced: bool = False,
+) -> None:
     """Close the scope of the autocast that has ``depth`` others in it; 0: the innermost.
 
     ``group`` is the one over which the autocast reduces amaxes, whatever ran in it. Steps in it
@@ -93,9 +103,8 @@ def close_scope(*, failed: bool, depth: int = 0, group: GroupReference | None = 
         scope = scopes.pop()
     if group is not None:
         scope.reducing[group] = None
-    if scope.results:
-        _end_in_graph(scope)
-    _close(scope, failed=failed)
+    if not (is_traced and _end_in_graph(scope, failed=failed)):
+        _close(scope, failed=failed)
     if collected and not scopes:
         log_collected()
 
@@ -112,17 +121,18 @@ def warn_of_layer(layer: str, text: str) -> None:
 def begin_step_in_graph(owner: object) -> None:
     """Open a step of ``owner`` that torch.compile traces, unless a scope is open."""
     if not _thread.scopes:
-        scope = _new_scope(_Scope, (owner, True, _always, {}, {}, {}, {}, []))
-        _thread.scopes.append(scope)
+        _thread.scopes.append(_scope_in_graph(owner))
+
+
+def _scope_in_graph(owner: object) -> _Scope:
+    return _new_scope(_Scope, (owner, True, _always, {}, {}, {}, {}, []))
 
 
 def end_step_in_graph(owner: object) -> None:
     """Close the step that :func:`begin_step_in_graph` opened for ``owner``, if it did."""
     scopes = _thread.scopes
     if scopes and scopes[-1].owner is owner:
-        scope = scopes.pop()
-        if scope.results:
-            _end_in_graph(scope)
+        _end_in_graph(scopes.pop(), failed=False)
 
 
 def is_step_in_graph() -> bool:
@@ -138,27 +148,35 @@ def computed_in_graph(result: torch.Tensor) -> None:
         results.append(result.detach())
 
 
-def _end_in_graph(scope: _Scope) -> None:
-    """Have the graph end ``scope``, which has left the thread's list, if it is the outermost."""
-    if not _thread.scopes and scope.results is not None:
-        _end_step(scope.results)
+def _end_in_graph(scope: _Scope, *, failed: bool) -> bool:
+    """Have the graph end ``scope``, which has left the thread's list, if it is the outermost and
+    began in a graph; say whether it is."""
+    if _thread.scopes or scope.results is None:
+        return False
+    if scope.results or scope.touched:
+        _end_step(scope.results, failed)
+    return True
 
 
 @torch.library.custom_op(
     "fp8core::end_step",
     mutates_args=(),
-    schema="(Tensor[] results) -> ()",
+    schema="(Tensor[] results, bool failed) -> ()",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-def _end_step(results: list[torch.Tensor]) -> None:
-    """Turn the amaxes that a graph has recorded in its own step into scales; ``results`` are those
-    that it has computed before."""
-    touched, _thread.in_graph = _thread.in_graph, {}
-    _close(_Scope(None, not _thread.scopes, _always, touched, {}, {}, {}), failed=False)
+def _end_step(results: list[torch.Tensor], failed: bool) -> None:
+    """Turn the amaxes that graphs have recorded in their own step into scales, or forget those of
+    a step that ``failed``; ``results`` are what they have computed before."""
+    # torch calls the hook of a model, a graph of its own, from its except clause if forward raised.
+    failed |= id(sys.exc_info()[1]) != _thread.handled
+    # A scope that began in another graph leaves the thread's list when this graph has run.
+    scope = _thread.scopes[-1] if _thread.scopes else _scope_in_graph(None)
+    if scope.results is not None:
+        _close(scope, failed=failed)
 
 
 @_end_step.register_fake
-def _no_step(results: list[torch.Tensor]) -> None:
+def _no_step(results: list[torch.Tensor], failed: bool) -> None:
     pass
 
 
@@ -217,6 +235,8 @@ def touch(
     """
     scopes = _thread.scopes
     if is_step_in_graph:
+        _thread.handled = id(sys.exc_info()[1])
+    if is_step_in_graph and not scopes:
         _thread.in_graph[forward.key] = forward
     elif scopes:
         touched = scopes[-1].touched
@@ -249,7 +269,7 @@ def _close(scope: _Scope, *, failed: bool) -> None:
     it ``failed``, the amaxes of before are restored.
     """
     touched, reducing = scope.touched, scope.reducing
-    if _thread.in_graph and scope.ends_step:  # of a scope that graphs began, and that breaks ended
+    if scope.results is not None and scope.ends_step:
         touched.update(_thread.in_graph)
         _thread.in_graph = {}
     if reducing and not scope.ends_step:

@@ -99,11 +99,12 @@ def _end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         end_step_in_graph(module)
         return
-    if not is_in_step(_owner(module)) or _is_within_itself(module):
+    # A step that a graph began is the module's own. It ends here where torch.compile gave up.
+    owner = module if is_in_step(module) else _owner(module)
+    if not is_in_step(owner) or _is_within_itself(module):
         return
     # torch calls this hook from its except clause if forward raised, with None for the output.
     failed = output is None and sys.exc_info()[1] is not None
-    owner = _owner(module)
     if torch.is_grad_enabled() and not failed:
         keep_scales(output, touched_in(owner))
     end_step(owner, failed=failed)
