@@ -134,6 +134,9 @@ class SavedBytes(NamedTuple):
         fixed: whatever the number of rows: the copies of the weights, and weights that forward
             computes from parameters. Parameters are not counted.
 
+    A layer counts by itself: under ``holding="least"`` it holds no codes that it makes again from
+    tensors of the layer before it, as those of the result of attention in a TransformerLayer.
+
     Of grouped layers, scales of blocks count as for the groups that have the most of them. On CUDA
     the columnwise codes of groups have room for up to 32 rows of zeros each, which do not count.
     """
