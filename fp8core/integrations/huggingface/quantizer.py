@@ -178,12 +178,12 @@ class Fp8CoreQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters on the model train: not with weights that are stored for inference."""
+        """Whether adapters on the model train; with weights stored for inference they do not."""
         return not self.quantization_config.stores_weights
 
     @property
     def is_qat_trainable(self) -> bool:
-        """Whether the layers train without adapters, which Trainer asks for: as the adapters."""
+        """Whether the layers train without adapters, which Trainer asks for; as the adapters do."""
         return self.is_trainable
 
     @property
