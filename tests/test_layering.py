@@ -78,7 +78,8 @@ USABLE = {
     **dict.fromkeys(("_bias", "_data", "_global_scale", "_packed"), "the end of a name"),
     "_scale_inv": "likewise",
     **dict.fromkeys(
-        ("_fp8core_conversion", "_fp8core_record", "_fp8core_splices"), "set by fp8core, by text"
+        ("_fp8core_conversion", "_fp8core_frozen", "_fp8core_record", "_fp8core_splices"),
+        "set by fp8core, by text",
     ),
     "_attn_implementation": "of transformers' configs: which attention a model computes by",
     "_TRANSFORMER_ENGINE_AVAILABLE": "of Lightning: whether it has looked for the package",

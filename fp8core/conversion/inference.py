@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,16 +21,15 @@ from fp8core.conversion.convert import (
 from fp8core.conversion.decoder import ConvertedBlock
 from fp8core.conversion.experts import ExpertsLinear
 from fp8core.conversion.layers import (
-    RECORD,
     ROOT,
     Conversion,
+    Converted,
     ConvertedConv1D,
     ConvertedSimilarNorm,
-    Record,
     freeze,
     with_attributes_of,
 )
-from fp8core.conversion.survey import Filter, check_patterns, left_out, skip_patterns, unwanted
+from fp8core.conversion.survey import Filter, check_patterns, skip_patterns, unwanted
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
@@ -110,35 +109,28 @@ def quantize_(
         recipe: a Recipe or a recipe's name; ``recipe.WeightOnly("rowwise")`` leaves activations in
             high precision. None takes that of a converted model, else
             :func:`fp8core.get_default_recipe`.
-        filter, skip, rms_norms, fuse: as in :func:`fp8core.convert`; of a converted model the first
-            two choose the weights to store, and the others cannot undo what is converted.
+        filter, skip, rms_norms, fuse: as of :func:`fp8core.convert`, also of a converted model.
 
     Raises:
         OperandError: ``model`` is no module, is in training mode, has gradients, meta tensors or
             parameters that an optimizer steps, or nothing to store; nothing is changed then. If the
             call is interrupted later, the model refuses to answer until it is repeated.
-        RecipeError: as of ``convert``; the converted model has another recipe; or delayed scaling
-            has no scales yet.
+        RecipeError: as of ``convert``; the converted model has another recipe, or other options; or
+            delayed scaling has no scales yet.
         UnsupportedError: no backend computes by the recipe on the model's device.
     """
-    check_model("quantize_", model)
     name = f"quantize_({type(model).__name__})"
     _refuse_training(name, model)
-    root, report = getattr(model, COMPILED_MODULE, model), None
-    conversion = _conversion_of(name, root, chosen := recipe_from(recipe, f"{name}, recipe"))
-    patterns = skip_patterns(filter, skip)
-    leave_out = unwanted(root, filter, patterns, _KINDS)
-    leave_out_converted = left_out(None, ())  # convert() takes the arguments
+    root, patterns = getattr(model, COMPILED_MODULE, model), skip_patterns(filter, skip)
+    options: Any = {"filter": filter, "skip": patterns, "rms_norms": rms_norms, "fuse": fuse}
+    conversion, report = _conversion_of(name, root, recipe_from(recipe, f"{name}, recipe")), None
     if conversion is None:
-        options: Any = {"filter": filter, "skip": skip, "rms_norms": rms_norms, "fuse": fuse}
-        report = convert(model, chosen or get_default_recipe(), **options)
+        report = convert(model, get_default_recipe() if recipe is None else recipe, **options)
         conversion = vars(root)[ROOT]
     else:
-        _refuse_other_options(name, root, rms_norms=rms_norms, fuse=fuse)
-        check_patterns(filter, patterns, [path for path, _ in root.named_modules()], {})
-        leave_out_converted = left_out(filter, patterns)
+        _refuse_options(name, root, **options)
     try:
-        sites, high = _plan(name, root, conversion, leave_out, leave_out_converted)
+        sites, high = _plan(name, root, conversion, filter, patterns, is_new=report is not None)
     except BaseException:
         if report is not None:
             unconvert(root)
@@ -190,7 +182,8 @@ class _Site(NamedTuple):
 
 
 def _refuse_training(name: str, model: torch.nn.Module) -> None:
-    """Refuse a model that is being trained, and one without values."""
+    """Refuse what is no model, a model that is being trained, and one without values."""
+    check_model("quantize_", model)
     if model.training:
         raise OperandError(f"{name}: the model is in training mode. Call model.eval() first.")
     named = dict(model.named_parameters())
@@ -249,18 +242,23 @@ def _conversion_of(name: str, root: torch.nn.Module, recipe: Recipe | None) -> C
     return conversion
 
 
-def _refuse_other_options(
-    name: str, root: torch.nn.Module, *, rms_norms: bool | None, fuse: bool
+def _refuse_options(
+    name: str,
+    root: torch.nn.Module,
+    *,
+    filter: Filter,
+    skip: Sequence[str],
+    rms_norms: bool | None,
+    fuse: bool,
 ) -> None:
-    """Refuse options that the model was not converted with."""
-    for option, value, kind in (
-        ("rms_norms", rms_norms, ConvertedSimilarNorm),
-        ("fuse", fuse, ConvertedBlock),
-    ):
-        found = [path for path, module in root.named_modules() if isinstance(module, kind)]
-        if value is False and found:
+    """Refuse patterns that match nothing, and options that would undo what is converted."""
+    check_patterns(filter, skip, [path for path, _ in root.named_modules()], {})
+    options: Any = ("rms_norms", rms_norms, ConvertedSimilarNorm), ("fuse", fuse, ConvertedBlock)
+    for option, value, kind in options:
+        paths = [path for path, module in root.named_modules() if isinstance(module, kind)]
+        if value is False and paths:
             raise RecipeError(
-                f"{name}, {option}=False: the model is converted, {some(found)} with "
+                f"{name}, {option}=False: the model is converted, {some(paths)} with "
                 f"{option}=True. Leave out the option, or call fp8core.unconvert(model) first."
             )
 
@@ -269,13 +267,15 @@ def _plan(
     name: str,
     root: torch.nn.Module,
     conversion: Conversion,
-    leave_out: Callable[[ModuleNode], str],
-    leave_out_converted: Callable[[ModuleNode], str],
+    filter: Filter,
+    skip: Sequence[str],
+    *,
+    is_new: bool,
 ) -> tuple[list[_Site], dict[str, str]]:
     """Return the weights to store, and the reasons against the others; binds their layers.
 
-    ``leave_out`` gives the reasons to leave out layers of fp8core, ``leave_out_converted`` those of
-    others.
+    ``filter`` and ``skip`` choose among the layers of fp8core, and among others unless these were
+    converted by them now (``is_new``).
 
     Raises:
         OperandError: nothing would be stored.
@@ -283,16 +283,18 @@ def _plan(
     """
     recipe = _recipe_of(conversion)
     uses = uses_of_parameters(root)
+    leaves_out = unwanted(root, filter, skip, _KINDS)
+    leaves_out_converted = unwanted(root, *((None, ()) if is_new else (filter, skip)), ())
     sites: list[_Site] = []
     high: dict[str, str] = {}
-    planned: dict[LowPrecisionModule, torch.nn.Parameter] = {}
+    planned: dict[LowPrecisionModule, tuple[torch.nn.Parameter, LinearPlan]] = {}
     for layer, module, parameter_name, label in _weights(root, high):
         parameter = module._parameters[parameter_name]
         assert parameter is not None
         plan = plan_of(LinearPlan, recipe, LayerRole(layer.kind, layer.name), parameter.dtype)
         stored = TensorPlan(storage_plan(plan.weight).rowwise, None)
-        is_of_torch = layer is not module or _is_converted(layer)
-        reason_of = leave_out_converted if is_of_torch else leave_out
+        is_native = layer is module and not isinstance(layer, Converted)
+        reason_of = leaves_out if is_native else leaves_out_converted
         reason = reason_of(ModuleNode(label.rpartition(".")[0], module, None))
         reason = reason or _obstacle(layer, parameter, plan, stored)
         if uses[parameter] > 1:
@@ -302,21 +304,16 @@ def _plan(
             continue
         _refuse_recoding(name, label, parameter, stored)
         sites.append(_Site(module, parameter_name, label, stored))
-        planned[layer] = parameter
+        planned[layer] = parameter, plan
     if not sites:
         reasons = "; ".join(grouped((label, "weight", text) for label, text in high.items()))
         raise OperandError(f"{name}: no weight would be stored by {text_of(recipe)}. {reasons}")
-    for layer, parameter in planned.items():
-        _check_runs(layer, parameter, recipe)
+    for layer, (parameter, plan) in planned.items():
+        _check_runs(layer, parameter, plan, recipe)
     return sites, high
 
 
 _KINDS = (torch.nn.Linear, LowPrecisionModule)
-
-
-def _is_converted(layer: LowPrecisionModule) -> bool:
-    record: Record | None = vars(layer).get(RECORD)
-    return record is not None and record.original is not None
 
 
 def _weights(
@@ -375,9 +372,10 @@ def _refuse_recoding(name: str, label: str, parameter: torch.Tensor, stored: Ten
         )
 
 
-def _check_runs(layer: LowPrecisionModule, parameter: torch.Tensor, recipe: Recipe) -> None:
+def _check_runs(
+    layer: LowPrecisionModule, parameter: torch.Tensor, plan: LinearPlan, recipe: Recipe
+) -> None:
     """Raise unless ``layer`` computes by ``recipe`` on its device, with scales that it has."""
-    plan = plan_of(LinearPlan, recipe, LayerRole(layer.kind, layer.name), parameter.dtype)
     if plan.delayed is not None and not layer.has_delayed_scales:
         raise RecipeError(
             f"{layer.label}: the recipe takes delayed scales of activations, and the layer has "

@@ -261,24 +261,6 @@ def check_patterns(
                 )
 
 
-def left_out(filter: Filter, skip: Sequence[str]) -> Callable[[ModuleNode], str]:
-    """Return a function that gives the reason why ``filter`` or ``skip`` leaves out a layer, or an
-    empty string."""
-    patterns = _patterns(filter)
-
-    def reason_of(node: ModuleNode) -> str:
-        if any(is_match(node.path, pattern) for pattern in skip):
-            return "named in skip"
-        is_in = True
-        if callable(filter):
-            is_in = filter(node.module, node.path)
-        elif patterns is not None:
-            is_in = any(is_match(node.path, pattern) for pattern in patterns)
-        return "" if is_in else "the filter leaves it out"
-
-    return reason_of
-
-
 def unwanted(
     model: torch.nn.Module,
     filter: Filter,
@@ -296,14 +278,18 @@ def unwanted(
         for node in module_nodes(model)
         if isinstance(node.module, torch.nn.Embedding)
     }
+    patterns = _patterns(filter)
     adapted = [node.path for node in module_nodes(model) if _ADAPTED in node.module._modules]
-    arguments_leave_out = left_out(filter, skip)
 
     def reason_of(node: ModuleNode) -> str:
         path, module, _ = node
-        reason = arguments_leave_out(node)
-        if reason or filter is not None:
-            return reason
+        if any(is_match(path, pattern) for pattern in skip):
+            return "named in skip"
+        if callable(filter):
+            return "" if filter(module, path) else "the filter leaves it out"
+        if patterns is not None:
+            is_in = any(is_match(path, pattern) for pattern in patterns)
+            return "" if is_in else "the filter leaves it out"
         if not isinstance(module, kinds) and conv1d_sizes(module) is None:
             return ""
         if _is_of_adapter(path, adapted):
