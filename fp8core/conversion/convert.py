@@ -296,10 +296,14 @@ def _fused(
     report: ConversionReport, model: torch.nn.Module, conversion: Conversion
 ) -> ConversionReport:
     """Return ``report`` with the modules that run as chains from now on, and those that do not."""
-    groups: tuple[list[LayerEntry], list[LayerEntry]] = [], []
-    for path, (kind, is_fused, reason) in fuse_blocks(model, conversion).items():
-        groups[not is_fused].append(LayerEntry(path, kind, 0, 0, reason))
-    return dataclasses.replace(report, fused=tuple(groups[0]), apart=tuple(groups[1]))
+    groups = [
+        tuple(
+            LayerEntry(path, type(model.get_submodule(path)).__name__, 0, 0, reason)
+            for path, reason in reasons.items()
+        )
+        for reasons in fuse_blocks(model, conversion)
+    ]
+    return dataclasses.replace(report, fused=groups[0], apart=groups[1])
 
 
 def unconvert(model: torch.nn.Module) -> torch.nn.Module:

@@ -14,14 +14,22 @@ import copy
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from fp8core.chain.activation import activation_shape
 from fp8core.chain.residual import AddShape
-from fp8core.conversion.layers import RECORD, Conversion, Converted, Record, derived, in_step
+from fp8core.conversion.layers import (
+    RECORD,
+    Conversion,
+    Converted,
+    Record,
+    derived,
+    in_step,
+    stand_in,
+)
 from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.modules.composition import is_seen
 from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
@@ -33,18 +41,8 @@ _CHILDREN = {_FIRST_NORM, _SECOND_NORM, "self_attn", "mlp"}
 _PROJECTIONS, _HEAD_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _CACHES = ("cache", "past_key_values", "past_key_value")
-_OTHERWISE = "its class computes otherwise"
 _GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
 """The gated activation here that multiplies by an activation of torch, by its name here."""
-
-
-class Result(NamedTuple):
-    """The class of a decoder layer, whether it runs as chains, and what does not, with the reason;
-    empty if all of it does."""
-
-    kind: str
-    is_fused: bool
-    reason: str
 
 
 def _inside(module: torch.nn.Module) -> set[str]:
@@ -72,7 +70,7 @@ def _obstacle(module: Any) -> str:
     for name in ("head_dim", "scaling", "attention_dropout"):
         if not isinstance(getattr(attention, name, None), int | float):
             return f"its attention has no {name}"
-    return "" if _computes_plainly(module) else _OTHERWISE
+    return ""
 
 
 def _obstacle_of_mlp(mlp: Any, norm: object = None) -> str:
@@ -168,46 +166,39 @@ def _computes_plainly(module: Any) -> bool:
 def _is_plain(module: Any, *options: Any) -> bool:
     x = torch.randn(2, 5, 8)
     if options:
-        stand_in = _stand_in(module, *options)
+        small = _small_decoder(module, *options)
         angles = torch.randn(1, 5, 2).repeat(1, 1, 2)
         pair = angles.cos(), angles.sin()
         keywords = {"attention_mask": None, "position_embeddings": pair}
-        y, expected = type(module).forward(stand_in, x, **keywords), plain(stand_in, x, *pair)
+        y, expected = type(module).forward(small, x, **keywords), plain(small, x, *pair)
     else:
-        stand_in = _mlp_stand_in(module)
-        y, expected = type(module).forward(stand_in, x), _fed_forward(stand_in, x)
+        small = _small_mlp(module)
+        y, expected = type(module).forward(small, x), _fed_forward(small, x)
     return y.shape == expected.shape and torch.allclose(y, expected, 1e-4, 1e-5)
 
 
-def _stand_in(module: Any, has_norms: bool, is_gated: bool) -> Any:
+def _small_decoder(module: Any, has_norms: bool, is_gated: bool) -> Any:
     """Return an object of the class of ``module``, and of those of its blocks, with 2 query heads
     of 4 columns that share keys and values, on the CPU."""
     linear, norm = torch.nn.Linear, torch.nn.RMSNorm
     sizes = {"q_proj": (8, 8), "k_proj": (8, 4), "v_proj": (8, 4), "o_proj": (8, 8)}
     inside: dict[str, Any] = {name: linear(*size) for name, size in sizes.items()}
     inside |= {name: norm(4, 1e-6) for name in _HEAD_NORMS if has_norms}
-    attention = _like(module.self_attn, inside)
+    attention = stand_in(module.self_attn, _modules=inside, training=True)
     vars(attention).update(head_dim=4, num_key_value_groups=2, attention_dropout=0.0)
     if hasattr(attention, "config"):
         attention.config = copy.copy(attention.config)
         attention.config._attn_implementation = "sdpa"
-    mlp = _mlp_stand_in(module.mlp) if is_gated else linear(8, 8)
+    mlp = _small_mlp(module.mlp) if is_gated else linear(8, 8)
     norms = {name: norm(8, 1e-6) for name in (_FIRST_NORM, _SECOND_NORM)}
-    return _like(module, {**norms, "self_attn": attention, "mlp": mlp})
+    children = {**norms, "self_attn": attention, "mlp": mlp}
+    return stand_in(module, _modules=children, training=True)
 
 
-def _mlp_stand_in(mlp: Any) -> Any:
+def _small_mlp(mlp: Any) -> Any:
     columns = {"gate_proj": (8, 12), "up_proj": (8, 12), "down_proj": (12, 8)}
     inside = {name: torch.nn.Linear(*size) for name, size in columns.items()}
-    return _like(mlp, {**inside, "act_fn": mlp.act_fn})
-
-
-def _like(module: torch.nn.Module, children: Mapping[str, torch.nn.Module]) -> Any:
-    kind = type(module)
-    stand_in = kind.__new__(kind)
-    vars(stand_in).update(vars(module))
-    vars(stand_in).update(_modules={**children}, training=True)
-    return stand_in
+    return stand_in(mlp, _modules={**inside, "act_fn": mlp.act_fn}, training=True)
 
 
 class ConvertedBlock(torch.nn.Module):
@@ -328,33 +319,30 @@ def _angles(pair: tuple[torch.Tensor, torch.Tensor], conversion: Conversion) -> 
     return angles
 
 
-def fuse(model: torch.nn.Module, conversion: Conversion) -> dict[str, Result]:
+def fuse(model: torch.nn.Module, conversion: Conversion) -> tuple[dict[str, str], dict[str, str]]:
     """Have the decoder layers of ``model``, whose layers are converted, run as two chains, and
-    gated feed-forward blocks as one; return by their paths what has become of them."""
+    gated feed-forward blocks as one. Return by path what of each does not, empty if all of it does,
+    and of the others why they stay apart."""
     conversion.rotates = _rotates(model)
-    results = {}
+    fused, apart = {}, {}
     inside: set[torch.nn.Module] = set()
     for path, module in model.named_modules():
-        is_mlp = _looks_like_mlp(module)
-        if not (is_mlp or looks_like_decoder(module)):
+        is_decoder = looks_like_decoder(module)
+        if not (is_decoder or _looks_like_mlp(module)):
             continue
-        kind = type(module).__name__
-        if is_mlp:
-            reason = _obstacle_of_mlp(module)
-            if not reason and not _computes_plainly(module):
-                reason = _OTHERWISE
+        reason = _obstacle(module) if is_decoder else _obstacle_of_mlp(module)
+        if not reason and not _computes_plainly(module):
+            reason = "its class computes otherwise"
+        if reason:
+            apart[path] = reason
+        elif is_decoder:
+            fused[path] = _adopt(module, conversion)
+            inside |= {module.mlp} if not fused[path] else set()
         else:
-            reason = _obstacle(module)
-        result = Result(kind, not reason, reason)
-        if not reason and is_mlp:
             _adopt_mlp(module, conversion)
-        elif not reason:
-            reason = _adopt(module, conversion)
-            inside |= {module.mlp} if not reason else set()
-            result = result._replace(reason=reason)
-        if module not in inside:
-            results[path] = result
-    return results
+            if module not in inside:
+                fused[path] = ""
+    return fused, apart
 
 
 def _rotates(model: torch.nn.Module) -> bool:

@@ -167,6 +167,14 @@ def looks_like_rms_norm(module: torch.nn.Module) -> bool:
     )
 
 
+def stand_in(module: torch.nn.Module, **attributes: Any) -> Any:
+    """Return an object with the class and the attributes of ``module`` but for ``attributes``."""
+    kind = type(module)
+    result = kind.__new__(kind)
+    vars(result).update(vars(module), **attributes)
+    return result
+
+
 def similar_norm(module: torch.nn.Module) -> SimilarNorm | None:
     """Return the RMSNorm that ``module`` computes, or None if it computes something else.
 
@@ -176,16 +184,15 @@ def similar_norm(module: torch.nn.Module) -> SimilarNorm | None:
     eps = _eps(module)
     assert eps is not None
     size = module._parameters["weight"].shape[0]  # type: ignore[union-attr]  # it looks like a norm
-    x = torch.arange(4 * size, dtype=torch.float32, device="cpu").view(4, size).sin()
+    options: Any = {"dtype": torch.float32, "device": "cpu"}
+    x = torch.arange(4 * size, **options).view(4, size).sin()
     # In the second row eps is as large as the mean square.
-    x = x * torch.tensor([[1.0], [math.sqrt(eps)], [30.0], [0.1]], device="cpu")
-    weight = torch.linspace(0.5, 1.5, size, device="cpu")
-    kind = type(module)
-    stand_in: Any = kind.__new__(kind)
-    vars(stand_in).update(vars(module))
-    vars(stand_in)["_parameters"] = {"weight": torch.nn.Parameter(weight, requires_grad=False)}
+    x = x * torch.tensor([[1.0], [math.sqrt(eps)], [30.0], [0.1]], **options)
+    weight = torch.linspace(0.5, 1.5, size, **options)
+    parameters = {"weight": torch.nn.Parameter(weight, requires_grad=False)}
+    small = stand_in(module, _parameters=parameters)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        result = attempt(lambda: kind.forward(stand_in, x))
+        result = attempt(lambda: type(module).forward(small, x))
     if isinstance(result, Failure) or not isinstance(result, torch.Tensor):
         return None
     for zero_centered in (False, True):

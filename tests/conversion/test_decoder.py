@@ -230,6 +230,17 @@ def test_the_comparison_leaves_random_numbers_of_every_device(
     assert not seeds
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_decides_about_no_layer(dtype: torch.dtype) -> None:
+    model, before = llama(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        report = fp8core.convert(model, "current")
+    finally:
+        torch.set_default_dtype(before)
+    assert len(report.fused) == 2
+
+
 def test_dropout_that_the_class_adds_in_training_is_noticed() -> None:
     model = llama()
 
