@@ -352,14 +352,11 @@ class MultiheadAttention(ComposedLayer):
             segments = self.segments(named)
         items: Sequence[Sequence[Segment]] = [*zip(segments, strict=True)] or [()] * 3
         outputs = self._chain.run(LayerCall(self, items, alone, arguments), hidden_states)
-        is_tensor = isinstance(outputs, torch.Tensor)
-        if segments and self.return_bias and is_tensor:  # a chain returns no bias
-            outputs = outputs, self.proj.parameter("bias")
+        if segments and self.return_bias and isinstance(outputs, torch.Tensor):
+            outputs = outputs, self.proj.parameter("bias")  # a chain returns no bias
         if not self.return_layernorm_output:
             return outputs
-        return (
-            (outputs, normalized) if isinstance(outputs, torch.Tensor) else (*outputs, normalized)
-        )
+        return (*(outputs if isinstance(outputs, tuple) else (outputs,)), normalized)
 
     def _may_join(self, has_steps: bool, arguments: tuple[object, ...]) -> bool:
         """Whether layers of a call may be one chain; where more than rows crosses to attention, in

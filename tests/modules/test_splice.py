@@ -174,6 +174,24 @@ def test_layers_cast_otherwise_than_their_siblings_run_apart(case: str) -> None:
         assert layer.behind.run(torch.zeros(2, 32, 96).to(x), x) is not None
 
 
+def test_backward_of_siblings_works_once_main_grads_are_there() -> None:
+    layers = [
+        fp8core.Linear(WIDTH, n, bias=False, device=DEVICE, fuse_wgrad_accumulation=True)
+        for n in (WIDTH, 32)
+    ]
+    norm = fp8core.RMSNorm(WIDTH, device=DEVICE)
+    x = torch.randn(96, WIDTH, device=DEVICE, requires_grad=True)
+    with fp8core.autocast(recipe=recipe.Float8CurrentScaling()):
+        y: Any = Splice([norm, tuple(layers)], [nn.ModuleList([norm, *layers])]).run(x)
+    with pytest.raises(fp8core.OperandError, match="main_grad=None"):
+        y.sum().backward()
+    sums = [torch.zeros(layer.weight.shape, device=DEVICE) for layer in layers]
+    for layer, main_grad in zip(layers, sums, strict=True):
+        layer.weight.main_grad = main_grad  # type: ignore[attr-defined]  # set as frameworks do
+    y.sum().backward()
+    assert all(bool(main_grad.any()) for main_grad in sums)
+
+
 def test_a_copy_has_chains_of_its_own() -> None:
     layer = Layer()
     want = steps(layer, "delayed", is_joined=True)

@@ -76,7 +76,10 @@ class SiblingsProgram(Program):
     Where a call pads an operand of one of them, each casts the input by itself.
     """
 
-    __slots__ = ("_columns", "_dtype", "_params", "_programs", "_trained", "input_request")
+    __slots__ = (
+        *("_columns", "_dtype", "_params", "_programs", "_trained", "frees_early"),
+        "input_request",
+    )
 
     def __init__(
         self, link: SiblingsLink, rows: int, needs_grad: Sequence[bool], call: Call
@@ -91,6 +94,7 @@ class SiblingsProgram(Program):
         self._programs = [
             each.program(rows, need, call) for each, need in zip(links, needs, strict=True)
         ]
+        self.frees_early = all([program.frees_early for program in self._programs])
         self.input_request: QuantizeRequest | None = None
         requests = [program.input_request for program in self._programs]
         first = requests[0]
