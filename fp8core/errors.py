@@ -68,10 +68,19 @@ class NonFiniteError(Fp8CoreError, ArithmeticError):
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that is spelt most like ``word``, ignoring case; None if none is."""
-    spelt = {name.lower(): name for name in candidates}
-    near = difflib.get_close_matches(word.lower(), spelt, n=1)
-    return spelt[near[0]] if near else None
+    """Return the candidate that is spelt most like ``word``; None if none is. Case counts only
+    between candidates that are equally near without it.
+
+    >>> nearest("quantize", ["Quantizer", "quantize_"])
+    'quantize_'
+    """
+
+    def ratio(name: str, word: str) -> float:
+        return difflib.SequenceMatcher(None, name, word).ratio()
+
+    near = [(ratio(name.lower(), word.lower()), ratio(name, word), name) for name in candidates]
+    best = max(near, default=(0.0, 0.0, None))
+    return best[2] if best[0] >= 0.6 else None
 
 
 def did_you_mean(

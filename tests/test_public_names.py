@@ -50,7 +50,12 @@ def test_dir_of_the_package_shows_its_names_and_its_modules() -> None:
 
 
 def test_a_misspelt_name_gets_the_nearest() -> None:
-    for name, near in {"Lineer": "Linear", "linear": "Linear", "recipes": "recipe"}.items():
+    for name, near in {
+        "Lineer": "Linear",
+        "linear": "Linear",
+        "recipes": "recipe",
+        "quantize": "quantize_",
+    }.items():
         said = f"^module 'fp8core' has no attribute '{name}'. Did you mean '{near}'\\?$"
         with pytest.raises(AttributeError, match=said):
             getattr(fp8core, name)
