@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ pytestmark = [
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 STEPS = 3
 Call = Callable[[torch.Tensor], torch.Tensor]
+Calls = TypeVar("Calls")
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "Linear": lambda: te.Linear(64, 64),
     "LayerNormLinear": lambda: te.LayerNormLinear(64, 64, normalization="RMSNorm"),
@@ -74,7 +75,7 @@ def state_of(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def run(
-    model: torch.nn.Module, call: Call, step: Callable[[Call, torch.Tensor], torch.Tensor]
+    model: torch.nn.Module, call: Calls, step: Callable[[Calls, torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
     """Everything that some steps leave."""
     torch.manual_seed(1)
@@ -144,6 +145,24 @@ def test_two_forwards_before_their_backwards() -> None:
     assert_same(te.Linear(64, 64), lambda call, x: in_autocast(lambda y: call(call(y)), x))
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_eager_calls_beside_compiled_ones(is_first: bool) -> None:
+    model = te.LayerNormLinear(64, 64)
+    other = copy.deepcopy(model)
+
+    def step(calls: tuple[Call, Call], x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=DELAYED):
+            y, z, last = calls[is_first](x), calls[not is_first](2 * x), calls[1](3 * x)
+        with pytest.raises(ValueError, match="stop"):
+            calls[1](stopped(x)).sum().backward()  # whose amaxes are forgotten
+        (y + z).square().mean().backward()  # type: ignore[no-untyped-call]  # torch's
+        return last.mean()
+
+    want = run(model, (model, model), step)
+    got = run(other, (other, compiled(other)), step)
+    assert [torch.equal(a, b) for a, b in zip(want, got, strict=True)] == [True] * len(want)
+
+
 def test_layers_of_one_shape_share_a_graph() -> None:
     model = torch.nn.Sequential(*(Block() for _ in range(3)))
     te.convert(model, DELAYED)
@@ -183,6 +202,17 @@ class Broken(Block):
 class Uncompiled(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return uncompiled(self.down, uncompiled(self.up, x))
+
+
+def stopped(x: torch.Tensor) -> torch.Tensor:
+    """``x``, the backward of which raises."""
+
+    def stop(grad: torch.Tensor) -> None:
+        raise ValueError("stop")
+
+    y = x.clone()
+    y.register_hook(stop)
+    return y
 
 
 @torch.library.custom_op("fp8core_test::stop", mutates_args=())
@@ -308,16 +338,10 @@ def test_a_failed_pass_forgets_its_amaxes() -> None:
     state = [buffer.clone() for buffer in model.buffers()]
     with pytest.raises(RuntimeError, match="size"), te.autocast(recipe=DELAYED):
         fast(x_of(50)).view(7)
-    x = x_of(1)
     with te.autocast(recipe=DELAYED):
-        y = fast(x)
+        y = fast(stopped(x_of(1)))
     after_forward = [buffer.clone() for buffer in model.buffers()]
     assert torch.equal(state[2], after_forward[2])  # backward's scales wait for their pass
-
-    def stop(grad: torch.Tensor) -> None:
-        raise ValueError("stop")
-
-    x.register_hook(stop)
     with pytest.raises(ValueError, match="stop"):
         y.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     assert all(map(torch.equal, model.buffers(), after_forward))

@@ -113,6 +113,9 @@ class DelayedState:
         # but on the stream of the engine's thread, and a kernel on another stream may still record.
         # So they are discarded again where the next pass begins to record.
         self.is_abandoned = False
+        # Whether autograd may have saved the buffers: graphs do, which read them as they are in
+        # backward, so that a write to them is none to what was saved.
+        self.is_saved = False
         # The batch of states that was last updated together, if this state is its first member.
         self.batch: Any = None
 
@@ -120,6 +123,12 @@ class DelayedState:
     def reduced_over(self) -> GroupReference | None:
         """The group over which the amaxes are reduced, besides the layer's ranks."""
         return self.group if self.plan.reduce_amax else None
+
+    @property
+    def newest(self) -> torch.Tensor:
+        """The amaxes since the last update ``[slots]``, in the history's memory; torch counts no
+        write to them, as it counts none of a kernel's."""
+        return self.amax_history.data[0]
 
     def part_of(self, amaxes: torch.Tensor) -> torch.Tensor:
         """Return the amaxes of these slots, of ``amaxes`` of all parts of the layer."""
@@ -137,7 +146,7 @@ class DelayedState:
 
     def slot(self, entries: slice, *, records: bool) -> Slot:
         """Return the slot of these ``entries``."""
-        return Slot(self.scale[entries], self.amax_history[0, entries] if records else None)
+        return Slot(self.scale[entries], self.newest[entries] if records else None)
 
 
 class GraphState:

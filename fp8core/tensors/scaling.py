@@ -122,20 +122,18 @@ _advance_of = attrgetter("advance")
 def restore_of(state: DelayedState) -> Callable[[], None]:
     """Return what restores the amaxes that ``state`` has recorded since its last update, after a
     step that did not finish."""
-    amax = state.amax_history[0].clone()
+    amax = state.newest.clone()
 
-    @torch.no_grad()
     def restore() -> None:
-        state.amax_history[0].copy_(amax)
+        state.newest.copy_(amax)
 
     return restore
 
 
 def discard(states: Iterable[DelayedState]) -> None:
     """Forget the amaxes that ``states`` recorded since their last update."""
-    with torch.no_grad():
-        for state in states:
-            state.amax_history[0].zero_()
+    for state in states:
+        state.newest.zero_()
 
 
 def _partition(
@@ -162,7 +160,7 @@ def _report_nonfinite(states: Sequence[DelayedState]) -> None:
     """Log the layers whose amaxes are not finite; on other devices than the CPU a kernel counts
     them."""
     for state in states:
-        newest = state.amax_history[0].tolist()
+        newest = state.newest.tolist()
         bad = [slot for slot, amax in enumerate(newest) if not math.isfinite(amax)]
         if bad:
             text = f"the amax of slots {bad} is not finite and was not recorded; "
@@ -207,8 +205,7 @@ class _Pass:
 
     ``states`` are those in which it records, each with the amaxes that another running pass had
     recorded there before, None if there were none. ``scales`` are those of the forward, by state;
-    None for a state with two forwards. ``saved`` are buffers that captured graphs save in forward
-    and read as they are in backward, so that a write to them is none to what was saved.
+    None for a state with two forwards. ``saved`` are buffers of states that are saved.
     """
 
     __slots__ = ("__weakref__", "saved", "scales", "states")
@@ -264,12 +261,11 @@ def _forget(task: int, states: dict[DelayedState, torch.Tensor | None], _: objec
     if not states:
         return
     discard(states)
-    with torch.no_grad():
-        for state, before in states.items():
-            if before is not None and _is_recorded_elsewhere(state, states):
-                state.amax_history[0].copy_(before)
-            else:
-                state.is_abandoned = True
+    for state, before in states.items():
+        if before is not None and _is_recorded_elsewhere(state, states):
+            state.newest.copy_(before)
+        else:
+            state.is_abandoned = True
 
 
 def _is_recorded_elsewhere(state: DelayedState, states: object) -> bool:
@@ -284,13 +280,12 @@ def _is_recorded_elsewhere(state: DelayedState, states: object) -> bool:
 
 
 def update_after_backward(
-    state: DelayedState | GraphState, backward_pass: int | None = None, *, is_saved: bool = False
+    state: DelayedState | GraphState, backward_pass: int | None = None
 ) -> None:
     """Have ``state`` updated once when the running backward pass ends.
 
     To be called before the pass records in it. ``backward_pass`` is the number of an outer pass,
-    from :func:`join_backward`. ``is_saved``: autograd has saved its buffers, as of a graph. A pass
-    that raises updates nothing, and its amaxes are forgotten.
+    from :func:`join_backward`. A pass that raises updates nothing, and its amaxes are forgotten.
     """
     if isinstance(state, GraphState):  # the pass is that of the graph's run
         state.begin()
@@ -301,10 +296,10 @@ def update_after_backward(
     running = running or _join(task)
     states = running.states
     if state not in states:
-        if is_saved:
+        if state.is_saved:
             running.saved += (state.scale, state.amax_history)
         is_shared = len(_in_backward) > 1 and _is_recorded_elsewhere(state, states)
-        states[state] = state.amax_history[0].clone() if is_shared else None
+        states[state] = state.newest.clone() if is_shared else None
         if state.is_abandoned:
             state.is_abandoned = False
             if not is_shared:

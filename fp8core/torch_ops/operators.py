@@ -32,7 +32,6 @@ from fp8core.torch_ops.private import (
     is_legacy_batched,
     is_transform_active,
     legacy_vmap,
-    preserved_versions,
     without_interpreters,
     without_keys,
 )
@@ -309,9 +308,8 @@ def _run_in_slot(
 ) -> Any:
     if amax_out is None:
         return run(*arguments, scale=scale[entries], **keywords)
-    with preserved_versions(amax_out):  # a later pass saved the history before this one writes it
-        newest = amax_out[0, entries]
-        return run(*arguments, scale=scale[entries], amax_out=newest, **keywords)
+    newest = amax_out.data[0, entries]  # whose writes torch does not count: a later pass saved it
+    return run(*arguments, scale=scale[entries], amax_out=newest, **keywords)
 
 
 def _flat(value: Any, kind: str) -> Any:

@@ -93,6 +93,7 @@ class GraphStates:
                 states = layer.delayed_states(recipe, self._plan, records=self._records)
             for name in self._groups:
                 states.spread_over(named(name))
+        states.backward.is_saved = True
         return states
 
     def note(self, history: torch.Tensor, direction: str) -> None:
@@ -111,7 +112,7 @@ class GraphStates:
                 "was replaced since its forward. Run forward again."
             )
         if direction == "backward":
-            update_after_backward(states.backward, is_saved=True)
+            update_after_backward(states.backward)
         elif current_backward_pass() != NO_BACKWARD_PASS:
             raise UnsupportedError(
                 f"{layer.label}: a compiled forward is recomputed in backward under delayed "
