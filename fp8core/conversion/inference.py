@@ -120,7 +120,7 @@ def quantize_(
         UnsupportedError: no backend computes by the recipe on the model's device.
     """
     name = f"quantize_({type(model).__name__})"
-    _refuse_training(name, model)
+    _refuse_unready(name, model)
     root, patterns = getattr(model, COMPILED_MODULE, model), skip_patterns(filter, skip)
     options: Any = {"filter": filter, "skip": patterns, "rms_norms": rms_norms, "fuse": fuse}
     conversion, report = _conversion_of(name, root, recipe_from(recipe, f"{name}, recipe")), None
@@ -181,31 +181,36 @@ class _Site(NamedTuple):
         self.module._parameters[self.name] = new
 
 
-def _refuse_training(name: str, model: torch.nn.Module) -> None:
-    """Refuse what is no model, a model that is being trained, and one without values."""
-    check_model("quantize_", model)
-    if model.training:
-        raise OperandError(f"{name}: the model is in training mode. Call model.eval() first.")
+def refuse_training(name: str, model: torch.nn.Module) -> None:
+    """Refuse a model whose parameters have gradients, or an optimizer that steps them."""
     named = dict(model.named_parameters())
     with_grad = [path for path, parameter in named.items() if parameter.grad is not None]
     if with_grad:
         raise OperandError(
-            f"{name}: {some(with_grad)} have gradients. quantize_ is for inference: call "
-            f"model.zero_grad() if they are not needed any more."
-        )
-    on_meta = [path for path, parameter in named.items() if parameter.is_meta]
-    if on_meta:
-        raise OperandError(
-            f"{name}: {some(on_meta)} are on meta, without values. Load them first; "
-            f"load_pretrained(directory, model, native=True) keeps the codes of a file."
+            f"{name}: {some(with_grad)} have gradients. The model becomes one for inference: "
+            f"call model.zero_grad() if they are not needed any more."
         )
     paths = {id(parameter): path for path, parameter in named.items()}
     if any(_stepped(paths)):
         gc.collect()  # optimizers are in circles
     for kind, path in _stepped(paths):
         raise OperandError(
-            f"{name}: a {kind} steps {path!r}, whose memory quantize_ would free. Delete the "
-            f"optimizer, or quantize a copy of the model."
+            f"{name}: a {kind} steps {path!r}, whose memory would be freed. Delete the "
+            f"optimizer, or take a copy of the model."
+        )
+
+
+def _refuse_unready(name: str, model: torch.nn.Module) -> None:
+    """Refuse what is no model, a model that is being trained, and one without values."""
+    check_model("quantize_", model)
+    if model.training:
+        raise OperandError(f"{name}: the model is in training mode. Call model.eval() first.")
+    refuse_training(name, model)
+    on_meta = [path for path, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        raise OperandError(
+            f"{name}: {some(on_meta)} are on meta, without values. Load them first; "
+            f"load_pretrained(directory, model, native=True) keeps the codes of a file."
         )
 
 

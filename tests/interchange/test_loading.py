@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -526,11 +527,11 @@ def test_codes_go_straight_into_a_model_for_inference(name: str, tmp_path: Path)
         assert net.get_parameter(key).get_usages() == {"rowwise": True, "columnwise": False}
 
 
-def static_checkpoint(folder: Path) -> Path:
+def static_checkpoint(folder: Path, scale: float = 0.25) -> Path:
     tensors = {
         "fc.weight": codes_of((32, 32)),
         "fc.weight_scale": torch.tensor([0.5]),
-        "fc.input_scale": torch.tensor(0.25),
+        "fc.input_scale": torch.tensor(scale),
         "head.weight": torch.randn(32, 32, dtype=torch.bfloat16),
     }
     return write(folder, tensors, scheme(strategy="tensor"))
@@ -562,6 +563,77 @@ def test_weights_alone_are_read_as_the_config_says(tmp_path: Path) -> None:
     weight = tensors["fc.weight"].view(E4M3).float() * tensors["fc.weight_scale"]
     expected = torch.nn.functional.linear(x.float(), weight).to(torch.bfloat16)
     torch.testing.assert_close(net.fc(x), expected)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0, 1e-45])
+def test_a_scale_of_activations_that_is_none_is_refused(value: float, tmp_path: Path) -> None:
+    net, x = Two(), torch.randn(4, 32, dtype=torch.bfloat16)
+    expected = net(x)
+    static_checkpoint(tmp_path, value)
+    with pytest.raises(OperandError, match=r"'fc.input_scale' is .*Nothing was loaded"):
+        load_quantized(tmp_path, net)
+    assert torch.equal(net(x), expected)
+
+
+def test_activations_of_some_layers_alone_are_refused(tmp_path: Path) -> None:
+    path = static_checkpoint(tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"] = {**groups["group_0"], "input_activations": None}
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="the activations of some layers"):
+        load_quantized(tmp_path, Two())
+    load_pretrained(tmp_path, Two())
+
+
+def stepped(net: Two) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters())
+
+
+def differentiated(net: Two) -> None:
+    net(torch.ones(1, 32, dtype=torch.bfloat16)).sum().backward()
+
+
+@pytest.mark.parametrize(("use", "named"), [(stepped, "SGD"), (differentiated, "gradients")])
+def test_a_model_in_training_is_refused_as_it_is(use: Any, named: str, tmp_path: Path) -> None:
+    net, x = Two(), torch.randn(4, 32, dtype=torch.bfloat16)
+    expected, used = net(x), use(net)
+    with pytest.raises(OperandError, match=rf"load_quantized\(.*{named}"):
+        load_quantized(static_checkpoint(tmp_path), net)
+    assert type(net.fc) is torch.nn.Linear
+    assert net.training
+    assert torch.equal(net(x), expected)
+    del used
+
+
+def test_a_model_whose_codes_cannot_be_stored_does_not_answer(tmp_path: Path) -> None:
+    net, x = Two(), torch.randn(4, 32, dtype=torch.bfloat16)
+    net.head.weight = net.fc.weight
+    tensors = {"fc.weight": codes_of((32, 32)), "fc.weight_scale": torch.tensor([0.5])}
+    with pytest.raises(OperandError, match="several layers have this weight"):
+        load_quantized(write(tmp_path, tensors, scheme(strategy="tensor")), net)
+    with pytest.raises(OperandError, match="was interrupted"):
+        net(x)
+
+
+@pytest.mark.parametrize("load", [load_pretrained, load_quantized])
+@pytest.mark.parametrize("device", ["meta", "nowhere"])
+def test_a_device_without_values_is_refused(load: Any, device: str, tmp_path: Path) -> None:
+    net = on_meta(Two)
+    with pytest.raises((OperandError, RuntimeError), match="device"):
+        load(static_checkpoint(tmp_path), net, device=device)
+    assert all(parameter.is_meta for parameter in net.parameters())
+    assert not net.fc._forward_pre_hooks
+
+
+def test_a_buffer_on_meta_that_no_file_has_is_named(tmp_path: Path) -> None:
+    net = on_meta(Two)
+    net.fc.register_buffer("angles", torch.empty(2, device="meta"), persistent=False)
+    static_checkpoint(tmp_path)
+    with pytest.raises(OperandError, match=r"fc.angles are buffers on meta"):
+        load_quantized(tmp_path, net, device="cpu")
+    net.fc.angles = torch.ones(2)
+    load_quantized(tmp_path, net, device="cpu")
 
 
 def test_files_without_codes_are_refused(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ class Checkpoint:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         if not self.directory.is_dir():
-            raise OperandError(f"load_pretrained({str(directory)!r}): no such directory.")
+            raise OperandError(f"{self.directory}: no such directory.")
         self.headers: dict[str, Header] = {}
         index = self._index()
         for file in sorted(set(index.values())) if index is not None else [self._only_file()]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.conversion.convert import convert, unconvert
-from fp8core.conversion.inference import QuantizationReport, quantize_, unanswering
+from fp8core.conversion.inference import (
+    QuantizationReport,
+    quantize_,
+    refuse_training,
+    unanswering,
+)
 from fp8core.conversion.layers import with_attributes_of
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError, did_you_mean
 from fp8core.interchange.checkpoints.files import Checkpoint, Header
@@ -106,9 +113,9 @@ def load_pretrained(
             recipe multiplies, or a sharded parameter.
     """
     where = f"load_pretrained({str(directory)!r})"
-    plan = _plan(where, directory, model, native=native)
+    plan = _plan(where, directory, model, device, native=native)
     model = unwrapped(model)
-    with unanswering(where, [model, *plan.modules()]):
+    with unanswering(where, model.modules()):
         plan.apply(device)
     for module in model.modules():
         if isinstance(module, DelayedModule):
@@ -142,45 +149,76 @@ def load_quantized(
         device: where all parameters and buffers go; None leaves those with memory where they are.
 
     Raises:
-        OperandError: the files hold no codes; as of :func:`load_pretrained` and
-            :func:`fp8core.quantize_`. A model whose load was interrupted refuses to answer.
-        UnsupportedError: as of these functions.
+        OperandError: the files hold no codes, or scales of activations that are none, or not the
+            buffers on meta; as of :func:`load_pretrained` and :func:`fp8core.quantize_`. A model
+            whose load was interrupted refuses to answer.
+        UnsupportedError: activations of some layers alone are quantized; as of these functions.
     """
     where = f"load_quantized({str(directory)!r})"
-    plan = _plan(where, directory, model, native=True)
-    plan.is_for_inference, recipe = True, plan.inference_recipe()
-    if recipe is None:
-        raise OperandError(
-            f"{where}: the files hold no codes. Use load_pretrained(), then fp8core.quantize_()."
-        )
-    model = unwrapped(model.eval())
+    plan = _plan(where, directory, model, device, native=True)
+    root = unwrapped(model)
+    with _unchanged(where):
+        recipe = plan.inference_recipe()
+        _refuse_meta_buffers(root, device)
+    refuse_training(where, root)
     layers = plan.native_layers
-    convert(model, recipe, filter=lambda module, path: path in layers or not flops_of(module))
+    convert(root, recipe, filter=lambda module, path: path in layers or not flops_of(module))
     try:
-        with unanswering(where, [model, *plan.modules()]):
-            plan.apply(device)
+        with unanswering(where, root.modules()):
+            model.eval()
+            plan.apply(device, rows_alone=True)
             if device is not None:
-                model.to(device)
+                root.to(device)
             if isinstance(recipe, DelayedScaling):
-                _set_scales(model, recipe, plan.take_input_scales())
+                _set_scales(root, recipe, plan.take_input_scales())
+            report = quantize_(root)
     except BaseException:
-        unconvert(model)
+        unconvert(root)
         raise
     plan.loaded()
-    return quantize_(model)
+    return report
 
 
 def _plan(
-    where: str, directory: str | os.PathLike[str], model: torch.nn.Module, *, native: bool
+    where: str,
+    directory: str | os.PathLike[str],
+    model: torch.nn.Module,
+    device: torch.device | str | None,
+    *,
+    native: bool,
 ) -> _Plan:
     """Return what of the files goes where in the model; changes nothing."""
     if not isinstance(model, torch.nn.Module):
         raise OperandError(f"{where}: the model is {model!r}, expected a torch.nn.Module.")
     checkpoint = Checkpoint(directory)
-    try:
+    if device is not None and torch.empty(0, device=device).is_meta:
+        raise OperandError(f"{where}: device={device!r} has no memory for the values.")
+    with _unchanged(where):
         return _Plan(checkpoint, _targets(unwrapped(model)), native=native)
+
+
+@contextlib.contextmanager
+def _unchanged(where: str) -> Iterator[None]:
+    """Add to errors the call, and that it has changed nothing."""
+    try:
+        yield
     except Fp8CoreError as error:
         raise type(error)(f"{where}: {error} Nothing was loaded.") from None
+
+
+def _refuse_meta_buffers(model: torch.nn.Module, device: torch.device | str | None) -> None:
+    """Refuse buffers on meta that no checkpoint has, as they cannot go to ``device``."""
+    if device is None:
+        return
+    saved = model.state_dict(keep_vars=True)
+    named = model.named_buffers()
+    on_meta = [name for name, buffer in named if buffer.is_meta and name not in saved]
+    if on_meta:
+        raise OperandError(
+            f"{some(on_meta)} are buffers on meta, and in no checkpoint, as they are not "
+            f"persistent. Give them values first, or build the model in "
+            f"accelerate.init_empty_weights(), which leaves buffers alone."
+        )
 
 
 def _set_scales(
@@ -252,8 +290,6 @@ class _Plan:
         self._differing = self._differing_ties(targets, stored_by_name, firsts)
         self._recipe = _common_recipe(self._weights.values())
         self._native = self._keeping() if native else set()
-        # Whether codes are held in rows alone.
-        self.is_for_inference = False
         # Tensors whose pieces are being read, and how many are left.
         self._gathered: dict[str, tuple[torch.Tensor, int]] = {}
 
@@ -371,50 +407,64 @@ class _Plan:
         dequantized = [name for name in self._joined if name not in self._native]
         return Loaded(tuple(native), tuple(dequantized), self._recipe, self._unread)
 
-    def modules(self) -> Iterator[torch.nn.Module]:
-        """Yield the modules that get values."""
-        for target in self._targets.values():
-            yield from (module for module, _ in target.holders)
-
     @property
     def native_layers(self) -> set[str]:
         """The paths of the layers that get the file's codes."""
         return {name.rpartition(".")[0] for name in self._native}
 
-    def inference_recipe(self) -> Recipe | None:
-        """Return the recipe by which the config has layers compute, None if nothing keeps codes.
-        What it says of backward is left out: no such layer has one."""
+    def inference_recipe(self) -> Recipe:
+        """Return the recipe by which the config has layers compute. What it says of backward is
+        left out: no such layer has one.
+
+        Raises:
+            OperandError: nothing keeps codes, or a scale of activations is none.
+            UnsupportedError: activations of some layers alone are quantized.
+        """
         if not self._native or self._recipe is None:
-            return None
+            raise OperandError(
+                "the files hold no codes. Use load_pretrained(), then fp8core.quantize_()."
+            )
         recipe: Any = self._recipe
         recipe = dataclasses.replace(recipe, backward_override=None)
-        methods = {weight.method for weight in self._weights.values()}
-        if all(method.weights_alone for method in methods):
+        # Weights of one recipe are of one config.
+        weights_alone = next(weight.method.weights_alone for weight in self._weights.values())
+        if weights_alone is None:
+            raise UnsupportedError(
+                "the quantization_config leaves the activations of some layers in high precision, "
+                "and those of others not. load_pretrained() reads the weights."
+            )
+        if weights_alone:
             return WeightOnly(recipe)
-        is_static = self.input_scales().keys() == self.native_layers
+        is_static = self.input_scales.keys() == self.native_layers
         is_tensorwise = isinstance(recipe, Float8CurrentScaling)
         chosen: Recipe = DelayedScaling() if is_static and is_tensorwise else recipe
         return chosen
 
+    @functools.cached_property
     def input_scales(self) -> dict[str, torch.Tensor]:
-        """Return the static scales of inputs, float32 ``[1]``, by the path of the layer."""
+        """The static scales of inputs, float32 ``[1]``, by the path of the layer; a scale of zero
+        is that of a layer which no input has reached, and is left out."""
         layers = itertools.product(self.native_layers, _STATIC)
         paths = {f"{path}.{suffix}": path for path, suffix in layers}
-        read = self._checkpoint.read([name for name in paths if name in self._unread])
-        return {
-            paths[name]: scale.float().reshape(1)
-            for name, scale in read
-            if scale.numel() == 1 and bool(scale.float() > 0)
-        }
+        scales = {}
+        for name, read in self._checkpoint.read([name for name in paths if name in self._unread]):
+            scale = read.float().reshape(-1)
+            if scale.numel() != 1 or not bool(scale):
+                continue
+            if not bool((scale > 0) & scale.isfinite() & (1 / scale).isfinite()):
+                raise OperandError(f"{name!r} is {scale.item()}, which is no scale.")
+            scales[paths[name]] = scale
+        return scales
 
     def take_input_scales(self) -> dict[str, torch.Tensor]:
-        """Return :meth:`input_scales`, which then count as read."""
-        scales = self.input_scales()
+        """Return :attr:`input_scales`, which then count as read."""
+        scales = self.input_scales
         self._unread = tuple(n for n in self._unread if n.rpartition(".")[0] not in scales)
         return scales
 
-    def apply(self, device: torch.device | str | None = None) -> None:
-        """Read the values tensor by tensor into the model, to ``device`` if it is on meta."""
+    def apply(self, device: torch.device | str | None, *, rows_alone: bool = False) -> None:
+        """Read the values tensor by tensor into the model, to ``device`` if it is on meta; with
+        ``rows_alone`` codes are held in one orientation."""
         by_file = {stored.codes: name for name, stored in self._stored.items()}
         plain = {name: name for name in self._pieces if name not in self._stored}
         for key, value in self._checkpoint.read({**by_file, **plain}):
@@ -433,7 +483,7 @@ class _Plan:
                 assert isinstance(joined, StoredWeight)
                 assert self._recipe is not None
                 stored = joined.quantized(whole, self._recipe, target.value.dtype)
-                if self.is_for_inference:
+                if rows_alone:
                     stored.update_usage(columnwise_usage=False)
                 # A move brings codes and scales into the layout of the device's backend.
                 _replace(target, stored.to(target.device(device)))
@@ -463,10 +513,10 @@ def _check_names(missing: list[str], unused: list[str], targets: dict[str, _Targ
     if missing:
         problems.append(f"the checkpoint lacks {some(missing)}, which the model has")
     if unused:
-        near = did_you_mean(unused[0], [*targets]) if not missing else ""
-        problems.append(f"it holds {some(unused)}, which the model has not{near.rstrip('?')}")
+        problems.append(f"it holds {some(unused)}, which the model has not")
     if problems:
-        raise OperandError(f"{'; '.join(problems)}.")
+        near = did_you_mean(unused[0], [*targets]) if not missing else ""
+        raise OperandError(f"{'; '.join(problems)}.{near}")
 
 
 def _check_plain(header: Header, piece: Piece, value: torch.Tensor) -> None:

@@ -36,14 +36,14 @@ class Method:
     ``block`` is None where the shape of the scales tells a scale for the tensor from one for each
     row. ``is_fp4``: two codes of e2m1 in a byte, under two levels of scales. ``element``: the
     format of codes of a byte, None where the config leaves it to the files. ``weights_alone``: it
-    says that activations stay in high precision.
+    says that activations stay in high precision, None where it says that of some layers.
     """
 
     name: str
     block: tuple[int, int] | None
     is_fp4: bool = False
     element: str | None = None
-    weights_alone: bool = False
+    weights_alone: bool | None = False
 
 
 def method_of(config: Mapping[str, Any]) -> Method | None:
@@ -93,7 +93,8 @@ def _compressed_method(config: Mapping[str, Any]) -> Method:
     if len(schemes) != len(groups):
         raise UnsupportedError("the quantization_config has a group without weights.")
     methods = {_scheme(weights) for weights in schemes}
-    weights_alone = all(group.get("input_activations", group) is None for group in groups.values())
+    alone = {group.get("input_activations", group) is None for group in groups.values()}
+    weights_alone = alone.pop() if len(alone) == 1 else None
     if len(methods) != 1:
         raise UnsupportedError(
             "the quantization_config has groups with different schemes; files of one are read."
