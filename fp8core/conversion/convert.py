@@ -35,7 +35,6 @@ from fp8core.modules.models.inventory import (
     ModuleNode,
     experts_of,
     flops_of,
-    layers_in,
     module_nodes,
     refuse_watched,
 )
@@ -351,8 +350,6 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
             release(layer)
     for module in modules:
         thaw(module)
-    for layer in layers_in(model).values():
-        layer.has_static_scales = False
     return model
 
 

@@ -241,6 +241,7 @@ def freeze(module: torch.nn.Module, name: str, *, is_stored: bool = False) -> No
 
 def thaw(module: torch.nn.Module) -> None:
     """Undo ``quantize_`` in ``module``: stored weights become their values in high precision."""
+    vars(module).pop("has_static_scales", None)  # of torch's layers too, which may train next
     for name, former in vars(module).pop(FROZEN, {}).items():
         parameter: torch.Tensor | None = module._parameters.get(name)
         if former.is_stored and isinstance(parameter, QuantizedTensor):

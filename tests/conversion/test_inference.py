@@ -128,6 +128,23 @@ def test_unconvert_restores_classes_and_what_required_gradients() -> None:
     assert torch.equal(model[0].weight.dequantize(), stored.dequantize())
 
 
+@pytest.mark.parametrize("make", [llama, own])
+def test_an_unconverted_model_trains_with_delayed_scales(make: Callable[[], nn.Module]) -> None:
+    model = make().eval()
+    attributes = [vars(module).keys() for module in make().modules()]
+    fp8core.quantize_(model, "rowwise")
+    fp8core.unconvert(model)
+    assert [vars(module).keys() for module in model.modules()] == attributes
+    fp8core.convert(model.train(), "delayed")
+    x = TOKENS if make is llama else torch.randn(2, 8, 128, dtype=torch.bfloat16)
+    for _ in range(2):
+        y = model(x)
+        (y if isinstance(y, torch.Tensor) else y.logits).sum().backward()
+    scales = [scale for name, scale in model.named_buffers() if name.endswith("scale_fwd")]
+    assert scales
+    assert all(scale[0] != 1 for scale in scales)
+
+
 def test_a_converted_model_is_stored_by_its_recipe() -> None:
     model, x = sequential(), torch.randn(4, 128, dtype=torch.bfloat16)
     fp8core.convert(model, "mxfp8")
