@@ -44,6 +44,7 @@ from tests.benchmarks.measuring.libraries import (
     decoder_layer,
     layers_of,
     llama_config,
+    recipe_of,
     under_recipe,
 )
 from tests.benchmarks.measuring.markdown import head, line
@@ -229,16 +230,6 @@ class Own:
         x = run(self.model["embedding"](tokens))
         logits: torch.Tensor = self.model["head"](self.model["norm"](x[:, -1:]))
         return logits
-
-
-def recipe_of(library: str, name: str) -> Any:
-    """Return the recipe ``name`` of a library."""
-    if library == "fp8core":
-        return recipe.by_name(name)
-    from transformer_engine.common import recipe as theirs
-
-    kinds = {"delayed": theirs.DelayedScaling, "current": theirs.Float8CurrentScaling}
-    return kinds[name]()
 
 
 def by_torchao(model: Any, *, weights_alone: bool) -> None:

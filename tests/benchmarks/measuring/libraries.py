@@ -12,7 +12,15 @@ import torch
 import fp8core
 from tests.benchmarks.measuring.command import HIGH
 
-__all__ = ["EPS", "decoder_layer", "layers_of", "llama_config", "swiglu_mlp", "under_recipe"]
+__all__ = [
+    "EPS",
+    "decoder_layer",
+    "layers_of",
+    "llama_config",
+    "recipe_of",
+    "swiglu_mlp",
+    "under_recipe",
+]
 
 EPS = 1e-5
 
@@ -30,18 +38,34 @@ def layers_of(library: str) -> Any:
     return te
 
 
+def recipe_of(library: str, name: str) -> Any:
+    """Return the recipe ``name`` of a library; of fp8core the name of what it holds may follow, as
+    in ``"delayed least"``."""
+    if library == "fp8core":
+        name, _, holding = name.partition(" ")
+        chosen: Any = fp8core.recipe.by_name(name)
+        return dataclasses.replace(chosen, holding=holding) if holding else chosen
+    from transformer_engine.common import recipe
+
+    kinds = {
+        "delayed": recipe.DelayedScaling,
+        "current": recipe.Float8CurrentScaling,
+        "block": recipe.Float8BlockScaling,
+    }
+    return kinds[name]()
+
+
 def under_recipe(
     library: str, name: str, forward: Callable[..., Any], group: Any = None
 ) -> Callable[..., Any]:
-    """Return ``forward`` of a layer of ``library`` under recipe ``name``, or :data:`HIGH`'s none;
-    of fp8core the name of what it holds may follow, as in ``"delayed least"``.
+    """Return ``forward`` of a layer of ``library`` under :func:`recipe_of`, or :data:`HIGH`'s none.
 
     Amaxes of delayed scaling are reduced over ``group``.
     """
     if name == HIGH:
         context: Callable[[], Any] = contextlib.nullcontext
     else:
-        chosen, autocast = _recipe(library, name), layers_of(library).autocast
+        chosen, autocast = recipe_of(library, name), layers_of(library).autocast
         context = lambda: autocast(  # noqa: E731  one of two functions
             enabled=True, recipe=chosen, amax_reduction_group=group
         )
@@ -107,18 +131,3 @@ def llama_config(sizes: Any, **options: Any) -> Any:
         attn_implementation="sdpa",
         **options,
     )
-
-
-def _recipe(library: str, name: str) -> Any:
-    if library == "fp8core":
-        name, _, holding = name.partition(" ")
-        chosen: Any = fp8core.recipe.by_name(name)
-        return dataclasses.replace(chosen, holding=holding) if holding else chosen
-    from transformer_engine.common import recipe
-
-    kinds = {
-        "delayed": recipe.DelayedScaling,
-        "current": recipe.Float8CurrentScaling,
-        "block": recipe.Float8BlockScaling,
-    }
-    return kinds[name]()
