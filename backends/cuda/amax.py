@@ -142,6 +142,7 @@ def _by_amax_problem(desc: QuantizeByAmaxDesc) -> str | None:
     specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
     reason = first_problem(
         (desc.sums or desc.chunked, "no sums and no chunks by given amaxes"),
+        (desc.padded, "no zeros behind rows that are cast by given amaxes"),
         (any(spec.delayed for spec in specs), "a delayed scale is given: it follows from no amax"),
         (not has_amax(desc), "scales follow from their blocks alone: there is no amax"),
         (

@@ -222,6 +222,10 @@ REFUSED: dict[str, tuple[OpDesc, str]] = {
         QuantizeByAmaxDesc(torch.bfloat16, VECTOR, VECTOR),
         "scales follow from their blocks alone",
     ),
+    "groups with zeros by a given amax": (
+        QuantizeByAmaxDesc(torch.bfloat16, TENSOR, TENSOR, True, padded=32),
+        "no zeros behind rows that are cast by given amaxes",
+    ),
     "delayed by a given amax": (
         QuantizeByAmaxDesc(torch.bfloat16, dataclasses.replace(TENSOR, delayed=True), None),
         "a delayed scale is given",
