@@ -35,8 +35,8 @@ class Links:
     """What connects GPUs, and what one of them does beside a collective."""
 
     host_gbs: float = 230.0
-    """Out of a GPU within a host, GB/s: all-gathers of NCCL over two H200, 227 to 243
-    (docs/measured.md: a gather of 16,384 x 8,192 codes behind no product)."""
+    """Out of a GPU within a host, GB/s: all-gathers of NCCL over two H200, 227 to 243 (of 16,384 x
+    8,192 codes behind no product; a run of which docs/measured.md has no record)."""
     net_gbs: float = 50.0
     """Out of a GPU to other hosts, GB/s: one ConnectX-7 of 400 Gb/s a GPU, its limit (DGX H100
     User Guide, network modules); nobody reaches it."""
@@ -185,7 +185,8 @@ TOKENS = 8192
 """Of a rank: two sequences of 4,096."""
 _VOCABULARY = 128256
 _HEAD_US = 6 * TOKENS * _HIDDEN * _VOCABULARY / 719e6
-"""Three products in bfloat16 at 719 TFLOP/s, those of 16,384 x 4,096 x 14,336."""
+"""Three products in bfloat16 at 719 TFLOP/s, those of 16,384 x 4,096 x 14,336, without
+a record."""
 _LOSS_US = TOKENS / 4096 * 819
 LLAMA_8B = Model(
     32,
