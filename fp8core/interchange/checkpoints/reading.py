@@ -374,17 +374,17 @@ class _Plan:
         flat = [name for name, value in values.items() if value.dim() == 2 or is_sharded(value)]
         if flat:
             raise UnsupportedError(
-                f"native=True cannot keep the codes of {some(flat)}: {faults[flat[0]]}. "
-                f"native=False dequantizes them."
+                f"the codes of {some(flat)} cannot be kept: {faults[flat[0]]}. "
+                f"load_pretrained(native=False) dequantizes them."
             )
         if self._weights and self._recipe is None:
             raise UnsupportedError(
-                "native=True: the file's weights are quantized in several ways, which no one "
-                "recipe multiplies. native=False dequantizes them."
+                "the file's weights are quantized in several ways, which no one recipe multiplies. "
+                "load_pretrained(native=False) dequantizes them."
             )
         if faults:
             logger.warning(
-                "load_pretrained: %s are dequantized: %s",
+                "weights of a checkpoint, %s, are dequantized: %s",
                 some(list(faults)),
                 next(iter(faults.values())),
             )
