@@ -98,6 +98,15 @@ class ShardedWeight(torch.Tensor):
         """Return the values as lists."""
         return self._value.tolist()
 
+    def share_memory_(self) -> ShardedWeight:
+        """Move the values to shared memory, as torch does a tensor's storage."""
+        self._value.share_memory_()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def is_shared(self) -> bool:
+        """Say whether the values are in shared memory."""
+        return bool(self._value.is_shared())  # type: ignore[no-untyped-call]  # torch's
+
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a write to the array would not be noticed.
 

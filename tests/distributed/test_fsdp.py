@@ -412,6 +412,14 @@ def test_the_whole_weight_of_one_rank_can_be_read() -> None:
         torch.from_dlpack(local.detach())
 
 
+def test_weights_can_be_shared_with_other_processes() -> None:
+    gathered = gather_quantized(model(), CURRENT)
+    expected = [parameter.tolist() for parameter in gathered.parameters()]
+    gathered.share_memory()
+    assert all(parameter.is_shared() for parameter in gathered.parameters())
+    assert [parameter.tolist() for parameter in gathered.parameters()] == expected
+
+
 def test_weights_train_before_they_are_sharded() -> None:
     for name in RECIPES:
         chosen = RECIPES[name]()
