@@ -289,8 +289,8 @@ def _saved(ctx: Any) -> SavedList:
         raise OperandError(
             f"{written.owner}: what backward needs was written in place since forward, a weight or "
             f"input that is stored quantized, or that this recipe takes in high precision or, "
-            f'unless it has holding="fastest", quantizes again on the way back. Step the optimizer '
-            f"after backward, or write to a clone."
+            f'unless it has holding="fastest" and no requantize_weights, quantizes again on the '
+            f"way back. Step the optimizer after backward, or write to a clone."
         )
     if saved is None:
         raise UnsupportedError(
