@@ -252,10 +252,15 @@ def plan_of(kind: type[_Kind], recipe: Recipe | None, role: LayerRole, dtype: to
     that quantizes nothing in it, the plan of high precision.
 
     Raises:
-        RecipeError: the recipe has a plan of another kind for the layer.
+        RecipeError: the recipe has a plan of another kind for the layer, or one with an unknown
+            value of ``nonfinite`` or ``remade``.
     """
     plan = kind() if recipe is None else recipe.plan(role, dtype)
     if isinstance(plan, kind):
+        check_choice(plan, "nonfinite", NONFINITE)
+        if isinstance(plan, LinearPlan) and not set(HOLDING["least"]).issuperset(plan.remade):
+            choices = HOLDING["least"]
+            raise RecipeError(f"LinearPlan(remade={plan.remade!r}): expected some of {choices}.")
         return plan
     is_left_out = kind.is_left_out and isinstance(plan, LinearPlan)
     if is_left_out or (isinstance(plan, Plan) and plan.is_high_precision):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -267,6 +268,19 @@ def test_a_plan_of_a_user_s_own_may_leave_it_out() -> None:
     results = [step(layer(), Own(given)) for given in (None, False, True)]
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"remade": ("weights",)}, {"remade": "least"}, {"nonfinite": ""}]
+)
+def test_a_plan_of_a_user_s_own_with_an_unknown_value_is_refused(wrong: dict[str, Any]) -> None:
+    class Own(recipe.Recipe):
+        def plan(self, role: plan.LayerRole, dtype: torch.dtype) -> plan.LinearPlan:
+            return dataclasses.replace(CURRENT.plan(role, dtype), **wrong)
+
+    ((name, value),) = wrong.items()
+    with pytest.raises(fp8core.RecipeError, match=re.escape(f"LinearPlan({name}={value!r})")):
+        step(layer(), Own())
 
 
 @pytest.mark.parametrize(("kind", "name"), turns(models.LAYERS, NAMES))
