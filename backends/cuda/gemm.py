@@ -270,28 +270,29 @@ class LowPrecisionGemm:
         self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor | None
     ) -> None:
         """Refuse shapes with which the product would read or write beyond a tensor's end."""
-        shape = a.data.shape[0], b.data.shape[0]
+        (m, k), (n, b_k) = a.data.shape, b.data.shape
+        scale_shapes = [
+            _scale_shapes(operand, mode)
+            for operand, mode in zip((a, b), self._modes, strict=True)
+            if mode not in TILED  # checked where they were brought into tiles
+        ]
+        if (
+            b_k == k
+            and all([found == expected for found, expected in scale_shapes])
+            and (bias is None or bias.shape == (n,))
+            and (out is None or (out.shape == (m, n) and out.dtype == self._out_dtype))
+        ):
+            return
         shapes = [f"a {list(a.data.shape)}", f"b {list(b.data.shape)}"]
-        is_right = a.data.shape[1] == b.data.shape[1]
-        for operand, mode in zip((a, b), self._modes, strict=True):
-            if mode in TILED:  # checked where they were brought into tiles
-                continue
-            rows, k = operand.data.shape
-            expected = _SCALES[mode](rows, -(-k // 128)) if mode in _SCALES else None
-            sizes = None if operand.scale_inv is None else tuple(operand.scale_inv.shape)
-            shapes.append(f"scales {sizes}, expected {expected}")
-            is_right &= sizes == expected
+        shapes += [f"scales {found}, expected {expected}" for found, expected in scale_shapes]
         if bias is not None:
             shapes.append(f"bias {list(bias.shape)}")
-            is_right &= bias.shape == shape[1:]
         if out is not None:
             shapes.append(f"out {list(out.shape)} {out.dtype}")
-            is_right &= out.shape == shape and out.dtype == self._out_dtype
-        if not is_right:
-            raise OperandError(
-                f"{self._desc}: {', '.join(shapes)}; expected a [m, k], b [n, k], bias [n] and "
-                f"out [m, n] of {self._out_dtype}."
-            )
+        raise OperandError(
+            f"{self._desc}: {', '.join(shapes)}; expected a [m, k], b [n, k], bias [n] and "
+            f"out [m, n] of {self._out_dtype}."
+        )
 
     def _takes_bias(self, bias: torch.Tensor) -> bool:
         """Whether cuBLASLt adds it: of the result's dtype, or bfloat16 to a float32 result."""
@@ -388,6 +389,15 @@ class LowPrecisionGemm:
             problem.alignment,
             problem.d_pitch,
         )
+
+
+def _scale_shapes(
+    operand: Operand, mode: str
+) -> tuple[tuple[int, ...] | None, tuple[int, int] | None]:
+    """Return the shape of an operand's scales, and the one that they must have; None: no scales."""
+    (rows, k), scale_inv = operand.data.shape, operand.scale_inv
+    expected = _SCALES[mode](rows, -(-k // 128)) if mode in _SCALES else None
+    return None if scale_inv is None else tuple(scale_inv.shape), expected
 
 
 def _pitch_of_result(out: torch.Tensor) -> int | None:
