@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from fp8core.context.autocast import request
-from fp8core.conversion.decoder import ConvertedBlock, release_block
+from fp8core.conversion.decoder import ConvertedBlock
 from fp8core.conversion.decoder import fuse as fuse_blocks
 from fp8core.conversion.experts import ConvertedExperts, adopt_experts, layer_names, release_experts
 from fp8core.conversion.layers import (
@@ -272,20 +272,19 @@ def convert(
     plans = _plans(surveyed, chosen)
     report = _report(model, surveyed, chosen, plans)
     conversion = Conversion(None if chosen is None else request(quantize=chosen))
-    _swap([*surveyed.chosen, *surveyed.native], conversion)
     # torch.compile's wrapper runs outside its graph, where it is not known which layers ran.
     root = getattr(model, COMPILED_MODULE, model)
     vars(root)[ROOT] = conversion
-    if any(plan.delayed is not None for several in plans.values() for plan in several):
-        for module in dict.fromkeys(
-            [root, *(p.module for p in (*surveyed.chosen, *surveyed.native))]
-        ):
-            delimit(module)
-    announce(root, warns=True)
-    if not fuse:
-        return report
+    nodes = (*surveyed.chosen, *surveyed.native)
     try:
-        return _fused(report, root, conversion)
+        for node in nodes:
+            take = adopt if experts_of(node.module) is None else adopt_experts
+            take(node.module, node.path, conversion)
+        if any(plan.delayed is not None for several in plans.values() for plan in several):
+            for module in dict.fromkeys([root, *(node.module for node in nodes)]):
+                delimit(module)
+        announce(root, warns=True)
+        return _fused(report, root, conversion) if fuse else report
     except BaseException:
         unconvert(root)
         raise
@@ -336,7 +335,7 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     for layer in (*layers, *experts, *blocks):
         _refuse_changed(layer)
     for block in blocks:
-        release_block(block)
+        release(block)
     for root in roots:
         del vars(root)[ROOT]
         silence(root)
@@ -373,22 +372,6 @@ def _refuse_changed(layer: torch.nn.Module) -> None:
         label = layer.label if isinstance(layer, LowPrecisionModule) else type(layer).__name__
         change = "has its forward replaced" if is_patched else f"is a {type(layer).__name__}"
         raise OperandError(f"unconvert: {label} {change} since it was converted; undo that first.")
-
-
-def _swap(nodes: Sequence[ModuleNode], conversion: Conversion) -> None:
-    done: list[torch.nn.Module] = []
-    try:
-        for node in nodes:
-            take = adopt if experts_of(node.module) is None else adopt_experts
-            take(node.module, node.path, conversion)
-            done.append(node.module)
-    except BaseException:
-        for module in done:
-            if isinstance(module, ConvertedExperts):
-                release_experts(module)
-            else:
-                release(module)  # type: ignore[arg-type]  # adopted above
-        raise
 
 
 def _plans(surveyed: Survey, recipe: Recipe | None) -> dict[ModuleNode, list[LinearPlan]]:

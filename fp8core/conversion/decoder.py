@@ -388,13 +388,3 @@ def _swap(module: Any, base: type[ConvertedBlock], splices: object, conversion: 
     attributes[_SPLICES] = splices
     attributes[RECORD] = Record(conversion, original, (_SPLICES,), {})
     module.__class__ = derived(base, original)
-
-
-def release_block(module: torch.nn.Module) -> None:
-    """Give ``module`` the class that it had before :func:`fuse`."""
-    attributes = vars(module)
-    record: Record = attributes.pop(RECORD)
-    for name in record.added:
-        del attributes[name]
-    assert record.original is not None
-    module.__class__ = record.original

@@ -443,19 +443,21 @@ def adopt(module: torch.nn.Module, name: str, conversion: Conversion) -> None:
         module.__class__ = converted
 
 
-def release(module: LowPrecisionModule) -> None:
-    """Undo :func:`adopt`: restore class and attributes; parameters keep their present values."""
+def release(module: torch.nn.Module) -> None:
+    """Undo :func:`adopt`, or what gave another module its :class:`Record`: restore class and
+    attributes; parameters keep their present values."""
     attributes = vars(module)
     record: Record = attributes.pop(RECORD)
-    if record.original is not None:
-        module.forget_delayed_state()
-    else:
-        module.unbind()
+    if isinstance(module, LowPrecisionModule):
+        if record.original is None:
+            module.unbind()
+        else:
+            module.forget_delayed_state()
     for key in record.added:
         attributes.pop(key, None)
     attributes.update(record.hidden)
     if record.original is not None:
-        module.__class__ = record.original  # type: ignore[assignment]  # that is the swap
+        module.__class__ = record.original
 
 
 def _like(module: torch.nn.Module, name: str) -> LowPrecisionModule:
