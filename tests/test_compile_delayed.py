@@ -233,6 +233,29 @@ class Stopped(Block):
         return y
 
 
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_a_failed_graph_forgets_its_amaxes(is_eager: bool) -> None:
+    """The next step of the thread does, or a state dict, as Python runs nothing at the failure."""
+    model, other = te.Linear(64, 64), te.Linear(64, 64)
+    other.load_state_dict(model.state_dict())
+
+    def call(layer: torch.nn.Module, x: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe="delayed"):
+            y: torch.Tensor = layer(stop(layer(x), stops))
+        return y
+
+    fast, stops, last = compiled(call), torch.tensor(True), x_of(0)
+    for x in (x_of(0), x_of(1)):
+        assert torch.equal(fast(model, x, ~stops), call(other, x, ~stops))
+    with pytest.raises(ValueError, match="stop"):
+        fast(model, x_of(50), stops)
+    run_again = call if is_eager else fast
+    assert torch.equal(run_again(model, last, ~stops), call(other, last, ~stops))
+    with pytest.raises(ValueError, match="stop"):
+        fast(model, x_of(50), stops)
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+
+
 @pytest.mark.parametrize("kind", [Block, Broken, Uncompiled])
 def test_a_converted_model_whose_hooks_are_graphs_of_their_own(kind: type[Block]) -> None:
     """torch.compile of a module traces its forward and its hooks apart, not so the lambda."""

@@ -94,7 +94,7 @@ class Call(NamedTuple):
     computed in backward. ``output [rows, n]`` and ``grad_input [rows, k]`` are memory for the
     results of a lone linear. ``routes`` says where rows go whose experts are on several ranks.
     ``buffers`` are those of the layer's delayed state, in a graph that torch captures;
-    ``is_step_in_graph``: their update is there, too.
+    ``phase`` is that of the step, as of :func:`fp8core.context.scopes.phase_in_graph`.
     """
 
     groups: Groups = ()
@@ -110,7 +110,7 @@ class Call(NamedTuple):
     grad_input: torch.Tensor | None = None
     routes: Routes | None = None
     buffers: Sequence[torch.Tensor] = ()
-    is_step_in_graph: bool = False
+    phase: str = "forward"
 
     @property
     def has_device_groups(self) -> bool:

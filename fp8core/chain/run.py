@@ -48,7 +48,7 @@ _Brought: TypeAlias = (
 )
 """A call's groups, splits, tensors, sizes and state, as torch.compile hands them over."""
 
-_State: TypeAlias = "tuple[list[torch.Tensor], bool]"
+_State: TypeAlias = "tuple[list[torch.Tensor], str]"
 
 
 class Refusal(NamedTuple):
@@ -62,10 +62,10 @@ class Refusal(NamedTuple):
 
 
 class Stateful(NamedTuple):
-    """Links of delayed scaling, which ``bind(buffers, is_step_in_graph)`` binds in each graph, as
+    """Links of delayed scaling, which ``bind(buffers, phase)`` binds in each graph, as
     of a :class:`Call`."""
 
-    bind: Callable[[Sequence[torch.Tensor], bool], tuple[Link, ...]]
+    bind: Callable[[Sequence[torch.Tensor], str], tuple[Link, ...]]
 
 
 # Graphs refer to entries by number for as long as they live, so none is ever removed.
@@ -117,7 +117,7 @@ def _run_number(
 
 
 def _brought(call: Call) -> _Brought:
-    tensors, state = list(call.tensors), (list(call.buffers), call.is_step_in_graph)
+    tensors, state = list(call.tensors), (list(call.buffers), call.phase)
     return list(call.groups), list(call.splits), tensors, list(call.sizes), state
 
 

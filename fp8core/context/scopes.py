@@ -135,10 +135,14 @@ def end_step_in_graph(owner: object) -> None:
         _end_in_graph(scopes.pop(), failed=False)
 
 
-def is_step_in_graph() -> bool:
-    """Say whether all of the open scopes are in the graph that is being captured."""
+def phase_in_graph() -> str:
+    """Return where in its step is what the graph that is being captured computes next: "begin" or
+    "step" where all of the open scopes are in the graph, and a layer has recorded in none or in
+    some of them; else "forward"."""
     scopes = _thread.scopes
-    return len(scopes) > 0 and scopes[0].results is not None  # torch 2.11 traces no bool(list)
+    if len(scopes) == 0 or scopes[0].results is None:  # torch 2.11 traces no bool(list)
+        return "forward"
+    return "begin" if len(scopes[0].results) == 0 else "step"
 
 
 def computed_in_graph(result: torch.Tensor) -> None:
@@ -224,19 +228,20 @@ def touch(
     forward: DelayedState,
     backward: DelayedState,
     group: GroupReference | None,
-    *,
-    is_step_in_graph: bool = False,
+    phase: str = "forward",
 ) -> None:
     """Enter ``forward`` in the innermost scope, and have both states reduced over ``group``.
 
-    Its scales are updated when the thread's outermost autocast, or its model's step, ends; or,
-    with ``is_step_in_graph``, that of the graph which runs. To be called before ``forward``
-    records.
+    Its scales are updated when the thread's outermost autocast, or its model's step, ends; or
+    that of the graph which runs, where ``phase`` of :func:`phase_in_graph` says so. To be called
+    before ``forward`` records.
     """
-    scopes = _thread.scopes
-    if is_step_in_graph:
+    scopes, is_in_graph = _thread.scopes, phase != "forward"
+    if is_in_graph:
         _thread.handled = id(sys.exc_info()[1])
-    if is_step_in_graph and not scopes:
+    if _thread.in_graph and (phase == "begin" or (scopes and scopes[0].results is None)):
+        _forget_graph()
+    if is_in_graph and not scopes:
         _thread.in_graph[forward.key] = forward
     elif scopes:
         touched = scopes[-1].touched
@@ -248,6 +253,12 @@ def touch(
         if scopes:
             scopes[-1].groups.setdefault(forward, (backward, forward.group))
         forward.group = backward.group = group
+
+
+def _forget_graph() -> None:
+    """Forget the amaxes of a step that began in a graph which failed."""
+    scaling.discard(_thread.in_graph.values())
+    _thread.in_graph = {}
 
 
 def _keep_recorded(forward: DelayedState) -> None:
@@ -315,8 +326,10 @@ def begin_step(owner: object, is_running: Callable[[], bool] = _always) -> None:
 
 
 def forget_interrupted() -> None:
-    """Close as failed the innermost steps that an interrupt left open."""
+    """Close as failed the innermost steps that an interrupt left open, or a graph that failed."""
     scopes = _thread.scopes
+    if _thread.in_graph and not scopes:
+        _forget_graph()
     while scopes and not scopes[-1].is_running():
         _close(scopes.pop(), failed=True)
 

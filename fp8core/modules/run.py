@@ -15,7 +15,7 @@ from fp8core.chain.delayed_wgrad import DelayedCall
 from fp8core.chain.series import Chain
 from fp8core.chain.shape import LinkShape
 from fp8core.context import recompute
-from fp8core.context.scopes import computed_in_graph, is_step_in_graph
+from fp8core.context.scopes import computed_in_graph, phase_in_graph
 from fp8core.dispatch import policy
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
@@ -167,10 +167,10 @@ def run_links(
     if isinstance(links, int):
         if bound.number is not None:
             buffers: Any = [layer._buffers[name] for name in STATE_BUFFERS]
-            is_step = torch.is_grad_enabled() and is_step_in_graph()
-            call = call._replace(buffers=buffers, is_step_in_graph=is_step)
+            phase = phase_in_graph() if torch.is_grad_enabled() else call.phase
+            call = call._replace(buffers=buffers, phase=phase)
         result = run(links, input, params, call)
-        if call.is_step_in_graph:
+        if call.phase != "forward":
             computed_in_graph(result if isinstance(result, torch.Tensor) else result[0])
         return result
     first, store, tape = call.first_microbatch, layer._bindings.weights, recompute.current()

@@ -241,7 +241,7 @@ def bind_captured(
                 agree(label, role, shapes[0].plan_type, recipe, binding, shapes, once=True)
         context = BindContext.of(plan, binding, label)._replace(first_gemm=first_gemm)
         bind = partial(_bind_in_graph, shapes, context, states)
-        links = bind([None] * len(STATE_BUFFERS), False)
+        links = bind([None] * len(STATE_BUFFERS), "forward")
     except Fp8CoreError as error:
         refused = type(error)(f"{label}: {error}")
         if not is_compiled:
@@ -312,11 +312,11 @@ def _bind_in_graph(
     context: BindContext,
     states: GraphStates | None,
     buffers: Sequence[Any],
-    is_step_in_graph: bool,
+    phase: str,
     at: int | None = None,
 ) -> tuple[Link, ...]:
     """Return the links of ``shapes`` that read the ``buffers`` of a graph, or those of a part."""
-    in_graph = None if states is None else states.in_graph(buffers, is_step_in_graph)
+    in_graph = None if states is None else states.in_graph(buffers, phase)
     with table.capturing():
         links = bind_chain(shapes, context._replace(states=in_graph))
     return links if at is None else Chain(parts_of(shapes, links)[at])

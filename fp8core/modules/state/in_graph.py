@@ -58,13 +58,13 @@ class GraphStates:
         self.number = len(_states)
         _states.append(self)
 
-    def in_graph(self, buffers: Sequence[Any], is_step_in_graph: bool) -> LayerStates:
+    def in_graph(self, buffers: Sequence[Any], phase: str) -> LayerStates:
         """Return the states of a graph that has these ``buffers``, named
-        :data:`~fp8core.tensors.delayed_state.STATE_BUFFERS`, and perhaps the whole step."""
+        :data:`~fp8core.tensors.delayed_state.STATE_BUFFERS`, at that ``phase`` of the step."""
         scale, history, grad_scale, grad_history = buffers
         note = note_later = None
         if self._records:
-            note = partial(_note, self.number, "step" if is_step_in_graph else "forward")
+            note = partial(_note, self.number, phase)
             note_later = partial(_note_in_backward, self.number)
         forward = GraphState(scale, history, note)
         backward = GraphState(grad_scale, grad_history, note_later)
@@ -96,10 +96,9 @@ class GraphStates:
         states.backward.is_saved = True
         return states
 
-    def note(self, history: torch.Tensor, direction: str) -> None:
+    def note(self, history: torch.Tensor, phase: str) -> None:
         """Have the state of the layer that has the buffer ``history`` updated when the autocast, or
-        the backward pass, ends. ``direction`` is backward, forward, or step for a forward in an
-        autocast that is in the graph, too.
+        the backward pass, ends. ``phase`` is backward, or forward's phase in its step.
 
         Raises:
             UnsupportedError: there is no such layer any more; or a forward is repeated in backward.
@@ -111,7 +110,7 @@ class GraphStates:
                 "a compiled graph records amaxes for a layer that is gone, or whose delayed state "
                 "was replaced since its forward. Run forward again."
             )
-        if direction == "backward":
+        if phase == "backward":
             update_after_backward(states.backward)
         elif current_backward_pass() != NO_BACKWARD_PASS:
             raise UnsupportedError(
@@ -120,8 +119,7 @@ class GraphStates:
                 f"fp8core.checkpoint, or use a recipe without state, such as Float8CurrentScaling."
             )
         else:
-            is_step = direction == "step"
-            touch(states.forward, states.backward, self._request.group, is_step_in_graph=is_step)
+            touch(states.forward, states.backward, self._request.group, phase)
 
 
 def graph_states(number: int) -> GraphStates:
@@ -154,21 +152,21 @@ def _layer_of(history: torch.Tensor) -> Any:
     return None if reference is None else reference()
 
 
-_SCHEMA = "(int states, str direction, Tensor amax_history, Tensor scale) -> Tensor"
+_SCHEMA = "(int states, str phase, Tensor amax_history, Tensor scale) -> Tensor"
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # each replay has to call it
 
 
 def _empty_scale(
-    states: int, direction: str, amax_history: torch.Tensor, scale: torch.Tensor
+    states: int, phase: str, amax_history: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
     return torch.empty_like(scale)
 
 
 @define(_SCHEMA, _empty_scale, tags=_TAGS)
 def _delayed_scale(
-    states: int, direction: str, amax_history: torch.Tensor, scale: torch.Tensor
+    states: int, phase: str, amax_history: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    _states[states].note(amax_history, direction)
+    _states[states].note(amax_history, phase)
     return scale.clone()
 
 
@@ -184,11 +182,11 @@ _scale_in_step.register_fake(_empty_scale)
 _scale_in_step.register_effect(ORDERED)
 
 
-def _note(number: int, direction: str, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _note(number: int, phase: str, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Put into a graph what notes a state when the graph runs, as of
     :class:`~fp8core.tensors.delayed_state.GraphState`."""
-    operator = _scale_in_step if direction == "step" else _delayed_scale
-    noted: torch.Tensor = operator(number, direction, history, scale)
+    operator = _scale_in_step if phase in ("begin", "step") else _delayed_scale
+    noted: torch.Tensor = operator(number, phase, history, scale)
     return noted
 
 
