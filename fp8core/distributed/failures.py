@@ -45,7 +45,7 @@ _COLLECTIVES = ("torch.distributed", "fp8core.collectives")
 """Modules whose errors come from other ranks, as a rule."""
 
 _watches: set[_Watch] = set()
-"""Those whose threads run."""
+"""Those of groups that exist, also where the thread has ended, as the store is gone."""
 
 
 def watch_ranks(group: dist.ProcessGroup | None = None) -> None:
@@ -134,7 +134,7 @@ class _Watch(threading.Thread):
         return self._group() is group
 
     def start(self) -> None:
-        """Start the thread, which is one of the watches from now on until it ends."""
+        """Start the thread, which is one of the watches from now on."""
         _watches.add(self)
         super().start()
 
@@ -143,7 +143,8 @@ class _Watch(threading.Thread):
         try:
             self._watch()
         finally:
-            _watches.discard(self)
+            if self._group() is None:
+                _watches.discard(self)
 
     def _watch(self) -> None:
         beat = 0

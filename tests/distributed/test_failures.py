@@ -256,6 +256,9 @@ def test_a_store_that_is_gone_is_named(ranks: list[Any], caplog: pytest.LogCaptu
     ranks[0]._store = Gone()
     ranks[0].start()
     assert soon(lambda: "its store does not answer" in caplog.text)
+    ranks[0].join()
+    # A second watch would be alone with its number, and call the other ranks silent.
+    assert any(watch.is_of(ranks[0]._group()) for watch in failures._watches)
     ranks[0].fail(ValueError(""), follows=False)  # nothing else is raised in its stead
     ranks[0].end()
 
