@@ -278,13 +278,13 @@ class LowPrecisionGemm:
         ]
         if (
             b_k == k
-            and all([found == expected for found, expected in scale_shapes])
+            and all([shape == expected for shape, expected in scale_shapes])
             and (bias is None or bias.shape == (n,))
             and (out is None or (out.shape == (m, n) and out.dtype == self._out_dtype))
         ):
             return
         shapes = [f"a {list(a.data.shape)}", f"b {list(b.data.shape)}"]
-        shapes += [f"scales {found}, expected {expected}" for found, expected in scale_shapes]
+        shapes += [f"scales {shape}, expected {expected}" for shape, expected in scale_shapes]
         if bias is not None:
             shapes.append(f"bias {list(bias.shape)}")
         if out is not None:
