@@ -302,7 +302,8 @@ def _plan(
         reason_of = leaves_out if is_native else leaves_out_converted
         reason = reason_of(ModuleNode(label.rpartition(".")[0], module, None))
         reason = reason or _obstacle(layer, parameter, plan, stored)
-        if uses[parameter] > 1:
+        # Codes stay where they are: no other tensor takes the place of the shared one.
+        if uses[parameter] > 1 and not isinstance(parameter, QuantizedTensor):
             reason = reason or "several layers have this weight"
         if reason:
             high[label] = reason

@@ -606,14 +606,35 @@ def test_a_model_in_training_is_refused_as_it_is(use: Any, named: str, tmp_path:
     del used
 
 
-def test_a_model_whose_codes_cannot_be_stored_does_not_answer(tmp_path: Path) -> None:
+def test_layers_that_share_codes_compute_alike(tmp_path: Path) -> None:
     net, x = Two(), torch.randn(4, 32, dtype=torch.bfloat16)
     net.head.weight = net.fc.weight
     tensors = {"fc.weight": codes_of((32, 32)), "fc.weight_scale": torch.tensor([0.5])}
-    with pytest.raises(OperandError, match="several layers have this weight"):
-        load_quantized(write(tmp_path, tensors, scheme(strategy="tensor")), net)
+    report = load_quantized(write(tmp_path, tensors, scheme(strategy="tensor")), net)
+    assert report.stored == ("fc.weight", "head.weight")
+    assert not report.high_precision
+    assert net.fc.weight is net.head.weight
+    native = Two()
+    native.head.weight = native.fc.weight
+    loaded = load_pretrained(tmp_path, native, native=True)
+    fp8core.convert(native, loaded.recipe, filter=lambda module, path: True)
+    with torch.no_grad():
+        assert torch.equal(net(x), native(x))
+        assert torch.equal(net.fc(x), net.head(x))
+
+
+def test_a_model_whose_codes_cannot_be_stored_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(model: torch.nn.Module) -> None:
+        raise UnsupportedError("no backend")
+
+    monkeypatch.setattr(reading, "quantize_", refused)
+    net = Two()
+    with pytest.raises(UnsupportedError, match="no backend"):
+        load_quantized(static_checkpoint(tmp_path), net)
     with pytest.raises(OperandError, match="was interrupted"):
-        net(x)
+        net(torch.randn(4, 32, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("load", [load_pretrained, load_quantized])

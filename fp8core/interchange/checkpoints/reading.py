@@ -270,6 +270,8 @@ class _Plan:
         for name in (name for name in targets if pieces[name]):
             firsts.setdefault(id(targets[name].value), name)
         self._targets = {name: targets[name] for name in firsts.values()}
+        # That name by each name of the tensor.
+        self._firsts = {name: firsts.get(id(target.value)) for name, target in targets.items()}
         every = [piece.name for some_pieces in pieces.values() for piece in some_pieces]
         stored_by_name = {name: stored_names(name, headers) for name in every}
         used = {*every, *(name for stored in stored_by_name.values() for name in stored or ())}
@@ -409,8 +411,10 @@ class _Plan:
 
     @property
     def native_layers(self) -> set[str]:
-        """The paths of the layers that get the file's codes."""
-        return {name.rpartition(".")[0] for name in self._native}
+        """The paths of the layers that get the file's codes, several if they share a weight."""
+        return {
+            name.rpartition(".")[0] for name, first in self._firsts.items() if first in self._native
+        }
 
     def inference_recipe(self) -> Recipe:
         """Return the recipe by which the config has layers compute. What it says of backward is
