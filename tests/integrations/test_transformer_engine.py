@@ -414,6 +414,11 @@ def test_the_recipe_in_the_metadata_is_that_of_the_last_run(te: Any) -> None:
     assert layer.fp8_meta["recipe"] == recipe
     with te.pytorch.autocast(recipe=current):
         assert layer.fp8_meta["recipe"] == current
+        layer(torch.ones(32, 32))
+    with te.pytorch.autocast(recipe=recipe):
+        layer(torch.ones(32, 32))
+    layer(torch.ones(32, 32))
+    assert layer.fp8_meta["recipe"] == recipe  # of the last run under one
 
 
 def test_quantizers_of_a_layer_name_what_to_use(te: Any) -> None:

@@ -287,10 +287,10 @@ class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
     @property
     def fp8_meta(self) -> dict[str, Any]:
         """The recipe and process group of the active autocast, outside of any the recipe of the
-        last run; and of a layer of linears with delayed scales ``scaling_fwd`` and ``scaling_bwd``,
-        see :class:`ScalingMeta`."""
-        request, last = active(self.outside_autocast), self._bindings.last
-        ran = None if last is None else last[1].recipe
+        last run that had one; and of a layer of linears with delayed scales ``scaling_fwd`` and
+        ``scaling_bwd``, see :class:`ScalingMeta`."""
+        request, bounds = active(self.outside_autocast), [*self._bindings.table.values()]
+        ran = next(filter(None, (bound and bound.recipe for bound in reversed(bounds))), None)
         recipe = request.quantize or request.observe or ran or get_default_recipe()
         meta = _Meta(fp8_checkpoint=False, fp8_group=request.process_group, recipe=recipe)
         if self.plan_type is LinearPlan and self._buffers.get("scale_fwd") is not None:

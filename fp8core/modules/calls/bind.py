@@ -177,6 +177,7 @@ def _changed(layer: LowPrecisionModule, key: tuple[Any, ...]) -> Bound:
         if bound is None:
             arguments = (layer, recipe, mode, binding, chain_shapes, first_gemm)
             bound = in_plain_mode(partial(_bind, *arguments))
+        layer._bindings.table.pop(key, None)  # the last one is that of the last call
         layer._bindings.table[key] = bound
         layer._bindings.last = (key, bound)
         _note_change(layer, recipe, bound)
