@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
@@ -13,6 +15,7 @@ from torch._dynamo.utils import counters
 import fp8core as te
 from fp8core import recipe
 from fp8core.context.scopes import _thread
+from fp8core.modules.state.in_graph import _layer_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
@@ -173,6 +176,26 @@ def test_layers_of_one_shape_share_a_graph() -> None:
     want, got = run(model, model, alone), run(other, other, alone)
     assert [torch.equal(a, b) for a, b in zip(want, got, strict=True)] == [True] * len(want)
     assert graphs() == 1
+
+
+def test_layers_of_other_threads_come_and_go() -> None:
+    def layer() -> te.Linear:
+        created = te.Linear(16, 16)
+        te.prepare(created, DELAYED)
+        return created
+
+    layers, interval = [layer() for _ in range(60)], sys.getswitchinterval()
+
+    def find(number: int) -> bool:
+        created = [layer() for _ in range(number % 2)]
+        return all(_layer_of(x.amax_history_fwd) is x for x in (*layers, *created))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(find, range(800)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

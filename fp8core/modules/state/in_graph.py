@@ -8,6 +8,7 @@ updated when the autocast, or the backward pass, ends, as a layer in eager does.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +30,7 @@ from fp8core.torch_ops.private import NO_BACKWARD_PASS, ORDERED, current_backwar
 
 _HISTORIES = STATE_BUFFERS[1::2]
 _layers: weakref.WeakSet[Any] = weakref.WeakSet()
+_layers_lock = threading.Lock()
 _by_address: dict[int, weakref.ref[Any]] = {}
 # The operators of graphs refer to entries by number, so none is ever removed.
 _states: list[GraphStates] = []
@@ -129,26 +131,35 @@ def graph_states(number: int) -> GraphStates:
 
 def add_layer(layer: Any) -> None:
     """Have graphs find ``layer``, which has the buffers of a delayed state, or is about to."""
-    _layers.add(layer)
+    with _layers_lock:
+        _layers.add(layer)
 
 
 def _has(layer: Any, history: torch.Tensor) -> bool:
-    address, buffers = history.data_ptr(), layer._buffers
-    return any(buffers[x].data_ptr() == address for x in _HISTORIES if x in buffers)
+    address = history.data_ptr()
+    return any(buffer.data_ptr() == address for buffer in _histories_of(layer))
+
+
+def _histories_of(layer: Any) -> list[torch.Tensor]:
+    buffers = map(layer._buffers.get, _HISTORIES)  # another thread may reset the layer
+    return [buffer for buffer in buffers if buffer is not None]
 
 
 def _layer_of(history: torch.Tensor) -> Any:
     """Return the layer that has the buffer ``history``; None if there is none."""
+    global _by_address
     address = history.data_ptr()
     reference = _by_address.get(address)
     layer = None if reference is None else reference()
     if layer is not None and _has(layer, history):
         return layer
-    _by_address.clear()  # buffers move with their layers
-    for layer in list(_layers):
-        histories = [layer._buffers[name] for name in _HISTORIES if name in layer._buffers]
-        _by_address.update((buffer.data_ptr(), weakref.ref(layer)) for buffer in histories)
-    reference = _by_address.get(address)
+    with _layers_lock:
+        layers = list(_layers)
+    addresses = {  # anew, as buffers move with their layers
+        buffer.data_ptr(): weakref.ref(layer) for layer in layers for buffer in _histories_of(layer)
+    }
+    _by_address = addresses
+    reference = addresses.get(address)
     return None if reference is None else reference()
 
 
