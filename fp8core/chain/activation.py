@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -76,8 +76,6 @@ class ActivationShape(GatedShape):
 
     name: str
     params: tuple[float, ...] = ()
-    # Its name in a plan's ``remade``.
-    result: ClassVar[str] = "activation"
 
     def grad_input_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return float32, but ``dtype`` for a gated one, whose gradient is rounded."""
@@ -97,12 +95,13 @@ class ActivationShape(GatedShape):
         desc = ActivationDesc(self.name, context.dtype, out_dtype, self.params)
         backward = ActivationBackwardDesc(self.name, context.dtype, grad_dtype, self.params)
         backward_fusion = bind_fusion(backward_step, backward, gradient, context)
+        is_remade = ActivationLink.result in context.plan.remade
         reads_rows = backward_fusion is not None and backward_fusion.gives_chunks
         return ActivationLink(
             self,
             context.resolve(step, desc).run,
             context.resolve(backward_step, backward).run,
-            bind_fusion(step, desc, output, context, is_remade=self.result in context.plan.remade),
+            bind_fusion(step, desc, output, context, is_remade=is_remade),
             backward_fusion,
             rows_request(context.dtype) if reads_rows else None,
         )
@@ -142,6 +141,7 @@ class ActivationLink(Link):
     backward_fusion: Fusion | None
     grad_request: QuantizeRequest | None
     keeps_input = True
+    result = "activation"
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> ActivationProgram:
         """Return the program, which is the same for any number of rows."""
@@ -154,11 +154,6 @@ class ActivationProgram(TensorProgram[ActivationLink]):
     __slots__ = ()
 
     recordable = Recordable()
-
-    @property
-    def result_name(self) -> str:  # type: ignore[override]  # a default there
-        """The activation, if its input is saved."""
-        return self._link.shape.result if self._needs_grad[0] else ""
 
     def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
         """Activate again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -37,8 +37,6 @@ class NormShape(LinkShape):
     eps: float
     zero_centered: bool
     weight_dtype: torch.dtype
-    # Its name in a plan's ``remade``.
-    result: ClassVar[str] = "norm"
 
     @property
     def num_params(self) -> int:
@@ -63,7 +61,7 @@ class NormShape(LinkShape):
         backward_desc = NormBackwardDesc(desc)
         norm = context.resolve("norm", desc)
         backward = context.resolve("norm backward", backward_desc)
-        is_remade = self.result in context.plan.remade
+        is_remade = NormLink.result in context.plan.remade
         fusion = bind_fusion("norm", desc, consumer, context, is_remade=is_remade)
         gradient = context.grad_input_consumer
         backward_fusion = bind_fusion("norm backward", backward_desc, gradient, context)
@@ -129,6 +127,7 @@ class NormLink(Link):
     run_backward_added: Callable[..., Any] | None
     num_params: int = field()  # which has no default, unlike in Link
     keeps_input = True
+    result = "norm"
 
     @property
     def adds_residual(self) -> bool:
@@ -151,11 +150,6 @@ class NormProgram(TensorProgram[NormLink]):
     __slots__ = ()
 
     recordable = Recordable()
-
-    @property
-    def result_name(self) -> str:  # type: ignore[override]  # a default there
-        """The norm, if its input is saved."""
-        return self._link.shape.result if True in self._needs_grad else ""
 
     def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
         """Normalize again."""

@@ -102,6 +102,11 @@ class PackedAttentionLink(Link):
         return self.attention.needs_rng
 
     @property
+    def result(self) -> str:  # type: ignore[override]  # a default there
+        """As attention."""
+        return self.attention.result
+
+    @property
     def only_once(self) -> OnlyOnce | None:
         """As attention."""
         return self.attention.only_once
@@ -139,11 +144,6 @@ class PackedAttentionProgram(TensorProgram[PackedAttentionLink]):
         super().__init__(link, needs_grad)
         self._inner = inner
 
-    @property
-    def result_name(self) -> str:  # type: ignore[override]  # a default there
-        """As attention."""
-        return self._inner.result_name
-
     def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
         """As attention."""
         return self._inner.remade(saved, call, out)
@@ -177,11 +177,6 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
     __slots__ = ()
 
     recordable = Recordable()
-
-    @property
-    def result_name(self) -> str:  # type: ignore[override]  # a default there
-        """Attention, if it saves its result."""
-        return "attention" if self._needs_grad[0] else ""
 
     def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
         """Return the result, which is saved."""

@@ -92,10 +92,6 @@ class Program:
     # How it wants its input from the program before it; None: as a tensor.
     input_request: QuantizeRequest | None = None
 
-    # The name in a plan's ``remade`` by which backward may have its result made again, from what it
-    # saved; empty if it saves too little.
-    result_name: str = ""
-
     @property
     def recordable(self) -> Recordable | None:
         """The references of it; None if a dense call is more than operations of backends and
@@ -122,7 +118,7 @@ class Program:
 
     def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
         """Return the result of the forward that ``saved`` these tensors, as ``out`` requests it; of
-        a program with a :attr:`result_name`."""
+        a link with a :attr:`Link.result`, if a gradient is due."""
         raise NotImplementedError
 
     def remake(self, saved: SavedList, source: Program, source_saved: Saved, call: Call) -> None:
@@ -210,7 +206,9 @@ class Link:
     # Whether a parameter is an activation, which backward does not need.
     takes_activation: bool = False
 
-    # The results of links before it, by their names, that backward makes again as its input.
+    # The name of its result, if backward may have it made again from what forward saved wherever a
+    # gradient is due; and the results of links before it that backward makes again as its input.
+    result: str = ""
     remade: Sequence[str] = ()
 
     @property

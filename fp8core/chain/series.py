@@ -82,11 +82,11 @@ class Series(Program):
             saves_copies = saves_copies or program.saves_copies
         sources: list[Program | None] = [None] * len(steps)
         for at in range(1, len(steps)) if quantizes else ():
-            source, step = steps[at - 1].program, steps[at]
-            if source.result_name in step.link.remade:
+            source, step = steps[at - 1], steps[at]
+            if step.needs_input_grad and source.link.result in step.link.remade:
                 remaking = step.link.remaking(step.program)
                 if remaking is not None:
-                    steps[at], sources[at] = step._replace(program=remaking), source
+                    steps[at], sources[at] = step._replace(program=remaking), source.program
         for at in range(len(steps) - 1, 0, -1) if quantizes else ():
             request = steps[at].program.request_input(steps[at].request)
             steps[at - 1] = steps[at - 1]._replace(request=request)

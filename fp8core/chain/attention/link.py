@@ -52,6 +52,7 @@ class AttentionLink(Link):
     fallback: Choice | None
     run_cached: Callable[..., Any] | None
     keeps_input = True
+    result = "attention"
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AttentionProgram:
         """Return the program; the sizes of the batch come with the call."""
@@ -88,11 +89,6 @@ class AttentionProgram(TensorProgram[AttentionLink]):
     """Attends; saves queries, keys, values, the result and its statistics."""
 
     __slots__ = ()
-
-    @property
-    def result_name(self) -> str:  # type: ignore[override]  # a default there
-        """Attention, if it saves its result."""
-        return "attention" if True in self._needs_grad else ""
 
     def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
         """Return the result, which is saved."""

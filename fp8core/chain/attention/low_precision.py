@@ -49,6 +49,7 @@ class LowPrecisionAttentionLink(AttentionLink):
     spec: OperandSpec
     dtype: torch.dtype
     reads_codes: bool
+    result = ""
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AttentionProgram:
         """Return the program; the sizes of the batch come with the call."""
@@ -73,7 +74,6 @@ class LowPrecisionAttentionProgram(AttentionProgram):
     __slots__ = ()
 
     _link: LowPrecisionAttentionLink
-    result_name = ""
 
     def request_grad(self, call: Call) -> QuantizeRequest | None:
         """Return the request for the gradient of the result, if backward quantizes it.
