@@ -181,6 +181,13 @@ def failures(junit: Path) -> list[str]:
     return lines
 
 
+def _begin() -> None:
+    """Make this process a group of its own that ends by SIGINT, which a job in the background of a
+    shell ignores."""
+    os.setpgrp()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run(part: Part, name: str, folder: Path, limit: float) -> Outcome:
     """Run a part for up to ``limit`` seconds; its output and counts go to files of ``folder``."""
     if limit <= 0:
@@ -199,7 +206,7 @@ def run(part: Part, name: str, folder: Path, limit: float) -> Outcome:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            preexec_fn=os.setpgrp,
+            preexec_fn=_begin,
         )
         try:
             status = process.wait(limit)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,11 +127,19 @@ def is_running(number: int) -> bool:
     return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def test_tests_that_ran_before_the_limit_are_counted(tmp_path: Path, reached: Path) -> None:
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_tests_that_ran_before_the_limit_are_counted(
+    handler: Any, tmp_path: Path, reached: Path
+) -> None:
     tests = "import pathlib, time\ndef test_a(): pass\ndef test_b(): assert 0\n"
     tests += f"def test_c(): pathlib.Path({str(reached)!r}).touch(); time.sleep(600)\n"
     (tmp_path / "test_toy.py").write_text(tests)
-    outcome = run(Part("", (*TOY, str(tmp_path / "test_toy.py"))), "toy", tmp_path, LIMIT_S)
+    part, before = Part("", (*TOY, str(tmp_path / "test_toy.py"))), signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, handler)
+    try:
+        outcome = run(part, "toy", tmp_path, LIMIT_S)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (outcome.passed, outcome.failed) == (1, 1)
     assert "| 1 | 1, stopped after 1 s | 0 |" in outcome.row("toy", "", "")
 
