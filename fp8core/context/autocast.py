@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -191,12 +190,7 @@ class autocast(contextlib.ContextDecorator):
             if group is not None:
                 note_autocast(group)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         thread = _thread
         opened = thread.opened
         if not opened or opened[-1][0] is not self:

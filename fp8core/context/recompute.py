@@ -95,11 +95,11 @@ class Tape:
             entry = TapeEntry(label, key, versions, scale, first_microbatch, {})
         else:
             entry = self._outer.visit(label, key, layer, state, first_microbatch)
-        self._entries.append(entry)
+        self._record(entry, layer)
         return entry
 
-    def expect(self, entry: TapeEntry) -> None:
-        """Have the next layer that is checked repeat ``entry``, which another tape recorded."""
+    def _record(self, entry: TapeEntry, layer: torch.nn.Module) -> None:
+        """Have the recompute repeat ``entry``, a forward of ``layer``, after those before it."""
         self._entries.append(entry)
 
     def _take(self, label: str, key: tuple[object, ...], layer: torch.nn.Module) -> TapeEntry:

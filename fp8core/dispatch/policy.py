@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import TracebackType
+from typing import Any
 
 from fp8core.dispatch import plugins, settings
 
@@ -75,10 +75,5 @@ class use_backend:
         _active.outer.append(outer)
         _active.policy = replace(outer, backend=self._name or outer.backend, op_backends=ops)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         _active.policy = _active.outer.pop()

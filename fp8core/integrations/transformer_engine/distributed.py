@@ -13,7 +13,6 @@ import torch
 from fp8core.context import recompute as native
 from fp8core.context.recompute import Tape, TapeEntry, current, playing
 from fp8core.errors import OperandError
-from fp8core.tensors.delayed_state import DelayedState
 
 
 class _Recorded(NamedTuple):
@@ -32,20 +31,10 @@ _waiting_lock = threading.Lock()
 class _Forward(Tape):
     """Records layers one by one, for recomputes in another order."""
 
-    def visit(
-        self,
-        label: str,
-        key: tuple[object, ...],
-        layer: torch.nn.Module,
-        state: DelayedState | None,
-        first_microbatch: bool | None = None,
-    ) -> TapeEntry:
-        """Record one layer's forward."""
-        entry = super().visit(label, key, layer, state, first_microbatch)
+    def _record(self, entry: TapeEntry, layer: torch.nn.Module) -> None:
         with _waiting_lock:
             queue = _waiting.setdefault(id(layer), deque())
             queue.append(_Recorded(entry, layer))
-        return entry
 
 
 class _Repeat(Tape):
@@ -55,14 +44,7 @@ class _Repeat(Tape):
         super().__init__(True, outer)
         self.replay()
 
-    def visit(
-        self,
-        label: str,
-        key: tuple[object, ...],
-        layer: torch.nn.Module,
-        state: DelayedState | None,
-        first_microbatch: bool | None = None,
-    ) -> TapeEntry:
+    def _take(self, label: str, key: tuple[object, ...], layer: torch.nn.Module) -> TapeEntry:
         """Return the record of the forward that this call repeats.
 
         Raises:
@@ -78,8 +60,8 @@ class _Repeat(Tape):
             entry = queue.popleft().entry
             if not queue:
                 del _waiting[id(layer)]
-        self.expect(entry)
-        return super().visit(label, key, layer, state, first_microbatch)
+        self._record(entry, layer)
+        return super()._take(label, key, layer)
 
 
 class _Phase(threading.local):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -102,12 +101,7 @@ class quantized_model_init(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         _thread.entered.append(self)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         _thread.entered.pop()
 
 
