@@ -126,14 +126,8 @@ def transfers(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfe
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolve(
-    desc: OpDesc,
-    device: torch.device,
-    backend: str | None,
-    is_captured: bool,
-    key: _Key,
-) -> Resolved:
-    return in_plain_mode(functools.partial(_resolved, desc, device, backend, is_captured, key))
+def _resolve(*arguments: Any) -> Resolved:
+    return in_plain_mode(functools.partial(_resolved, *arguments))
 
 
 def _resolved(
