@@ -218,10 +218,7 @@ class _Pass:
     def finish(self) -> None:
         """Update the states; the engine calls this when the pass has succeeded."""
         try:
-            if self.saved:
-                with preserved_versions(self.saved):
-                    _update(tuple(self.states), (), reduced_after_backward)
-            else:
+            with preserved_versions(self.saved):
                 _update(tuple(self.states), (), reduced_after_backward)
         except BaseException:
             discard(self.states)
@@ -291,9 +288,7 @@ def update_after_backward(
         state.begin()
         return
     task = current_backward_pass() if backward_pass is None else backward_pass
-    reference = _in_backward.get(task)
-    running = None if reference is None else reference()
-    running = running or _join(task)
+    running = _find_pass(task) or _join(task)
     states = running.states
     if state not in states:
         if state.is_saved:
