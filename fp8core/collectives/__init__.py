@@ -44,7 +44,6 @@ from fp8core.torch_ops.private import (
     functional_collective,
     gather_options,
     group_by_name,
-    scatter_options,
     start_all_gather,
     start_reduce_scatter,
     store_of,
@@ -285,7 +284,7 @@ def _comparisons_of(group: dist.ProcessGroup, rank: int) -> Comparisons | None:
 def _options(at_once: bool) -> dict[str, Any]:
     """Return options of the process group's calls, by collective. With ``at_once`` NCCL runs on the
     current stream, which need not wait for another one, nor another for it."""
-    options = {"gather": gather_options(), "scatter": scatter_options()}
+    options = {"gather": gather_options(), "scatter": dist.ReduceScatterOptions()}
     for op, operation in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
         options[op] = dist.AllreduceOptions()
         options[op].reduceOp = operation

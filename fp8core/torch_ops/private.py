@@ -105,7 +105,6 @@ __all__ = [
     "refuse_address",
     "reshards_to_fewer_ranks",
     "saved_tensor_hooks",
-    "scatter_options",
     "schema_of",
     "sharded_parameters",
     "start_all_gather",
@@ -360,8 +359,7 @@ def is_traced() -> bool:
 
 def wait_for_collective(tensor: Any) -> torch.Tensor:
     """Return the values of an AsyncCollectiveTensor, whose collective may still be under way."""
-    values: torch.Tensor = torch.ops._c10d_functional.wait_tensor(tensor.elem)
-    return values
+    return wait_for_result(tensor.elem)
 
 
 COLLECTIVES: Final = "_c10d_functional"
@@ -419,12 +417,6 @@ def gather_options() -> Any:
     return groups.AllgatherOptions()
 
 
-def scatter_options() -> Any:
-    """Return new options of a reduce-scatter, as :func:`gather_options`."""
-    groups: Any = torch.distributed.distributed_c10d
-    return groups.ReduceScatterOptions()
-
-
 def start_all_gather(group: Any, result: torch.Tensor, part: torch.Tensor, options: Any) -> Any:
     """Start the gather that torch.distributed.all_gather_into_tensor checks, logs and calls;
     ``options`` are :func:`gather_options`."""
@@ -435,7 +427,7 @@ def start_reduce_scatter(
     group: Any, result: torch.Tensor, whole: torch.Tensor, options: Any
 ) -> Any:
     """Start the sum that torch.distributed.reduce_scatter_tensor checks, logs and calls;
-    ``options`` are :func:`scatter_options`."""
+    ``options`` are a torch.distributed.ReduceScatterOptions."""
     return group._reduce_scatter_base(result, whole, options)
 
 
