@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8core.collectives import Communicator
 from fp8core.errors import UnsupportedError
@@ -102,7 +102,9 @@ def sharded_state_dict(model: torch.nn.Module) -> dict[str, Any]:
         _refuse(name, tensor)
         for part in parts:
             rows = tensor if len(parts) == 1 else tensor[part.start : part.start + part.length]
-            state[part.key] = rows if part.axis is None else _distributed(rows, part.axis, group)
+            state[part.key] = (
+                rows if part.axis is None else _distributed(rows, Shard(part.axis), group)
+            )
     return state
 
 
@@ -135,9 +137,9 @@ def _refuse_sharded(name: str, parameter: DTensor, layer: ParallelModule) -> Non
     )
 
 
-def _distributed(rows: torch.Tensor, axis: int, group: Any) -> torch.Tensor:
-    mesh = DeviceMesh.from_group(group, rows.device.type)
-    return DTensor.from_local(rows, mesh, [Shard(axis)], run_check=False)
+def _distributed(local: torch.Tensor, placement: Placement, group: Any) -> DTensor:
+    mesh = DeviceMesh.from_group(group, local.device.type)
+    return DTensor.from_local(local, mesh, [placement], run_check=False)
 
 
 def _layouts(model: torch.nn.Module) -> dict[str, tuple[Any, list[ShardLayout]]]:
@@ -276,9 +278,7 @@ class _OfAllRanks:
                 at: parameter for at, parameter in enumerate(self._gather()) if at not in numbers
             }
         process_group: Any = self._group
-        value = self._gathered.pop(number)
-        mesh = DeviceMesh.from_group(process_group.group, value.device.type)
-        return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+        return _distributed(self._gathered.pop(number), Replicate(), process_group.group)
 
     def _gather(self) -> Iterator[torch.Tensor]:
         local: list[Any] = [
@@ -344,11 +344,7 @@ class SavedScales:
         if self.group is None:
             return local
         process_group: Any = self.group
-        mesh = DeviceMesh.from_group(process_group.group, local.device.type)
-        whole: torch.Tensor = DTensor.from_local(
-            local, mesh, [Shard(local.dim() - 2)], run_check=False
-        )
-        return whole
+        return _distributed(local, Shard(local.dim() - 2), process_group.group)
 
     def restored(self, saved: Any) -> Any:
         """Return this rank's part of ``saved``, a value of a checkpoint, as the layer holds it;
