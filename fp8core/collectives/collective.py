@@ -216,19 +216,13 @@ class Collective:
     def arrive(self, rank: int, result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Block until the rows of a rank are complete."""
         _, (arrive,), _ = vars(result)[_UNDER_WAY]
-        try:
-            arrive(rank)
-        except RuntimeError as error:
-            raise _named(error, self.describe(x)) from None
+        _reported(partial(arrive, rank), partial(self.describe, x))
         return result
 
     def end(self, result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Block until all of ``result`` is complete."""
         attributes = vars(result)
-        try:
-            attributes[_UNDER_WAY][0]()
-        except RuntimeError as error:
-            raise _named(error, self.describe(x)) from None
+        _reported(attributes[_UNDER_WAY][0], partial(self.describe, x))
         del attributes[_UNDER_WAY]
         return result
 
