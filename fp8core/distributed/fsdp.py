@@ -61,7 +61,7 @@ def _wrapped(key: str, value: torch.Tensor, weight: GatheredWeight) -> torch.Ten
     Raises:
         OperandError: it is no shard of the size, dtype and mesh of the weight's.
     """
-    parameter = weight.parameter
+    parameter: Any = weight.parameter
     local, expected = local_part(value.detach()), local_part(parameter.detach())
     if isinstance(value, DTensor) != isinstance(parameter, DTensor):
         problem = f"a {type(value).__name__}; the parameter is a {type(parameter).__name__}"
@@ -70,10 +70,8 @@ def _wrapped(key: str, value: torch.Tensor, weight: GatheredWeight) -> torch.Ten
             f"a shard {local.dtype} {list(local.shape)}; the parameter's is {expected.dtype} "
             f"{list(expected.shape)}"
         )
-    elif (
-        isinstance(value, DTensor)
-        and isinstance(parameter, DTensor)
-        and not _lies_as(value, parameter)
+    elif isinstance(value, DTensor) and (
+        value.device_mesh != parameter.device_mesh or value.placements != parameter.placements
     ):
         problem = f"on {value.device_mesh} as {value.placements}; the parameter lies on "
         problem += f"{parameter.device_mesh} as {parameter.placements}"
@@ -86,10 +84,6 @@ def _wrapped(key: str, value: torch.Tensor, weight: GatheredWeight) -> torch.Ten
         f"prepared. Leave out assign=True, which copies and converts; for whole tensors take "
         f"torch.distributed.checkpoint.state_dict.set_model_state_dict."
     )
-
-
-def _lies_as(value: DTensor, parameter: DTensor) -> bool:
-    return value.device_mesh == parameter.device_mesh and value.placements == parameter.placements
 
 
 def gather_quantized(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch.nn.Module:
@@ -224,10 +218,6 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
             )
 
 
-def _value_of(local: torch.Tensor) -> torch.Tensor:
-    return initial_value(local, local.dtype) if isinstance(local, QuantizedTensor) else local
-
-
 def _described(weights: Iterable[GatheredWeight]) -> str:
     """Return the weights in words, those of one plan together."""
     by_plan: dict[TensorPlan, list[str]] = {}
@@ -292,7 +282,8 @@ class _Weights:
         local = local_part(old.detach())
         weight = GatheredWeight(site.module, site.name, site.label, plan, local.shape, self.reduced)
         self._weights.append(weight)
-        new = torch.nn.Parameter(weight.placed(_value_of(local), old), old.requires_grad)
+        value = initial_value(local, local.dtype) if isinstance(local, QuantizedTensor) else local
+        new = torch.nn.Parameter(weight.placed(value, old), old.requires_grad)
         attributes = vars(new)
         attributes.update({n: v for n, v in vars(old).items() if n not in attributes})
         return weight, new
