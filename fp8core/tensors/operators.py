@@ -195,9 +195,7 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperandTensor:
 
 def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator of :data:`COPIES` on the operands where possible, else on the values."""
-    first = args[0] if isinstance(args[0], OperandTensor) else None
-    if first is None and isinstance(args[0], (list, tuple)):
-        first = args[0][0]
+    first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
     copied = None
     if isinstance(first, OperandTensor):
         copied = COPIES[func.overloadpacket](func, args, kwargs)
@@ -330,14 +328,13 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     tensor, amounts = args[0], list(args[1])
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     is_plain = len(amounts) == 4 and not amounts[0] and not amounts[2] and min(amounts) >= 0
-    plan = tensor.plan
     if value != 0 or not is_plain or tensor.dim() != 2 or tensor.stored[0] is None:
         return _on_values(func, args, kwargs)  # type: ignore[no-any-return]
     _, columns, _, rows = amounts
     parts = _copy_with_zeros(tensor, rows, columns).parts
     shared = {id(part) for part in tensor.tensors()}
     copies = [part if part is None or id(part) not in shared else part.clone() for part in parts]
-    padded: OperandTensor = type(tensor)(*split(copies), plan, tensor.dtype)
+    padded: OperandTensor = type(tensor)(*split(copies), tensor.plan, tensor.dtype)
     return padded
 
 

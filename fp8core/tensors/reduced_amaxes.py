@@ -350,12 +350,9 @@ def _check_same(
     first: Sequence[_Layer], layers: Sequence[_Layer], rank: int, uncertain: set[Family]
 ) -> None:
     """Raise OperandError at the first layer in which rank 0 and ``rank`` differ."""
-    places = zip(_places(first, uncertain), _places(layers, uncertain), strict=False)
-    for mine, another in itertools.zip_longest(first, layers):
-        if mine is None or another is None:
-            raise _difference(0, mine, rank, another)
-        place, peer_place = next(places)
-        if mine[1:3] != another[1:3] or place != peer_place:
+    places = _places(first, uncertain), _places(layers, uncertain)
+    for mine, another, place, peer_place in itertools.zip_longest(first, layers, *places):
+        if mine is None or another is None or mine[1:3] != another[1:3] or place != peer_place:
             raise _difference(0, mine, rank, another)
 
 
