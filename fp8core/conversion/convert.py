@@ -345,8 +345,7 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
         release_experts(group)
     for layer in layers:
         undelimit(layer)
-        if RECORD in vars(layer):  # the layers inside of experts are gone with their record
-            release(layer)
+        release(layer)
     for module in modules:
         thaw(module)
     return model
@@ -399,8 +398,7 @@ def _report(
         converted=tuple(_entry(node, plans.get(node, [])) for node in surveyed.chosen),
         native=tuple(_entry(node, plans.get(node, [])) for node in surveyed.native),
         skipped=tuple(
-            _entry(node, [], reason, is_repeat=is_repeat)
-            for node, reason, is_repeat in surveyed.refused
+            _entry(r.node, [], r.reason, is_repeat=r.is_repeat) for r in surveyed.refused
         ),
         notes=tuple(_notes(model, surveyed, recipe, plans)),
         num_parameters=_count(set(model.parameters())),

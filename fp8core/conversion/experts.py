@@ -174,11 +174,7 @@ def adopt_experts(module: torch.nn.Module, path: str, conversion: Conversion) ->
 
 
 def release_experts(module: torch.nn.Module) -> None:
-    """Undo :func:`adopt_experts`; the parameters keep their present values."""
-    record: Record = vars(module).pop(RECORD)
-    for name in record.added:
-        linear = module._modules.pop(name)
-        assert isinstance(linear, ExpertsLinear)
-        release(linear)
-    assert record.original is not None
-    module.__class__ = record.original
+    """Undo :func:`adopt_experts`, but for what the two layers inside took by :func:`adopt`."""
+    for name in vars(module)[RECORD].added:
+        del module._modules[name]
+    release(module)
