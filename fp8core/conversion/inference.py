@@ -123,19 +123,19 @@ def quantize_(
     _refuse_unready(name, model)
     root, patterns = getattr(model, COMPILED_MODULE, model), skip_patterns(filter, skip)
     options: Any = {"filter": filter, "skip": patterns, "rms_norms": rms_norms, "fuse": fuse}
-    conversion, report = _conversion_of(name, root, recipe_from(recipe, f"{name}, recipe")), None
-    if conversion is None:
+    present, report = _present_recipe(name, root, recipe_from(recipe, f"{name}, recipe")), None
+    if present is None:
         report = convert(model, get_default_recipe() if recipe is None else recipe, **options)
-        conversion = vars(root)[ROOT]
+        present = vars(root)[ROOT].recipe
     else:
         _refuse_options(name, root, **options)
     try:
-        sites, high = _plan(name, root, conversion, filter, patterns, is_new=report is not None)
+        sites, high = _plan(name, root, present, filter, patterns, is_new=report is not None)
     except BaseException:
         if report is not None:
             unconvert(root)
         raise
-    sizes, text = _store(name, root, sites), text_of(_recipe_of(conversion))
+    sizes, text = _store(name, root, sites), text_of(present)
     return QuantizationReport(text, tuple(site.label for site in sites), high, sizes, report)
 
 
@@ -153,11 +153,6 @@ def _store(name: str, root: torch.nn.Module, sites: Sequence[_Site]) -> tuple[in
         for layer in layers_in(root).values():
             layer.has_static_scales = True
     return before, _bytes_of(root)
-
-
-def _recipe_of(conversion: Conversion) -> Recipe:
-    assert conversion.recipe is not None  # it was refused
-    return conversion.recipe
 
 
 class _Site(NamedTuple):
@@ -227,8 +222,8 @@ def _stepped(paths: Mapping[int, str]) -> Iterator[tuple[str, str]]:
                 break
 
 
-def _conversion_of(name: str, root: torch.nn.Module, recipe: Recipe | None) -> Conversion | None:
-    """Return the conversion of ``root``, None if nothing in it is converted."""
+def _present_recipe(name: str, root: torch.nn.Module, recipe: Recipe | None) -> Recipe | None:
+    """Return the recipe by which ``root`` is converted, None if nothing in it is converted."""
     roots = {path: vars(m)[ROOT] for path, m in root.named_modules() if ROOT in vars(m)}
     if not roots:
         return None
@@ -244,7 +239,7 @@ def _conversion_of(name: str, root: torch.nn.Module, recipe: Recipe | None) -> C
             f"{name}: the model is converted, with the recipe {present}. Leave out the recipe to "
             f"store weights by it, or call fp8core.unconvert(model) first."
         )
-    return conversion
+    return conversion.recipe
 
 
 def _refuse_options(
@@ -271,7 +266,7 @@ def _refuse_options(
 def _plan(
     name: str,
     root: torch.nn.Module,
-    conversion: Conversion,
+    recipe: Recipe,
     filter: Filter,
     skip: Sequence[str],
     *,
@@ -286,7 +281,6 @@ def _plan(
         OperandError: nothing would be stored.
         RecipeError, UnsupportedError: a layer does not compute by the recipe on its device.
     """
-    recipe = _recipe_of(conversion)
     uses = uses_of_parameters(root)
     leaves_out = unwanted(root, filter, skip, _KINDS)
     leaves_out_converted = unwanted(root, *((None, ()) if is_new else (filter, skip)), ())
