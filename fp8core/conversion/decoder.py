@@ -41,8 +41,6 @@ _CHILDREN = {_FIRST_NORM, _SECOND_NORM, "self_attn", "mlp"}
 _PROJECTIONS, _HEAD_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _CACHES = ("cache", "past_key_values", "past_key_value")
-_GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
-"""The gated activation here that multiplies by an activation of torch, by its name here."""
 
 
 def _inside(module: torch.nn.Module) -> set[str]:
@@ -106,12 +104,12 @@ def _activation_of(mlp: Any) -> str | None:
     if isinstance(y, Failure) or not isinstance(y, torch.Tensor):
         return None
     values = {
-        "silu": functional.silu(x),
-        "gelu": functional.gelu(x, approximate="tanh"),
-        "relu": functional.relu(x),
+        "swiglu": functional.silu(x),
+        "geglu": functional.gelu(x, approximate="tanh"),
+        "reglu": functional.relu(x),
     }
     names = [name for name, value in values.items() if torch.allclose(y, value, 1e-6, 1e-7)]
-    return _GATED[names[0]] if names else None
+    return names[0] if names else None
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -339,7 +337,8 @@ def fuse(model: torch.nn.Module, conversion: Conversion) -> tuple[dict[str, str]
             fused[path] = _adopt(module, conversion)
             inside |= {module.mlp} if not fused[path] else set()
         else:
-            _adopt_mlp(module, conversion)
+            splice = Splice(_parts_of(module), (module, module.act_fn))
+            _swap(module, ConvertedMLP, splice, conversion)
             if module not in inside:
                 fused[path] = ""
     return fused, apart
@@ -372,10 +371,6 @@ def _adopt(module: Any, conversion: Conversion) -> str:
         blocks = (*inside, mlp, mlp.act_fn)
     _swap(module, ConvertedDecoder, (Splice(before, inside), Splice(behind, blocks)), conversion)
     return f"but its feed-forward block, as {reason}" if reason else ""
-
-
-def _adopt_mlp(mlp: Any, conversion: Conversion) -> None:
-    _swap(mlp, ConvertedMLP, Splice(_parts_of(mlp), (mlp, mlp.act_fn)), conversion)
 
 
 def _parts_of(mlp: Any) -> list[Part]:

@@ -77,9 +77,7 @@ def undelimit(module: torch.nn.Module) -> None:
 def _owner(module: torch.nn.Module) -> object:
     """Return the owner of the step that a forward of ``module`` is: its conversion, if it is the
     converted model, else the module itself."""
-    attributes = vars(module)
-    conversion: Conversion | None = attributes.get(ROOT)
-    return module if conversion is None else conversion
+    return vars(module).get(ROOT, module)
 
 
 def _begin(module: torch.nn.Module, arguments: Any) -> None:
@@ -423,23 +421,24 @@ def _converted_class(module: torch.nn.Module) -> type[torch.nn.Module]:
 def adopt(module: torch.nn.Module, name: str, conversion: Conversion) -> None:
     """Add ``module`` to ``conversion`` under ``name``; a layer that is not of fp8core changes its
     class."""
-    original = None if isinstance(module, LowPrecisionModule) else type(module)
+    original: type[torch.nn.Module] | None = None
     if isinstance(module, LowPrecisionModule):
-        added = {"name": name or module.name, "outside_autocast": conversion.outside_autocast}
+        added: dict[str, Any] = {"name": name or module.name}
     else:
+        original = type(module)
         excluded = {*vars(torch.nn.Module()), *getattr(original, "__constants__", ())}
         added = {
             key: value for key, value in vars(_like(module, name)).items() if key not in excluded
         }
-        added["outside_autocast"] = conversion.outside_autocast
-    converted = None if original is None else _converted_class(module)
+        converted = _converted_class(module)
+    added["outside_autocast"] = conversion.outside_autocast
     attributes = vars(module)
     hidden = {key: attributes[key] for key in added if key in attributes}
     attributes.update(added)
     attributes[RECORD] = Record(conversion, original, tuple(added), hidden)
     if isinstance(module, LowPrecisionModule):
         module.unbind()
-    elif converted is not None:
+    else:
         module.__class__ = converted
 
 

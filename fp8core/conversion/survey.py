@@ -81,13 +81,12 @@ def survey(
     reason_of = unwanted(model, filter, skip)
     result = Survey([], [], [])
     for node in nodes:
-        reason = ""
-        if node not in obstacles and not isinstance(node.module, LowPrecisionModule):
-            reason = reason_of(node)
-        if node in obstacles or reason:
-            result.refused.append(obstacles.get(node) or Refused(node, reason))
+        if node in obstacles:
+            result.refused.append(obstacles[node])
         elif isinstance(node.module, LowPrecisionModule):
             result.native.append(node)
+        elif reason := reason_of(node):
+            result.refused.append(Refused(node, reason))
         else:
             result.chosen.append(node)
     is_filtered = filter is not None and bool(result.chosen)
@@ -337,11 +336,8 @@ def is_named_router(path: str) -> bool:
 
 
 def _is_router(node: ModuleNode) -> bool:
-    words = node.path.split(".")
-    if is_named_router(node.path):
-        return True
     has_experts = node.parent is not None and "experts" in node.parent._modules
-    return has_experts and words[-1].endswith(_GATES)
+    return is_named_router(node.path) or (has_experts and node.path.endswith(_GATES))
 
 
 def _nothing(model: torch.nn.Module, filter: Filter, refused: Iterable[Refused]) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -208,7 +209,7 @@ def from_hugging_face(
         ours.update(zip(rule.ours, _parted(values, rule), strict=True))
     _check_empty(short, "from_hugging_face")
     if fuse_qkv_params:
-        _fuse(ours, _with_order(family.head_sizes, qkv_weight_interleaved))
+        _fuse(ours, replace(family.head_sizes, is_interleaved=qkv_weight_interleaved))
     return ours
 
 
@@ -231,7 +232,7 @@ def to_hugging_face(
     family, get = _family_of(config), reader(config)
     ours = {name: value for name, value in state_dict.items() if not _is_state(name)}
     shapes = shapes_of(family, get)
-    _split(ours, _with_order(family.head_sizes, qkv_weight_interleaved), shapes)
+    _split(ours, replace(family.head_sizes, is_interleaved=qkv_weight_interleaved), shapes)
     theirs: dict[str, torch.Tensor] = {}
     for rule in rules_of(family, get):
         of_ours = {name: shapes[in_layer(name)] for name in rule.ours}
@@ -263,7 +264,3 @@ def _family_of(config: Any) -> Family:
 def _is_state(name: str) -> bool:
     """Say whether ``name`` is no weight: delayed scales, or the speeds of rotary embeddings."""
     return name.rpartition(".")[2] in (*BUFFERS, "inv_freq")
-
-
-def _with_order(sizes: HeadSizes, is_interleaved: bool) -> HeadSizes:
-    return HeadSizes(sizes.num_heads, sizes.num_groups, sizes.head_dim, is_interleaved)
