@@ -289,7 +289,7 @@ class _Plan:
             if name not in self._stored:
                 _check_plain(headers[name], piece, self._targets[piece.target].value)
         self._joined = self._join()
-        self._differing = self._differing_ties(targets, stored_by_name, firsts)
+        self._differing = self._differing_ties(stored_by_name)
         self._recipe = _common_recipe(self._weights.values())
         self._native = self._keeping() if native else set()
         # Tensors whose pieces are being read, and how many are left.
@@ -334,17 +334,13 @@ class _Plan:
                 joined[name] = StoredWeight.of_pieces(name, shape, weights)
         return joined
 
-    def _differing_ties(
-        self,
-        targets: dict[str, _Target],
-        stored_by_name: dict[str, Stored | None],
-        firsts: dict[int, str],
-    ) -> list[tuple[str, str]]:
+    def _differing_ties(self, stored_by_name: dict[str, Stored | None]) -> list[tuple[str, str]]:
         """Return pairs of names of one tensor of the model, the first of which is loaded, whose
         values differ in the file."""
         differing = []
-        for name in [n for n in targets if n in stored_by_name and n not in self._targets]:
-            first = firsts[id(targets[name].value)]
+        for name, first in self._firsts.items():
+            if first in (None, name) or name not in stored_by_name:
+                continue
             ours, theirs = (stored_by_name.get(n) or (n,) for n in (first, name))
             same = len(ours) == len(theirs) and all(map(self._is_same, ours, theirs))
             if not same:
