@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import re
 import warnings
@@ -372,9 +373,8 @@ class _Folding:
 
     def _add(self, name: str, value: torch.Tensor) -> Node:
         """Add a buffer to the program, and return the node of it."""
-        name = next(
-            candidate for candidate in _numbered(name) if candidate not in self.program.constants
-        )
+        names = itertools.chain((name,), (f"{name}_{at}" for at in itertools.count(1)))
+        name = next(each for each in names if each not in self.program.constants)
         value = value.detach().contiguous()
         self.program.constants[name] = value
         with self.graph.inserting_before(self.first):
@@ -383,14 +383,6 @@ class _Folding:
         spec = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=False)
         self.inputs.append((node, spec))
         return node
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    at = 1
-    while True:
-        yield f"{name}_{at}"
-        at += 1
 
 
 _OPSET = 21
