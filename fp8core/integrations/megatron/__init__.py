@@ -287,8 +287,8 @@ class _MegatronLinear:
             gather_output=(gather_output, False),
             skip_weight_param_allocation=(skip_weight_param_allocation, False),
         )
-        layer: Any = super()
-        layer.__init__(
+        base: Any = super()
+        base.__init__(
             input_size,
             output_size,
             init_method=init_method if config.perform_initialization else _leave,
@@ -299,19 +299,6 @@ class _MegatronLinear:
             device=_device_of(config),
             **self.more_arguments(config, is_expert=is_expert),
         )
-        self._finish(config, is_expert=is_expert)
-
-    def more_arguments(self, config: Any, *, is_expert: bool) -> dict[str, Any]:
-        """Return the layer's arguments beside a linear's."""
-        return {}
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output, and the bias that the caller adds or None."""
-        layer: Any = super()
-        result = layer.forward(x)
-        return result if isinstance(result, tuple) else (result, None)
-
-    def _finish(self, config: Any, *, is_expert: bool) -> None:
         layer: Any = self
         layer.config = config
         _adopt(layer, config)
@@ -324,6 +311,16 @@ class _MegatronLinear:
                 parameter.sequence_parallel = bool(config.sequence_parallel)
             # Gradients of experts are reduced among the ranks that have the same experts.
             parameter.allreduce = not (is_expert and config.expert_model_parallel_size > 1)
+
+    def more_arguments(self, config: Any, *, is_expert: bool) -> dict[str, Any]:
+        """Return the layer's arguments beside a linear's."""
+        return {}
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output, and the bias that the caller adds or None."""
+        layer: Any = super()
+        result = layer.forward(x)
+        return result if isinstance(result, tuple) else (result, None)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None

@@ -113,8 +113,8 @@ def _public(module: ModuleType) -> dict[str, Any]:
     return _from(module, *module.__all__)
 
 
-def _starting(prefixes: tuple[str, ...]) -> dict[str, Any]:
-    return _from(fp8core, *(name for name in fp8core.__all__ if name.startswith(prefixes)))
+def _starting(prefixes: tuple[str, ...], module: ModuleType = fp8core) -> dict[str, Any]:
+    return _from(module, *(name for name in module.__all__ if name.startswith(prefixes)))
 
 
 _LAYERS = {
@@ -122,8 +122,7 @@ _LAYERS = {
     **_from(layers, "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm", "TransformerLayer"),
 }
 _RECIPES = {
-    **{name: value for name, value in _public(recipe).items() if name in ("Format", "Recipe")},
-    **_from(recipe, "MMParams", "QParams"),
+    **_from(recipe, "Format", "Recipe", "MMParams", "QParams"),
     **{kind.__name__: kind for kind in recipes.KINDS},
 }
 _DISTRIBUTED = {
@@ -148,7 +147,7 @@ _ROTARY = _from(
     *("RotaryPositionEmbedding", "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"),
 )
 _TOP = {
-    **{name: getattr(fp8core, name) for name in fp8core.__all__ if name not in _NATIVE},
+    **_from(fp8core, *(name for name in fp8core.__all__ if name not in _NATIVE)),
     **_LAYERS,
     **_from(distributed, "checkpoint", "CudaRNGStatesTracker"),
     **_from(recipes, "make_graphed_callables"),
@@ -195,11 +194,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
             "module.fp8_unpadding": _from(fp8core, "Fp8Unpadding"),
             "ops": _public(ops),
             "optimizers": _public(optimizers),
-            "permutation": {
-                name: getattr(permutation, name)
-                for name in permutation.__all__
-                if name.startswith("moe_")
-            },
+            "permutation": _starting(("moe_",), permutation),
             "quantization": _QUANTIZATION,
             "quantized_tensor": _TENSORS,
             "router": {

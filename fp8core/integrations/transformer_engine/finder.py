@@ -170,10 +170,6 @@ def obstacle() -> str | None:
             f"another {ROOT} can be imported ({where}), and two packages cannot have one name. "
             f"Remove it from sys.path, or leave fp8core's alias out."
         )
-    return _framework_obstacle()
-
-
-def _framework_obstacle() -> str | None:
     framework = next(_frameworks_that_looked(), None)
     if framework is None:
         return None
