@@ -76,15 +76,12 @@ class ActivationShape(GatedShape):
 
     name: str
     params: tuple[float, ...] = ()
+    # Rows of the gradient may come where a backend computes and casts it at once.
+    reads_grad_rows = True
 
     def grad_input_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return float32, but ``dtype`` for a gated one, whose gradient is rounded."""
         return dtype if self.is_gated else torch.float32
-
-    @property
-    def reads_grad_rows(self) -> bool:
-        """Whether rows of the gradient may come: where a backend computes and casts it at once."""
-        return True
 
     def bind(self, context: BindContext) -> ActivationLink:
         """Return the link."""

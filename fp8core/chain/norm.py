@@ -127,17 +127,13 @@ class NormLink(Link):
     run_backward_added: Callable[..., Any] | None
     num_params: int = field()  # which has no default, unlike in Link
     keeps_input = True
+    adds_gradient = True  # at once where the backend does
     result = "norm"
 
     @property
     def adds_residual(self) -> bool:
         """Whether a backend adds and normalizes at once."""
         return self.run_added is not None
-
-    @property
-    def adds_gradient(self) -> bool:
-        """Whether it adds: always, at once where the backend does."""
-        return True
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> NormProgram:
         """Return the program, which is the same for any number of rows."""

@@ -206,6 +206,12 @@ class Link:
     # Whether a parameter is an activation, which backward does not need.
     takes_activation: bool = False
 
+    # Whether its program takes a :class:`GradientSum` for the gradient of its input.
+    adds_gradient: bool = False
+
+    # Whether it may hand over an :class:`Unadded`, which the next link adds.
+    is_left_to_next: bool = False
+
     # The name of its result, if backward may have it made again from what forward saved wherever a
     # gradient is due; and the results of links before it that backward makes again as its input.
     result: str = ""
@@ -242,16 +248,6 @@ class Link:
     @property
     def adds_residual(self) -> bool:
         """Whether it also takes an :class:`Unadded`, and adds the two tensors itself."""
-        return False
-
-    @property
-    def adds_gradient(self) -> bool:
-        """Whether its program takes a :class:`GradientSum` for the gradient of its input."""
-        return False
-
-    @property
-    def is_left_to_next(self) -> bool:
-        """Whether it may hand over an :class:`Unadded`, which the next link adds."""
         return False
 
     def in_torch(self, bind: Callable[[Any], Any]) -> Link:

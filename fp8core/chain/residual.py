@@ -35,7 +35,10 @@ from fp8core.torch_ops.repeats import called_in_repeats
 
 @dataclass(frozen=True, slots=True)
 class AddShape(LinkShape):
-    """Adds a second tensor, which comes as its parameter."""
+    """Adds a second tensor, which comes as its parameter; may leave the sum to a link that adds
+    both tensors."""
+
+    leaves_sum = True
 
     @property
     def num_params(self) -> int:
@@ -45,11 +48,6 @@ class AddShape(LinkShape):
     def example(self, x: torch.Tensor) -> CallInputs:
         """Return the second tensor, which has the shape of ``x``."""
         return CallInputs((x.new_empty(x.shape).requires_grad_(),))
-
-    @property
-    def leaves_sum(self) -> bool:
-        """Whether it may leave the sum: to a link that adds both tensors."""
-        return True
 
     def bind(self, context: BindContext) -> AddLink:
         """Return the link, which adds unless the next one does."""

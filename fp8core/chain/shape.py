@@ -53,6 +53,20 @@ class LinkShape:
     __slots__ = ()
     # The kind of plan by which its link computes.
     plan_type: ClassVar[type[Plan]] = LinearPlan
+    # Into how many groups each call splits its rows; 0 for a dense link.
+    groups: int = 0
+    # Whether its link quantizes tensors: it is bound first, and its neighbours ask how.
+    quantizes: bool = False
+    # Whether weight gradients are added to ``weight.main_grad``, and whether backward leaves them
+    # to a later call.
+    accumulates: bool = False
+    delays_wgrad: bool = False
+    # Whether a layer returns the value at this link besides its output.
+    leaves_chain: bool = False
+    # Whether its link may take the gradient of its output some rows at a time, and whether it can
+    # leave an addition to the next one.
+    reads_grad_rows: bool = False
+    leaves_sum: bool = False
 
     @property
     def num_params(self) -> int:
@@ -65,34 +79,9 @@ class LinkShape:
         return 0
 
     @property
-    def groups(self) -> int:
-        """Into how many groups each call splits its rows; 0 for a dense link."""
-        return 0
-
-    @property
     def features(self) -> tuple[int, int] | None:
         """The columns that its matrix product takes and returns; None for a link without one."""
         return None
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether its link quantizes tensors: it is bound first, and its neighbours ask how."""
-        return False
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether weight gradients are added to ``weight.main_grad``."""
-        return False
-
-    @property
-    def delays_wgrad(self) -> bool:
-        """Whether backward leaves weight gradients to a later call."""
-        return False
-
-    @property
-    def leaves_chain(self) -> bool:
-        """Whether a layer returns the value at this link besides its output."""
-        return False
 
     @property
     def movement(self) -> Movement | None:
@@ -114,16 +103,6 @@ class LinkShape:
     def splits_experts(self) -> bool:
         """Whether each rank has other experts behind it, with delayed scales of their own."""
         return self.movement is not None and "exchanged" in self.movement
-
-    @property
-    def reads_grad_rows(self) -> bool:
-        """Whether its link may take the gradient of its output some rows at a time."""
-        return False
-
-    @property
-    def leaves_sum(self) -> bool:
-        """Whether its link can leave an addition to the next one."""
-        return False
 
     @property
     def widths(self) -> tuple[int, int] | None:

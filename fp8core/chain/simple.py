@@ -119,10 +119,7 @@ class OutputShape(SimpleShape):
     """The value leaves the chain here, in the activation dtype, and comes back in; where a layer
     returns the value, it runs the two sides apart."""
 
-    @property
-    def leaves_chain(self) -> bool:
-        """Whether the value leaves the chain: always."""
-        return True
+    leaves_chain = True
 
     def forward(self, x: torch.Tensor, params: Params, call: Call) -> tuple[torch.Tensor, Saved]:
         """Return ``x``."""

@@ -51,6 +51,8 @@ class LinearSpec(LinkShape):
     offsets_on_device: bool = False
     delays_wgrad: bool = False
     saves_input: bool = False
+    # Input and gradient, unless the recipe leaves them alone.
+    quantizes = True
 
     @property
     def num_weights(self) -> int:
@@ -66,11 +68,6 @@ class LinearSpec(LinkShape):
     def features(self) -> tuple[int, int]:
         """The columns that its matrix product takes and returns."""
         return self.in_features, self.out_features
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether its link quantizes: input and gradient, unless the recipe leaves them alone."""
-        return True
 
     def with_offsets_on_device(self) -> LinearSpec:
         """Return the shape for calls whose group sizes the host never reads."""
