@@ -38,9 +38,7 @@ class Fp8CorePrecision(Precision):
         weights_dtype: dtype of the parameters, and of floating-point inputs.
         compute_dtype: dtype of what the recipe does not compute; if it is not ``weights_dtype``,
             forward runs in a ``torch.autocast`` of it.
-        filter: the layers to convert, see :func:`fp8core.convert`.
-        skip: patterns of layers to leave out.
-        rms_norms: whether norms such as ``LlamaRMSNorm`` are converted too.
+        filter, skip, rms_norms: as of :func:`fp8core.convert`; the filter is patterns or None.
 
     Raises:
         RecipeError: an unknown recipe, or dtypes that no layer computes in.

@@ -35,10 +35,7 @@ class Fp8CoreConfig(QuantizationConfigMixin):
     Args:
         recipe: a Recipe, a recipe's name, or the data that ``to_dict()`` returns for one; None
             leaves the layers in high precision outside of :func:`fp8core.autocast`.
-        filter: patterns of the layers to convert, see :func:`fp8core.convert`; None converts all
-            but heads, routers and adapters.
-        rms_norms: whether norms such as ``LlamaRMSNorm`` are converted too, see
-            :func:`fp8core.convert`.
+        filter, rms_norms: as of :func:`fp8core.convert`; the filter is patterns or None.
         stores_weights: whether weights are stored in low precision, for inference alone.
         skip: patterns of layers to leave out. ``modules_to_not_convert``, the name of this list in
             other methods of transformers, is taken as well.
@@ -199,13 +196,9 @@ def _delayed_state(files: Sequence[str]) -> dict[str, torch.Tensor]:
         if Path(file).suffix != ".safetensors":
             continue
         with safe_open(file, framework="pt") as tensors:
-            state.update(
-                {
-                    name: tensors.get_tensor(name)
-                    for name in tensors.keys()  # noqa: SIM118  it is no mapping
-                    if name.rpartition(".")[2] in BUFFERS
-                }
-            )
+            for name in tensors.keys():  # noqa: SIM118  it is no mapping
+                if name.rpartition(".")[2] in BUFFERS:
+                    state[name] = tensors.get_tensor(name)
     return state
 
 
