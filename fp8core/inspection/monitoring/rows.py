@@ -177,8 +177,9 @@ def _percent(share: float) -> str:
 
 def render(title: str, heading: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a table as text: by rich if it is installed, else in plain columns."""
+    widths = [max(map(len, column)) for column in zip(heading, *lines, strict=True)]
     if find_spec("rich") is None:
-        return _plain(title, heading, lines)
+        return _plain(title, [heading, *lines], widths)
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -188,17 +189,15 @@ def render(title: str, heading: Sequence[str], lines: Sequence[Sequence[str]]) -
         table.add_column(name)
     for line in lines:  # as Text, since rich would read the "[0]" of "mlp[0]" as markup
         table.add_row(*map(Text, line))
-    widths = [max(map(len, column)) for column in zip(heading, *lines, strict=True)]
     console = Console(file=io.StringIO(), width=sum(widths) + 3 * len(widths) + 1)
     with console.capture() as captured:
         console.print(table)
     return captured.get().rstrip("\n")
 
 
-def _plain(title: str, heading: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(heading, *lines, strict=True)]
+def _plain(title: str, lines: Sequence[Sequence[str]], widths: Sequence[int]) -> str:
     text = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (heading, *lines)
+        for line in lines
     ]
     return "\n".join([title, *text])

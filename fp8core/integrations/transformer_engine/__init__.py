@@ -109,12 +109,8 @@ def _from(source: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
 
 
-def _public(module: ModuleType) -> dict[str, Any]:
-    return _from(module, *module.__all__)
-
-
-def _starting(prefixes: tuple[str, ...], module: ModuleType = fp8core) -> dict[str, Any]:
-    return _from(module, *(name for name in module.__all__ if name.startswith(prefixes)))
+def _public(module: ModuleType, *prefixes: str) -> dict[str, Any]:
+    return _from(module, *(name for name in module.__all__ if name.startswith(prefixes or "")))
 
 
 _LAYERS = {
@@ -134,13 +130,13 @@ _QUANTIZATION = {
     **_from(recipes, "FP8GlobalStateManager", "check_fp8_block_scaling_support"),
     **_from(recipes, "check_fp8_support", "check_mxfp8_support", "check_nvfp4_support"),
     **_from(fp8core, "autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"),
-    **_starting(("is_", "get_default_recipe", "QuantizerRole", "QuantizerRequest")),
+    **_public(fp8core, "is_", "get_default_recipe", "QuantizerRole", "QuantizerRequest"),
     "get_default_fp8_recipe": fp8core.get_default_recipe,
     **_RECIPES,
 }
 _TENSORS = {
-    **_starting(("Float8", "MXFP8", "NVFP4", "Hybrid", "Identity", "Quantize", "prepare_for")),
-    **_starting(("restore_from", "Quantizer")),
+    **_public(fp8core, "Float8", "MXFP8", "NVFP4", "Hybrid", "Identity", "Quantize", "prepare_for"),
+    **_public(fp8core, "restore_from", "Quantizer"),
 }
 _ROTARY = _from(
     fp8core,
@@ -194,7 +190,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
             "module.fp8_unpadding": _from(fp8core, "Fp8Unpadding"),
             "ops": _public(ops),
             "optimizers": _public(optimizers),
-            "permutation": _starting(("moe_",), permutation),
+            "permutation": _public(permutation, "moe_"),
             "quantization": _QUANTIZATION,
             "quantized_tensor": _TENSORS,
             "router": {
@@ -202,11 +198,11 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
                 **_from(router, "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"),
             },
             "tensor": _TENSORS,
-            "tensor.float8_blockwise_tensor": _starting(("Float8Block",)),
-            "tensor.float8_tensor": _starting(("Float8",)),
-            "tensor.hybrid_tensor": _starting(("Hybrid",)),
-            "tensor.mxfp8_tensor": _starting(("MXFP8",)),
-            "tensor.nvfp4_tensor": _starting(("NVFP4",)),
+            "tensor.float8_blockwise_tensor": _public(fp8core, "Float8Block"),
+            "tensor.float8_tensor": _public(fp8core, "Float8"),
+            "tensor.hybrid_tensor": _public(fp8core, "Hybrid"),
+            "tensor.mxfp8_tensor": _public(fp8core, "MXFP8"),
+            "tensor.nvfp4_tensor": _public(fp8core, "NVFP4"),
             "tensor.quantized_tensor": _TENSORS,
         }.items()
     },

@@ -420,18 +420,14 @@ def _tensors(
         by_target.setdefault(weight.target, []).append(weight)
     parts = {name for weight in weights for name in weight.names}
     naming = Naming(model)
-    internal = {
-        f"{path}.{name}" if path else name
-        for path, module in keyed_modules(model)
-        if isinstance(module, DelayedModule)
-        for name in (*BUFFERS, "_extra_state")
-    }
-    experts = {
-        f"{path}.{name}" if path else name
-        for path, module in keyed_modules(model)
-        if holds_experts(module)
-        for name in module._parameters
-    }
+    internal: set[str] = set()
+    experts: set[str] = set()
+    for path, module in keyed_modules(model):
+        prefix = f"{path}." if path else ""
+        if isinstance(module, DelayedModule):
+            internal |= {prefix + name for name in (*BUFFERS, "_extra_state")}
+        if holds_experts(module):
+            experts |= {prefix + name for name in module._parameters}
     written: set[Any] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if name in internal or not isinstance(value, torch.Tensor):
