@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -217,27 +216,18 @@ class Rotary(LowPrecisionModule):
         run = chain.prepared_run(bound.parts[0], t.flatten(-2), sources[:1], call)
         if run is None:
             return
-        if is_differentiated:
-            rotate_rows = partial(_rotated_rows, run)
-            prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, rotate_rows)
-            note(self, bound, prepared, len(sources), arguments=options)
-            return
         (link,) = bound.links
         assert isinstance(link, RotaryLink)
         has_starts, reads_bounds = not options[0], self.tensor_format == "thd"
 
         def rotate(t: torch.Tensor, freqs: torch.Tensor, *spans: torch.Tensor) -> torch.Tensor:
+            if is_differentiated:
+                return run(t.flatten(-2), freqs).view(t.shape)
             starts = spans[0] if has_starts else None
             return link.rotate(t, freqs, starts, spans[-1] if reads_bounds else None)
 
         prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, rotate)
         note(self, bound, prepared, len(sources), arguments=options)
-
-
-def _rotated_rows(
-    run: Callable[..., torch.Tensor], t: torch.Tensor, freqs: torch.Tensor
-) -> torch.Tensor:
-    return run(t.flatten(-2), freqs).view(t.shape)
 
 
 def apply_rotary_pos_emb(
