@@ -48,12 +48,7 @@ class Lengths(NamedTuple):
     @property
     def offsets(self) -> dict[str, torch.Tensor | None]:
         """The four cu_seqlens by name."""
-        return {
-            "cu_seqlens_q": self.cu_seqlens_q,
-            "cu_seqlens_kv": self.cu_seqlens_kv,
-            "cu_seqlens_q_padded": self.cu_seqlens_q_padded,
-            "cu_seqlens_kv_padded": self.cu_seqlens_kv_padded,
-        }
+        return dict(zip(Lengths._fields, self[:4], strict=False))
 
 
 def check_layout(owner: object, layout: str) -> str:
