@@ -44,7 +44,7 @@ from fp8core.chain.protocol import (
 )
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.shape import BindContext, LinkShape, Movement
-from fp8core.chain.shards import GemmPart, exchanged, returned
+from fp8core.chain.shards import GemmPart, exchanged, operand_of, returned
 from fp8core.collectives import Communicator, Started, named
 from fp8core.errors import OperandError
 from fp8core.tensors.quantizer import HighPrecision, Orientations
@@ -287,11 +287,9 @@ def _splits(a: Operand) -> bool:
 
 def _rows_of(a: Operand, rank: int, size: int) -> Operand:
     """Return one of ``size`` equal parts of the rows of ``a``."""
-    data, *scales = (
-        part if part is None or part.shape[0] == 1 else part.chunk(size)[rank] for part in a
+    return operand_of(
+        [part if part is None or part.shape[0] == 1 else part.chunk(size)[rank] for part in a]
     )
-    assert data is not None
-    return Operand(data, *scales)
 
 
 class _Sum(Handover):

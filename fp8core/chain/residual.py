@@ -26,7 +26,7 @@ from fp8core.chain.protocol import (
     Unadded,
     backward_with,
 )
-from fp8core.chain.series import Series, row_error
+from fp8core.chain.series import Series, only_once, row_error
 from fp8core.chain.shape import BindContext, CallInputs, LinkShape
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
@@ -141,7 +141,7 @@ class ResidualLink(Link):
     @property
     def only_once(self) -> OnlyOnce | None:
         """The reason of the first link of the branch that has one, said of the owner."""
-        first = next((link.only_once for link in self.links if link.only_once is not None), None)
+        first = only_once(self.links)
         return None if first is None else first._replace(owner=self.owner)
 
     @property

@@ -111,7 +111,8 @@ class ArrivingOperand:
         return ArrivingOperand(lambda: _transposed(self.wait()))
 
 
-def _operand_of(parts: Sequence[torch.Tensor | None]) -> Operand:
+def operand_of(parts: Sequence[torch.Tensor | None]) -> Operand:
+    """Return the operand of codes and scales, None for a scale that it has not."""
     data, *scales = parts
     assert data is not None
     return Operand(data, *scales)
@@ -126,7 +127,7 @@ class ArrivingRows(ArrivingOperand):
     def __init__(
         self, tensors: Sequence[_Tensor], mine: Operand, communicator: Communicator
     ) -> None:
-        super().__init__(lambda: _operand_of([tensor.wait() for tensor in tensors]))
+        super().__init__(lambda: operand_of([tensor.wait() for tensor in tensors]))
         self._tensors = tensors
         self._mine = mine
         self._communicator = communicator
@@ -154,7 +155,7 @@ class ArrivingRows(ArrivingOperand):
         return y
 
     def _rows_of(self, rank: int) -> Operand:
-        return _operand_of([tensor.rows_of(rank) for tensor in self._tensors])
+        return operand_of([tensor.rows_of(rank) for tensor in self._tensors])
 
 
 def here(operand: Any) -> Any:
@@ -256,7 +257,7 @@ class Shards:
         ]
         if in_parts:
             return ArrivingRows(tensors, mine, self.communicator)
-        return ArrivingOperand(lambda: _operand_of([tensor.wait() for tensor in tensors]))
+        return ArrivingOperand(lambda: operand_of([tensor.wait() for tensor in tensors]))
 
     def _gathered(
         self, purpose: str, in_parts: bool, at_once: bool, shard: torch.Tensor
