@@ -107,7 +107,7 @@ def as_readable(x: torch.Tensor, device: torch.device, role: str) -> torch.Tenso
     if type(x) is QuantizedTensor:
         for part in x.tensors():
             as_readable(part, device, f"an operand of {role}")
-    if type(x) not in PLAIN or _is_wrapped(x) or is_functional(x):
+    if type(x) not in PLAIN or is_transform_wrapped(x) or is_legacy_batched(x) or is_functional(x):
         return x
     if x.is_nested:
         raise OperandError(f"{role} is nested; expected a dense one, as its values() are.")
@@ -132,10 +132,6 @@ def as_readable(x: torch.Tensor, device: torch.device, role: str) -> torch.Tenso
             f"between its uses. Gather or fill it first, as by calling the model that owns it."
         )
     return x
-
-
-def _is_wrapped(x: torch.Tensor) -> bool:
-    return is_transform_wrapped(x) or is_legacy_batched(x)
 
 
 def _rule_of(x: torch.Tensor) -> Callable[[Any], torch.Tensor] | None:

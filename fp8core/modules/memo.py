@@ -140,13 +140,9 @@ def memo_of(
     if recompute.current() is not None or recompute.is_in_backward():
         return None
     request, has_grad = active(outside), torch.is_grad_enabled()
-    witnesses: list[Witness] = []
-    recorded: list[tuple[DelayedState, DelayedState]] = []
-    for layer in layers:
-        witnesses.append(Witness.of(layer, is_called=not witnesses))
-    for state in states:
-        if state is not None and (has_grad or request.observe is not None):
-            recorded.append((state.forward, state.backward))
+    witnesses = [Witness.of(layer, is_called=not at) for at, layer in enumerate(layers)]
+    records = has_grad or request.observe is not None
+    recorded = [(each.forward, each.backward) for each in states if each is not None and records]
     return Memo(
         arguments,
         witnesses,

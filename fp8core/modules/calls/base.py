@@ -70,7 +70,7 @@ class LowPrecisionModule(DelayedModule):
     # torch.compile compares at once.
     peers: str = ""
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.name = name
         self._wgrad_hooks: list[Callable[[], object]] = []
@@ -90,12 +90,9 @@ class LowPrecisionModule(DelayedModule):
         stored = self._parameters if self.local_part is None else {}
         params = []
         for names in self.link_names() or ():
-            if len(names) > 1:
-                param = self.put_together(names)
-            elif names[0] in stored:  # as most are: without a call
-                param = stored[names[0]]
-            else:
-                param = self.parameter(*names)
+            # Most are stored: without a call.
+            is_stored = len(names) == 1 and names[0] in stored
+            param = stored[names[0]] if is_stored else self.put_together(names)
             if param is not None:
                 params.append(param)
         return params

@@ -102,9 +102,6 @@ class Operation(LowPrecisionModule, ExtraTensors):
 
     kind = "operation"
 
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(name)
-
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:
         """Compute from ``input [..., k]``, and from as many extra inputs as the operation takes.
 

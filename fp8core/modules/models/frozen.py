@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -86,16 +85,11 @@ class frozen_weights:
             store.open_scope()
         self._open.append((stores, parameters))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         stores, parameters = self._open.pop()
         for store in stores:
             store.close_scope()
-        if error is not None:
+        if error[1] is not None:
             return
         written = _differing(parameters, _look(layers_in(self._model)))
         if written:
