@@ -69,7 +69,6 @@ _VALUE_DTYPES = {
     "e2m1": torch.float8_e4m3fn,
 }
 _ONNX_TYPES = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 19}  # of TensorProto.DataType
-_PER_ROW = 0
 
 
 def refusal_of(spec: OperandSpec) -> str | None:
@@ -87,19 +86,14 @@ def refusal_of(spec: OperandSpec) -> str | None:
     return None
 
 
-def value_dtype(spec: OperandSpec) -> torch.dtype:
-    """Return the dtype of the values of an operand."""
-    return _VALUE_DTYPES[spec.format]
-
-
 def stored(spec: OperandSpec, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return an operand of a backend, codes and scales as bytes, as exported graphs hold it."""
     data, scale_inv, *outer = tensors
     if formats.by_name(spec.format).bits == 4:  # hhhhllll, the even element is the low half
         codes = torch.stack((data & 0x0F, data >> 4), dim=-1).flatten(-2)
-        values = formats.by_name(spec.format).decode(codes).to(value_dtype(spec))
+        values = formats.by_name(spec.format).decode(codes).to(_VALUE_DTYPES[spec.format])
     else:
-        values = data.contiguous().view(value_dtype(spec))
+        values = data.contiguous().view(_VALUE_DTYPES[spec.format])
     if spec.scale_format != "float32":
         scale_inv = formats.by_name(spec.scale_format).decode(scale_inv)
     return [values, scale_inv.contiguous(), *outer]
@@ -108,16 +102,15 @@ def stored(spec: OperandSpec, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
 def cast(spec: OperandSpec, x: torch.Tensor) -> list[torch.Tensor]:
     """Quantize ``x [rows, k]``; the codes and scales are those of the reference backend."""
     scale_inv, multiplier, outer = _scales(spec, x)
-    x = x.to(torch.float32)
-    if spec.format == "e2m1":
-        rounded = round_to_e2m1(_in_blocks(spec, x, multiplier))
-        return [_quantize_linear(rounded, _unit_scale(x), value_dtype(spec)), scale_inv, *outer]
-    if spec.power_of_two or spec.scale_format == "e8m0":
+    x, dtype = x.to(torch.float32), _VALUE_DTYPES[spec.format]
+    is_e2m1 = spec.format == "e2m1"
+    if not is_e2m1 and (spec.power_of_two or spec.scale_format == "e8m0"):
         # Dividing by a power of two is exact, as multiplying by its reciprocal is.
         scale, attributes = _linear_scale(spec, x.shape, scale_inv)
-        return [_quantize_linear(x, scale, value_dtype(spec), **attributes), scale_inv, *outer]
+        return [_quantize_linear(x, scale, dtype, **attributes), scale_inv, *outer]
     scaled = _in_blocks(spec, x, multiplier)
-    return [_quantize_linear(scaled, _unit_scale(x), value_dtype(spec)), scale_inv, *outer]
+    scaled = round_to_e2m1(scaled) if is_e2m1 else scaled
+    return [_quantize_linear(scaled, _unit_scale(x), dtype), scale_inv, *outer]
 
 
 def dequantized(spec: OperandSpec, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -157,7 +150,7 @@ def _linear_scale(
     if spec.block == (0, 0):
         return scale.reshape(()), {}
     if spec.block[1] == 0:
-        return scale.reshape(-1), {"axis": _PER_ROW}
+        return scale.reshape(-1), {"axis": 0}
     # ONNX's blocks cover one row: each row of a block of several has the same scales.
     return _rows(spec, size, scale), {"axis": 1, "block_size": spec.block[1]}
 
@@ -313,7 +306,7 @@ def _dequantize(text: str, operand: Tensors) -> torch.Tensor:
 
 
 def _values(spec: OperandSpec | None, operand: Tensors) -> torch.Tensor:
-    if spec is not None and operand[0].dtype == value_dtype(spec):
+    if spec is not None and operand[0].dtype == _VALUE_DTYPES[spec.format]:
         return dequantized(spec, operand)
     wide = torch.float64 if operand[0].dtype == torch.float64 else torch.float32
     return operand[0].to(wide)
