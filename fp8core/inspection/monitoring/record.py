@@ -331,7 +331,7 @@ class Recorder:
         self._raises = raises
         self._keeps = keeps
         self._saved_step = 0
-        self._seen: list[tuple[torch.Tensor, str]] = []
+        self._seen: dict[tuple[int, str], torch.Tensor] = {}
         self._versions: dict[str, list[int]] = {}
         self._has_warned = False
         self._lock = threading.Lock()
@@ -340,7 +340,7 @@ class Recorder:
         """Return the record of the step, and start the record of the next."""
         with self._lock:
             finished, self.current = self.current, StepRecord()
-            self._seen = []
+            self._seen = {}
             self._versions = {}
         return finished
 
@@ -385,12 +385,11 @@ class Recorder:
 
     def is_new(self, operand: Operand, orientation: str) -> bool:
         """Return whether this is the first call in this step for ``operand`` and orientation."""
+        key = id(operand.data), orientation
         with self._lock:
-            for data, its_orientation in self._seen:
-                if data is operand.data and its_orientation == orientation:
-                    return False
-            self._seen.append((operand.data, orientation))
-        return True
+            is_new = key not in self._seen
+            self._seen[key] = operand.data  # which is held, so that no other gets its id
+        return is_new
 
     def check(self, layer: str, tensor: str, values: Sequence[torch.Tensor]) -> None:
         """Look for NaN and inf; ``first_nonfinite`` holds the first.
