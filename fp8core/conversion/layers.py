@@ -468,11 +468,10 @@ def _like(module: torch.nn.Module, name: str) -> LowPrecisionModule:
     }
     with quantized_model_init(enabled=False):
         sizes = conv1d_sizes(module)
+        if isinstance(module, torch.nn.Linear):
+            sizes = module.in_features, module.out_features
         if sizes is not None:
             return Linear(*sizes, bias=module._parameters["bias"] is not None, **options)
-        if isinstance(module, torch.nn.Linear):
-            bias = module.bias is not None
-            return Linear(module.in_features, module.out_features, bias=bias, **options)
         if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
             cls = LayerNorm if isinstance(module, torch.nn.LayerNorm) else RMSNorm
             assert module.eps is not None

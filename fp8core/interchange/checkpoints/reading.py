@@ -563,11 +563,10 @@ def _share(value: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def _replace(target: _Target, value: torch.Tensor) -> None:
-    """Put ``value`` in the target's place, wherever it is held."""
+    """Put ``value``, on the target's device, in its place wherever it is held."""
     old = target.value
-    new = value if old.is_meta else value.to(old.device)
     if isinstance(old, torch.nn.Parameter):
-        new = with_attributes_of(old, torch.nn.Parameter(new, old.requires_grad))
+        value = with_attributes_of(old, torch.nn.Parameter(value, old.requires_grad))
     for module, name in target.holders:
         registry = module._parameters if name in module._parameters else module._buffers
-        registry[name] = new  # type: ignore[assignment]  # a Parameter where it was one
+        registry[name] = value  # type: ignore[assignment]  # a Parameter where it was one
