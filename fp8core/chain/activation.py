@@ -93,7 +93,7 @@ class ActivationShape(GatedShape):
         backward = ActivationBackwardDesc(self.name, context.dtype, grad_dtype, self.params)
         backward_fusion = bind_fusion(backward_step, backward, gradient, context)
         is_remade = ActivationLink.result in context.plan.remade
-        reads_rows = backward_fusion is not None and backward_fusion.gives_chunks
+        reads_rows = backward_fusion is not None and bool(backward_fusion.chunked)
         return ActivationLink(
             self,
             context.resolve(step, desc).run,

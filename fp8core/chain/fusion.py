@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from fp8core.backend_api import (
@@ -29,48 +29,33 @@ Producer: TypeAlias = NormDesc | NormBackwardDesc | ActivationDesc | ActivationB
 Variant: TypeAlias = tuple[bool, bool, bool]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Fusion:
     """The fused operation for each of its :func:`variants`; ``chunked`` computes those in chunks of
-    rows that the backend offers so, and ``again`` the columnwise operand in backward. ``row_step``:
-    it takes multiples of so many rows."""
+    rows that the backend offers so, and ``run_again`` the columnwise operand in backward.
+    ``row_step``: it takes multiples of so many rows."""
 
-    __slots__ = ("_again", "_chunked", "_is_checked", "_packing", "_row_step", "_runs")
-
-    def __init__(
-        self,
-        runs: dict[Variant, Callable[..., Any]],
-        chunked: dict[Variant, Callable[..., Any]],
-        packing: tuple[int, int],
-        is_checked: bool,
-        row_step: int,
-        again: Callable[..., Any] | None = None,
-    ) -> None:
-        self._again = again
-        self._runs = runs
-        self._row_step = row_step
-        self._chunked = chunked
-        self._packing = packing
-        self._is_checked = is_checked
-
-    @property
-    def gives_chunks(self) -> bool:
-        """Whether the backend offers chunks."""
-        return bool(self._chunked)
+    runs: dict[Variant, Callable[..., Any]]
+    chunked: dict[Variant, Callable[..., Any]]
+    packing: tuple[int, int]
+    is_checked: bool
+    row_step: int
+    run_again: Callable[..., Any] | None
 
     def serves(self, out: QuantizeRequest, rows: int) -> bool:
         """Return whether it can make of a tensor of ``rows`` rows what ``out`` requests."""
-        return out.is_plain and not (rows % self._row_step and out.columnwise)
+        return out.is_plain and not (rows % self.row_step and out.columnwise)
 
     def __call__(self, out: QuantizeRequest, *arguments: Any) -> list[Any]:
         """Return the producer's results, the first of them as ``out`` requests it."""
-        run = self._runs[out.rowwise, out.columnwise, out.has_sums]
+        run = self.runs[out.rowwise, out.columnwise, out.has_sums]
         keywords = {} if out.rng is None else {"rng": out.rng}
         return self._handed(run(*arguments, **keywords), out, arguments[0].shape[0])
 
     def again(self, out: QuantizeRequest, *arguments: Any) -> Handover | None:
         """Return the columnwise operand of the producer's first result once more; None where this
         is not offered. It records no amax and counts no NaN or inf."""
-        run, rows = self._again, arguments[0].shape[0]
+        run, rows = self.run_again, arguments[0].shape[0]
         if run is None or not self.serves(out, rows):
             return None
         keywords = {} if out.scale is None else {"scale": out.scale}
@@ -83,14 +68,14 @@ class Fusion:
         not take chunks."""
         if not out.takes_chunks or out.rng is not None:
             return None
-        run = self._chunked.get((out.rowwise, out.columnwise, out.has_sums))
+        run = self.chunked.get((out.rowwise, out.columnwise, out.has_sums))
         return None if run is None else self._handed(run(*arguments), out, arguments[0].shape[0])
 
     def _handed(self, results: Sequence[Any], out: QuantizeRequest, rows: int) -> list[Any]:
         quantized, *rest = results
         sums = [rest.pop()] if out.has_sums else ()
-        if self._is_checked:
-            _check_orientations(quantized, out, rows, self._packing)
+        if self.is_checked:
+            _check_orientations(quantized, out, rows, self.packing)
         return [Handover(quantized, rows, sums), *rest]
 
 
