@@ -256,11 +256,6 @@ class HeadExchange:
         return self._communicator.exchange(chunks.parts(x), [1] * size, [1] * size, "tokens")
 
 
-def _by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return ``x`` of ``size`` ranks, along dimension 0, as ``[size, *local]``."""
-    return x.view(size, x.shape[0] // size, *x.shape[1:])
-
-
 def _joined(parts: torch.Tensor) -> torch.Tensor:
     """Return ``[.., heads, d]`` of ``parts [size, .., heads / size, d]``."""
     return parts.movedim(0, -3).flatten(-3, -2).contiguous()
@@ -365,7 +360,7 @@ class GatheredKeys:
             self._communicator.gather(codes_of(x).contiguous(), "keys and values") for x in tensors
         ]
         return [
-            with_codes(x, sides.keys.whole(_by_rank(arriving.wait(), size)))
+            with_codes(x, sides.keys.whole(arriving.wait().view(size, *codes_of(x).shape)))
             for x, arriving in zip(tensors, started, strict=True)
         ]
 
