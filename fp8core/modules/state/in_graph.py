@@ -31,7 +31,7 @@ from fp8core.torch_ops.private import NO_BACKWARD_PASS, ORDERED, current_backwar
 _HISTORIES = STATE_BUFFERS[1::2]
 _layers: weakref.WeakSet[Any] = weakref.WeakSet()
 _layers_lock = threading.Lock()
-_by_address: dict[int, weakref.ref[Any]] = {}
+_by_address: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 # The operators of graphs refer to entries by number, so none is ever removed.
 _states: list[GraphStates] = []
 
@@ -149,18 +149,16 @@ def _layer_of(history: torch.Tensor) -> Any:
     """Return the layer that has the buffer ``history``; None if there is none."""
     global _by_address
     address = history.data_ptr()
-    reference = _by_address.get(address)
-    layer = None if reference is None else reference()
+    layer = _by_address.get(address)
     if layer is not None and _has(layer, history):
         return layer
     with _layers_lock:
         layers = list(_layers)
-    addresses = {  # anew, as buffers move with their layers
-        buffer.data_ptr(): weakref.ref(layer) for layer in layers for buffer in _histories_of(layer)
-    }
+    addresses = weakref.WeakValueDictionary(  # anew, as buffers move with their layers
+        {buffer.data_ptr(): layer for layer in layers for buffer in _histories_of(layer)}
+    )
     _by_address = addresses
-    reference = addresses.get(address)
-    return None if reference is None else reference()
+    return addresses.get(address)
 
 
 _SCHEMA = "(int states, str phase, Tensor amax_history, Tensor scale) -> Tensor"
