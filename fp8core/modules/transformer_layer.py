@@ -403,25 +403,19 @@ def _check_options(arguments: Mapping[str, Any]) -> None:
             f"{did_you_mean(str(layer_type), LAYER_TYPES)}"
         )
     if arguments["parallel_attention_mlp"]:
-        _check_parallel(
-            layer_type == "decoder",
-            arguments["apply_residual_connection_post_layernorm"],
-            arguments["output_layernorm"],
-        )
+        _check_parallel(arguments)
     check_main_grad(
         "TransformerLayer", arguments["fuse_wgrad_accumulation"], arguments["fuse_qkv_params"]
     )
 
 
-def _check_parallel(is_decoder: bool, normalizes_residual: bool, has_output_norm: bool) -> None:
+def _check_parallel(arguments: Mapping[str, Any]) -> None:
     """Refuse what has no meaning where attention and feed-forward block read the same input."""
-    for is_enabled, argument in (
-        (is_decoder, "layer_type='decoder'"),
-        (normalizes_residual, "apply_residual_connection_post_layernorm=True"),
-        (has_output_norm, "output_layernorm=True"),
-    ):
-        if is_enabled:
-            raise OperandError(
-                f"TransformerLayer(parallel_attention_mlp=True, {argument}): the two exclude each "
-                f"other; leave one out."
-            )
+    flags = ("apply_residual_connection_post_layernorm", "output_layernorm")
+    excluded = ["layer_type='decoder'"] if arguments["layer_type"] == "decoder" else []
+    excluded += [f"{flag}=True" for flag in flags if arguments[flag]]
+    if excluded:
+        raise OperandError(
+            f"TransformerLayer(parallel_attention_mlp=True, {excluded[0]}): the two exclude each "
+            f"other; leave one out."
+        )
