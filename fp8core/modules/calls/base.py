@@ -14,7 +14,7 @@ from fp8core.chain.delayed_wgrad import WgradQueue
 from fp8core.chain.shape import LinkShape, Watch
 from fp8core.context.autocast import Active
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.modules.calls.bound import Bound, label_of, recipe_of
+from fp8core.modules.calls.bound import Bound, label_of, recipe_in
 from fp8core.modules.calls.parameters import materialize, resolve_device
 from fp8core.modules.memo import bind_lock
 from fp8core.modules.state.delayed import DelayedModule
@@ -29,7 +29,7 @@ def last_run(last: tuple[Any, Any] | None, kind: str, name: str | None) -> list[
     if last is None:
         return []
     bound: Bound = last[1]
-    chosen = recipe_of(bound, LayerRole(kind, name))
+    chosen = recipe_in(bound.recipe, LayerRole(kind, name))
     ran = [choice for link in bound.linears for choice in link.choices.values()]
     if isinstance(bound.plan, LinearPlan):
         is_low = not ran or any(choice.desc.low_precision for choice in ran)

@@ -135,13 +135,9 @@ def label_of(type_name: str, name: str | None, shapes: Sequence[LinkShape]) -> s
     return sizes if name is None else f"{name!r} ({sizes})"
 
 
-def recipe_of(bound: Bound, role: LayerRole) -> Recipe | None:
-    """Return the recipe that the layer of ``role`` itself was bound for; None: high precision."""
-    return recipe_in(bound.recipe, role)
-
-
 def recipe_in(recipe: Recipe | None, role: LayerRole) -> Recipe | None:
-    """Return the recipe that ``recipe``, perhaps a PerLayer, has for the layer of ``role``."""
+    """Return the recipe that ``recipe``, perhaps a PerLayer, has for the layer of ``role``; None:
+    high precision."""
     while isinstance(recipe, PerLayer):
         recipe = recipe.choose(role)
     return recipe
@@ -158,7 +154,7 @@ def engine_of(bound: Bound, role: LayerRole) -> str:
     )
     if not backends:
         return ""
-    return f"{type(recipe_of(bound, role)).__name__} on {' and '.join(backends)}"
+    return f"{type(recipe_in(bound.recipe, role)).__name__} on {' and '.join(backends)}"
 
 
 @lru_cache(maxsize=64)  # asked by each layer of a model
