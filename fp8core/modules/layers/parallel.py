@@ -100,19 +100,12 @@ class Parallel(NamedTuple):
             return tuple(leading)
         return (leading[0] * self.size, *leading[1:])
 
-    @property
-    def before_column(self) -> tuple[LinkShape, ...]:
-        """The links before a column-parallel linear."""
+    def movement(self, split: str, whole: str) -> tuple[LinkShape, ...]:
+        """Return the link beside a parallel linear: the movement ``split`` where rows outside of it
+        are split over the ranks, ``whole`` where each rank has all; none in a layer of one rank."""
         if self.size == 1:
             return ()
-        return (MovingShape("gather" if self.sequence else "replicate", self.group),)
-
-    @property
-    def after_row(self) -> tuple[LinkShape, ...]:
-        """The links after a row-parallel linear, whose bias comes behind them."""
-        if self.size == 1:
-            return ()
-        return (MovingShape("scatter" if self.sequence else "all_reduce", self.group),)
+        return (MovingShape(split if self.sequence else whole, self.group),)
 
 
 ALONE = Parallel()
@@ -305,8 +298,9 @@ class ParallelModule(LowPrecisionModule):
     def _links_of(self, linear: LinearParameters, groups: int = 0) -> tuple[LinkShape, ...]:
         """Return the shape of ``linear``, or of ``groups`` like it, between the links of its mode.
         The bias of one whose results are summed over ranks is added once, behind the sum."""
-        before = self._spread.before_column if linear.mode == "column" else ()
-        after = self._spread.after_row if linear.mode == "row" else ()
+        move, mode = self._spread.movement, linear.mode
+        before = move("gather", "replicate") if mode == "column" else ()
+        after = move("scatter", "all_reduce") if mode == "row" else ()
         bias_dtype = self.dtype_of(linear.biases[0]) if linear.adds_bias else None
         out_features = sum(linear.rows)
         shape = LinearShape(
