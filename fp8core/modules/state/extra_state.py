@@ -33,7 +33,7 @@ pytorch/constants.py numbers the slots.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -233,7 +233,7 @@ def _attention_buffers(content: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     used = dict.fromkeys("qkvs", pair.forward.name)
     used |= dict.fromkeys(("grad_output", "dp"), pair.backward.name)
     length = tensors["amax_history_fwd"].shape[0]
-    return {**from_three_gemms(tensors), META: _encoded(_formats(AttentionPlan, used), length)}
+    return {**from_three_gemms(tensors), META: _encoded(AttentionPlan, used, length)}
 
 
 _READERS = {LinearPlan: _buffers, AttentionPlan: _attention_buffers}
@@ -302,10 +302,15 @@ def _meta(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> to
     """Return ``delayed_meta``: the formats of the slots, and the history's length."""
     recipe = content.get("recipe")
     pair = _format_of(recipe) if recipe is not None else _format_of_maxima(content)
-    return _encoded(_slot_formats(pair), tensors["amax_history_fwd"].shape[0])
+    used = dict.fromkeys(("input", "weight"), pair.forward.name)
+    used["grad_output"] = pair.backward.name
+    return _encoded(LinearPlan, used, tensors["amax_history_fwd"].shape[0])
 
 
-def _encoded(names: Sequence[str | None], history_len: int) -> torch.Tensor:
+def _encoded(plan_type: type[Plan], used: Mapping[str, str], history_len: int) -> torch.Tensor:
+    """Return the formats of the slots of a plan, of which those of ``used`` have one."""
+    slots = plan_type.slots
+    names = [used.get(name) for name in (*slots.forward, *slots.backward)]
     text = meta_text(names, history_len)
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
@@ -335,17 +340,6 @@ def _format_of_maxima(content: Mapping[str, Any]) -> Format:
 
 
 _FORMATS = (Format("hybrid"), Format("e4m3"), Format("e5m2"))
-
-
-def _slot_formats(pair: Format) -> list[str | None]:
-    """Return the format of each slot of a linear, forward slots first."""
-    forward, backward = pair.forward.name, pair.backward.name
-    return _formats(LinearPlan, {"input": forward, "weight": forward, "grad_output": backward})
-
-
-def _formats(plan_type: type[Plan], used: Mapping[str, str]) -> list[str | None]:
-    slots = plan_type.slots
-    return [used.get(name) for name in (*slots.forward, *slots.backward)]
 
 
 def format_named(max_fwd: Any, max_bwd: Any) -> Format:
