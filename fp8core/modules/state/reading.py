@@ -158,11 +158,9 @@ class _Machine:
             raise OperandError("it is damaged: an opcode takes a value that is not there")
         return self._stack.pop()
 
-    def top(self, kind: type | tuple[type, ...]) -> Any:
+    def top(self, kind: type) -> Any:
         """Return the value on top, which has to be of ``kind``."""
-        if not self._stack or type(self._stack[-1]) not in (
-            kind if isinstance(kind, tuple) else (kind,)
-        ):
+        if not self._stack or type(self._stack[-1]) is not kind:
             raise OperandError("it is damaged: an opcode changes a value of another kind")
         return self._stack[-1]
 
