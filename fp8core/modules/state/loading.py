@@ -81,12 +81,10 @@ def parameter_errors(
 
 def _parameter_error(parameter: torch.Tensor, value: Any, assigns: bool) -> str | None:
     error = misfit(value, parameter, replaces=assigns)
-    if error is not None:
+    if error is not None or not isinstance(value, QuantizedTensor):
         return error
-    if isinstance(value, QuantizedTensor):
-        fault = fault_of([getattr(value, part) for part in PARTS], value.plan)
-        return None if fault is None else f"cannot be loaded: {fault}"
-    return None
+    fault = fault_of([getattr(value, part) for part in PARTS], value.plan)
+    return None if fault is None else f"cannot be loaded: {fault}"
 
 
 def state_errors(
