@@ -176,13 +176,10 @@ class NormProgram(TensorProgram[NormLink]):
         grad_x: Any
         link, needs, saved = self._link, self._needs_grad, saved[:4]
         fusion = link.backward_fusion
-        if isinstance(out, GradientSum):
-            if link.run_backward_added is not None:
-                grad_x, *grads = link.run_backward_added(grad, *saved, out.added)
-                out = None
-            else:
-                grad_x, *grads = link.run_backward(grad, *saved)
-        elif out is not None and fusion is not None and fusion.serves(out, grad.shape[0]):
+        if isinstance(out, GradientSum) and link.run_backward_added is not None:
+            grad_x, *grads = link.run_backward_added(grad, *saved, out.added)
+            out = None
+        elif isinstance(out, QuantizeRequest) and fusion and fusion.serves(out, grad.shape[0]):
             grad_x, *grads = fusion(out, grad, *saved)
             out = None
         else:
