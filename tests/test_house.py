@@ -36,7 +36,7 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 68_700,
+    "lines of fp8core": 71_500,
     "files": 253,
     "files under 100 lines": 39,
     "modules that list names": 1,
