@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import inspect
 import itertools
+import os
 import signal
 import statistics
 from collections import OrderedDict
@@ -37,6 +38,7 @@ import torch
 
 import fp8core
 from fp8core import recipe
+from tests.benchmarks.layers_gpu.transformer import use_cudnn_of_torch
 from tests.benchmarks.measuring.contest import Contest, Unavailable
 from tests.benchmarks.measuring.device import CUDA, HOST, Device, versions
 from tests.benchmarks.measuring.intervals import median_interval, ratios
@@ -390,6 +392,7 @@ def main() -> None:
     chosen = parser.parse_args()
     sizes = Sizes(*(getattr(chosen, name) for name in Sizes._fields))
     device = HOST if chosen.cpu else CUDA
+    use_cudnn_of_torch(os.environ)
     cells = list(PREFILLS) if "prefill" in chosen.kinds else []
     if chosen.cpu:
         cells = [cell._replace(tokens=16) for cell in cells[:1]]
