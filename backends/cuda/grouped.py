@@ -46,7 +46,7 @@ def _stacking(desc: GroupedGemmDesc, dense: Callable[..., torch.Tensor]) -> Call
                 whole.with_rows_behind(part, b[group], rows, biases[group])
             else:
                 dense(part, b[group], bias=biases[group], out=out[start:end])
-        return out[:count]
+        return out if len(out) == count else out[:count]
 
     return run
 

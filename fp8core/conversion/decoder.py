@@ -286,8 +286,9 @@ def _heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries, keys and values ``[b, s, heads, d]`` of the projections ``rows``, the first
     two normalized, if the layer does that, and rotated."""
-    by_head = rows.unflatten(-1, (-1, attention.head_dim))
     counts = [getattr(attention, name).out_features // attention.head_dim for name in _PROJECTIONS]
+    # A view: Dynamo cannot trace unflatten under torch's default device.
+    by_head = rows.view(*rows.shape[:-1], sum(counts), attention.head_dim)
     q, k, v = by_head.split(counts, -2)
     if torch.is_grad_enabled():
         v = v.contiguous()  # which would hold the others for backward

@@ -118,11 +118,10 @@ class Splice:
         for block, inside in zip(self.blocks, self._inside, strict=True):  # guards the modules
             if any([block._modules[name] is not module for name, module in inside.items()]):
                 return None
+        rest = iter(brought)
         params: list[Any] = [
-            None if layer is None else layer._parameters[name] for layer, name in self._names
+            next(rest) if layer is None else layer._parameters[name] for layer, name in self._names
         ]
-        for tensor in brought:
-            params[params.index(None)] = tensor
         if any([each.dtype != x.dtype for each in params]):
             return None
         bounds = [bind(layer, x.device, x.dtype) for layer in self.layers]
