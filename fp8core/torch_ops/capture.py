@@ -70,7 +70,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 def left_to_backward() -> AbstractContextManager[None]:
     """Have torch's partitioner leave what is traced within to the graph of backward, also where it
     follows from what forward has: instead of it forward saves what it is computed from."""
-    return _tagged() if torch.compiler.is_compiling() else _UNTAGGED
+    # torch 2.11 traces backward outside of what they call compiling.
+    return _tagged() if torch.compiler.is_compiling() or is_traced() else _UNTAGGED
 
 
 _UNTAGGED, _TAG, _LEFT = nullcontext(), "partitioner_tag", "must_be_in_backward"
