@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn.utils import parametrizations
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import CompileConfig, MixtralConfig, MixtralForCausalLM
 
 import fp8core
 from fp8core import OperandError, QuantizedTensor, RecipeError, UnsupportedError, recipe
@@ -539,3 +540,27 @@ def test_transformers_save_pretrained_is_refused_by_name(tmp_path: Path) -> None
     fp8core.quantize_(model, "rowwise")
     with pytest.raises(OperandError, match=r"fp8core.huggingface.save_pretrained\(model"):
         model.save_pretrained(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["rowwise", "weight_only_rowwise", "converted"])
+def test_generation_with_a_static_cache_is_one_graph_for_all_tokens(kind: str) -> None:
+    """As transformers compiles it on CUDA by itself, here without a code generator."""
+    model = llama().to(torch.bfloat16).eval()
+    if kind == "converted":
+        fp8core.convert(model, "current")
+    else:
+        fp8core.quantize_(model, RECIPES[kind])
+    compiled = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    compiled._compile_all_devices = True
+    torch._dynamo.reset()
+    counters.clear()
+    for length in (9, 5):
+        inputs = {"inputs": TOKENS[:, :length], "attention_mask": torch.ones(len(TOKENS), length)}
+        options = {**inputs, "max_new_tokens": 8, "do_sample": False}
+        options["cache_implementation"] = "static"
+        tokens = model.generate(**options, compile_config=compiled)
+        assert torch.equal(tokens, model.generate(**options, disable_compile=True))
+        assert tokens.shape[1] == length + 8
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
