@@ -210,6 +210,16 @@ def test_decoder_generates_tokens(name: str, tmp_path: Path) -> None:
     assert all(0 <= token < 256 for row in rows for token in row)
 
 
+@pytest.mark.parametrize("name", ["rowwise", pytest.param("block", marks=SLOW)])
+def test_a_step_on_the_device_generates_the_tokens_of_eager_steps(
+    name: str, tmp_path: Path
+) -> None:
+    graphed, eager = map(json.loads, printed("generation.py", name, folder=tmp_path).splitlines())
+    assert graphed == eager
+    assert [len(row) for row in eager] == [24, 24]
+    assert len({*eager[0][8:], *eager[1][8:]}) > 4
+
+
 def printed_by_two(example: str, *arguments: str, folder: Path) -> str:
     """What an example prints, run on two processes as its page says."""
     path = str(DOCS / "examples" / example)
@@ -273,8 +283,8 @@ def test_a_decoder_of_two_ranks_trains_as_that_of_one(name: str, tmp_path: Path)
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
 
 
-LINES = {"train_decoder": 200}
-"""The lines that an example has less of, where it does more than show one thing: else 80."""
+LINES = {"generation": 41, "train_decoder": 200}
+"""The lines that an example has less of; of others 80, each of which shows one thing."""
 
 
 @pytest.mark.parametrize("example", sorted((DOCS / "examples").glob("*.py")), ids=lambda p: p.stem)

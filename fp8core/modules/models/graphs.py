@@ -15,6 +15,7 @@ from fp8core.context.autocast import autocast
 from fp8core.context.capture import Hooks, Pass, Schedule, passes_of
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.modules.models.inventory import layers_in
+from fp8core.modules.sequences.inference import restored_caches
 from fp8core.recipe import Recipe
 from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.tensors.weights import WeightStore
@@ -49,7 +50,8 @@ def make_graphed_callables(
     The argument order is Transformer Engine's. Each module is captured inside an
     ``autocast(enabled, recipe=recipe)`` of its own, so the graph updates delayed scales and
     quantizes the weights as they are at every replay; calling it needs no autocast. Warming up and
-    capturing leave delayed scales and amax histories as they were. Sizes, strides, dtypes and
+    capturing leave delayed scales, amax histories, and KV caches whose steps are on the device, as
+    they were. Sizes, strides, dtypes and
     ``requires_grad`` of later inputs have to be those of ``sample_args``.
 
     Args:
@@ -107,6 +109,7 @@ def make_graphed_callables(
     stores = [_stores(module) if caches else [] for module in each]
     with (
         _restored_states(each),
+        restored_caches(),
         _inside(context, each),
         _used_by_graphs([*itertools.chain(*stores)]),
     ):

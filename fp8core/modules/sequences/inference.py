@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
-from itertools import accumulate
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import accumulate, chain
 from operator import index
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 from weakref import WeakValueDictionary
@@ -15,14 +17,17 @@ from fp8core.chain.differentiable import without_gradient
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.parameters import check_size, resolve_device
 from fp8core.modules.sequences.kv_cache import (
+    FAULTS,
     KVCacheManager,
     NonPagedKVCacheManager,
     PagedKVCacheManager,
     Sequences,
     gathered,
+    refuse_capture,
 )
 from fp8core.tensors.parameter import DTYPES
 from fp8core.torch_ops.capture import untraced
+from fp8core.torch_ops.private import is_capturing
 
 _FORMATS = ("bshd", "sbhd", "thd")
 _Maker: TypeAlias = Callable[..., KVCacheManager]
@@ -70,6 +75,7 @@ class InferenceParams:
             cache.pre_step(OrderedDict({0: 1, 1: 1}))
             y = model(x, inference_params=cache)  # x [2, 1, h]
             cache.pre_step(OrderedDict({1: 1, 2: 5}))  # 0 has ended, 2 is new
+            cache.pre_step(torch.tensor([1, 1], dtype=torch.int32))  # of 1 and 2, on the device
 
     A step's tensors have the sequences in the order of ``pre_step``. Each layer takes part in every
     step, under a ``layer_number`` of its own.
@@ -91,9 +97,11 @@ class InferenceParams:
         device: of the cache; None is the device of new layers.
 
     Attributes:
-        sequences: the lengths of the sequences, those of the step's tokens included.
+        sequences, sequences_pre_step: the lengths of the sequences with and without the step's
+            tokens. Of steps on the device they are read there, which waits for them.
         batch_size: the number of sequences of the step.
-        max_seqlen_q, max_seqlen_kv: the largest number of new tokens, and the longest sequence.
+        max_seqlen_q, max_seqlen_kv: the largest number of new tokens, and the longest sequence; in
+            a step on the device the most there may be.
         cu_seqlens_q, cu_seqlens_kv: int32 ``[max_batch_size + 1]``, as in :class:`CachedKeys`, the
             last sum repeated.
         cache_manager: holds the tensors.
@@ -145,10 +153,13 @@ class InferenceParams:
         self.cache_qkv_format = "bshd"
         self.input_qkv_format = self.output_qkv_format = ""
         self._take_format(qkv_format)
-        with torch.inference_mode(False):  # written by one copy a step
+        # Rows: sums of new tokens, sums of lengths, lengths before the step and behind it, and what
+        # steps on the device found wrong. The host writes the first four by one copy a step.
+        with torch.inference_mode(False):
             self._lengths = torch.zeros(
-                3, max_batch_size + 1, dtype=torch.int32, device=self.device
+                5, max_batch_size + 1, dtype=torch.int32, device=self.device
             )
+        self._is_on_device = False  # lengths may have changed there, since a step or a replay
         self._layers: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
         self._forget()
 
@@ -197,13 +208,32 @@ class InferenceParams:
         """The lengths before the step."""
         return self._lengths[2, :-1]
 
+    @property
+    def seqlens(self) -> torch.Tensor:
+        """The lengths of the sequences, int32 ``[max_batch_size]``, -1 behind those of the batch.
+        The next step begins where it says: a smaller length takes back the last tokens."""
+        self._is_on_device = self._is_built_in
+        return self._lengths[3, :-1]
+
+    @property
+    def sequences(self) -> Sequences:
+        """The lengths of the sequences, those of the step's tokens included."""
+        self._catch_up()
+        return self._sequences
+
+    @property
+    def sequences_pre_step(self) -> Sequences:
+        """The lengths of the sequences before the step."""
+        self._catch_up()
+        return self._sequences_pre_step
+
     def __repr__(self) -> str:
         pages = f"{self.total_num_pages} pages of {self.page_size}, " if self.is_paged else ""
         return (
             f"InferenceParams({pages}max_batch_size={self.max_batch_size}, "
             f"max_sequence_length={self.max_sequence_length}, num_heads_kv={self.num_heads_kv}, "
             f"head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}, dtype={self.dtype}, "
-            f"layers={len(self.cache_manager.cache)}, sequences={dict(self.sequences)})"
+            f"layers={len(self.cache_manager.cache)}, sequences={dict(self._sequences)})"
         )
 
     @property
@@ -211,6 +241,21 @@ class InferenceParams:
         """Whether rows behind the end of a sequence are finite, whatever sequences had their memory
         before. A custom manager promises nothing."""
         return self._is_built_in
+
+    @property
+    def _built_in(self) -> NonPagedKVCacheManager | PagedKVCacheManager:
+        """The manager, for what it does on the device.
+
+        Raises:
+            UnsupportedError: it is a ``custom_cache_manager``.
+        """
+        manager = self.cache_manager
+        if self._is_built_in and isinstance(manager, NonPagedKVCacheManager | PagedKVCacheManager):
+            return manager
+        raise UnsupportedError(
+            f"KV cache: a step on the device with {type(manager).__name__} is not offered; leave "
+            f"out custom_cache_manager, or give pre_step the numbers by sequence."
+        )
 
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate the memory of a layer, unless it has some; its first step does so otherwise."""
@@ -243,14 +288,22 @@ class InferenceParams:
         self._views = self._views_of(self.batch_size)
 
     def reset(self) -> None:
-        """Forget every sequence, so that the cache can be used for others; the memory stays."""
+        """Forget every sequence, so that the cache can be used for others; the memory stays.
+
+        Raises:
+            OperandError: a step on the device had a fault; the sequences are forgotten as well.
+        """
+        error = self._read_back()
         self.cache_manager.reset()
         self._layers.clear()
         self._forget()
+        if error is not None:
+            raise error
 
     def _forget(self) -> None:
-        self.sequences: Sequences = OrderedDict()
-        self.sequences_pre_step: Sequences = OrderedDict()
+        self._sequences: Sequences = OrderedDict()
+        self._sequences_pre_step: Sequences = OrderedDict()
+        self._lengths[3:].copy_(torch.tensor([[-1], [0]], dtype=torch.int32, device=self.device))
         self.batch_size = self.max_seqlen_q = self.max_seqlen_kv = self._num_tokens = 0
         self._views = self._views_of(0)
         self._starts: tuple[tuple[int, int], torch.Tensor] | None = None
@@ -261,18 +314,38 @@ class InferenceParams:
             sums_q, sums_kv = self._lengths[:2, : batch + 1].unbind(0)
             return _Views(sums_q, sums_kv, self._lengths[2, :batch])
 
-    def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
+    def pre_step(
+        self, step_dict: Mapping[Hashable, int] | torch.Tensor, max_seqlen_q: int | None = None
+    ) -> None:
         """Begin a step that brings ``step_dict[id]`` new tokens of each sequence, in this order.
 
         An id that the step before had not is a new sequence; a sequence without an entry has ended,
         and its memory is free. 0 tokens keep a sequence.
 
+        A step on the device gets a tensor instead: of each sequence of the step before the number
+        of new tokens, int32 or int64 ``[b]`` on the device of the cache, none above
+        ``max_seqlen_q``, which is 1 if it is None. The step and its layers read nothing on the
+        host, so that a CUDA graph of them is replayed for other numbers and lengths; in thd their
+        tensors have ``b * max_seqlen_q`` rows or more. A sequence whose step has a fault, as a full
+        cache, is left as it was, and its queries give zeros; the next call of ``pre_step`` without
+        a tensor, ``reset`` or ``sequences`` raises the fault, once.
+
         Raises:
             OperandError: the cache is full, or a number of tokens makes no sense; the cache is as
-                it was.
-            UnsupportedError: torch.export captures the call.
+                it was. A step on the device, before this one, had a fault; this one has not begun.
+                A CUDA graph captures a step without a tensor.
+            UnsupportedError: torch.export captures the call; a step on the device with a
+                ``custom_cache_manager``.
         """
         _refuse_export()
+        if isinstance(step_dict, torch.Tensor):
+            self._advance(step_dict, 1 if max_seqlen_q is None else max_seqlen_q)
+            return
+        if max_seqlen_q is not None:
+            raise OperandError(
+                f"KV cache: pre_step(max_seqlen_q={max_seqlen_q!r}) with the numbers of new tokens "
+                f"on the host; expected it beside a tensor of them alone."
+            )
         if not isinstance(step_dict, Mapping):
             raise OperandError(
                 f"KV cache: pre_step({step_dict!r}); expected the number of new tokens by the id "
@@ -285,6 +358,12 @@ class InferenceParams:
                     f"KV cache: {count} new tokens of sequence {name!r}, and max_ctx_len is "
                     f"{self.max_ctx_len}. Bring them in several steps."
                 )
+        refuse_capture("pre_step() of numbers on the host", "Give it a tensor of them")
+        self._catch_up()
+        self._begin(steps)
+
+    def _begin(self, steps: Sequences) -> None:
+        """Begin a step of numbers on the host."""
         lengths = self.cache_manager.pre_step(steps)
         if list(lengths) != list(steps):
             raise OperandError(
@@ -292,8 +371,8 @@ class InferenceParams:
                 f"{list(lengths)}; expected those of the step, {list(steps)}, in this order."
             )
         before = [lengths[name] - count for name, count in steps.items()]
-        self.sequences = OrderedDict(lengths)
-        self.sequences_pre_step = OrderedDict(zip(steps, before, strict=True))
+        self._sequences = OrderedDict(lengths)
+        self._sequences_pre_step = OrderedDict(zip(steps, before, strict=True))
         if len(steps) != self.batch_size:  # the same tensors as long as it can be
             self._views = self._views_of(len(steps))
         self.batch_size = len(steps)
@@ -307,8 +386,82 @@ class InferenceParams:
         ]
         size = self.max_batch_size + 1
         rows = [[*row, *(row[-1:] or [0]) * (size - len(row))] for row in rows]
+        rows.append([*lengths.values(), *[-1] * (size - len(lengths))])
         numbers = torch.tensor(rows, dtype=torch.int32, device="cpu")
-        self._lengths.copy_(numbers, non_blocking=True)
+        self._lengths[:4].copy_(numbers, non_blocking=True)
+        if self._is_on_device:
+            self._built_in.settle()
+
+    def _advance(self, counts: torch.Tensor, most: int) -> None:
+        """Begin a step on the device, of at most ``most`` new tokens of a sequence."""
+        manager, batch, lengths = self._built_in, self.batch_size, self._lengths
+        limit = self.max_sequence_length if self.max_ctx_len is None else self.max_ctx_len
+        if check_size("KV cache: pre_step", "max_seqlen_q", most) > limit:
+            raise OperandError(
+                f"KV cache: pre_step(max_seqlen_q={most}); expected at most {limit}, max_ctx_len "
+                f"or max_sequence_length."
+            )
+        is_right = counts.dtype in (torch.int32, torch.int64) and counts.device == self.device
+        if not is_right or tuple(counts.shape) != (batch,) or not batch:
+            raise OperandError(
+                f"KV cache: pre_step of {counts.dtype} {list(counts.shape)} on {counts.device}; "
+                f"expected int32 [{batch}] on {self.device}, a number for each sequence of the "
+                f"step before, which begins them by a number for each id."
+            )
+        watched = None if is_capturing() else _WATCHED.get()
+        if watched is not None and self not in watched:
+            pages = [manager.page_table] if isinstance(manager, PagedKVCacheManager) else []
+            watched[self] = [(memory, memory.clone()) for memory in (lengths, *pages)]
+        self._is_on_device = True
+        with torch.no_grad():
+            before, counts = lengths[3, :batch].long(), counts.detach().long()
+            faults = manager.advance(before, counts, most, stores=watched is None)
+            fits = faults == 0
+            after = before + counts.where(fits, 0)
+            sums = torch.stack((counts.clamp(0, most), after.where(fits, 0)))
+            sums = torch.nn.functional.pad(sums, (0, self.max_batch_size - batch)).cumsum(1)
+            lengths[:2, 1:] = sums
+            lengths[2:4, :batch] = torch.stack((before.where(fits, 0), after))
+            lengths[4, :batch] |= faults
+        self.max_seqlen_q, self._num_tokens = most, batch * most
+        self.max_seqlen_kv = self.max_sequence_length
+
+    def _catch_up(self) -> None:
+        """Read what steps on the device did, if there may have been some.
+
+        Raises:
+            OperandError: a step had a fault.
+        """
+        error = self._read_back()
+        if error is not None:
+            raise error
+
+    def _read_back(self) -> OperandError | None:
+        """Read the lengths on the device, if steps may have changed them there, and take the faults
+        of those steps back; return the error that says them."""
+        if not self._is_on_device:
+            return None
+        before, after, faults = self._lengths[2:, :-1].tolist()
+        self._lengths[4].zero_()
+        names, most = list(self._sequences), self.max_sequence_length
+        lengths = [min(max(length, 0), most) for length in after[: len(names)]]
+        self._sequences.update(zip(names, lengths, strict=True))
+        self._sequences_pre_step.update(zip(names, before, strict=False))
+        self._built_in.catch_up(lengths)
+        if not any(faults):
+            return None
+        texts = [
+            f"sequence {names[at]!r} of {after[at]} tokens {text}"
+            if at < len(names)
+            else f"sequence {at} is none of the {len(names)} that the last step on the host began"
+            for at, bits in enumerate(faults)
+            for bit, text in enumerate(FAULTS)
+            if bits >> bit & 1
+        ]
+        return OperandError(
+            f"KV cache: {'; '.join(texts)} (max_sequence_length={most}). A step on the device left "
+            f"what these sequences have as it was, and stored what the others brought."
+        )
 
     def get_seqlens_pre_step(self) -> torch.Tensor:
         """Return how many tokens each sequence of the step had before it, int32 ``[b]``: the
@@ -353,7 +506,7 @@ class InferenceParams:
                 f"expected a layer that a paged cache holds."
             )
         table: torch.Tensor = manager.page_table  # type: ignore[attr-defined]  # a paged one has it
-        pages = -(-self.max_seqlen_kv // self.page_size)
+        pages = -(-max(self.sequences.values(), default=0) // self.page_size)
         return gathered(manager.cache[layer_number], table[: self.batch_size], pages)
 
     def step(
@@ -449,6 +602,24 @@ class InferenceParams:
                 f"KV cache: {name} is {new.dtype} on {new.device}, the cache {self.dtype} on "
                 f"{self.device}. Give InferenceParams the dtype and the device of the model."
             )
+
+
+_Copies: TypeAlias = "dict[InferenceParams, list[tuple[torch.Tensor, torch.Tensor]]]"
+_WATCHED: ContextVar[_Copies | None] = ContextVar("_WATCHED", default=None)
+
+
+@contextmanager
+def restored_caches() -> Iterator[None]:
+    """Have steps on the device within, unless a graph captures them, store nothing, and caches be
+    as they were at the end."""
+    watched: _Copies = {}
+    token = _WATCHED.set(watched)
+    try:
+        yield
+    finally:
+        _WATCHED.reset(token)
+        for memory, before in chain.from_iterable(watched.values()):
+            memory.copy_(before)
 
 
 def _refuse_export() -> None:

@@ -7,11 +7,15 @@ once a step, in :meth:`KVCacheManager.pre_step`, which touches no layer.
 Attention reads slots behind the end of a sequence with a weight of 0, so that the managers of this
 module clear what a sequence takes over, once, when it does: what a token wrote, NaN included, meets
 no other sequence.
+
+A step on the device, :meth:`_ManagerBase.advance`, finds the slots there, so that a captured graph
+finds others in each replay. A token that has no place goes to a spare one behind all slots.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -21,9 +25,19 @@ from typing_extensions import override
 
 from fp8core.errors import OperandError
 from fp8core.modules.calls.parameters import resolve_device
+from fp8core.torch_ops.private import is_capturing
 
 Sequences: TypeAlias = "OrderedDict[Hashable, int]"
 """A number of tokens for each sequence of the batch, by the sequence's id, in the batch's order."""
+
+FAULTS = (
+    "began at a length that is not from 0 to max_sequence_length",
+    "got a number of new tokens that is not from 0 to max_seqlen_q",
+    "is full: its new tokens reach beyond max_sequence_length",
+    "has a page that is none of the cache's",
+    "got no page: all of them are in use",
+)
+"""Why a step on the device leaves a sequence out: bit i of a number stands for entry i."""
 
 
 class KVCacheManager:
@@ -81,16 +95,21 @@ class KVCacheManager:
 
 class _Tokens(NamedTuple):
     """The new tokens of a step: of each its slot, the sequence's place in the batch and the place
-    in the sequence's new tokens; int64 ``[t]`` on the device of the cache."""
+    in the sequence's new tokens; int64 ``[t]`` on the device of the cache.
+
+    A step on the device has as many of each sequence, those that it does not bring in the spare
+    slot, and their ``row`` in thd; others are in thd as they are here.
+    """
 
     slot: torch.Tensor
     batch: torch.Tensor
     offset: torch.Tensor
+    row: torch.Tensor | None = None
 
     def of(self, new: torch.Tensor, qkv_format: str) -> torch.Tensor:
         """Return the tokens ``[t, heads, head size]`` of keys or values in ``qkv_format``."""
         if qkv_format == "thd":
-            return new[: len(self.slot)]
+            return new[: len(self.slot)] if self.row is None else new[self.row]
         if qkv_format == "sbhd":
             new = new.transpose(0, 1)
         if len(self.slot) == new.shape[0] * new.shape[1]:
@@ -100,6 +119,9 @@ class _Tokens(NamedTuple):
 
 class _ManagerBase(KVCacheManager):
     """The base of the managers of this module."""
+
+    spare = 0
+    """The slot of tokens that have no place, behind all others."""
 
     def __init__(
         self,
@@ -171,12 +193,15 @@ class _ManagerBase(KVCacheManager):
         if not is_settled:
             self._check_earlier(layer_number, stored)
         if layer_number not in self.cache:
+            refuse_capture(f"the first step of layer {layer_number}", "Call allocate_memory before")
             self.allocate_memory(layer_number)
         with torch.no_grad():
             if not is_settled:
                 self._arrange(layer_number, stored)
             for cache, new in zip(self.cache[layer_number], (new_k, new_v), strict=True):
-                cache.flatten(0, 1).index_copy_(0, tokens.slot, tokens.of(new, qkv_format))
+                slots = cache.flatten(0, 1)
+                slots = slots if tokens.row is None else _with_spare(slots)
+                slots.index_copy_(0, tokens.slot, tokens.of(new, qkv_format))
         self._stored[layer_number] = self.sequences
         return self._of_layer(layer_number)
 
@@ -194,14 +219,72 @@ class _ManagerBase(KVCacheManager):
         no slot over."""
         return list(before.items()) == list(self.sequences.items()) and all(before.values())
 
-    def _allocated(self, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return zeros for keys and for values, ``[*sizes, heads, head size]``.
+    def advance(
+        self, lengths: torch.Tensor, counts: torch.Tensor, most: int, *, stores: bool
+    ) -> torch.Tensor:
+        """Begin a step of the sequences of the last one, which have ``lengths`` and get ``counts``
+        new tokens, at most ``most``; both int64 ``[b]`` on the device, of which the host reads
+        nothing. Without ``stores`` all tokens go to the spare slot.
+
+        Returns int64 ``[b]``: the bits of :data:`FAULTS` of a sequence, which then brings nothing.
+        """
+        is_length = (lengths >= 0) & (lengths <= self.max_seqlen)
+        is_count = (counts >= 0) & (counts <= most)
+        ends = lengths + counts
+        is_full = is_length & is_count & (ends > self.max_seqlen)
+        faults = ~is_length + 2 * ~is_count + 4 * is_full
+        batch, offset = (torch.arange(size, device=self._on()) for size in (len(counts), most))
+        positions = (lengths[:, None] + offset).clamp(0, self.max_seqlen - 1)
+        slots, faults = self._slots_on_device(lengths, ends, positions, faults)
+        if stores:
+            is_new = (offset < counts[:, None]) & (faults == 0)[:, None]
+            slots = slots.where(is_new, self.spare)
+        else:
+            slots = torch.full_like(slots, self.spare)
+        counts = counts.clamp(0, most)
+        rows = (counts.cumsum(0) - counts)[:, None] + offset
+        places = slots, batch[:, None].expand_as(slots), offset.expand_as(slots), rows
+        self._tokens = _Tokens(*[place.flatten() for place in places])
+        self._before = self.sequences
+        return faults
+
+    def catch_up(self, lengths: Sequence[int]) -> None:
+        """Note the lengths of the sequences after steps on the device, which every layer took."""
+        self.sequences.update(zip(self.sequences, lengths, strict=True))
+
+    def settle(self) -> None:
+        """Have layers that took part in all steps move what they have now, and not in their next
+        step: a captured graph of that does not."""
+        before = OrderedDict(self._before)
+        settled = self.sequences if before == self.sequences else before
+        for layer, stored in self._stored.items():
+            if all(stored.get(name, 0) >= length for name, length in before.items()):
+                self._arrange(layer, stored)
+                self._stored[layer] = settled
+
+    def _slots_on_device(
+        self,
+        lengths: torch.Tensor,
+        ends: torch.Tensor,
+        positions: torch.Tensor,
+        faults: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots of ``positions [b, n]`` of the sequences, and the faults with those of
+        sequences for which there are none; note what layers have to arrange."""
+        raise NotImplementedError
+
+    def _allocated(self, *sizes: int, spare: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return zeros for keys and for values, ``[*sizes, heads, head size]``, and behind them the
+        memory of ``spare`` tokens.
 
         Ordinary tensors also within inference_mode, so that later writes outside of it are allowed.
         """
+        count = math.prod(sizes)
         with torch.inference_mode(False):
             keys, values = (
-                torch.zeros(*sizes, self.num_heads, size, dtype=self.dtype, device=self._on())
+                torch.zeros(
+                    *(count + spare, self.num_heads, size), dtype=self.dtype, device=self._on()
+                )[:count].view(*sizes, self.num_heads, size)
                 for size in (self.head_dim_k, self.head_dim_v)
             )
         return keys, values
@@ -294,17 +377,30 @@ class NonPagedKVCacheManager(_ManagerBase):
     ) -> None:
         limits = max_batch_size, max_seqlen
         super().__init__(num_heads, (head_dim_k, head_dim_v), dtype, limits, device)
+        self.spare = max_batch_size * max_seqlen
         self._changes: _Changes | None = None  # of this step, for the layers that hold the same
 
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate the layer's keys and values, ``[max_batch_size, max_seqlen, heads, size]``."""
-        self.cache[layer_number] = self._allocated(self.max_batch_size, self.max_seqlen)
+        self.cache[layer_number] = self._allocated(self.max_batch_size, self.max_seqlen, spare=1)
 
     def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
         batch, offset, position = _places(steps, before)
         slot = batch * self.max_seqlen + position
         self._changes = None
         return self._placed(torch.stack((slot, batch, offset)))
+
+    @override
+    def _slots_on_device(
+        self,
+        lengths: torch.Tensor,
+        ends: torch.Tensor,
+        positions: torch.Tensor,
+        faults: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._settled, self._changes = self.sequences, None
+        rows = torch.arange(len(lengths), device=lengths.device)
+        return rows[:, None] * self.max_seqlen + positions, faults
 
     def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
         if self._changes is None or self._changes.stored is not stored:
@@ -363,6 +459,7 @@ class PagedKVCacheManager(_ManagerBase):
         super().__init__(num_heads, (head_dim_k, head_dim_v), dtype, limits, device)
         self.total_num_pages = total_num_pages
         self.page_size = page_size
+        self.spare = total_num_pages * page_size
         self.max_pages_per_seq = max_seqlen // page_size
         self._pages: dict[Hashable, list[int]] = {}
         self._table: torch.Tensor | None = None
@@ -389,7 +486,8 @@ class PagedKVCacheManager(_ManagerBase):
 
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate the layer's keys and values, ``[total_num_pages, page_size, heads, size]``."""
-        self.cache[layer_number] = self._allocated(self.total_num_pages, self.page_size)
+        size = self.page_size
+        self.cache[layer_number] = self._allocated(self.total_num_pages, size, spare=size)
 
     def _keeps_slots(self, before: Sequences, after: Sequences) -> bool:
         return super()._keeps_slots(before, after) and self._new_pages is None
@@ -432,16 +530,71 @@ class PagedKVCacheManager(_ManagerBase):
         ]
         return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), count)
 
+    @override
+    def _slots_on_device(
+        self,
+        lengths: torch.Tensor,
+        ends: torch.Tensor,
+        positions: torch.Tensor,
+        faults: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size, pages = self.page_size, self.total_num_pages  # which is the number of the spare page
+        table = self.page_table[: len(lengths)]
+        columns = torch.arange(self.max_pages_per_seq, device=table.device)
+        before, after = (-(-tokens[:, None] // size) for tokens in (lengths, ends))
+        is_inside, is_old = (table >= 0) & (table < pages), columns < before
+        faults = faults + 8 * ((faults % 2 == 0) & (is_old & ~is_inside).any(1))
+        used = table.where(is_old & is_inside, pages).flatten().long()
+        num_free = torch.ones(pages + 1, dtype=torch.int64, device=table.device)
+        num_free = num_free.index_fill_(0, used, 0)[:pages].cumsum(0)
+        counts = (after - before).where((faults == 0)[:, None], 0)
+        first = counts.cumsum(0) - counts
+
+        def chosen(columns: torch.Tensor) -> torch.Tensor:
+            """Return the free pages that become those of columns of the table, the spare one if
+            none is left, -1 for columns that get none."""
+            numbers = torch.searchsorted(num_free, first + (columns - before) + 1)
+            return numbers.where((columns >= before) & (columns < before + counts), -1)
+
+        numbers = chosen(columns)
+        faults = faults + 16 * (numbers == pages).any(1)
+        fits = (faults == 0)[:, None]
+        table.copy_(numbers.where(fits & (numbers >= 0), table))
+        most = -(-positions.shape[1] // size)
+        new = chosen(before + torch.arange(most, device=table.device))
+        self._new_pages = new.where(fits & (new >= 0), pages).flatten()
+        last = table.gather(1, (after - 1).clamp(0, len(columns) - 1))
+        self._read = table.where(columns < after, last).where(fits, pages).long()
+        self.read_length = len(columns) * size
+        self._settled = None  # the layers clear pages
+        slots = table.gather(1, positions // size).long() * size + positions % size
+        return slots, faults
+
+    @override
+    def catch_up(self, lengths: Sequence[int]) -> None:
+        super().catch_up(lengths)
+        rows = self.page_table[: len(lengths)].tolist()
+        self._pages = {
+            name: row[: -(-length // self.page_size)]
+            for (name, length), row in zip(self.sequences.items(), rows, strict=True)
+        }
+
     def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
         if self._new_pages is not None:
-            for cache in self.cache[layer_number]:
+            for cache in self._pages_of(layer_number):
                 cache.index_fill_(0, self._new_pages, 0)
+
+    def _pages_of(self, layer_number: int) -> list[torch.Tensor]:
+        """Return the pages of the keys and of the values of a layer, in a step on the device with
+        the spare one behind them."""
+        is_on_device = self._tokens is not None and self._tokens.row is not None
+        return [_with_spare(part) if is_on_device else part for part in self.cache[layer_number]]
 
     def read(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a layer in the order of the batch, ``[b, tokens, heads,
         head size]``: a copy, of a power of two of pages each."""
         assert self._read is not None
-        return gathered(self.cache[layer_number], self._read, self._read.shape[1])
+        return gathered(self._pages_of(layer_number), self._read, self._read.shape[1])
 
     def _with_new_pages(self, after: Sequences) -> dict[Hashable, list[int]]:
         """Return the pages of each sequence after this step."""
@@ -471,3 +624,19 @@ def gathered(
     table = page_table[:, :pages].long()
     keys, values = (part[table].flatten(1, 2) for part in cache)
     return keys, values
+
+
+def _with_spare(memory: torch.Tensor) -> torch.Tensor:
+    """Return slots or pages with the spare one, whose memory is behind theirs."""
+    size = len(memory) + 1, *memory.shape[1:]
+    return memory.as_strided(size, memory.stride(), memory.storage_offset())
+
+
+def refuse_capture(call: str, remedy: str) -> None:
+    """Refuse what the replays of a CUDA graph would do with the numbers of now.
+
+    Raises:
+        OperandError: a graph is captured.
+    """
+    if is_capturing():
+        raise OperandError(f"KV cache: {call} while a CUDA graph is captured. {remedy}.")
