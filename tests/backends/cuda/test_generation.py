@@ -9,11 +9,12 @@ import torch
 
 from fp8core import (
     InferenceParams,
+    OperandError,
     RotaryPositionEmbedding,
     TransformerLayer,
     autocast,
+    make_graphed_callables,
     quantized_model_init,
-    recipe,
 )
 from fp8core_backends.cuda.attention_plans import Graphs
 from tests.backends.cuda.cuda_cases import DEVICE, nothing_waits
@@ -78,12 +79,10 @@ def test_a_token_builds_no_plan_and_does_not_wait(layout: str) -> None:
     assert Graphs.built == before
 
 
-@pytest.mark.parametrize("name", [None, "current"])
-def test_a_token_through_a_transformer_layer_does_not_wait(name: str | None) -> None:
-    """In high precision, and with weights that are stored quantized."""
-    chosen = None if name is None else recipe.by_name(name)
-    with quantized_model_init(enabled=name is not None, recipe=chosen):
-        layers = [
+def decoder(name: str | None) -> list[TransformerLayer]:
+    """Two layers in high precision, or with weights that are stored in a recipe."""
+    with quantized_model_init(enabled=name is not None, recipe=name):
+        return [
             TransformerLayer(
                 *(256, 512, HEADS),
                 num_gqa_groups=GROUPS,
@@ -97,12 +96,18 @@ def test_a_token_through_a_transformer_layer_does_not_wait(name: str | None) -> 
             ).eval()
             for at in range(2)
         ]
+
+
+@pytest.mark.parametrize("name", [None, "current"])
+def test_a_token_through_a_transformer_layer_does_not_wait(name: str | None) -> None:
+    """In high precision, and with weights that are stored quantized."""
+    layers = decoder(name)
     angles = RotaryPositionEmbedding(SIZE)(CAPACITY).to(DEVICE)
     cache = InferenceParams(2, CAPACITY, GROUPS, SIZE, torch.bfloat16, device=DEVICE)
 
     def step(x: torch.Tensor) -> None:
         cache.pre_step(OrderedDict.fromkeys("ab", x.shape[1]))
-        with torch.no_grad(), autocast(enabled=name is not None, recipe=chosen):
+        with torch.no_grad(), autocast(enabled=name is not None, recipe=name):
             for layer in layers:
                 x = layer(x, inference_params=cache, rotary_pos_emb=angles)
         assert x.shape[-1] == 256
@@ -116,3 +121,75 @@ def test_a_token_through_a_transformer_layer_does_not_wait(name: str | None) -> 
         for _ in range(10):
             step(token)
     assert Graphs.built == before
+
+
+class Step(torch.nn.Module):
+    """A token of each sequence of a cache, through layers."""
+
+    def __init__(self, layers: list[TransformerLayer], cache: InferenceParams) -> None:
+        super().__init__()
+        self.layers, self.cache = torch.nn.ModuleList(layers), cache
+        self.angles = RotaryPositionEmbedding(SIZE)(CAPACITY).to(DEVICE)
+        self.counts = torch.ones(2, dtype=torch.int32, device=DEVICE)
+
+    def begin(self, prompt: torch.Tensor) -> torch.Tensor:
+        self.cache.pre_step({"a": 9, "b": 5})
+        return self.through(prompt)
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, inference_params=self.cache, rotary_pos_emb=self.angles)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache.pre_step(self.counts)
+        return self.through(x)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("rows", None), ("rows", "current"), ("pages", None)])
+def test_a_graphed_step_has_the_results_of_eager_steps(kind: str, name: str | None) -> None:
+    """In rows bit for bit; of pages a graph reads as many as there may be, in another order."""
+    layers = decoder(name)
+    prompt, *tokens = (torch.randn(2, n, 256, device=DEVICE).bfloat16() for n in (9, *[1] * 40))
+    results: list[list[torch.Tensor]] = [[], []]
+    for is_graphed in (False, True):
+        options = {"device": DEVICE, **PAGES[kind]}
+        cache = InferenceParams(2, CAPACITY, GROUPS, SIZE, torch.bfloat16, **options)
+        step = Step(layers, cache)
+        with torch.no_grad(), autocast(enabled=name is not None, recipe=name):
+            step.begin(prompt)
+            if is_graphed:
+                chosen = {"enabled": name is not None, "recipe": name}
+                make_graphed_callables(step, (tokens[0].clone(),), **chosen)
+                assert cache.sequences == {"a": 9, "b": 5}
+            for token in tokens:
+                if not is_graphed:
+                    cache.pre_step({"a": 1, "b": 1})
+                y = step(token) if is_graphed else step.through(token)
+                results[is_graphed].append(y.clone())
+        assert cache.sequences == {"a": 49, "b": 45}
+    for eager, graphed in zip(*results, strict=True):
+        if kind == "rows":
+            assert torch.equal(eager, graphed)
+        else:
+            torch.testing.assert_close(eager, graphed, rtol=2**-5, atol=2**-4)
+    with torch.no_grad(), nothing_waits():
+        for _ in range(CAPACITY - 49 + 2):
+            y = step(tokens[0])
+    assert y[1].isfinite().all()
+    with pytest.raises(OperandError, match="sequence 'a' of 64 tokens is full"):
+        cache.pre_step({"b": 1})
+    assert cache.sequences == {"a": 64, "b": 62}
+
+
+def test_a_step_of_numbers_on_the_host_is_not_captured() -> None:
+    cache = InferenceParams(1, CAPACITY, GROUPS, SIZE, torch.bfloat16, device=DEVICE)
+    cache.pre_step({"a": 1})
+    new = torch.zeros(1, 1, GROUPS, SIZE, device=DEVICE).bfloat16()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        new.add_(1)
+        with pytest.raises(OperandError, match=r"captured\. Give it a tensor"):
+            cache.pre_step({"a": 1})
+        with pytest.raises(OperandError, match=r"captured\. Call allocate_memory"):
+            cache.step(1, new, new, "bshd")
+    cache.step(1, new, new, "bshd")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from unittest.mock import patch
 
 import torch
 
-from fp8core import recipe
+from fp8core import DotProductAttention, InferenceParams, OperandError, recipe
 from fp8core.backend_api import (
     ATTENTION_LAYOUTS,
     GATED,
@@ -275,6 +276,31 @@ def single_queries() -> None:
             for lengths in (edges * capacity, edges * 5, -edges, edges * 2**20):
                 run(q, k, v, cu_seqlens_q=edges, cu_seqlens_kv=lengths, **whole)
             run(q, k, v, cu_seqlens_q=edges * 2**20, cu_seqlens_kv=edges, **whole)
+
+
+def steps_of_a_cache() -> None:
+    """Make steps of a cache on the device that fit, and such that do not, in rows and in pages."""
+    ones = torch.ones(2, dtype=torch.int32, device=DEVICE)
+    for layout, pages in itertools.product(
+        ATTENTION_LAYOUTS, ({}, {"is_paged": True, "page_size": 4})
+    ):
+        layer = DotProductAttention(2, 64, 1, qkv_format=layout, layer_number=1).eval()
+        cache = InferenceParams(2, 16, 1, 64, torch.bfloat16, device=DEVICE, **pages)
+        size = {"thd": (2,), "bshd": (2, 1), "sbhd": (1, 2)}[layout]
+        qkv = [torch.randn(*size, heads, 64, device=DEVICE).bfloat16() for heads in (2, 1, 1)]
+        cache.pre_step({"a": 0, "b": 1})
+        with torch.no_grad(), contextlib.suppress(OperandError):
+            for length in (0, 15, 16, 2**31 - 1, -1, -(2**31)):
+                cache.seqlens[0] = length
+                for counts in (ones, ones * 2**30, -ones):
+                    cache.pre_step(counts)
+                    layer(*qkv, inference_params=cache)
+            for page in (4, 2**31 - 1, -1) if pages else ():
+                cache.seqlens[0] = 3
+                cache.cache_manager.page_table[0, 0] = page  # type: ignore[attr-defined]
+                cache.pre_step(ones)
+                layer(*qkv, inference_params=cache)
+            cache.reset()
 
 
 def microscaling() -> None:
