@@ -6,7 +6,9 @@ of JSON, its last. Each function imports its framework unmodified.
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import socket
 import sys
@@ -98,6 +100,15 @@ def lightning() -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(float(loss))
 
+    # A setup of both, which replaces layers whose parameters the optimizer has.
+    lines = io.StringIO()
+    logging.getLogger("fp8core").addHandler(logging.StreamHandler(lines))
+    stale, early = _model(), L.Fabric(accelerator="cpu", devices=1, precision="transformer-engine")
+    stale, idle = early.setup(stale, torch.optim.SGD(stale.parameters(), lr=0.1))
+    early.backward(_loss(stale, x, y))
+    idle.step()
+    said = lines.getvalue()
+
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -127,6 +138,7 @@ def lightning() -> dict[str, Any]:
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=64))
     return {
         "built": type(built).__module__,
+        "said": said,
         "fabric": losses,
         "fabric amaxes": _histories(model),
         "trainer": module.losses,

@@ -105,6 +105,15 @@ def test_lightning_constructs_layers_by_its_context(lightning: dict[str, Any]) -
 
 
 @pytest.mark.slow
+@needs("lightning")
+def test_lightning_s_setup_of_model_and_optimizer_says_that_nothing_trains(
+    lightning: dict[str, Any],
+) -> None:
+    assert "no optimizer of this process holds the parameters" in lightning["said"]
+    assert lightning["said"].count("fp8core.lightning.Fp8CorePrecision") == 1
+
+
+@pytest.mark.slow
 @needs("peft")
 def test_peft_adapts_layers() -> None:
     result = run("-m", "tests.integrations.frameworks", "peft")

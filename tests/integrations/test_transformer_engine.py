@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import fp8core
+from fp8core import reporting
 from fp8core import transformer_engine as alias
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.integrations.transformer_engine import finder
@@ -482,6 +483,59 @@ def test_delayed_scales_travel_in_the_state_dict(te: Any) -> None:
     assert not torch.equal(layer.scale_fwd, torch.ones_like(layer.scale_fwd))
 
 
+# --- optimizers of another's parameters
+
+
+Replaced = tuple[torch.nn.Sequential, list[torch.nn.Parameter]]
+
+
+@pytest.fixture
+def replaced(te: Any, monkeypatch: pytest.MonkeyPatch) -> Replaced:
+    """A model whose linears a framework replaced, and the parameters that it had before."""
+    monkeypatch.setattr(reporting, "_logged", set())
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 16))
+    before = list(model.parameters())
+    model[1] = te.pytorch.Linear(16, 16)
+    return model, before
+
+
+def warnings_of_steps(
+    model: torch.nn.Module, steppers: list[torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
+) -> list[str]:
+    with caplog.at_level(logging.WARNING, "fp8core"):
+        for _ in range(2):
+            model(torch.randn(8, 32)).sum().backward()
+            for optimizer in steppers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_layers_that_no_optimizer_holds_are_named_at_the_first_step(
+    replaced: Replaced, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, before = replaced
+    (line,) = warnings_of_steps(model, [torch.optim.SGD(before, lr=0.1)], caplog)
+    assert line.startswith("Linear(16, 16): no optimizer of this process holds the parameters")
+    assert "SGD holds others" in line
+    assert "fp8core.lightning.Fp8CorePrecision" in line
+
+
+def test_layers_that_some_optimizer_holds_or_none_replaced_are_not_named(
+    replaced: Replaced, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, before = replaced
+    later = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    assert warnings_of_steps(model, [torch.optim.SGD(before, lr=0.1)], caplog) == []
+    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    del later
+    for master in masters:  # an optimizer of copies, which a framework gives their gradients
+        master.grad = torch.zeros_like(master)
+    assert warnings_of_steps(model, [torch.optim.SGD(masters, lr=0.1)], caplog) == []
+    model[1].requires_grad_(False).zero_grad()
+    assert warnings_of_steps(model, [torch.optim.SGD(before, lr=0.1)], caplog) == []
+
+
 # --- recipes
 
 
@@ -535,6 +589,21 @@ def test_an_overridden_wgrad_is_that_of_high_precision(te: Any) -> None:
     assert torch.equal(grads[True][1], grads[False][1])  # type: ignore[arg-type]  # a gradient
     torch.testing.assert_close(grads[True][2], dy.T @ x)
     assert not torch.allclose(grads[False][2], dy.T @ x, rtol=1e-3, atol=1e-3)
+
+
+def test_an_override_that_transformer_engine_ignores_is_warned_of_once_by_name(
+    te: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "_logged", set())
+    kind = te.common.recipe.DelayedScaling
+    with caplog.at_level(logging.WARNING, "fp8core"):
+        kind(override_linear_precision=(False, False, False))
+        assert not caplog.records
+        kind(override_linear_precision=(False, True, True))
+        kind(override_linear_precision=(True, False, False))
+    (record,) = caplog.records
+    assert "override_linear_precision" in record.getMessage()
+    assert "dgrad, wgrad compute in high precision" in record.getMessage()
 
 
 def test_recipes_are_values(te: Any) -> None:

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import enum
 import functools
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp8core.context.autocast import active
 from fp8core.errors import OperandError, RecipeError
@@ -33,6 +36,7 @@ from fp8core.modules.layers.parallel import ParallelModule
 from fp8core.modules.state.loading import EXTRA_STATE, Imported
 from fp8core.recipe import get_default_recipe
 from fp8core.recipe.plan import LinearPlan
+from fp8core.reporting import log_once, some
 from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.torch_ops.private import pytree, within_no_subclass
 
@@ -119,6 +123,8 @@ class _Layer(torch.nn.Module):
             carried = {**_SINGLE_RANK, **carried, "sequence_parallel": False}
         for name, value in carried.items():
             setattr(self, name, value)
+        _constructed.add(self)
+        _watch_first_steps()
 
     def __getattr__(self, name: str) -> Any:
         """Return a parameter or a module; an empty tensor for the bias of a layer without one."""
@@ -133,6 +139,55 @@ class _Layer(torch.nn.Module):
             weight = next(self.parameters(), None)
             return torch.empty(0) if weight is None else weight.detach().new_empty(0)
         return value
+
+
+_constructed: weakref.WeakSet[_Layer] = weakref.WeakSet()
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_first_steps() -> None:
+    """Have the first step of each optimizer look for layers that no optimizer holds."""
+    register_optimizer_step_post_hook(_warn_of_untrained_layers)
+
+
+def _warn_of_untrained_layers(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Warn where ``optimizer``, in its first step, holds parameters without a gradient, and no
+    optimizer of the process those of their shapes that layers have gradients for.
+
+    These are layers that a framework put into a model after its optimizer was made, with parameters
+    of their own.
+    """
+    if optimizer in _stepped:
+        return
+    _stepped.add(optimizer)
+    idle = {p.shape for p in _parameters_of(optimizer) if p.requires_grad and p.grad is None}
+    trained = {
+        parameter: layer
+        for layer in (list(_constructed) if idle else ())
+        for parameter in layer.parameters()
+        if parameter.grad is not None and parameter.shape in idle
+    }
+    if not trained:
+        return
+    optimizers = [entry for entry in gc.get_objects() if issubclass(type(entry), Optimizer)]
+    in_optimizers = {id(parameter) for entry in optimizers for parameter in _parameters_of(entry)}
+    layers = {id(layer): layer for p, layer in trained.items() if id(p) not in in_optimizers}
+    if layers:
+        names = some([getattr(layer, "label", type(layer).__name__) for layer in layers.values()])
+        log_once(
+            f"{names}: no optimizer of this process holds the parameters, so that they do not "
+            f"train; {type(optimizer).__name__} holds others of their shapes, which have no "
+            f"gradient. The layers were put into the model after its optimizer was made, as "
+            f"Lightning's precision='transformer-engine' does in setup(model, optimizer). Make the "
+            f"optimizer after setup_module(model), or use fp8core.lightning.Fp8CorePrecision, "
+            f"which keeps the parameters."
+        )
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    groups = vars(optimizer).get("param_groups", ())  # none yet while it is constructed
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 class FP8FwdTensors(enum.IntEnum):

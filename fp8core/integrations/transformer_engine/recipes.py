@@ -1,13 +1,15 @@
 """Recipes that take the arguments of Transformer Engine's, where fp8core's refuse unknown ones.
 
 An argument that changes nothing passes with one warning. ``override_linear_precision`` changes the
-plan. Every other unknown argument is an error, where Transformer Engine drops it.
+plan, where Transformer Engine ignores it; one warning says so. Every other unknown argument is an
+error, where Transformer Engine drops it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import logging
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NoReturn
@@ -190,6 +192,13 @@ class _Tolerant(recipe.Recipe):
         override = _override(owner, kwargs.pop("override_linear_precision", _NO_OVERRIDE))
         if hasattr(self, "override_linear_precision"):  # a field
             object.__setattr__(self, "override_linear_precision", override)
+            if any(override):
+                products = ", ".join(itertools.compress(_GEMMS, override))
+                line = (
+                    f"{owner}(override_linear_precision={override}): {products} compute in high "
+                    f"precision. Transformer Engine takes this value and ignores it."
+                )
+                log_once(line, about="override_linear_precision")
         elif any(override):
             raise RecipeError(
                 f"{owner}(override_linear_precision=...): only DelayedScaling takes a product out "
