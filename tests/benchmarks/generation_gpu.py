@@ -258,7 +258,10 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "hf wo rowwise": stored_by(recipe.WeightOnly("rowwise")),
     "torchao rowwise": partial(HuggingFace, change=partial(by_torchao, weights_alone=False)),
     "torchao wo": partial(HuggingFace, change=partial(by_torchao, weights_alone=True)),
-    **{f"own {name}": partial(Own, stored=name) for name in ("bf16", "current", "rowwise")},
+    **{
+        f"own {name}": partial(Own, stored=name)
+        for name in ("bf16", "current", "delayed", "rowwise")
+    },
     **{
         f"te {name}": partial(Own, library="te", stored=name)
         for name in ("bf16", "current", "delayed")
