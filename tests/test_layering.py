@@ -100,6 +100,7 @@ LONG_SIGNATURES = {
     "fp8core.functional.quantizers.NVFP4Quantizer.__init__": "Transformer Engine's order",
     "fp8core.modules.sequences.rotary.apply_rotary_pos_emb": "Transformer Engine's order",
     "fp8core.modules.sequences.rotary.apply_fused_qkv_rotary_pos_emb": "Transformer Engine's order",
+    "fp8core.integrations.transformer_engine.distributed.get_batch_on_this_cp_rank": "its order",
     "fp8core.modules.attention.DotProductAttention.__init__": "Transformer Engine's order",
     "fp8core.modules.attention.DotProductAttention.forward": "Transformer Engine's order",
     "fp8core_backends.ascend.attention.attention_backward": "what the operation takes",

@@ -5,12 +5,6 @@ Imported by name, ``import fp8core.distributed``, as it loads torch's DTensor.
 
 from __future__ import annotations
 
-from fp8core.distributed.context_parallel import (
-    gather_from_cp_ranks,
-    get_batch_on_this_cp_rank,
-    pad_thd_sequences_for_cp,
-    thd_get_partitioned_indices,
-)
 from fp8core.distributed.expert_parallel import Experts, TokenExchange
 from fp8core.distributed.failures import watch_ranks
 from fp8core.distributed.fsdp import gather_quantized
@@ -20,6 +14,13 @@ from fp8core.distributed.styles import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+)
+from fp8core.training.context_parallel import (
+    gather_from_cp_ranks,
+    generate_positional_ids_for_cp,
+    get_batch_on_this_cp_rank,
+    pad_thd_sequences_for_cp,
+    thd_get_partitioned_indices,
 )
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "TokenExchange",
     "gather_from_cp_ranks",
     "gather_quantized",
+    "generate_positional_ids_for_cp",
     "get_batch_on_this_cp_rank",
     "pad_thd_sequences_for_cp",
     "shard_layout",

@@ -29,7 +29,7 @@ from fp8core import names, ops, recipe
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.integrations.transformer_engine import distributed, finder, layers, recipes
 from fp8core.reporting import log_once, logger
-from fp8core.training import optimizers, permutation, router
+from fp8core.training import context_parallel, optimizers, permutation, router
 
 __all__ = ["VERSION", "install", "is_installed", "uninstall"]
 
@@ -155,7 +155,11 @@ _INFERENCE = _from(fp8core, "InferenceParams", "KVCacheManager")
 
 _MODULES: Mapping[str, Mapping[str, Any]] = {
     _ROOT: {},
-    finder.NATIVE: {**_from(fp8core, "DType"), **_from(layers, "FP8BwdTensors", "FP8FwdTensors")},
+    finder.NATIVE: {
+        **_from(fp8core, "DType"),
+        **_from(layers, "FP8BwdTensors", "FP8FwdTensors"),
+        **_from(context_parallel, "thd_get_partitioned_indices"),
+    },
     f"{_ROOT}.common": {},
     f"{_ROOT}.common.recipe": _RECIPES,
     _TORCH: _TOP,
@@ -173,6 +177,12 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
                 **_ROTARY,
             },
             "attention.dot_product_attention": _from(layers, "DotProductAttention"),
+            "attention.dot_product_attention.context_parallel": {
+                **_from(context_parallel, "generate_positional_ids_for_cp"),
+                **_from(context_parallel, "pad_thd_sequences_for_cp"),
+                **_from(distributed, "get_batch_on_this_cp_rank", "get_cu_seqlens_on_cp_rank"),
+                **_from(distributed, "get_thd_partitioned_indices"),
+            },
             "attention.inference": _INFERENCE,
             "attention.rope": _ROTARY,
             "cpu_offload": _OFFLOAD,
@@ -248,7 +258,7 @@ def refusal(name: str) -> str:
     if name.startswith(finder.NATIVE):
         return (
             f"{name}: fp8core has of that module {', '.join(_MODULES[finder.NATIVE])}, and none of "
-            f"its functions in C++: fp8core.functional and fp8core.Quantizer quantize and multiply."
+            f"its other functions: fp8core.functional and fp8core.Quantizer quantize and multiply."
         )
     elsewhere = [module for module, names in _MODULES.items() if word in names]
     if elsewhere:

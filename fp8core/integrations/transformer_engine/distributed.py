@@ -1,4 +1,5 @@
-"""``transformer_engine.pytorch.distributed``: recompute with a tracker of random states."""
+"""``transformer_engine.pytorch.distributed``: recompute with a tracker of random states; and which
+tokens of packed sequences the ranks of a context-parallel group have."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from fp8core.chain.sequence_chunks import lengths_of_chunks
 from fp8core.context import recompute as native
 from fp8core.context.recompute import Tape, TapeEntry, current, playing
-from fp8core.errors import OperandError
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.training.context_parallel import check_bounds, thd_get_partitioned_indices
 
 
 class _Recorded(NamedTuple):
@@ -247,3 +251,99 @@ def checkpoint(
         use_reentrant=use_reentrant,
         **kwargs,
     )
+
+
+def get_batch_on_this_cp_rank(
+    cu_seqlens_padded: torch.Tensor,
+    input_ids_padded: torch.Tensor | None,
+    labels_padded: torch.Tensor | None,
+    position_ids_padded: torch.Tensor | None,
+    cp_group: dist.ProcessGroup | None = None,
+    qvk_format: str = "thd",
+    load_balancing_strategy: None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return the tokens, labels and positions of packed sequences that this rank of ``cp_group``
+    has: two chunks of each sequence. None stays None.
+
+    Args:
+        cu_seqlens_padded: where sequences begin, integers ``[b + 1]``, each with its padding.
+        input_ids_padded, labels_padded, position_ids_padded: ``[t]`` or ``[1, t]``, on any device;
+            of more than one dimension the second is that of the tokens if it has their number.
+        cp_group: None is the group of all ranks.
+        qvk_format: ``"thd"``.
+        load_balancing_strategy: chunks are as attention takes them: None.
+
+    Raises:
+        OperandError: a tensor without a dimension of all tokens, or sequences that the ranks do not
+            divide.
+        UnsupportedError: another format, or a strategy.
+    """
+    owner = "get_batch_on_this_cp_rank"
+    if qvk_format != "thd" or load_balancing_strategy is not None:
+        raise UnsupportedError(
+            f"{owner}(qvk_format={qvk_format!r}, load_balancing_strategy="
+            f"{load_balancing_strategy!r}) is not offered: expected 'thd' and None. "
+            f"fp8core.distributed.get_batch_on_this_cp_rank takes whole sequences of other formats."
+        )
+    check_bounds(owner, cu_seqlens_padded)
+    size, rank = dist.get_world_size(group=cp_group), dist.get_rank(group=cp_group)
+    batch = input_ids_padded, labels_padded, position_ids_padded
+    if size == 1:
+        return batch
+    num_tokens = int(cu_seqlens_padded[-1])
+    where = thd_get_partitioned_indices(cu_seqlens_padded, num_tokens, size, rank)
+    first, second, third = (
+        x if x is None else x.index_select(_dim_of(owner, x, num_tokens), where.to(x.device))
+        for x in batch
+    )
+    return first, second, third
+
+
+def _dim_of(owner: str, x: torch.Tensor, num_tokens: int) -> int:
+    """Return the dimension of ``x`` that has ``num_tokens`` tokens, the second before the first."""
+    dims = [dim for dim in (1, 0) if num_tokens in x.shape[dim : dim + 1]]
+    if not dims:
+        raise OperandError(
+            f"{owner}: {list(x.shape)} of sequences that end at {num_tokens} with their padding; "
+            f"expected [{num_tokens}] or [1, {num_tokens}], as pad_thd_sequences_for_cp makes it."
+        )
+    return dims[0]
+
+
+def get_thd_partitioned_indices(
+    cu_seqlens_padded: torch.Tensor,
+    total_tokens: int,
+    cp_size: int,
+    cp_rank: int,
+    device: torch.device | str | None = None,
+    load_balancing_strategy: None = None,
+) -> torch.Tensor:
+    """Return which tokens a rank has, on ``device``; see
+    :func:`fp8core.distributed.thd_get_partitioned_indices`."""
+    if load_balancing_strategy is not None:
+        raise UnsupportedError(
+            f"get_thd_partitioned_indices(load_balancing_strategy={load_balancing_strategy!r}) is "
+            f"not offered: a rank has two chunks of each sequence. Leave it out."
+        )
+    return thd_get_partitioned_indices(cu_seqlens_padded, total_tokens, cp_size, cp_rank).to(device)
+
+
+def get_cu_seqlens_on_cp_rank(
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_padded_on_cp_rank: torch.Tensor,
+    cp_size: int,
+    cp_rank: int,
+    first_half: bool,
+    second_half: bool,
+) -> torch.Tensor:
+    """Return the lengths, added up, of what a rank has of each sequence without its padding.
+
+    Args:
+        cu_seqlens: of whole sequences without padding, integers ``[b + 1]``.
+        cu_seqlens_padded_on_cp_rank: where a sequence's two chunks begin among the rank's tokens.
+        first_half, second_half: which of the two chunks count.
+    """
+    chunk = cu_seqlens_padded_on_cp_rank.diff() // 2
+    counts = lengths_of_chunks(cu_seqlens, chunk, cp_size, cp_rank)
+    lengths = counts.first * bool(first_half) + counts.second * bool(second_half)
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=cu_seqlens.dtype), (1, 0))

@@ -105,6 +105,7 @@ def thd_get_partitioned_indices(
     >>> thd_get_partitioned_indices(torch.tensor([0, 8, 12]), 12, 2, 1).tolist()
     [2, 3, 4, 5, 9, 10]
     """
+    check_bounds("thd_get_partitioned_indices", cu_seqlens_padded)
     if not 0 <= rank < size:
         raise OperandError(f"thd_get_partitioned_indices: rank {rank} of {size} ranks.")
     starts = cu_seqlens_padded.tolist() if cu_seqlens_padded.device.type == "cpu" else []
@@ -127,29 +128,76 @@ def pad_thd_sequences_for_cp(
     padding_label_id: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens and labels ``[t]`` with each sequence padded at its end to a multiple of
-    ``divisibility_factor``, which is ``2 * size``, and where sequences then begin.
+    ``divisibility_factor``, which is ``2 * size``, and where sequences then begin; the input is
+    ``[t]`` or ``[1, t]``.
 
-    Waits for the device, as sizes follow from ``cu_seqlens``, int32 ``[b + 1]``.
+    Waits for the device, as sizes follow from ``cu_seqlens``, integers ``[b + 1]``.
 
     Raises:
         OperandError: sizes that do not fit.
     """
-    offsets = cu_seqlens.tolist()
-    if divisibility_factor < 1 or not (offsets[-1] == input_ids.shape[0] == labels.shape[0]):
+    owner = "pad_thd_sequences_for_cp"
+    lengths, starts = _padded(owner, cu_seqlens, divisibility_factor)
+    ids, targets = (x.squeeze(0) if x.dim() == 2 else x for x in (input_ids, labels))
+    num_tokens = int(cu_seqlens[-1])
+    if not ids.shape == targets.shape == (num_tokens,):
         raise OperandError(
-            f"pad_thd_sequences_for_cp: {input_ids.shape[0]} tokens and {labels.shape[0]} labels "
-            f"of sequences that end at {offsets[-1]}, divisibility_factor={divisibility_factor}; "
-            f"expected as many tokens and labels, and a positive factor."
+            f"{owner}: tokens {list(input_ids.shape)} and labels "
+            f"{list(labels.shape)} of sequences that end at {num_tokens}; expected [{num_tokens}] "
+            f"or [1, {num_tokens}] of both."
+        )
+    shift = torch.repeat_interleave(starts[:-1] - cu_seqlens[:-1], lengths)
+    to = torch.arange(num_tokens, device=shift.device) + shift
+    total = int(starts[-1])
+    ids = ids.new_full((total,), padding_token_id).index_copy(0, to, ids)
+    targets = targets.new_full((total,), padding_label_id).index_copy(0, to, targets)
+    return ids, targets, starts.to(cu_seqlens.dtype)
+
+
+def generate_positional_ids_for_cp(
+    cu_seqlens: Tensor, divisibility_factor: int, dtype: torch.dtype = torch.long
+) -> Tensor:
+    """Return the position of each token in its sequence, padding included, where
+    ``pad_thd_sequences_for_cp`` pads the sequences.
+
+    Waits for the device, as sizes follow from ``cu_seqlens``, integers ``[b + 1]``.
+
+    Raises:
+        OperandError: no such sequences, or a factor below 1.
+
+    >>> generate_positional_ids_for_cp(torch.tensor([0, 3, 5]), 4).tolist()
+    [0, 1, 2, 3, 0, 1, 2, 3]
+    """
+    _, starts = _padded("generate_positional_ids_for_cp", cu_seqlens, divisibility_factor)
+    begins = torch.repeat_interleave(starts[:-1], starts.diff())
+    return (torch.arange(len(begins), device=starts.device) - begins).to(dtype)
+
+
+def _padded(owner: str, cu_seqlens: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """Return the lengths of sequences, and where they begin once each is padded to a multiple of
+    ``factor``, int64 ``[b]`` and ``[b + 1]``."""
+    check_bounds(owner, cu_seqlens)
+    offsets = cu_seqlens.tolist()
+    if not isinstance(factor, int) or factor < 1 or offsets != sorted([0, *offsets[1:]]):
+        raise OperandError(
+            f"{owner}: cu_seqlens {offsets}, divisibility_factor={factor!r}; expected offsets that "
+            f"ascend from 0, and a positive integer."
         )
     lengths = cu_seqlens.diff().long()
-    padded = (lengths + divisibility_factor - 1) // divisibility_factor * divisibility_factor
-    starts = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
-    shift = torch.repeat_interleave(starts[:-1] - cu_seqlens[:-1], lengths)
-    to = torch.arange(input_ids.shape[0], device=shift.device) + shift
-    total = int(starts[-1])
-    ids = input_ids.new_full((total,), padding_token_id).index_copy(0, to, input_ids)
-    targets = labels.new_full((total,), padding_label_id).index_copy(0, to, labels)
-    return ids, targets, starts.to(cu_seqlens.dtype)
+    padded = (lengths + factor - 1) // factor * factor
+    return lengths, torch.nn.functional.pad(padded.cumsum(0), (1, 0))
+
+
+def check_bounds(owner: str, cu_seqlens: object) -> None:
+    """Raise OperandError unless ``cu_seqlens`` is a vector of integers with at least one."""
+    kind: object = type(cu_seqlens).__name__
+    if isinstance(cu_seqlens, Tensor):
+        kind = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        if cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.dim() == 1 <= len(
+            cu_seqlens
+        ):
+            return
+    raise OperandError(f"{owner}: cu_seqlens is {kind}; expected int32 or int64 [b + 1].")
 
 
 def _of_rank(
