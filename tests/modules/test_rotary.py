@@ -481,10 +481,23 @@ PACKED_VALUES: list[tuple[dict[str, Any], str]] = [
 ]
 PACKED_CALL = {"t": TOKENS, "tensor_format": "thd", "cu_seqlens": ints(0, 5, 10)}
 NOT_OFFERED: list[tuple[dict[str, Any], str]] = [
-    ({"cp_size": 2, "cp_rank": 2}, r"apply_rotary_pos_emb\(cp_size="),
-    ({"cp_rank": 1}, r"apply_rotary_pos_emb\(cp_size="),
-    ({"cp_size": 2, "start_positions": ONE}, r"apply_rotary_pos_emb\(cp_size="),
     ({"freqs": GOOD.clone().requires_grad_()}, r"freqs\.detach"),
+]
+
+
+RANKS: list[tuple[dict[str, Any], str]] = [
+    ({"cp_size": 2, "cp_rank": 2}, r"apply_rotary_pos_emb\(cp_size=2, cp_rank=2"),
+    ({"cp_rank": 1}, r"apply_rotary_pos_emb\(cp_size=1, cp_rank=1"),
+    ({"cp_size": 2, "t": T[:3]}, "expected two chunks of equal length"),
+    ({"cp_size": 2, "t": T[:3], "start_positions": ONE}, "expected two chunks of equal length"),
+    (
+        {"cp_size": 2, "t": T[:4], "start_positions": ints(1)},
+        "has 1 entries; expected one for each of the 2",
+    ),
+    ({"cp_size": 2, "t": T[:4], "start_positions": [1, 2]}, "start_positions is list"),
+    ({"cp_size": 8, "t": T[:4]}, "expected angles of"),
+    ({"cp_size": 2, "t": T[0], "tensor_format": "thd", "cu_seqlens": [0, 8]}, "cu_seqlens is list"),
+    ({"cp_size": 2, "t": T[0], "tensor_format": "thd"}, "cu_seqlens is None"),
 ]
 
 
@@ -505,6 +518,7 @@ def refused(
 def test_arguments_that_do_not_fit_are_named() -> None:
     assert unrefused(refused(DENSE)) == {}
     assert unrefused(refused(PACKED, **PACKED_CALL)) == {}
+    assert unrefused(refused(RANKS)) == {}
 
 
 @VALUES_ARE_READ
@@ -525,28 +539,56 @@ def test_packed_projections_that_do_not_fit_are_refused() -> None:
     }
     packed_call = partial(rotate, [4, 2, 2], "thd")
     table["packed sequences"] = packed_call, UnsupportedError, "tensor_format='thd'"
+    starts = {"start_positions": ONE, "cp_size": 2}
+    of_rank = partial(apply_fused_qkv_rotary_pos_emb, T[:4], GOOD, GOOD, [4, 2, 2], **starts)
+    table["start positions of a rank"] = of_rank, UnsupportedError, "start_positions=a tensor"
     assert unrefused(table) == {}
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("starts", [None, (7, 2)])
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
-def test_a_rank_of_a_context_parallel_group_rotates_its_two_chunks(layout: str) -> None:
-    freqs = RotaryPositionEmbedding(8, device=DEVICE)(16)
+def test_a_rank_of_a_context_parallel_group_rotates_its_two_chunks(
+    layout: str, starts: tuple[int, ...] | None, interleaved: bool
+) -> None:
+    freqs = RotaryPositionEmbedding(8, device=DEVICE)(24)
     x = torch.randn(16, 2, 3, 8) if layout == "sbhd" else torch.randn(2, 16, 3, 8)
+    given = None if starts is None else ints(*starts)
     chunks = Chunks(layout, 2)
-    whole = chunks.parts(apply_rotary_pos_emb(x, freqs, layout))
+    rotate = partial(apply_rotary_pos_emb, interleaved=interleaved, start_positions=given)
+    whole = chunks.parts(rotate(x, freqs, layout))
     for rank, part in enumerate(chunks.parts(x)):
-        y = apply_rotary_pos_emb(part, freqs, layout, cp_size=2, cp_rank=rank)
+        y = rotate(part, freqs, layout, cp_size=2, cp_rank=rank)
         assert torch.equal(y, whole[rank])
 
 
-def test_a_rank_of_a_context_parallel_group_rotates_two_chunks_of_each_sequence() -> None:
-    freqs, starts = RotaryPositionEmbedding(8, device=DEVICE)(16), torch.tensor([0, 8, 8, 24])
-    x, chunks = torch.randn(24, 3, 8), Chunks("thd", 2, starts)
-    whole = chunks.parts(apply_rotary_pos_emb(x, freqs, "thd", cu_seqlens=starts))
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("starts", [None, (7, 1, 2)])
+def test_a_rank_of_a_context_parallel_group_rotates_two_chunks_of_each_sequence(
+    starts: tuple[int, ...] | None, interleaved: bool
+) -> None:
+    freqs, bounds = RotaryPositionEmbedding(8, device=DEVICE)(24), torch.tensor([0, 8, 8, 24])
+    x, chunks = torch.randn(24, 3, 8), Chunks("thd", 2, bounds)
+    given = None if starts is None else ints(*starts)
+    rotate = partial(apply_rotary_pos_emb, interleaved=interleaved, start_positions=given)
+    whole = chunks.parts(rotate(x, freqs, "thd", cu_seqlens=bounds))
     for rank, part in enumerate(chunks.parts(x)):
         ranks = {"cp_size": 2, "cp_rank": rank}
-        y = apply_rotary_pos_emb(part, freqs, "thd", cu_seqlens=starts, **ranks)
+        y = rotate(part, freqs, "thd", cu_seqlens=bounds, **ranks)
         assert torch.equal(y, whole[rank])
+
+
+def test_gradients_of_a_ranks_chunks_are_those_of_the_whole() -> None:
+    freqs, x = RotaryPositionEmbedding(8, device=DEVICE)(24), torch.randn(16, 2, 3, 8)
+    grads = []
+    for split in (True, False):
+        whole = x.clone().requires_grad_()
+        part = Chunks("sbhd", 2).parts(whole)[1] if split else whole
+        ranks = {"cp_size": 2, "cp_rank": 1} if split else {}
+        y = apply_rotary_pos_emb(part, freqs, start_positions=ints(7, 2), **ranks)
+        y = y if split else Chunks("sbhd", 2).parts(y)[1]
+        grads.append(torch.autograd.grad(y.square().sum(), whole)[0])
+    assert torch.equal(*grads)
 
 
 def test_a_rank_of_a_context_parallel_group_rotates_a_packed_projection() -> None:

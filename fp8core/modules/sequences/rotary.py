@@ -268,16 +268,16 @@ def apply_rotary_pos_emb(
 
     Raises:
         OperandError: shapes, dtypes or devices that do not fit, or a position that ``freqs`` lacks.
-        UnsupportedError: ``cp_size`` above 1 with ``start_positions``, or angles that require a
-            gradient.
+        UnsupportedError: angles that require a gradient.
     """
+    owner = "apply_rotary_pos_emb"
+    layer = _rotary(_checked_format(owner, tensor_format), bool(interleaved), t)
     if cp_size != 1 or cp_rank:
         spans = start_positions, cu_seqlens
-        chunks = _of_chunks(
-            "apply_rotary_pos_emb", t, freqs, tensor_format, spans, cp_size, cp_rank
-        )
+        if start_positions is not None and tensor_format != "thd":
+            return _rotate_halves(layer, t, freqs, spans, cp_size, cp_rank)
+        chunks = _of_chunks(owner, t, freqs, tensor_format, spans, cp_size, cp_rank)
         freqs, start_positions, cu_seqlens = chunks
-    layer = _rotary(_checked_format("apply_rotary_pos_emb", tensor_format), bool(interleaved), t)
     y: torch.Tensor = layer(t, freqs, start_positions, cu_seqlens)
     return y
 
@@ -312,7 +312,7 @@ def apply_fused_qkv_rotary_pos_emb(
 
     Raises:
         OperandError: sizes that do not fit.
-        UnsupportedError: ``"thd"``, or an argument that is not offered.
+        UnsupportedError: ``"thd"``, start positions over ranks, or ``cu_seqlens``.
     """
     owner = "apply_fused_qkv_rotary_pos_emb"
     if cu_seqlens is not None:
@@ -363,6 +363,42 @@ def _rotate_groups(
     return y.view(first, second, groups * share, size)
 
 
+def _rotate_halves(
+    layer: Rotary,
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    spans: tuple[torch.Tensor | None, torch.Tensor | None],
+    *ranks: int,
+) -> torch.Tensor:
+    """Return ``t`` rotated, the two chunks of each sequence that a rank of a context-parallel group
+    has, where whole sequences have start positions; in sbhd and bshd."""
+    owner, dim = layer.label, layer.tensor_format.index("s")
+    length = _whole_length(owner, t, layer.tensor_format, *ranks)
+    starts, (size, rank) = spans_of(owner, layer.tensor_format, t, *spans).starts, ranks
+    assert starts is not None
+    chunk = length // (2 * size)
+    firsts = (starts.long() + number * chunk for number in (rank, 2 * size - 1 - rank))
+    halves = torch.split(t, chunk, dim) if chunk else (t, t)
+    rotated = [layer(x, freqs, first) for x, first in zip(halves, firsts, strict=True)]
+    return torch.cat(rotated, dim)
+
+
+def _whole_length(owner: str, t: torch.Tensor, layout: str, size: int, rank: int) -> int:
+    """Return how many tokens a sequence has of which each of ``size`` ranks has those of ``t``; of
+    thd, whose sequences say it, how many all have."""
+    if not 0 <= rank < size:
+        raise OperandError(
+            f"{owner}(cp_size={size}, cp_rank={rank}): expected a rank of the group."
+        )
+    length = size * t.shape[0 if layout == "thd" else layout.index("s")]
+    if length % (2 * size) and layout != "thd":
+        raise OperandError(
+            f"{owner}: t {list(t.shape)} on each of {size} ranks: expected two chunks of equal "
+            f"length of each sequence."
+        )
+    return length
+
+
 def _of_chunks(
     owner: str,
     t: torch.Tensor,
@@ -372,30 +408,31 @@ def _of_chunks(
     *ranks: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the angles, the start positions and the cu_seqlens of the two chunks of each sequence
-    that a rank of a context-parallel group holds."""
-    (starts, cu_seqlens), (size, rank) = spans, ranks
-    if not 0 <= rank < size or starts is not None:
-        start = "a tensor" if starts is not None else "None"
-        raise UnsupportedError(
-            f"{owner}(cp_size={size}, cp_rank={rank}, start_positions={start}): expected a rank of "
-            f"the group, and sequences that start at position 0."
-        )
+    that a rank of a context-parallel group has; start positions in thd alone."""
+    size, rank = ranks
+    length = _whole_length(owner, t, layout, *ranks)
     check_kind(owner, "freqs", freqs)
     if layout != "thd":
-        length = size * t.shape[layout.index("s")]
-        if length % (2 * size) or freqs.shape[0] < length:
+        if spans[0] is not None:
+            raise UnsupportedError(
+                f"{owner}(cp_size={size}, start_positions=a tensor) is not offered: split the "
+                f"tensor and call apply_rotary_pos_emb for query and key."
+            )
+        if freqs.shape[0] < length:
             raise OperandError(
                 f"{owner}: t {list(t.shape)} on each of {size} ranks, freqs {list(freqs.shape)}: "
-                f"expected angles of {length} positions, a multiple of {2 * size}."
+                f"expected angles of {length} positions."
             )
         return Chunks("sbhd", size).parts(freqs[:length])[rank], None, None
-    if cu_seqlens is None:
-        return freqs, None, None
+    starts, cu_seqlens = spans_of(owner, layout, t, *spans)
+    assert cu_seqlens is not None
     chunks = cu_seqlens.diff() // (2 * size)
     begins = cu_seqlens // size
     ends = torch.stack((begins[:-1] + chunks, begins[1:]), 1).flatten()
-    positions = torch.stack((rank * chunks, (2 * size - 1 - rank) * chunks), 1).flatten()
-    return freqs, positions, torch.nn.functional.pad(ends, (1, 0))
+    positions = torch.stack((rank * chunks, (2 * size - 1 - rank) * chunks), 1)
+    if starts is not None:
+        positions = positions.long() + starts[:, None]
+    return freqs, positions.flatten(), torch.nn.functional.pad(ends, (1, 0))
 
 
 def _rotary(tensor_format: str, interleaved: bool, t: torch.Tensor) -> Rotary:
