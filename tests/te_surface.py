@@ -16,6 +16,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZipFile
@@ -23,6 +24,9 @@ from zipfile import ZipFile
 from fp8core.names import COMMUNICATION, NOT_OFFERED
 
 TABLE = Path(__file__).with_suffix(".json")
+CASES = Path(__file__).with_name("te_cases.txt")
+"""What users and frameworks do with Transformer Engine beyond its names: ``case | test`` a line,
+under a title in brackets for each subject."""
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "te-surface.md"
 
 MODULES = {
@@ -124,6 +128,18 @@ def stored() -> list[Name]:
     return [Name(module, name) for module in MODULES for name in table[module]]
 
 
+def cases() -> dict[str, list[tuple[str, str]]]:
+    """Return the ``(case, test)`` of each title in te_cases.txt."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for text in filter(None, map(str.strip, CASES.read_text(encoding="utf-8").splitlines())):
+        if text.startswith("["):
+            rows = found.setdefault(text.strip("[]"), [])
+        else:
+            case, _, test = text.rpartition(" | ")
+            rows.append((case, test))
+    return found
+
+
 def share(names: list[Name]) -> tuple[int, int]:
     """Return how many of ``names`` are offered, and how many there are, without communication."""
     counted = [name for name in names if not name.is_communication]
@@ -153,6 +169,11 @@ def page(names: list[Name]) -> str:
         lines += ["", f"## `transformer_engine.{module}`: `{home}`", ""]
         lines += ["| name | here |", "|---|---|"]
         lines += [f"| `{name.name}` | {_state(name)} |" for name in here]
+    lines += ["", "## What else is done with them", ""]
+    lines += ["Calls, attributes and classes of users beyond the names; each has a test."]
+    for title, rows in filter(itemgetter(1), cases().items()):
+        lines += ["", f"### {title}", "", "| case | test |", "|---|---|"]
+        lines += [f"| {case} | `{test}` |" for case, test in rows]
     return "\n".join(lines) + "\n"
 
 

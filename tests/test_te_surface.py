@@ -22,7 +22,7 @@ from fp8core import recipe
 from fp8core.names import COMMUNICATION, NOT_OFFERED
 from fp8core.recipe import custom
 from tests.te_signatures import TABLE, Parameter
-from tests.te_surface import HOMES, PAGE, page, share, stored
+from tests.te_surface import HOMES, PAGE, cases, page, share, stored
 
 NAMES = stored()
 # Modules whose names raise an error that says what to use instead.
@@ -85,6 +85,18 @@ def test_what_a_module_offers_is_in_its_list_of_names() -> None:
 def test_the_page_is_that_of_the_table() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == page(NAMES), "write it by `python -m tests.te_surface`"
+
+
+def test_each_case_has_a_test() -> None:
+    root = PAGE.parent.parent
+    missing = []
+    for title, rows in cases().items():
+        for case, test in rows:
+            path, _, name = test.partition("::")
+            file = root / path
+            if not file.is_file() or f"\ndef {name}(" not in file.read_text(encoding="utf-8"):
+                missing.append((title, case, test))
+    assert missing == []
 
 
 def test_nine_of_ten_names_of_layers_and_operations_are_offered() -> None:
