@@ -381,11 +381,28 @@ def test_what_a_graph_would_repeat_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kv_cache, "is_capturing", lambda: True)
     with pytest.raises(OperandError, match="of numbers on the host while a CUDA graph is captured"):
         cache.pre_step({"a": 1})
-    with pytest.raises(OperandError, match=r"first step of layer 1 while.*Call allocate_memory"):
+    with pytest.raises(OperandError, match=r"first step of layer 1 while.*Make a step with it"):
         cache.step(1, new, new[..., :3], "bshd")
     cache.allocate_memory(1)
-    cache.step(1, new, new[..., :3], "bshd")
+    with pytest.raises(OperandError, match=r"rows of other sequences while.*Make a step with the"):
+        cache.step(1, new, new[..., :3], "bshd")
     assert cache.sequences == {"a": 1}
+
+
+def test_a_layer_that_was_left_out_is_named() -> None:
+    new = torch.ones(2, 1, 2, 4, dtype=F64)
+    for kind in KINDS:
+        for is_next_on_device in (False, True):
+            cache = make(kind)
+            Lists((1, 2)).step(cache, {"a": 4, "b": 2}, "bshd")
+            for layers in ((1, 2), (1,)):
+                cache.pre_step(ONES)
+                for layer in layers:
+                    cache.step(layer, new, new[..., :3], "bshd")
+            cache.pre_step(ONES if is_next_on_device else {"a": 1, "b": 1})
+            cache.step(1, new, new[..., :3], "bshd")
+            with pytest.raises(OperandError, match="layer 2 holds 5 of the 6 earlier tokens of"):
+                cache.step(2, new, new[..., :3], "bshd")
 
 
 @pytest.mark.parametrize("kind", KINDS)

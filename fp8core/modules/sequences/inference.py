@@ -293,12 +293,12 @@ class InferenceParams:
         Raises:
             OperandError: a step on the device had a fault; the sequences are forgotten as well.
         """
-        error = self._read_back()
-        self.cache_manager.reset()
-        self._layers.clear()
-        self._forget()
-        if error is not None:
-            raise error
+        try:
+            self._catch_up()
+        finally:
+            self.cache_manager.reset()
+            self._layers.clear()
+            self._forget()
 
     def _forget(self) -> None:
         self._sequences: Sequences = OrderedDict()
@@ -414,33 +414,18 @@ class InferenceParams:
             watched[self] = [(memory, memory.clone()) for memory in (lengths, *pages)]
         self._is_on_device = True
         with torch.no_grad():
-            before, counts = lengths[3, :batch].long(), counts.detach().long()
-            faults = manager.advance(before, counts, most, stores=watched is None)
-            fits = faults == 0
-            after = before + counts.where(fits, 0)
-            sums = torch.stack((counts.clamp(0, most), after.where(fits, 0)))
-            sums = torch.nn.functional.pad(sums, (0, self.max_batch_size - batch)).cumsum(1)
-            lengths[:2, 1:] = sums
-            lengths[2:4, :batch] = torch.stack((before.where(fits, 0), after))
-            lengths[4, :batch] |= faults
+            manager.advance(lengths, counts, most, stores=watched is None)
         self.max_seqlen_q, self._num_tokens = most, batch * most
         self.max_seqlen_kv = self.max_sequence_length
 
     def _catch_up(self) -> None:
-        """Read what steps on the device did, if there may have been some.
+        """Read the lengths on the device, if steps may have changed them there.
 
         Raises:
-            OperandError: a step had a fault.
+            OperandError: a step had a fault, which is forgotten.
         """
-        error = self._read_back()
-        if error is not None:
-            raise error
-
-    def _read_back(self) -> OperandError | None:
-        """Read the lengths on the device, if steps may have changed them there, and take the faults
-        of those steps back; return the error that says them."""
         if not self._is_on_device:
-            return None
+            return
         before, after, faults = self._lengths[2:, :-1].tolist()
         self._lengths[4].zero_()
         names, most = list(self._sequences), self.max_sequence_length
@@ -448,20 +433,18 @@ class InferenceParams:
         self._sequences.update(zip(names, lengths, strict=True))
         self._sequences_pre_step.update(zip(names, before, strict=False))
         self._built_in.catch_up(lengths)
-        if not any(faults):
-            return None
         texts = [
             f"sequence {names[at]!r} of {after[at]} tokens {text}"
             if at < len(names)
             else f"sequence {at} is none of the {len(names)} that the last step on the host began"
             for at, bits in enumerate(faults)
-            for bit, text in enumerate(FAULTS)
-            if bits >> bit & 1
+            for text in [text for bit, text in enumerate(FAULTS) if bits >> bit & 1][:1]
         ]
-        return OperandError(
-            f"KV cache: {'; '.join(texts)} (max_sequence_length={most}). A step on the device left "
-            f"what these sequences have as it was, and stored what the others brought."
-        )
+        if texts:
+            raise OperandError(
+                f"KV cache: {'; '.join(texts)} (max_sequence_length={most}). A step on the device "
+                f"left what these sequences have as it was, and stored what the others brought."
+            )
 
     def get_seqlens_pre_step(self) -> torch.Tensor:
         """Return how many tokens each sequence of the step had before it, int32 ``[b]``: the

@@ -145,6 +145,7 @@ class _ManagerBase(KVCacheManager):
         self._settled: Sequences | None = None
         self._tokens: _Tokens | None = None
         self._numbers: torch.Tensor | None = None
+        self._order: torch.Tensor | None = None  # 0, 1, ..., on the device
 
     @override
     def reset(self) -> None:
@@ -193,7 +194,7 @@ class _ManagerBase(KVCacheManager):
         if not is_settled:
             self._check_earlier(layer_number, stored)
         if layer_number not in self.cache:
-            refuse_capture(f"the first step of layer {layer_number}", "Call allocate_memory before")
+            refuse_capture(f"the first step of layer {layer_number}", "Make a step with it before")
             self.allocate_memory(layer_number)
         with torch.no_grad():
             if not is_settled:
@@ -220,33 +221,42 @@ class _ManagerBase(KVCacheManager):
         return list(before.items()) == list(self.sequences.items()) and all(before.values())
 
     def advance(
-        self, lengths: torch.Tensor, counts: torch.Tensor, most: int, *, stores: bool
-    ) -> torch.Tensor:
-        """Begin a step of the sequences of the last one, which have ``lengths`` and get ``counts``
-        new tokens, at most ``most``; both int64 ``[b]`` on the device, of which the host reads
-        nothing. Without ``stores`` all tokens go to the spare slot.
+        self, state: torch.Tensor, counts: torch.Tensor, most: int, *, stores: bool
+    ) -> None:
+        """Begin a step of the sequences of the last one, which get ``counts [b]`` new tokens each,
+        at most ``most``, and bring ``state`` there. The host reads neither.
 
-        Returns int64 ``[b]``: the bits of :data:`FAULTS` of a sequence, which then brings nothing.
+        ``state`` int32 ``[5, > b]``: sums of new tokens and of lengths, from 0; lengths before and
+        after the step; bits of :data:`FAULTS` of sequences that brought nothing. Without ``stores``
+        all tokens go to the spare slot.
         """
-        is_length = (lengths >= 0) & (lengths <= self.max_seqlen)
-        is_count = (counts >= 0) & (counts <= most)
-        ends = lengths + counts
-        is_full = is_length & is_count & (ends > self.max_seqlen)
-        faults = ~is_length + 2 * ~is_count + 4 * is_full
-        batch, offset = (torch.arange(size, device=self._on()) for size in (len(counts), most))
-        positions = (lengths[:, None] + offset).clamp(0, self.max_seqlen - 1)
-        slots, faults = self._slots_on_device(lengths, ends, positions, faults)
-        if stores:
-            is_new = (offset < counts[:, None]) & (faults == 0)[:, None]
-            slots = slots.where(is_new, self.spare)
-        else:
-            slots = torch.full_like(slots, self.spare)
-        counts = counts.clamp(0, most)
-        rows = (counts.cumsum(0) - counts)[:, None] + offset
-        places = slots, batch[:, None].expand_as(slots), offset.expand_as(slots), rows
+        batch = len(counts)
+        lengths = state[3, :batch]
+        if counts.dtype == torch.int64:
+            counts = counts.clamp(-1, most + 1)  # which int32 holds
+        tokens, before = counts.clamp(0, most).int(), lengths.clamp(0, self.max_seqlen)
+        ends = before + tokens
+        faults = (before != lengths) + 2 * (tokens != counts) + 4 * (ends > self.max_seqlen)
+        faults = self._placed_on_device(before, ends, most, faults)
+        fits = faults == 0
+        stored = tokens * fits
+        torch.mul(before, fits, out=state[2, :batch])
+        seen = state[2, :batch] + stored
+        torch.add(lengths, stored, out=lengths)
+        sums = state[:2, 1:]
+        torch.cumsum(torch.stack((tokens, seen)), 1, dtype=sums.dtype, out=sums[:, :batch])
+        sums[:, batch:] = sums[:, batch - 1 : batch]
+        state[4, :batch] |= faults
+        order = self._order
+        assert order is not None
+        sequence, offset = order[:batch, None], order[:most]
+        slots = self._slots_of(sequence, before[:, None] + offset)
+        slots.masked_fill_(offset >= stored[:, None] if stores else sequence >= 0, self.spare)
+        rows = state[0, :batch, None] + offset
+        places = slots, sequence.expand_as(slots), offset.expand_as(slots), rows
         self._tokens = _Tokens(*[place.flatten() for place in places])
-        self._before = self.sequences
-        return faults
+        self._before = self.sequences  # and more, which a layer lacks that leaves the step out
+        self.sequences = OrderedDict((name, n + 1) for name, n in self._before.items())
 
     def catch_up(self, lengths: Sequence[int]) -> None:
         """Note the lengths of the sequences after steps on the device, which every layer took."""
@@ -262,15 +272,15 @@ class _ManagerBase(KVCacheManager):
                 self._arrange(layer, stored)
                 self._stored[layer] = settled
 
-    def _slots_on_device(
-        self,
-        lengths: torch.Tensor,
-        ends: torch.Tensor,
-        positions: torch.Tensor,
-        faults: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the slots of ``positions [b, n]`` of the sequences, and the faults with those of
-        sequences for which there are none; note what layers have to arrange."""
+    def _placed_on_device(
+        self, before: torch.Tensor, ends: torch.Tensor, most: int, faults: torch.Tensor
+    ) -> torch.Tensor:
+        """Make room for the tokens from ``before`` to ``ends`` of sequences without faults, and
+        note what layers have to arrange; return the faults with those of sequences without room."""
+        raise NotImplementedError
+
+    def _slots_of(self, sequence: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the slots of ``positions [b, n]``, anything for such that have none."""
         raise NotImplementedError
 
     def _allocated(self, *sizes: int, spare: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -330,6 +340,9 @@ class _ManagerBase(KVCacheManager):
     def _placed(self, numbers: torch.Tensor) -> _Tokens:
         """Return the new tokens whose fields are the rows of ``numbers``, on the CPU."""
         self._numbers = self._refreshed(self._numbers, numbers)
+        if self._order is None:
+            order = torch.arange(max(self.max_batch_size, self.max_seqlen) + 1, device="cpu")
+            self._order = self._refreshed(None, order)
         return _Tokens(*self._numbers.unbind(0))
 
     def _of_layer(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -391,16 +404,15 @@ class NonPagedKVCacheManager(_ManagerBase):
         return self._placed(torch.stack((slot, batch, offset)))
 
     @override
-    def _slots_on_device(
-        self,
-        lengths: torch.Tensor,
-        ends: torch.Tensor,
-        positions: torch.Tensor,
-        faults: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _placed_on_device(
+        self, before: torch.Tensor, ends: torch.Tensor, most: int, faults: torch.Tensor
+    ) -> torch.Tensor:
         self._settled, self._changes = self.sequences, None
-        rows = torch.arange(len(lengths), device=lengths.device)
-        return rows[:, None] * self.max_seqlen + positions, faults
+        return faults
+
+    @override
+    def _slots_of(self, sequence: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return torch.add(positions, sequence, alpha=self.max_seqlen)
 
     def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
         if self._changes is None or self._changes.stored is not stored:
@@ -417,6 +429,7 @@ class NonPagedKVCacheManager(_ManagerBase):
 
     def _changes_since(self, stored: Mapping[Hashable, int]) -> _Changes:
         """Return the changes of the rows of layers that have ``stored``."""
+        refuse_capture("rows of other sequences", "Make a step with the layers before")
         rows = {name: row for row, name in enumerate(stored)}
         moves, rows_to_clear = [], []
         for at, (name, length) in enumerate(self._before.items()):
@@ -531,44 +544,46 @@ class PagedKVCacheManager(_ManagerBase):
         return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), count)
 
     @override
-    def _slots_on_device(
-        self,
-        lengths: torch.Tensor,
-        ends: torch.Tensor,
-        positions: torch.Tensor,
-        faults: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _placed_on_device(
+        self, before: torch.Tensor, ends: torch.Tensor, most: int, faults: torch.Tensor
+    ) -> torch.Tensor:
         size, pages = self.page_size, self.total_num_pages  # which is the number of the spare page
-        table = self.page_table[: len(lengths)]
-        columns = torch.arange(self.max_pages_per_seq, device=table.device)
-        before, after = (-(-tokens[:, None] // size) for tokens in (lengths, ends))
-        is_inside, is_old = (table >= 0) & (table < pages), columns < before
-        faults = faults + 8 * ((faults % 2 == 0) & (is_old & ~is_inside).any(1))
-        used = table.where(is_old & is_inside, pages).flatten().long()
+        assert self._order is not None
+        table, columns = self.page_table[: len(before)], self._order[: self.max_pages_per_seq]
+        num_old, num_all = ((torch.stack((before, ends)) + (size - 1)) // size).unsqueeze(-1)
+        is_old, is_outside = columns < num_old, table != table.clamp(0, pages - 1)
+        faults = faults + 8 * (is_old & is_outside).any(1)
+        used = table.masked_fill(~is_old | is_outside, pages).flatten().long()
         num_free = torch.ones(pages + 1, dtype=torch.int64, device=table.device)
         num_free = num_free.index_fill_(0, used, 0)[:pages].cumsum(0)
-        counts = (after - before).where((faults == 0)[:, None], 0)
-        first = counts.cumsum(0) - counts
+        num_new = (num_all - num_old) * (faults == 0)[:, None]
+        first = num_new.cumsum(0) - num_new
 
-        def chosen(columns: torch.Tensor) -> torch.Tensor:
-            """Return the free pages that become those of columns of the table, the spare one if
-            none is left, -1 for columns that get none."""
-            numbers = torch.searchsorted(num_free, first + (columns - before) + 1)
-            return numbers.where((columns >= before) & (columns < before + counts), -1)
+        def chosen(numbers: torch.Tensor) -> torch.Tensor:
+            """Return the free pages that sequences get as their ``numbers``-th, from 1; the spare
+            one if none is left, 0 for others."""
+            free = torch.searchsorted(num_free, first + numbers)
+            return free * ((numbers > 0) & (numbers <= num_new))
 
-        numbers = chosen(columns)
-        faults = faults + 16 * (numbers == pages).any(1)
+        numbers = columns - num_old + 1
+        new = chosen(numbers)
+        faults = faults + 16 * (new == pages).any(1)
         fits = (faults == 0)[:, None]
-        table.copy_(numbers.where(fits & (numbers >= 0), table))
-        most = -(-positions.shape[1] // size)
-        new = chosen(before + torch.arange(most, device=table.device))
-        self._new_pages = new.where(fits & (new >= 0), pages).flatten()
-        last = table.gather(1, (after - 1).clamp(0, len(columns) - 1))
-        self._read = table.where(columns < after, last).where(fits, pages).long()
+        table.copy_(torch.where((numbers > 0) & (numbers <= num_new) & fits, new, table))
+        numbers = self._order[1 : 1 - (-most // size)]
+        is_new = (numbers <= num_new) & fits
+        self._new_pages = chosen(numbers).masked_fill_(~is_new, pages).flatten()
+        last = table.gather(1, (num_all - 1).clamp(0, len(columns) - 1).long())
+        self._read = torch.where(columns < num_all, table, last).masked_fill_(~fits, pages).long()
         self.read_length = len(columns) * size
         self._settled = None  # the layers clear pages
-        slots = table.gather(1, positions // size).long() * size + positions % size
-        return slots, faults
+        return faults
+
+    @override
+    def _slots_of(self, sequence: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        columns = (positions // self.page_size).clamp_(max=self.max_pages_per_seq - 1)
+        pages = self.page_table.gather(1, columns)
+        return torch.add(positions % self.page_size, pages, alpha=self.page_size)
 
     @override
     def catch_up(self, lengths: Sequence[int]) -> None:

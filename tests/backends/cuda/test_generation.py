@@ -190,6 +190,6 @@ def test_a_step_of_numbers_on_the_host_is_not_captured() -> None:
         new.add_(1)
         with pytest.raises(OperandError, match=r"captured\. Give it a tensor"):
             cache.pre_step({"a": 1})
-        with pytest.raises(OperandError, match=r"captured\. Call allocate_memory"):
+        with pytest.raises(OperandError, match=r"captured\. Make a step"):
             cache.step(1, new, new, "bshd")
     cache.step(1, new, new, "bshd")
