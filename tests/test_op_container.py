@@ -204,9 +204,91 @@ def test_keyword_arguments_reach_the_operation_that_they_are_for() -> None:
     y.sum().backward()
     assert torch.equal(out, made[0](x, [4, 4]))
     assert torch.equal(grad, x.grad)
-    for key in (1, ops.GELU(), made[1]):
-        with pytest.raises(OperandError, match="which is not in it or takes none"):
+    for key in (1, made[1]):
+        with pytest.raises(
+            OperandError, match="op_kwargs for GELU, which has no argument 'output'"
+        ):
             made(x, [4, 4], op_kwargs={key: {"output": out}})
+    with pytest.raises(OperandError, match="op_kwargs for GELU, which is not in it"):
+        made(x, [4, 4], op_kwargs={ops.GELU(): {"output": out}})
+
+
+def microbatched() -> ops.Sequential:
+    torch.manual_seed(0)
+    return ops.Sequential(
+        ops.Linear(32, 64),
+        ops.GELU(),
+        torch.nn.Tanh(),
+        ops.Sequential(fp8core.Linear(64, 32), torch.nn.Tanh()),
+        fp8core.LayerNormMLP(32, 32),
+    )
+
+
+@pytest.mark.parametrize("chosen", ["current", "delayed", "mxfp8"])
+def test_the_first_microbatch_quantizes_the_weights_of_all_layers(chosen: str) -> None:
+    made, x = microbatched(), torch.randn(32, 32)
+    with autocast(recipe=chosen):
+        want = [made(x), made(x)]
+        made.reset_delayed_state()
+        for layer in (made[3], made[4]):
+            layer.reset_delayed_state()
+        got = [made(x, is_first_microbatch=first) for first in (True, False)]
+        assert all(map(torch.equal, got, want))
+        for number, weight in enumerate(p for p in made.parameters() if p.dim() == 2):
+            with torch.no_grad():
+                weight.mul_(2)  # which the next microbatch of each layer refuses to have missed
+            with pytest.raises(OperandError, match="was written since"):
+                made(x, is_first_microbatch=False)
+            made(x, is_first_microbatch=True)
+            assert number < 4
+    with pytest.raises(OperandError, match="is_first_microbatch=2: expected"):
+        made(x, is_first_microbatch=2)  # type: ignore[arg-type]
+
+
+def test_a_first_microbatch_of_one_chain_keeps_its_weight() -> None:
+    class Twice(ops.BasicOperation):
+        def op_forward(self, ctx: Any, input_: torch.Tensor, **quantizers: Any) -> torch.Tensor:
+            assert not any(quantizers.values())  # the layers' argument is none of its
+            return 2 * input_
+
+    x = torch.randn(32, 32)
+    made = ops.Sequential(ops.Linear(32, 32), Twice(), torch.nn.Tanh())
+    with autocast(recipe="current"), torch.no_grad():
+        want = made(x, is_first_microbatch=True)
+        assert torch.equal(made(x, is_first_microbatch=False), want)
+        made[0].weight.data.mul_(2)  # which torch does not count
+        assert torch.equal(made(x, is_first_microbatch=False), want)
+        assert not torch.equal(made(x), want)
+
+
+@pytest.mark.parametrize("chosen", ["current", "delayed"])
+def test_keyword_arguments_reach_a_layer_of_a_chain(chosen: str) -> None:
+    torch.manual_seed(0)
+    made = ops.Sequential(ops.Linear(32, 32), ops.GELU(), ops.Linear(32, 32), ops.Linear(32, 16))
+    x, keys = torch.randn(32, 32), set(made.state_dict())
+    with autocast(recipe=chosen):
+        y = made(x, op_kwargs={-1: {"fp8_output": True}})
+        inner = made[2]
+        made(x, op_kwargs={inner: {"is_first_microbatch": True}})
+    assert isinstance(y, fp8core.QuantizedTensor)
+    plain = ops.Sequential(*made[:-1])
+    with autocast(recipe=chosen):
+        want = made[-1](plain(x), fp8_output=True)
+    if chosen == "current":
+        assert torch.equal(y.dequantize(), want.dequantize())
+        assert set(made.state_dict()) == keys
+    queued = ops.Sequential(fp8core.Linear(32, 32, delay_wgrad_compute=True))
+    with pytest.raises(OperandError, match="left to the Sequential"):
+        queued(x, op_kwargs={0: {"is_first_microbatch": True}})
+
+
+def test_a_call_that_names_its_microbatch_compiles() -> None:
+    made, x = microbatched(), torch.randn(32, 32)
+    torch._dynamo.reset()
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    for first in (None, True, False):
+        with autocast(recipe="current"):
+            assert torch.equal(compiled(x, is_first_microbatch=first), made(x))
 
 
 # --- extra outputs and channels ---

@@ -43,8 +43,8 @@ def fused(operations: list[torch.nn.Module], recipe: Any) -> list[torch.nn.Modul
     """
     for fusion in _fusions:
         changed = list(fusion(list(operations), recipe=recipe))
-        flat = [part for group in changed for part in _parts(group)]
-        if [*map(id, flat)] != [id(part) for group in operations for part in _parts(group)]:
+        flat = [part for group in changed for part in parts_of(group)]
+        if [*map(id, flat)] != [id(part) for group in operations for part in parts_of(group)]:
             raise OperandError(
                 f"fusion {getattr(fusion, '__name__', fusion)}: it returned other operations than "
                 f"it was given, or another order. Return each, or a FusedOperation of several."
@@ -53,7 +53,8 @@ def fused(operations: list[torch.nn.Module], recipe: Any) -> list[torch.nn.Modul
     return operations
 
 
-def _parts(operation: torch.nn.Module) -> Sequence[torch.nn.Module]:
+def parts_of(operation: torch.nn.Module) -> Sequence[torch.nn.Module]:
+    """Return the operations that ``operation`` computes, itself if it is none of several."""
     return operation.basic_operations if isinstance(operation, FusedOperation) else [operation]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,10 +15,16 @@ from fp8core.context.autocast import active
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
-from fp8core.modules.calls.inputs import cast_to_weight, check_chained, check_input, check_kind
+from fp8core.modules.calls.inputs import (
+    cast_to_weight,
+    check_chained,
+    check_input,
+    check_kind,
+    takes_keyword,
+)
 from fp8core.modules.layers.operation import ExtraTensors, MakeExtraOutput
 from fp8core.modules.run import delaying, run_layer, run_links
-from fp8core.ops.basic_operation import FusedOperation, fused, has_fusions
+from fp8core.ops.basic_operation import fused, has_fusions, parts_of
 
 Key: TypeAlias = "torch.nn.Module | int"
 
@@ -215,10 +221,12 @@ class Sequential(LowPrecisionModule):
         return flat
 
     def _groups(
-        self, modules: Sequence[torch.nn.Module] | None = None
+        self,
+        modules: Sequence[torch.nn.Module] | None = None,
+        apart: Collection[int] = (),
     ) -> list[_Chain | torch.nn.Module]:
         """Return the chains, and the modules that run between them, in order; of ``modules``, which
-        fusions have changed, if given."""
+        fusions have changed, if given. Those whose identities are ``apart`` run by themselves."""
         groups: list[_Chain | torch.nn.Module] = []
         chain: list[LowPrecisionModule] = []
         dtype: torch.dtype | None = None
@@ -232,11 +240,10 @@ class Sequential(LowPrecisionModule):
             dtype, first_gemm = None, num_gemms
 
         for module in self._flat() if modules is None else modules:
-            if not isinstance(module, LowPrecisionModule) or not module.is_link:
-                if isinstance(module, FusedOperation):  # the slots of its operations stay unused
-                    num_gemms += sum(
-                        [_num_slot_sets(operation) for operation in module.basic_operations]
-                    )
+            is_apart = id(module) in apart
+            if is_apart or not isinstance(module, LowPrecisionModule) or not module.is_link:
+                # The slots of what it computes stay unused.
+                num_gemms += sum([_num_slot_sets(operation) for operation in parts_of(module)])
                 close()
                 groups.append(module)
                 continue
@@ -281,24 +288,33 @@ class Sequential(LowPrecisionModule):
         self,
         input: torch.Tensor,
         *extra_inputs: Any,
+        is_first_microbatch: bool | None = None,
         op_kwargs: Mapping[Key, Mapping[str, Any]] | None = None,
     ) -> Any:
         """Run the modules on ``input``, with an extra input for each operation that takes one.
 
-        ``op_kwargs`` maps a module that runs by itself, or its index, to keyword arguments for it.
+        ``is_first_microbatch`` is that of each layer that takes it, as of :class:`fp8core.Linear`.
+        ``op_kwargs`` maps a module, or its index, to keyword arguments for its forward. A layer of
+        a chain that has some runs by itself in this call, under delayed scaling with a state of its
+        own.
+
+        Raises:
+            OperandError: the number of extra inputs is wrong, or a module does not take the keyword
+                arguments that are for it.
         """
         if not self._is_checked:
             self._check()
-        groups = self._groups()
+        modules = self._flat()
+        kwargs = self._kwargs_of(op_kwargs, modules)
         if has_fusions():
-            groups = self._groups(fused(self._flat(), active(self.outside_autocast).quantize))
+            modules = fused(modules, active(self.outside_autocast).quantize)
+        groups = self._groups(modules, kwargs)
         num_inputs = self.num_extra_inputs
         if len(extra_inputs) != num_inputs:
             adds = "AddExtraInput" if num_inputs == 1 else "operations that take one"
             raise OperandError(
                 f"{self.label}: got {len(extra_inputs)} extra inputs for {num_inputs} {adds}."
             )
-        kwargs = self._kwargs_of(op_kwargs, groups)
         if self.wgrad_queue is None and _delays(groups):
             self.wgrad_queue = WgradQueue()
         tensors = _Tensors(extra_inputs)
@@ -308,10 +324,16 @@ class Sequential(LowPrecisionModule):
             if isinstance(group, _Chain):
                 extra = [tensors.take(operation) for operation in group.operations]
                 is_whole = len(groups) == 1
-                result = self._run_chain(group, value, extra, delayed, is_whole=is_whole)
+                result = self._run_chain(
+                    group, value, extra, is_first_microbatch, delayed, is_whole=is_whole
+                )
                 value = tensors.keep(group.operations[0], result)
             else:
-                result = group(value, *tensors.take(group), **kwargs.pop(id(group), {}))
+                named = kwargs.pop(id(group), {})
+                is_layer = isinstance(group, LowPrecisionModule)
+                if is_first_microbatch is not None and is_layer and takes_keyword(group, _FIRST):
+                    named = {_FIRST: is_first_microbatch, **named}
+                result = group(value, *tensors.take(group), **named)
                 value = tensors.keep(group, result)
         return (value, *tensors.outputs) if tensors.outputs else value
 
@@ -320,6 +342,7 @@ class Sequential(LowPrecisionModule):
         chain: _Chain,
         input: torch.Tensor,
         extra: Sequence[Sequence[torch.Tensor]],
+        first: bool | None,
         delayed: DelayedCall | None,
         *,
         is_whole: bool,
@@ -337,10 +360,10 @@ class Sequential(LowPrecisionModule):
         # A layer is bound for its own mode: one of an operation, as of a dropout, may be another.
         is_uniform_mode = all(operation.training is self.training for operation in chain.operations)
         if is_whole and is_uniform_mode and not chain.returns_input:
-            return run_layer(self, input, columns=columns, params=params, like=like)[0]
+            return run_layer(self, input, first, columns=columns, params=params, like=like)[0]
         dtype = check_input(self, input, like, columns)
         bound = bind(self, input.device, dtype, shapes=shapes, first_gemm=chain.first_gemm)
-        call = bound.call(None)
+        call = bound.call(first)
         chain_params: Sequence[torch.Tensor] = params
         if delayed is not None:
             call, chain_params = delaying(shapes, delayed, call, params)
@@ -366,22 +389,26 @@ class Sequential(LowPrecisionModule):
     def _kwargs_of(
         self,
         kwargs_by_key: Mapping[Key, Mapping[str, Any]] | None,
-        groups: Sequence[_Chain | torch.nn.Module],
+        modules: Sequence[torch.nn.Module],
     ) -> dict[int, Mapping[str, Any]]:
-        """Return the keyword arguments by the identity of the module that they are for."""
-        named = {
-            id(self[key] if isinstance(key, int) else key): (key, kwargs)
-            for key, kwargs in (kwargs_by_key or {}).items()
-        }
-        alone = {id(group) for group in groups}
-        for module, (key, _) in named.items():
-            if module not in alone:
+        """Return the keyword arguments by the identity of the one of ``modules`` they are for."""
+        named: dict[int, Mapping[str, Any]] = {}
+        for key, kwargs in (kwargs_by_key or {}).items():
+            module = self[key] if isinstance(key, int) else key
+            if not any(module is contained for contained in modules):
                 shown = key if isinstance(key, int) else type(key).__name__
                 raise OperandError(
-                    f"{self.label}: op_kwargs for {shown}, which is not in it or takes none. "
-                    f"Modules that run by themselves, as ops.GroupedLinear, take some."
+                    f"{self.label}: op_kwargs for {shown}, which is not in it. Name a module "
+                    f"inside of an inner Sequential by itself."
                 )
-        return {module: kwargs for module, (_, kwargs) in named.items()}
+            refused = [name for name in kwargs if not takes_keyword(module, name)]
+            if refused or (_is_link(module) and module.need_backward_dw()):  # type: ignore[operator]  # a layer's
+                raise OperandError(
+                    f"{self.label}: op_kwargs for {type(module).__name__}, "
+                    + (f"which has no argument {refused[0]!r}." if refused else _NO_QUEUE)
+                )
+            named[id(module)] = kwargs
+        return named
 
     def need_backward_dw(self) -> bool:
         """Return whether one of the modules has ``delay_wgrad_compute``."""
@@ -445,6 +472,10 @@ class _Tensors:
             if is_public:
                 self.outputs.append(tensor)
         return result[0]
+
+
+_FIRST = "is_first_microbatch"
+_NO_QUEUE = "whose weight gradients are left to the Sequential. Leave out delay_wgrad_compute."
 
 
 def _num_slot_sets(module: torch.nn.Module) -> int:

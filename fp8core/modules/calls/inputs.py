@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -134,3 +135,9 @@ def check_kind(label: object, name: str, tensor: torch.Tensor) -> None:
             f"{label}: {name} {list(tensor.shape)} is {tensor.dtype}; "
             f"expected bfloat16, float16 or float32."
         )
+
+
+def takes_keyword(module: torch.nn.Module, name: str) -> bool:
+    """Return whether the forward of ``module`` takes an argument ``name`` by keyword."""
+    parameters = inspect.signature(module.forward).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
