@@ -563,7 +563,7 @@ class PagedKVCacheManager(_ManagerBase):
             """Return the free pages that sequences get as their ``numbers``-th, from 1; the spare
             one if none is left, 0 for others."""
             free = torch.searchsorted(num_free, first + numbers)
-            return free * ((numbers > 0) & (numbers <= num_new))
+            return free.mul((numbers > 0) & (numbers <= num_new))
 
         numbers = columns - num_old + 1
         new = chosen(numbers)
