@@ -403,6 +403,9 @@ class DotProductAttention(ParallelModule):
                 return output
         return self.prepared(tensors, options).result()
 
+    forks_generator = False
+    """Whether a call draws from a generator that is not the device's."""
+
     @property
     def drops_all(self) -> bool:
         """Whether every weight is dropped: attention to values of 0 without dropout is the same."""

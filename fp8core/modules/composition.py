@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain as concatenated
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -54,14 +54,23 @@ from fp8core.recipe import PerLayer
 from fp8core.recipe.plan import LayerRole
 from fp8core.torch_ops.private import has_hooks, is_compiled, is_traced
 
+LayerT = TypeVar("LayerT", bound=torch.nn.Module)
+
 _MOST_CHAINS = 64
 _JOINED: Mapping[type[torch.nn.Module], tuple[str, ...]] = {
-    DotProductAttention: ("return_max_logit", "drops_all"),
+    DotProductAttention: ("return_max_logit", "drops_all", "forks_generator"),
     LayerNormLinear: ("return_layernorm_output", "return_bias"),
     LayerNormMLP: ("return_layernorm_output", "return_bias", "checkpoint"),
     Linear: (),
 }
 """The layers that may be a part of a chain with others, unless one of these attributes is true."""
+
+
+def kind_of(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """Return the class of ``module``, or that from which it is derived without computing other
+    than it does, as its ``joined_as`` says."""
+    kind: type[torch.nn.Module] = vars(type(module)).get("joined_as", type(module))
+    return kind
 
 
 def is_seen(module: torch.nn.Module) -> bool:
@@ -108,7 +117,7 @@ class Segment(NamedTuple):
         """Whether the layer's own call has to be seen. ``outside`` is the recipe of its neighbours
         outside any autocast; ``is_plain``: their owner's arguments say the same in each call."""
         layer, options = self.layer, self.options
-        returned = _JOINED.get(type(layer))
+        returned = _JOINED.get(kind_of(layer))
         if returned is None or layer.outside_autocast is not outside or is_seen(layer):
             return True
         if isinstance(layer, DotProductAttention) and options is not None:
@@ -451,6 +460,11 @@ class ComposedLayer(torch.nn.Module):
                 module.set_context_parallel_group(
                     cp_group, cp_global_ranks, cp_stream, cp_comm_type
                 )
+
+    def inner(self, kind: type[LayerT]) -> type[LayerT]:
+        """Return the class of the layers inside that are of ``kind``: that, or one derived from it,
+        with its constructor's arguments."""
+        return kind
 
     def _name_of(self, child: str) -> str | None:
         return None if self.name is None else f"{self.name}.{child}"

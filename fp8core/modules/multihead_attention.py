@@ -169,7 +169,7 @@ class MultiheadAttention(ComposedLayer):
         head_dim = head_dim_of(
             "MultiheadAttention", hidden_size, num_heads, arguments["kv_channels"]
         )
-        core_attention = DotProductAttention(
+        core_attention = self.inner(DotProductAttention)(
             num_heads,
             head_dim,
             layer_number=self.layer_number,
@@ -205,7 +205,7 @@ class MultiheadAttention(ComposedLayer):
             splits_heads=self.tp_size > 1,
         )
         self.core_attention = core_attention
-        self.proj = Linear(
+        self.proj = self.inner(Linear)(
             self._sizes.query_size * self.tp_size,
             hidden_size,
             parallel_mode="row" if is_spread else None,
@@ -232,7 +232,7 @@ class MultiheadAttention(ComposedLayer):
             name, split, rows = "query", {"query": query} if is_split else None, query
         if norm is not None:
             name = f"layernorm_{name}"
-            first: torch.nn.Module = LayerNormLinear(
+            first: torch.nn.Module = self.inner(LayerNormLinear)(
                 hidden_size,
                 rows,
                 parameters_split=split,
@@ -243,13 +243,13 @@ class MultiheadAttention(ComposedLayer):
         else:
             if self.attention_type == "cross":  # Transformer Engine never splits this one
                 name, split = "query_layer", None
-            first = Linear(
+            first = self.inner(Linear)(
                 hidden_size, rows, parameters_split=split, name=self._name_of(name), **linear
             )
         self._projection = name
         self.add_module(name, first)
         if self.attention_type == "cross":
-            self.key_value = Linear(
+            self.key_value = self.inner(Linear)(
                 hidden_size,
                 2 * key,
                 parameters_split={"key": key, "value": key} if is_split else None,

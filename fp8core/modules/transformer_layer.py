@@ -12,7 +12,7 @@ from fp8core.chain.node import is_under_torch_autocast
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.modules.calls.inputs import check_kind
 from fp8core.modules.calls.parameters import InitMethod, check_probability, refuse_arguments
-from fp8core.modules.composition import ComposedLayer, LayerCall, Segment, is_seen
+from fp8core.modules.composition import ComposedLayer, LayerCall, Segment, is_seen, kind_of
 from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
 from fp8core.modules.layers.operation import DropPath, SampleSplit
@@ -190,7 +190,7 @@ class TransformerLayer(ComposedLayer):
         of_blocks = picked(arguments, _OF_BLOCKS)
         of_blocks["return_layernorm_output"] = normalizes_residual
         self._add_attention(arguments, of_blocks | picked(arguments, _OF_ATTENTION))
-        self.layernorm_mlp = LayerNormMLP(
+        self.layernorm_mlp = self.inner(LayerNormMLP)(
             hidden_size,
             arguments["ffn_hidden_size"],
             eps=eps,
@@ -201,7 +201,7 @@ class TransformerLayer(ComposedLayer):
         rate = check_probability("TransformerLayer", "drop_path_rate", arguments["drop_path_rate"])
         self.drop_path = DropPath(rate, arguments["attn_input_format"]) if rate else None
         if self.output_layernorm:
-            self.layernorm = _NORMS[arguments["normalization"]](
+            self.layernorm = self.inner(_NORMS[arguments["normalization"]])(
                 hidden_size,
                 eps,
                 name=self._name_of("layernorm"),
@@ -212,7 +212,7 @@ class TransformerLayer(ComposedLayer):
     def _add_attention(self, arguments: Mapping[str, Any], shared: dict[str, Any]) -> None:
         """Add self attention, and a decoder's cross attention; ``shared`` are those of both."""
         shared["qkv_format"] = arguments["attn_input_format"]
-        self.self_attention = MultiheadAttention(
+        self.self_attention = self.inner(MultiheadAttention)(
             attn_mask_type=arguments["self_attn_mask_type"],
             input_layernorm=not self.output_layernorm,
             name=self._name_of("self_attention"),
@@ -220,7 +220,7 @@ class TransformerLayer(ComposedLayer):
             **shared,
         )
         if self.layer_type == "decoder":
-            self.inter_attention = MultiheadAttention(
+            self.inter_attention = self.inner(MultiheadAttention)(
                 attn_mask_type=arguments["enc_dec_attn_mask_type"],
                 window_size=arguments["enc_dec_window_size"],
                 bottom_right_diagonal=arguments["enc_dec_bottom_right_diagonal"],
@@ -334,7 +334,7 @@ class TransformerLayer(ComposedLayer):
         block, mlp = self.self_attention, self._modules["layernorm_mlp"]
         if not isinstance(mlp, LayerNormMLP) or not self._chain.may_join(mlp, arguments):
             return ()
-        if type(block) is not MultiheadAttention or is_seen(block) or block.return_bias:
+        if kind_of(block) is not MultiheadAttention or is_seen(block) or block.return_bias:
             return ()
         segments = block.segments(of_self)
         if not segments or segments[0].hands_over:

@@ -324,6 +324,55 @@ def test_megatron_s_attributes(te: Any) -> None:
         assert layer.fp8_meta["recipe"].mxfp8()
 
 
+INNER = {
+    "self_attention": "MultiheadAttention",
+    "self_attention.layernorm_qkv": "LayerNormLinear",
+    "self_attention.core_attention": "DotProductAttention",
+    "self_attention.proj": "Linear",
+    "layernorm_mlp": "LayerNormMLP",
+}
+
+
+def test_layers_inside_of_layers_have_their_classes_metadata_and_states(te: Any) -> None:
+    layer = te.pytorch.TransformerLayer(
+        64, 128, 4, self_attn_mask_type="causal", hidden_dropout=0.0
+    )
+    inside = {name: module for name, module in layer.named_modules() if name in INNER}
+    assert {name: type(module) for name, module in inside.items()} == {
+        name: getattr(te.pytorch, kind) for name, kind in INNER.items()
+    }
+    states = {key for key in layer.state_dict() if key.endswith("._extra_state")}
+    assert states == {f"{name}._extra_state" for name in INNER if name != "self_attention"}
+    with fp8core.autocast(recipe=fp8core.recipe.DelayedScaling()):
+        layer(torch.randn(16, 2, 64)).sum().backward()
+    for name in INNER:
+        if name not in ("self_attention", "self_attention.core_attention"):
+            assert inside[name].fp8_meta["scaling_fwd"].scale.numel() >= 3
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_of_layers_run_in_the_chains_of_fp8core(te: Any, bias: bool) -> None:
+    """With the bits and the buffers of its layer; a hook inside has its layer run by itself."""
+    options = {"self_attn_mask_type": "causal", "bias": bias, "attention_dropout": 0.0}
+    layer = te.pytorch.TransformerLayer(64, 128, 4, hidden_dropout=0.0, **options)
+    other = fp8core.TransformerLayer(64, 128, 4, hidden_dropout=0.0, **options)
+    other.load_state_dict(layer.state_dict())
+    x, calls = torch.randn(16, 2, 64), []
+    with fp8core.autocast(recipe=fp8core.recipe.Float8CurrentScaling()):
+        want = other(x)
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in set(INNER.values()) - {"MultiheadAttention"}:
+                patch.setattr(
+                    getattr(te.pytorch, kind), "forward", lambda *_, **__: calls.append("by itself")
+                )
+            assert torch.equal(layer(x), want)
+        assert not calls
+        for module in (layer.self_attention.proj, layer.layernorm_mlp):
+            module.register_forward_hook(lambda *_: calls.append("seen"))
+        torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
+    assert calls == ["seen"] * 2
+
+
 def test_the_metadata_of_a_layer_is_its_delayed_state(te: Any) -> None:
     layer = te.pytorch.LayerNormMLP(32, 48)
     with pytest.raises(KeyError, match=r"scaling_fwd .* are there after a run"):

@@ -89,13 +89,14 @@ class _Layer(torch.nn.Module):
     recognise converted layers."""
 
     _native: ClassVar[Any]
+    joined_as: ClassVar[Any]
 
     def __init_subclass__(cls, module: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if module is None:  # a base of several, or a framework's
             return
         cls.__module__ = f"transformer_engine.pytorch.{module}"
-        cls._native = cls.__bases__[-1]
+        cls._native = cls.joined_as = cls.__bases__[-1]
 
         # Megatron asks for the names of a constructor's arguments.
         @functools.wraps(cls._native.__init__)
@@ -486,20 +487,39 @@ class DotProductAttention(
     Dropout draws within the ``fork()`` of the tracker that the constructor gets.
     """
 
+    @property
+    def forks_generator(self) -> bool:
+        """Whether a call draws within the tracker's ``fork()``."""
+        return self._tracker[0] is not None and self.training and self.attention_dropout > 0
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend as fp8core's layer does."""
         tracker = self._tracker[0]
-        if tracker is None or not (self.training and self.attention_dropout):
+        if tracker is None or not self.forks_generator:
             return super().forward(*args, **kwargs)
         with tracker().fork():
             return super().forward(*args, **kwargs)
 
 
+class _Composed(_Layer):
+    """A layer of layers, which are under Transformer Engine's names as well."""
+
+    def inner(self, kind: Any) -> Any:
+        """Return the class here whose layers are of fp8core's ``kind``."""
+        return next(layer for layer in _LAYERS if layer._native is kind)
+
+
 class MultiheadAttention(
-    _Layer, multihead_attention.MultiheadAttention, module="attention.multi_head_attention"
+    _Composed, multihead_attention.MultiheadAttention, module="attention.multi_head_attention"
 ):
     """:class:`fp8core.MultiheadAttention` under Transformer Engine's name."""
 
 
-class TransformerLayer(_Layer, transformer_layer.TransformerLayer, module="transformer"):
+class TransformerLayer(_Composed, transformer_layer.TransformerLayer, module="transformer"):
     """:class:`fp8core.TransformerLayer` under Transformer Engine's name."""
+
+
+_LAYERS: tuple[type[_Layer], ...] = (
+    *(Linear, LayerNormLinear, LayerNormMLP, LayerNorm, RMSNorm, DotProductAttention),
+    MultiheadAttention,
+)
