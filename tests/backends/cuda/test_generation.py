@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from fp8core import (
     InferenceParams,
@@ -14,6 +15,7 @@ from fp8core import (
     TransformerLayer,
     autocast,
     make_graphed_callables,
+    quantize_,
     quantized_model_init,
 )
 from fp8core_backends.cuda.attention_plans import Graphs
@@ -193,3 +195,29 @@ def test_a_step_of_numbers_on_the_host_is_not_captured() -> None:
         with pytest.raises(OperandError, match=r"captured\. Make a step"):
             cache.step(1, new, new, "bshd")
     cache.step(1, new, new, "bshd")
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and of torch's compiler
+def test_a_stored_model_of_transformers_generates_in_graphs_of_torch() -> None:
+    """Compiled by ``generate`` itself; one graph serves tokens and prompts of every length."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **heads)
+    model = transformers.LlamaForCausalLM(config).to(DEVICE, torch.bfloat16).eval()
+    quantize_(model, "rowwise")
+    words = torch.randint(256, (2, 9), device=DEVICE)
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    torch._dynamo.reset()
+    counters.clear()
+    for length in (9, 5):
+        prompt = words[:, :length]
+        inputs = {**options, "inputs": prompt, "attention_mask": torch.ones_like(prompt)}
+        eager = model.generate(**inputs, disable_compile=True)
+        compiled = model.generate(**inputs)
+        assert torch.equal(eager.logits[0], compiled.logits[0])  # prompts are not compiled
+        torch.testing.assert_close(eager.logits[1], compiled.logits[1], rtol=2**-4, atol=2**-4)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["inductor"]["cudagraph_skips"]
+    torch._dynamo.reset()
