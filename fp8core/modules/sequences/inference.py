@@ -211,7 +211,8 @@ class InferenceParams:
     @property
     def seqlens(self) -> torch.Tensor:
         """The lengths of the sequences, int32 ``[max_batch_size]``, -1 behind those of the batch.
-        The next step begins where it says: a smaller length takes back the last tokens."""
+        The next step begins where it says: a smaller length takes back the last tokens. From then
+        on steps of numbers on the host wait for the device, to read it."""
         self._is_on_device = self._is_built_in
         return self._lengths[3, :-1]
 
