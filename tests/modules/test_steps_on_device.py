@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8core import DotProductAttention, InferenceParams, OperandError, UnsupportedError
-from fp8core.modules.sequences import kv_cache
+from fp8core.context.capture import Graph, Pass
+from fp8core.modules.sequences import inference, kv_cache
 from fp8core.modules.sequences.inference import restored_caches
 from fp8core.modules.sequences.kv_cache import NonPagedKVCacheManager
 from fp8core.modules.sequences.rotary import Spans
@@ -333,6 +334,54 @@ def test_warming_up_leaves_a_cache_as_it_was() -> None:
         judge, other, _ = begun(kind, "bshd")
         other.pre_step({"a": 1, "b": 1})
         assert torch.equal(next_words(model, cache, words), next_words(judge, other, words))
+
+
+class Recorded(Graph):
+    """A graph of :func:`recorded`."""
+
+    def __init__(self) -> None:
+        pass
+
+    def record(self, function: Callable[[], Any], pool: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch, recorded() as self.recording:
+            patch.setattr(inference, "is_capturing", lambda: True)
+            return function()
+
+    def replay(self) -> None:
+        self.recording.replay()
+
+
+class Step(torch.nn.Module):
+    """A step of one word of each sequence."""
+
+    def __init__(self, model: Model, cache: InferenceParams) -> None:
+        super().__init__()
+        self.model, self.cache = model, cache
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        self.cache.pre_step(ONES)
+        return next_words(self.model, self.cache, words)
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_a_captured_pass_goes_on_from_where_the_cache_was(kind: str) -> None:
+    """As make_graphed_callables warms it up and captures it."""
+    model, cache, words = begun(kind, "bshd")
+    with restored_caches():
+        captured = Pass(Step(model, cache), (words.clone(),), {}, {}, Recorded)
+        captured.warm_up(20, False, [{}])
+        captured.record_forward(None, {})
+    assert cache.sequences == {"a": 6, "b": 3}
+    judge, other, second = begun(kind, "bshd")
+    for _ in range(10):
+        words = captured.run((words,), {}, clones=True).clone()
+        other.pre_step({"a": 1, "b": 1})
+        second = next_words(judge, other, second)
+        assert torch.equal(words, second)
+    captured.run((words,), {}, clones=True)
+    with pytest.raises(OperandError, match="sequence 'a' of 16 tokens is full"):
+        cache.pre_step({"a": 0, "b": 1})
+    assert cache.sequences == {"a": 16, "b": 14}
 
 
 def test_tokens_are_taken_back() -> None:
