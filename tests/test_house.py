@@ -37,7 +37,7 @@ SUBJECTS: Mapping[str, str] = {
 }
 MOST = {
     "lines of fp8core": 71_500,
-    "files": 253,
+    "files": 255,
     "files under 100 lines": 39,
     "modules that list names": 1,
     "protocols": 14,

@@ -403,8 +403,10 @@ class DotProductAttention(ParallelModule):
                 return output
         return self.prepared(tensors, options).result()
 
-    forks_generator = False
-    """Whether a call draws from a generator that is not the device's."""
+    @property
+    def forks_generator(self) -> bool:
+        """Whether a call draws from a generator that is not the device's."""
+        return False
 
     @property
     def drops_all(self) -> bool:

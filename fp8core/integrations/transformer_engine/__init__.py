@@ -27,7 +27,7 @@ from typing import Any
 import fp8core
 from fp8core import names, ops, recipe
 from fp8core.errors import RecipeError, UnsupportedError
-from fp8core.integrations.transformer_engine import distributed, finder, layers, recipes
+from fp8core.integrations.transformer_engine import distributed, finder, layers, recipes, weights
 from fp8core.reporting import log_once, logger
 from fp8core.training import context_parallel, optimizers, permutation, router
 
@@ -214,6 +214,10 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
             "tensor.mxfp8_tensor": _public(fp8core, "MXFP8"),
             "tensor.nvfp4_tensor": _public(fp8core, "NVFP4"),
             "tensor.quantized_tensor": _TENSORS,
+            "tensor.utils": {
+                **_from(weights, "cast_master_weights_to_fp8", "post_all_gather_processing"),
+                **_from(weights, "quantize_master_weights", "replace_raw_data"),
+            },
         }.items()
     },
 }
