@@ -116,7 +116,6 @@ NOT_TAKEN = {
     "make_graphed_callables": {
         **dict.fromkeys(("fp8_enabled", "fp8_calibrating", "fp8_recipe", "fp8_group"), _OLDER),
         "fp8_weight_caching": _OLDER,
-        "_reuse_graph_input_output_buffers": "samples that share tensors share their memory",
     },
 }
 # Defaults that differ: {name: (theirs, ours)}.

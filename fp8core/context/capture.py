@@ -11,6 +11,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,27 @@ class Graph:
     def replay(self) -> None:
         """Compute again, from and into the same memory."""
         self._graph.replay()
+
+    def reset(self) -> None:
+        """Free the graph, and with the last graph of a pool the pool's memory."""
+        self._graph.reset()
+
+    @staticmethod
+    def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor at the memory of ``tensor`` that does not keep it, so that later graphs
+        of the pool may write there."""
+        if type(tensor) is not torch.Tensor or not tensor.is_cuda or not tensor.numel():
+            return tensor.detach()
+        storage = tensor.untyped_storage()
+        interface = {
+            "version": 3,
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
+        }
+        memory = SimpleNamespace(__cuda_array_interface__=interface)
+        whole = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class Schedule(NamedTuple):
@@ -160,52 +182,91 @@ class Pass:
                     f"{type(leaf).__name__}; expected tensors alone."
                 )
         self.module = module
-        self._args, self._kwargs, self._hooks = args, kwargs, hooks
-        self._inputs: list[torch.Tensor] = leaves
+        self._hooks = hooks
+        self._inputs: list[torch.Tensor] = leaves  # the memory of all calls' inputs
         self._params = list(module.parameters())
-        self._graphs = new_graph(), new_graph()
+        self._graphs: tuple[Graph, ...] = new_graph(), new_graph()
         self._outputs: list[torch.Tensor] = []
         self._spec: Any = None
         self._grad_outputs: list[torch.Tensor | None] = []
         self._grads: list[torch.Tensor | None] = []
 
-    def warm_up(self, times: int, allow_unused: bool, extra: Sequence[Mapping[str, Any]]) -> None:
-        """Run forward and backward ``times`` times, with the keywords of ``extra`` one after the
-        other, the last of them repeated."""
-        for at in range(times):
-            self._run_hooks("forward_pre_hooks")
-            more = extra[min(at, len(extra) - 1)]
-            outputs, _ = pytree.tree_flatten(self.module(*self._args, **self._kwargs, **more))
-            self._run_hooks("forward_hooks")
-            self._run_hooks("backward_pre_hooks")
-            grads = [torch.empty_like(output) for output in outputs if output.requires_grad]
-            self._grads_of(outputs, grads, allow_unused, retain=False)
-            self._run_hooks("backward_hooks")
-
-    def record_forward(self, pool: Any, extra: Mapping[str, Any]) -> None:
-        """Capture the forward."""
+    def run_forward(self, pool: Any = None) -> None:
+        """Run the forward, captured in the memory of ``pool`` if there is one."""
+        args, kwargs = pytree.tree_unflatten(self._inputs, self._inputs_spec)
         self._run_hooks("forward_pre_hooks")
-        result = self._graphs[0].record(
-            lambda: self.module(*self._args, **self._kwargs, **extra), pool
-        )
+        result = self._compute(0, lambda: self.module(*args, **kwargs), pool)
         self._run_hooks("forward_hooks")
         self._outputs, self._spec = pytree.tree_flatten(result)
 
-    def record_backward(self, pool: Any, *, allow_unused: bool, retain: bool) -> None:
-        """Capture the backward of the forward that was captured."""
+    def run_backward(
+        self,
+        pool: Any = None,
+        *,
+        allow_unused: bool,
+        retain: bool = False,
+        buffers: dict[object, torch.Tensor] | None = None,
+    ) -> None:
+        """Run the backward of the forward that ran last, and capture it as that.
+
+        ``buffers`` are gradients of outputs by what they are like, of passes that share them.
+        """
         self._run_hooks("backward_pre_hooks")
         self._grad_outputs = [
-            torch.empty_like(output) if output.requires_grad else None for output in self._outputs
+            _buffer_like(output, at, {} if buffers is None else buffers)
+            if output.requires_grad
+            else None
+            for at, output in enumerate(self._outputs)
         ]
         grads = [grad for grad in self._grad_outputs if grad is not None]
         self._grads = [None] * len(self._surface)
         if grads:
-            computed = self._graphs[1].record(
-                lambda: self._grads_of(self._outputs, grads, allow_unused, retain=retain), pool
+            computed = self._compute(
+                1, lambda: self._grads_of(self._outputs, grads, allow_unused, retain=retain), pool
             )
             left = iter(computed)
             self._grads = [next(left) if tensor.requires_grad else None for tensor in self._surface]
         self._run_hooks("backward_hooks")
+        if pool is None:
+            self._outputs, self._grads = [], []
+
+    def _compute(self, number: int, function: Callable[[], Any], pool: Any) -> Any:
+        return function() if pool is None else self._graphs[number].record(function, pool)
+
+    @property
+    def likeness(self) -> object:
+        """The value that passes have in common whose inputs may be in the same memory."""
+        leaves = [
+            (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+            for tensor in self._inputs
+        ]
+        return str(self._inputs_spec), *leaves
+
+    def share_inputs(self, earlier: Pass) -> None:
+        """Have the inputs in the memory of those of ``earlier``, a pass that is over before."""
+        self._inputs = earlier._inputs
+
+    def release_outputs(self) -> None:
+        """Leave the memory of the outputs to graphs that are captured from now on."""
+        self._outputs = [Graph.borrowed(output) for output in self._outputs]
+
+    def release_grads(self) -> None:
+        """Leave the memory of the gradients to graphs that are captured from now on."""
+        self._grads = [None if grad is None else Graph.borrowed(grad) for grad in self._grads]
+
+    def reset(self) -> None:
+        """Free the graphs and their memory; a replay is an OperandError from then on."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs = ()
+        self._inputs, self._outputs, self._grad_outputs, self._grads = [], [], [], []
+
+    def _check_is_captured(self) -> None:
+        if not self._graphs:
+            raise OperandError(
+                f"{type(self.module).__name__} in a graph: reset() has freed the graph. Capture it "
+                f"again, by make_graphed_callables."
+            )
 
     @property
     def _surface(self) -> list[torch.Tensor]:
@@ -239,8 +300,9 @@ class Pass:
         """Replay for other inputs; ``clones``: gradients of parameters are copied on return.
 
         Raises:
-            OperandError: the inputs are not like the sample.
+            OperandError: the inputs are not like the sample, or the graph was freed.
         """
+        self._check_is_captured()
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         if spec != self._inputs_spec:
             raise OperandError(
@@ -271,6 +333,7 @@ class Pass:
         self, grads: Sequence[torch.Tensor], *, clones: bool
     ) -> tuple[torch.Tensor | None, ...]:
         """Copy ``grads`` in, compute, and return the gradients of inputs and parameters."""
+        self._check_is_captured()
         for static, incoming in zip(self._grad_outputs, grads, strict=True):
             if static is not None and static.data_ptr() != incoming.data_ptr():
                 static.copy_(incoming)
@@ -285,6 +348,53 @@ class Pass:
             else grad.detach()
             for at, grad in enumerate(self._grads)
         )
+
+
+def _buffer_like(
+    tensor: torch.Tensor, number: int, buffers: dict[object, torch.Tensor]
+) -> torch.Tensor:
+    key = number, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    if key not in buffers:
+        buffers[key] = torch.empty_like(tensor)
+    return buffers[key]
+
+
+def capture(
+    passes: Sequence[Pass],
+    steps: Sequence[tuple[int, int, bool]],
+    pool: Any,
+    *,
+    allow_unused: bool,
+    retain: bool,
+    reuses: bool,
+) -> None:
+    """Capture ``passes`` in the order of ``steps``, as :func:`passes_of` returns them.
+
+    With ``reuses`` the inputs and gradients of outputs of passes that are over are those of later
+    ones, and so is the memory of outputs and gradients: of outputs from their backward on; of
+    gradients from the end of their step on, but for the last, which leave the modules, from the end
+    of the backward step after it on.
+    """
+    free: dict[object, list[Pass]] = {}
+    buffers: dict[object, torch.Tensor] | None = {} if reuses else None
+    waiting: list[Pass] = []
+    for number, (module, sample, is_forward) in enumerate(steps):
+        step = passes[sample]
+        spare = free.setdefault(step.likeness, []) if reuses else []
+        if is_forward:
+            if spare:
+                step.share_inputs(spare.pop())
+            step.run_forward(pool)
+            continue
+        step.run_backward(pool, allow_unused=allow_unused, retain=retain, buffers=buffers)
+        if reuses:
+            spare.append(step)
+            step.release_outputs()
+            waiting.append(step)
+            if (module - 1, sample - 1, False) not in steps[number + 1 : number + 2]:  # a step ends
+                for earlier in waiting[:-1]:
+                    earlier.release_grads()
+                del waiting[:-1]
 
 
 class _Replay(torch.autograd.Function):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 import fp8core
-from fp8core import OperandError, UnsupportedError, autocast, recipe, use_backend
+from fp8core import OperandError, UnsupportedError, autocast, ops, recipe, use_backend
 from fp8core.context import timeline
 from fp8core.context.capture import Graph, Pass, Schedule, passes_of
 from fp8core.modules.models import graphs
@@ -18,12 +21,9 @@ from fp8core.modules.models import graphs
 class Again(Graph):
     """A stand-in for a CUDA graph, whose replay computes again into the memory of the capture."""
 
-    made: list[Again]
-
     def __init__(self) -> None:
         self.function: Callable[[], Any] = list
         self.result: Any = None
-        type(self).made.append(self)
 
     def record(self, function: Callable[[], Any], pool: Any) -> Any:
         log.append((pool, "capture"))
@@ -36,6 +36,9 @@ class Again(Graph):
             for static, new in zip(leaves(self.result), leaves(self.function()), strict=True):
                 static.data.copy_(new)
 
+    def reset(self) -> None:
+        log.append("reset")
+
 
 log: list[Any] = []
 
@@ -47,20 +50,56 @@ def leaves(result: Any) -> list[torch.Tensor]:
 def recorded(
     module: torch.nn.Module, args: tuple[Any, ...], hooks: Any = None, **kwargs: torch.Tensor
 ) -> Pass:
-    Again.made = []
-    one = Pass(module, args, kwargs, hooks or {}, Again)
-    forward, backward = Again.made
-    one.warm_up(2, allow_unused=False, extra=[{}])
-    one.record_forward("pool", {})
-    one.record_backward("pool", allow_unused=False, retain=True)
-
-    def grads() -> Any:  # of a forward that is computed again, as its replay does
-        outputs = leaves(forward.function())
-        given = [grad for grad in one._grad_outputs if grad is not None]
-        return one._grads_of(outputs, given, allow_unused=False, retain=False)
-
-    backward.function = grads
+    one = PassAgain(module, args, kwargs, hooks or {}, Again)
+    for pool in (None, None, "pool"):
+        one.run_forward(pool)
+        one.run_backward(pool, allow_unused=False)
     return one
+
+
+replaying: list[bool] = []
+
+
+class PassAgain(Pass):
+    """A pass whose replays compute again, with the forwards of the capture."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args[:4], Again)
+
+    def run_forward(self, pool: Any = None) -> None:
+        super().run_forward(pool)
+        if pool is None:
+            return
+        captured = [(module, module.forward) for module in self.module.modules()]
+        forward = self._graphs[0]
+        compute = forward.function  # type: ignore[attr-defined]  # Again's
+
+        def function() -> Any:
+            before = [vars(module).get("forward") for module, _ in captured]
+            replaying.append(True)
+            try:
+                for module, run in captured:
+                    module.forward = run
+                return compute()
+            finally:
+                replaying.pop()
+                for (module, _), run in zip(captured, before, strict=True):
+                    del module.forward
+                    if run is not None:
+                        module.forward = run
+
+        forward.function = function  # type: ignore[attr-defined]  # likewise
+
+    def run_backward(self, pool: Any = None, **kwargs: Any) -> None:
+        super().run_backward(pool, **kwargs)
+        forward, backward = self._graphs
+
+        def grads() -> Any:  # of a forward that is computed again, as its replay does
+            outputs = leaves(forward.function())  # type: ignore[attr-defined]  # likewise
+            given = [grad for grad in self._grad_outputs if grad is not None]
+            return self._grads_of(outputs, given, allow_unused=False, retain=False)
+
+        backward.function = grads  # type: ignore[attr-defined]  # likewise
 
 
 class Two(torch.nn.Module):
@@ -146,6 +185,237 @@ def test_hooks_run_at_capture_and_not_at_replay() -> None:
 def test_a_hook_that_returns_a_value_is_refused() -> None:
     with pytest.raises(OperandError, match="returned a value"):
         recorded(fp8core.Linear(16, 16), (torch.zeros(4, 16),), {"forward_hooks": {0: id}})
+
+
+# --- the callables ---
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """make_graphed_callables on a device whose graphs compute again."""
+    monkeypatch.setattr(graphs, "_check_devices", lambda modules: None)
+    monkeypatch.setattr(graphs, "Pass", PassAgain)
+    taking = graphs._taking
+
+    def taking_again(keywords: Any, forward: Any) -> Any:
+        """The argument of a replay is that of the capture."""
+        plain, captured = (taking(k, forward) for k in (keywords, {"is_first_microbatch": False}))
+        run = functools.wraps(forward)
+        return run(lambda *args, **kw: (captured if replaying else plain)(*args, **kw))
+
+    monkeypatch.setattr(graphs, "_taking", taking_again)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    log.clear()
+
+
+def sample(width: int = 16) -> tuple[torch.Tensor]:
+    return (torch.randn(4, width, requires_grad=True),)
+
+
+@pytest.mark.usefixtures("again")
+def test_hooks_run_in_the_order_of_the_capture() -> None:
+    """All modules forward, then all backward, in each of the runs that warm up."""
+    seen: list[str] = []
+    names = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    hooks = [
+        {name: {0: lambda module, at=at, name=name: seen.append(f"{name} {at}")} for name in names}
+        for at in range(2)
+    ]
+    layers = [fp8core.Linear(16, 16) for _ in range(2)]
+    fp8core.make_graphed_callables(
+        layers,
+        (sample(), sample()),
+        num_warmup_iters=2,
+        pre_warmup_hook=lambda: seen.append("before"),
+        post_warmup_hook=lambda: seen.append("after"),
+        capture_time_hooks=hooks,  # type: ignore[arg-type]  # lambdas with defaults
+    )
+    forwards = [f"{name} {at}" for at in (0, 1) for name in names[:2]]
+    backwards = [f"{name} {at}" for at in (1, 0) for name in names[2:]]
+    run = [*forwards, *backwards]
+    assert seen == ["before", *run, *run, "after", *run]
+
+
+@pytest.mark.usefixtures("again")
+@pytest.mark.parametrize("before", ["the class's", "its own"])
+def test_reset_frees_the_graphs_and_a_module_runs_without_them(before: str) -> None:
+    layer, x = ops.Sequential(ops.Linear(16, 16)), sample()[0]
+    if before == "its own":
+        layer.forward = plain = layer.forward
+    kept = dict(vars(layer))
+    with autocast(recipe="current"):
+        want = layer(x)
+    for _ in range(2):  # it can be captured again
+        run = fp8core.make_graphed_callables(layer, sample(), recipe="current")
+        assert run is layer
+        with pytest.raises(OperandError, match="is captured already, or a module inside is"):
+            fp8core.make_graphed_callables(torch.nn.Sequential(layer), sample())
+        pending = layer(x)
+        assert torch.equal(pending, want)
+        assert copy.deepcopy(layer)(x).shape == want.shape
+        log.clear()
+        reset = layer.reset
+        reset()
+        reset()
+        assert log == ["reset"] * 2
+        with pytest.raises(OperandError, match=r"reset\(\) has freed the graph"):
+            pending.sum().backward()
+        assert {name: vars(layer).get(name) for name in kept} == kept
+        assert "forward" in vars(layer) if before == "its own" else "forward" not in vars(layer)
+        assert not torch.equal(layer(x), want)  # in high precision, outside of an autocast
+    layer.reset()  # the container's own
+    if before == "its own":
+        assert layer.forward is plain
+
+
+@pytest.mark.usefixtures("again")
+def test_functions_of_an_order_have_reset() -> None:
+    runs = fp8core.make_graphed_callables(
+        (fp8core.Linear(16, 16),), (sample(), sample()), _order=[1, 1, -1, -1], enabled=False
+    )
+    assert len(runs) == 2
+    runs[0].reset()
+    with pytest.raises(OperandError, match=r"Linear in a graph: reset\(\) has freed the graph"):
+        runs[0](*sample())
+    assert runs[1](*sample()).shape == (4, 16)
+
+
+class Pair(torch.nn.Module):
+    """A container whose forward does not take what its layers take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(fp8core.Linear(16, 16), torch.nn.GELU())
+        self.second = ops.Sequential(ops.Linear(16, 16), torch.nn.Tanh(), ops.Linear(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(self.first(x))
+        return made
+
+
+@pytest.mark.usefixtures("again")
+@pytest.mark.parametrize("order", [None, [1, 1, -1, -1]])
+def test_cached_weights_reach_the_layers_inside_of_containers(order: Any) -> None:
+    torch.manual_seed(0)
+    model = Pair()
+    eager, x = copy.deepcopy(model), sample()[0]
+    run = fp8core.make_graphed_callables(
+        model if order is None else (model,),
+        sample() if order is None else (sample(), sample()),
+        recipe="current",
+        cache_quantized_params=True,
+        _order=order,
+    )
+    run = run if order is None else run[0]
+    with autocast(recipe="current"):
+        want = eager(x)
+    assert torch.equal(run(x, is_first_microbatch=True), want)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(2)  # which torch does not count
+    assert torch.equal(run(x, is_first_microbatch=False), want)  # biases are zeros
+    with torch.no_grad():
+        for parameter in eager.parameters():
+            parameter.mul_(2)
+    with autocast(recipe="current"):
+        want, before = eager(x), want
+    assert not torch.equal(before, want)
+    assert torch.equal(run(x, is_first_microbatch=True), want)
+    with pytest.raises(OperandError, match="is_first_microbatch=None; expected True or False"):
+        run(x)
+    model.eval()
+    assert torch.equal(run(x, is_first_microbatch=False), want)
+    assert torch.equal(run(x), want)
+    assert not any("forward" in vars(inner) for inner in list(model.modules())[1:])
+
+
+@pytest.mark.usefixtures("again")
+def test_each_module_may_be_enabled_by_itself() -> None:
+    low, high = layers = [fp8core.Linear(16, 16) for _ in range(2)]
+    x = sample()[0]
+    with autocast(recipe="current"):
+        want = low(x)
+    plain = high(x)
+    fp8core.make_graphed_callables(
+        layers, (sample(), sample()), recipe="current", enabled=(True, False)
+    )
+    assert torch.equal(low(x), want)
+    assert torch.equal(high(x), plain)
+    for bad in ((True,), (True, 1), 1, "ab"):
+        with pytest.raises(OperandError, match="expected a bool, or one for each of 2 modules"):
+            fp8core.make_graphed_callables(
+                [fp8core.Linear(16, 16) for _ in range(2)],
+                (sample(), sample()),
+                enabled=bad,  # type: ignore[arg-type]
+            )
+
+
+# --- memory that later passes take ---
+@pytest.mark.usefixtures("again")
+def test_passes_that_are_over_leave_their_inputs_to_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    borrowed: list[torch.Tensor] = []
+    passes: list[Pass] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        borrowed.append(tensor)
+        return tensor.detach()
+
+    class Noted(PassAgain):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            passes.append(self)
+
+    monkeypatch.setattr(Graph, "borrowed", staticmethod(note))
+    monkeypatch.setattr(graphs, "Pass", Noted)
+    torch.manual_seed(0)
+    chunks = [fp8core.Linear(16, 16), fp8core.Linear(16, 16)]
+    order = [1, 1, 2, -2, -1, 1, 2, -2, -1, 2, -2, -1]
+    samples = tuple(sample() for _ in range(6))
+    want = [torch.randn(4, 16) for _ in range(3)]
+    runs = fp8core.make_graphed_callables(
+        chunks, samples, enabled=False, _order=order, _reuse_graph_input_output_buffers=True
+    )
+    memory = [run._inputs[0].data_ptr() for run in passes]
+    # Microbatch 2 of chunk 1 begins when microbatch 0 is over; those of chunk 2 never overlap.
+    assert memory[2] == memory[0] or memory[2] == memory[3]
+    assert memory[0] != memory[1]
+    assert len({*memory}) == 3
+    assert len({run._grad_outputs[0].data_ptr() for run in passes}) == 1  # type: ignore[union-attr]
+    # Outputs of six passes, and gradients of an input and two parameters of all but the last.
+    assert len(borrowed) == 6 + 3 * 5
+    middle: dict[int, torch.Tensor] = {}
+    leaf: dict[int, torch.Tensor] = {}
+    done = {number: 0 for number in (1, 2, -1, -2)}
+    for step in order:
+        at, done[step] = done[step], done[step] + 1
+        if step == 1:
+            leaf[at] = want[at].clone().requires_grad_()
+            middle[at] = runs[at](leaf[at])
+        elif step == 2:
+            middle[at] = runs[3 + at](middle[at])
+        elif step == -2:  # and -1 behind it
+            middle[at].square().sum().backward()
+            x = want[at].clone().requires_grad_()
+            chunks[1](chunks[0](x)).square().sum().backward()
+            torch.testing.assert_close(leaf[at].grad, x.grad)
+
+
+@pytest.mark.usefixtures("again")
+def test_memory_is_shared_among_alike_inputs_alone_and_only_in_an_order() -> None:
+    wide, narrow = fp8core.Linear(32, 16), fp8core.Linear(16, 32)
+    runs = fp8core.make_graphed_callables(
+        (wide, narrow),
+        (sample(32), sample(16)),
+        enabled=False,
+        _order=[1, 2, -2, -1],
+        _reuse_graph_input_output_buffers=True,
+    )
+    assert runs[1](runs[0](*sample(32))).shape == (4, 32)
+    with pytest.raises(OperandError, match="needs _order, which says when a pass is over"):
+        fp8core.make_graphed_callables(wide, sample(32), _reuse_graph_input_output_buffers=True)
 
 
 # --- the order ---

@@ -506,8 +506,8 @@ def test_graphs_take_the_earlier_names_and_positions(
     assert calls[-1][1] == {"enabled": False, "pool": (1, 2)}
     with pytest.raises(RecipeError, match=r"recipe=\.\.\.\): give one of them"):
         make(layer, sample, fp8_recipe=recipe, recipe=recipe)
-    with pytest.raises(UnsupportedError, match="_reuse_graph_input_output_buffers"):
-        make(layer, sample, _reuse_graph_input_output_buffers=True)
+    make(layer, sample, _order=[1, -1], _reuse_graph_input_output_buffers=True)
+    assert calls[-1][1] == {"_order": [1, -1], "_reuse_graph_input_output_buffers": True}
 
 
 def test_extra_state_is_saved_empty_and_loads_from_any_checkpoint(te: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from fp8core import recipe
 from fp8core.context.autocast import active
-from fp8core.errors import RecipeError, UnsupportedError, no_argument
+from fp8core.errors import RecipeError, no_argument
 from fp8core.inspection import explain
 from fp8core.modules.models import graphs as fp8core_graphs
 from fp8core.recipe import Recipe, get_default_recipe
@@ -116,7 +116,6 @@ def make_graphed_callables(
     allow_unused_input: bool = False,
     sample_kwargs: Any = None,
     *args: Any,
-    _reuse_graph_input_output_buffers: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Call :func:`fp8core.make_graphed_callables`, by the names and in the order that Transformer
@@ -135,11 +134,6 @@ def make_graphed_callables(
             )
         if earlier in arguments:
             arguments[name] = arguments.pop(earlier)
-    if _reuse_graph_input_output_buffers:
-        raise UnsupportedError(
-            "make_graphed_callables(_reuse_graph_input_output_buffers=True) is not offered; leave "
-            "it at False."
-        )
     return fp8core_graphs.make_graphed_callables(
         modules, sample_args, num_warmup_iters, allow_unused_input, sample_kwargs, **arguments
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 import torch.distributed
 
 from fp8core.context.autocast import autocast
-from fp8core.context.capture import Hooks, Pass, Schedule, passes_of
+from fp8core.context.capture import Hooks, Pass, Schedule, capture, passes_of
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
+from fp8core.modules.calls.inputs import takes_keyword
 from fp8core.modules.models.inventory import layers_in
 from fp8core.modules.sequences.inference import restored_caches
 from fp8core.recipe import Recipe
@@ -31,7 +33,7 @@ def make_graphed_callables(
     allow_unused_input: bool = False,
     sample_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     *,
-    enabled: bool = True,
+    enabled: bool | Sequence[bool] = True,
     calibrating: bool = False,
     recipe: Recipe | str | None = None,
     amax_reduction_group: torch.distributed.ProcessGroup | None = None,
@@ -40,6 +42,7 @@ def make_graphed_callables(
     _num_layers_per_chunk: Sequence[int] | int | None = None,
     pool: tuple[int, int] | None = None,
     retain_graph_in_backward: bool = False,
+    _reuse_graph_input_output_buffers: bool = False,
     clone_param_grads_on_return: bool = True,
     pre_warmup_hook: Callable[[], object] | None = None,
     post_warmup_hook: Callable[[], object] | None = None,
@@ -51,28 +54,33 @@ def make_graphed_callables(
     ``autocast(enabled, recipe=recipe)`` of its own, so the graph updates delayed scales and
     quantizes the weights as they are at every replay; calling it needs no autocast. Warming up and
     capturing leave delayed scales, amax histories, and KV caches whose steps are on the device, as
-    they were. Sizes, strides, dtypes and
-    ``requires_grad`` of later inputs have to be those of ``sample_args``.
+    they were. Sizes, strides, dtypes and ``requires_grad`` of later inputs have to be those of
+    ``sample_args``. What is returned has ``reset()``, which frees the graphs: a module then runs
+    without them, a function raises.
 
     Args:
-        modules: one module, or several that run one after the other; none may have hooks.
+        modules: one module, or several that run one after the other; none may have hooks, or be
+            captured already.
         sample_args: the positional tensors of one call, or a tuple of them for each module.
-        num_warmup_iters: runs before the capture, in which algorithms are chosen.
+        num_warmup_iters: runs before the capture, in its order, in which algorithms are chosen.
         allow_unused_input: whether an input may have no gradient.
         sample_kwargs: tensors of one call by keyword, or a mapping of them for each sample.
-        enabled: False captures high precision.
+        enabled: False captures high precision; for all modules, or one for each.
         calibrating: as in ``autocast``.
         recipe: a Recipe, or its name; None takes :func:`fp8core.get_default_recipe`.
         amax_reduction_group: as in ``autocast``.
         cache_quantized_params: graphs multiply by weights that are quantized outside of them. Each
             call then has ``is_first_microbatch=True``, which quantizes the weights as they are, or
-            False; the modules' forward has to take it.
+            False, also of a module that does not take it, for the layers inside.
         _order: the order in which chunks of the modules run, ``c`` forward and ``-c`` backward, c
             from 1, as in a pipeline. There is a sample for each forward: those of the first chunk
             first, of each chunk by microbatch. Functions are returned, one for each sample.
         _num_layers_per_chunk: how many modules each chunk has, all the same if None.
         pool: memory to share with other graphs, of ``torch.cuda.graph_pool_handle()``.
         retain_graph_in_backward: keep what backward reads in memory of its own.
+        _reuse_graph_input_output_buffers: with ``_order``, have passes that are over leave the
+            memory of their inputs, outputs and gradients to later ones: what a call returns is
+            overwritten after the end of its backward, a gradient after that of the next backward.
         clone_param_grads_on_return: copy the gradients of parameters, so that the next replay does
             not write to those that somebody keeps.
         pre_warmup_hook, post_warmup_hook: called once before and after warming up.
@@ -90,12 +98,20 @@ def make_graphed_callables(
     _check_modules(each)
     for layer in itertools.chain(*(layers_in(module).values() for module in each)):
         layer.count_nonfinite()  # nobody can ask a graph later
-    context = autocast(
-        enabled=enabled,
-        calibrating=calibrating,
-        recipe=recipe,
-        amax_reduction_group=amax_reduction_group,
-    )
+    if _reuse_graph_input_output_buffers and _order is None:
+        raise OperandError(
+            "make_graphed_callables(_reuse_graph_input_output_buffers=True) needs _order, which "
+            "says when a pass is over."
+        )
+    contexts = [
+        autocast(
+            enabled=is_enabled,
+            calibrating=calibrating,
+            recipe=recipe,
+            amax_reduction_group=amax_reduction_group,
+        )
+        for is_enabled in _enabled(enabled, len(each))
+    ]
     is_single = is_module and _order is None
     args: tuple[Any, ...] = (sample_args,) if is_single else tuple(sample_args)
     keywords = _keywords(sample_kwargs, len(args), is_single=is_single)
@@ -107,31 +123,75 @@ def make_graphed_callables(
     ]
     caches, clones = cache_quantized_params, clone_param_grads_on_return
     stores = [_stores(module) if caches else [] for module in each]
+    takers = [*itertools.chain(*map(_takers, each))] if caches else []
+    microbatch: dict[str, bool] = {}  # the argument of takers meanwhile
     with (
         _restored_states(each),
         restored_caches(),
-        _inside(context, each),
+        _inside(contexts, each, takers, microbatch),
         _used_by_graphs([*itertools.chain(*stores)]),
     ):
-        around = pre_warmup_hook, post_warmup_hook
-        _warm_up(passes, num_warmup_iters, allow_unused_input, caches=caches, hooks=around)
-        _capture(
+        if pre_warmup_hook is not None:
+            pre_warmup_hook()
+        times = max(num_warmup_iters, 2) if caches else num_warmup_iters  # to keep the weights
+        _warm_up(passes, [*steps] * times, allow_unused_input, microbatch)
+        if post_warmup_hook is not None:
+            post_warmup_hook()
+        capture(
             passes,
             steps,
-            pool,
-            caches=caches,
+            torch.cuda.graph_pool_handle() if pool is None else pool,
             allow_unused=allow_unused_input,
             retain=retain_graph_in_backward,
+            reuses=_reuse_graph_input_output_buffers,
         )
         forwards = [
             _forward(sample_pass, stores[owners[at]], caches, clones)
             for at, sample_pass in enumerate(passes)
         ]
     if _order is not None:
+        for forward, sample_pass in zip(forwards, passes, strict=True):
+            forward.reset = sample_pass.reset  # type: ignore[attr-defined]  # as Transformer Engine's have it
         return tuple(forwards)
-    for module, forward in zip(each, forwards, strict=True):
-        module.forward = forward
+    for module, forward, sample_pass in zip(each, forwards, passes, strict=True):
+        _start(module, forward, sample_pass)
     return each[0] if is_module else each
+
+
+_replaying: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""The modules whose forward replays graphs."""
+
+
+def _start(module: torch.nn.Module, forward: Callable[..., Any], captured: Pass) -> None:
+    """Have ``module`` run ``forward``, which replays ``captured``, until its ``reset()``."""
+    attributes: dict[str, Any] = vars(module)
+    before: dict[str, Any] = {
+        name: attributes[name] for name in ("forward", "reset") if name in attributes
+    }
+
+    def reset() -> None:
+        """Free the graphs, and have the module run without them again."""
+        captured.reset()
+        if attributes.get("reset") is reset:
+            del attributes["forward"], attributes["reset"]
+            attributes.update(before)
+            _replaying.discard(module)
+
+    attributes.update(forward=forward, reset=reset)
+    _replaying.add(module)
+
+
+def _enabled(enabled: bool | Sequence[bool], count: int) -> list[bool]:
+    """Return whether each module is captured in low precision."""
+    if isinstance(enabled, bool):
+        return [enabled] * count
+    each = list(enabled) if isinstance(enabled, Sequence) else []
+    if len(each) != count or not all(isinstance(entry, bool) for entry in each):
+        raise OperandError(
+            f"make_graphed_callables(enabled={enabled!r}): expected a bool, or one for each of "
+            f"{count} modules."
+        )
+    return each
 
 
 def _schedule(
@@ -148,17 +208,12 @@ def _schedule(
 def _check_modules(modules: Sequence[torch.nn.Module]) -> None:
     if not modules:
         raise RecipeError("make_graphed_callables: there are no modules.")
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            "make_graphed_callables captures CUDA graphs; no CUDA device is visible."
-        )
+    _check_devices(modules)
     for module in modules:
-        devices = {str(parameter.device) for parameter in module.parameters()}
-        if any(not device.startswith("cuda") for device in devices):
-            raise UnsupportedError(
-                f"make_graphed_callables: {type(module).__name__} is on "
-                f"{', '.join(sorted(devices))}; "
-                f"move it to a CUDA device."
+        if not _replaying.isdisjoint(module.modules()):
+            raise OperandError(
+                f"make_graphed_callables: {type(module).__name__} is captured already, or a module "
+                f"inside is. Call the reset() of what is captured first."
             )
         if has_hooks(module):
             raise OperandError(
@@ -176,6 +231,21 @@ def _check_modules(modules: Sequence[torch.nn.Module]) -> None:
         raise OperandError(
             "make_graphed_callables under torch.autocast needs torch.autocast(cache_enabled=False)."
         )
+
+
+def _check_devices(modules: Sequence[torch.nn.Module]) -> None:
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "make_graphed_callables captures CUDA graphs; no CUDA device is visible."
+        )
+    for module in modules:
+        devices = {str(parameter.device) for parameter in module.parameters()}
+        if any(not device.startswith("cuda") for device in devices):
+            raise UnsupportedError(
+                f"make_graphed_callables: {type(module).__name__} is on "
+                f"{', '.join(sorted(devices))}; "
+                f"move it to a CUDA device."
+            )
 
 
 def _keywords(samples: Any, count: int, *, is_single: bool) -> list[Mapping[str, Any]]:
@@ -204,46 +274,40 @@ def _hooks(hooks: Sequence[Hooks | None] | None, count: int) -> list[Hooks]:
     return each
 
 
-_FIRST, _LATER = {"is_first_microbatch": True}, {"is_first_microbatch": False}
+_FIRST = "is_first_microbatch"
+
+
+def _takers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the outermost modules that take ``is_first_microbatch``, ``module`` or inside it."""
+    if takes_keyword(module, _FIRST):
+        yield module
+        return
+    for child in module.children():
+        yield from _takers(child)
 
 
 def _warm_up(
     passes: Sequence[Pass],
-    times: int,
+    steps: Sequence[tuple[int, int, bool]],
     allow_unused: bool,
-    *,
-    caches: bool,
-    hooks: tuple[Callable[[], object] | None, Callable[[], object] | None],
+    microbatch: dict[str, bool],
 ) -> None:
-    """Run every pass on a stream of its own; with ``caches`` at least once, to keep the weights."""
-    before, after = hooks
-    if before is not None:
-        before()
+    """Run ``steps`` on a stream of their own.
+
+    The first forward of each module is that of the first microbatch; another one would rewrite
+    weights that a backward still has to read.
+    """
+    begun: set[int] = set()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]  # torch's
-        for sample_pass in passes:
-            extra = [_FIRST, _LATER] if caches else [{}]
-            sample_pass.warm_up(max(times, 2) if caches else times, allow_unused, extra)
+        for module, sample, is_forward in steps:
+            if is_forward:
+                microbatch[_FIRST] = module not in begun
+                begun.add(module)
+                passes[sample].run_forward()
+            else:
+                passes[sample].run_backward(allow_unused=allow_unused)
     torch.cuda.synchronize()
-    if after is not None:
-        after()
-
-
-def _capture(
-    passes: Sequence[Pass],
-    steps: Sequence[tuple[int, int, bool]],
-    pool: Any,
-    *,
-    caches: bool,
-    allow_unused: bool,
-    retain: bool,
-) -> None:
-    shared = torch.cuda.graph_pool_handle() if pool is None else pool
-    for _, sample, is_forward in steps:
-        if is_forward:
-            passes[sample].record_forward(shared, _LATER if caches else {})
-        else:
-            passes[sample].record_backward(shared, allow_unused=allow_unused, retain=retain)
 
 
 def _forward(
@@ -252,13 +316,16 @@ def _forward(
     """Return the forward that replays, and in the other mode, train or eval, runs the module's."""
     module = sample_pass.module
     was_training, plain = module.training, module.forward
+    takes_first = not caches or takes_keyword(module, _FIRST)
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if module.training is not was_training:
+            if not takes_first:
+                kwargs.pop(_FIRST, None)
             return plain(*args, **kwargs)
         if caches:
-            first = kwargs.pop("is_first_microbatch", None)
+            first = kwargs.pop(_FIRST, None)
             if not isinstance(first, bool):
                 raise OperandError(
                     f"{type(module).__name__} in a graph with cache_quantized_params: "
@@ -290,19 +357,39 @@ def _used_by_graphs(stores: Sequence[WeightStore]) -> Iterator[None]:
 
 
 @contextmanager
-def _inside(context: autocast, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Have each module's forward enter ``context``, until the forwards are restored at the end."""
-    before = [vars(module).get("forward") for module in modules]  # None: that of the class
-    for module in modules:
+def _inside(
+    contexts: Sequence[autocast],
+    modules: Sequence[torch.nn.Module],
+    takers: Sequence[torch.nn.Module],
+    microbatch: dict[str, bool],
+) -> Iterator[None]:
+    """Have each module's forward enter its context, and that of ``takers`` take ``microbatch``,
+    until the forwards are restored at the end."""
+    before = {
+        module: vars(module).get("forward")  # None: that of the class
+        for module in (*takers, *modules)
+    }
+    for layer in dict.fromkeys(takers):
+        layer.forward = _taking(microbatch, layer.forward)
+    for context, module in zip(contexts, modules, strict=True):
         module.forward = _entering(context, module.forward)
     try:
         yield
     finally:
-        for module, forward in zip(modules, before, strict=True):
+        microbatch.clear()  # a forward of the other mode takes what its caller says
+        for module, forward in before.items():
             if forward is None:
                 del module.forward
             else:
                 module.forward = forward
+
+
+def _taking(keywords: Mapping[str, Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **{**keywords, **kwargs})
+
+    return run
 
 
 def _entering(context: autocast, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -137,6 +137,132 @@ def test_a_pipeline_order_equals_eager_steps(name: str) -> None:
         torch.testing.assert_close(one, other, msg=str(number))
 
 
+def pipeline(reuses: bool) -> tuple[list[torch.Tensor], int]:
+    """Train four microbatches on two chunks of four linears, one forward and one backward at a
+    time; return losses and gradients, and the bytes that the capture holds."""
+    torch.manual_seed(0)
+    layers = [
+        fp8core.Linear(512, 512, params_dtype=torch.bfloat16, device="cuda") for _ in range(8)
+    ]
+
+    def sample() -> tuple[torch.Tensor]:
+        x = torch.randn(2048, 512, dtype=torch.bfloat16, device="cuda")
+        return (x.requires_grad_(),)
+
+    order = [1, 2, -2, -1] * 4
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    runs = fp8core.make_graphed_callables(
+        layers,
+        tuple(sample() for _ in range(32)),
+        recipe="current",
+        _order=order,
+        _num_layers_per_chunk=[4, 4],
+        _reuse_graph_input_output_buffers=reuses,
+    )
+    gc.collect()
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved() - before
+    torch.manual_seed(1)
+    results = []
+    for _ in range(2):
+        for microbatch in range(4):
+            x = leaf = sample()[0]
+            for chunk in range(2):
+                for layer in range(4):
+                    x = runs[16 * chunk + 4 * microbatch + layer](x)
+            loss = x.float().square().mean()
+            loss.backward()
+            results += [loss.detach().clone(), leaf.grad.clone()]  # type: ignore[union-attr]
+    results += [own.grad.clone() for layer in layers for own in layer.parameters()]  # type: ignore[union-attr]
+    for run in runs:
+        run.reset()
+    return results, reserved
+
+
+@pytest.mark.needs_accelerator("cuda")
+def test_passes_that_are_over_leave_their_memory_and_change_no_bit() -> None:
+    (plain, larger), (reused, smaller) = pipeline(reuses=False), pipeline(reuses=True)
+    assert all(map(torch.equal, plain, reused))
+    print(f"memory of the capture: {larger >> 20} MiB, reused {smaller >> 20} MiB")
+    assert smaller < 0.7 * larger
+
+
+@pytest.mark.needs_accelerator("cuda")
+def test_memory_that_is_borrowed_is_not_held() -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        x = torch.arange(24, device="cuda").to(dtype).view(4, 6)[1:, ::2]
+        view = capture.Graph.borrowed(x)
+        assert torch.equal(view, x)
+        assert view.data_ptr() == x.data_ptr()
+        x.zero_()
+        assert not view.any()
+    whole = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
+    before, view = torch.cuda.memory_allocated(), capture.Graph.borrowed(whole)
+    del whole
+    assert torch.cuda.memory_allocated() == before - (1 << 26)
+    del view
+
+
+@pytest.mark.needs_accelerator("cuda")
+def test_reset_frees_the_memory_of_a_capture_and_the_module_is_captured_again() -> None:
+    model = make()
+    sample = torch.randn(1 << 14, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    with fp8core.autocast(recipe="current"):
+        want = model(sample).detach()
+    for _ in range(2):
+        fp8core.make_graphed_callables(model, (sample,), recipe="current")
+        assert torch.equal(model(sample), want)
+        with pytest.raises(fp8core.OperandError, match="is captured already"):
+            fp8core.make_graphed_callables(model, (sample,))
+        reserved = []
+        for reset in (lambda: None, model.reset):
+            reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+            reserved.append(torch.cuda.memory_reserved())
+        assert reserved[1] <= reserved[0] - (16 << 20)  # an output and two gradients at least
+    with fp8core.autocast(recipe="current"):
+        assert torch.equal(model(sample), want)
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_layers_of_containers_multiply_by_weights_of_the_first_microbatch(name: str) -> None:
+    torch.manual_seed(0)
+    options = {"params_dtype": torch.bfloat16, "device": "cuda"}
+    graphed = torch.nn.Sequential(
+        fp8core.LayerNormLinear(256, 256, **options),
+        fp8core.ops.Sequential(
+            fp8core.ops.Linear(256, 256, device="cuda", dtype=torch.bfloat16),
+            fp8core.ops.GELU(),
+            torch.nn.Tanh(),
+            fp8core.Linear(256, 256, **options),
+        ),
+    )
+    eager = copy.deepcopy(graphed)
+    sample = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    graphed = fp8core.make_graphed_callables(
+        graphed, (sample,), recipe=name, cache_quantized_params=True
+    )
+    for _ in range(2):
+        for first in (True, False):
+            x = torch.randn_like(sample).requires_grad_()
+            y = graphed(x, is_first_microbatch=first)
+            with fp8core.autocast(recipe=name):
+                want = eager(x)
+            assert torch.equal(y, want)
+            y.sum().backward()
+            want.sum().backward()
+        with torch.no_grad():
+            for mine, theirs in zip(graphed.parameters(), eager.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad)
+                for own in (mine, theirs):
+                    own -= 1e-2 * theirs.grad  # type: ignore[operator]
+                    own.grad = None
+
+
 @pytest.mark.needs_accelerator("cuda")
 def test_microbatches_add_up_and_keywords_and_hooks_are_taken() -> None:
     class Scaled(torch.nn.Module):
