@@ -766,6 +766,49 @@ def test_a_recompute_without_its_forward_is_an_error(te: Any) -> None:
     assert not te.pytorch.distributed.is_fp8_activation_recompute_enabled()
 
 
+def test_what_runs_in_a_checkpoint_knows_whether_it_is_repeated(te: Any) -> None:
+    """Where low precision is on, also by an autocast inside of the checkpoint."""
+    state = te.pytorch.distributed
+    layer, seen = te.pytorch.Linear(16, 16), []
+
+    def note() -> None:
+        seen.append(
+            (state.is_fp8_activation_recompute_enabled(), state.in_fp8_activation_recompute_phase())
+        )
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        note()
+        with te.pytorch.autocast(recipe=te.common.recipe.Float8CurrentScaling()):
+            note()
+            return layer(x)
+
+    te.pytorch.checkpoint(run, torch.randn(16, 16, requires_grad=True)).sum().backward()
+    assert seen == [(False, False), (True, False), (False, True), (True, True)]
+    note()
+    with te.pytorch.autocast(recipe=te.common.recipe.Float8CurrentScaling()):
+        note()
+    assert seen[4:] == [(False, False)] * 2
+
+
+def test_the_base_of_layers_is_made_without_arguments(te: Any) -> None:
+    base = importlib.import_module("transformer_engine.pytorch.module.base")
+
+    class Scaled(base.TransformerEngineBaseModule):  # type: ignore[misc, name-defined]  # of a module by its name
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.full((4,), 2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    layer = Scaled()
+    assert torch.equal(layer(torch.ones(4)), torch.full((4,), 2.0))
+    assert (layer.fp8, layer.fp8_calibration, layer.tp_size) == (False, False, 1)
+    assert layer.fp8_meta["fp8_checkpoint"] is False
+    fresh = Scaled()
+    fresh.load_state_dict(layer.state_dict())
+
+
 def test_a_tracker_continues_its_states(te: Any) -> None:
     tracker = te.pytorch.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 7)

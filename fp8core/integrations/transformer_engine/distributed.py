@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fp8core.chain.sequence_chunks import lengths_of_chunks
 from fp8core.context import recompute as native
+from fp8core.context.autocast import active
 from fp8core.context.recompute import Tape, TapeEntry, current, playing
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.training.context_parallel import check_bounds, thd_get_partitioned_indices
@@ -68,14 +69,6 @@ class _Repeat(Tape):
         return super()._take(label, key, layer)
 
 
-class _Phase(threading.local):
-    is_enabled = False
-    is_recompute = False
-
-
-_phase = _Phase()
-
-
 @contextmanager
 def activation_recompute_forward(
     activation_recompute: bool = False, recompute_phase: bool = False
@@ -85,28 +78,24 @@ def activation_recompute_forward(
     A repeat has the delayed scales and stored weights of the forward, and records no amax. Forwards
     of one layer are repeated in the order in which they ran.
     """
-    before = _phase.is_enabled, _phase.is_recompute
-    _phase.is_enabled = activation_recompute
-    _phase.is_recompute = activation_recompute and recompute_phase
-    try:
-        if not activation_recompute:
-            yield
-            return
-        tape = _Repeat(current()) if recompute_phase else _Forward(True, current())
-        with playing(tape):
-            yield
-    finally:
-        _phase.is_enabled, _phase.is_recompute = before
+    if not activation_recompute:
+        yield
+        return
+    tape = _Repeat(current()) if recompute_phase else _Forward(True, current())
+    with playing(tape):
+        yield
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Return whether the calling thread is in :func:`activation_recompute_forward`."""
-    return _phase.is_enabled
+    """Return whether the thread runs in low precision what backward repeats, or repeats it: in
+    :func:`checkpoint` or :func:`activation_recompute_forward`."""
+    return current() is not None and active(None).quantize is not None
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Return whether the thread is in the recompute."""
-    return _phase.is_recompute
+    """Return whether the thread repeats a forward."""
+    tape = current()
+    return tape is not None and tape.is_repeating
 
 
 class RandomState(NamedTuple):

@@ -76,8 +76,9 @@ class LowPrecisionModule(DelayedModule):
         self._wgrad_hooks: list[Callable[[], object]] = []
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the shapes of the layer's chain, which do not depend on its recipe."""
-        raise NotImplementedError
+        """Return the shapes of the layer's chain, which do not depend on its recipe; none for a
+        layer of a user that computes without one."""
+        return ()
 
     def link_names(self) -> list[tuple[str, ...]] | None:
         """Return the names of the chain's parameters, in order; a parameter that is put together
