@@ -172,6 +172,22 @@ def test_manual_synchronization() -> None:
     torch.testing.assert_close(x.grad, 8 * x.detach() ** 3)
 
 
+def test_the_context_has_its_synchronizer() -> None:
+    context, sync = get_cpu_offload_context(True, num_layers=1, model_layers=2)
+    y = torch.randn(16, 32, requires_grad=True)
+    assert context.offload_synchronizer.get_offloaded_total_size_mb() == 0
+    for _ in range(2):
+        with context:
+            y = Watched.apply(y)
+        y = sync(y)
+    assert context.offload_synchronizer.get_offloaded_total_size_mb() == 16 * 32 * 4 / 2**20
+    y.sum().backward()
+    manual, _, synchronizer = get_cpu_offload_context(
+        True, model_layers=1, manual_synchronization=True
+    )
+    assert manual.offload_synchronizer is synchronizer
+
+
 def test_parameters_and_marked_tensors_stay() -> None:
     layer = torch.nn.Linear(32, 32, bias=False)
     context, sync, manual = get_cpu_offload_context(
@@ -226,7 +242,7 @@ def test_without_gradients_nothing_is_saved() -> None:
     with torch.no_grad():
         y = forward(torch_layers(2), torch.randn(16, 32), context, sync)
     assert not y.requires_grad
-    assert context.synchronizer.get_offloaded_total_size_mb() == 0
+    assert context.offload_synchronizer.get_offloaded_total_size_mb() == 0
 
 
 def test_disabled_it_does_nothing() -> None:
@@ -243,7 +259,7 @@ def test_memory_of_the_host_is_kept() -> None:
     addresses = []
     for _ in range(2):
         gradients(layers, lambda x: forward(layers, x, context, sync))
-        held = context.synchronizer._buffers[0]
+        held = context.offload_synchronizer._buffers[0]
         addresses.append([one.data_ptr() for one in held])
     assert addresses[0] == addresses[1]
     assert addresses[0]
@@ -297,8 +313,13 @@ def test_a_forward_pass_that_fails_is_followed_by_a_whole_one() -> None:
         forward([layers[0], fail], torch.randn(16, 32, requires_grad=True), context, sync)
     found = gradients(layers, lambda x: forward(layers, x, context, sync))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert context.synchronizer.current == 3
-    assert [len(one.saved) > 0 for one in context.synchronizer.layers] == [True, True, False, False]
+    assert context.offload_synchronizer.current == 3
+    assert [len(one.saved) > 0 for one in context.offload_synchronizer.layers] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
@@ -315,7 +336,7 @@ def test_codes_of_weights_stay_on_the_device(is_stored: bool) -> None:
             with context:
                 y = layer(x)
             y = sync(y)
-    held = context.synchronizer.layers[0].saved
+    held = context.offload_synchronizer.layers[0].saved
     shapes = {tuple(one._on_host.shape) for one in held if one._is_copied}
     assert (64, 128) in shapes  # the input's columnwise codes
     assert not shapes & {(64, 96), (96, 64)}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import fp8core
 from fp8core.errors import OperandError
 from fp8core.permutation import (
     moe_permute,
@@ -20,7 +21,7 @@ from fp8core.permutation import (
     moe_unpermute,
 )
 from fp8core.training import permutation
-from tests.device import VALUES_ARE_READ
+from tests.device import DEVICE, VALUES_ARE_READ
 from tests.refusals import unrefused
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -388,3 +389,44 @@ def test_no_tokens_come_back_from_an_index_with_weights() -> None:
     )
     y = moe_unpermute(output, rows, torch.rand(0, 2), map_type="index")
     assert y.shape == (0, 4)
+
+
+QUANTIZERS = {
+    "current": fp8core.Float8CurrentScalingQuantizer(fp8core.DType.kFloat8E4M3, device=DEVICE),
+    "mxfp8": fp8core.MXFP8Quantizer(fp8core.DType.kFloat8E4M3),
+    "block": fp8core.Float8BlockQuantizer(
+        fp8core.DType.kFloat8E4M3, rowwise=True, columnwise=False, block_scaling_dim=1
+    ),
+}
+
+
+@pytest.mark.parametrize("map_type", ["mask", "index"])
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_a_quantized_tensor_is_permuted_in_its_codes(name: str, map_type: str) -> None:
+    """Rows without a token are zeros, and take no gradient."""
+    quantizer = QUANTIZERS[name]
+    quantizer.set_usage(rowwise=True, columnwise=name == "current")
+    x = torch.randn(6, 256).bfloat16().requires_grad_()
+    quantized = quantizer(x)
+    mask = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 1, 0], [0, 0, 1], [1, 0, 0], [0, 1, 0]])
+    experts = torch.tensor([[0, 2], [1, -1], [0, 1], [2, -1], [0, -1], [-1, 1]])
+    chosen = (mask if map_type == "mask" else experts).int()
+    rows, row_id_map = moe_permute(quantized, chosen, 10, map_type=map_type)
+    want, same_map = moe_permute(quantized.dequantize(), chosen, 10, map_type=map_type)
+    assert isinstance(rows, fp8core.QuantizedTensor)
+    assert torch.equal(rows.dequantize(), want)
+    assert torch.equal(row_id_map, same_map)
+    weights = torch.randn(10, 256).bfloat16()
+    (grad,) = torch.autograd.grad((rows.dequantize() * weights).sum(), x, retain_graph=True)
+    (expected,) = torch.autograd.grad((want * weights).sum(), x)
+    torch.testing.assert_close(grad, expected, rtol=2**-7, atol=2**-6)  # sums of two in bfloat16
+    back = moe_unpermute(rows.dequantize(), row_id_map, map_type=map_type)
+    assert torch.equal(back, moe_unpermute(want, row_id_map, map_type=map_type))
+
+
+def test_a_quantized_tensor_whose_rows_cannot_be_selected_is_permuted_by_its_values() -> None:
+    quantizer = fp8core.MXFP8Quantizer(fp8core.DType.kFloat8E4M3)
+    quantized = quantizer(torch.randn(32, 64).bfloat16())
+    mask = torch.randint(2, (32, 4), dtype=torch.int32)
+    rows, _ = moe_permute(quantized, mask, 50)
+    assert torch.equal(rows, moe_permute(quantized.dequantize(), mask, 50)[0])

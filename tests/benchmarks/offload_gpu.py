@@ -131,7 +131,7 @@ def measured(
     peak = contest.peak_mib(steps["without"], before)
     times = seconds(contest, steps)
     peak_with = contest.peak_mib(steps["with"], before)
-    offloaded = round(context.synchronizer.get_offloaded_total_size_mb() * MIB)
+    offloaded = round(context.offload_synchronizer.get_offloaded_total_size_mb() * MIB)
     return Measured(*times, offloaded, *rates(contest), peak, peak_with)
 
 

@@ -19,9 +19,9 @@ def test_a_step_offloads_all_layers_but_the_last(monkeypatch: pytest.MonkeyPatch
     context, sync = stack.offload()
     for _ in range(2):
         stack.step(x, context, sync)
-    held = [bool(layer.saved) for layer in context.synchronizer.layers]
+    held = [bool(layer.saved) for layer in context.offload_synchronizer.layers]
     assert held == [True, True, False]
-    assert context.synchronizer.get_offloaded_total_size_mb() > 0
+    assert context.offload_synchronizer.get_offloaded_total_size_mb() > 0
     assert x.grad is None
 
 

@@ -363,7 +363,7 @@ class _OffloadContext(contextlib.ContextDecorator):
     one begins."""
 
     def __init__(self, synchronizer: Synchronizer) -> None:
-        self.synchronizer = synchronizer
+        self.offload_synchronizer = synchronizer
         self._hooks: Any = None
         self._note: Any = None
         self._is_open = False
@@ -375,9 +375,9 @@ class _OffloadContext(contextlib.ContextDecorator):
                 "ended: leave it, and call the second result with the layer's output."
             )
         self._is_open = True
-        self.synchronizer.enter()
+        self.offload_synchronizer.enter()
         hooks = torch.autograd.graph.saved_tensors_hooks
-        self._hooks = hooks(self.synchronizer.pack, self.synchronizer.unpack)
+        self._hooks = hooks(self.offload_synchronizer.pack, self.offload_synchronizer.unpack)
         self._hooks.__enter__()
         self._note = set_note(mark_not_offload)
         return self
@@ -387,13 +387,13 @@ class _OffloadContext(contextlib.ContextDecorator):
         self._hooks.__exit__(*error)
         self._is_open = False
         if error[0] is not None:
-            self.synchronizer.give_up()
+            self.offload_synchronizer.give_up()
 
     def end_layer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the output of the layer that ran last; its backward begins with this tensor."""
         node = tensor.grad_fn
         if node is not None:
-            synchronizer = self.synchronizer
+            synchronizer = self.offload_synchronizer
             layers, layer = synchronizer.layers, synchronizer.current
 
             def begin(grads: Any) -> None:

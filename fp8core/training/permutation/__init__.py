@@ -19,6 +19,7 @@ import torch
 from fp8core.backend_api import CombineBackwardDesc, CombineDesc, DispatchDesc, RouteDesc
 from fp8core.chain.alone import bound, derivatives, in_torch, is_transformed, needs_node, plain
 from fp8core.errors import OperandError, did_you_mean
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.companions import Companions
 
@@ -42,7 +43,8 @@ def moe_permute(
     """Return the tokens of expert 0, then those of expert 1, and so on, and ``row_id_map``.
 
     Args:
-        inp: ``[tokens, hidden]``.
+        inp: ``[tokens, hidden]``. Of a quantized tensor whose rows can be selected (no columns
+            beside them that are rounded by themselves) the codes are permuted.
         routing_map: with ``"mask"`` ``[tokens, experts]``, not 0 where a token goes to an expert;
             with ``"index"`` ``[tokens, k]``, the numbers of each token's experts, a negative one
             for none. bool or integers.
@@ -57,15 +59,19 @@ def moe_permute(
     """
     owner = "moe_permute"
     check_map_type(owner, map_type)
-    inp = check_rows(owner, "inp", inp)
+    codes = inp if isinstance(inp, QuantizedTensor) and inp.dim() == 2 and len(inp) else None
+    inp = check_rows(owner, "inp", inp) if codes is None else codes
     check_map(owner, inp, routing_map)
     rows = check_count(owner, num_out_tokens)
     if map_type == "mask":
         index, sources = route_by_mask(routing_map, rows)
-        return dispatch(inp, None, index, sources)[0], index
-    index, sources = route("experts", routing_map, rows or routing_map.numel())
+    else:
+        index, sources = route("experts", routing_map, rows or routing_map.numel())
     # As Transformer Engine lays it out: the first row of each token, then the second of each.
-    return dispatch(inp, None, index, sources)[0], index.t().flatten()
+    row_id_map = index if map_type == "mask" else index.t().flatten()
+    if codes is not None:
+        return _selected(codes, sources // index.shape[1]), row_id_map
+    return dispatch(inp, None, index, sources)[0], row_id_map
 
 
 def moe_permute_with_probs(
@@ -460,6 +466,20 @@ def dispatch(
         run = bound(DispatchDesc, values, x.device)
     y, permuted = run(x, index, sources, **_there(probs=probs))
     return y, permuted
+
+
+def _selected(x: QuantizedTensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the ``rows`` of ``x``, zeros for those of -1; plain where ``x`` cuts none."""
+    absent = rows < 0
+    y = x.index_select(0, rows.clamp(min=0).long())
+    if not isinstance(y, QuantizedTensor):
+        return y.masked_fill(absent[:, None], 0)
+    for operand, positions in zip(y.stored, (absent[:, None], absent), strict=True):
+        if operand is not None:
+            operand.data.masked_fill_(positions, 0)
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad.masked_fill(absent[:, None], 0))  # type: ignore[no-untyped-call]  # torch's
+    return y
 
 
 def _there(**tensors: Optional) -> dict[str, torch.Tensor]:

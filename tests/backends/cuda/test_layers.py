@@ -125,7 +125,7 @@ def test_gradients_are_those_of_layers_that_stay(recipe: str, doubles: bool, man
     )
     expected = train(recipe, *stays, streams)
     found = train(recipe, *offloads, streams)
-    assert offloads[0].synchronizer.get_offloaded_total_size_mb() > 1
+    assert offloads[0].offload_synchronizer.get_offloaded_total_size_mb() > 1
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
