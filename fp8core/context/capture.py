@@ -261,8 +261,13 @@ class Pass:
         self._graphs = ()
         self._inputs, self._outputs, self._grad_outputs, self._grads = [], [], [], []
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether there are graphs, which :meth:`reset` has not freed."""
+        return bool(self._graphs)
+
     def _check_is_captured(self) -> None:
-        if not self._graphs:
+        if not self.is_captured:
             raise OperandError(
                 f"{type(self.module).__name__} in a graph: reset() has freed the graph. Capture it "
                 f"again, by make_graphed_callables."

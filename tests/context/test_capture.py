@@ -239,34 +239,39 @@ def test_hooks_run_in_the_order_of_the_capture() -> None:
 
 @pytest.mark.usefixtures("again")
 @pytest.mark.parametrize("before", ["the class's", "its own"])
-def test_reset_frees_the_graphs_and_a_module_runs_without_them(before: str) -> None:
+def test_reset_frees_the_graphs_until_the_module_is_captured_again(before: str) -> None:
     layer, x = ops.Sequential(ops.Linear(16, 16)), sample()[0]
     if before == "its own":
-        layer.forward = plain = layer.forward
-    kept = dict(vars(layer))
+        layer.forward = layer.forward
     with autocast(recipe="current"):
         want = layer(x)
-    for _ in range(2):  # it can be captured again
+    for _ in range(3):
         run = fp8core.make_graphed_callables(layer, sample(), recipe="current")
         assert run is layer
-        with pytest.raises(OperandError, match="is captured already, or a module inside is"):
+        with pytest.raises(OperandError, match="Sequential is captured already"):
             fp8core.make_graphed_callables(torch.nn.Sequential(layer), sample())
         pending = layer(x)
         assert torch.equal(pending, want)
         assert copy.deepcopy(layer)(x).shape == want.shape
         log.clear()
-        reset = layer.reset
-        reset()
-        reset()
+        layer.reset()
+        layer.reset()
         assert log == ["reset"] * 2
-        with pytest.raises(OperandError, match=r"reset\(\) has freed the graph"):
-            pending.sum().backward()
-        assert {name: vars(layer).get(name) for name in kept} == kept
-        assert "forward" in vars(layer) if before == "its own" else "forward" not in vars(layer)
-        assert not torch.equal(layer(x), want)  # in high precision, outside of an autocast
-    layer.reset()  # the container's own
-    if before == "its own":
-        assert layer.forward is plain
+        for late in (lambda: layer(x), pending.sum().backward):
+            with pytest.raises(OperandError, match=r"reset\(\) has freed the graph"):
+                late()
+    assert torch.equal(layer.eval()(x), want)  # as before a reset
+    outer = fp8core.make_graphed_callables(torch.nn.Sequential(layer), sample(), recipe="current")
+    assert torch.equal(outer(x), want)
+    assert ("forward" in vars(layer)) is (before == "its own")
+    assert "reset" not in vars(layer)
+
+
+@pytest.mark.usefixtures("again")
+@pytest.mark.parametrize("modules", [torch.relu, [torch.relu], None, [fp8core.Linear]])
+def test_what_is_no_module_is_refused(modules: Any) -> None:
+    with pytest.raises(OperandError, match="put a function into the forward of one"):
+        fp8core.make_graphed_callables(modules, sample())
 
 
 @pytest.mark.usefixtures("again")

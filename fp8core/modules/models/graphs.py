@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,8 +54,8 @@ def make_graphed_callables(
     quantizes the weights as they are at every replay; calling it needs no autocast. Warming up and
     capturing leave delayed scales, amax histories, and KV caches whose steps are on the device, as
     they were. Sizes, strides, dtypes and ``requires_grad`` of later inputs have to be those of
-    ``sample_args``. What is returned has ``reset()``, which frees the graphs: a module then runs
-    without them, a function raises.
+    ``sample_args``. What is returned has ``reset()``, which frees the graphs; a call is an error
+    from then on, until the module is captured again.
 
     Args:
         modules: one module, or several that run one after the other; none may have hooks, or be
@@ -90,10 +89,11 @@ def make_graphed_callables(
 
     Raises:
         RecipeError: ``recipe`` is not a Recipe, or there are no modules.
-        OperandError: samples, order or hooks do not fit the modules.
+        OperandError: what is no module, or replays graphs already; samples, order or hooks do not
+            fit the modules.
         UnsupportedError: there is no CUDA device, or a module is not on one.
     """
-    is_module = isinstance(modules, torch.nn.Module)
+    is_module = isinstance(modules, torch.nn.Module) or not isinstance(modules, Iterable)
     each: tuple[torch.nn.Module, ...] = (modules,) if is_module else tuple(modules)  # type: ignore[arg-type, assignment]  # as is_module says
     _check_modules(each)
     for layer in itertools.chain(*(layers_in(module).values() for module in each)):
@@ -121,6 +121,7 @@ def make_graphed_callables(
     passes = [
         Pass(each[owners[at]], args[at], keywords[at], hooks[owners[at]]) for at in range(len(args))
     ]
+    _restore(itertools.chain(*(module.modules() for module in each)))
     caches, clones = cache_quantized_params, clone_param_grads_on_return
     stores = [_stores(module) if caches else [] for module in each]
     takers = [*itertools.chain(*map(_takers, each))] if caches else []
@@ -158,27 +159,37 @@ def make_graphed_callables(
     return each[0] if is_module else each
 
 
-_replaying: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""The modules whose forward replays graphs."""
-
-
 def _start(module: torch.nn.Module, forward: Callable[..., Any], captured: Pass) -> None:
-    """Have ``module`` run ``forward``, which replays ``captured``, until its ``reset()``."""
+    """Have ``module`` run ``forward``, which replays ``captured``."""
     attributes: dict[str, Any] = vars(module)
-    before: dict[str, Any] = {
-        name: attributes[name] for name in ("forward", "reset") if name in attributes
-    }
+    before = {name: attributes[name] for name in ("forward", "reset") if name in attributes}
 
     def reset() -> None:
-        """Free the graphs, and have the module run without them again."""
+        """Free the graphs. A call is an error until the module is captured again."""
         captured.reset()
-        if attributes.get("reset") is reset:
-            del attributes["forward"], attributes["reset"]
-            attributes.update(before)
-            _replaying.discard(module)
 
+    vars(reset).update(captured=captured, before=before)
     attributes.update(forward=forward, reset=reset)
-    _replaying.add(module)
+
+
+def _restore(modules: Iterable[torch.nn.Module]) -> None:
+    """Give those of ``modules`` whose graphs were freed the forward of before.
+
+    Raises:
+        OperandError: one replays graphs.
+    """
+    for module in modules:
+        attributes: dict[str, Any] = vars(module)
+        graphed: dict[str, Any] = getattr(attributes.get("reset"), "__dict__", {})
+        if "captured" not in graphed:
+            continue
+        if graphed["captured"].is_captured:
+            raise OperandError(
+                f"make_graphed_callables: {type(module).__name__} is captured already. Call its "
+                f"reset() first."
+            )
+        del attributes["forward"], attributes["reset"]
+        attributes.update(graphed["before"])
 
 
 def _enabled(enabled: bool | Sequence[bool], count: int) -> list[bool]:
@@ -208,13 +219,14 @@ def _schedule(
 def _check_modules(modules: Sequence[torch.nn.Module]) -> None:
     if not modules:
         raise RecipeError("make_graphed_callables: there are no modules.")
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise OperandError(
+                f"make_graphed_callables: {module!r} is no torch.nn.Module; put a function into the "
+                f"forward of one, whose parameters get gradients."
+            )
     _check_devices(modules)
     for module in modules:
-        if not _replaying.isdisjoint(module.modules()):
-            raise OperandError(
-                f"make_graphed_callables: {type(module).__name__} is captured already, or a module "
-                f"inside is. Call the reset() of what is captured first."
-            )
         if has_hooks(module):
             raise OperandError(
                 f"make_graphed_callables: {type(module).__name__} has hooks, which a replay would "
