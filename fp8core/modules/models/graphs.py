@@ -222,8 +222,8 @@ def _check_modules(modules: Sequence[torch.nn.Module]) -> None:
     for module in modules:
         if not isinstance(module, torch.nn.Module):
             raise OperandError(
-                f"make_graphed_callables: {module!r} is no torch.nn.Module; put a function into the "
-                f"forward of one, whose parameters get gradients."
+                f"make_graphed_callables: {module!r} is no torch.nn.Module; put a function "
+                f"into the forward of one, whose parameters get gradients."
             )
     _check_devices(modules)
     for module in modules:
