@@ -102,10 +102,11 @@ class Part:
 BUILD = ("-m", "fp8core", "build", "cuda")
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider")
 _PYTEST += ("-n", str(CORES), "--dist", "loadfile")
-_KIT = (*_PYTEST, "--dist", "load", "--fp8core-backend", "cuda")  # one file has all of its checks
+_OF_ONE_FILE = (*_PYTEST, "--dist", "load")
+_KIT = (*_OF_ONE_FILE, "--fp8core-backend", "cuda")
 PARTS = {
     "doctor": Part("the doctor finds no problem", ("-m", "fp8core", "doctor")),
-    "pages": Part("code of the pages and examples", (*_PYTEST, *PAGES), places_tensors=True),
+    "pages": Part("code of pages and examples", (*_OF_ONE_FILE, *PAGES), places_tensors=True),
     "layers": Part("the CPU's tests of layers", (*_PYTEST, *LAYERS), places_tensors=True),
     "kit": Part("the laws of every backend", _KIT),
     "cuda": Part("tests of the CUDA backend", (*_PYTEST, CUDA_TESTS)),
