@@ -66,10 +66,10 @@ class Graph:
         of the pool may write there."""
         if type(tensor) is not torch.Tensor or not tensor.is_cuda or not tensor.numel():
             return tensor.detach()
-        storage = tensor.untyped_storage()
+        storage, size = tensor.untyped_storage(), tensor.element_size()
         interface = {
             "version": 3,
-            "shape": (storage.nbytes(),),
+            "shape": (storage.nbytes() // size * size,),
             "typestr": "|u1",
             "data": (storage.data_ptr(), False),
         }
