@@ -277,6 +277,8 @@ def test_keyword_arguments_reach_a_layer_of_a_chain(chosen: str) -> None:
     if chosen == "current":
         assert torch.equal(y.dequantize(), want.dequantize())
         assert set(made.state_dict()) == keys
+    with pytest.raises(OperandError, match="op_kwargs has 3 for Linear; expected a mapping"):
+        made(x, op_kwargs={0: 3})  # type: ignore[dict-item]
     queued = ops.Sequential(fp8core.Linear(32, 32, delay_wgrad_compute=True))
     with pytest.raises(OperandError, match="left to the Sequential"):
         queued(x, op_kwargs={0: {"is_first_microbatch": True}})

@@ -395,6 +395,11 @@ class Sequential(LowPrecisionModule):
         named: dict[int, Mapping[str, Any]] = {}
         for key, kwargs in (kwargs_by_key or {}).items():
             module = self[key] if isinstance(key, int) else key
+            if not isinstance(kwargs, Mapping):
+                raise OperandError(
+                    f"{self.label}: op_kwargs has {kwargs!r} for {type(module).__name__}; expected "
+                    f"a mapping of keyword arguments."
+                )
             if not any(module is contained for contained in modules):
                 shown = key if isinstance(key, int) else type(key).__name__
                 raise OperandError(

@@ -369,8 +369,10 @@ def test_a_captured_pass_goes_on_from_where_the_cache_was(kind: str) -> None:
     model, cache, words = begun(kind, "bshd")
     with restored_caches():
         captured = Pass(Step(model, cache), (words.clone(),), {}, {}, Recorded)
-        captured.warm_up(20, False, [{}])
-        captured.record_forward(None, {})
+        for _ in range(20):
+            captured.run_forward()
+            captured.run_backward(allow_unused=False)
+        captured.run_forward("pool")
     assert cache.sequences == {"a": 6, "b": 3}
     judge, other, second = begun(kind, "bshd")
     for _ in range(10):
