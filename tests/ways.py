@@ -95,8 +95,8 @@ class Operations(ops.Sequential):
             ops.Linear(FFN // 2, HIDDEN, bias=bias, **placed),
         )
 
-    def forward(self, input: torch.Tensor) -> Any:  # type: ignore[override]  # makes the extra one
-        return super().forward(input, torch.ones(input.shape[0], FFN).to(input))
+    def forward(self, input: torch.Tensor, **arguments: Any) -> Any:  # type: ignore[override]  # makes the extra one
+        return super().forward(input, torch.ones(input.shape[0], FFN).to(input), **arguments)
 
 
 ROWS = (LENGTH * BATCH, HIDDEN)
@@ -352,7 +352,7 @@ def is_offered(kind: str, name: str, way: str, options: Options) -> bool:
         case "monitored":  # monitors watch GEMMs
             return kind != "DotProductAttention"
         case "microbatched":
-            return kind not in ("DotProductAttention", "Sequential")
+            return kind != "DotProductAttention"
         case "checkpointed_reentrantly":  # torch's looks at tensors alone, not into lists of them
             has_lists = kind == "GroupedLinear" and options["return_bias"]
             return options.get("trained") != "parameters" and not has_lists
