@@ -211,7 +211,8 @@ class Training(NamedTuple):
         windows = self.text.unfold(0, self.settings.context + 1, 1)
         size = (self.settings.batch_size,)
         for _ in range(self.settings.steps):
-            yield windows[torch.randint(len(windows), size, generator=generator)].long()
+            first = torch.randint(len(windows), size, generator=generator, device="cpu")
+            yield windows[first].long()
 
     def _logits(self, model: ByteGPT, recipe: Recipe | None, tokens: Tensor) -> Tensor:
         """Return float32 logits, computed in bf16, by the library's layers under ``recipe``."""

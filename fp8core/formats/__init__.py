@@ -267,7 +267,8 @@ def forget(*specs: FormatSpec) -> None:
 
 def _check_torch_dtype(spec: FormatSpec) -> None:
     if spec.torch_dtype is not None:
-        theirs = torch.arange(256, dtype=torch.uint8).view(spec.torch_dtype).to(torch.float32)
+        codes = torch.arange(256, dtype=torch.uint8, device="cpu")  # whatever the default device is
+        theirs = codes.view(spec.torch_dtype).to(torch.float32)
         ours = value_table(spec.values, theirs.device)
         if not torch.allclose(ours, theirs, rtol=0.0, atol=0.0, equal_nan=True):
             raise RecipeError(f"format {spec.name!r} has other values than {spec.torch_dtype}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -230,6 +232,15 @@ def test_registering_the_same_definition_again_does_nothing(registry: None) -> N
 def test_registering_another_definition_of_a_name_is_refused(registry: None) -> None:
     with pytest.raises(RecipeError, match=r"'e4m3'.*name is taken"):
         formats.register(minifloat("e4m3", 4, 3, specials="finite"))
+
+
+def test_the_package_is_imported_where_meta_is_the_default_device() -> None:
+    program = (
+        "import torch; torch.set_default_device('meta'); import fp8core; "
+        "print(fp8core.Linear(16, 16).weight.device)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "meta", done.stderr
 
 
 def test_registering_a_torch_dtype_with_other_values_is_refused(registry: None) -> None:

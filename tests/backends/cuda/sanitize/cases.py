@@ -288,8 +288,9 @@ def steps_of_a_cache() -> None:
         cache = InferenceParams(2, 16, 1, 64, torch.bfloat16, device=DEVICE, **pages)
         size = {"thd": (2,), "bshd": (2, 1), "sbhd": (1, 2)}[layout]
         qkv = [torch.randn(*size, heads, 64, device=DEVICE).bfloat16() for heads in (2, 1, 1)]
-        cache.pre_step({"a": 0, "b": 1})
-        with torch.no_grad(), contextlib.suppress(OperandError):
+        cache.pre_step({"a": 1, "b": 1})
+        with torch.no_grad():
+            layer(*qkv, inference_params=cache)
             for length in (0, 15, 16, 2**31 - 1, -1, -(2**31)):
                 cache.seqlens[0] = length
                 for counts in (ones, ones * 2**30, -ones):
@@ -300,6 +301,7 @@ def steps_of_a_cache() -> None:
                 cache.cache_manager.page_table[0, 0] = page  # type: ignore[attr-defined]
                 cache.pre_step(ones)
                 layer(*qkv, inference_params=cache)
+        with contextlib.suppress(OperandError):  # which names the faults
             cache.reset()
 
 
