@@ -490,6 +490,38 @@ for _spec in (
     register(_spec)
 
 
+_BY_DTYPE: dict[object, str] = {
+    7: "e4m3",  # fp8core.DType, Transformer Engine's numbers
+    8: "e5m2",
+    10: "e2m1",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+
+
+def format_of(dtype: object, owner: str) -> str:
+    """Return the name of the format that ``dtype`` is: a DType or its number, one of torch's FP8
+    dtypes, or a format's name.
+
+    Raises:
+        RecipeError: it is something else.
+
+    >>> format_of(8, "doctest"), format_of(torch.float8_e4m3fn, "doctest")
+    ('e5m2', 'e4m3')
+    """
+    name = dtype if isinstance(dtype, str) else None
+    if isinstance(dtype, int | torch.dtype) and not isinstance(dtype, bool):
+        name = _BY_DTYPE.get(dtype)
+    elements = [element for element in names() if element != "e8m0"]
+    if name in elements:
+        return name
+    near = did_you_mean(dtype, elements) if isinstance(dtype, str) else ""
+    raise RecipeError(
+        f"{owner}: {dtype!r} is no format for elements. Expected fp8core.DType.kFloat8E4M3, "
+        f"kFloat8E5M2 or kFloat4E2M1, a torch FP8 dtype, or one of {', '.join(elements)}.{near}"
+    )
+
+
 def __dir__() -> list[str]:
     """Return the public names."""
     return sorted(__all__)

@@ -134,6 +134,49 @@ class OperandTensor(torch.Tensor):
         row, column = self.operands
         return Orientations(row if rowwise else None, column if columnwise else None)
 
+    @property
+    def rowwise_sub_storage(self: _Self) -> _Self | None:
+        """The tensor of the rowwise operand alone, in the same memory; None if it is not held."""
+        return self._part(TensorPlan(self.plan.rowwise, None))
+
+    @property
+    def columnwise_sub_storage(self: _Self) -> _Self | None:
+        """The tensor of the columnwise operand alone, in the same memory; None if it is not
+        held."""
+        return self._part(TensorPlan(None, self.plan.columnwise))
+
+    def _part(self: _Self, plan: TensorPlan) -> _Self | None:
+        if plan == (None, None):
+            return None
+        operands = self.orientations(plan.rowwise is not None, plan.columnwise is not None)
+        part = type(self)(*operands, plan, self.dtype, shape=self.shape)
+        part._slot, part._lacks_slot = self._slot, self._lacks_slot
+        part._shares_scales = self._shares_scales
+        return part
+
+    def get_data_tensors(
+        self, rowwise_data: bool = True, columnwise_data: bool = True
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...] | None:
+        """Return the codes of both orientations, or of the one that is asked for, in its memory.
+
+        They are laid out as in Transformer Engine: rowwise ones ``[..., k]``, columnwise ones of MX
+        formats ``[n, k]``, of others ``[k, n]``; None for an orientation that is not held.
+
+        Raises:
+            OperandError: neither is asked for.
+        """
+        if not (rowwise_data or columnwise_data):
+            raise OperandError("get_data_tensors of neither orientation: pass rowwise_data=True.")
+        row, column = (None if operand is None else operand.data for operand in self.operands)
+        if row is not None and self.dim() != 2:
+            row = row.view(*self.shape[:-1], row.shape[1]) if self.dim() else row.view(())
+        spec = self.plan.columnwise
+        if column is not None and spec is not None and spec.scale_format == "e8m0":
+            column = column.t()
+        if rowwise_data and columnwise_data:
+            return row, column
+        return row if rowwise_data else column
+
     def tensors(self) -> list[torch.Tensor]:
         """Return the plain tensors of its operands, for a collective or a count of bytes.
 

@@ -528,3 +528,39 @@ def test_a_gradient_passes_another_nominal_dtype() -> None:
     assert x.grad is not None
     assert x.grad.dtype == torch.bfloat16
     assert torch.equal(x.grad, torch.full_like(x, 3))
+
+
+def test_scale_shapes_are_those_of_transformer_engine() -> None:
+    """MX: numbers of OCP's blocks, padded to 128 x 4; blocks of 128: padded to 4."""
+    lines = Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1)
+    squares = Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True)
+    sizes = {
+        MXFP8Quantizer(E4M3): ((256, 4), (8, 128)),
+        NVFP4Quantizer(): ((256, 8), (128, 12)),
+        lines: ((1, 160), (2, 96)),
+        squares: ((2, 4), (1, 4)),
+    }
+    for quantizer, expected in sizes.items():
+        shapes = tuple(quantizer.get_scale_shape((2, 80, 96), way) for way in (False, True))
+        assert shapes == expected, quantizer
+    with pytest.raises(UnsupportedError, match="has no scales of blocks"):
+        Float8CurrentScalingQuantizer(E4M3, DEVICE).get_scale_shape((64, 64), False)
+
+
+@pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)])
+def test_inner_tensors_are_those_of_a_quantized_tensor(usages: tuple[bool, bool]) -> None:
+    x = torch.randn(2, 64, 128, device=DEVICE)
+    for quantizer in (
+        Float8CurrentScalingQuantizer(E4M3, DEVICE),
+        Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+        MXFP8Quantizer(E4M3),
+        NVFP4Quantizer(with_rht=True),
+    ):
+        quantizer.set_usage(rowwise=usages[0], columnwise=usages[1])
+        tensor, specs = quantizer(x), quantizer.inner_tensor_specs(x.shape)
+        names = tensor.__tensor_flatten__()[0]
+        assert [*specs] == names
+        parts = [getattr(tensor, name) for name in names]
+        assert [*specs.values()] == [(tuple(part.shape), part.dtype) for part in parts]
+    with pytest.raises(UnsupportedError, match="multiples of"):
+        MXFP8Quantizer(E4M3).inner_tensor_specs((64, 40))

@@ -16,7 +16,8 @@ import torch.distributed
 from fp8core import formats
 from fp8core.backend_api import AmaxDesc, OperandSpec, QuantizeDesc
 from fp8core.dispatch import table
-from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
+from fp8core.errors import OperandError, RecipeError, UnsupportedError
+from fp8core.formats import format_of
 from fp8core.functional.quantizers.base import PlannedQuantizer, Quantizer
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import Slot
@@ -47,38 +48,6 @@ class DType(enum.IntEnum):
     kFloat8E4M3 = 7
     kFloat8E5M2 = 8
     kFloat4E2M1 = 10
-
-
-_FORMATS = {
-    DType.kFloat8E4M3: "e4m3",
-    DType.kFloat8E5M2: "e5m2",
-    DType.kFloat4E2M1: "e2m1",
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-}
-
-
-def format_of(dtype: object, owner: str) -> str:
-    """Return the name of the format that ``dtype`` is: a DType or its number, one of torch's FP8
-    dtypes, or a format's name.
-
-    Raises:
-        RecipeError: it is something else.
-
-    >>> format_of(DType.kFloat8E5M2, "doctest"), format_of(torch.float8_e4m3fn, "doctest")
-    ('e5m2', 'e4m3')
-    """
-    name = dtype if isinstance(dtype, str) else None
-    if isinstance(dtype, int | torch.dtype) and not isinstance(dtype, bool):
-        name = _FORMATS.get(dtype)
-    names = [element for element in formats.names() if element != "e8m0"]
-    if name in names:
-        return name
-    near = did_you_mean(dtype, names) if isinstance(dtype, str) else ""
-    raise RecipeError(
-        f"{owner}: {dtype!r} is no format for elements. Expected fp8core.DType.kFloat8E4M3, "
-        f"kFloat8E5M2 or kFloat4E2M1, a torch FP8 dtype, or one of {', '.join(names)}.{near}"
-    )
 
 
 def _plan_of(name: str, block: tuple[int, int], **fields: object) -> TensorPlan:

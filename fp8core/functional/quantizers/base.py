@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fp8core.backend_api import OperandSpec
+from fp8core.backend_api.descriptors import operand_shapes
 from fp8core.chain.differentiable import refuse_transform
 from fp8core.chain.unwrap import as_readable, unwrap
 from fp8core.dispatch import table
@@ -19,7 +21,7 @@ from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
-from fp8core.tensors.storage import storage_plan
+from fp8core.tensors.storage import PARTS, is_square, matrix_shape, storage_plan
 from fp8core.torch_ops.capture import constant_in_graph, is_captured
 
 
@@ -238,6 +240,43 @@ class Quantizer:
         where = _device_name(device)
         return self.quantize(torch.zeros(shape, dtype=dtype, device=where))
 
+    def inner_tensor_specs(
+        self, shape: Iterable[int]
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return size and dtype of each plain tensor that a tensor of ``shape`` would hold, by its
+        name.
+
+        Raises:
+            OperandError: neither orientation is used.
+            UnsupportedError: blocks do not divide the sizes.
+        """
+        plan, sizes = storage_plan(self.used_plan), matrix_shape(tuple(shape))
+        QuantizedTensor.check_sizes(sizes, plan)
+        row, column = plan
+        ways = [
+            (row, sizes),
+            (None if row and row == column and is_square(row) else column, sizes[::-1]),
+        ]
+        shapes = [operand_shapes(spec, size) if spec else () for spec, size in ways]
+        return {
+            name: (tuple(part.size), part.dtype)
+            for names, parts in zip((PARTS[:3], PARTS[3:]), shapes, strict=True)
+            for name, part in zip(names, parts, strict=False)
+        }
+
+    def get_scale_shape(self, shape: Iterable[int], columnwise: bool) -> tuple[int, int]:
+        """Return the size of the scales of blocks of a tensor of ``shape`` as Transformer Engine
+        pads them, which the constructor of :class:`fp8core.MXFP8Tensor` takes.
+
+        Raises:
+            UnsupportedError: the format has one scale for the tensor or for a row.
+        """
+        spec = self.plan.columnwise if columnwise else self.plan.rowwise
+        sizes = matrix_shape(tuple(shape))
+        if spec is None or not spec.block[1]:
+            raise UnsupportedError(f"get_scale_shape of {self}: {spec} has no scales of blocks.")
+        return _padded_scales(spec, sizes, columnwise)
+
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Record what quantizing ``tensor`` would record; only a delayed scale has something."""
 
@@ -296,6 +335,24 @@ class Quantizer:
     def __repr__(self) -> str:
         ways = [way for way, used in self.get_usages().items() if used]
         return f"{type(self).__name__}({self.plan.rowwise}, {' and '.join(ways) or 'no usage'})"
+
+
+def _padded_scales(spec: OperandSpec, sizes: tuple[int, int], columnwise: bool) -> tuple[int, int]:
+    """Return the size of the scales of a matrix of ``sizes``, as Transformer Engine stores them.
+
+    Source: Transformer Engine 2.20, get_scale_shape of the quantizers of blocks.
+    """
+    size = sizes[::-1] if columnwise else sizes
+    rows, blocks = size[0], -(-size[1] // spec.block[1])
+    if spec.scale_format != "float32":
+        rows, blocks = -(-rows // 128) * 128, -(-blocks // 4) * 4
+        turned = columnwise and spec.scale_format == "e8m0"  # MX codes are not transposed
+    elif spec.block[0] > 1:
+        rows, blocks = -(-rows // spec.block[0]), -(-blocks // 4) * 4
+        turned = False
+    else:
+        rows, turned = -(-rows // 4) * 4, True
+    return (blocks, rows) if turned else (rows, blocks)
 
 
 class PlannedQuantizer(Quantizer):

@@ -2,27 +2,31 @@
 
 Layers constructed inside of ``quantized_model_init`` store their GEMM weights in low precision.
 Transformer Engine's names of such tensors ask, by ``isinstance(weight, MXFP8Tensor)``, how one is
-stored; they have no other use.
+stored, and some construct one of codes and scales.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fp8core.backend_api import OperandSpec
+from fp8core import formats
+from fp8core.backend_api import Operand, OperandSpec
 from fp8core.errors import OperandError, UnsupportedError
+from fp8core.formats import format_of
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
+from fp8core.tensors.checks import fit_codes
 from fp8core.tensors.operators import with_room
 from fp8core.tensors.parameter.master import MasterWeights
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.storage import is_square, matrix_shape, storage_plan
 from fp8core.torch_ops.private import TensorMeta
 
 __all__ = [
@@ -163,9 +167,11 @@ def make_weight(
 
 class _Name(TensorMeta):
     """A class of which every QuantizedTensor is an instance that ``describes``, a function of its
-    plan and of its first spec, says yes to."""
+    plan and of its first spec, says yes to. ``constructor`` makes one of Transformer Engine's
+    arguments, if any does."""
 
     describes: Callable[[TensorPlan, OperandSpec], bool]
+    constructor: Callable[..., QuantizedTensor] | None = None
 
     def __instancecheck__(cls, instance: object) -> bool:
         if not isinstance(instance, QuantizedTensor):
@@ -174,20 +180,280 @@ class _Name(TensorMeta):
         return spec is not None and cls.describes(instance.plan, spec)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(
-            f"{cls.__name__} names a way to store a QuantizedTensor and has no constructor. Use "
-            f"quantized_model_init, or QuantizedTensor.quantize(value, plan)."
+        if cls.constructor is None or cls.__dict__.get("constructor") is None:
+            raise UnsupportedError(
+                f"{cls.__name__} names a way to store a QuantizedTensor and has no constructor. "
+                f"Use quantized_model_init, QuantizedTensor.quantize(value, plan) or "
+                f"QuantizedTensor.from_codes(codes, scale_inv, recipe)."
+            )
+        return cls.constructor(*args, **kwargs)
+
+
+def _planned_as(
+    owner: str, spec: OperandSpec, quantizer: Any
+) -> tuple[OperandSpec, Callable[[QuantizedTensor], QuantizedTensor]]:
+    """Return how ``quantizer`` stores what is stored like ``spec``, which it is if None, and the
+    function that binds a tensor to its delayed scale.
+
+    Raises:
+        OperandError: it is no quantizer, or one of another format.
+    """
+    if quantizer is None:
+        return spec, lambda tensor: tensor
+    plan = getattr(quantizer, "plan", None)
+    chosen = storage_plan(plan) if isinstance(plan, TensorPlan) else TensorPlan(None, None)
+    first = chosen.rowwise or chosen.columnwise
+    if first is None or (first.format, first.block, first.scale_format) != (
+        *(spec.format, spec.block, spec.scale_format),
+    ):
+        raise OperandError(
+            f"{owner}(quantizer={quantizer!r}): expected one that stores {spec}, or None."
         )
+    return first, lambda tensor: tensor.bound_to(getattr(quantizer, "slot", None))
+
+
+def _constructed(
+    owner: str,
+    spec: OperandSpec,
+    ways: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+    *,
+    shape: Sequence[int] | None,
+    sizes: Sequence[int],
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+    device: torch.device | str | None,
+    quantizer: Any,
+) -> QuantizedTensor:
+    """Return the tensor of codes and scales of both ways, ``[n, k]`` and ``[k, n]``.
+
+    ``sizes`` are those that the codes say, ``shape`` the ones that the caller says.
+
+    Raises:
+        OperandError: they do not fit one another, or hold what no cast writes.
+    """
+    if shape is not None and tuple(shape) != tuple(sizes):
+        raise OperandError(
+            f"{owner}(shape={list(shape)}): its codes are those of {list(sizes)}. "
+            f"Give that shape, or None."
+        )
+    spec, bind = _planned_as(owner, spec, quantizer)
+    nominal = torch.float32 if dtype is None else dtype
+    rowwise, columnwise = (
+        None if way is None else _fitted(owner, way, spec, nominal) for way in ways
+    )
+    turns = rowwise is not None and is_square(spec)
+    plan = TensorPlan(
+        None if rowwise is None else spec, spec if columnwise is not None or turns else None
+    )
+    tensor = QuantizedTensor(rowwise, columnwise, plan, nominal, shape=tuple(sizes))
+    if device is not None and torch.device(device).type != tensor.device.type:
+        raise OperandError(
+            f"{owner}(device={device}): its codes are on {tensor.device}. Move them first."
+        )
+    tensor.requires_grad_(requires_grad)
+    return bind(tensor)
+
+
+def _fitted(
+    owner: str, way: tuple[torch.Tensor, torch.Tensor], spec: OperandSpec, dtype: torch.dtype
+) -> Operand:
+    try:
+        return fit_codes(*way, spec, None, None, dtype)[0]
+    except OperandError as error:
+        raise OperandError(f"{owner}: {error}") from None
+
+
+def _of_codes_and_scale(
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    data: torch.Tensor | None,
+    fp8_scale_inv: torch.Tensor,
+    fp8_dtype: object = "e4m3",
+    data_transpose: torch.Tensor | None = None,
+    quantizer: Any = None,
+    fake_dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    device: torch.device | str | None = None,
+) -> QuantizedTensor:
+    """Return the tensor of codes ``data [..., k]`` of a byte and one scale, without a copy.
+
+    ``data_transpose [k, ...]`` are its transposed codes, for one without ``data`` or beside it.
+    ``dtype``, or ``fake_dtype``, is the nominal one, float32 if None; ``quantizer`` the one that
+    writes it.
+
+    Raises:
+        OperandError: codes, scale and quantizer do not fit, or there are no codes.
+    """
+    owner, name = "Float8Tensor", format_of(fp8_dtype, "Float8Tensor")
+    codes = data if data is not None else data_transpose
+    if not isinstance(codes, torch.Tensor) or not codes.dim():
+        raise OperandError(
+            f"{owner}: data is {data!r}; expected codes [..., k], or data_transpose."
+        )
+    sizes = codes.shape if data is not None else (*codes.shape[1:], codes.shape[0])
+    turned, matrix = None, matrix_shape(sizes)[::-1]
+    if data_transpose is not None:
+        if tuple(data_transpose.shape) not in (matrix, (sizes[-1], *sizes[:-1])):
+            raise OperandError(
+                f"{owner}: data_transpose {list(data_transpose.shape)} beside data {list(sizes)}; "
+                f"expected {list(matrix)}."
+            )
+        turned = data_transpose.reshape(matrix), fp8_scale_inv
+    return _constructed(
+        owner,
+        OperandSpec(name, (0, 0), formats.by_name(name).max),
+        (None if data is None else (data, fp8_scale_inv), turned),
+        shape=shape,
+        sizes=sizes,
+        dtype=dtype or fake_dtype,
+        requires_grad=requires_grad,
+        device=device,
+        quantizer=quantizer,
+    )
+
+
+def _of_codes_and_blocks(
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    rowwise_data: torch.Tensor | None,
+    rowwise_scale_inv: torch.Tensor | None,
+    columnwise_data: torch.Tensor | None = None,
+    columnwise_scale_inv: torch.Tensor | None = None,
+    fp8_dtype: object = "e4m3",
+    quantizer: Any = None,
+    with_gemm_swizzled_scales: bool = False,
+    fake_dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    device: torch.device | str | None = None,
+) -> QuantizedTensor:
+    """Return the tensor of codes ``[..., k]`` with a scale in a byte for each 32.
+
+    ``rowwise_scale_inv [n, k / 32]`` and ``columnwise_scale_inv [n / 32, k]``, both of them also
+    with the rows and columns behind them that Transformer Engine adds. Rowwise codes are held
+    without a copy; columnwise ones, which are stored transposed here, are copied.
+
+    Raises:
+        OperandError: codes, scales and quantizer do not fit, or there are no codes.
+        UnsupportedError: the scales are in the order of cuBLAS.
+    """
+    owner, name = "MXFP8Tensor", format_of(fp8_dtype, "MXFP8Tensor")
+    if with_gemm_swizzled_scales:
+        raise UnsupportedError(
+            f"{owner}(with_gemm_swizzled_scales=True) is not offered: scales are in the order of "
+            f"their blocks here, and a product of CUDA orders them by itself."
+        )
+    codes = rowwise_data if rowwise_data is not None else columnwise_data
+    if not isinstance(codes, torch.Tensor) or not codes.dim():
+        raise OperandError(f"{owner}: found {codes!r} for codes; expected a tensor [..., k].")
+    rows, columns = matrix_shape(codes.shape)
+    ways: list[tuple[torch.Tensor, torch.Tensor] | None] = [None, None]
+    if rowwise_data is not None:
+        scales = _without_padding(owner, rowwise_scale_inv, (rows, -(-columns // 32)), (128, 4))
+        ways[0] = rowwise_data, scales
+    if columnwise_data is not None:
+        if columnwise_data.shape != codes.shape:
+            raise OperandError(
+                f"{owner}: columnwise_data {list(columnwise_data.shape)} beside rowwise_data "
+                f"{list(codes.shape)}; expected one shape."
+            )
+        scales = _without_padding(owner, columnwise_scale_inv, (-(-rows // 32), columns), (4, 128))
+        turned = columnwise_data.reshape(rows, columns).t().contiguous()
+        ways[1] = turned, scales.t().contiguous()
+    return _constructed(
+        owner,
+        OperandSpec(name, (1, 32), formats.by_name(name).max, "e8m0"),
+        ways,
+        shape=shape,
+        sizes=codes.shape,
+        dtype=dtype or fake_dtype,
+        requires_grad=requires_grad,
+        device=device,
+        quantizer=quantizer,
+    )
+
+
+def _without_padding(
+    owner: str, scales: torch.Tensor | None, size: tuple[int, int], steps: tuple[int, int]
+) -> torch.Tensor:
+    """Return the ``scales`` of ``size``, which may be padded to multiples of ``steps``."""
+    padded = tuple(-(-length // step) * step for length, step in zip(size, steps, strict=True))
+    if not isinstance(scales, torch.Tensor) or tuple(scales.shape) not in (size, padded):
+        shown = list(scales.shape) if isinstance(scales, torch.Tensor) else repr(scales)
+        raise OperandError(
+            f"{owner}: scales {shown}; expected {list(size)}, or padded {list(padded)}."
+        )
+    return scales[: size[0], : size[1]].contiguous()
+
+
+def _of_parts(
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    rowwise_storage: QuantizedTensor | None,
+    columnwise_storage: QuantizedTensor | None,
+    quantizer: Any = None,
+    fake_dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    device: torch.device | str | None = None,
+) -> QuantizedTensor:
+    """Return the tensor of the rowwise operand of one part and the columnwise one of the other.
+
+    ``quantizer`` is unused: the parts say how they are stored.
+
+    Raises:
+        OperandError: a part lacks its operand, or the parts differ in shape or device.
+    """
+    owner = "HybridQuantizedTensor"
+    parts = {"rowwise": rowwise_storage, "columnwise": columnwise_storage}
+    for way, part in parts.items():
+        if part is not None and not (isinstance(part, QuantizedTensor) and getattr(part.plan, way)):
+            raise OperandError(
+                f"{owner}({way}_storage={part!r}): expected a QuantizedTensor that holds {way}."
+            )
+    storages = [part for part in parts.values() if part is not None]
+    if len({(part.shape, part.device) for part in storages}) != 1:
+        raise OperandError(f"{owner} of {parts}: expected a part, or two of one shape and device.")
+    first = storages[0]
+    if shape is not None and tuple(shape) != first.shape:
+        raise OperandError(f"{owner}(shape={list(shape)}): its parts are {list(first.shape)}.")
+    if device is not None and torch.device(device).type != first.device.type:
+        raise OperandError(f"{owner}(device={device}): its parts are on {first.device}.")
+    row = None if rowwise_storage is None else rowwise_storage.operands.rowwise
+    column = None if columnwise_storage is None else columnwise_storage.operands.columnwise
+    plan = TensorPlan(
+        rowwise_storage.plan.rowwise if rowwise_storage is not None else None,
+        columnwise_storage.plan.columnwise if columnwise_storage is not None else None,
+    )
+    tensor = QuantizedTensor(
+        row, column, plan, dtype or fake_dtype or first.dtype, shape=first.shape
+    )
+    tensor.requires_grad_(requires_grad)
+    return tensor
 
 
 class Float8Tensor(QuantizedTensor, metaclass=_Name):
-    """A QuantizedTensor with one float32 scale: delayed and current scaling."""
+    """A QuantizedTensor with one float32 scale: delayed and current scaling.
+
+    ``Float8Tensor(shape=, dtype=, data=, fp8_scale_inv=, fp8_dtype=, data_transpose=, quantizer=)``
+    returns the QuantizedTensor of codes ``data [..., k]``, which it holds without a copy.
+    """
+
+    constructor = staticmethod(_of_codes_and_scale)
 
     describes = staticmethod(lambda plan, spec: spec.block == (0, 0))
 
 
 class MXFP8Tensor(QuantizedTensor, metaclass=_Name):
-    """A QuantizedTensor with e8m0 scales: OCP microscaling."""
+    """A QuantizedTensor with e8m0 scales: OCP microscaling.
+
+    ``MXFP8Tensor(shape=, dtype=, rowwise_data=, rowwise_scale_inv=, columnwise_data=,
+    columnwise_scale_inv=, fp8_dtype=, quantizer=)`` returns the QuantizedTensor of codes
+    ``[..., k]`` in Transformer Engine's layout, whose scales may be padded.
+    """
+
+    constructor = staticmethod(_of_codes_and_blocks)
 
     describes = staticmethod(lambda plan, spec: spec.scale_format == "e8m0")
 
@@ -207,7 +473,13 @@ class NVFP4Tensor(QuantizedTensor, metaclass=_Name):
 
 
 class HybridQuantizedTensor(QuantizedTensor, metaclass=_Name):
-    """A QuantizedTensor whose two operands have different formats."""
+    """A QuantizedTensor whose two operands have different formats.
+
+    ``HybridQuantizedTensor(rowwise_storage=, columnwise_storage=)`` returns the QuantizedTensor of
+    the parts that ``rowwise_sub_storage`` and ``columnwise_sub_storage`` return.
+    """
+
+    constructor = staticmethod(_of_parts)
 
     describes = staticmethod(
         lambda plan, spec: None not in plan and _format(plan.rowwise) != _format(plan.columnwise)
