@@ -153,10 +153,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if value.shape != target.shape:
             raise UnsupportedError(f"{func} changes the shape of {target}; that is not offered.")
         if func.overloadpacket in _UPDATES:
-            log_once(
-                f"an optimizer updates parameters stored as {target.plan.rowwise} in place: a "
-                f"step smaller than half a unit of that format is lost. {_MASTERS}"
-            )
+            _warn_of_rounding(func, target)
         write(target, value)
     out = pytree.tree_map_only(torch.Tensor, lambda value: owners.get(id(value), value), out)
     if targets:
@@ -168,17 +165,32 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_arithmetic(func: Any, target: OperandTensor) -> None:
-    """Refuse an in-place computation, except on a parameter, whose optimizer is warned instead."""
+    """Refuse an in-place computation, except arithmetic, and on a parameter: both are warned of."""
     if func.overloadpacket in _RESHAPES:
         raise UnsupportedError(
             f"{func} changes the shape of {target} in place; that is not offered. Its other names, "
             f"such as transpose(), return a view of the values."
         )
-    if func.overloadpacket in _SETTERS or target.is_of_parameter:
+    if func.overloadpacket in _SETTERS | _UPDATES or target.is_of_parameter:
         return
     raise UnsupportedError(
         f"{func.overloadpacket} computes in place on {target}, and would round what it holds once "
         f"more: a change of less than half a unit would be lost without a trace. Compute with "
+        f"x = q.dequantize(torch.float32), which keeps its precision, then q.copy_(x)."
+    )
+
+
+def _warn_of_rounding(func: Any, target: OperandTensor) -> None:
+    """Log once what arithmetic in place loses in the format of ``target``."""
+    if target.is_of_parameter:
+        log_once(
+            f"an optimizer updates parameters stored as {target.plan.rowwise} in place: a "
+            f"step smaller than half a unit of that format is lost. {_MASTERS}"
+        )
+        return
+    log_once(
+        f"{func.overloadpacket} computes in place on tensors stored as {target.plan.rowwise}, and "
+        f"rounds the result: a change of less than half a unit is lost. Compute with "
         f"x = q.dequantize(torch.float32), which keeps its precision, then q.copy_(x)."
     )
 

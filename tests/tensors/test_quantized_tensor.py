@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fp8core
-from fp8core import recipe
+from fp8core import recipe, reporting
 from fp8core.recipe import Recipe
 from fp8core.recipe.plan import LayerRole
 from tests.device import DEVICE
@@ -72,7 +72,7 @@ def test_goes_by_the_names_of_its_format_and_no_other(name: str) -> None:
 
 def test_a_format_name_cannot_be_made() -> None:
     with pytest.raises(fp8core.UnsupportedError, match="quantized_model_init"):
-        fp8core.MXFP8Tensor(torch.zeros(32, 32))
+        fp8core.NVFP4Tensor(torch.zeros(32, 32))
 
 
 @pytest.mark.parametrize(
@@ -162,12 +162,31 @@ def test_in_place_arithmetic_on_a_parameter_quantizes_the_result(name: str) -> N
     assert same(own, expected)
 
 
-UPDATES: dict[str, Callable[[torch.Tensor], object]] = {
-    "add_": lambda tensor: tensor.add_(1e-3),
-    "mul_": lambda tensor: tensor.mul_(0.999),
-    "+=": lambda tensor: tensor.__iadd__(1e-3),
-    "clamp_": lambda tensor: tensor.clamp_(0, 1),
+ARITHMETIC: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "add_": lambda tensor: tensor.add_(0.25),
+    "add_ of a tensor": lambda tensor: tensor.add_(torch.ones(N, K), alpha=0.5),
+    "sub_": lambda tensor: tensor.sub_(1),
+    "mul_": lambda tensor: tensor.mul_(0.75),
+    "+=": lambda tensor: tensor.__iadd__(1),
     "lerp_": lambda tensor: tensor.lerp_(torch.zeros(N, K, dtype=torch.bfloat16), 0.5),
+}
+
+
+@pytest.mark.parametrize(("update", "name"), turns(ARITHMETIC, RECIPES))
+def test_in_place_arithmetic_quantizes_the_result_and_warns(
+    update: str, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "_logged", set())
+    tensor = quantized(name)
+    expected = quantized(name, ARITHMETIC[update](tensor.dequantize()))
+    with caplog.at_level("WARNING", logger="fp8core"):
+        assert ARITHMETIC[update](tensor) is tensor
+    assert same(tensor, expected)
+    assert "less than half a unit is lost" in caplog.text
+
+
+UPDATES: dict[str, Callable[[torch.Tensor], object]] = {
+    "clamp_": lambda tensor: tensor.clamp_(0, 1),
     "masked_fill_": lambda tensor: tensor.masked_fill_(torch.ones(N, K, dtype=torch.bool), 0),
     "index_put_": lambda tensor: tensor.__setitem__(torch.tensor([0, 2]), 0.0),
     "out=": lambda tensor: torch.add(value(), value(), out=tensor),
