@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -187,10 +188,84 @@ def test_halves_without_a_plan_of_their_own_are_refused() -> None:
     for source, error in (("rowwise_dequantized", UnsupportedError), ("other", RecipeError)):
         with pytest.raises(error, match="columnwise_source="):
             fp8core.HybridQuantizer(
-                rowwise_quantizer=fp8core.IdentityQuantizer(),
+                rowwise_quantizer=fp8core.MXFP8Quantizer("e4m3"),
                 columnwise_quantizer=fp8core.IdentityQuantizer(),
                 columnwise_source=source,
             )
+    with pytest.raises(RecipeError, match="expected one dtype"):
+        fp8core.HybridQuantizer(
+            rowwise_quantizer=fp8core.IdentityQuantizer(),
+            columnwise_quantizer=fp8core.IdentityQuantizer(dtype=torch.bfloat16),
+        )
+
+
+def of_rows() -> fp8core.HybridQuantizer:
+    return fp8core.HybridQuantizer(
+        rowwise_quantizer=fp8core.NVFP4Quantizer(),
+        columnwise_quantizer=fp8core.MXFP8Quantizer("e4m3"),
+        columnwise_source="rowwise_dequantized",
+    )
+
+
+def test_columns_of_dequantized_rows() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 64)
+    rows = fp8core.NVFP4Quantizer(columnwise=False)(x)
+    columns = fp8core.MXFP8Quantizer("e4m3", rowwise=False)(rows.dequantize())
+    both = of_rows()(x)
+    alone = of_rows()
+    alone.set_usage(rowwise=False)
+    empty = of_rows().make_empty(x.shape, device="cpu")
+    written = of_rows().update_quantized(x, empty)
+    left = of_rows().update_quantized(2 * x, both.clone(), noop_flag=torch.ones(1))
+    for tensor in (both, written, left, pickle.loads(pickle.dumps(of_rows()))(x)):
+        assert isinstance(tensor, fp8core.HybridQuantizedTensor)
+        assert [*tensor.tensors()] != []
+        expected = [*rows.tensors(), *columns.tensors()]
+        assert all(torch.equal(*pair) for pair in zip(tensor.tensors(), expected, strict=True))
+    pairs = zip(alone(x).tensors(), columns.tensors(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_a_layer_trains_by_columns_of_dequantized_rows() -> None:
+    torch.manual_seed(0)
+    layer = fp8core.Linear(64, 96, bias=False)
+    x = torch.randn(32, 64, requires_grad=True)
+    dy = torch.randn(32, 96)
+
+    def factory(role: recipe.QuantizerRole) -> Any:
+        if role.tensor_type == "grad_output":
+            return fp8core.MXFP8Quantizer("e4m3")
+        return of_rows()
+
+    with autocast(recipe=recipe.CustomRecipe(qfactory=factory)):
+        y = layer(x)
+    y.backward(dy)
+    quantized = {name: of_rows()(t.detach()) for name, t in (("x", x), ("w", layer.weight))}
+    rows = {name: t.rowwise_sub_storage.dequantize() for name, t in quantized.items()}
+    columns = {name: t.columnwise_sub_storage.dequantize() for name, t in quantized.items()}
+    gradient = fp8core.MXFP8Quantizer("e4m3")(dy)
+    turned = fp8core.MXFP8Quantizer("e4m3", rowwise=False)(dy).dequantize()
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(y, rows["x"] @ rows["w"].t())
+    torch.testing.assert_close(x.grad, gradient.dequantize() @ columns["w"])
+    torch.testing.assert_close(layer.weight.grad, turned.t() @ columns["x"])
+
+
+def test_two_identities_are_high_precision() -> None:
+    def identities() -> fp8core.HybridQuantizer:
+        return fp8core.HybridQuantizer(
+            rowwise_quantizer=fp8core.IdentityQuantizer(),
+            columnwise_quantizer=fp8core.IdentityQuantizer(),
+        )
+
+    x, layer = torch.randn(64, 64), fp8core.Linear(64, 64)
+    assert identities()(x) is x
+    assert identities().quantize(x) is x
+    with autocast(recipe=recipe.CustomRecipe(qfactory=lambda role: identities())):
+        y = layer(x)
+    assert torch.equal(y, layer(x))
 
 
 def test_a_request_is_of_the_class_of_requests() -> None:

@@ -134,26 +134,6 @@ class OperandTensor(torch.Tensor):
         row, column = self.operands
         return Orientations(row if rowwise else None, column if columnwise else None)
 
-    @property
-    def rowwise_sub_storage(self: _Self) -> _Self | None:
-        """The tensor of the rowwise operand alone, in the same memory; None if it is not held."""
-        return self._part(TensorPlan(self.plan.rowwise, None))
-
-    @property
-    def columnwise_sub_storage(self: _Self) -> _Self | None:
-        """The tensor of the columnwise operand alone, in the same memory; None if it is not
-        held."""
-        return self._part(TensorPlan(None, self.plan.columnwise))
-
-    def _part(self: _Self, plan: TensorPlan) -> _Self | None:
-        if plan == (None, None):
-            return None
-        operands = self.orientations(plan.rowwise is not None, plan.columnwise is not None)
-        part = type(self)(*operands, plan, self.dtype, shape=self.shape)
-        part._slot, part._lacks_slot = self._slot, self._lacks_slot
-        part._shares_scales = self._shares_scales
-        return part
-
     def get_data_tensors(
         self, rowwise_data: bool = True, columnwise_data: bool = True
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...] | None:

@@ -250,6 +250,26 @@ class QuantizedTensor(OperandTensor):
             setattr(self, name, part)
         self.plan, self._padded = plan, None
 
+    @property
+    def rowwise_sub_storage(self) -> QuantizedTensor | None:
+        """The tensor of the rowwise operand alone, in the same memory; None if it is not held."""
+        return self._part(TensorPlan(self.plan.rowwise, None))
+
+    @property
+    def columnwise_sub_storage(self) -> QuantizedTensor | None:
+        """The tensor of the columnwise operand alone, in the same memory; None if it is not
+        held."""
+        return self._part(TensorPlan(None, self.plan.columnwise))
+
+    def _part(self, plan: TensorPlan) -> QuantizedTensor | None:
+        if plan == (None, None):
+            return None
+        operands = self.orientations(plan.rowwise is not None, plan.columnwise is not None)
+        part = type(self)(*operands, plan, self.dtype, shape=self.shape)
+        part._slot, part._lacks_slot = self._slot, self._lacks_slot
+        part._shares_scales = self._shares_scales
+        return part
+
     def get_usages(self) -> dict[str, bool]:
         """Return which orientations are held, as ``{"rowwise": True, "columnwise": False}``."""
         return {

@@ -145,7 +145,9 @@ def _mxfp8(**arguments: Any) -> Any:
     ("construct", "text"),
     [
         (lambda: _float8(shape=(8, 4)), "its codes are those of [4, 8]"),
-        (lambda: _float8(data=None), "expected codes [..., k], or data_transpose"),
+        (lambda: fp8core.MXFP8Tensor(torch.zeros(32, 32)), "found None for codes"),
+        (lambda: _float8(fp8_scale_inv=None), "fp8_scale_inv is None"),
+        (lambda: _float8(data=None), "Float8Tensor: found None"),
         (lambda: _float8(data=torch.zeros(4, 8)), "Float8Tensor: "),
         (lambda: _float8(data=_codes(4, 8).view(torch.float8_e5m2)), "no codes in torch.float8"),
         (lambda: _float8(fp8_scale_inv=torch.ones(2, device=DEVICE)), "no scales"),
@@ -157,7 +159,7 @@ def _mxfp8(**arguments: Any) -> Any:
         ),
         (lambda: _float8(quantizer=7), "Float8Tensor(quantizer=7)"),
         (lambda: _float8(data_transpose=_codes(4, 8)), "expected [8, 4]"),
-        (lambda: _float8(device="meta"), "Move them first"),
+        (lambda: _float8(device="meta"), "Move them."),
         (
             lambda: _mxfp8(rowwise_scale_inv=None),
             "scales None; expected [4, 2], or padded [128, 4]",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed
@@ -20,6 +21,7 @@ from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.formats import format_of
 from fp8core.functional.quantizers.base import PlannedQuantizer, Quantizer
 from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.parameter import QuantizedTensor, of_parts
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
 from fp8core.tensors.storage import matrix_shape
@@ -397,9 +399,18 @@ class IdentityQuantizer(Quantizer):
         """The plan, which says all that a layer does with it."""
         return self.plan
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # no QuantizedTensor
-        """Return ``tensor``."""
-        return tensor if self.dtype is None else tensor.to(self.dtype)
+    def quantize(  # type: ignore[override]  # no QuantizedTensor
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Return ``tensor``, in the quantizer's dtype, else in ``dtype``, or copy it to ``out``."""
+        if out is not None:
+            return out.copy_(tensor)
+        chosen = self.dtype or dtype
+        return tensor if chosen is None else tensor.to(chosen)
 
     def __repr__(self) -> str:
         return "IdentityQuantizer()" if self.dtype is None else f"IdentityQuantizer({self.dtype})"
@@ -408,11 +419,20 @@ class IdentityQuantizer(Quantizer):
 class HybridQuantizer(PlannedQuantizer):
     """Quantizes rowwise as one quantizer does, and columnwise as another.
 
+    The result's ``rowwise_sub_storage`` and ``columnwise_sub_storage`` are its parts. With two
+    :class:`IdentityQuantizer` it returns the tensor itself, as each of them does.
+
     Args:
         rowwise_quantizer, columnwise_quantizer: quantizers whose plans say all that they do; their
             usages do not matter.
-        columnwise_source: ``"original"``; the columnwise operand of a dequantized rowwise one is
-            not offered, as no product here reads one.
+        columnwise_source: what is quantized columnwise: ``"original"`` the tensor itself,
+            ``"rowwise_dequantized"`` the value of its rowwise operand, so that both orientations
+            are roundings of that value. A layer then calls the quantizer, as an object of a user.
+
+    Raises:
+        OperandError: a quantizer has a state or code of its own.
+        RecipeError: another source; or two IdentityQuantizers of different dtypes.
+        UnsupportedError: the columnwise operand would be a value in high precision.
     """
 
     def __init__(
@@ -432,19 +452,71 @@ class HybridQuantizer(PlannedQuantizer):
                     f"fp8core without a state or code of its own."
                 )
             cells.append(cell)
-        if columnwise_source == "rowwise_dequantized":
-            raise UnsupportedError(
-                "HybridQuantizer(columnwise_source='rowwise_dequantized') is not offered; a recipe "
-                "with backward_override='dequantized' multiplies by the dequantized operand."
-            )
-        if columnwise_source != "original":
+        plan = TensorPlan(cells[0].rowwise, cells[1].columnwise)
+        if columnwise_source not in ("original", "rowwise_dequantized"):
             raise RecipeError(
-                f"HybridQuantizer(columnwise_source={columnwise_source!r}): expected 'original'."
+                f"HybridQuantizer(columnwise_source={columnwise_source!r}): expected 'original' or "
+                f"'rowwise_dequantized'."
             )
-        super().__init__(TensorPlan(cells[0].rowwise, cells[1].columnwise))
+        if columnwise_source != "original" and plan.rowwise and not plan.columnwise:
+            raise UnsupportedError(
+                "HybridQuantizer(columnwise_source='rowwise_dequantized') with a columnwise value "
+                "in high precision is not offered; a recipe with backward_override='dequantized' "
+                "multiplies by the dequantized operand."
+            )
+        dtypes = [each.dtype for each in quantizers.values() if isinstance(each, IdentityQuantizer)]
+        if len(set(dtypes)) > 1:
+            raise RecipeError(
+                f"HybridQuantizer of IdentityQuantizers of {dtypes}: expected one dtype, as one "
+                f"tensor is both orientations."
+            )
+        super().__init__(plan)
         self.rowwise_quantizer = rowwise_quantizer
         self.columnwise_quantizer = columnwise_quantizer
         self.columnwise_source = columnwise_source
+
+    @property
+    def _is_by_rows(self) -> bool:
+        """Whether the columnwise operand is of the values of the rowwise one."""
+        return self.columnwise_source == "rowwise_dequantized" and self.plan.rowwise is not None
+
+    @property
+    def cell(self) -> TensorPlan | None:
+        """The plan; None where the columnwise operand is of another value, which no plan says."""
+        mine = (type(self).quantize, type(self).quantize_impl, type(self).__call__)
+        theirs = (HybridQuantizer.quantize, HybridQuantizer.quantize_impl, Quantizer.__call__)
+        return None if self._is_by_rows or mine != theirs else self.plan
+
+    def quantize(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Quantize ``tensor``; return it as it is for two IdentityQuantizers."""
+        quantize = super().quantize if any(self.plan) else self.rowwise_quantizer.quantize
+        return quantize(tensor, out=out, dtype=dtype)
+
+    def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensor:
+        """Return the plain ``tensor`` quantized, without its history."""
+        if not (self._is_by_rows and self.columnwise_usage):
+            return super().quantize_impl(tensor)
+        row, column = self.plan
+        rowwise = QuantizedTensor.of(tensor, TensorPlan(row, None))
+        columnwise = QuantizedTensor.of(rowwise.decoded(), TensorPlan(None, column))
+        if not self.rowwise_usage:
+            return columnwise
+        return of_parts(rowwise_storage=rowwise, columnwise_storage=columnwise)
+
+    def _write(
+        self, value: torch.Tensor, dst: QuantizedTensor, noop_flag: torch.Tensor | None
+    ) -> QuantizedTensor:
+        if not self._is_by_rows:
+            return super()._write(value, dst, noop_flag)
+        writer = self.copy()
+        writer.set_usage(**dst.get_usages())
+        return dst.quantize_(writer.quantize_impl(value), noop_flag=noop_flag)
 
 
 def __dir__() -> list[str]:

@@ -192,6 +192,11 @@ class Quantizer:
                 f"{list(dst.shape)}. Views of whole rows can be written one by one."
             )
         value = readable(src.detach(), f"{type(self).__name__}: the tensor")
+        return self._write(value, dst, noop_flag)
+
+    def _write(
+        self, value: torch.Tensor, dst: QuantizedTensor, noop_flag: torch.Tensor | None
+    ) -> QuantizedTensor:
         slot, reduce_amax = self._slot_on(dst.device), self.reduce_amax
         return dst.write(value, slot=slot, reduce_amax=reduce_amax, noop_flag=noop_flag)
 

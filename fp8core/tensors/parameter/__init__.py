@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fp8core import formats
-from fp8core.backend_api import Operand, OperandSpec
+from fp8core.backend_api import OperandSpec
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.formats import format_of
 from fp8core.recipe import Recipe, get_default_recipe
@@ -26,6 +26,7 @@ from fp8core.tensors.checks import fit_codes
 from fp8core.tensors.operators import with_room
 from fp8core.tensors.parameter.master import MasterWeights
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.storage import is_square, matrix_shape, storage_plan
 from fp8core.torch_ops.private import TensorMeta
 
@@ -179,179 +180,147 @@ class _Name(TensorMeta):
         spec = instance.plan.rowwise or instance.plan.columnwise
         return spec is not None and cls.describes(instance.plan, spec)
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls.constructor is None or cls.__dict__.get("constructor") is None:
+    def __call__(
+        cls,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        fake_dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        device: torch.device | str | None = None,
+        **stored: Any,
+    ) -> Any:
+        if cls.__dict__.get("constructor") is None:
             raise UnsupportedError(
                 f"{cls.__name__} names a way to store a QuantizedTensor and has no constructor. "
                 f"Use quantized_model_init, QuantizedTensor.quantize(value, plan) or "
                 f"QuantizedTensor.from_codes(codes, scale_inv, recipe)."
             )
-        return cls.constructor(*args, **kwargs)
+        tensor = cls.__dict__["constructor"](dtype or fake_dtype, **stored)
+        if shape is not None and tuple(shape) != tensor.shape:
+            raise OperandError(
+                f"{cls.__name__}(shape={list(shape)}): its codes are those of "
+                f"{list(tensor.shape)}. Give that shape, or None."
+            )
+        if device is not None and torch.device(device).type != tensor.device.type:
+            raise OperandError(
+                f"{cls.__name__}(device={device}): its codes are on {tensor.device}. Move them."
+            )
+        return tensor.requires_grad_(requires_grad)
 
 
-def _planned_as(
-    owner: str, spec: OperandSpec, quantizer: Any
-) -> tuple[OperandSpec, Callable[[QuantizedTensor], QuantizedTensor]]:
-    """Return how ``quantizer`` stores what is stored like ``spec``, which it is if None, and the
-    function that binds a tensor to its delayed scale.
-
-    Raises:
-        OperandError: it is no quantizer, or one of another format.
-    """
-    if quantizer is None:
-        return spec, lambda tensor: tensor
-    plan = getattr(quantizer, "plan", None)
-    chosen = storage_plan(plan) if isinstance(plan, TensorPlan) else TensorPlan(None, None)
-    first = chosen.rowwise or chosen.columnwise
-    if first is None or (first.format, first.block, first.scale_format) != (
-        *(spec.format, spec.block, spec.scale_format),
-    ):
-        raise OperandError(
-            f"{owner}(quantizer={quantizer!r}): expected one that stores {spec}, or None."
-        )
-    return first, lambda tensor: tensor.bound_to(getattr(quantizer, "slot", None))
-
-
-def _constructed(
+def _stored(
     owner: str,
     spec: OperandSpec,
-    ways: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
-    *,
-    shape: Sequence[int] | None,
-    sizes: Sequence[int],
+    rowwise: tuple[torch.Tensor, torch.Tensor] | None,
+    columnwise: tuple[torch.Tensor, torch.Tensor] | None,
+    shape: Sequence[int],
     dtype: torch.dtype | None,
-    requires_grad: bool,
-    device: torch.device | str | None,
     quantizer: Any,
 ) -> QuantizedTensor:
-    """Return the tensor of codes and scales of both ways, ``[n, k]`` and ``[k, n]``.
-
-    ``sizes`` are those that the codes say, ``shape`` the ones that the caller says.
+    """Return the tensor of codes and scales, ``[n, k]`` and ``[k, n]``, stored as ``spec``, or as
+    ``quantizer`` stores, by which it is written then.
 
     Raises:
         OperandError: they do not fit one another, or hold what no cast writes.
     """
-    if shape is not None and tuple(shape) != tuple(sizes):
-        raise OperandError(
-            f"{owner}(shape={list(shape)}): its codes are those of {list(sizes)}. "
-            f"Give that shape, or None."
-        )
-    spec, bind = _planned_as(owner, spec, quantizer)
+    if quantizer is not None:
+        plan = getattr(quantizer, "plan", None)
+        row, column = storage_plan(plan) if isinstance(plan, TensorPlan) else (None, None)
+        chosen = row or column
+        if chosen is None or _format(chosen) != _format(spec) or chosen.block != spec.block:
+            raise OperandError(
+                f"{owner}(quantizer={quantizer!r}): expected one that stores {spec}, or None."
+            )
+        spec = chosen
     nominal = torch.float32 if dtype is None else dtype
-    rowwise, columnwise = (
-        None if way is None else _fitted(owner, way, spec, nominal) for way in ways
-    )
-    turns = rowwise is not None and is_square(spec)
-    plan = TensorPlan(
-        None if rowwise is None else spec, spec if columnwise is not None or turns else None
-    )
-    tensor = QuantizedTensor(rowwise, columnwise, plan, nominal, shape=tuple(sizes))
-    if device is not None and torch.device(device).type != tensor.device.type:
-        raise OperandError(
-            f"{owner}(device={device}): its codes are on {tensor.device}. Move them first."
-        )
-    tensor.requires_grad_(requires_grad)
-    return bind(tensor)
-
-
-def _fitted(
-    owner: str, way: tuple[torch.Tensor, torch.Tensor], spec: OperandSpec, dtype: torch.dtype
-) -> Operand:
     try:
-        return fit_codes(*way, spec, None, None, dtype)[0]
+        first, second = (
+            None if way is None else fit_codes(*way, spec, None, None, nominal)[0]
+            for way in (rowwise, columnwise)
+        )
     except OperandError as error:
         raise OperandError(f"{owner}: {error}") from None
+    is_turned = second is None and is_square(spec)
+    row, column = spec if first else None, spec if second or is_turned else None
+    tensor = QuantizedTensor(first, second, TensorPlan(row, column), nominal, shape=shape)
+    return tensor.bound_to(getattr(quantizer, "slot", None))
+
+
+def _codes(owner: str, *candidates: torch.Tensor | None) -> torch.Tensor:
+    """Return the first of the codes that is there."""
+    codes = next((each for each in candidates if each is not None), None)
+    if not isinstance(codes, torch.Tensor) or not codes.dim():
+        raise OperandError(f"{owner}: found {codes!r} for codes; expected a tensor [..., k].")
+    return codes
 
 
 def _of_codes_and_scale(
-    shape: Sequence[int] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None,
     *,
-    data: torch.Tensor | None,
-    fp8_scale_inv: torch.Tensor,
+    data: torch.Tensor | None = None,
+    fp8_scale_inv: torch.Tensor | None = None,
     fp8_dtype: object = "e4m3",
     data_transpose: torch.Tensor | None = None,
     quantizer: Any = None,
-    fake_dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-    device: torch.device | str | None = None,
 ) -> QuantizedTensor:
-    """Return the tensor of codes ``data [..., k]`` of a byte and one scale, without a copy.
+    """Return the tensor of codes ``data [..., k]`` of a byte and one scale.
 
     ``data_transpose [k, ...]`` are its transposed codes, for one without ``data`` or beside it.
-    ``dtype``, or ``fake_dtype``, is the nominal one, float32 if None; ``quantizer`` the one that
-    writes it.
 
     Raises:
         OperandError: codes, scale and quantizer do not fit, or there are no codes.
     """
-    owner, name = "Float8Tensor", format_of(fp8_dtype, "Float8Tensor")
-    codes = data if data is not None else data_transpose
-    if not isinstance(codes, torch.Tensor) or not codes.dim():
-        raise OperandError(
-            f"{owner}: data is {data!r}; expected codes [..., k], or data_transpose."
-        )
-    sizes = codes.shape if data is not None else (*codes.shape[1:], codes.shape[0])
-    turned, matrix = None, matrix_shape(sizes)[::-1]
+    owner = "Float8Tensor"
+    name, codes = format_of(fp8_dtype, owner), _codes(owner, data, data_transpose)
+    if not isinstance(fp8_scale_inv, torch.Tensor):
+        raise OperandError(f"{owner}: fp8_scale_inv is {fp8_scale_inv!r}; expected its scale.")
+    shape = codes.shape if data is not None else (*codes.shape[1:], codes.shape[0])
+    columnwise, matrix = None, matrix_shape(shape)[::-1]
     if data_transpose is not None:
-        if tuple(data_transpose.shape) not in (matrix, (sizes[-1], *sizes[:-1])):
+        if tuple(data_transpose.shape) not in (matrix, (shape[-1], *shape[:-1])):
             raise OperandError(
-                f"{owner}: data_transpose {list(data_transpose.shape)} beside data {list(sizes)}; "
+                f"{owner}: data_transpose {list(data_transpose.shape)} beside data {list(shape)}; "
                 f"expected {list(matrix)}."
             )
-        turned = data_transpose.reshape(matrix), fp8_scale_inv
-    return _constructed(
-        owner,
-        OperandSpec(name, (0, 0), formats.by_name(name).max),
-        (None if data is None else (data, fp8_scale_inv), turned),
-        shape=shape,
-        sizes=sizes,
-        dtype=dtype or fake_dtype,
-        requires_grad=requires_grad,
-        device=device,
-        quantizer=quantizer,
-    )
+        columnwise = data_transpose.reshape(matrix), fp8_scale_inv
+    rowwise = None if data is None else (data, fp8_scale_inv)
+    spec = OperandSpec(name, (0, 0), formats.by_name(name).max)
+    return _stored(owner, spec, rowwise, columnwise, shape, dtype, quantizer)
 
 
 def _of_codes_and_blocks(
-    shape: Sequence[int] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None,
     *,
-    rowwise_data: torch.Tensor | None,
-    rowwise_scale_inv: torch.Tensor | None,
+    rowwise_data: torch.Tensor | None = None,
+    rowwise_scale_inv: torch.Tensor | None = None,
     columnwise_data: torch.Tensor | None = None,
     columnwise_scale_inv: torch.Tensor | None = None,
     fp8_dtype: object = "e4m3",
     quantizer: Any = None,
     with_gemm_swizzled_scales: bool = False,
-    fake_dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-    device: torch.device | str | None = None,
 ) -> QuantizedTensor:
     """Return the tensor of codes ``[..., k]`` with a scale in a byte for each 32.
 
-    ``rowwise_scale_inv [n, k / 32]`` and ``columnwise_scale_inv [n / 32, k]``, both of them also
-    with the rows and columns behind them that Transformer Engine adds. Rowwise codes are held
-    without a copy; columnwise ones, which are stored transposed here, are copied.
+    ``rowwise_scale_inv [n, k / 32]`` and ``columnwise_scale_inv [n / 32, k]`` may be padded.
+    Columnwise codes are copied, as they are stored transposed here.
 
     Raises:
         OperandError: codes, scales and quantizer do not fit, or there are no codes.
         UnsupportedError: the scales are in the order of cuBLAS.
     """
-    owner, name = "MXFP8Tensor", format_of(fp8_dtype, "MXFP8Tensor")
+    owner = "MXFP8Tensor"
+    name, codes = format_of(fp8_dtype, owner), _codes(owner, rowwise_data, columnwise_data)
     if with_gemm_swizzled_scales:
         raise UnsupportedError(
             f"{owner}(with_gemm_swizzled_scales=True) is not offered: scales are in the order of "
             f"their blocks here, and a product of CUDA orders them by itself."
         )
-    codes = rowwise_data if rowwise_data is not None else columnwise_data
-    if not isinstance(codes, torch.Tensor) or not codes.dim():
-        raise OperandError(f"{owner}: found {codes!r} for codes; expected a tensor [..., k].")
     rows, columns = matrix_shape(codes.shape)
-    ways: list[tuple[torch.Tensor, torch.Tensor] | None] = [None, None]
+    rowwise = columnwise = None
     if rowwise_data is not None:
         scales = _without_padding(owner, rowwise_scale_inv, (rows, -(-columns // 32)), (128, 4))
-        ways[0] = rowwise_data, scales
+        rowwise = rowwise_data, scales
     if columnwise_data is not None:
         if columnwise_data.shape != codes.shape:
             raise OperandError(
@@ -360,18 +329,9 @@ def _of_codes_and_blocks(
             )
         scales = _without_padding(owner, columnwise_scale_inv, (-(-rows // 32), columns), (4, 128))
         turned = columnwise_data.reshape(rows, columns).t().contiguous()
-        ways[1] = turned, scales.t().contiguous()
-    return _constructed(
-        owner,
-        OperandSpec(name, (1, 32), formats.by_name(name).max, "e8m0"),
-        ways,
-        shape=shape,
-        sizes=codes.shape,
-        dtype=dtype or fake_dtype,
-        requires_grad=requires_grad,
-        device=device,
-        quantizer=quantizer,
-    )
+        columnwise = turned, scales.t().contiguous()
+    spec = OperandSpec(name, (1, 32), formats.by_name(name).max, "e8m0")
+    return _stored(owner, spec, rowwise, columnwise, codes.shape, dtype, quantizer)
 
 
 def _without_padding(
@@ -387,16 +347,12 @@ def _without_padding(
     return scales[: size[0], : size[1]].contiguous()
 
 
-def _of_parts(
-    shape: Sequence[int] | None = None,
+def of_parts(
     dtype: torch.dtype | None = None,
     *,
-    rowwise_storage: QuantizedTensor | None,
-    columnwise_storage: QuantizedTensor | None,
+    rowwise_storage: QuantizedTensor | None = None,
+    columnwise_storage: QuantizedTensor | None = None,
     quantizer: Any = None,
-    fake_dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-    device: torch.device | str | None = None,
 ) -> QuantizedTensor:
     """Return the tensor of the rowwise operand of one part and the columnwise one of the other.
 
@@ -415,22 +371,13 @@ def _of_parts(
     storages = [part for part in parts.values() if part is not None]
     if len({(part.shape, part.device) for part in storages}) != 1:
         raise OperandError(f"{owner} of {parts}: expected a part, or two of one shape and device.")
-    first = storages[0]
-    if shape is not None and tuple(shape) != first.shape:
-        raise OperandError(f"{owner}(shape={list(shape)}): its parts are {list(first.shape)}.")
-    if device is not None and torch.device(device).type != first.device.type:
-        raise OperandError(f"{owner}(device={device}): its parts are on {first.device}.")
-    row = None if rowwise_storage is None else rowwise_storage.operands.rowwise
-    column = None if columnwise_storage is None else columnwise_storage.operands.columnwise
-    plan = TensorPlan(
-        rowwise_storage.plan.rowwise if rowwise_storage is not None else None,
-        columnwise_storage.plan.columnwise if columnwise_storage is not None else None,
+    none = Orientations(None, None), TensorPlan(None, None)
+    (rows, row), (columns, column) = (
+        none if part is None else (part.operands, part.plan) for part in parts.values()
     )
-    tensor = QuantizedTensor(
-        row, column, plan, dtype or fake_dtype or first.dtype, shape=first.shape
-    )
-    tensor.requires_grad_(requires_grad)
-    return tensor
+    plan = TensorPlan(row.rowwise, column.columnwise)
+    nominal, shape = dtype or storages[0].dtype, storages[0].shape
+    return QuantizedTensor(rows.rowwise, columns.columnwise, plan, nominal, shape=shape)
 
 
 class Float8Tensor(QuantizedTensor, metaclass=_Name):
@@ -479,7 +426,7 @@ class HybridQuantizedTensor(QuantizedTensor, metaclass=_Name):
     the parts that ``rowwise_sub_storage`` and ``columnwise_sub_storage`` return.
     """
 
-    constructor = staticmethod(_of_parts)
+    constructor = staticmethod(of_parts)
 
     describes = staticmethod(
         lambda plan, spec: None not in plan and _format(plan.rowwise) != _format(plan.columnwise)
