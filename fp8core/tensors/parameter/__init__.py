@@ -214,6 +214,7 @@ def _stored(
     spec: OperandSpec,
     rowwise: tuple[torch.Tensor, torch.Tensor] | None,
     columnwise: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
     shape: Sequence[int],
     dtype: torch.dtype | None,
     quantizer: Any,
@@ -286,7 +287,7 @@ def _of_codes_and_scale(
         columnwise = data_transpose.reshape(matrix), fp8_scale_inv
     rowwise = None if data is None else (data, fp8_scale_inv)
     spec = OperandSpec(name, (0, 0), formats.by_name(name).max)
-    return _stored(owner, spec, rowwise, columnwise, shape, dtype, quantizer)
+    return _stored(owner, spec, rowwise, columnwise, shape=shape, dtype=dtype, quantizer=quantizer)
 
 
 def _of_codes_and_blocks(
@@ -331,7 +332,9 @@ def _of_codes_and_blocks(
         turned = columnwise_data.reshape(rows, columns).t().contiguous()
         columnwise = turned, scales.t().contiguous()
     spec = OperandSpec(name, (1, 32), formats.by_name(name).max, "e8m0")
-    return _stored(owner, spec, rowwise, columnwise, codes.shape, dtype, quantizer)
+    return _stored(
+        owner, spec, rowwise, columnwise, shape=codes.shape, dtype=dtype, quantizer=quantizer
+    )
 
 
 def _without_padding(
