@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core import autocast, ops
+import fp8core
+from fp8core import OperandError, autocast, ops, recipe
 from fp8core.modules.sequences.head_split import make_qk_norms
 from tests.pairs import turns
 
@@ -240,3 +241,41 @@ def test_a_norm_over_several_dimensions_takes_a_residual_and_a_place_in_a_sequen
     torch.testing.assert_close(made(x, residual=residual), made(x + residual))
     chain = ops.Sequential(ops.Bias(8), made, ops.Linear(8, 4))
     assert torch.equal(chain(x), chain[2](made(chain[0](x))))
+
+
+@pytest.mark.parametrize("asked", [None, recipe.Float8CurrentScaling()], ids=["none", "current"])
+def test_a_grouped_linear_scales_its_biases_by_rows(asked: recipe.Recipe | None) -> None:
+    """Of sizes in a list, and in a tensor."""
+    layer = ops.GroupedLinear(3, 64, 32, scale_bias=True)
+    plain = ops.GroupedLinear(3, 64, 32, bias=False)
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    with torch.no_grad():
+        for number in range(3):
+            getattr(layer, f"bias{number}").normal_()
+    x, scales = torch.randn(48, 64).requires_grad_(), torch.rand(48).requires_grad_()
+    biases = torch.stack([getattr(layer, f"bias{number}") for number in range(3)])
+    groups = torch.tensor([0] * 16 + [2] * 32)
+    with fp8core.autocast(enabled=asked is not None, recipe=asked or "current"):
+        y = ops.Sequential(layer)(x, [16, 0, 32], scales)
+        want = plain(x, [16, 0, 32]) + biases[groups] * scales[:, None]
+        torch.testing.assert_close(y, want)
+        assert torch.equal(layer(x, torch.tensor([16, 0, 32]), scales), y)
+    dy = torch.randn_like(y)
+    grads = torch.autograd.grad(y, (scales, layer.bias0, layer.bias1, layer.bias2), dy)
+    torch.testing.assert_close(grads[0], (dy * biases[groups]).sum(-1))
+    for number, grad in enumerate(grads[1:]):
+        rows = groups == number
+        torch.testing.assert_close(grad, (dy[rows] * scales[rows, None]).sum(0))
+
+
+def test_scales_of_biases_that_do_not_fit_are_refused() -> None:
+    layer, x = ops.GroupedLinear(2, 32, 32, scale_bias=True), torch.randn(8, 32)
+    for scales in (None, torch.ones(7), torch.ones(8, 1), torch.ones(8).int(), [1.0] * 8):
+        with pytest.raises(OperandError, match="scales"):
+            layer(x, [4, 4], scales)
+    with pytest.raises(OperandError, match="no output"):
+        layer(x, [4, 4], torch.ones(8), output=torch.empty(8, 32))
+    without = ops.GroupedLinear(2, 32, 32, bias=False, scale_bias=True)
+    assert (without.num_extra_inputs, layer.num_extra_inputs) == (1, 2)
+    with pytest.raises(OperandError, match="expected no scales"):
+        without(x, [4, 4], torch.ones(8))

@@ -22,7 +22,8 @@ from typing_extensions import override
 from fp8core.chain.boundary import QuantizeShape
 from fp8core.chain.shape import LinkShape
 from fp8core.chain.simple import BiasShape, DropoutShape
-from fp8core.modules.calls.inputs import cast_to_weight
+from fp8core.errors import OperandError
+from fp8core.modules.calls.inputs import cast_to_weight, check_kind
 from fp8core.modules.calls.parameters import (
     InitMethod,
     check_probability,
@@ -224,6 +225,8 @@ class GroupedLinear(GroupedLinearLayer):
         dtype: of the parameters, torch's default if None.
         accumulate_into_main_grad, delay_wgrad_compute: ``fuse_wgrad_accumulation`` and
             ``delay_wgrad_compute`` of :class:`fp8core.GroupedLinear`.
+        scale_bias: a second extra input, ``scales``, has a number for each row, by which the row's
+            bias is multiplied before it is added; of a layer with biases.
     """
 
     def __init__(
@@ -244,10 +247,8 @@ class GroupedLinear(GroupedLinearLayer):
         name: str | None = None,
     ) -> None:
         refused = ("rng_state_tracker_function", "single_grouped_weight", "single_grouped_bias")
-        refuse_arguments(
-            GroupedLinear.__init__, locals(), (*refused, "scale_bias"), owner="ops.GroupedLinear"
-        )
-        self.num_groups = num_groups
+        refuse_arguments(GroupedLinear.__init__, locals(), refused, owner="ops.GroupedLinear")
+        self.num_groups, self.scale_bias = num_groups, bool(bias and scale_bias)
         super().__init__(
             num_groups,
             in_features,
@@ -261,22 +262,62 @@ class GroupedLinear(GroupedLinearLayer):
             name=name,
         )
 
+    @property
+    def num_extra_inputs(self) -> int:  # type: ignore[override]  # follows from the arguments
+        """The sizes of the groups, and the scales of the biases if there are any."""
+        return 2 if self.scale_bias else 1
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the products add the biases, which are scaled otherwise."""
+        return self.use_bias and not self.scale_bias
+
     def forward(  # type: ignore[override]  # the operation's names
         self,
         input: torch.Tensor,
         split_sizes: Sequence[int] | torch.Tensor,
+        scales: torch.Tensor | None = None,
         *,
         output: torch.Tensor | None = None,
         grad_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute as :meth:`fp8core.GroupedLinear.forward` does, with ``output`` for ``out`` and
-        ``grad_input`` for ``dgrad_out``."""
+        ``grad_input`` for ``dgrad_out``.
+
+        ``scales``, of the shape of the input without its last dimension, are given with
+        ``scale_bias`` alone, without ``output``. Rows of no group have no bias.
+
+        Raises:
+            OperandError: as of :class:`fp8core.GroupedLinear`; or ``scales`` that do not fit.
+        """
         weight = self._all("weight")[0]
+        if self.scale_bias != (scales is not None) or (scales is not None and output is not None):
+            raise OperandError(
+                f"ops.GroupedLinear(scale_bias={self.scale_bias}): expected "
+                f"{'scales, and no output' if self.scale_bias else 'no scales'}."
+            )
         result = super().forward(
             cast_to_weight(input, weight), split_sizes, out=output, dgrad_out=grad_input
         )
         assert isinstance(result, torch.Tensor)  # the bias is never returned
-        return result
+        return result if scales is None else self._with_bias(result, split_sizes, scales)
+
+    def _with_bias(
+        self, result: torch.Tensor, sizes: Sequence[int] | torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """Return ``result`` plus the bias of each row's group times the row's scale, in float32."""
+        check_kind("ops.GroupedLinear", "scales", scales)
+        if scales.shape != result.shape[:-1] or scales.device != result.device:
+            raise OperandError(
+                f"ops.GroupedLinear: scales {list(scales.shape)} on {scales.device}; expected "
+                f"{list(result.shape[:-1])} on {result.device}."
+            )
+        ends = torch.as_tensor(sizes, device=result.device).clamp(min=0).cumsum(0)
+        positions = torch.arange(scales.numel(), device=result.device)
+        biases = torch.stack(self._all("bias"))
+        of_rows = torch.nn.functional.pad(biases, (0, 0, 0, 1))  # the last one of no group
+        bias = of_rows[torch.searchsorted(ends, positions, right=True)].view(result.shape)
+        return (result.float() + bias.float() * scales.unsqueeze(-1).float()).to(result.dtype)
 
 
 def _group(is_parallel: bool, group: object | None) -> object | None:

@@ -118,13 +118,17 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         self._init_method = init_method or default_init_method
         self._init_parameters(device, params_dtype, delay_wgrad_compute)
 
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the products add the biases, which are returned otherwise."""
+        return self.use_bias and not self.return_bias
+
     @override
     def _linears(self) -> list[LinearParameters]:
-        adds_bias = self.use_bias and not self.return_bias
         sizes = (self.out_features,), self.in_features
         method, mode = self._init_method, self.parallel_mode
         return [
-            LinearParameters((f"weight{i}",), (f"bias{i}",), *sizes, method, mode, adds_bias)
+            LinearParameters((f"weight{i}",), (f"bias{i}",), *sizes, method, mode, self.adds_bias)
             for i in self.numbers
         ]
 
@@ -163,8 +167,7 @@ class GroupedLinear(ParallelModule, ExtraTensors):
 
     @override
     def link_names(self) -> list[tuple[str, ...]] | None:
-        adds_bias = self.use_bias and not self.return_bias
-        names = self._names_of("weight") + (self._names_of("bias") if adds_bias else [])
+        names = self._names_of("weight") + (self._names_of("bias") if self.adds_bias else [])
         return list(zip(names, strict=True))
 
     def forward(
