@@ -33,6 +33,7 @@ from fp8core.recipe.plan import (
     Plan,
     TensorPlan,
 )
+from fp8core.torch_ops.capture import expression_of
 
 
 class FormatRange(NamedTuple):
@@ -143,7 +144,7 @@ class Recipe:
     or a class of recipes. Nothing here asks them: a layer computes by the recipe's plan.
     """
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)  # torch refers so to values in graphs
     reads_names: ClassVar[bool] = True
     # The recipe of Transformer Engine that this recipe is, by the name of its predicate.
     family: ClassVar[str | None] = None
@@ -190,6 +191,11 @@ class Recipe:
     def quantization_alignment(self) -> int:
         """The multiple of rows to which Transformer Engine pads a group."""
         return 16
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """Return what makes an equal recipe in a graph of torch, where its class is registered as
+        one of values."""
+        return expression_of(self)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse unknown arguments by name, before the ``__init__`` of the dataclass."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -10,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
+from fp8core.errors import UnsupportedError
 from fp8core.torch_ops.private import (
     MARKED_CONSTANT,
     PASSES_DATACLASSES,
@@ -35,6 +37,23 @@ def constant_in_graph(function: Callable[..., Any]) -> None:
     than the rest of ``import fp8core``.
     """
     setattr(function, MARKED_CONSTANT, True)
+
+
+def expression_of(value: object) -> tuple[str, dict[str, Any]]:
+    """Return an expression that makes an equal value, and the names in it, as torch writes a value
+    into the code of a graph (``__fx_repr__``).
+
+    Raises:
+        UnsupportedError: it cannot be pickled, as an object of a class inside of a function.
+    """
+    try:
+        content = pickle.dumps(value)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise UnsupportedError(
+            f"{value!r} cannot be a value in a graph: {error}. Define what it refers to at the top "
+            f"of a module."
+        ) from None
+    return f"loads({content!r})", {"loads": pickle.loads}
 
 
 def taking_dataclasses(function: Callable[P, R]) -> Callable[P, R]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +20,7 @@ from fp8core.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
+    HybridQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -389,3 +392,68 @@ def test_a_fake_tensor_is_decoded_and_multiplied_by_operators(quantizer: Any) ->
             made, product = fake.dequantize(), functional.gemm(fake, fake)
     assert (made.shape, product.shape) == ((64, 128), (64, 64))
     assert {torch.ops.fp8core.dequantize.default, torch.ops.fp8core.gemm.default} <= {*called}
+
+
+class Registered(MXFP8Quantizer):
+    """A class that torch knows as one of values."""
+
+
+class RegisteredRecipe(recipe.MXFP8BlockScaling):
+    """A class that torch knows as one of values."""
+
+
+@pytest.fixture(scope="module")
+def by_values() -> Any:
+    """An operator of a library that takes a quantizer and a recipe as values."""
+    names = []
+    for kind in (Registered, RegisteredRecipe):
+        opaque_object.register_opaque_type(kind, typ="value")
+        names.append(opaque_object.get_opaque_type_name(kind))
+    schema = f"(Tensor x, {names[0]} quantizer, {names[1]} by) -> Tensor"
+
+    @torch.library.custom_op("fp8core_tests::cast_by", mutates_args=(), schema=schema)
+    def cast_by(x: torch.Tensor, quantizer: Any, by: Any) -> torch.Tensor:
+        return quantizer(x).dequantize() + functional.quantize(x, by).dequantize()
+
+    @cast_by.register_fake
+    def _(x: torch.Tensor, quantizer: Any, by: Any) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    return torch.ops.fp8core_tests.cast_by
+
+
+@pytest.mark.skipif(not PASSES_DATACLASSES, reason="an older torch wants a metaclass of its own")
+def test_quantizers_and_recipes_are_values_of_a_graph(by_values: Any) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def compute(x: torch.Tensor, quantizer: Any, by: Any) -> torch.Tensor:
+        return by_values(x, quantizer, by)
+
+    x = torch.randn(64, 64, device=DEVICE)
+    for name in ("e4m3", "e5m2", "e4m3"):
+        arguments = Registered(name), RegisteredRecipe(fp8_format="hybrid")
+        expected = by_values(x, *arguments)
+        assert torch.equal(compute(x, *arguments), expected)
+    assert counter.frame_count == 2  # one for each value
+
+
+def test_the_expression_of_a_value_makes_an_equal_value() -> None:
+    hybrid = HybridQuantizer(
+        rowwise_quantizer=MXFP8Quantizer("e4m3"), columnwise_quantizer=NVFP4Quantizer()
+    )
+    values = [MXFP8Quantizer("e5m2", columnwise=False), hybrid, recipe.DelayedScaling(margin=1)]
+    values += [recipe.PerLayer({"head": None}, default="block"), recipe.WeightOnly("mxfp8")]
+    for value in values:
+        expression, names = value.__fx_repr__()
+        assert eval(expression, dict(names)) == value  # as torch does
+        assert value.__fx_repr__()[0] == expression
+
+
+def test_what_is_no_value_is_refused() -> None:
+    entry = torch.ones(1, device=DEVICE)
+    with pytest.raises(UnsupportedError, match="a state"):
+        Float8Quantizer(entry, entry.clone(), "e4m3").__fx_repr__()
+    custom = recipe.CustomRecipe(qfactory=lambda role: recipe.OperandSpec("e4m3", (0, 0), 448.0))
+    with pytest.raises(UnsupportedError, match="at the top of a module"):
+        custom.__fx_repr__()

@@ -22,7 +22,7 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
 from fp8core.tensors.storage import PARTS, is_square, matrix_shape, storage_plan
-from fp8core.torch_ops.capture import constant_in_graph, is_captured
+from fp8core.torch_ops.capture import constant_in_graph, expression_of, is_captured
 
 
 class Quantizer:
@@ -336,6 +336,15 @@ class Quantizer:
 
     def __hash__(self) -> int:
         return hash(self._key()) if self.cell is not None else id(self)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """Return what makes an equal quantizer in a graph of torch, where a class is registered as
+        one of values.
+
+        Raises:
+            UnsupportedError: it has a state, a reduction or code of its own.
+        """
+        return expression_of(_planned(self._number))
 
     def __repr__(self) -> str:
         ways = [way for way, used in self.get_usages().items() if used]
