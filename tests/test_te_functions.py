@@ -215,7 +215,7 @@ def test_columns_of_dequantized_rows() -> None:
     both = of_rows()(x)
     alone = of_rows()
     alone.set_usage(rowwise=False)
-    empty = of_rows().make_empty(x.shape, device="cpu")
+    empty = of_rows().make_empty(x.shape)
     written = of_rows().update_quantized(x, empty)
     left = of_rows().update_quantized(2 * x, both.clone(), noop_flag=torch.ones(1))
     for tensor in (both, written, left, pickle.loads(pickle.dumps(of_rows()))(x)):

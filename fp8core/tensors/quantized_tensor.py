@@ -270,6 +270,16 @@ class QuantizedTensor(OperandTensor):
         part._shares_scales = self._shares_scales
         return part
 
+    def turned_to_rows(self) -> QuantizedTensor:
+        """Return this tensor, which holds columns alone, with its rows in the same memory, if they
+        have the same codes; else itself."""
+        spec, columnwise = self.plan.columnwise, self.stored[1]
+        if self.plan.rowwise is not None or spec is None or not is_square(spec):
+            return self
+        assert columnwise is not None
+        plan = TensorPlan(spec, spec)
+        return QuantizedTensor(turn(columnwise), None, plan, self.dtype, shape=self.shape)
+
     def get_usages(self) -> dict[str, bool]:
         """Return which orientations are held, as ``{"rowwise": True, "columnwise": False}``."""
         return {

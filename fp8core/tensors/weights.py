@@ -360,6 +360,8 @@ class CachingWeightQuantizer(WeightQuantizer):
         row, column = self._how.stored
         is_plain = row is None and column is None
         is_high = column is None  # backward in high precision, from the dequantized weight
+        if weight.plan.rowwise is None and row == column:
+            weight = weight.turned_to_rows()
         is_turned = is_high or not columnwise or weight.plan.columnwise == column
         if not is_plain and weight.plan == (row, None) and not is_turned:
             raise OperandError(f"{self._how.owner}: {_ROWS_ALONE}")

@@ -20,18 +20,17 @@ from fp8core.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from tests.device import DEVICE
 
 E4M3 = DType.kFloat8E4M3
 
 
 def value(*shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(*shape or (64, 96), generator=generator).to(DEVICE)
+    torch.manual_seed(3)
+    return torch.randn(*shape or (64, 96))
 
 
 def current() -> Float8CurrentScalingQuantizer:
-    return Float8CurrentScalingQuantizer(E4M3, DEVICE)
+    return Float8CurrentScalingQuantizer(E4M3, None)
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (2, 32, 96)])
@@ -50,8 +49,8 @@ def test_float8_tensor_holds_codes_and_a_scale(shape: tuple[int, ...]) -> None:
 
 
 def test_float8_tensor_of_a_transpose_alone() -> None:
-    codes = torch.arange(96, dtype=torch.uint8, device=DEVICE).reshape(12, 2, 4)
-    scale = torch.full((), 0.5, device=DEVICE)
+    codes = torch.arange(96, dtype=torch.uint8).reshape(12, 2, 4)
+    scale = torch.full((), 0.5)
     tensor = fp8core.Float8Tensor(
         data=None, data_transpose=codes, fp8_scale_inv=scale, fp8_dtype=torch.float8_e5m2
     )
@@ -62,17 +61,17 @@ def test_float8_tensor_of_a_transpose_alone() -> None:
 
 
 def test_a_quantizer_writes_the_tensor_by_its_scale() -> None:
-    scale, amax = torch.full((1,), 4.0, device=DEVICE), torch.zeros(1, device=DEVICE)
+    scale, amax = torch.full((1,), 4.0), torch.zeros(1)
     quantizer = Float8Quantizer(scale, amax, E4M3)
     tensor = fp8core.Float8Tensor(
         shape=(4, 8),
         dtype=torch.float32,
-        data=torch.zeros(4, 8, dtype=torch.uint8, device=DEVICE),
+        data=torch.zeros(4, 8, dtype=torch.uint8),
         fp8_scale_inv=1 / scale,
         fp8_dtype=E4M3,
         quantizer=quantizer,
     )
-    tensor.quantize_(torch.full((4, 8), 3.0, device=DEVICE))
+    tensor.quantize_(torch.full((4, 8), 3.0))
     codes = tensor.get_data_tensors(columnwise_data=False)
     assert torch.equal(codes.view(torch.float8_e4m3fn).float(), torch.full_like(tensor.float(), 12))
     assert amax.item() == 3
@@ -127,12 +126,12 @@ def test_constructed_tensors_are_multiplied_saved_and_copied() -> None:
 
 
 def _codes(*shape: int) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=torch.uint8, device=DEVICE)
+    return torch.zeros(*shape, dtype=torch.uint8)
 
 
 def _float8(**arguments: Any) -> Any:
     return fp8core.Float8Tensor(
-        **{"data": _codes(4, 8), "fp8_scale_inv": torch.ones(1, device=DEVICE), **arguments}
+        **{"data": _codes(4, 8), "fp8_scale_inv": torch.ones(1), **arguments}
     )
 
 
@@ -150,8 +149,8 @@ def _mxfp8(**arguments: Any) -> Any:
         (lambda: _float8(data=None), "Float8Tensor: found None"),
         (lambda: _float8(data=torch.zeros(4, 8)), "Float8Tensor: "),
         (lambda: _float8(data=_codes(4, 8).view(torch.float8_e5m2)), "no codes in torch.float8"),
-        (lambda: _float8(fp8_scale_inv=torch.ones(2, device=DEVICE)), "no scales"),
-        (lambda: _float8(fp8_scale_inv=torch.zeros(1, device=DEVICE)), "zero or negative"),
+        (lambda: _float8(fp8_scale_inv=torch.ones(2)), "no scales"),
+        (lambda: _float8(fp8_scale_inv=torch.zeros(1)), "zero or negative"),
         (lambda: _float8(dtype=torch.int32), "its dtype is torch.int32"),
         (
             lambda: _float8(quantizer=MXFP8Quantizer(E4M3)),
@@ -159,6 +158,9 @@ def _mxfp8(**arguments: Any) -> Any:
         ),
         (lambda: _float8(quantizer=7), "Float8Tensor(quantizer=7)"),
         (lambda: _float8(data_transpose=_codes(4, 8)), "expected [8, 4]"),
+        (lambda: _float8(data_transpose=[8]), "found [8] for codes"),
+        (lambda: _mxfp8(columnwise_data=[8]), "MXFP8Tensor: found [8]"),
+        (lambda: _float8(shape=32), "Float8Tensor(shape=[32])"),
         (lambda: _float8(device="meta"), "Move them."),
         (
             lambda: _mxfp8(rowwise_scale_inv=None),
@@ -180,6 +182,8 @@ def test_what_does_not_fit_is_named(construct: Any, text: str) -> None:
 def test_what_is_not_offered_is_named() -> None:
     with pytest.raises(UnsupportedError, match="with_gemm_swizzled_scales=True"):
         _mxfp8(with_gemm_swizzled_scales=True)
+    with pytest.raises(UnsupportedError, match="its columns of 32"):
+        _mxfp8(rowwise_data=_codes(4, 40))
     with pytest.raises(UnsupportedError, match=r"has no constructor.*from_codes"):
         fp8core.NVFP4Tensor()
     with pytest.raises(fp8core.RecipeError, match="'e4m4' is no format"):

@@ -356,3 +356,65 @@ def test_memory_that_is_not_there_is_not_read(tmp_path: Path) -> None:
             assert tensor.data_ptr() == 0
     finally:
         torch.distributed.destroy_process_group()
+
+
+SQUARES = {
+    "current": (Float8CurrentScalingQuantizer("e4m3", None), RECIPES["current"]),
+    "mxfp8 both ways": (
+        MXFP8Quantizer("e4m3", with_2d_quantization=True),
+        RECIPES["mxfp8 both ways"],
+    ),
+}
+
+
+def trained(weight: torch.Tensor, chosen: recipe.Recipe) -> list[torch.Tensor]:
+    layer = fp8core.Linear(96, 64, bias=False)
+    layer.weight = torch.nn.Parameter(weight)
+    x = torch.linspace(-1, 1, 32 * 96).reshape(32, 96).requires_grad_()
+    for _ in range(2):  # the second call replays the first
+        layer.zero_grad()
+        x.grad = None
+        with fp8core.autocast(recipe=chosen):
+            y = layer(x)
+        (y * y).sum().backward()
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    return [y.detach(), x.grad, layer.weight.grad]
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_a_weight_of_columns_alone_is_multiplied_as_one_of_both(name: str) -> None:
+    """Squares have the codes of both orientations."""
+    quantizer, chosen = SQUARES[name]
+    value = torch.randn(64, 96)
+    both = trained(quantizer(value), chosen)
+    columns = quantizer.copy()
+    columns.set_usage(rowwise=False)
+    alone = columns(value)
+    assert alone.get_usages() == {"rowwise": False, "columnwise": True}
+    assert all(torch.equal(*pair) for pair in zip(trained(alone, chosen), both, strict=True))
+    with fp8core.autocast(recipe=chosen), torch.no_grad():
+        layer = fp8core.Linear(96, 64, bias=False)
+        layer.weight = torch.nn.Parameter(columns(value), requires_grad=False)
+        x = torch.linspace(-1, 1, 32 * 96).reshape(32, 96)
+        assert torch.equal(layer(x), both[0])
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), both[0])
+
+
+def test_a_weight_of_columns_in_lines_alone_is_refused() -> None:
+    columns = MXFP8Quantizer("e4m3", rowwise=False)(torch.randn(64, 96))
+    with pytest.raises(OperandError, match=r"stored as None \(columnwise e4m3"):
+        trained(columns, RECIPES["mxfp8"])
+
+
+def test_a_weight_of_rows_alone_infers_as_one_of_both() -> None:
+    value, x = torch.randn(64, 96), torch.randn(32, 96)
+    layer = fp8core.Linear(96, 64, bias=False)
+    outputs = []
+    for columnwise in (True, False):
+        weight = MXFP8Quantizer("e4m3", columnwise=columnwise)(value)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        with fp8core.autocast(recipe=RECIPES["mxfp8"]), torch.no_grad():
+            outputs.append(layer(x))
+    assert torch.equal(*outputs)

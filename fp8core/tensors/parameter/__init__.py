@@ -182,7 +182,7 @@ class _Name(TensorMeta):
 
     def __call__(
         cls,
-        shape: Sequence[int] | None = None,
+        shape: int | Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
         *,
         fake_dtype: torch.dtype | None = None,
@@ -197,9 +197,10 @@ class _Name(TensorMeta):
                 f"QuantizedTensor.from_codes(codes, scale_inv, recipe)."
             )
         tensor = cls.__dict__["constructor"](dtype or fake_dtype, **stored)
-        if shape is not None and tuple(shape) != tensor.shape:
+        sizes = (shape,) if isinstance(shape, int) else shape
+        if sizes is not None and tuple(sizes) != tensor.shape:
             raise OperandError(
-                f"{cls.__name__}(shape={list(shape)}): its codes are those of "
+                f"{cls.__name__}(shape={list(sizes)}): its codes are those of "
                 f"{list(tensor.shape)}. Give that shape, or None."
             )
         if device is not None and torch.device(device).type != tensor.device.type:
@@ -224,6 +225,7 @@ def _stored(
 
     Raises:
         OperandError: they do not fit one another, or hold what no cast writes.
+        UnsupportedError: blocks do not divide the sizes.
     """
     if quantizer is not None:
         plan = getattr(quantizer, "plan", None)
@@ -244,6 +246,7 @@ def _stored(
         raise OperandError(f"{owner}: {error}") from None
     is_turned = second is None and is_square(spec)
     row, column = spec if first else None, spec if second or is_turned else None
+    QuantizedTensor.check_sizes(shape, TensorPlan(row, column))
     tensor = QuantizedTensor(first, second, TensorPlan(row, column), nominal, shape=shape)
     return tensor.bound_to(getattr(quantizer, "slot", None))
 
@@ -279,6 +282,7 @@ def _of_codes_and_scale(
     shape = codes.shape if data is not None else (*codes.shape[1:], codes.shape[0])
     columnwise, matrix = None, matrix_shape(shape)[::-1]
     if data_transpose is not None:
+        data_transpose = _codes(owner, data_transpose)
         if tuple(data_transpose.shape) not in (matrix, (shape[-1], *shape[:-1])):
             raise OperandError(
                 f"{owner}: data_transpose {list(data_transpose.shape)} beside data {list(shape)}; "
@@ -323,6 +327,7 @@ def _of_codes_and_blocks(
         scales = _without_padding(owner, rowwise_scale_inv, (rows, -(-columns // 32)), (128, 4))
         rowwise = rowwise_data, scales
     if columnwise_data is not None:
+        columnwise_data = _codes(owner, columnwise_data)
         if columnwise_data.shape != codes.shape:
             raise OperandError(
                 f"{owner}: columnwise_data {list(columnwise_data.shape)} beside rowwise_data "
