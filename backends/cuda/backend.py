@@ -120,7 +120,7 @@ class CudaBackend:
 
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
         """Return the callable of ``desc``; the first call may build the native library."""
-        if isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device:
+        if isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device and desc.low_precision:
             return DeviceGroupedGemm(desc, device, native.load())
         if isinstance(desc, GemmDesc):
             run = _bind_dense(desc, device)
@@ -214,8 +214,8 @@ def _check_gemm(desc: GemmDesc, device: torch.device, missing: str | None) -> st
 def _check_device_groups(
     desc: GroupedGemmDesc, device: torch.device, missing: str | None
 ) -> str | None:
-    if not desc.low_precision:
-        return "no high precision for groups whose sizes only the device knows; give them as a list"
+    if not desc.low_precision:  # which torch's kernels run
+        return None
     if missing is not None:
         return f"no native library: {missing}"
     if not tier_at(device).is_hopper:

@@ -1,4 +1,4 @@
-"""Grouped GEMMs as one GEMM a group."""
+"""Grouped GEMMs as one GEMM a group, in high precision also of sizes that only the device knows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import GroupedGemmDesc, Operand, split_groups
+from fp8core.backend_api import GroupedGemmDesc, Operand, OperandError, split_groups
+from fp8core_backends.cuda.device_groups import checked_offsets
 from fp8core_backends.cuda.gemm import LowPrecisionGemm
 from fp8core_backends.cuda.layout import ALIGNMENT
 
@@ -16,6 +17,8 @@ def bind_grouped_gemm(
     desc: GroupedGemmDesc, dense: Callable[..., torch.Tensor]
 ) -> Callable[..., Any]:
     """Return the callable of ``desc``; ``dense`` runs one group of it."""
+    if desc.offsets_on_device:
+        return _selecting(desc, dense)
     return _contracting(desc, dense) if desc.contract_groups else _stacking(desc, dense)
 
 
@@ -69,3 +72,49 @@ def _contracting(desc: GroupedGemmDesc, dense: Callable[..., torch.Tensor]) -> C
         return [dense(*pair, out=d) for pair, d in zip(parts, outs, strict=True)]
 
     return run
+
+
+def _selecting(desc: GroupedGemmDesc, dense: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return products of all rows by each group's operand, of which each row takes its group's.
+
+    So much is computed for every group as for all of them: without the sizes on the host there is
+    no smaller product of torch that takes any dtype, waits for nothing and can be captured.
+    """
+
+    def run(
+        a: Operand,
+        b: Operand | Sequence[Operand],
+        group_offsets: torch.Tensor,
+        *,
+        bias: Sequence[torch.Tensor] | None = None,
+        out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        offsets, groups = checked_offsets(group_offsets, a.data.device)
+        rows = torch.arange(a.data.shape[1 if desc.contract_groups else 0], device=offsets.device)
+        masks = [(rows >= offsets[i]) & (rows < offsets[i + 1]) for i in range(groups)]
+        if isinstance(b, Operand):
+            outs = [None] * groups if out is None else list(out)
+            _check_count(desc, groups, outs)
+            # [m, k] x [n, k] -> [m, n], of the columns of one group; zeros in the others
+            pairs = [[Operand(x.data.where(mask, 0)) for x in (a, b)] for mask in masks]
+            return [dense(*pair, out=d) for pair, d in zip(pairs, outs, strict=True)]
+        assert out is None or isinstance(out, torch.Tensor)
+        biases = [None] * groups if bias is None else list(bias)
+        _check_count(desc, groups, b, biases)
+        added = out if desc.accumulate else None
+        shape = (a.data.shape[0], b[0].data.shape[0])
+        result = a.data.new_zeros(shape, dtype=desc.out_dtype) if added is None else added
+        for mask, second, vector in zip(masks, b, biases, strict=True):
+            target = None if added is None else added.clone()
+            d = dense(a, second, bias=vector, out=target)  # [m, k] x [n, k] -> [m, n]
+            result = torch.where(mask[:, None], d, result)  # selected: inf * 0 would be NaN
+        return result if out is None else out.copy_(result)
+
+    return run
+
+
+def _check_count(desc: GroupedGemmDesc, groups: int, *lists: Sequence[Any]) -> None:
+    """Refuse lists that have not one entry a group."""
+    for entries in lists:
+        if len(entries) != groups:
+            raise OperandError(f"{desc}: {len(entries)} entries; expected {groups}, one a group.")

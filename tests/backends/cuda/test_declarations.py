@@ -286,6 +286,20 @@ def test_a_weight_alone_is_multiplied_where_there_is_a_library(
     assert len(refusals(*products)) == len(products)
 
 
+def test_groups_in_high_precision_need_no_sizes_on_the_host(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products = [
+        GroupedGemmDesc(None, None, dtype, contract_groups=contract, offsets_on_device=True)
+        for dtype in (*DTYPES, torch.float64)
+        for contract in (False, True)
+    ]
+    assert refusals(*products) == {}
+    monkeypatch.setattr(native, "missing", lambda device: "no compiler")
+    assert refusals(*products) == {}
+    assert all(callable(CudaBackend().bind(desc, CUDA)) for desc in products)
+
+
 @pytest.mark.usefixtures("hopper")
 def test_amax_and_cast_run_apart() -> None:
     groups = ((False, False), (True, False), (True, True))

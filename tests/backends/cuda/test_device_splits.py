@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core import GroupedLinear, UnsupportedError, autocast, recipe
+from fp8core import GroupedLinear, autocast, recipe
 from tests.backends.cuda.cuda_cases import nothing_waits
 
 pytestmark = [
@@ -37,6 +37,10 @@ def step(layer: GroupedLinear, x: torch.Tensor, grad: torch.Tensor, splits: Any,
     x.grad = None
     with autocast(recipe=recipe.by_name(name)):
         y = layer(x, splits)
+    return gradients(layer, x, y, grad)
+
+
+def gradients(layer: GroupedLinear, x: torch.Tensor, y: torch.Tensor, grad: torch.Tensor) -> Any:
     y.backward(grad)
     return [y.detach().clone(), x.grad.clone(), *(own.grad.clone() for own in layer.parameters())]
 
@@ -120,7 +124,24 @@ def test_gradients_are_added_to_main_grad(name: str) -> None:
     assert torch.equal(weights[1].main_grad, torch.ones_like(weights[1].main_grad))  # no rows
 
 
-def test_high_precision_is_refused_by_name() -> None:
-    x, _ = tensors(129, 256)
-    with pytest.raises(UnsupportedError, match="only the device knows; give them as a list"):
-        make()(x, torch.tensor(SIZES[0], device="cuda"))
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_high_precision_waits_for_nothing_and_gives_what_a_list_gives(
+    dtype: torch.dtype, bias: bool
+) -> None:
+    layer = make(bias=bias).to(dtype)
+    for sizes in SIZES:
+        x, grad = (tensor.detach().to(dtype) for tensor in tensors(129, 256))
+        x.requires_grad_()
+        want = plain_step(layer, x, grad, sizes)
+        splits = torch.tensor(sizes, device="cuda")
+        plain_step(layer, x, grad, splits)  # binds
+        with nothing_waits():
+            got = plain_step(layer, x, grad, splits)
+        alike(got, want)
+
+
+def plain_step(layer: GroupedLinear, x: torch.Tensor, grad: torch.Tensor, splits: Any) -> Any:
+    layer.zero_grad()
+    x.grad = None
+    return gradients(layer, x, layer(x, splits), grad)
