@@ -67,12 +67,14 @@ REFUSED: dict[str, Refusal] = {
     **{
         message: (call, UnsupportedError, re.escape(message))
         for message, call in {
-            "ops.GELU(cache_quantized_input=True)": lambda: ops.GELU(cache_quantized_input=True),
+            "ops.SiTUGLU(cache_quantized_input=True)": lambda: ops.SiTUGLU(
+                cache_quantized_input=True
+            ),
             "ops.ScaledSReLU(activation_recompute_in_mlp=True)": lambda: ops.ScaledSReLU(
                 activation_recompute_in_mlp=True
             ),
-            "ops.GroupedLinear(scale_bias=True)": lambda: ops.GroupedLinear(
-                2, 8, 8, scale_bias=True
+            "ops.GroupedLinear(single_grouped_bias=True)": lambda: ops.GroupedLinear(
+                2, 8, 8, single_grouped_bias=True
             ),
             "ops.GroupedLinear(single_grouped_weight=True)": lambda: ops.GroupedLinear(
                 2, 8, 4, single_grouped_weight=True

@@ -279,3 +279,57 @@ def test_scales_of_biases_that_do_not_fit_are_refused() -> None:
     assert (without.num_extra_inputs, layer.num_extra_inputs) == (1, 2)
     with pytest.raises(OperandError, match="expected no scales"):
         without(x, [4, 4], torch.ones(8))
+
+
+@pytest.mark.parametrize("kind", [ops.GELU, ops.SwiGLU, ops.ClampedSwiGLU, ops.SReLU])
+@pytest.mark.parametrize("asked", [None, recipe.Float8CurrentScaling()], ids=["none", "current"])
+def test_a_cached_quantized_input_is_what_backward_reads(
+    kind: type[torch.nn.Module], asked: recipe.Recipe | None
+) -> None:
+    """The gradient is that of the same activation at the values of the codes; forward stays, and
+    backward holds a byte for each element."""
+    x = torch.randn(48, 64, dtype=torch.bfloat16).requires_grad_()
+    caching, plain = kind(cache_quantized_input=True), kind()
+    quantizer = fp8core.Float8CurrentScalingQuantizer(fp8core.DType.kFloat8E4M3, device=x.device)
+    at_codes = quantizer(x.detach()).dequantize().requires_grad_()
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with autocast(enabled=asked is not None, recipe=asked or "current"):
+        with hooks:
+            y = caching(x)
+        assert torch.equal(y, plain(x))
+        dy = torch.randn_like(y)
+        assert torch.equal(
+            torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(plain(at_codes), at_codes, dy)[0]
+        )
+    assert sum(tensor.nbytes for tensor in saved) == x.numel() + 4
+
+
+def test_a_chain_around_a_cached_quantized_input_keeps_its_forward() -> None:
+    """Whatever the recipe holds, what follows the activation keeps its own operand."""
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    layers = [
+        ops.Sequential(
+            ops.Linear(64, 256, dtype=torch.bfloat16),
+            ops.SwiGLU(cache_quantized_input=caches),
+            ops.Linear(128, 64, dtype=torch.bfloat16),
+        )
+        for caches in (True, False)
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for holding in ("fastest", "least"):
+        grads = []
+        with autocast(recipe=recipe.Float8CurrentScaling(holding=holding)):
+            outputs = [layer(x) for layer in layers]
+        assert torch.equal(*outputs)
+        for layer, y in zip(layers, outputs, strict=True):
+            layer.zero_grad()
+            y.float().square().sum().backward()
+            grads.append([parameter.grad for parameter in layer.parameters()])
+        assert torch.equal(grads[0][2], grads[1][2])  # of the last linear
+        assert not torch.equal(grads[0][0], grads[1][0])

@@ -8,7 +8,16 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fp8core.backend_api import ACTIVATIONS, GATED, ActivationBackwardDesc, ActivationDesc
+from fp8core.backend_api import (
+    ACTIVATIONS,
+    GATED,
+    ActivationBackwardDesc,
+    ActivationDesc,
+    DequantizeDesc,
+    Operand,
+    OperandSpec,
+    QuantizeDesc,
+)
 from fp8core.chain.call import Call
 from fp8core.chain.fusion import Fusion, bind_fusion
 from fp8core.chain.protocol import (
@@ -70,12 +79,19 @@ class GatedShape(LinkShape):
 _PARAMS = {"clamped_swiglu": {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}}
 
 
+_RESULT = "activation"
+# How an input is saved quantized: as by Transformer Engine's current scaling.
+_CACHED = OperandSpec("e4m3", (0, 0), 448.0)
+
+
 @dataclass(frozen=True, slots=True)
 class ActivationShape(GatedShape):
-    """Which activation, and its parameters in the order of :class:`ActivationDesc`."""
+    """Which activation, and its parameters in the order of :class:`ActivationDesc`; with
+    ``caches_codes`` the input is saved quantized."""
 
     name: str
     params: tuple[float, ...] = ()
+    caches_codes: bool = False
     # Rows of the gradient may come where a backend computes and casts it at once.
     reads_grad_rows = True
 
@@ -92,8 +108,15 @@ class ActivationShape(GatedShape):
         desc = ActivationDesc(self.name, context.dtype, out_dtype, self.params)
         backward = ActivationBackwardDesc(self.name, context.dtype, grad_dtype, self.params)
         backward_fusion = bind_fusion(backward_step, backward, gradient, context)
-        is_remade = ActivationLink.result in context.plan.remade
+        is_remade = _RESULT in context.plan.remade and not self.caches_codes
         reads_rows = backward_fusion is not None and bool(backward_fusion.chunked)
+        codec: tuple[Callable[..., Any], ...] = ()
+        if self.caches_codes:
+            descs = (
+                QuantizeDesc(context.dtype, _CACHED, None),
+                DequantizeDesc(_CACHED, context.dtype),
+            )
+            codec = tuple(context.resolve("cached input", desc).run for desc in descs)
         return ActivationLink(
             self,
             context.resolve(step, desc).run,
@@ -101,11 +124,14 @@ class ActivationShape(GatedShape):
             bind_fusion(step, desc, output, context, is_remade=is_remade),
             backward_fusion,
             rows_request(context.dtype) if reads_rows else None,
+            codec,
         )
 
 
-def activation_shape(name: str, params: dict[str, float] | None = None) -> ActivationShape:
-    """Check an activation's name and parameters.
+def activation_shape(
+    name: str, params: dict[str, float] | None = None, *, caches_codes: bool = False
+) -> ActivationShape:
+    """Return the shape of an activation, whose name and parameters are checked.
 
     Raises:
         RecipeError: an unknown name or parameter; lists the known ones.
@@ -121,14 +147,15 @@ def activation_shape(name: str, params: dict[str, float] | None = None) -> Activ
             offered = ", ".join(defaults) or "none"
             raise RecipeError(f"{name} has no parameter {name_of_param!r}; parameters: {offered}.")
     values = {**defaults, **(params or {})}
-    return ActivationShape(name, tuple(float(value) for value in values.values()))
+    return ActivationShape(name, tuple(map(float, values.values())), caches_codes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivationLink(Link):
     """``y [rows, n]`` from ``x [rows, n]``, or ``[rows, 2 n]`` for a gated one.
 
-    ``grad_request`` is how it takes the gradient of y: None for a tensor.
+    ``grad_request`` is how it takes the gradient of y: None for a tensor. ``codec`` quantizes and
+    dequantizes the input that is saved; without any the input is saved as it is.
     """
 
     shape: ActivationShape
@@ -137,8 +164,17 @@ class ActivationLink(Link):
     fusion: Fusion | None
     backward_fusion: Fusion | None
     grad_request: QuantizeRequest | None
-    keeps_input = True
-    result = "activation"
+    codec: tuple[Callable[..., Any], ...] = ()
+
+    @property
+    def keeps_input(self) -> bool:  # type: ignore[override]  # follows from the codec
+        """Whether the input itself is saved."""
+        return not self.codec
+
+    @property
+    def result(self) -> str:  # type: ignore[override]  # likewise
+        """The name of what is made again from the input, where that is saved."""
+        return "" if self.codec else _RESULT
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> ActivationProgram:
         """Return the program, which is the same for any number of rows."""
@@ -150,7 +186,10 @@ class ActivationProgram(TensorProgram[ActivationLink]):
 
     __slots__ = ()
 
-    recordable = Recordable()
+    @property
+    def recordable(self) -> Recordable | None:
+        """The references of a recording, none where the input is quantized besides."""
+        return None if self._link.codec else Recordable()
 
     def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
         """Activate again."""
@@ -177,15 +216,24 @@ class ActivationProgram(TensorProgram[ActivationLink]):
         else:
             y = link.run(x)
             y = y if out is None else out(y)
-        return y, (x,) if self._needs_grad[0] else (), None
+        if not self._needs_grad[0]:
+            return y, (), None
+        if not link.codec:
+            return y, (x,), None
+        codes = link.codec[0](x).rowwise
+        return y, (codes.data, codes.scale_inv), None
 
     def backward(
         self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
-        """Compute grad_x from the saved input."""
+        """Compute grad_x from the saved input, or from the values of its codes."""
         if not self._needs_grad[0]:
             return (None,)
         link = self._link
+        if link.codec:
+            codes, scale_inv = saved
+            assert codes is not None
+            saved[:] = [link.codec[1](Operand(codes, scale_inv))]
         fusion = link.backward_fusion
         if out is not None and fusion is not None and fusion.serves(out, grad.shape[0]):
             return (_fused(fusion, out, grad, saved),)

@@ -1,8 +1,9 @@
 """The activations as operations of a chain.
 
-``cache_quantized_input`` is Transformer Engine's, and not offered. With ``glu_interleave_size`` the
-two halves of a gated activation come in alternating blocks of so many columns, to which
-``interleave_glu_tensor`` brings a weight's rows.
+With ``cache_quantized_input`` backward reads the input as e4m3 codes with one scale, half of its
+memory in bfloat16; SiTUGLU and the activations with scales do not offer it. With
+``glu_interleave_size`` the two halves of a gated activation come in alternating blocks of so many
+columns, to which ``interleave_glu_tensor`` brings a weight's rows.
 """
 
 from __future__ import annotations
@@ -50,9 +51,12 @@ class _Named(_Activation):
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(None)
-        owner = f"ops.{type(self).__name__}"
-        refuse_arguments(_Named.__init__, locals(), ("cache_quantized_input",), owner=owner)
-        self._shape = activation_shape(self.activation)
+        self.cache_quantized_input = bool(cache_quantized_input)
+        self._set_shape()
+
+    def _set_shape(self, params: dict[str, float] | None = None) -> None:
+        caches = self.cache_quantized_input
+        self._shape = activation_shape(self.activation, params, caches_codes=caches)
 
 
 class GELU(_Named):
@@ -123,7 +127,7 @@ class ClampedSwiGLU(_Named):
         super().__init__(cache_quantized_input=cache_quantized_input)
         self._take_blocks(glu_interleave_size)
         params = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
-        self._shape = activation_shape(self.activation, params)
+        self._set_shape(params)
 
 
 def _positive(owner: str, name: str, value: float) -> float:
