@@ -79,6 +79,62 @@ class Doubled(MXFP8Quantizer):
         return super().quantize_impl(2 * tensor)
 
 
+class Delegating(Quantizer):
+    """A class as Transformer Engine's custom recipes define it: no plan, and its own methods."""
+
+    def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.calls = 0
+
+    def _quantizer(self) -> MXFP8Quantizer:
+        return MXFP8Quantizer(E4M3, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
+
+    def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensor:
+        self.calls += 1
+        return self._quantizer()(tensor)
+
+    def make_empty(self, shape: Any, **arguments: Any) -> QuantizedTensor:
+        return self._quantizer().make_empty(shape, device=DEVICE, **arguments)
+
+    def update_quantized(
+        self,
+        src: torch.Tensor,
+        dst: QuantizedTensor,
+        *,
+        noop_flag: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        return self._quantizer().update_quantized(src, dst, noop_flag=noop_flag)
+
+
+def test_a_subclass_without_a_plan_quantizes_every_tensor() -> None:
+    layer, quantizers = linear(), {}
+
+    def factory(role: recipe.QuantizerRole) -> Quantizer:
+        return quantizers.setdefault(role.tensor_type, Delegating(columnwise=False))
+
+    assert equal(results(layer, CustomRecipe(factory)), results(layer, recipe.MXFP8BlockScaling()))
+    assert {name: each.calls for name, each in quantizers.items()} == {
+        "input": 1,
+        "weight": 1,
+        "grad_output": 1,
+    }
+
+
+def test_a_subclass_without_a_plan_has_the_verbs_of_the_library() -> None:
+    quantizer, x = Delegating(columnwise=False), torch.randn(64, 64, requires_grad=True)
+    quantizer(x).dequantize().sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    out = quantizer.update_quantized(2 * x.detach(), quantizer.make_empty(x.shape))
+    assert torch.equal(out.dequantize(), 2 * quantizer.copy()(x.detach()).dequantize())
+    assert quantizer.plan == MXFP8Quantizer(E4M3).plan
+    assert quantizer.get_usages() == {"rowwise": True, "columnwise": False}
+    assert quantizer.is_quantizable(x)
+    assert not quantizer.is_quantizable(x[:, :40])
+    assert "Delegating" in repr(quantizer)
+    with pytest.raises(NotImplementedError, match="override the property, or make_empty"):
+        _ = Quantizer().plan
+
+
 def test_new_objects_for_each_product_of_a_mlp_are_answers_alike() -> None:
     layer = fp8core.LayerNormMLP(64, 64, device=DEVICE)
     with fp8core.autocast(recipe=recipe.CustomRecipe(lambda role: Doubled(E4M3))):

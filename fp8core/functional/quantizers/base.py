@@ -35,7 +35,8 @@ class Quantizer:
     the gradient of a weight.
 
     A quantizer of one's own overrides :attr:`plan`, and :meth:`quantize_impl` where it computes
-    what no plan describes; ``CustomRecipe(qfactory=...)`` takes it like those of the library.
+    what no plan describes; ``CustomRecipe(qfactory=...)`` takes it like those of the library. As in
+    Transformer Engine it may override :meth:`quantize_impl` and :meth:`make_empty` instead.
     Quantizers are equal if they plan and use the same.
     """
 
@@ -53,8 +54,16 @@ class Quantizer:
 
     @property
     def plan(self) -> TensorPlan:
-        """How both orientations are quantized, whichever are used."""
-        raise NotImplementedError(f"{type(self).__name__} has no plan: override the property.")
+        """How both orientations are quantized, whichever are used; where a class says it not, as
+        what its ``make_empty`` returns for both usages."""
+        if type(self).make_empty is Quantizer.make_empty:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no plan: override the property, or make_empty."
+            )
+        maker = self.copy()
+        maker.set_usage(rowwise=True, columnwise=True)
+        plan: TensorPlan = maker.make_empty((128, 128)).plan
+        return plan
 
     @property
     def cell(self) -> TensorPlan | None:
