@@ -186,7 +186,6 @@ def install() -> None:
 
 _ROUTER = "count the experts of a routing map with torch"
 _OVERLAP = "collectives run on the process group itself; no buffers are shared in advance"
-_FUSIONS = "a fusion replaces both directions: register_forward_backward_fusion"
 _PLAIN = "IdentityQuantizer returns a plain tensor"
 _LINEAR_ATTENTION = "linear attention is not offered; use a library that has its kernels"
 _COMMUNICATION_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -219,10 +218,6 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "use LayerNormLinear for the up-projection and apply_rotary_pos_emb for its result": (
         "FusedMLAQUpProjFunction",
         "FusedMLAQUpProjRopeQuant",
-    ),
-    _FUSIONS: (
-        "ops.register_backward_fusion",
-        "ops.register_forward_fusion",
     ),
 }
 NOT_OFFERED: Mapping[str, str] = {

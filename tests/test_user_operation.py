@@ -225,7 +225,8 @@ class ShiftAndDouble(ops.FusedOperation):
 
 @pytest.fixture
 def no_fusions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(basic_operation, "_fusions", [])
+    for name in ("_fusions", "_forward_fusions", "_backward_fusions"):
+        monkeypatch.setattr(basic_operation, name, [])
 
 
 def fuse(operations: list[torch.nn.Module], *, recipe: Any) -> list[torch.nn.Module]:
@@ -279,3 +280,95 @@ def test_a_fusion_is_told_the_recipe_and_comes_in_its_turn() -> None:
         made(torch.ones(2))
     mxfp8 = fp8core.recipe.MXFP8BlockScaling()
     assert seen == [("early", None), ("late", None), ("early", mxfp8), ("late", mxfp8)]
+
+
+class Scale(ops.BasicOperation):
+    """Multiplies by a parameter; saves its input."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.randn(size))
+
+    def op_forward(self, ctx: Any, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        ctx.save_for_backward(input_)
+        return input_ * self.by
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        grad = (grad_output * ctx.saved_tensors[0]).flatten(0, -2).sum(0)
+        return grad_output * self.by, [grad]
+
+
+class ForwardOfTwo(ops.FusedOperation):
+    """The forward of two scales, which leaves what the backward of each one needs."""
+
+    calls = 0
+
+    def fuser_forward(self, contexts: Any, input_: torch.Tensor, **_: Any) -> Any:
+        type(self).calls += 1
+        middle = input_ * self.basic_ops[0].by
+        contexts[0].save_for_backward(input_)
+        contexts[1].save_for_backward(middle)
+        return middle * self.basic_ops[1].by, [(), ()]
+
+
+class BackwardOfTwo(ops.FusedOperation):
+    """The backward of two scales, from what the forward of each one left."""
+
+    calls = 0
+
+    def fuser_backward(self, contexts: Any, grad_output: torch.Tensor, **_: Any) -> Any:
+        type(self).calls += 1
+        between = grad_output * self.basic_ops[1].by
+        saved = [context.saved_tensors[0] for context in contexts]
+        grads = [(g * x).sum(0) for g, x in zip((between, grad_output), saved, strict=True)]
+        return between * self.basic_ops[0].by, [[grad] for grad in grads], [(), ()]
+
+
+def pair_at(start: int, kind: type[ops.FusedOperation]) -> Any:
+    """Return a fusion of two operations from ``start``."""
+
+    def fusion(operations: list[torch.nn.Module], *, recipe: Any) -> list[torch.nn.Module]:
+        end = start + 2
+        return [*operations[:start], kind(operations[start:end]), *operations[end:]]
+
+    return fusion
+
+
+@pytest.mark.usefixtures("no_fusions")
+@pytest.mark.parametrize(
+    ("forward", "backward"), [(1, None), (None, 1), (1, 1), (1, 2), (2, 1), (1, 3)]
+)
+def test_fusions_of_one_direction_share_contexts(forward: int | None, backward: int | None) -> None:
+    torch.manual_seed(0)
+    scales = [Scale(32) for _ in range(4)]
+    model = ops.Sequential(ops.Linear(32, 32), *scales, ops.Linear(32, 8))
+    x, results = torch.randn(16, 32, requires_grad=True), []
+    for is_fused in (False, True):
+        if is_fused and forward is not None:
+            ops.register_forward_fusion(pair_at(forward, ForwardOfTwo))
+        if is_fused and backward is not None:
+            ops.register_backward_fusion(pair_at(backward, BackwardOfTwo))
+        ForwardOfTwo.calls = BackwardOfTwo.calls = 0
+        model.zero_grad()
+        x.grad = None
+        y = model(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        results.append([y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())])  # type: ignore[union-attr]
+    assert (ForwardOfTwo.calls, BackwardOfTwo.calls) == (forward is not None, backward is not None)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.usefixtures("no_fusions")
+@pytest.mark.parametrize("register", ["register_forward_fusion", "register_backward_fusion"])
+def test_one_direction_of_a_layer_is_refused_by_name(register: str) -> None:
+    getattr(ops, register)(pair_at(0, ForwardOfTwo))
+    with pytest.raises(OperandError, match="Linear saves nothing that"):
+        ops.Sequential(ops.Linear(32, 32), Scale(32))(torch.randn(4, 32))
+
+
+@pytest.mark.usefixtures("no_fusions")
+def test_a_fusion_of_one_direction_that_loses_an_operation_is_refused() -> None:
+    ops.register_backward_fusion(lambda operations, *, recipe: operations[1:])
+    with pytest.raises(OperandError, match="returned other operations than it was given"):
+        ops.Sequential(Double(), Double())(torch.ones(2))

@@ -75,7 +75,9 @@ from fp8core.ops.basic_operation import (
     FusedOperation,
     FusibleOperation,
     OperationContext,
+    register_backward_fusion,
     register_forward_backward_fusion,
+    register_forward_fusion,
 )
 from fp8core.ops.sequential import Sequential
 
@@ -120,7 +122,9 @@ __all__ = [
     "SiLU",
     "SiTUGLU",
     "SwiGLU",
+    "register_backward_fusion",
     "register_forward_backward_fusion",
+    "register_forward_fusion",
 ]
 
 

@@ -17,6 +17,8 @@ Fusion: TypeAlias = Callable[..., Iterable[torch.nn.Module]]
 """``f(operations, *, recipe)`` -> operations, some of them replaced by fused ones."""
 
 _fusions: list[Fusion] = []
+_forward_fusions: list[Fusion] = []
+_backward_fusions: list[Fusion] = []
 
 
 def register_forward_backward_fusion(func: Fusion, prepend: bool = False) -> None:
@@ -30,18 +32,55 @@ def register_forward_backward_fusion(func: Fusion, prepend: bool = False) -> Non
     _fusions.insert(0 if prepend else len(_fusions), func)
 
 
+def register_forward_fusion(func: Fusion, prepend: bool = False) -> None:
+    """Have ``func(operations, *, recipe)`` replace operations in forward alone.
+
+    As :func:`register_forward_backward_fusion`, after it. The fused forward leaves in the context
+    of each operation what the backward of that operation reads. Operations that are not derived
+    from :class:`FusibleOperation` have no context: OperandError in the first forward.
+    """
+    _forward_fusions.insert(0 if prepend else len(_forward_fusions), func)
+
+
+def register_backward_fusion(func: Fusion, prepend: bool = False) -> None:
+    """Have ``func(operations, *, recipe)`` replace operations in backward alone.
+
+    As :func:`register_forward_fusion`: the fused backward reads the contexts that the forwards of
+    the operations, or of their forward fusion, have filled.
+    """
+    _backward_fusions.insert(0 if prepend else len(_backward_fusions), func)
+
+
 def has_fusions() -> bool:
     """Return whether a fusion is registered."""
-    return bool(_fusions)
+    return bool(_fusions or _forward_fusions or _backward_fusions)
 
 
 def fused(operations: list[torch.nn.Module], recipe: Any) -> list[torch.nn.Module]:
     """Return ``operations`` with those replaced that a registered fusion replaces.
 
     Raises:
-        OperandError: a fusion changed the order of the operations, or lost one.
+        OperandError: a fusion changed the order of the operations, or lost one; or fused one
+            direction of an operation that has no context.
     """
-    for fusion in _fusions:
+    operations = _replaced(operations, _fusions, recipe)
+    if not _forward_fusions and not _backward_fusions:
+        return operations
+    forward = _replaced(operations, _forward_fusions, recipe)[::-1]
+    backward = _replaced(operations, _backward_fusions, recipe)[::-1]
+    result = []
+    while forward:  # the shortest runs that begin and end together in both directions
+        first, last = [forward.pop()], [backward.pop()]
+        while (ahead := _num_parts(first) - _num_parts(last)) != 0:
+            (last if ahead > 0 else first).append((backward if ahead > 0 else forward).pop())
+        result.append(first[0] if first[0] is last[0] else _FusedApart(first, last))
+    return result
+
+
+def _replaced(
+    operations: list[torch.nn.Module], fusions: Sequence[Fusion], recipe: Any
+) -> list[torch.nn.Module]:
+    for fusion in fusions:
         changed = list(fusion(list(operations), recipe=recipe))
         flat = [part for group in changed for part in parts_of(group)]
         if [*map(id, flat)] != [id(part) for group in operations for part in parts_of(group)]:
@@ -243,6 +282,80 @@ class FusedOperation(FusibleOperation):
     def output_channels(self) -> list[tuple[str | None, bool]]:
         fusible = [operation for operation in self.basic_ops if isinstance(operation, ExtraTensors)]
         return [channel for operation in fusible for channel in operation.output_channels]
+
+
+class _FusedApart(FusedOperation):
+    """Operations of which a fusion replaces one direction: each has a context for both."""
+
+    def __init__(
+        self, forwards: Sequence[torch.nn.Module], backwards: Sequence[torch.nn.Module]
+    ) -> None:
+        super().__init__(part for operation in forwards for part in parts_of(operation))
+        for operation in (*forwards, *backwards):
+            if not isinstance(operation, FusibleOperation):
+                raise OperandError(
+                    f"a fusion of one direction: {type(operation).__name__} saves nothing that "
+                    f"another's forward or backward could use. Fuse operations derived from "
+                    f"ops.BasicOperation, or both directions by register_forward_backward_fusion."
+                )
+        self._ways = [_with_parts(way) for way in (forwards, backwards)]
+
+    @override
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: None,
+        next_op_input_quantizer: None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Sequence[Sequence[torch.Tensor]]]:
+        extras: list[Sequence[torch.Tensor]] = []
+        for operation, part in self._ways[0]:
+            input_, extra = operation.fuser_forward(
+                basic_op_ctxs[part],
+                input_,
+                basic_op_extra_inputs=basic_op_extra_inputs[part],
+                prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+                next_op_input_quantizer=next_op_input_quantizer,
+                basic_op_kwargs=basic_op_kwargs[part],
+            )
+            extras += extra
+        return input_, extras
+
+    @override
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Any,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    ) -> tuple[
+        torch.Tensor | None,
+        Sequence[Iterable[torch.Tensor | None]],
+        Sequence[Iterable[torch.Tensor | None]],
+    ]:
+        params: list[Iterable[torch.Tensor | None]] = []
+        extras: list[Iterable[torch.Tensor | None]] = []
+        for operation, part in reversed(self._ways[1]):
+            grad_output, grads, extra = operation.fuser_backward(
+                basic_op_ctxs[part],
+                grad_output,
+                basic_op_grad_extra_outputs=basic_op_grad_extra_outputs[part],
+            )
+            params, extras = [*grads, *params], [*extra, *extras]
+        return grad_output, params, extras
+
+
+def _num_parts(operations: Sequence[torch.nn.Module]) -> int:
+    return sum(len(parts_of(operation)) for operation in operations)
+
+
+def _with_parts(operations: Sequence[Any]) -> list[tuple[Any, slice]]:
+    """Return each operation with the place of its parts among those of all."""
+    ends = [*itertools.accumulate(len(parts_of(operation)) for operation in operations)]
+    return [*zip(operations, map(slice, [0, *ends[:-1]], ends), strict=True)]
 
 
 class _Node(torch.autograd.Function):
