@@ -372,3 +372,11 @@ def test_a_fusion_of_one_direction_that_loses_an_operation_is_refused() -> None:
     ops.register_backward_fusion(lambda operations, *, recipe: operations[1:])
     with pytest.raises(OperandError, match="returned other operations than it was given"):
         ops.Sequential(Double(), Double())(torch.ones(2))
+
+
+@pytest.mark.usefixtures("no_fusions")
+@pytest.mark.parametrize("direction", ["forward_backward", "forward", "backward"])
+def test_a_fusion_that_is_no_function_is_refused(direction: str) -> None:
+    with pytest.raises(OperandError, match="fusion 3: expected a function"):
+        getattr(ops, f"register_{direction}_fusion")(3)
+    assert not basic_operation.has_fusions()

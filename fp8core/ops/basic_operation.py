@@ -29,7 +29,7 @@ def register_forward_backward_fusion(func: Fusion, prepend: bool = False) -> Non
     :class:`FusedOperation` in the place of its ``basic_ops``. ``prepend`` calls it before the
     functions that were registered earlier, instead of after them.
     """
-    _fusions.insert(0 if prepend else len(_fusions), func)
+    _register(_fusions, func, prepend)
 
 
 def register_forward_fusion(func: Fusion, prepend: bool = False) -> None:
@@ -39,7 +39,7 @@ def register_forward_fusion(func: Fusion, prepend: bool = False) -> None:
     of each operation what the backward of that operation reads. Operations that are not derived
     from :class:`FusibleOperation` have no context: OperandError in the first forward.
     """
-    _forward_fusions.insert(0 if prepend else len(_forward_fusions), func)
+    _register(_forward_fusions, func, prepend)
 
 
 def register_backward_fusion(func: Fusion, prepend: bool = False) -> None:
@@ -48,7 +48,13 @@ def register_backward_fusion(func: Fusion, prepend: bool = False) -> None:
     As :func:`register_forward_fusion`: the fused backward reads the contexts that the forwards of
     the operations, or of their forward fusion, have filled.
     """
-    _backward_fusions.insert(0 if prepend else len(_backward_fusions), func)
+    _register(_backward_fusions, func, prepend)
+
+
+def _register(fusions: list[Fusion], func: Fusion, prepend: bool) -> None:
+    if not callable(func):
+        raise OperandError(f"fusion {func!r}: expected a function f(operations, *, recipe).")
+    fusions.insert(0 if prepend else len(fusions), func)
 
 
 def has_fusions() -> bool:
