@@ -452,7 +452,7 @@ def check_common(recipe: Any, overrides: tuple[str | None, ...] = _OVERRIDES) ->
     ``requantize_weights``, ``holding`` and the accumulators.
     """
     owner = type(recipe).__name__
-    for name in ("fp8_dpa", "fp8_mha"):
+    for name in () if recipe.family == "mxfp8" else ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, name) and not hasattr(recipe, "fp8_dpa_backward"):
             raise UnsupportedError(
                 f"{owner}({name}=True) is not offered: attention has one scale a tensor. "

@@ -23,7 +23,7 @@ import torch
 
 from fp8core.dispatch import plugins
 from fp8core.dispatch.isolation import Failure, attempt, shown
-from fp8core.errors import RecipeError, did_you_mean
+from fp8core.errors import RecipeError, UnsupportedError, did_you_mean
 from fp8core.recipe.base import (
     DELAYED,
     FAST,
@@ -244,7 +244,18 @@ class MXFP8BlockScaling(Recipe):
         return 32
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
-        """Return blocks of 32 along the contraction with e8m0 scales."""
+        """Return blocks of 32 along the contraction with e8m0 scales.
+
+        Raises:
+            UnsupportedError: for attention under ``fp8_dpa`` or ``fp8_mha``.
+        """
+        if role.kind == "attention" and (self.fp8_dpa or self.fp8_mha):
+            raise UnsupportedError(
+                "MXFP8BlockScaling(fp8_dpa=True): attention in MXFP8 needs a GPU of compute "
+                "capability 10.0 (Blackwell) and Transformer Engine; fp8core has no kernel of it. "
+                "Give attention a recipe with one scale a tensor by PerLayer, "
+                "Float8CurrentScaling(fp8_dpa=True), or leave fp8_dpa out."
+            )
         weight = (32, 32) if self.enable_2d_quantization else None
         tensors = tensors_of(self.fp8_format, (1, 32), weight=weight, scale_format="e8m0")
         return linear_plan(self, tensors)

@@ -372,7 +372,7 @@ def test_repr_says_how_it_ran() -> None:
 def test_recipe_refuses() -> None:
     for kind, fields, error, message in [
         (recipe.Float8BlockScaling, {"fp8_dpa": True}, UnsupportedError, "Use DelayedScaling or"),
-        (recipe.MXFP8BlockScaling, {"fp8_mha": True}, UnsupportedError, "Use DelayedScaling or"),
+        (recipe.NVFP4BlockScaling, {"fp8_mha": True}, UnsupportedError, "Use DelayedScaling or"),
         (recipe.DelayedScaling, {"fp8_dpa_backward": "fp8"}, RecipeError, "needs fp8_dpa=True"),
         (
             recipe.Float8CurrentScaling,
@@ -404,3 +404,16 @@ def test_float64_is_refused() -> None:
         autocast(recipe=current()),
     ):
         layer()(*tensors)
+
+
+@pytest.mark.parametrize("field", ["fp8_dpa", "fp8_mha"])
+def test_attention_in_mxfp8_is_constructed_and_names_its_device_where_it_runs(field: str) -> None:
+    chosen = recipe.MXFP8BlockScaling(**{field: True})
+    assert eval(repr(chosen), vars(recipe)) == chosen
+    attention = fp8core.DotProductAttention(2, 32)
+    linear = fp8core.Linear(32, 32, params_dtype=torch.bfloat16)
+    q = torch.randn(32, 1, 2, 32, dtype=torch.bfloat16, device=next(linear.parameters()).device)
+    with fp8core.autocast(recipe=chosen):
+        assert linear(q).shape == q.shape
+        with pytest.raises(UnsupportedError, match=r"compute capability 10\.0 .*PerLayer"):
+            attention(q, q, q)
