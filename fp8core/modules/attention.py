@@ -404,8 +404,8 @@ class DotProductAttention(ParallelModule):
         return self.prepared(tensors, options).result()
 
     @property
-    def forks_generator(self) -> bool:
-        """Whether a call draws from a generator that is not the device's."""
+    def runs_apart(self) -> bool:
+        """Whether a call has conditions of its own, which no chain with neighbours meets."""
         return False
 
     @property

@@ -58,7 +58,7 @@ LayerT = TypeVar("LayerT", bound=torch.nn.Module)
 
 _MOST_CHAINS = 64
 _JOINED: Mapping[type[torch.nn.Module], tuple[str, ...]] = {
-    DotProductAttention: ("return_max_logit", "drops_all", "forks_generator"),
+    DotProductAttention: ("return_max_logit", "drops_all", "runs_apart"),
     LayerNormLinear: ("return_layernorm_output", "return_bias"),
     LayerNormMLP: ("return_layernorm_output", "return_bias", "checkpoint"),
     Linear: (),

@@ -3,6 +3,7 @@ an engine by its environment variables."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 from fp8core import transformer_engine as alias
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.integrations.transformer_engine import finder
+from fp8core.integrations.transformer_engine import finder, layers
+from tests.device import DEVICE
 
 ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
 
@@ -123,3 +125,35 @@ def test_positions_need_sequences_and_a_factor(parallel: Any, factor: Any) -> No
         with pytest.raises(OperandError, match="cu_seqlens"):
             parallel.generate_positional_ids_for_cp(wrong, 4)
     assert not len(parallel.generate_positional_ids_for_cp(ints(0), 4))
+
+
+def test_the_environment_chooses_the_engine_of_attention(
+    te: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a layer is made, also inside of another; what leaves no engine is refused by name."""
+    chosen: list[dict[str, str]] = []
+
+    def choose(**engines: str) -> Any:
+        chosen.append(engines)
+        return contextlib.nullcontext()
+
+    def made(**engines: str) -> Any:
+        for kind, value in {"FLASH": "1", "FUSED": "1", "UNFUSED": "1", **engines}.items():
+            monkeypatch.setenv(f"NVTE_{kind}_ATTN", value)
+        torch.manual_seed(0)
+        return te.pytorch.TransformerLayer(64, 128, 4, self_attn_mask_type="causal").eval()
+
+    monkeypatch.setattr(layers, "use_backend", choose)
+    x = torch.randn(16, 2, 64)
+    want = made()(x)
+    assert torch.equal(made(FLASH="0")(x), want)
+    assert not chosen
+    unfused = made(FLASH="0", FUSED="0")
+    for _ in range(3):
+        torch.testing.assert_close(unfused(x), want)
+    assert chosen == [{"attention": "reference", "attention_backward": "reference"}] * 3
+    with pytest.raises(UnsupportedError, match="NVTE_FUSED_ATTN 0, leaves no engine"):
+        made(FLASH="0", FUSED="0", UNFUSED="0")(x)
+    if DEVICE.type == "cpu":
+        with pytest.raises(UnsupportedError, match="a CPU has no other one"):
+            made(UNFUSED="0")(x)

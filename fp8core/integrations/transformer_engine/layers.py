@@ -15,15 +15,18 @@ import enum
 import functools
 import gc
 import inspect
+import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp8core.context.autocast import active
-from fp8core.errors import OperandError, RecipeError
+from fp8core.dispatch.policy import use_backend
+from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.interchange.checkpoints.transformer_engine import (
     merge_states,
     split_state,
@@ -477,6 +480,41 @@ class RMSNorm(_Norm, norm.RMSNorm, module="module.rmsnorm"):
     """:class:`fp8core.RMSNorm` under Transformer Engine's name."""
 
 
+_ENGINES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+def _left_out() -> tuple[str, ...]:
+    """Return the engines of attention that the environment leaves out, as Transformer Engine reads
+    it: ``"fast"``, that of the device, where the flash and the fused one are off, as both name one
+    here; and ``"unfused"``, the reference."""
+    flash, fused, unfused = (os.environ.get(name, "1") != "0" for name in _ENGINES)
+    return (*(() if flash or fused else ("fast",)), *(() if unfused else ("unfused",)))
+
+
+def _engine(left_out: Sequence[str]) -> AbstractContextManager[None]:
+    """Return the context in which attention runs by an engine that is not ``left_out``.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    if not left_out:
+        return nullcontext()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    fast = None if device is None else {"cuda": "cuda", "npu": "ascend"}.get(device.type)
+    if "unfused" not in left_out:
+        name = "reference"
+    elif "fast" not in left_out and fast is not None:
+        name = fast
+    else:
+        raise UnsupportedError(
+            f"attention: NVTE_UNFUSED_ATTN=0, with NVTE_FLASH_ATTN and NVTE_FUSED_ATTN "
+            f"{'0' if 'fast' in left_out else '1'}, leaves no engine: {device or 'a CPU'} has "
+            f"{fast or 'no other one'}. Set NVTE_UNFUSED_ATTN=1 for the reference"
+            f"{', or NVTE_FUSED_ATTN=1' if fast else ''}."
+        )
+    return use_backend(attention=name, attention_backward=name)
+
+
 class DotProductAttention(
     TransformerEngineBaseModule,
     attention.DotProductAttention,
@@ -484,20 +522,38 @@ class DotProductAttention(
 ):
     """:class:`fp8core.DotProductAttention` under Transformer Engine's name.
 
-    Dropout draws within the ``fork()`` of the tracker that the constructor gets.
+    Dropout draws within the ``fork()`` of the tracker that the constructor gets. NVTE_FLASH_ATTN,
+    NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN are read when the layer is made.
     """
 
+    _left_out: tuple[str, ...] = ()
+
+    def _construct(self, *args: Any, **kwargs: Any) -> None:
+        super()._construct(*args, **kwargs)
+        self._left_out = _left_out()
+
     @property
-    def forks_generator(self) -> bool:
-        """Whether a call draws within the tracker's ``fork()``."""
+    def runs_apart(self) -> bool:
+        """Whether a call draws within the tracker's ``fork()``, or the environment leaves engines
+        out."""
+        return self._draws_in_fork or self._left_out != ()
+
+    @property
+    def _draws_in_fork(self) -> bool:
         return self._tracker[0] is not None and self.training and self.attention_dropout > 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend as fp8core's layer does."""
-        tracker = self._tracker[0]
-        if tracker is None or not self.forks_generator:
+        """Attend as fp8core's layer does, by an engine that the environment leaves; see
+        :func:`_left_out`.
+
+        Raises:
+            UnsupportedError: there is none.
+        """
+        tracker, left_out = self._tracker[0], self._left_out
+        draws = tracker().fork() if tracker is not None and self._draws_in_fork else None
+        if draws is None and not left_out:
             return super().forward(*args, **kwargs)
-        with tracker().fork():
+        with draws or nullcontext(), _engine(left_out):
             return super().forward(*args, **kwargs)
 
 
