@@ -380,3 +380,62 @@ def test_a_fusion_that_is_no_function_is_refused(direction: str) -> None:
     with pytest.raises(OperandError, match="fusion 3: expected a function"):
         getattr(ops, f"register_{direction}_fusion")(3)
     assert not basic_operation.has_fusions()
+
+
+class Fork(ops.BasicOperation):
+    """Twice the input; three times the input as an extra output."""
+
+    num_extra_outputs = 1
+
+    def fuser_forward(self, contexts: Any, input_: Any, **_: Any) -> Any:
+        return input_ * 2, [(input_ * 3,)]
+
+    def fuser_backward(self, contexts: Any, grad: Any, **extra: Any) -> Any:
+        return grad * 2 + extra["basic_op_grad_extra_outputs"][0][0] * 3, [[]], [()]
+
+
+class Join(ops.BasicOperation):
+    """The input plus the extra input."""
+
+    num_extra_inputs = 1
+
+    def fuser_forward(self, contexts: Any, input_: Any, **extra: Any) -> Any:
+        return input_ + extra["basic_op_extra_inputs"][0][0], [()]
+
+    def fuser_backward(self, contexts: Any, grad: Any, **_: Any) -> Any:
+        return grad, [[]], [(grad,)]
+
+
+class ForkAndJoin(ops.FusedOperation):
+    calls = 0
+
+    def fuser_forward(self, contexts: Any, input_: Any, **extra: Any) -> Any:
+        type(self).calls += 1
+        assert [list(each) for each in extra["basic_op_extra_inputs"]] == [[], [None]]
+        return input_ * 5, [(input_ * 3,), ()]
+
+    def fuser_backward(self, contexts: Any, grad: Any, **_: Any) -> Any:
+        return grad * 5, [[], []], [(), (None,)]
+
+
+@pytest.mark.usefixtures("no_fusions")
+@pytest.mark.parametrize("is_public", [False, True])
+def test_a_fusion_may_have_both_ends_of_a_channel(is_public: bool) -> None:
+    """The extra input is then None: the fused operation computes what the channel would bring."""
+    fork = Fork().set_extra_output_channel(0, "skip", output_to_caller=is_public)
+    made = ops.Sequential(ops.GELU(), fork, Join().set_extra_input_channel(0, "skip"), Double())
+    x = torch.randn(4, 8).requires_grad_()
+
+    def run() -> list[torch.Tensor]:
+        y = made(x)
+        y, *extra = y if is_public else (y,)
+        return [y, *extra, *torch.autograd.grad(y.square().sum(), x)]
+
+    def join(operations: list[torch.nn.Module], *, recipe: Any) -> list[torch.nn.Module]:
+        return [operations[0], ForkAndJoin(operations[1:3]), operations[3]]
+
+    want = run()
+    ops.register_forward_backward_fusion(join)
+    for got, expected in zip(run(), want, strict=True):
+        torch.testing.assert_close(got, expected)
+    assert ForkAndJoin.calls > 0

@@ -156,7 +156,9 @@ class FusibleOperation(torch.nn.Module, ExtraTensors):
         parameters and those of its extra inputs."""
         raise NotImplementedError(f"{type(self).__name__} has no fuser_backward")
 
-    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
+    def forward(
+        self, input: torch.Tensor, *extra_inputs: torch.Tensor | None, **kwargs: Any
+    ) -> Any:
         """Return the output, followed by the extra outputs if there are any.
 
         ``kwargs`` go to the operation.
@@ -170,7 +172,9 @@ class FusibleOperation(torch.nn.Module, ExtraTensors):
                 f"{self.num_extra_inputs}."
             )
         tensors = (input, *extra_inputs, *self.parameters())
-        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        needs_grad = torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in tensors
+        )
         outputs = _Node.apply(self, needs_grad, kwargs, *tensors)  # type: ignore[no-untyped-call]  # torch's
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -282,6 +286,17 @@ class FusedOperation(FusibleOperation):
     def input_channels(self) -> list[str | None]:
         fusible = [operation for operation in self.basic_ops if isinstance(operation, ExtraTensors)]
         return [channel for operation in fusible for channel in operation.input_channels]
+
+    def wires(self) -> list[bool]:
+        """Return of each extra input whether its channel is filled by one of the operations before:
+        such an input is None, as the fused operation computes both ends of the channel."""
+        filled: set[str | None] = set()
+        wired = []
+        for operation in self.basic_ops:
+            if isinstance(operation, ExtraTensors):
+                wired += [channel in filled for channel in operation.input_channels]
+                filled |= {channel for channel, _ in operation.output_channels} - {None}
+        return wired
 
     @property
     @override
