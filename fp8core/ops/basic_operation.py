@@ -287,9 +287,8 @@ class FusedOperation(FusibleOperation):
         fusible = [operation for operation in self.basic_ops if isinstance(operation, ExtraTensors)]
         return [channel for operation in fusible for channel in operation.input_channels]
 
+    @override
     def wires(self) -> list[bool]:
-        """Return of each extra input whether its channel is filled by one of the operations before:
-        such an input is None, as the fused operation computes both ends of the channel."""
         filled: set[str | None] = set()
         wired = []
         for operation in self.basic_ops:

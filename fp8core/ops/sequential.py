@@ -24,7 +24,7 @@ from fp8core.modules.calls.inputs import (
 )
 from fp8core.modules.layers.operation import ExtraTensors, MakeExtraOutput
 from fp8core.modules.run import delaying, run_layer, run_links
-from fp8core.ops.basic_operation import FusedOperation, fused, has_fusions, parts_of
+from fp8core.ops.basic_operation import fused, has_fusions, parts_of
 
 Key: TypeAlias = "torch.nn.Module | int"
 
@@ -449,11 +449,9 @@ class _Tensors:
             return [next(self._left) for _ in range(module.num_extra_inputs)]
         if not isinstance(module, ExtraTensors):
             return []
-        channels = module.input_channels
-        wires = module.wires() if isinstance(module, FusedOperation) else [False] * len(channels)
         return [
             next(self._left) if channel is None else None if wired else self._from(channel, module)
-            for channel, wired in zip(channels, wires, strict=True)
+            for channel, wired in zip(module.input_channels, module.wires(), strict=True)
         ]
 
     def _from(self, channel: str, module: torch.nn.Module) -> torch.Tensor:

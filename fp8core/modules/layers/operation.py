@@ -78,6 +78,11 @@ class ExtraTensors:
         channels = self._input_channels or {}
         return [channels.get(index) for index in range(self.num_extra_inputs)]
 
+    def wires(self) -> list[bool]:
+        """Return of each extra input whether the operation itself computes what its channel would
+        bring, so that the input is None."""
+        return [False] * self.num_extra_inputs
+
     @property
     def output_channels(self) -> list[tuple[str | None, bool]]:
         """For each extra output the channel or None, and whether the call returns the output."""
