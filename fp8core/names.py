@@ -184,7 +184,7 @@ def install() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-_ROUTER = "count the experts of a routing map with torch"
+_ROUTER = "qb_histogram_mode takes 'two_kernel' or 'fused_atomic'"
 _OVERLAP = "collectives run on the process group itself; no buffers are shared in advance"
 _PLAIN = "IdentityQuantizer returns a plain tensor"
 _LINEAR_ATTENTION = "linear attention is not offered; use a library that has its kernels"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8core.errors import OperandError, UnsupportedError
+from fp8core.errors import OperandError
 from fp8core.router import (
     RoutingMapFormat,
     fused_compute_score_for_moe_aux_loss,
@@ -275,6 +277,153 @@ def test_what_does_not_fit_is_named() -> None:
     assert unrefused(table) == {}
 
 
-def test_histogram_is_not_offered() -> None:
-    with pytest.raises(UnsupportedError, match="qb_histogram=a tensor"):
-        route(logits(), 2, "sigmoid", qb_histogram=torch.zeros(8, 4, dtype=torch.int32))
+BOUNDS = (-0.5, 0.75)
+
+
+def histogram_of(x: torch.Tensor, bias: torch.Tensor, topk: int, bins: int) -> torch.Tensor:
+    """Count, one token and expert at a time, what bias an expert needs to reach the cutoff."""
+    counts = torch.zeros(x.shape[1], bins, dtype=torch.int32)
+    lower, upper = BOUNDS
+    for row in x.float().sigmoid():
+        cutoff = sorted((row + bias).tolist())[-topk - 1]
+        for expert, score in enumerate(row.tolist()):
+            place = math.floor((cutoff - score - lower) / (upper - lower) * bins)
+            counts[expert, min(max(place, 0), bins - 1)] += 1
+    return counts
+
+
+def balance(x: torch.Tensor, topk: int = 2, bins: int = 7, **named: Any) -> torch.Tensor:
+    """Route with a new histogram, and return it."""
+    counts = torch.zeros(x.shape[-1], bins, dtype=torch.int32)
+    options = {
+        "qb_histogram": counts,
+        "qb_bin_bounds": torch.tensor(BOUNDS),
+        "qb_histogram_mode": "fused_atomic",
+    }
+    route(x, topk, "sigmoid", **(options | named))
+    return counts
+
+
+# Biases beyond the bounds count in the first and last bins.
+BIAS = torch.tensor([0.0, 3.0, -3.0, 0.11, 0.05, -0.2, 0.3, 0.0])
+
+
+@pytest.mark.parametrize("mode", ["two_kernel", "fused_atomic"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_histogram_counts_the_biases_that_experts_need(dtype: torch.dtype, mode: str) -> None:
+    x = logits(tokens=33, dtype=dtype)
+    found = balance(x, expert_bias=BIAS, qb_histogram_mode=mode)
+    assert torch.equal(found, histogram_of(x, BIAS, 2, 7))
+    assert (found.sum(1) == 33).all()
+    assert found[:, [0, -1]].any()
+
+
+def test_histogram_adds_microbatches_and_leaves_routes_and_gradients_alone() -> None:
+    x = logits(tokens=12).requires_grad_()
+    counts = torch.zeros(8, 7, dtype=torch.int32)
+    options = {"expert_bias": BIAS, "scaling_factor": 2.5}
+    plain = route(x, 2, "sigmoid", **options)
+    balancing = {
+        "qb_histogram": counts,
+        "qb_bin_bounds": torch.tensor(BOUNDS),
+        "qb_histogram_mode": "two_kernel",
+    }
+    parts = [route(part, 2, "sigmoid", **options, **balancing) for part in (x[:5], x[5:])]
+    probs, chosen = zip(*parts, strict=True)
+    assert torch.equal(counts, histogram_of(x.detach(), BIAS, 2, 7))
+    assert torch.equal(torch.cat(probs), plain[0])
+    assert torch.equal(torch.cat(chosen), plain[1])
+    weights = torch.arange(96.0).reshape(12, 8)
+    (found,) = torch.autograd.grad((torch.cat(probs) * weights).sum(), x)
+    (expected,) = torch.autograd.grad((plain[0] * weights).sum(), x)
+    assert torch.equal(found, expected)
+
+
+def test_histogram_of_no_bias_no_tokens_and_leading_sizes() -> None:
+    x = logits(tokens=12)
+    zero = torch.zeros(8)
+    assert torch.equal(balance(x), histogram_of(x, zero, 2, 7))
+    assert torch.equal(balance(x.reshape(3, 4, 8)), balance(x))
+    assert not balance(x[:0]).any()
+
+
+def test_histogram_does_not_count_nan() -> None:
+    x = logits(tokens=12)
+    x[3, 5] = torch.nan
+    whole = balance(x)
+    assert torch.equal(whole[5], balance(x[[i for i in range(12) if i != 3]])[5])
+    assert whole.sum(1).tolist() == [12, 12, 12, 12, 12, 11, 12, 12]
+
+
+def test_histogram_of_tensors_without_values() -> None:
+    x = logits(tokens=12)
+    with FakeTensorMode() as mode:
+        counts = mode.from_tensor(torch.zeros(8, 7, dtype=torch.int32))
+        bounds = mode.from_tensor(torch.tensor(BOUNDS))
+        balance(mode.from_tensor(x), qb_histogram=counts, qb_bin_bounds=bounds)
+    assert counts._version == 1
+
+
+def test_bins_of_the_least_width_count_every_token() -> None:
+    counts = balance(logits(tokens=12), qb_bin_bounds=torch.tensor([0.0, 1e-45]))
+    assert counts.sum(1).tolist() == [12] * 8
+
+
+def test_histogram_in_a_compiled_graph() -> None:
+    x = logits(tokens=12)
+    compiled = torch.compile(balance, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), balance(x))
+
+
+@pytest.mark.parametrize(
+    ("named", "text"),
+    [
+        ({"qb_histogram": None}, "qb_histogram is None"),
+        ({"qb_bin_bounds": None, "qb_histogram_mode": None}, "qb_bin_bounds and qb_histogram_mode"),
+        ({"qb_histogram_mode": "fused"}, "expected one of two_kernel, fused_atomic"),
+        ({"score_function": "softmax"}, "expected score_function='sigmoid'"),
+        ({"num_groups": 2, "group_topk": 1}, "without groups"),
+        ({"topk": 8}, "topk below the number of experts"),
+        (
+            {"qb_histogram": torch.zeros(8, 4)},
+            "torch.float32 \\[8, 4\\] on cpu; expected torch.int32",
+        ),
+        (
+            {"qb_histogram": torch.zeros(7, 4, dtype=torch.int32)},
+            "expected torch.int32 \\[8, bins\\]",
+        ),
+        ({"qb_histogram": torch.zeros(8, 0, dtype=torch.int32)}, "\\[8, 0\\]"),
+        ({"qb_histogram": torch.zeros(8, dtype=torch.int32)}, "\\[8\\] on cpu"),
+        ({"qb_histogram": [[0] * 4] * 8}, "qb_histogram is list"),
+        ({"qb_bin_bounds": (0.0, 1.0)}, "qb_bin_bounds is tuple"),
+        ({"qb_bin_bounds": torch.zeros(2, dtype=torch.float64)}, "torch.float64"),
+        ({"qb_bin_bounds": torch.zeros(2, device="meta")}, "on meta"),
+        ({"qb_bin_bounds": torch.tensor([1.0, 1.0])}, "the lower below the upper"),
+        ({"qb_bin_bounds": torch.tensor([0.0, torch.inf])}, "finite"),
+        ({"qb_bin_bounds": torch.tensor([torch.nan, 1.0])}, "finite"),
+        ({"qb_bin_bounds": torch.tensor([-3e38, 3e38])}, "by a finite float32"),
+    ],
+)
+def test_histogram_that_does_not_fit_is_refused(named: dict[str, Any], text: str) -> None:
+    counts = torch.zeros(8, 4, dtype=torch.int32)
+    options: dict[str, Any] = {
+        "topk": 2,
+        "score_function": "sigmoid",
+        "qb_histogram": counts,
+        "qb_bin_bounds": torch.tensor([-1.0, 1.0]),
+        "qb_histogram_mode": "two_kernel",
+    }
+    options |= named
+    with pytest.raises(OperandError, match=text):
+        route(logits(), options.pop("topk"), options.pop("score_function"), **options)
+    assert not counts.any()
+
+
+def test_bounds_of_a_histogram_are_checked_again_once_they_changed() -> None:
+    bounds = torch.tensor(BOUNDS)
+    balance(logits(), qb_bin_bounds=bounds)
+    bounds[1] = -1.0
+    with pytest.raises(OperandError, match="the lower below the upper"):
+        balance(logits(), qb_bin_bounds=bounds)
+    with torch.inference_mode():
+        balance(logits(), qb_bin_bounds=torch.tensor(BOUNDS))

@@ -7,18 +7,25 @@ in float32.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import itertools
+from collections.abc import MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8core.backend_api import SCORE_FUNCTIONS, RouterBackwardDesc, RouterDesc
 from fp8core.chain.alone import bound, derivatives, in_torch, is_transformed, needs_node, plain
-from fp8core.errors import OperandError, UnsupportedError, did_you_mean
+from fp8core.errors import OperandError, did_you_mean
+from fp8core.torch_ops import private
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_MODES = ("two_kernel", "fused_atomic")
+# The version of bounds of bins that was checked.
+_CHECKED: MutableMapping[torch.Tensor, int | None] = WeakIdKeyDictionary()
 
 Optional = torch.Tensor | None
+Balancing: TypeAlias = "tuple[Optional, Optional, str | None]"
 Values: TypeAlias = "tuple[torch.dtype, int, str, bool, int, int, float, bool]"
 
 
@@ -67,7 +74,15 @@ def fused_topk_with_score_function(
             ``"bitmap_u8"``.
         topk_indices: an integer tensor ``[..., topk]``, which gets the numbers of the experts, in
             ascending order, and is returned instead of the map.
-        qb_histogram, qb_bin_bounds, qb_histogram_mode: not offered.
+        qb_histogram: int32 ``[experts, bins]``, to which each call adds, for quantile balancing of
+            sigmoid scores without groups; a forward that is repeated may add again. The cutoff of a
+            token is the ``topk + 1``-th largest of its scores plus bias; cutoff minus score counts
+            once for each expert, in the first or last bin if outside of the bounds. NaN does not
+            count.
+        qb_bin_bounds: float32 ``[2]``, finite, the lower below the upper: the ends of the bins,
+            which are of equal width. Trusted where a graph is captured or compiled.
+        qb_histogram_mode: ``"two_kernel"`` or ``"fused_atomic"``: the counts are the same. All
+            three are given, or none.
 
     Returns ``probs``, in shape and dtype of ``logits``, 0 for other experts, and the routing map.
     ``probs`` are differentiable with respect to ``logits``; the choice is not.
@@ -75,17 +90,8 @@ def fused_topk_with_score_function(
     Raises:
         OperandError: ``topk`` above the number of experts, groups that do not divide them, or
             tensors that do not fit.
-        UnsupportedError: an argument that is not offered.
     """
     owner = "fused_topk_with_score_function"
-    for name, value in (
-        ("qb_histogram", qb_histogram),
-        ("qb_bin_bounds", qb_bin_bounds),
-        ("qb_histogram_mode", qb_histogram_mode),
-    ):
-        if value is not None:
-            shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-            raise UnsupportedError(f"{owner}({name}={shown}) is not offered; leave it at None.")
     layout = _format_of(owner, routing_map_format)
     experts = _check_logits(owner, logits, topk, score_function)
     groups, best = _check_groups(owner, experts, topk, num_groups, group_topk)
@@ -94,12 +100,18 @@ def fused_topk_with_score_function(
         use_pre_softmax = False  # as Transformer Engine, which reads it for softmax alone
     if topk_indices is not None:
         _check_indices(owner, logits, topk, topk_indices)
+    balancing = qb_histogram, qb_bin_bounds, qb_histogram_mode
+    if any(value is not None for value in balancing):
+        is_plain = score_function == "sigmoid" and not groups
+        _check_histogram(owner, logits, topk, is_plain, balancing)
     factor = 1.0 if scaling_factor is None else float(scaling_factor)
     values = (logits.dtype, topk, score_function, bool(use_pre_softmax), groups, best, factor)
     rows = plain(logits, f"logits of {owner}").reshape(-1, experts)
     if expert_bias is not None:
         expert_bias = plain(expert_bias.detach(), f"expert_bias of {owner}")
-    probs, chosen = _routed((*values, False), rows, expert_bias)
+    probs, chosen, scores = _routed((*values, False), rows, expert_bias)
+    if qb_histogram is not None and qb_bin_bounds is not None and scores is not None:
+        _count(qb_histogram, qb_bin_bounds, scores.detach(), expert_bias, topk)
     probs = probs.reshape(logits.shape)
     if topk_indices is not None:
         # The chosen experts first, each kind in ascending order.
@@ -133,7 +145,7 @@ def fused_compute_score_for_moe_aux_loss(
     experts = _check_logits(owner, logits, topk, score_function)
     rows = plain(logits, f"logits of {owner}").reshape(-1, experts)
     values = (logits.dtype, topk, score_function, False, 0, 0, 1.0, True)
-    scores, chosen = _routed(values, rows, None)
+    scores, chosen, _ = _routed(values, rows, None)
     return _stored(chosen, layout, logits.shape[:-1]), scores.reshape(logits.shape)
 
 
@@ -293,21 +305,96 @@ def _stored(chosen: torch.Tensor, layout: RoutingMapFormat, leading: Sequence[in
     return packed.reshape(*leading, packed.shape[1])
 
 
+def _check_histogram(
+    owner: str, logits: torch.Tensor, topk: int, is_plain: bool, balancing: Balancing
+) -> None:
+    """Refuse arguments of quantile balancing that do not fit; ``is_plain``: sigmoid, no groups."""
+    names = ("qb_histogram", "qb_bin_bounds", "qb_histogram_mode")
+    absent = [name for name, value in zip(names, balancing, strict=True) if value is None]
+    if absent:
+        raise OperandError(
+            f"{owner}: {' and '.join(absent)} is None; expected {', '.join(names)} together, or "
+            f"none of them."
+        )
+    counts, bounds, mode = balancing
+    if mode not in _MODES:
+        raise OperandError(
+            f"{owner}(qb_histogram_mode={mode!r}): expected one of {', '.join(_MODES)}."
+            f"{did_you_mean(str(mode), _MODES)}"
+        )
+    experts = logits.shape[-1]
+    if not is_plain or topk == experts:
+        raise OperandError(
+            f"{owner}(qb_histogram=..., topk={topk}), {experts} experts: expected score_function="
+            f"'sigmoid' without groups, and topk below the number of experts."
+        )
+    _check_counter(f"{owner}: qb_histogram", counts, torch.int32, (experts, None), logits.device)
+    _check_counter(f"{owner}: qb_bin_bounds", bounds, torch.float32, (2,), logits.device)
+    _check_bounds(owner, bounds)
+
+
+def _check_counter(
+    name: str, value: object, dtype: torch.dtype, shape: Sequence[int | None], device: torch.device
+) -> None:
+    """Refuse what is no tensor of ``shape``, None in which is any size above 0."""
+    shown = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        padded = itertools.zip_longest(value.shape, shape, fillvalue=0)
+        sizes = [None if size is None and n else n for n, size in padded]
+        if sizes == list(shape) and (value.dtype, value.device) == (dtype, device):
+            return
+        shown = f"{value.dtype} {list(value.shape)} on {value.device}"
+    expected = ", ".join("bins" if size is None else str(size) for size in shape)
+    raise OperandError(f"{name} is {shown}; expected {dtype} [{expected}] on {device}.")
+
+
+def _check_bounds(owner: str, bounds: Any) -> None:
+    """Refuse ends of bins that hold none, once for each content: the device is waited for."""
+    has_no_values = bounds.is_meta or isinstance(bounds, private.FakeTensor)
+    is_recorded = torch.compiler.is_compiling() or private.is_traced() or private.is_capturing()
+    if has_no_values or is_recorded:
+        return
+    version = None if bounds.is_inference() else bounds._version
+    if version is not None and _CHECKED.get(bounds) == version:
+        return
+    lower, upper = bounds.tolist()
+    if not 0 < upper - lower <= torch.finfo(torch.float32).max:
+        raise OperandError(
+            f"{owner}: qb_bin_bounds is [{lower}, {upper}]; expected finite numbers, the lower "
+            f"below the upper by a finite float32."
+        )
+    _CHECKED[bounds] = version
+
+
+def _count(
+    counts: torch.Tensor, bounds: torch.Tensor, scores: torch.Tensor, bias: Optional, topk: int
+) -> None:
+    """Add the tokens of ``scores [tokens, experts]`` to the histogram ``counts``."""
+    lower, upper = bounds.unbind()
+    bins = counts.shape[1]
+    ranked = scores if bias is None else scores + bias.float()
+    cutoff = ranked.topk(topk + 1, dim=-1).values[:, -1:]
+    place = ((cutoff - scores - lower) / (upper - lower) * bins).clamp(0, bins - 1)
+    # NaN has no index: it goes to the first bin, and adds 0.
+    counts.scatter_add_(1, place.nan_to_num(0.0).long().T, (~place.isnan()).T.to(torch.int32))
+
+
 # The operation and its gradient
 
 
 def _routed(
     values: Values, logits: torch.Tensor, bias: Optional
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probabilities and the map ``[tokens, experts]`` of a RouterDesc of ``values``."""
+) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+    """Return the probabilities, the map and the scores ``[tokens, experts]`` of a RouterDesc of
+    ``values``; no scores, None, where the probabilities are those of all."""
     keywords = {} if bias is None else {"expert_bias": bias}
     if is_transformed():
-        probs, chosen, _ = in_torch(RouterDesc, values, logits.device)(logits, **keywords)
+        probs, chosen, scores = in_torch(RouterDesc, values, logits.device)(logits, **keywords)
     elif needs_node(logits):
-        probs, chosen = _Routed.apply(values, logits, bias)  # type: ignore[no-untyped-call]  # torch's
+        probs, chosen, scores = _Routed.apply(values, logits, bias)  # type: ignore[no-untyped-call]  # torch's
     else:
-        probs, chosen, _ = bound(RouterDesc, values, logits.device)(logits, **keywords)
-    return probs, chosen
+        probs, chosen, scores = bound(RouterDesc, values, logits.device)(logits, **keywords)
+    return probs, chosen, None if values[-1] else scores
 
 
 class _Routed(torch.autograd.Function):
@@ -316,16 +403,19 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, values: Values, logits: torch.Tensor, bias: Optional
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         keywords = {} if bias is None else {"expert_bias": bias}
         probs, chosen, scores = bound(RouterDesc, values, logits.device)(logits, **keywords)
         ctx.save_for_backward(logits, bias, chosen, scores)
-        ctx.mark_non_differentiable(chosen)
         ctx.values = values
-        return probs, chosen
+        if values[-1]:  # probs of all may be the scores themselves
+            ctx.mark_non_differentiable(chosen)
+            return probs, chosen, None
+        ctx.mark_non_differentiable(chosen, scores)
+        return probs, chosen, scores
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[Optional, ...]:
+    def backward(ctx: Any, grad: torch.Tensor, *_: object) -> tuple[Optional, ...]:
         logits, bias, chosen, scores = ctx.saved_tensors
         if torch.is_grad_enabled():
             run = in_torch(RouterDesc, ctx.values, logits.device)
