@@ -15,9 +15,9 @@ SIZES: dict[str, Any] = {
 TOKENS = torch.arange(3, 35).reshape(2, 16)
 
 
-def llama() -> Any:
+def llama(layers: int = 2) -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": layers}))
 
 
 def gpt2(layers: int = 2) -> Any:

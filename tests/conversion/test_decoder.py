@@ -191,17 +191,15 @@ def test_compiled_layers_run_as_the_chains_of_eager(family: str, name: str) -> N
 @pytest.mark.parametrize("name", ["mlp.act_fn", "input_layernorm"])
 def test_a_module_replaced_after_its_graph_was_compiled_is_called(name: str) -> None:
     torch._dynamo.reset()
-    model = llama().eval()
+    model = llama(layers=1).eval()
     fp8core.convert(model, "current")
     model.config.use_cache = False
     compiled = torch.compile(model, backend="aot_eager")
     with torch.no_grad():
         before = compiled(TOKENS).logits
-        for layer in model.model.layers:
-            layer.set_submodule(name, nn.ReLU())
+        model.model.layers[0].set_submodule(name, nn.ReLU())
         after = compiled(TOKENS).logits
-        torch._dynamo.reset()
-        assert torch.equal(after, torch.compile(model, backend="aot_eager")(TOKENS).logits)
+        assert torch.equal(after, model(TOKENS).logits)
     assert not torch.equal(after, before)
     torch._dynamo.reset()
 
