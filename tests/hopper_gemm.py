@@ -23,6 +23,7 @@ __all__ = ["cut_off", "hopper_product", "use_hopper_sums"]
 BITS = 13
 PRODUCTS_AT_ONCE = 32
 PRODUCTS_IN_FLOAT32 = 128
+PRODUCTS_IN_CACHE = 1 << 18
 
 
 def cut_off(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -86,16 +87,26 @@ def _scales(spec: OperandSpec, operand: Operand, number: int) -> torch.Tensor:
 
 
 def _sum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the sums ``[m, n]`` of the products of ``left [m, k]`` and ``right [n, k]``."""
+    """Return the sums ``[m, n]`` of the products of ``left [m, k]`` and ``right [n, k]``.
+
+    Rows of ``left`` by parts, whose products a processor's cache holds.
+    """
+    rows = max(1, PRODUCTS_IN_CACHE // (PRODUCTS_AT_ONCE * right.shape[0]))
+    return torch.cat([_sum_of_rows(part, right) for part in left.split(rows)])
+
+
+def _sum_of_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     total = left.new_zeros(left.shape[0], right.shape[0])
+    powers = [_power(x) for x in (left, right)]
     for start in range(0, left.shape[1], PRODUCTS_AT_ONCE):
-        a, b = (x[:, start : start + PRODUCTS_AT_ONCE] for x in (left, right))
-        products = a[:, None] * b  # [m, n, 32]
-        exponents = _exponent(a)[:, None] + _exponent(b)
-        exponents = exponents.masked_fill(products == 0, -1000)
-        largest = torch.maximum(exponents.amax(-1), _exponent(total).masked_fill(total == 0, -1000))
-        step = torch.ldexp(torch.ones_like(total), largest - BITS)
-        total = ((products / step[..., None]).trunc().sum(-1) + (total / step).trunc()) * step
+        a, b, power_a, power_b = (
+            x[:, start : start + PRODUCTS_AT_ONCE].t() for x in (left, right, *powers)
+        )
+        # The largest power of two among the terms, 0 where all of them are; products are exact.
+        largest = torch.maximum((power_a[:, :, None] * power_b[:, None]).amax(0), _power(total))
+        per_step = torch.where(largest > 0, 2.0**BITS / largest, 0.0)
+        terms = (a[:, :, None] * b[:, None]).mul_(per_step).trunc_().sum(0)
+        total = terms.add_((total * per_step).trunc_()).mul_(largest * 2.0**-BITS)
         mantissa, exponent = torch.frexp(total)
         total = torch.ldexp(torch.ldexp(mantissa, _BITS_AND_ONE).trunc(), exponent - BITS - 1)
     return total
@@ -104,6 +115,7 @@ def _sum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 _BITS_AND_ONE = torch.tensor(BITS + 1)
 
 
-def _exponent(x: torch.Tensor) -> torch.Tensor:
-    """Return floor(log2(abs(x)))."""
-    return torch.frexp(x).exponent - 1
+def _power(x: torch.Tensor) -> torch.Tensor:
+    """Return the largest power of two not above abs(x); 0 for 0."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(torch.ones_like(x), exponent - 1).masked_fill_(mantissa == 0, 0.0)
