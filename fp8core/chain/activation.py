@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import torch
@@ -126,6 +126,15 @@ class ActivationShape(GatedShape):
             rows_request(context.dtype) if reads_rows else None,
             codec,
         )
+
+
+def _set_state(shape: ActivationShape, state: Sequence[Any]) -> None:
+    """Take the fields of a copy or a pickle; those of an earlier version lack the last."""
+    for field, value in zip(fields(shape), (*state, False)[:3], strict=True):
+        object.__setattr__(shape, field.name, value)  # frozen
+
+
+ActivationShape.__setstate__ = _set_state  # type: ignore[attr-defined]  # Python 3.10 replaces one of the class
 
 
 def activation_shape(
