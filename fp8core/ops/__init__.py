@@ -233,6 +233,8 @@ class GroupedLinear(GroupedLinearLayer):
             bias is multiplied before it is added; of a layer with biases.
     """
 
+    scale_bias = False  # of one that an earlier version pickled
+
     def __init__(
         self,
         num_groups: int,
