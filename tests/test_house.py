@@ -36,8 +36,8 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 71_500,
-    "files": 255,
+    "lines of fp8core": 70_700,
+    "files": 254,
     "files under 100 lines": 39,
     "modules that list names": 1,
     "protocols": 14,
