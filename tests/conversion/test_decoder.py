@@ -199,7 +199,8 @@ def test_a_module_replaced_after_its_graph_was_compiled_is_called(name: str) -> 
         before = compiled(TOKENS).logits
         model.model.layers[0].set_submodule(name, nn.ReLU())
         after = compiled(TOKENS).logits
-        assert torch.equal(after, model(TOKENS).logits)
+        torch._dynamo.reset()  # on a GPU eager's kernels add up in another order
+        assert torch.equal(after, torch.compile(model, backend="aot_eager")(TOKENS).logits)
     assert not torch.equal(after, before)
     torch._dynamo.reset()
 
