@@ -147,11 +147,15 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_written() -> None:
         r"expected floats": (OperandError, ([good], [part.int()], [0])),
         r"between two codes": (UnsupportedError, ([four], [part], [1])),
         r"holds columns": (UnsupportedError, ([both], [part], [0])),
-        r"expected 100 elements of torch.uint8": (
+        r"expected 100 contiguous elements of torch.uint8": (
             OperandError,
             ([good], [part], [0], None, [shard]),
         ),
     }
+    strided = torch.zeros(100, 2, dtype=torch.uint8)[:, 0]
+    for target in (strided, [0] * 100):
+        with pytest.raises(OperandError, match="expected 100 contiguous elements"):
+            weights.quantize_master_weights([good], [part], [0], None, [target])  # type: ignore[list-item]  # refused
     for pattern, (kind, (tensors, masters, offsets, *rest)) in refused.items():
         with pytest.raises(kind, match=pattern):
             weights.quantize_master_weights(tensors, masters, offsets, *(rest or [None]))

@@ -94,8 +94,6 @@ def quantize_master_weights(
         _Part.of(number, *row, is_manual=manual_post_all_gather_processing)
         for number, row in enumerate(rows)
     ]
-    for part in parts:
-        part.weight.clear_high_precision_init_val()  # master copies were made from it
     casts = [(part, way) for part in parts for way in part.ways]
     if not casts:
         return
@@ -106,6 +104,8 @@ def quantize_master_weights(
         pieces = torch.split(maxima, [amax.numel() for amax in amaxes])
         for (part, way), amax, maximum in zip(casts, amaxes, pieces, strict=True):
             part.write(way, maximum.view(amax.shape))
+    for part in parts:
+        part.weight.clear_high_precision_init_val()  # master copies were made from it
 
 
 def cast_master_weights_to_fp8(*args: Any, **kwargs: Any) -> None:
@@ -189,13 +189,15 @@ class _Part(NamedTuple):
             )
         if master.device != codes.device:
             raise OperandError(f"{owner} is on {codes.device}, its master on {master.device}.")
-        if target is not None and (target.dtype, target.numel()) != (
-            codes.dtype,
-            master.numel() // per_byte,
+        size = -(-master.numel() // per_byte)
+        if target is not None and (
+            not isinstance(target, torch.Tensor)
+            or (target.dtype, target.device, target.numel()) != (codes.dtype, codes.device, size)
+            or not target.is_contiguous()
         ):
             raise OperandError(
                 f"{owner}: fsdp_shard_model_weights[{number}] is {_described(target)}, expected "
-                f"{master.numel() // per_byte} elements of {codes.dtype}."
+                f"{size} contiguous elements of {codes.dtype} on {codes.device}."
             )
         return cls(weight, master.detach().to(weight.dtype).flatten(), start, end, target)
 
