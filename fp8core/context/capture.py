@@ -331,6 +331,8 @@ class Pass:
         for static, tensor in zip(self._inputs, inputs, strict=False):
             if static.data_ptr() != tensor.data_ptr():
                 static.detach().copy_(tensor)
+            elif static.stride() != tensor.stride():  # another view, which the copy would overwrite
+                static.detach().copy_(tensor.clone())
         self._graphs[0].replay()
         return tuple(output.detach() for output in self._outputs)
 

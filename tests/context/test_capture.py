@@ -136,6 +136,14 @@ def test_a_replay_computes_for_other_inputs(clones: bool) -> None:
             torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("view", [torch.Tensor.t, lambda x: x[:1].expand(4, 4)])
+def test_another_view_of_the_memory_of_the_sample_is_read_as_it_is(view: Any) -> None:
+    module, x = torch.nn.Linear(4, 4), torch.randn(4, 4)
+    captured = recorded(module, (x,))
+    want = module(view(x).clone())
+    torch.testing.assert_close(captured.run((view(x),), {}, clones=True), want)
+
+
 def test_gradients_of_parameters_are_copies_if_asked() -> None:
     module = fp8core.Linear(16, 16)
     one = recorded(module, (torch.randn(4, 16),))
