@@ -11,6 +11,7 @@ import torch
 
 import fp8core
 from fp8core import OperandError, autocast, ops
+from fp8core.ops import basic_operation
 from tests.device import DEVICE
 
 CHOSEN = [None, "current", "delayed", "mxfp8"]
@@ -282,6 +283,32 @@ def test_keyword_arguments_reach_a_layer_of_a_chain(chosen: str) -> None:
     queued = ops.Sequential(fp8core.Linear(32, 32, delay_wgrad_compute=True))
     with pytest.raises(OperandError, match="left to the Sequential"):
         queued(x, op_kwargs={0: {"is_first_microbatch": True}})
+
+
+class Scale(ops.BasicOperation):
+    def op_forward(self, ctx: Any, input_: torch.Tensor, *, by: float = 1.0, **_: Any) -> Any:
+        return input_ * by
+
+
+class Fused(ops.FusedOperation):
+    def fuser_forward(self, contexts: Any, input_: torch.Tensor, **_: Any) -> Any:
+        return input_, [() for _ in contexts]
+
+
+def test_keyword_arguments_of_no_single_operation_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, twice, once = torch.randn(4, 8), Scale(), Scale()
+    made = ops.Sequential(twice, once, twice)
+    for key in (0, 2, twice):
+        with pytest.raises(OperandError, match=r"op_kwargs for .*, which is in it 2 times"):
+            made(x, op_kwargs={key: {"by": 2.0}})
+    with pytest.raises(OperandError, match="op_kwargs for Scale, which an earlier key names"):
+        made(x, op_kwargs={1: {"by": 2.0}, once: {"by": 3.0}})
+    assert torch.equal(made(x, op_kwargs={1: {"by": 2.0}}), 2 * x)
+    monkeypatch.setattr(basic_operation, "_fusions", [lambda found, *, recipe: [Fused(found)]])
+    with pytest.raises(OperandError, match=r"op_kwargs for 1, .* or a fusion replaces it"):
+        made(x, op_kwargs={1: {"by": 2.0}})
 
 
 def test_a_call_that_names_its_microbatch_compiles() -> None:

@@ -305,9 +305,9 @@ class Sequential(LowPrecisionModule):
         if not self._is_checked:
             self._check()
         modules = self._flat()
-        kwargs = self._kwargs_of(op_kwargs, modules)
         if has_fusions():
             modules = fused(modules, active(self.outside_autocast).quantize)
+        kwargs = self._kwargs_of(op_kwargs, modules)
         groups = self._groups(modules, kwargs)
         num_inputs = self.num_extra_inputs
         if len(extra_inputs) != num_inputs:
@@ -400,10 +400,15 @@ class Sequential(LowPrecisionModule):
                     f"{self.label}: op_kwargs has {kwargs!r} for {type(module).__name__}; expected "
                     f"a mapping of keyword arguments."
                 )
-            if not any(module is contained for contained in modules):
+            times = sum(module is contained for contained in modules)
+            if times != 1 or id(module) in named:
                 shown = key if isinstance(key, int) else type(key).__name__
+                fault = (
+                    f"is in it {times} times" if times else "is not in it, or a fusion replaces it"
+                )
+                fault = "an earlier key names" if id(module) in named else fault
                 raise OperandError(
-                    f"{self.label}: op_kwargs for {shown}, which is not in it. Name a module "
+                    f"{self.label}: op_kwargs for {shown}, which {fault}. Name a module "
                     f"inside of an inner Sequential by itself."
                 )
             refused = [name for name in kwargs if not takes_keyword(module, name)]
