@@ -100,7 +100,7 @@ def thd_get_partitioned_indices(
 
     Raises:
         OperandError: ``2 * size`` does not divide the tokens, or, where the host can read them, the
-            length of a sequence.
+            length of a sequence; or those do not lie among the tokens.
 
     >>> thd_get_partitioned_indices(torch.tensor([0, 8, 12]), 12, 2, 1).tolist()
     [2, 3, 4, 5, 9, 10]
@@ -109,6 +109,11 @@ def thd_get_partitioned_indices(
     if not 0 <= rank < size:
         raise OperandError(f"thd_get_partitioned_indices: rank {rank} of {size} ranks.")
     starts = cu_seqlens_padded.tolist() if cu_seqlens_padded.device.type == "cpu" else []
+    if starts and (starts != sorted([0, *starts[1:]]) or starts[-1] > total_tokens):
+        raise OperandError(
+            f"thd_get_partitioned_indices: cu_seqlens {starts} of {total_tokens} tokens; expected "
+            f"offsets that ascend from 0 to at most {total_tokens}."
+        )
     if total_tokens % (2 * size) or any(start % (2 * size) for start in starts):
         raise OperandError(
             f"thd_get_partitioned_indices: {total_tokens} tokens, sequences that begin at "

@@ -267,3 +267,11 @@ def test_packed_sequences_are_padded_for_two_chunks_a_rank() -> None:
 def test_indices_of_sequences_that_ranks_do_not_divide_are_refused() -> None:
     with pytest.raises(OperandError, match="expected multiples of 4, two chunks"):
         thd_get_partitioned_indices(torch.tensor([0, 6, 12]), 12, 2, 0)
+
+
+@pytest.mark.parametrize("bounds", [[4, 12], [0, 8, 4, 12], [0, 16], [-4, 12]])
+def test_indices_of_sequences_that_do_not_lie_among_the_tokens_are_refused(
+    bounds: list[int],
+) -> None:
+    with pytest.raises(OperandError, match="offsets that ascend from 0 to at most 12"):
+        thd_get_partitioned_indices(torch.tensor(bounds), 12, 2, 0)
