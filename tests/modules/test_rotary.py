@@ -478,6 +478,7 @@ PACKED_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"cu_seqlens": ints(-1, 4)}, r"cu_seqlens \[-1, 4\]"),
     ({"cu_seqlens": ints(0, 11)}, r"cu_seqlens \[0, 11\] of 10 tokens"),
     ({"freqs": GOOD[:4]}, "reaches position 4"),
+    ({"cu_seqlens": ints(0, 6), "cp_size": 2}, r"cu_seqlens \[0, 6\] over 2 ranks"),
 ]
 PACKED_CALL = {"t": TOKENS, "tensor_format": "thd", "cu_seqlens": ints(0, 5, 10)}
 NOT_OFFERED: list[tuple[dict[str, Any], str]] = [

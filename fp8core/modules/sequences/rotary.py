@@ -426,6 +426,12 @@ def _of_chunks(
         return Chunks("sbhd", size).parts(freqs[:length])[rank], None, None
     starts, cu_seqlens = spans_of(owner, layout, t, *spans)
     assert cu_seqlens is not None
+    is_readable = t.device.type == "cpu" and not (is_captured(t) or is_transform_active())
+    if is_readable and any(bound % (2 * size) for bound in cu_seqlens.tolist()):
+        raise OperandError(
+            f"{owner}: cu_seqlens {cu_seqlens.tolist()} over {size} ranks: expected multiples of "
+            f"{2 * size}, two chunks of equal length of each sequence."
+        )
     chunks = cu_seqlens.diff() // (2 * size)
     begins = cu_seqlens // size
     ends = torch.stack((begins[:-1] + chunks, begins[1:]), 1).flatten()
