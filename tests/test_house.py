@@ -36,7 +36,7 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 70_700,
+    "lines of fp8core": 70_710,
     "files": 254,
     "files under 100 lines": 39,
     "modules that list names": 1,
