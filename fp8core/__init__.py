@@ -234,6 +234,7 @@ def __dir__() -> list[str]:
 names.install()
 
 if TYPE_CHECKING:
+    from fp8core import distributed as distributed
     from fp8core.integrations import huggingface as huggingface
     from fp8core.integrations import lightning as lightning
     from fp8core.integrations import megatron as megatron
@@ -255,7 +256,7 @@ else:  # to a type checker, it would make every name an attribute
             AttributeError: there is none; names the alternative to a name of Transformer Engine,
                 the place of a module that moved, or the nearest public name.
         """
-        if name in names.SHORT:
+        if name in names.SHORT or name == "distributed":
             return importlib.import_module(f"{__name__}.{name}")
         if name in names.LATE:
             return getattr(importlib.import_module(f"{__name__}.{names.LATE[name]}"), name)

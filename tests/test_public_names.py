@@ -126,6 +126,17 @@ def test_a_short_name_is_the_module_itself(statement: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_wing_of_several_ranks_is_loaded_when_it_is_named() -> None:
+    lines = [
+        "import sys, fp8core",
+        "assert 'fp8core.distributed' not in sys.modules",
+        "assert callable(fp8core.distributed.gather_quantized)",
+        "assert fp8core.distributed is sys.modules['fp8core.distributed']",
+    ]
+    done = forked.run([sys.executable, "-c", "\n".join(lines)])
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("old", MOVED)
 def test_a_name_that_moved_says_where(old: str) -> None:
     for name in (f"fp8core.{old}", f"fp8core.{old}.inside"):

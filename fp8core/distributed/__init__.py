@@ -1,6 +1,6 @@
 """Training over several ranks: FSDP2, tensor-parallel styles, experts, checkpoints, failures.
 
-Imported by name, ``import fp8core.distributed``, as it loads torch's DTensor.
+Loaded when it is first named, ``fp8core.distributed``, as it loads torch's DTensor.
 """
 
 from __future__ import annotations
