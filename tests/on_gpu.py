@@ -33,7 +33,7 @@ SHOWN_CHARACTERS = 6000
 SHOWN_FAILURES = 100
 SHOWN_REASONS = 8
 
-PAGES = ("tests/docs/test_pages.py",)
+PAGES = ("tests/docs/test_pages.py", "tests/test_programs.py")
 CUDA_TESTS = "tests/backends/cuda"
 LAYERS = (
     *("tests/chain", "tests/context", "tests/conversion", "tests/functional", "tests/inspection"),
@@ -106,7 +106,9 @@ _OF_ONE_FILE = (*_PYTEST, "--dist", "load")
 _KIT = (*_OF_ONE_FILE, "--fp8core-backend", "cuda")
 PARTS = {
     "doctor": Part("the doctor finds no problem", ("-m", "fp8core", "doctor")),
-    "pages": Part("code of pages and examples", (*_OF_ONE_FILE, *PAGES), places_tensors=True),
+    "pages": Part(
+        "code of pages, examples and programs", (*_OF_ONE_FILE, *PAGES), places_tensors=True
+    ),
     "layers": Part("the CPU's tests of layers", (*_PYTEST, *LAYERS), places_tensors=True),
     "kit": Part("the laws of every backend", _KIT),
     "cuda": Part("tests of the CUDA backend", (*_PYTEST, CUDA_TESTS)),
