@@ -259,7 +259,9 @@ class CustomRecipe(Recipe):
             describes is that plan, whatever its usages; any other object with ``__call__``,
             ``set_usage`` and ``make_empty`` is called to quantize, in eager and not for groups. Its
             plan is its attribute ``plan``, a TensorPlan of both orientations, or, without one, that
-            of the QuantizedTensor which ``make_empty(shape)`` returns.
+            of the QuantizedTensor which ``make_empty(shape)`` returns. A quantizer of
+            :class:`fp8core.QuantizedTensorStorage` of its own, as that makes them or as its
+            attribute ``custom`` says, multiplies them by its ``qgemm``.
         fp8_format, margin, amax_history_len, amax_compute_algo, scaling_factor_compute_algo: the
             scaling fields of :class:`DelayedScaling`; with them the recipe computes as that one.
             With a factory, which chooses the formats, ``fp8_format`` may be HYBRID, without effect.
@@ -369,6 +371,7 @@ class CustomRecipe(Recipe):
         plan = linear_plan(self, tensors, FAST_FPROP, delayed=next(iter(requests), None))
         if makers:  # nobody knows whether they make the same again
             plan = dataclasses.replace(plan, makers=self._checked(makers), remade=())
+        _check_products(plan)
         return plan
 
     def _checked(self, makers: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -390,6 +393,23 @@ class CustomRecipe(Recipe):
                 f"it return their plans."
             )
         return tuple(makers.items())
+
+
+def _check_products(plan: LinearPlan) -> None:
+    """Raise if a product of ``plan`` has a storage of the user's beside an operand of ours.
+
+    Raises:
+        RecipeError: one does.
+    """
+    theirs = sorted(plan.stored_by_users)
+    ours = [name for name, specs in plan.tensors.items() if any(specs)]
+    if theirs and ours:
+        raise RecipeError(
+            f"CustomRecipe: qfactory returned quantizers of storages of their own for "
+            f"{', '.join(theirs)}, and of fp8core's tensors for {', '.join(ours)}, and nothing "
+            f"multiplies the two. Return quantizers of storages for all three tensors, and "
+            f"IdentityQuantizer() for those that stay in high precision."
+        )
 
 
 def _check_formats(qfactory: QuantizerFactory) -> None:

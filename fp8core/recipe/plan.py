@@ -167,6 +167,17 @@ class LinearPlan(Plan):
     makers: tuple[tuple[str, Any], ...] = ()
 
     @property
+    def is_high_precision(self) -> bool:
+        """Whether nothing is quantized, nor by an object of the user."""
+        return not (self.makers or any(map(any, self.tensors.values())))
+
+    @property
+    def stored_by_users(self) -> frozenset[str]:
+        """The tensors that objects of the user quantize to storages of their own, for products of
+        their own: no spec says how."""
+        return frozenset(name for name, _ in self.makers if not any(self.tensors[name]))
+
+    @property
     def tensors(self) -> Mapping[str, TensorPlan]:
         """How the input, the weight and the gradient of the output are quantized, by name."""
         return {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}

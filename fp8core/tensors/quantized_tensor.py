@@ -45,12 +45,13 @@ from fp8core.tensors.storage import (
     stored_operands,
     turn,
 )
+from fp8core.tensors.user_storage import QuantizedTensorStorage, is_users, operands_of
 from fp8core.torch_ops.private import (
     IS_PARAMETER,
 )
 
 
-class QuantizedTensor(OperandTensor):
+class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
     """A tensor ``[..., k]`` stored as the operands of a GEMM; its dtype is nominal.
 
     Its rows are stored as a matrix ``[n, k]``, whatever the leading dimensions are.
@@ -450,20 +451,25 @@ _turns = threading.Lock()
 """Lets one cast run at a time: usages are set on the object, which layers may share."""
 
 
-def object_quantizer(maker: Any, plan: TensorPlan, role: str) -> TensorQuantizer:
+def object_quantizer(
+    maker: Any, plan: TensorPlan, role: str, *, is_split: bool = False
+) -> TensorQuantizer:
     """Return the quantizer by ``maker``, an object with ``set_usage`` and a call that quantizes.
 
-    ``plan`` is how it stores both orientations, ``role`` what messages call it. A cast raises
-    OperandError if the object makes something else.
+    ``plan`` is how it stores both orientations, (None, None) for a storage of the user's, whose
+    operands are freed one by one if it ``is_split``; ``role`` is what messages call it. A cast
+    raises OperandError if the object makes something else.
     """
     stored = storage_plan(plan)
-    return TensorQuantizer(each_way(partial(_cast_by, maker, stored, role)), plan=stored)
+    cast = partial(_cast_by, maker, stored, role, is_split)
+    return TensorQuantizer(each_way(cast), plan=stored if any(stored) else None)
 
 
 def _cast_by(
     maker: Any,
     plan: TensorPlan,
     role: str,
+    is_split: bool,
     x: torch.Tensor,
     *,
     rowwise: bool = True,
@@ -473,10 +479,16 @@ def _cast_by(
     with _turns, torch.no_grad():
         maker.set_usage(rowwise=rowwise, columnwise=columnwise)
         quantized = maker(x)
-    usages = [(rowwise, "rowwise"), (columnwise, "columnwise")]
+    ways = {"rowwise": rowwise, "columnwise": columnwise}
+    if not any(plan):
+        if is_users(quantized):
+            return operands_of(quantized, x, **ways, is_split=is_split)
+        raise OperandError(
+            f"{role} returned {type(quantized).__name__}, no QuantizedTensorStorage of its own."
+        )
     if not isinstance(quantized, QuantizedTensor):
         raise OperandError(f"{role} returned {type(quantized).__name__}, no QuantizedTensor.")
-    for (is_used, way), spec, planned in zip(usages, quantized.plan, plan, strict=True):
+    for (way, is_used), spec, planned in zip(ways.items(), quantized.plan, plan, strict=True):
         if is_used and spec != planned:
             raise OperandError(
                 f"{role} is planned {way} as {planned}, and returned {spec}. What it "

@@ -9,7 +9,7 @@ from the weight. The two casts together have the bits of one cast in both orient
 
 Transformer Engine's functions take its storage classes apart to save them, as these are no tensors.
 A QuantizedTensor is a tensor, which autograd saves as it is; so the functions of these names pass
-tensors on here, and scripts that call them run.
+tensors on here, and take a user's storages apart.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations, TensorQuantizer
 from fp8core.tensors.quantizer_binding import CastsByAmax
+from fp8core.tensors.user_storage import QuantizedTensorStorage
 from fp8core.tensors.weights import CachingWeightQuantizer, How, Keeping, of_padded
 from fp8core.torch_ops.capture import is_captured
 
@@ -180,40 +181,58 @@ def note_weight(operand: tuple[object, ...]) -> None:
 
 
 def prepare_for_saving(
-    *tensors: torch.Tensor | None,
-) -> tuple[list[torch.Tensor | None], list[None]]:
-    """Return what ``ctx.save_for_backward`` takes, and what ``ctx.tensor_objects`` keeps.
+    *tensors: torch.Tensor | QuantizedTensorStorage | None,
+) -> tuple[list[torch.Tensor | None], list[QuantizedTensorStorage | None]]:
+    """Return what ``ctx.save_for_backward`` takes, and what ``ctx.tensor_objects`` keeps: a user's
+    storages, by their ``prepare_for_saving``, and None for each tensor.
 
     Raises:
-        OperandError: one is neither a tensor nor None.
+        OperandError: one is neither a tensor, nor a storage, nor None.
     """
+    saved: list[torch.Tensor | None] = []
+    objects: list[QuantizedTensorStorage | None] = []
     for tensor in tensors:
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
+        parts: list[torch.Tensor | None]
+        if tensor is None or isinstance(tensor, torch.Tensor):
+            parts, storage = [tensor], None
+        elif isinstance(tensor, QuantizedTensorStorage):
+            parts, storage = tensor.prepare_for_saving()
+        else:
             raise OperandError(
-                f"prepare_for_saving: {type(tensor).__name__}; expected a torch.Tensor or None."
+                f"prepare_for_saving: {type(tensor).__name__}; expected a torch.Tensor, a "
+                f"QuantizedTensorStorage or None."
             )
-    return list(tensors), [None] * len(tensors)
+        saved += parts
+        objects.append(storage)
+    return saved, objects
 
 
 def restore_from_saved(
-    tensors: Sequence[None],
+    tensors: Sequence[QuantizedTensorStorage | None],
     saved_tensors: Sequence[torch.Tensor | None],
     return_saved_tensors: bool = False,
 ) -> Any:
-    """Return the first of ``saved_tensors``, one for each of ``tensors``; with
-    ``return_saved_tensors`` those that are left as well.
+    """Return the first of ``saved_tensors``, one for each None of ``tensors``, and its storages,
+    which take back theirs; with ``return_saved_tensors`` those that are left as well.
 
     Raises:
         OperandError: there are fewer.
     """
-    count = len(tensors)
-    if len(saved_tensors) < count:
-        raise OperandError(
-            f"restore_from_saved: {len(saved_tensors)} saved tensors for {count} that were "
-            f"prepared. Save all that prepare_for_saving returned."
-        )
-    restored = list(saved_tensors[:count])
-    return (restored, list(saved_tensors[count:])) if return_saved_tensors else restored
+    restored: list[Any] = []
+    left = saved_tensors
+    for storage in tensors:
+        if storage is not None:
+            left = storage.restore_from_saved(left)
+            restored.append(storage)
+        elif left:
+            restored.append(left[0])
+            left = left[1:]
+        else:
+            raise OperandError(
+                f"restore_from_saved: {len(saved_tensors)} saved tensors for {len(tensors)} that "
+                f"were prepared. Save all that prepare_for_saving returned."
+            )
+    return (restored, list(left)) if return_saved_tensors else restored
 
 
 def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:

@@ -363,6 +363,8 @@ class CachingWeightQuantizer(WeightQuantizer):
         if weight.plan.rowwise is None and row == column:
             weight = weight.turned_to_rows()
         is_turned = is_high or not columnwise or weight.plan.columnwise == column
+        if is_plain and self._dtype is not None:
+            raise OperandError(f"{self._how.owner}: {_STORED_TWICE}")
         if not is_plain and weight.plan == (row, None) and not is_turned:
             raise OperandError(f"{self._how.owner}: {_ROWS_ALONE}")
         if not is_plain and (weight.plan.rowwise != row or not is_turned):
@@ -439,6 +441,11 @@ _WRITTEN = (
 )
 
 
+_STORED_TWICE = (
+    "the weight is stored quantized already, and the recipe of autocast quantizes weights to "
+    "storages of its own. Create the layer without quantized_model_init, or choose the recipe that "
+    "stored the weight."
+)
 _ROWS_ALONE = (
     "the gradient of its input is asked for, and its weight is stored for inference, in rows "
     "alone: quantized by fp8core.quantize_, or created while gradients were off. Call the model "

@@ -135,6 +135,45 @@ def test_a_subclass_without_a_plan_has_the_verbs_of_the_library() -> None:
         _ = Quantizer().plan
 
 
+class Looping(Quantizer):
+    """Its make_empty asks for what the plan says, and its plan is what make_empty makes."""
+
+    def make_empty(self, shape: Any, **arguments: Any) -> QuantizedTensor:
+        return super().make_empty(shape, **arguments)
+
+
+class LoopingByCopies(Looping):
+    def make_empty(self, shape: Any, **arguments: Any) -> QuantizedTensor:
+        return Quantizer.make_empty(self.copy(), shape, **arguments)
+
+
+@pytest.mark.parametrize("kind", [Looping, LoopingByCopies])
+def test_a_plan_that_asks_make_empty_which_asks_the_plan_is_named(kind: type[Quantizer]) -> None:
+    quantizer = kind()
+    for call in (
+        lambda: quantizer.plan,
+        lambda: quantizer.make_empty((4, 4)),
+        lambda: results(linear(), CustomRecipe(lambda role: kind())),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{kind.__name__} has no plan"):
+            call()
+    assert "no plan" in repr(quantizer)
+
+    class Planned(kind):  # type: ignore[valid-type, misc]  # a class of the parameters
+        plan = MXFP8Quantizer(E4M3).plan
+
+    assert Planned().make_empty((32, 32)).plan == MXFP8Quantizer(E4M3).plan
+
+
+def test_a_make_empty_of_something_else_is_named() -> None:
+    class Wrong(Quantizer):
+        def make_empty(self, shape: Any, **arguments: Any) -> Any:
+            return None
+
+    with pytest.raises(OperandError, match=r"Wrong\.make_empty returned NoneType"):
+        _ = Wrong().plan
+
+
 def test_new_objects_for_each_product_of_a_mlp_are_answers_alike() -> None:
     layer = fp8core.LayerNormMLP(64, 64, device=DEVICE)
     with fp8core.autocast(recipe=recipe.CustomRecipe(lambda role: Doubled(E4M3))):

@@ -853,3 +853,43 @@ def test_a_checkpoint_begins_again_with_the_tracker_s_states(te: Any) -> None:
     with fresh.fork("again"):
         torch.nn.functional.dropout(torch.ones(64), 0.5)
     assert torch.equal(after, fresh.get_states()["again"].cpu)  # advanced once
+
+
+def test_a_custom_recipe_of_storages_is_written_under_their_names(te: Any) -> None:
+    gemm = importlib.import_module("transformer_engine.pytorch.custom_recipes.gemm")
+    base = importlib.import_module("transformer_engine.pytorch.quantized_tensor")
+    quantization = importlib.import_module("transformer_engine.pytorch.custom_recipes.quantization")
+    common = importlib.import_module("transformer_engine.common.recipe")
+    assert gemm.MMParams is quantization.MMParams
+    calls = []
+
+    class Halves(base.QuantizedTensorStorage):  # type: ignore[misc, name-defined]  # of a module by its name
+        def __init__(self, value: torch.Tensor, quantizer: Any) -> None:
+            self.data, self.scale = value.half(), torch.ones(1)
+            self.data_t, self.scale_t = self.data.t(), self.scale
+            self._quantizer = quantizer
+
+    class HalfQuantizer(base.Quantizer):  # type: ignore[misc, name-defined]  # likewise
+        custom = True
+
+        def quantize(self, tensor: torch.Tensor, **unused: Any) -> Any:
+            return Halves(tensor, self)
+
+        def qgemm(self, *arguments: Any, gemm_type: Any, **unused: Any) -> torch.Tensor:
+            qx, qw, params, dtype, _, _, bias = arguments
+            calls.append((gemm_type, params))
+            y = qx.float() @ qw.float().t()
+            return (y if bias is None else y + bias).to(dtype)
+
+    layer, x = te.pytorch.Linear(16, 16), torch.randn(4, 16, requires_grad=True)
+    chosen = common.CustomRecipe(qfactory=lambda role: HalfQuantizer(rowwise=True, columnwise=True))
+    with te.pytorch.autocast(recipe=chosen):
+        y = layer(x)
+    y.sum().backward()
+    assert calls == [
+        (gemm.GEMMType.FPROP, gemm.MMParams(torch.float32, False)),
+        (gemm.GEMMType.DGRAD, gemm.MMParams(torch.float32, True)),
+        (gemm.GEMMType.WGRAD, gemm.MMParams(torch.float32, True)),
+    ]
+    wanted = x.half().float() @ layer.weight.half().float().t() + layer.bias
+    assert torch.equal(y, wanted)

@@ -19,6 +19,7 @@ from fp8core.chain.linear.gemms import (
     turning,
 )
 from fp8core.chain.linear.program import LinearLink
+from fp8core.chain.linear.user_product import of_storages
 from fp8core.chain.padding import LayerPadding, layer_padding
 from fp8core.chain.protocol import Link, OnlyOnce, in_low_precision, over_ranks
 from fp8core.chain.shape import BindContext
@@ -56,10 +57,7 @@ class LinearShape(LinearSpec):
 
 def _bind(shape: LinearSpec, context: BindContext) -> LinearLink:
     plan, dtype = context.gemm_plan, context.dtype
-    gemms = {
-        name: resolve_gemm(name, shape.gemm_desc(name, plan, dtype), context)
-        for name in ("fprop", "dgrad", "wgrad")
-    }
+    gemms = {name: _gemm(name, shape, context) for name in ("fprop", "dgrad", "wgrad")}
     only_once = _only_once(shape, context)
     dgrad = gemms["dgrad"].run
     wgrad, wgrad_rows = taking_any_rows(gemms["wgrad"])
@@ -77,7 +75,8 @@ def _bind(shape: LinearSpec, context: BindContext) -> LinearLink:
     sums = None
     if shape.bias_dtype is not None:
         sums = context.resolve("bias gradient", ColumnSumsDesc(tensors.grad_dtype)).run
-    fprop_part, dgrad_part, dgrad_rows = _bind_parts(gemms, context, is_left=only_once is None)
+    is_whole = only_once is None or bool(plan.stored_by_users)
+    fprop_part, dgrad_part, dgrad_rows = _bind_parts(gemms, context, is_whole=is_whole)
     return LinearLink(
         shape=shape,
         index=context.first_gemm,
@@ -116,6 +115,28 @@ def _bind(shape: LinearSpec, context: BindContext) -> LinearLink:
     )
 
 
+def _gemm(name: str, shape: LinearSpec, context: BindContext) -> Resolved:
+    """Return fprop, dgrad or wgrad.
+
+    Raises:
+        UnsupportedError: no backend runs it; or a user's storages are to be watched.
+    """
+    plan = context.gemm_plan
+    desc = shape.gemm_desc(name, plan, context.dtype)
+    if not plan.stored_by_users:
+        return resolve_gemm(name, desc, context)
+    if context.watch is not None:
+        raise UnsupportedError(_NO_WATCH)
+    product = resolve_gemm(f"{name} of dequantized storages, unless by qgemm", desc, context)
+    return of_storages(name, product, context.dtype, context.owner)
+
+
+_NO_WATCH = (
+    "fp8core.monitor measures the codes of fp8core's formats, and the recipe quantizes to storages "
+    "of the user's own. Leave the monitor off, or choose another recipe."
+)
+
+
 def _choices(
     gemms: dict[str, Resolved], **quantizers: TensorQuantizer | WeightQuantizer
 ) -> dict[str, Choice]:
@@ -151,12 +172,12 @@ def _only_once(shape: LinearSpec, context: BindContext) -> OnlyOnce | None:
 
 
 def _bind_parts(
-    gemms: dict[str, Resolved], context: BindContext, *, is_left: bool
+    gemms: dict[str, Resolved], context: BindContext, *, is_whole: bool
 ) -> tuple[GemmPart | None, GemmPart | None, GemmPart | None]:
     """Return what computes some rows of a product: of fprop and of dgrad, where ranks beside the
-    link have parts of the rows, and of dgrad, where others are cast meanwhile. ``is_left``: the
-    products are torch's to differentiate, and are whole; so are those that are watched."""
-    if is_left or context.watch is not None:
+    link have parts of the rows, and of dgrad, where others are cast meanwhile. ``is_whole``: the
+    products are torch's to differentiate, or the user's; those that are watched are whole too."""
+    if is_whole or context.watch is not None:
         return None, None, None
     neighbours = [side.shape for side in (context.before, context.after) if side is not None]
     has_movers = any(shape.movement is not None for shape in neighbours)
@@ -369,7 +390,9 @@ class _Tensors(NamedTuple):
         maker = self.makers.get(tensor)
         if maker is not None:
             role = f"{context.owner}: the {type(maker).__name__} of its {tensor}"
-            return object_quantizer(maker, plan.tensors[tensor], role)
+            # Of the input one orientation is held until backward.
+            is_split = tensor == "input"
+            return object_quantizer(maker, plan.tensors[tensor], role, is_split=is_split)
         is_weight = tensor == "weight"  # each is cast alone, and whole
         ranks = None if is_weight else context.moved_over(tensor, "gathered")
         return bind_quantizer(

@@ -22,6 +22,7 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
 from fp8core.tensors.storage import PARTS, is_square, matrix_shape, storage_plan
+from fp8core.tensors.user_storage import QuantizedTensorStorage
 from fp8core.torch_ops.capture import constant_in_graph, expression_of, is_captured
 
 
@@ -40,6 +41,9 @@ class Quantizer:
     Quantizers are equal if they plan and use the same.
     """
 
+    # Whether make_empty is running to tell the plan.
+    _tells_plan = False
+
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.rowwise_usage = rowwise
         self.columnwise_usage = columnwise
@@ -55,14 +59,31 @@ class Quantizer:
     @property
     def plan(self) -> TensorPlan:
         """How both orientations are quantized, whichever are used; where a class says it not, as
-        what its ``make_empty`` returns for both usages."""
-        if type(self).make_empty is Quantizer.make_empty:
+        what its ``make_empty`` returns for both usages. A class whose attribute ``custom`` is True
+        makes storages of its own, which no plan describes: (None, None).
+
+        Raises:
+            NotImplementedError: a class overrides neither, or its ``make_empty`` calls this one's.
+            OperandError: ``make_empty`` returns something else.
+        """
+        owner = type(self)
+        if getattr(self, "custom", False):
+            return TensorPlan(None, None)
+        if owner.make_empty is Quantizer.make_empty or self._tells_plan:
             raise NotImplementedError(
-                f"{type(self).__name__} has no plan: override the property, or make_empty."
+                f"{owner.__name__} has no plan: override the property, or make_empty, without "
+                f"Quantizer.make_empty, which makes what the plan says."
             )
         maker = self.copy()
+        maker._tells_plan = True
         maker.set_usage(rowwise=True, columnwise=True)
-        plan: TensorPlan = maker.make_empty((128, 128)).plan
+        empty = maker.make_empty((128, 128))
+        if not isinstance(empty, QuantizedTensorStorage):
+            raise OperandError(
+                f"{owner.__name__}.make_empty returned {type(empty).__name__}; expected a "
+                f"QuantizedTensor or a QuantizedTensorStorage."
+            )
+        plan: TensorPlan = empty.plan
         return plan
 
     @property
@@ -357,7 +378,11 @@ class Quantizer:
 
     def __repr__(self) -> str:
         ways = [way for way, used in self.get_usages().items() if used]
-        return f"{type(self).__name__}({self.plan.rowwise}, {' and '.join(ways) or 'no usage'})"
+        try:
+            planned = str(self.plan.rowwise)
+        except NotImplementedError:
+            planned = "no plan"
+        return f"{type(self).__name__}({planned}, {' and '.join(ways) or 'no usage'})"
 
 
 def _padded_scales(spec: OperandSpec, sizes: tuple[int, int], columnwise: bool) -> tuple[int, int]:
@@ -491,5 +516,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _named(tensor: QuantizedTensor, dtype: torch.dtype | None) -> QuantizedTensor:
-    """Return ``tensor`` with the nominal ``dtype``, its own if None."""
-    return tensor if dtype in (None, tensor.dtype) else tensor.with_dtype(dtype)
+    """Return ``tensor`` with the nominal ``dtype``, its own if None; a user's storage as it is."""
+    if dtype is None or not isinstance(tensor, QuantizedTensor) or dtype == tensor.dtype:
+        return tensor
+    return tensor.with_dtype(dtype)

@@ -26,6 +26,7 @@ from typing import Any
 
 import fp8core
 from fp8core import names, ops, recipe
+from fp8core.chain.linear import user_product
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.integrations.transformer_engine import distributed, finder, layers, recipes, weights
 from fp8core.reporting import log_once, logger
@@ -186,6 +187,9 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
             "attention.inference": _INFERENCE,
             "attention.rope": _ROTARY,
             "cpu_offload": _OFFLOAD,
+            "custom_recipes": {},
+            "custom_recipes.gemm": _from(user_product, "GEMMType", "MMParams"),
+            "custom_recipes.quantization": _from(user_product, "GEMMType", "MMParams"),
             "cross_entropy": _from(fp8core, "parallel_cross_entropy"),
             "distributed": _DISTRIBUTED,
             "float8_tensor": _from(fp8core, "Float8Tensor"),

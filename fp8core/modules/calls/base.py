@@ -33,6 +33,7 @@ def last_run(last: tuple[Any, Any] | None, kind: str, name: str | None) -> list[
     ran = [choice for link in bound.linears for choice in link.choices.values()]
     if isinstance(bound.plan, LinearPlan):
         is_low = not ran or any(choice.desc.low_precision for choice in ran)
+        is_low = is_low or bool(bound.plan.makers)
     else:
         is_low = not bound.plan.is_high_precision
     recipe = type(chosen).__name__ if chosen is not None and is_low else "high precision"

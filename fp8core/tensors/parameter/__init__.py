@@ -28,6 +28,7 @@ from fp8core.tensors.parameter.master import MasterWeights
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.storage import is_square, matrix_shape, storage_plan
+from fp8core.tensors.user_storage import QuantizedTensorStorage
 from fp8core.torch_ops.private import TensorMeta
 
 __all__ = [
@@ -446,7 +447,7 @@ def _format(spec: OperandSpec) -> tuple[object, ...]:
 
 
 # Transformer Engine's bases of these classes, of which every such tensor is an instance.
-QuantizedTensorStorage = QuantizedTensor
+# QuantizedTensorStorage is that of all.
 Float8TensorStorage = Float8Tensor
 MXFP8TensorStorage = MXFP8Tensor
 Float8BlockwiseQTensorStorage = Float8BlockwiseQTensor

@@ -1,0 +1,485 @@
+"""Quantizers of storages of their own, multiplied by ``qgemm``, as Transformer Engine's custom
+recipes define them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core import OperandError, RecipeError, UnsupportedError, ops, recipe
+from fp8core.recipe import CustomRecipe
+from tests.device import DEVICE
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@dataclasses.dataclass
+class Codes(fp8core.QuantizedTensorStorage):
+    """What Transformer Engine's reference quantizers return."""
+
+    data: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    data_t: torch.Tensor | None = None
+    scale_t: torch.Tensor | None = None
+    dtype: torch.dtype | None = None
+    original_shape: tuple[int, ...] | None = None
+    _quantizer: Any = None
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        if rowwise_usage is False:
+            self.data = None
+        if columnwise_usage is False:
+            self.data_t = None
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Codes]:
+        tensors = [self.data, self.data_t, self.scale, self.scale_t]
+        self.data = self.data_t = self.scale = self.scale_t = None
+        return tensors, self
+
+    def restore_from_saved(self, tensors: Any) -> Any:
+        self.data, self.data_t, self.scale, self.scale_t = tensors[:4]
+        return tensors[4:]
+
+
+class Dequantizing(Codes):
+    """One whose values can be read."""
+
+    def dequantize(self, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        if self.data is not None:
+            return (self.data.float() * self.scale).to(dtype)
+        return (self.data_t.float() * self.scale_t).t().to(dtype)  # type: ignore[union-attr]
+
+
+class Scaling(fp8core.Quantizer):
+    """A scale from the amax, without products of its own."""
+
+    storage: type[Codes] = Dequantizing
+
+    def __init__(self, dtype: torch.dtype = E4M3) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+        self.internal = True
+        self.dtype = dtype
+        self.calls: list[tuple[Any, ...]] = []
+
+    @property
+    def custom(self) -> bool:
+        return True
+
+    def quantize(self, tensor: torch.Tensor, **unused: Any) -> Any:
+        amax = tensor.float().abs().amax().view(1) if tensor.numel() else tensor.new_ones(1).float()
+        codes = (tensor.float() * (torch.finfo(self.dtype).max / amax)).to(self.dtype)
+        scale = amax / torch.finfo(self.dtype).max
+        return self.storage(
+            data=codes if self.rowwise_usage else None,
+            scale=scale,
+            data_t=codes.t().contiguous() if self.columnwise_usage else None,
+            scale_t=scale,
+            dtype=tensor.dtype,
+            original_shape=tensor.shape,
+            _quantizer=self,
+        )
+
+
+class Multiplying(Scaling):
+    """With Transformer Engine's ``qgemm``."""
+
+    storage = Codes
+
+    def qgemm(
+        self,
+        *arguments: Any,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
+        gemm_type: Any = None,
+        qresult_x: Any = None,
+        qresult_w: Any = None,
+    ) -> torch.Tensor:
+        qx, qw, m_params, out_dtype, sx, sw, bias = arguments
+        self.calls.append((gemm_type.name, m_params, qresult_x, qresult_w))
+        assert m_params.out_dtype == out_dtype
+        assert out is None
+        y: torch.Tensor = qx.float() @ qw.float().t() * (sx * sw)
+        return (y if bias is None else y + bias).to(out_dtype)
+
+
+class Factory:
+    """One quantizer for each tensor."""
+
+    def __init__(self, kind: type[Scaling] = Multiplying) -> None:
+        self.made: dict[str, Scaling] = {}
+        self.kind = kind
+
+    def __call__(self, role: recipe.QuantizerRole) -> Scaling:
+        name = role.tensor_type
+        return self.made.setdefault(name, self.kind(E5M2 if name == "grad_output" else E4M3))
+
+
+def linear(**arguments: Any) -> Any:
+    torch.manual_seed(1)
+    return fp8core.Linear(32, 48, device=DEVICE, **{"params_dtype": torch.bfloat16, **arguments})
+
+
+def trained(layer: Any, chosen: Any, *, rows: int = 16) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    dtype = next(layer.parameters()).dtype
+    x = torch.randn(rows, 32, dtype=dtype, device=DEVICE, requires_grad=True)
+    layer.zero_grad()
+    with fp8core.autocast(recipe=chosen):
+        y = layer(x)
+    y.backward(torch.randn_like(y))
+    grads = [each.grad for each in layer.parameters() if each.grad is not None]
+    assert x.grad is not None
+    return [y.detach(), x.grad, *grads]
+
+
+def expected(layer: Any, *, rows: int = 16) -> list[torch.Tensor]:
+    """Return what three products of the quantizers give, computed here."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, 32, dtype=layer.weight.dtype, device=DEVICE)
+    q, w = (Multiplying(E4M3).quantize(each) for each in (x, layer.weight.detach()))
+    bias = layer.bias.detach()
+    y = (q.data.float() @ w.data.float().t() * (q.scale * w.scale) + bias).to(x.dtype)
+    dy = torch.randn_like(y)
+    g = Multiplying(E5M2).quantize(dy)
+    dx = (g.data.float() @ w.data_t.float().t() * (g.scale * w.scale)).to(x.dtype)
+    dw = (g.data_t.float() @ q.data_t.float().t() * (g.scale * q.scale)).to(x.dtype)
+    return [y, dx, dw, dy.float().sum(0).to(x.dtype)]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def test_three_products_are_those_of_qgemm_bit_for_bit() -> None:
+    layer, factory = linear(), Factory()
+    assert same(trained(layer, CustomRecipe(factory)), expected(layer))
+    calls = factory.made["input"].calls + factory.made["grad_output"].calls
+    assert [call[0] for call in calls] == ["FPROP", "DGRAD", "WGRAD"]
+    assert [call[1].use_split_accumulator for call in calls] == [False, True, True]
+    assert all(isinstance(each, Codes) for call in calls for each in call[2:])
+    assert not factory.made["weight"].calls
+    assert "CustomRecipe" in repr(layer)
+
+
+def test_the_rowwise_codes_of_the_input_are_not_held_until_backward() -> None:
+    factory = Factory()
+    trained(linear(), CustomRecipe(factory))
+    (fprop,) = factory.made["input"].calls
+    _, wgrad = factory.made["grad_output"].calls
+    assert (fprop[2].data is None, fprop[2].data_t is None) == (False, True)
+    assert (wgrad[3].data is None, wgrad[3].data_t is None) == (True, False)
+
+
+def test_without_qgemm_dequantized_values_are_multiplied_in_high_precision() -> None:
+    layer = linear(params_dtype=torch.float32)
+    y, dx, dw, _ = trained(layer, CustomRecipe(Factory(Scaling)))
+    wanted = expected(layer)
+    for ours, theirs in zip((y, dx, dw), wanted, strict=False):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_one_storage_beside_a_tensor_in_high_precision_is_dequantized() -> None:
+    class Both(Multiplying):
+        storage = Dequantizing
+
+    def factory(role: recipe.QuantizerRole) -> Any:
+        return fp8core.IdentityQuantizer() if role.tensor_type == "weight" else Both(E4M3)
+
+    layer = linear(params_dtype=torch.float32)
+    torch.manual_seed(0)
+    x = torch.randn(16, 32, device=DEVICE)
+    with fp8core.autocast(recipe=CustomRecipe(factory)):
+        y = layer(x)
+    value = Both(E4M3).quantize(x).dequantize()
+    torch.testing.assert_close(y, torch.nn.functional.linear(value, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fp8core.LayerNormLinear(32, 48, device=DEVICE),
+        lambda: fp8core.LayerNormMLP(32, 64, device=DEVICE),
+        lambda: ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32)),
+        lambda: fp8core.MultiheadAttention(32, 2, 16, 0.0, bias=False, device=DEVICE),
+    ],
+    ids=["LayerNormLinear", "LayerNormMLP", "Sequential", "MultiheadAttention"],
+)
+def test_chains_compute_by_qgemm_as_under_the_recipe_of_the_same_numbers(make: Any) -> None:
+    torch.manual_seed(4)
+    layer = make().to(DEVICE)
+    x = torch.randn(16, 2, 32, device=DEVICE)
+    results = []
+    for chosen in (CustomRecipe(Factory()), recipe.Float8CurrentScaling()):
+        x.requires_grad_(True).grad = None
+        layer.zero_grad()
+        with fp8core.autocast(recipe=chosen):
+            y = layer(x)
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad, *[each.grad for each in layer.parameters()]])
+    for ours, theirs in zip(*results, strict=True):
+        error = (ours - theirs).norm() / theirs.norm()
+        assert error < 0.02, error  # scales of one number, of which a code may round otherwise
+
+
+def test_gradients_are_added_to_main_grad_delayed_and_recomputed() -> None:
+    wanted = trained(linear(bias=False), CustomRecipe(Factory()))
+    layer = linear(bias=False, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.ones(48, 32, device=DEVICE)
+    trained(layer, CustomRecipe(Factory()))
+    torch.testing.assert_close(layer.weight.main_grad - 1, wanted[2].float(), rtol=0.01, atol=1e-5)
+    layer = linear(bias=False, delay_wgrad_compute=True)
+    trained(layer, CustomRecipe(Factory()))
+    layer.backward_dw()
+    assert torch.equal(layer.weight.grad, wanted[2])
+    layer, recomputed = linear(bias=False), []
+    for call in (layer, partial(fp8core.checkpoint, layer)):
+        x = torch.ones(16, 32, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+        layer.zero_grad()
+        with fp8core.autocast(recipe=CustomRecipe(Factory())):
+            y = call(x)
+        y.float().square().sum().backward()
+        recomputed.append([y.detach(), x.grad, layer.weight.grad])
+    assert same(*recomputed)
+
+
+def test_inference_empty_rows_and_a_retained_graph() -> None:
+    layer, custom = linear(), CustomRecipe(Factory())
+    x = torch.randn(16, 32, dtype=torch.bfloat16, device=DEVICE)
+    with fp8core.autocast(recipe=custom):
+        y = layer(x)
+        with torch.inference_mode():
+            assert torch.equal(layer(x), y)
+        assert layer(x[:0]).shape == (0, 48)
+    loss = y.float().sum()
+    (once,) = torch.autograd.grad(loss, layer.weight, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(loss, layer.weight)[0], once)
+
+
+def test_threads_share_a_quantizer() -> None:
+    layer, factory = linear(), Factory()
+    x = torch.randn(16, 32, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    results: list[torch.Tensor] = []
+
+    def work() -> None:
+        for _ in range(5):
+            with fp8core.autocast(recipe=CustomRecipe(factory)):
+                y = layer(x)
+            results.append(torch.autograd.grad(y.float().sum(), x)[0])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(results) == 20
+    assert all(torch.equal(each, results[0]) for each in results)
+
+
+def test_quantizers_without_the_attribute_are_known_by_what_they_make() -> None:
+    class Making(Multiplying):
+        custom = False  # type: ignore[assignment]  # as of a class without it
+
+        def make_empty(self, shape: Any, **unused: Any) -> Codes:
+            return Codes(original_shape=tuple(shape), _quantizer=self)
+
+    layer = linear()
+    assert same(trained(layer, CustomRecipe(Factory(Making))), expected(layer))
+    assert Making().plan == (None, None)
+
+
+def test_a_subclass_of_a_subclass_without_update_usage() -> None:
+    class Bare(fp8core.QuantizedTensorStorage):
+        def __init__(self, **parts: Any) -> None:
+            self.__dict__.update(parts)
+
+    class Derived(Multiplying):
+        storage = type("Own", (Bare,), {})
+
+    layer = linear()
+    assert same(trained(layer, CustomRecipe(Factory(Derived))), expected(layer))
+
+
+# --- the class
+
+
+def test_a_quantized_tensor_is_a_storage_too() -> None:
+    stored = fp8core.MXFP8Quantizer("e4m3")(torch.ones(32, 32))
+    assert isinstance(stored, fp8core.QuantizedTensorStorage)
+    assert isinstance(Codes(), fp8core.QuantizedTensorStorage)
+    assert not isinstance(Codes(), fp8core.QuantizedTensor)
+    for same_tensor in (copy.deepcopy(stored), pickle.loads(pickle.dumps(stored))):
+        assert isinstance(same_tensor, fp8core.QuantizedTensorStorage)
+
+
+def test_what_a_storage_does_not_implement_is_named() -> None:
+    bare = fp8core.QuantizedTensorStorage()
+    for call in (
+        bare.update_usage,
+        bare.get_usages,
+        bare.prepare_for_saving,
+        lambda: bare.restore_from_saved([]),
+    ):
+        with pytest.raises(NotImplementedError, match="QuantizedTensorStorage does not implement"):
+            call()
+    with pytest.raises(OperandError, match="has no quantizer"):
+        bare._get_quantizer()
+
+
+def test_a_storage_is_written_by_its_quantizer() -> None:
+    class Writing(Multiplying):
+        def update_quantized(self, src: Any, dst: Any, *, noop_flag: Any = None) -> Any:
+            dst.__dict__.update(self.quantize(src).__dict__)
+            return dst
+
+    quantizer = Writing()
+    storage = quantizer(torch.ones(4, 4))
+    assert storage.quantize_(torch.full((4, 4), 2.0)) is storage
+    assert torch.equal(storage.scale, quantizer(torch.full((4, 4), 2.0)).scale)
+    assert storage._get_quantizer() is quantizer
+
+
+class _Saving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        storage = Scaling()(x.detach())
+        tensors, ctx.tensor_objects = fp8core.prepare_for_saving(x, storage, None)
+        assert storage.data is None
+        ctx.save_for_backward(*tensors)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, storage, none = fp8core.restore_from_func_ctx(ctx)
+        assert none is None
+        return grad * storage.dequantize() + x
+
+
+def test_storages_are_taken_apart_and_restored_for_backward() -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    _Saving.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(x.grad, Scaling()(x.detach()).dequantize() + x.detach())
+    tensors, objects = fp8core.prepare_for_saving(Scaling()(x.detach()), x)
+    restored, left = fp8core.restore_from_saved(objects, [*tensors, x], True)
+    assert [type(each) for each in restored] == [Dequantizing, torch.Tensor]
+    assert left[0] is x
+    with pytest.raises(OperandError, match="saved tensors for 2"):
+        fp8core.restore_from_saved([None, None], [x])
+
+
+# --- what is refused
+
+
+def refused(chosen: Any, error: type[Exception], *texts: str, layer: Any = None) -> None:
+    with pytest.raises(error) as raised:
+        trained(linear() if layer is None else layer, chosen)
+    for text in texts:
+        assert text in str(raised.value)
+
+
+def test_a_storage_beside_an_operand_of_ours_is_refused_when_the_layer_is_bound() -> None:
+    def factory(role: recipe.QuantizerRole) -> Any:
+        name = role.tensor_type
+        return Multiplying() if name == "input" else fp8core.MXFP8Quantizer("e4m3")
+
+    texts = ("storages of their own for input", "for weight, grad_output", "IdentityQuantizer()")
+    refused(CustomRecipe(factory), RecipeError, *texts)
+
+
+def returning(result: Any) -> CustomRecipe:
+    class Other(Multiplying):
+        def qgemm(self, *arguments: Any, **keywords: Any) -> Any:
+            return result(super().qgemm(*arguments, **keywords))
+
+    return CustomRecipe(Factory(Other))
+
+
+def test_what_qgemm_returns_is_checked() -> None:
+    refused(returning(lambda y: None), OperandError, "Other.qgemm returned NoneType")
+    refused(returning(lambda y: y.float()), OperandError, "fprop", "torch.float32 [16, 48]")
+    refused(
+        returning(lambda y: y.t()), OperandError, "[48, 16]", "expected torch.bfloat16 [16, 48]"
+    )
+
+
+def test_storages_that_nothing_reads_are_refused() -> None:
+    class Blind(Scaling):
+        storage = Codes
+
+    texts = ("fprop: Codes has no dequantize(dtype=)", "qgemm()")
+    refused(CustomRecipe(Factory(Blind)), OperandError, *texts)
+
+    class RowsAlone(Multiplying):
+        def quantize(self, tensor: torch.Tensor, **unused: Any) -> Any:
+            storage = super().quantize(tensor)
+            storage.data_t = None
+            return storage
+
+    texts = ("dgrad by qgemm() reads data_t of Codes", "columnwise_usage")
+    refused(CustomRecipe(Factory(RowsAlone)), OperandError, *texts)
+
+    class Plain(Multiplying):
+        def quantize(self, tensor: torch.Tensor, **unused: Any) -> Any:
+            return tensor
+
+    texts = ("returned Tensor, no QuantizedTensorStorage of its own",)
+    refused(CustomRecipe(Factory(Plain)), OperandError, *texts)
+
+    class Ours(Multiplying):
+        def quantize(self, tensor: torch.Tensor, **unused: Any) -> Any:
+            return fp8core.Float8CurrentScalingQuantizer("e4m3", None)(tensor)
+
+    refused(CustomRecipe(Factory(Ours)), OperandError, "no QuantizedTensorStorage of its own")
+
+
+def test_groups_graphs_stored_weights_and_the_monitor_are_refused_by_name() -> None:
+    custom = CustomRecipe(Factory())
+    grouped = fp8core.GroupedLinear(2, 32, 32, device=DEVICE)
+    with pytest.raises(UnsupportedError, match="of groups"), fp8core.autocast(recipe=custom):
+        grouped(torch.randn(32, 32, device=DEVICE), [16, 16])
+    compiled = torch.compile(linear(), backend="eager")
+    with pytest.raises(UnsupportedError, match="code of its own"), fp8core.autocast(recipe=custom):
+        compiled(torch.randn(16, 32, dtype=torch.bfloat16, device=DEVICE))
+    with fp8core.quantized_model_init(recipe="current"):
+        stored = linear()
+    refused(custom, OperandError, "stored quantized already", layer=stored)
+    layer = linear()
+    with fp8core.monitor(torch.nn.Sequential(layer)):
+        refused(custom, UnsupportedError, "storages of the user's own", layer=layer)
+
+
+def test_an_operator_of_torch_does_not_read_a_storage() -> None:
+    layer = linear()
+    x = torch.randn(16, 32, dtype=torch.bfloat16, device=DEVICE)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + 0
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        fp8core.autocast(recipe=CustomRecipe(Factory())),
+        pytest.raises(OperandError, match=r"aten.add reads Codes.*save_on_cpu"),
+    ):
+        layer(x)
+
+
+def test_offloading_leaves_storages_where_they_are() -> None:
+    layer, custom = linear(), CustomRecipe(Factory())
+    wanted = trained(layer, custom)
+    torch.manual_seed(0)
+    x = torch.randn(16, 32, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    context, synchronize = fp8core.get_cpu_offload_context(True, 1, 2)
+    with context, fp8core.autocast(recipe=custom):
+        y = layer(x)
+    y = synchronize(y)
+    y.backward(torch.randn_like(y))
+    assert torch.equal(x.grad, wanted[1])
