@@ -49,6 +49,7 @@ from fp8core.backend_api.attention import (
     AttentionDesc,
     AttentionPartBackwardDesc,
     CachedAttentionDesc,
+    PagedAttentionDesc,
     RotaryDesc,
 )
 from fp8core.backend_api.descriptors import (
@@ -177,6 +178,7 @@ __all__ = [
     "Operand",
     "OperandError",
     "OperandSpec",
+    "PagedAttentionDesc",
     "QuantizeByAmaxDesc",
     "QuantizeDesc",
     "Quantized",

@@ -192,6 +192,28 @@ class CachedAttentionDesc(AttentionDesc):
     """
 
 
+@dataclass(frozen=True, slots=True)
+class PagedAttentionDesc(CachedAttentionDesc):
+    """As CachedAttentionDesc, of one query a sequence or none, whose keys and values are read where
+    they lie: ``attention(q, k, v, *, page_table, cu_seqlens_q, cu_seqlens_kv, ...)``.
+
+    ``k [pages, page size, groups, head_dim]``, ``v`` likewise, in every layout. ``page_table``,
+    int32 ``[b, n]`` on the device, has the pages of each sequence in their order: the key at
+    position p of sequence i is row ``p % page size`` of page ``page_table[i, p // page size]``. No
+    sequence is longer than ``n * page size``. Entries behind the end of a sequence say nothing; a
+    page that is none of the ``pages`` is read nowhere, and its keys and values are zeros.
+
+    With a spec ``kv``, of blocks ``(1, 0)`` and float32 scales, k and v are an
+    :class:`~fp8core.backend_api.Operand` each: codes, uint8, in that form, and ``scale_inv [pages,
+    page size, groups, 1]``, a scale for each head of a token. q and the result are in ``dtype``.
+
+    Optional: a backend that denies it is asked for CachedAttentionDesc or AttentionDesc, with
+    copies of the pages in high precision.
+    """
+
+    kv: OperandSpec | None = None
+
+
 @operation(schema="(str operation, Tensor?[] tensors, SymInt[]? sizes) -> Tensor[]")
 def attention(
     desc: AttentionDesc,

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from typing_extensions import override
 
 from fp8core.chain import run as chain
+from fp8core.chain.attention.pages import CODES, Pages
 from fp8core.chain.attention.shape import AttentionShape
 from fp8core.chain.attention.spec import AttentionTensors
 from fp8core.chain.call import Call
@@ -113,6 +114,9 @@ class AttentionCall(NamedTuple):
         elif shape.cached:
             assert lengths.max_seqlen_kv is not None
             sizes = (*sizes, lengths.max_seqlen_kv)
+        if shape.paged:
+            assert self.options.inference_params is not None
+            sizes = (*sizes, self.options.inference_params.read_length)
         call = bound.call_on(q.device)._replace(tensors=self.tensors, sizes=sizes)
         if call.rng is not None and layer.parallel.rank:
             call = call._replace(rng=call.rng + layer.parallel.rank)  # other heads, other masks
@@ -171,6 +175,8 @@ class AttentionCall(NamedTuple):
         bound, call = self.bind(q)
         if cache is not None and (torch.is_grad_enabled() or not _reads_capacity(bound)):
             return output  # the length of the longest sequence takes part
+        if shape.kv is not None:
+            return output  # the note would keep the scales of the cache alive
         is_same = sameness_to(new)
         run = chain.prepared_run(bound.parts[0], q.flatten(-2), (k, v), call)
         if is_same is not None and run is not None and call.rng is None:
@@ -179,7 +185,9 @@ class AttentionCall(NamedTuple):
                 return run(q.flatten(-2), k, v)
 
             if cache is not None:
-                attend = replayed_step(self.layer, cache, shape.layout, run)
+                attend = replayed_step(
+                    *(self.layer, cache, shape.layout, run), in_pages=shape.paged
+                )
             prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, attend)
             note(self.layer, bound, prepared, 2, arguments=arguments)
         return output
@@ -440,12 +448,9 @@ class DotProductAttention(ParallelModule):
         bias, slopes = options.core_attention_bias, options.alibi_slopes
         bias_type = bias_kind(owner, options.core_attention_bias_type, bias, slopes)
         mask = self._mask(layout, mask_type, options.window_size, bottom_right, bias_type)
-        is_cached = False
-        if cache is None:
-            lengths = None
-        else:
-            attention_mask = None
-            qkv, lengths, is_cached = with_cache(
+        lengths, is_cached, pages = None, False, None
+        if cache is not None:
+            qkv, lengths, is_cached, pages = with_cache(
                 owner, self, cache, layout, qkv, at_capacity=bias is None
             )
         if self.drops_all:  # no backend scales by 1 / (1 - p)
@@ -463,12 +468,14 @@ class DotProductAttention(ParallelModule):
             else None,
             check_mask(owner, qkv, layout, heads, attention_mask) if mask.arbitrary else None,
             *lengths.offsets.values(),
+            *(() if pages is None else pages[2:]),
         )
         cap = self.softcap if options.softcap is None else checked_softcap(owner, options.softcap)
         shape = self._shape(
             *(layout, mask, bias_type, cap),
             bf16_backward=bool(options.bf16_backward),
             cached=is_cached,
+            pages=pages,
         )
         if shape.context:
             self._agree(shape, qkv, lengths, cache)
@@ -595,6 +602,7 @@ class DotProductAttention(ParallelModule):
         *,
         bf16_backward: bool = False,
         cached: bool = False,
+        pages: Pages | None = None,
     ) -> AttentionShape:
         return AttentionShape(
             layout,
@@ -609,6 +617,8 @@ class DotProductAttention(ParallelModule):
             bf16_backward,
             self.context_group.context,
             cached,
+            pages is not None,
+            None if pages is None or pages.key_scales is None else CODES,
         )
 
     @property

@@ -14,6 +14,7 @@ from fp8core.chain.attention.spec import (
     AttentionTensors,
     check_memory,
     hand_out,
+    in_layout,
     of_forward,
     saved_tensors,
 )
@@ -37,7 +38,8 @@ class AttentionLink(Link):
     """Computes rows ``[tokens, heads * head_dim_v]`` from queries ``[tokens, heads * head_dim]``.
 
     ``run_bias_backward`` also returns the gradient of the bias. ``run_cached`` reads keys and
-    values of a cache at its capacity; None where no backend does. ``fallback`` is the choice of a
+    values of a cache at its capacity, ``run_paged`` those of single queries in pages; None where no
+    backend does. ``fallback`` is the choice of a
     backend for other devices that nobody asked for, whose memory may be that of all logits; None
     without such a choice.
     """
@@ -51,6 +53,7 @@ class AttentionLink(Link):
     only_once: OnlyOnce | None = field()
     fallback: Choice | None
     run_cached: Callable[..., Any] | None
+    run_paged: Callable[..., Any] | None
     keeps_input = True
     result = "attention"
 
@@ -69,20 +72,34 @@ class AttentionLink(Link):
         if self.num_params > 2 and shape.has_offset:
             keywords["softmax_offset"] = params[-1]
         if shape.layout == "thd":
-            keywords["max_seqlen_q"], keywords["max_seqlen_kv"] = call.sizes
+            keywords["max_seqlen_q"], keywords["max_seqlen_kv"] = call.sizes[:2]
         if shape.dropout:
             keywords["rng"] = call.rng
         return keywords
 
-    def read(self, params: Params, call: Call) -> Params:
+    def read(self, params: Params, call: Call, dtype: torch.dtype) -> Params:
         """Return the parameters of a call, keys and values of a cache up to the longest sequence:
         in thd that is among the keywords."""
         shape = self.shape
+        params = self.unpaged(params, call, dtype)
         if not shape.cached or shape.layout == "thd":
             return params
         at, longest = shape.layout.index("s"), call.sizes[2]
         keys, values, *rest = params
         return (keys.narrow(at, 0, longest), values.narrow(at, 0, longest), *rest)
+
+    def unpaged(self, params: Params, call: Call, dtype: torch.dtype) -> Params:
+        """Return the parameters of a call, keys and values in pages as copies in the layout and in
+        ``dtype``."""
+        if not self.shape.paged:
+            return params
+        pages = AttentionTensors(*call.tensors).pages(params)
+        copies = pages.gathered(call.sizes[-1], dtype)
+        return (*in_layout(self.shape.layout, *copies), *params[2:])
+
+    def has_single_queries(self, call: Call) -> bool:
+        """Whether a call has no sequence of several queries."""
+        return call.sizes[max(self.shape.layout.find("s"), 0)] == 1
 
 
 class AttentionProgram(TensorProgram[AttentionLink]):
@@ -101,11 +118,18 @@ class AttentionProgram(TensorProgram[AttentionLink]):
         link, shape = self._link, self._link.shape
         keywords = dict(link.keywords(params, call))
         q = self._in_layout(x, shape.head_dim, call)
-        run, (keys, values) = link.run_cached, params[:2]
-        if run is not None and shape.layout == "thd":
-            keywords["max_seqlen_kv"] = len(keys) // (len(keywords["cu_seqlens_kv"]) - 1)
-        if run is None:
-            run, (keys, values, *_) = link.run, link.read(params, call)
+        run = link.run_paged if link.has_single_queries(call) else None
+        if run is not None:
+            pages = AttentionTensors(*call.tensors).pages(params)
+            keys, values = pages.operands
+            keywords["page_table"] = pages.page_table
+        elif link.run_cached is not None:
+            run = link.run_cached
+            keys, values, *_ = link.unpaged(params, call, x.dtype)
+            if shape.layout == "thd":
+                keywords["max_seqlen_kv"] = len(keys) // (len(keywords["cu_seqlens_kv"]) - 1)
+        else:
+            run, (keys, values, *_) = link.run, link.read(params, call, x.dtype)
             check_memory(link.fallback, shape, q, keys, call)
         y, stats, max_logit = run(q, keys, values, **keywords)
         if max_logit is not None:

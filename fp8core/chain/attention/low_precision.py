@@ -98,7 +98,7 @@ class LowPrecisionAttentionProgram(AttentionProgram):
         """Quantize, and compute the rows of the result from the codes."""
         link = self._link
         q = self._in_layout(x, link.shape.head_dim, call)
-        params = link.read(params, call)
+        params = link.read(params, call, x.dtype)
         check_memory(link.fallback, link.shape, q, params[0], call)
         operands = [
             _quantized(link.casts[name], tensor)

@@ -16,6 +16,7 @@ from fp8core.backend_api import (
     CachedAttentionDesc,
     DequantizeDesc,
     OperandSpec,
+    PagedAttentionDesc,
 )
 from fp8core.chain.attention.link import AttentionLink
 from fp8core.chain.attention.low_precision import LowPrecisionAttentionLink
@@ -112,7 +113,7 @@ class AttentionShape(AttentionSpec):
             return _bound_low_precision(self, context, plan)
         link = _bound(self, context, desc, AttentionBackwardDesc(desc))
         observed = _observed(link.run, _casts(context, plan, "qkv"))
-        return dataclasses.replace(link, run=observed, run_cached=None)
+        return dataclasses.replace(link, run=observed, run_cached=None, run_paged=None)
 
 
 _STEP, _BACKWARD_STEP = "attention", "attention backward"
@@ -142,18 +143,26 @@ def _bound(
         needs_rng=shape.dropout > 0,
         only_once=_only_once(shape, context.owner),
         fallback=next(filter(is_fallback, all_choices), None),
-        run_cached=_cached(shape, context, desc, forward),
+        run_cached=_cached(shape, context, desc, forward, CachedAttentionDesc),
+        run_paged=_cached(shape, context, desc, forward, PagedAttentionDesc, kv=shape.kv)
+        if shape.paged
+        else None,
     )
 
 
 def _cached(
-    shape: AttentionShape, context: BindContext, desc: AttentionDesc, forward: Resolved
+    shape: AttentionShape,
+    context: BindContext,
+    desc: AttentionDesc,
+    forward: Resolved,
+    kind: type[CachedAttentionDesc],
+    **more: Any,
 ) -> Callable[..., Any] | None:
-    """Return what reads a cache at its capacity, if the backend of ``forward`` offers it."""
+    """Return what reads a cache as ``kind`` has it, if the backend of ``forward`` offers it."""
     if not shape.cached or desc.low_precision:
         return None
     values = {f.name: getattr(desc, f.name) for f in dataclasses.fields(desc)}
-    cached = CachedAttentionDesc(**values)
+    cached = kind(**values, **more)
     resolved = context.resolve_optional(_STEP, cached, forward.choice.backend)
     return None if resolved is None else resolved.run
 
@@ -184,6 +193,7 @@ def _bound_in_context(
         only_once=OnlyOnce(context.owner, "with context parallelism", remedy),
         fallback=next(filter(is_fallback, choices), None),
         run_cached=None,
+        run_paged=None,
     )
 
 
@@ -221,6 +231,7 @@ def _bound_low_precision(
         only_once=in_low_precision(context.owner),
         fallback=link.fallback,
         run_cached=None,
+        run_paged=None,
         casts=_casts(
             context,
             plan,

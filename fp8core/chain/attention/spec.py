@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from fp8core.backend_api import AttentionDesc
+from fp8core.backend_api import AttentionDesc, OperandSpec
+from fp8core.chain.attention.pages import Pages
 from fp8core.chain.call import Call
-from fp8core.chain.protocol import Saved
+from fp8core.chain.protocol import Params, Saved
 from fp8core.chain.shape import CallInputs, LinkShape
 from fp8core.dispatch.select import Choice
 from fp8core.errors import UnsupportedError
@@ -21,10 +22,12 @@ from fp8core.errors import UnsupportedError
 class AttentionTensors(NamedTuple):
     """The tensors of a call of attention in ``Call.tensors``, none of which is differentiated.
 
-    The first six are keywords of :class:`~fp8core.backend_api.AttentionDesc`; ``max_logit_out``,
-    of the statistics' dtype ``[heads]``, is filled with the largest logits. ``Call.sizes`` are, of
-    a dense batch, the first two dimensions of the queries, and with a cache the longest sequence of
-    keys; in thd the longest sequence of queries and of keys.
+    The first six are keywords of :class:`~fp8core.backend_api.AttentionDesc`, the next three those
+    of :class:`~fp8core.chain.attention.pages.Pages`; ``max_logit_out``, of the statistics' dtype
+    ``[heads]``, is filled with the largest logits. ``Call.sizes`` are, of a dense batch, the first
+    two dimensions of the queries, and with a cache the longest sequence of keys; in thd the longest
+    sequence of queries and of keys; with pages, behind these, how many tokens of whole pages hold
+    the longest sequence.
     """
 
     alibi_slopes: torch.Tensor | None = None
@@ -33,12 +36,32 @@ class AttentionTensors(NamedTuple):
     cu_seqlens_kv: torch.Tensor | None = None
     cu_seqlens_q_padded: torch.Tensor | None = None
     cu_seqlens_kv_padded: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
     max_logit_out: torch.Tensor | None = None
 
     def keywords(self) -> dict[str, torch.Tensor]:
-        """Return the operation's keywords among them that are given."""
-        pairs = zip(self._fields[:-1], self[:-1], strict=True)
+        """Return the operation's keywords among the first six that are given."""
+        pairs = zip(self._fields[:6], self[:6], strict=True)
         return {name: tensor for name, tensor in pairs if tensor is not None}
+
+    def pages(self, params: Params) -> Pages:
+        """Return the pages whose keys and values are the first of ``params``."""
+        (keys, values, *_), table = params, self.page_table
+        assert table is not None
+        return Pages(keys, values, table, self.key_scales, self.value_scales)
+
+
+def in_layout(
+    layout: str, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values ``[b, tokens, heads, head size]`` in a layout, without copies."""
+    if layout == "thd":
+        return keys.flatten(0, 1), values.flatten(0, 1)
+    if layout == "sbhd":
+        return keys.transpose(0, 1), values.transpose(0, 1)
+    return keys, values
 
 
 NUM_SAVED = len(AttentionTensors._fields) - 1
@@ -74,7 +97,8 @@ class AttentionSpec(LinkShape):
     :func:`~fp8core.chain.attention.shape.bind_context`; empty for one rank.
 
     ``cached``: keys and values are those of a cache, as
-    :class:`~fp8core.backend_api.CachedAttentionDesc` has it.
+    :class:`~fp8core.backend_api.CachedAttentionDesc` has it; ``paged``: in pages, as
+    :class:`~fp8core.backend_api.PagedAttentionDesc` has them with its ``kv``.
 
     Its parameters are ``(k, v)``, then the bias and the learned offset of the softmax, if any.
     """
@@ -97,6 +121,8 @@ class AttentionSpec(LinkShape):
     bf16_backward: bool = False
     context: tuple[str, ...] = ()
     cached: bool = False
+    paged: bool = False
+    kv: OperandSpec | None = None
 
     @property
     def shares_scales_over(self) -> str | None:
@@ -137,7 +163,8 @@ class AttentionSpec(LinkShape):
     def desc(self, dtype: torch.dtype) -> AttentionDesc:
         """Return the descriptor for activations of ``dtype``, of keys and values of no cache."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del values["bf16_backward"], values["context"], values["cached"]
+        for name in ("bf16_backward", "context", "cached", "paged", "kv"):
+            del values[name]
         return AttentionDesc(dtype, groups=values.pop("gqa_groups"), **values)
 
     def example(self, x: torch.Tensor) -> CallInputs:
@@ -183,7 +210,7 @@ def check_memory(
     if shape.layout == "thd":
         cu_seqlens = AttentionTensors(*call.tensors).cu_seqlens_q
         assert cu_seqlens is not None
-        sizes = (cu_seqlens.shape[0] - 1, shape.heads, *call.sizes)
+        sizes = (cu_seqlens.shape[0] - 1, shape.heads, *call.sizes[:2])
     else:
         batch, length = shape.layout.index("b"), shape.layout.index("s")
         sizes = (q.shape[batch], shape.heads, q.shape[length], k.shape[length])

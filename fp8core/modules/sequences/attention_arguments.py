@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fp8core.chain.attention.pages import Pages
+from fp8core.chain.attention.spec import in_layout
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.calls.inputs import check_is_whole, check_kind
 from fp8core.modules.calls.parameters import check_size, is_number
@@ -164,13 +166,14 @@ def with_cache(
     new: Qkv,
     *,
     at_capacity: bool,
-) -> tuple[Qkv, Lengths, bool]:
+) -> tuple[Qkv, Lengths, bool, Pages | None]:
     """Store the keys and values of new tokens under the ``layer_number`` of ``layer``; return the
-    queries with all keys and values, where the sequences are among them, and whether these are
-    those of :class:`~fp8core.backend_api.CachedAttentionDesc`.
+    queries with all keys and values, where the sequences are among them, whether these are those of
+    :class:`~fp8core.backend_api.CachedAttentionDesc`, and the pages that they are, if they are.
 
     With ``at_capacity`` they are, where the cache keeps the rows behind sequences finite; else they
-    end with the longest sequence.
+    end with the longest sequence. Pages are handed over without gradients alone: later steps write
+    to them.
 
     Raises:
         OperandError: tensors that do not fit the step of the cache, or another layer that has the
@@ -185,30 +188,27 @@ def with_cache(
     assert isinstance(number, int)
     if not torch.compiler.is_compiling():
         cache.check_claim(number, layer)
-    cached = cache.step(number, new.k, new.v, layout)
+    is_cached, pages = at_capacity and cache.clears_rows, None
+    is_traced = torch.compiler.is_compiling() or torch.is_grad_enabled()
+    if is_cached and cache.has_pages and not is_traced:
+        pages = cache.step_in_pages(number, new.k, new.v, layout)
+        keys, values, capacity = pages.keys, pages.values, cache.read_length
+    else:
+        cached = cache.step(number, new.k, new.v, layout)
+        keys, values, capacity = cached.k_cache, cached.v_cache, cached.k_cache.shape[1]
     if not torch.compiler.is_compiling():
         cache.claim(number, layer)
-    keys, values, longest = cached.k_cache, cached.v_cache, cached.max_seqlen_kv
-    is_cached = at_capacity and cache.clears_rows
-    lengths = Lengths(cached.cu_seqlens_q, cached.cu_seqlens_kv, max_seqlen_kv=longest)
+    longest = cache.max_seqlen_kv
+    lengths = Lengths(*cache.step_cu_seqlens, max_seqlen_kv=longest)
     if layout == "thd":
         lengths = lengths._replace(
-            cu_seqlens_kv_padded=cache.starts(keys.shape[1]), max_seqlen_q=cache.max_seqlen_q
+            cu_seqlens_kv_padded=cache.starts(capacity), max_seqlen_q=cache.max_seqlen_q
         )
     elif not is_cached:
         keys, values = keys[:, :longest], values[:, :longest]
-    return Qkv(new.q, *_in_layout(layout, keys, values)), lengths, is_cached
-
-
-def _in_layout(
-    layout: str, keys: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values ``[b, tokens, heads, head size]`` in a layout, without copies."""
-    if layout == "thd":
-        return keys.flatten(0, 1), values.flatten(0, 1)
-    if layout == "sbhd":
-        return keys.transpose(0, 1), values.transpose(0, 1)
-    return keys, values
+    if pages is None:
+        keys, values = in_layout(layout, keys, values)
+    return Qkv(new.q, keys, values), lengths, is_cached, pages
 
 
 def replayed_step(
@@ -216,10 +216,12 @@ def replayed_step(
     cache: InferenceParams,
     layout: str,
     attend: Callable[..., torch.Tensor],
+    *,
+    in_pages: bool,
 ) -> Callable[..., torch.Tensor | None]:
     """Return ``run(q, k, v)``, which replays the present step of ``cache`` on later tensors of the
     same sizes, and returns None in a step of another form. ``attend(q, keys, values)`` is attention
-    to the cached keys and values.
+    to the cached keys and values, ``in_pages`` to the pages that have them.
 
     The cache is not kept alive.
     """
@@ -231,9 +233,12 @@ def replayed_step(
         if cache is None or cache.form != form:
             return None
         cache.check_claim(number, layer)
-        keys, values = cache.store(number, k, v, layout)
+        if in_pages:
+            keys, values, *_ = cache.store_in_pages(number, k, v, layout)
+        else:
+            keys, values = in_layout(layout, *cache.store(number, k, v, layout))
         cache.claim(number, layer)
-        return attend(q.flatten(-2), *_in_layout(layout, keys, values))
+        return attend(q.flatten(-2), keys, values)
 
     return run
 

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import accumulate, chain
 from operator import index
-from typing import Any, NamedTuple, SupportsIndex, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 
+from fp8core.chain.attention.pages import CODES, Pages
 from fp8core.chain.differentiable import without_gradient
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.parameters import check_size, resolve_device
@@ -22,14 +23,15 @@ from fp8core.modules.sequences.kv_cache import (
     NonPagedKVCacheManager,
     PagedKVCacheManager,
     Sequences,
-    gathered,
     refuse_capture,
 )
 from fp8core.tensors.parameter import DTYPES
+from fp8core.tensors.storage import FLOATS
 from fp8core.torch_ops.capture import untraced
 from fp8core.torch_ops.private import is_capturing
 
 _FORMATS = ("bshd", "sbhd", "thd")
+_Stored = TypeVar("_Stored")
 _Maker: TypeAlias = Callable[..., KVCacheManager]
 
 
@@ -95,6 +97,8 @@ class InferenceParams:
         custom_cache_manager: a subclass of :class:`fp8core.KVCacheManager` in the place of the
             cache's own.
         device: of the cache; None is the device of new layers.
+        storage_format: ``"e4m3"`` stores keys and values as FP8 codes, with a float32 scale for
+            each head of a token; None in ``dtype``, in which attention computes either way.
 
     Attributes:
         sequences, sequences_pre_step: the lengths of the sequences with and without the step's
@@ -108,8 +112,11 @@ class InferenceParams:
 
     Raises:
         OperandError: a size that makes no sense, or a size that is missing.
-        UnsupportedError: a dtype in which no attention computes.
+        UnsupportedError: a dtype in which no attention computes, or another storage format; codes
+            of a ``custom_cache_manager``.
     """
+
+    storage_format: str | None = None
 
     def __init__(
         self,
@@ -127,6 +134,7 @@ class InferenceParams:
         custom_cache_manager: type[KVCacheManager] | None = None,
         *,
         device: torch.device | str | None = None,
+        storage_format: str | None = None,
     ) -> None:
         self.max_batch_size = _size("max_batch_size", max_batch_size)
         self.max_sequence_length = _size("max_sequence_length", max_sequence_length)
@@ -150,6 +158,8 @@ class InferenceParams:
         self.cache_manager = self._manager(custom_cache_manager, total_num_pages, page_size)
         self._is_built_in = custom_cache_manager is None
         self.cache_manager.device = self.device
+        if storage_format is not None:
+            self._store_codes(storage_format)
         self.cache_qkv_format = "bshd"
         self.input_qkv_format = self.output_qkv_format = ""
         self._take_format(qkv_format)
@@ -192,6 +202,21 @@ class InferenceParams:
         )
         paged: _Maker = PagedKVCacheManager if custom is None else custom
         return paged(total_num_pages=self.total_num_pages, page_size=self.page_size, **sizes)
+
+    def _store_codes(self, storage_format: str) -> None:
+        """Have the manager store codes."""
+        if storage_format != CODES.format or self.dtype not in FLOATS:
+            raise UnsupportedError(
+                f"InferenceParams(storage_format={storage_format!r}, dtype={self.dtype}): expected "
+                f"None or {CODES.format!r}, which takes bfloat16, float16 and float32."
+            )
+        if not self._is_built_in:
+            raise UnsupportedError(
+                f"InferenceParams(storage_format={storage_format!r}) with "
+                f"{type(self.cache_manager).__name__} is not offered; leave out either."
+            )
+        self._built_in.stores_codes = True
+        self.storage_format = storage_format
 
     @property
     def cu_seqlens_q(self) -> torch.Tensor:
@@ -242,6 +267,17 @@ class InferenceParams:
         """Whether rows behind the end of a sequence are finite, whatever sequences had their memory
         before. A custom manager promises nothing."""
         return self._is_built_in
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether attention reads keys and values by a table of pages, of which those of codes are
+        whole rows if the cache itself has none. A custom manager's are copied."""
+        return self._is_built_in and (self.is_paged or self.storage_format is not None)
+
+    @property
+    def read_length(self) -> int:
+        """How many tokens of whole pages hold the longest sequence of the step."""
+        return self.cache_manager.read_length or self.max_sequence_length
 
     @property
     def _built_in(self) -> NonPagedKVCacheManager | PagedKVCacheManager:
@@ -461,6 +497,12 @@ class InferenceParams:
         )
 
     @property
+    def step_cu_seqlens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums of the numbers of new tokens and of the lengths of the step's sequences, int32
+        ``[b + 1]``."""
+        return self._views[:2]
+
+    @property
     def step_cu_seqlens_q(self) -> torch.Tensor:
         """Sums of the numbers of new tokens of the step's sequences, int32 ``[b + 1]``."""
         return self._views.sums_q
@@ -491,7 +533,9 @@ class InferenceParams:
             )
         table: torch.Tensor = manager.page_table  # type: ignore[attr-defined]  # a paged one has it
         pages = -(-max(self.sequences.values(), default=0) // self.page_size)
-        return gathered(manager.cache[layer_number], table[: self.batch_size], pages)
+        keys, values, *scales = manager.cache[layer_number]
+        in_pages = Pages(keys, values, table[: self.batch_size], *scales)
+        return in_pages.gathered(pages * self.page_size, self.dtype)
 
     def step(
         self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
@@ -507,15 +551,7 @@ class InferenceParams:
             UnsupportedError: torch.export captures the call; in backward, if ``new_k`` or ``new_v``
                 requires a gradient.
         """
-        _refuse_export()
-        formats = self.input_qkv_format, self.output_qkv_format
-        self._take_format(qkv_format)
-        try:
-            self._check_step(new_k, new_v)
-            keys, values = self.store(layer_number, new_k, new_v, qkv_format)
-        except BaseException:
-            self.input_qkv_format, self.output_qkv_format = formats
-            raise
+        keys, values = self._checked_step(self.store, layer_number, new_k, new_v, qkv_format)
         if torch.is_grad_enabled() and (new_k.requires_grad or new_v.requires_grad):
             error = UnsupportedError(
                 "backward through a KV cache: it keeps no history of earlier keys and values. "
@@ -524,6 +560,31 @@ class InferenceParams:
             keys, values = without_gradient(error, (keys, values), (new_k, new_v))
         sums_q, sums_kv, _ = self._views
         return CachedKeys(keys, values, sums_q, sums_kv, self.max_seqlen_kv, self.output_qkv_format)
+
+    def step_in_pages(
+        self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
+    ) -> Pages:
+        """As :meth:`step`, of a cache that :attr:`has_pages`; later steps write to the result."""
+        return self._checked_step(self.store_in_pages, layer_number, new_k, new_v, qkv_format)
+
+    def _checked_step(
+        self,
+        store: Callable[..., _Stored],
+        layer_number: int,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        qkv_format: str,
+    ) -> _Stored:
+        """Return what ``store`` does, of keys and values that fit; else the cache is as it was."""
+        _refuse_export()
+        formats = self.input_qkv_format, self.output_qkv_format
+        self._take_format(qkv_format)
+        try:
+            self._check_step(new_k, new_v)
+            return store(layer_number, new_k, new_v, qkv_format)
+        except BaseException:
+            self.input_qkv_format, self.output_qkv_format = formats
+            raise
 
     def _check_step(self, new_k: torch.Tensor, new_v: torch.Tensor) -> None:
         self._check("new_k", new_k, self.head_dim_k)
@@ -538,16 +599,26 @@ class InferenceParams:
         self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values like those that :meth:`step` took in a step of the same
-        :attr:`form`; return all that the layer has, without pages."""
+        :attr:`form`; return all that the layer has, in high precision and without pages."""
+        if self.has_pages:
+            pages = self.store_in_pages(layer_number, new_k, new_v, qkv_format)
+            return pages.gathered(self.read_length, self.dtype)
+        keys, values = self._store(layer_number, new_k, new_v, qkv_format)
+        return self.convert_paged_to_nonpaged(layer_number) if self.is_paged else (keys, values)
+
+    def store_in_pages(
+        self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
+    ) -> Pages:
+        """As :meth:`store`, of a cache that :attr:`has_pages`."""
+        self._store(layer_number, new_k, new_v, qkv_format)
+        return self._built_in.in_pages(layer_number)
+
+    def _store(
+        self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         sums_q, sums_kv, _ = self._views
         new = new_k.detach(), new_v.detach()
-        keys, values = self.cache_manager.step(layer_number, *new, sums_q, sums_kv, qkv_format)
-        if not self.is_paged:
-            return keys, values
-        if self._is_built_in:
-            assert isinstance(self.cache_manager, PagedKVCacheManager)
-            return self.cache_manager.read(layer_number)
-        return self.convert_paged_to_nonpaged(layer_number)
+        return self.cache_manager.step(layer_number, *new, sums_q, sums_kv, qkv_format)
 
     def _take_format(self, qkv_format: str) -> None:
         if qkv_format not in _FORMATS:

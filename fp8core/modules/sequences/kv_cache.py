@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from typing_extensions import override
 
+from fp8core.chain.attention.pages import Pages, codes_of
 from fp8core.errors import OperandError
 from fp8core.modules.calls.parameters import resolve_device
 from fp8core.torch_ops.private import is_capturing
@@ -54,10 +55,10 @@ class KVCacheManager:
 
     device: torch.device | None = None
     read_length = 0
-    """How many tokens of each sequence attention is handed in this step; 0 says nothing."""
+    """How many tokens of whole pages hold the longest sequence of this step; 0 says nothing."""
 
     def __init__(self) -> None:
-        self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.cache: dict[int, tuple[torch.Tensor, ...]] = {}
         self.sequences: Sequences = OrderedDict()
 
     def reset(self) -> None:
@@ -122,6 +123,11 @@ class _ManagerBase(KVCacheManager):
 
     spare = 0
     """The slot of tokens that have no place, behind all others."""
+
+    stores_codes = False
+    """Whether ``cache`` has e4m3 codes of keys and values, uint8, and behind them the scales of
+    both, float32 ``[.., heads, 1]``, a scale for each head of a token.
+    :class:`fp8core.InferenceParams` sets it before memory is allocated."""
 
     def __init__(
         self,
@@ -199,12 +205,27 @@ class _ManagerBase(KVCacheManager):
         with torch.no_grad():
             if not is_settled:
                 self._arrange(layer_number, stored)
-            for cache, new in zip(self.cache[layer_number], (new_k, new_v), strict=True):
+            for cache, new in zip(
+                self.cache[layer_number], self._as_stored(new_k, new_v), strict=True
+            ):
                 slots = cache.flatten(0, 1)
                 slots = slots if tokens.row is None else _with_spare(slots)
                 slots.index_copy_(0, tokens.slot, tokens.of(new, qkv_format))
         self._stored[layer_number] = self.sequences
-        return self._of_layer(layer_number)
+        keys, values, *_ = self._of_layer(layer_number)
+        return keys, values
+
+    def _as_stored(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return new keys and values as ``cache`` has them."""
+        if not self.stores_codes:
+            return keys, values
+        (keys, key_scales), (values, value_scales) = codes_of(keys), codes_of(values)
+        return keys, values, key_scales, value_scales
+
+    def in_pages(self, layer_number: int) -> Pages:
+        """Return the keys and values of a layer as pages of the batch's sequences, whose table is
+        the same memory in every step."""
+        raise NotImplementedError
 
     def _check_earlier(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
         """Refuse a layer that lacks tokens of earlier steps."""
@@ -283,21 +304,23 @@ class _ManagerBase(KVCacheManager):
         """Return the slots of ``positions [b, n]``, anything for such that have none."""
         raise NotImplementedError
 
-    def _allocated(self, *sizes: int, spare: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return zeros for keys and for values, ``[*sizes, heads, head size]``, and behind them the
-        memory of ``spare`` tokens.
+    def _allocated(self, *sizes: int, spare: int) -> tuple[torch.Tensor, ...]:
+        """Return zeros for keys and for values, ``[*sizes, heads, head size]``, and for their
+        scales, and behind them the memory of ``spare`` tokens.
 
         Ordinary tensors also within inference_mode, so that later writes outside of it are allowed.
         """
-        count = math.prod(sizes)
+        count, heads, device = math.prod(sizes), self.num_heads, self._on()
+        dtype = torch.uint8 if self.stores_codes else self.dtype
+        parts = [(self.head_dim_k, dtype), (self.head_dim_v, dtype)]
+        parts += [(1, torch.float32)] * (2 * self.stores_codes)
         with torch.inference_mode(False):
-            keys, values = (
-                torch.zeros(
-                    *(count + spare, self.num_heads, size), dtype=self.dtype, device=self._on()
-                )[:count].view(*sizes, self.num_heads, size)
-                for size in (self.head_dim_k, self.head_dim_v)
+            return tuple(
+                torch.zeros(count + spare, heads, size, dtype=dtype, device=device)[:count].view(
+                    *sizes, heads, size
+                )
+                for size, dtype in parts
             )
-        return keys, values
 
     def _on(self) -> torch.device:
         return resolve_device(self.device)
@@ -345,8 +368,8 @@ class _ManagerBase(KVCacheManager):
             self._order = self._refreshed(None, order)
         return _Tokens(*self._numbers.unbind(0))
 
-    def _of_layer(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of a layer."""
+    def _of_layer(self, layer_number: int) -> tuple[torch.Tensor, ...]:
+        """Return the keys and values of a layer, and their scales."""
         return self.cache[layer_number]
 
 
@@ -376,6 +399,8 @@ class NonPagedKVCacheManager(_ManagerBase):
     Rows are in the order of the batch; where that order changes, as after a sequence has ended, a
     layer moves its rows in its next step.
     """
+
+    _table: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -442,9 +467,17 @@ class NonPagedKVCacheManager(_ManagerBase):
         cleared = self._uploaded(torch.tensor(rows_to_clear, dtype=torch.int64, device="cpu"))
         return _Changes(stored, cleared, *self._uploaded(pairs).unbind(1))
 
-    def _of_layer(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.cache[layer_number]
-        return keys[: len(self.sequences)], values[: len(self.sequences)]
+    def _of_layer(self, layer_number: int) -> tuple[torch.Tensor, ...]:
+        return tuple(part[: len(self.sequences)] for part in self.cache[layer_number])
+
+    @override
+    def in_pages(self, layer_number: int) -> Pages:
+        """Return the rows of a layer, each of which is a page."""
+        if self._table is None:
+            rows = torch.arange(self.max_batch_size, dtype=torch.int32, device="cpu")
+            self._table = self._refreshed(None, rows[:, None])
+        keys, values, *scales = self.cache[layer_number]
+        return Pages(keys, values, self._table[: len(self.sequences)], *scales)
 
 
 class PagedKVCacheManager(_ManagerBase):
@@ -476,7 +509,8 @@ class PagedKVCacheManager(_ManagerBase):
         self.max_pages_per_seq = max_seqlen // page_size
         self._pages: dict[Hashable, list[int]] = {}
         self._table: torch.Tensor | None = None
-        # Of this step: the pages that attention reads, and those that sequences took.
+        # Of this step: the pages that attention reads, in the same memory in every step, and those
+        # that sequences took.
         self._read: torch.Tensor | None = None
         self._new_pages: torch.Tensor | None = None
 
@@ -493,7 +527,7 @@ class PagedKVCacheManager(_ManagerBase):
         """Forget every sequence, and free its pages; the memory stays."""
         super().reset()
         self._pages = {}
-        self._read = self._new_pages = None
+        self._new_pages = None
         self.read_length = 0
         self.page_table.zero_()
 
@@ -517,9 +551,10 @@ class PagedKVCacheManager(_ManagerBase):
         slot += position % self.page_size
         tokens = self._placed(torch.stack((slot, batch, offset)))
         self.page_table[: len(rows)].copy_(table, non_blocking=True)
-        read = self._read_pages(pages.values())
-        self._read = self._refreshed(self._read, read)
-        self.read_length = read.shape[1] * self.page_size
+        self._reading(len(rows)).copy_(self._read_pages(pages.values()), non_blocking=True)
+        longest = max(map(len, pages.values()), default=0)
+        count = min(1 << max(0, longest - 1).bit_length(), self.max_pages_per_seq)
+        self.read_length = count * self.page_size
         new = (numbers[len(self._pages.get(name, ())) :] for name, numbers in pages.items())
         new_pages = [*itertools.chain.from_iterable(new)]
         self._new_pages = (
@@ -529,19 +564,22 @@ class PagedKVCacheManager(_ManagerBase):
         return tokens
 
     def _read_pages(self, pages: Collection[Sequence[int]]) -> torch.Tensor:
-        """Return the pages of each sequence, int64 ``[b, n]`` on the CPU, the last one repeated.
-
-        n is a power of two, or all pages that a sequence may have, so that attention meets few
-        sizes while sequences grow. A page of another sequence would bring what its tokens wrote.
-        """
-        longest = max(map(len, pages), default=0)
-        count = min(1 << max(0, longest - 1).bit_length(), self.max_pages_per_seq)
+        """Return the pages of each sequence, int32 ``[b, max_pages_per_seq]`` on the CPU, the last
+        one repeated: a page of another sequence would bring what its tokens wrote."""
+        count = self.max_pages_per_seq
         last = [numbers[-1] if numbers else 0 for numbers in pages]
         rows = [
             [*numbers, *[at] * (count - len(numbers))]
             for numbers, at in zip(pages, last, strict=True)
         ]
-        return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), count)
+        return torch.tensor(rows, dtype=torch.int32, device="cpu").reshape(len(rows), count)
+
+    def _reading(self, batch: int) -> torch.Tensor:
+        """Return the memory of the pages that attention reads of the first ``batch`` sequences."""
+        if self._read is None or self._read.dtype != torch.int32:  # of an earlier pickle
+            with torch.inference_mode(False):
+                self._read = torch.zeros_like(self.page_table)
+        return self._read[:batch]
 
     @override
     def _placed_on_device(
@@ -574,7 +612,8 @@ class PagedKVCacheManager(_ManagerBase):
         is_new = (numbers <= num_new) & fits
         self._new_pages = chosen(numbers).masked_fill_(~is_new, pages).flatten()
         last = table.gather(1, (num_all - 1).clamp(0, len(columns) - 1).long())
-        self._read = torch.where(columns < num_all, table, last).masked_fill_(~fits, pages).long()
+        read = torch.where(columns < num_all, table, last).masked_fill_(~fits, pages)
+        self._reading(len(table)).copy_(read)
         self.read_length = len(columns) * size
         self._settled = None  # the layers clear pages
         return faults
@@ -605,11 +644,12 @@ class PagedKVCacheManager(_ManagerBase):
         is_on_device = self._tokens is not None and self._tokens.row is not None
         return [_with_spare(part) if is_on_device else part for part in self.cache[layer_number]]
 
-    def read(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of a layer in the order of the batch, ``[b, tokens, heads,
-        head size]``: a copy, of a power of two of pages each."""
-        assert self._read is not None
-        return gathered(self._pages_of(layer_number), self._read, self._read.shape[1])
+    @override
+    def in_pages(self, layer_number: int) -> Pages:
+        """Return the pages of a layer, of which attention reads :attr:`read_length` tokens: those
+        of a power of two of pages, so that it meets few sizes while sequences grow."""
+        keys, values, *scales = self._pages_of(layer_number)
+        return Pages(keys, values, self._reading(len(self.sequences)), *scales)
 
     def _with_new_pages(self, after: Sequences) -> dict[Hashable, list[int]]:
         """Return the pages of each sequence after this step."""
@@ -627,18 +667,6 @@ class PagedKVCacheManager(_ManagerBase):
             )
         numbers = iter(free)
         return {name: [*pages[name], *itertools.islice(numbers, missing[name])] for name in after}
-
-
-def gathered(
-    cache: Sequence[torch.Tensor], page_table: torch.Tensor, pages: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values ``[b, pages * page size, heads, head size]`` of paged ones.
-
-    ``page_table [b, any]``; the first ``pages`` of each sequence are taken.
-    """
-    table = page_table[:, :pages].long()
-    keys, values = (part[table].flatten(1, 2) for part in cache)
-    return keys, values
 
 
 def _with_spare(memory: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from fp8core.backend_api import (
     AttentionDesc,
     GemmDesc,
     OpDesc,
+    PagedAttentionDesc,
 )
 from fp8core_backends.cuda import (
     attention,
@@ -266,6 +267,8 @@ class StandIn:
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         if isinstance(desc, AttentionBackwardDesc):
             return attention_support.attention_backward_problem(desc, device)
+        if isinstance(desc, PagedAttentionDesc):
+            return "no native library"
         if isinstance(desc, AttentionDesc):
             return attention_support.attention_problem(desc, device)
         return "not attention"

@@ -1,0 +1,63 @@
+"""Keys and values in pages: where a cache has those of its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fp8core.backend_api import DequantizeDesc, Operand, OperandSpec, QuantizeDesc
+from fp8core.chain.alone import bound
+
+CODES = OperandSpec("e4m3", (1, 0), 448.0)
+"""How a cache of codes has keys and values: with a scale for each head of a token."""
+
+
+class Pages(NamedTuple):
+    """The keys and values of a layer, as :class:`~fp8core.backend_api.PagedAttentionDesc` has them;
+    the scales are None in high precision."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    page_table: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+
+    @property
+    def operands(self) -> tuple[torch.Tensor | Operand, torch.Tensor | Operand]:
+        """Keys and values as the operation takes them."""
+        if self.key_scales is None:
+            return self.keys, self.values
+        return Operand(self.keys, self.key_scales), Operand(self.values, self.value_scales)
+
+    def gathered(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values in ``dtype``, which they have unless they are codes, of each
+        sequence one after the other, ``[b, tokens, heads, head size]``, copied: ``tokens`` of whole
+        pages."""
+        table = self.page_table[:, : tokens // self.keys.shape[1]]
+        keys, values = gathered((self.keys, self.values), table)
+        if self.key_scales is None or self.value_scales is None:
+            return keys, values
+        scales = gathered((self.key_scales, self.value_scales), table)
+        dequantize = bound(DequantizeDesc, (CODES, dtype), keys.device)
+        keys, values = (
+            dequantize(Operand(codes.flatten(0, -2), scale.flatten(0, -2))).view(codes.shape)
+            for codes, scale in zip((keys, values), scales, strict=True)
+        )
+        return keys, values
+
+
+def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of keys or values ``[.., heads, head size]``, uint8, and their scales
+    ``[.., heads, 1]``, float32."""
+    rows = x.reshape(-1, x.shape[-1])
+    operand = bound(QuantizeDesc, (x.dtype, CODES, None), x.device)(rows).rowwise
+    return operand.data.view(x.shape), operand.scale_inv.view(*x.shape[:-1], 1)
+
+
+def gathered(pages: Sequence[torch.Tensor], page_table: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors ``[pages, page size, ..]`` as those of sequences ``[b, n * page size, ..]``,
+    whose pages are ``page_table [b, n]``."""
+    table = page_table.long()
+    return [part[table].flatten(1, 2) for part in pages]
