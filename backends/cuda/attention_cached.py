@@ -6,16 +6,22 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import AttentionDesc, CachedAttentionDesc
+from fp8core.backend_api import (
+    AttentionDesc,
+    CachedAttentionDesc,
+    Operand,
+    OperandError,
+    PagedAttentionDesc,
+)
 from fp8core_backends.cuda.attention_call import strides_of
 from fp8core_backends.cuda.attention_forward import GraphAttention
 from fp8core_backends.cuda.attention_lengths import check_offsets
 from fp8core_backends.cuda.attention_operands import aligned, by_heads, check_operands, out_size
-from fp8core_backends.cuda.attention_support import KernelNames
-from fp8core_backends.cuda.layout import DTYPES
+from fp8core_backends.cuda.attention_support import KernelNames, form_problem
+from fp8core_backends.cuda.layout import DTYPES, scale_mode, spec_problem
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.operations import first_problem
-from fp8core_backends.cuda.stream import raw_stream
+from fp8core_backends.cuda.stream import index_of, raw_stream
 
 _HEAD_SIZES = (64, 128, 256)
 
@@ -23,7 +29,7 @@ _HEAD_SIZES = (64, 128, 256)
 def single_query_problem(desc: AttentionDesc) -> str | None:
     """Say why no kernel of this backend attends by one query a sequence, or None."""
     return first_problem(
-        (type(desc) is not CachedAttentionDesc, "it reads a cache"),
+        (not isinstance(desc, CachedAttentionDesc), "it reads a cache"),
         (
             desc.head_dim not in _HEAD_SIZES or desc.head_dim_v != desc.head_dim,
             f"heads of {desc.head_dim} and {desc.head_dim_v} elements, not 64, 128 or 256",
@@ -37,23 +43,88 @@ def single_query_problem(desc: AttentionDesc) -> str | None:
     )
 
 
+def paged_problem(desc: PagedAttentionDesc, device: torch.device) -> str | None:
+    """Say why no kernel of this backend reads pages, or None."""
+    reason = form_problem(desc, device) or single_query_problem(desc)
+    if reason is not None or desc.kv is None:
+        return reason or (None if desc.padding else "a cache has sequences with lengths")
+    is_plain = desc.kv.format == "e4m3" and scale_mode(desc.kv) == "row" and not desc.kv.delayed
+    return spec_problem(desc.kv) or (None if is_plain else "codes are e4m3, with a scale a row")
+
+
+class _SingleQueries:
+    """The kernel of one query a sequence: what it is given, and what it returns."""
+
+    __slots__ = ("_desc", "_empty", "_index", "_native")
+
+    def __init__(self, desc: AttentionDesc, index: int, native: Any) -> None:
+        self._desc, self._index = desc, index
+        self._empty = allocator(index)
+        self._native = native.SingleQuery(
+            native.InputType.__members__[DTYPES[desc.dtype]],
+            *(desc.heads, desc.groups, desc.head_dim, desc.scale, *desc.window),
+            desc.bottom_right,
+            index,
+        )
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        rows: tuple[list[int], list[int]],
+        lengths: tuple[torch.Tensor | None, ...],
+        capacity: int,
+        pages: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Return the results of sequences of which each has a query or none.
+
+        ``rows`` say where keys and values are, ``pages`` which: see the kernel's arguments.
+        ``lengths`` are the offsets of queries and keys, and in thd of the rows of queries.
+        """
+        desc, layout = self._desc, self._desc.layout
+        q = aligned(q)
+        cu_seqlens_q, cu_seqlens_kv, starts = (
+            None if edges is None else edges.contiguous() for edges in lengths
+        )
+        assert cu_seqlens_q is not None
+        assert cu_seqlens_kv is not None
+        batch, size = len(cu_seqlens_q) - 1, out_size(desc, q)
+        if layout == "thd":  # rows of no sequence are not written
+            out, stats = q.new_zeros(size), q.new_full(size[:-1], -torch.inf, dtype=torch.float32)
+            q = q.unsqueeze(1)
+        else:
+            row = desc.heads * desc.head_dim
+            out = self._empty(size, (size[1] * row, row, desc.head_dim, 1), desc.dtype)
+            stats = self._empty((batch, desc.heads, 1), (desc.heads, 1, 1), torch.float32)
+        arguments = (
+            *rows_of(by_heads(q, "bshd" if layout == "thd" else layout)),
+            *(*rows[0], *rows[1], batch, capacity),
+            *(cu_seqlens_q.data_ptr(), cu_seqlens_kv.data_ptr(), out.data_ptr(), stats.data_ptr()),
+        )
+        if starts is not None:
+            arguments = (*arguments, starts.data_ptr(), len(q), *pages)
+        elif pages:
+            arguments = (*arguments, 0, 0, *pages)
+        self._native(arguments, raw_stream(self._index))
+        return out, stats, None
+
+
+def rows_of(x: torch.Tensor) -> list[int]:
+    """Return the address of ``x [b, heads, s, d]``, and its strides of b, s and heads."""
+    of_batch, of_head, of_row, _ = strides_of(x)
+    return [x.data_ptr(), of_batch, of_row, of_head]
+
+
 class CachedAttention(GraphAttention):
     """``(out, stats, None)``; see CachedAttentionDesc. The lengths are read by the kernel."""
 
-    __slots__ = ("_empty", "_native")
+    __slots__ = ("_single",)
 
     def __init__(
         self, desc: AttentionDesc, device: torch.device, names: KernelNames, native: Any
     ) -> None:
         chosen = f"fp8core::attend_once of one query a sequence, else {names.chosen}"
         super().__init__(desc, device, names._replace(chosen=chosen))
-        self._empty = allocator(self._index)
-        self._native = native.SingleQuery(
-            native.InputType.__members__[DTYPES[desc.dtype]],
-            *(desc.heads, desc.groups, desc.head_dim, desc.scale, *desc.window),
-            desc.bottom_right,
-            self._index,
-        )
+        self._single = _SingleQueries(desc, self._index, native)
 
     def __call__(  # type: ignore[override]  # a cache has no other keywords
         self,
@@ -93,41 +164,97 @@ class CachedAttention(GraphAttention):
         if is_ragged:
             starts = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
             check_offsets(self.desc, q, starts, batch + 1)
-        return self._of_single_queries((q, k, v), (cu_seqlens_q, cu_seqlens_kv, starts), batch)
-
-    def _of_single_queries(
-        self,
-        operands: tuple[torch.Tensor, ...],
-        lengths: tuple[torch.Tensor | None, ...],
-        batch: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Return the results of ``batch`` sequences, of which each has a query or none."""
-        desc, layout = self.desc, self.desc.layout
-        q, k, v = map(aligned, operands)
-        cu_seqlens_q, cu_seqlens_kv, starts = (
-            None if edges is None else edges.contiguous() for edges in lengths
-        )
-        assert cu_seqlens_q is not None
-        assert cu_seqlens_kv is not None
-        size = out_size(desc, q)
-        if layout == "thd":  # rows of no sequence are not written
+        k, v = aligned(k), aligned(v)
+        if is_ragged:
             k, v = (x.view(batch, -1, *x.shape[1:]) for x in (k, v))
-            q = q.unsqueeze(1)
-            out, stats = q.new_zeros(size), q.new_full(size[:-1], -torch.inf, dtype=torch.float32)
-        else:
-            row = desc.heads * desc.head_dim
-            out = self._empty(size, (size[1] * row, row, desc.head_dim, 1), desc.dtype)
-            stats = self._empty((batch, desc.heads, 1), (desc.heads, 1, 1), torch.float32)
-        views = [by_heads(x, "bshd" if layout == "thd" else layout) for x in (q, k, v)]
-        rows = []
-        for x in views:
-            of_batch, of_head, of_row, _ = strides_of(x)
-            rows += [x.data_ptr(), of_batch, of_row, of_head]
-        arguments = (
-            *(*rows, batch, views[1].shape[2]),
-            *(cu_seqlens_q.data_ptr(), cu_seqlens_kv.data_ptr(), out.data_ptr(), stats.data_ptr()),
+        views = [by_heads(x, "bshd" if is_ragged else layout) for x in (k, v)]
+        rows = rows_of(views[0]), rows_of(views[1])
+        lengths = cu_seqlens_q, cu_seqlens_kv, starts
+        return self._single(q, rows, lengths, views[0].shape[2])
+
+
+class PagedAttention:
+    """``(out, stats, None)``; see PagedAttentionDesc. Lengths and pages are read by the kernel."""
+
+    __slots__ = ("_single", "desc", "device")
+
+    kernel = "fp8core::attend_once of pages"
+
+    def __init__(self, desc: PagedAttentionDesc, device: torch.device, native: Any) -> None:
+        index = index_of(device)
+        self.desc, self.device = desc, torch.device("cuda", index)
+        self._single = _SingleQueries(desc, index, native)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | Operand,
+        v: torch.Tensor | Operand,
+        *,
+        page_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_kv: torch.Tensor,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        **lengths: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Attend; see the backend API."""
+        keys, values = (x if isinstance(x, Operand) else Operand(x) for x in (k, v))
+        self._check(q, keys, values, page_table)
+        batch, columns = page_table.shape
+        starts = None
+        if self.desc.layout == "thd":
+            starts = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+        for offsets in (cu_seqlens_q, cu_seqlens_kv, *(() if starts is None else (starts,))):
+            check_offsets(self.desc, q, offsets, batch + 1)
+        num_pages, page_size = keys.data.shape[:2]
+        table = page_table.contiguous()
+        stored = [aligned(x.data) for x in (keys, values)]
+        pages = [table.data_ptr(), page_size, num_pages]
+        for scales in (keys.scale_inv, values.scale_inv):
+            if scales is not None:
+                pages += rows_of(scales.transpose(1, 2))
+        rows = [rows_of(x.transpose(1, 2)) for x in stored]
+        sequences = cu_seqlens_q, cu_seqlens_kv, starts
+        return self._single(q, (rows[0], rows[1]), sequences, columns * page_size, tuple(pages))
+
+    def _check(
+        self, q: torch.Tensor, keys: Operand, values: Operand, page_table: torch.Tensor
+    ) -> None:
+        """Refuse tensors that the descriptor does not describe.
+
+        Raises:
+            OperandError: names them.
+        """
+        desc, layout = self.desc, self.desc.layout
+        lead = q.shape[:-2] if layout != "sbhd" else q.shape[1::-1]
+        size = (*keys.data.shape[:2], desc.groups)
+        element, scale_sizes = (
+            (desc.dtype, []) if desc.kv is None else (torch.uint8, [(*size, 1)] * 2)
         )
-        if starts is not None:
-            arguments = (*arguments, starts.data_ptr(), len(q))
-        self._native(arguments, raw_stream(self._index))
-        return out, stats, None
+        stored = (keys.data, values.data)
+        scale_inv = [x.scale_inv for x in (keys, values) if x.scale_inv is not None]
+        is_right = (
+            q.dim() == (3 if layout == "thd" else 4)
+            and q.shape[-2:] == (desc.heads, desc.head_dim)
+            and q.dtype == desc.dtype
+            and all(x.shape == (*size, desc.head_dim) and x.dtype == element for x in stored)
+            and [tuple(x.shape) for x in scale_inv] == scale_sizes
+            and all(x.dtype == torch.float32 for x in scale_inv)
+            and (page_table.dim(), page_table.dtype) == (2, torch.int32)
+            and (layout == "thd" or tuple(lead) == (len(page_table), 1))
+            and min(keys.data.numel(), page_table.numel(), q.numel()) > 0
+            and all(x.device == self.device for x in (q, page_table, *stored, *scale_inv))
+        )
+        if is_right:
+            return
+        names = ("q", "k", "v", "page_table", *("scale_inv",) * len(scale_inv))
+        shown = ", ".join(
+            f"{name} {list(x.shape)} {x.dtype} on {x.device}"
+            for name, x in zip(names, (q, *stored, page_table, *scale_inv), strict=True)
+        )
+        raise OperandError(
+            f"{desc}: {shown}; expected one query of {desc.heads} heads of {desc.head_dim} a "
+            f"sequence, k and v [pages, page size, {desc.groups}, {desc.head_dim}] of {element}, "
+            f"scales [.., 1] of float32 for codes alone, and a page_table [batch, n] of int32, "
+            f"none of them empty, on {self.device}."
+        )

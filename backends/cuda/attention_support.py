@@ -62,6 +62,17 @@ def attention_backward_problem(desc: AttentionBackwardDesc, device: torch.device
 
 def attention_problem(desc: AttentionDesc, device: torch.device) -> str | None:
     """Say why no kernel of cuDNN computes attention on the device, or None."""
+    reason = form_problem(desc, device)
+    if reason is not None:
+        return reason
+    reasons = kernels(desc)
+    if None in reasons.values():
+        return None
+    return "; ".join(f"{name}: {why}" for name, why in reasons.items())
+
+
+def form_problem(desc: AttentionDesc, device: torch.device) -> str | None:
+    """Say what no attention on the device has, or None."""
     capability = torch.cuda.get_device_capability(device)
     problems = (
         (desc.dtype not in _DTYPES, f"no attention of {desc.dtype}; bfloat16 and float16 run"),
@@ -85,13 +96,7 @@ def attention_problem(desc: AttentionDesc, device: torch.device) -> str | None:
         ),
         (desc.bias not in ATTENTION_BIASES, f"no bias {desc.bias!r}"),
     )
-    reason = next((text for wrong, text in problems if wrong), None)
-    if reason is not None:
-        return reason
-    reasons = kernels(desc)
-    if None in reasons.values():
-        return None
-    return "; ".join(f"{name}: {why}" for name, why in reasons.items())
+    return next((text for wrong, text in problems if wrong), None)
 
 
 def kernels(desc: AttentionDesc) -> dict[str, str | None]:

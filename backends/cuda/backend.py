@@ -19,6 +19,7 @@ from fp8core.backend_api import (
     GroupedGemmDesc,
     Numerics,
     OpDesc,
+    PagedAttentionDesc,
     Ranks,
 )
 from fp8core_backends.cuda import (  # noqa: F401  most of them run operations
@@ -39,6 +40,7 @@ from fp8core_backends.cuda import (  # noqa: F401  most of them run operations
     scaled_mm,
 )
 from fp8core_backends.cuda.attention import bind_attention, bind_attention_backward
+from fp8core_backends.cuda.attention_cached import PagedAttention, paged_problem
 from fp8core_backends.cuda.attention_support import attention_backward_problem, attention_problem
 from fp8core_backends.cuda.device_groups import DeviceGroupedGemm
 from fp8core_backends.cuda.gemm import (
@@ -73,6 +75,8 @@ class CudaBackend:
         if type(desc) in (AttentionBackwardDesc, AttentionPartBackwardDesc):
             return attention_backward_problem(desc, device)  # type: ignore[arg-type]  # as above
         missing = native.missing(device)
+        if type(desc) is PagedAttentionDesc:
+            return paged_problem(desc, device) or (missing and f"no native library: {missing}")
         if type(desc) in (GemmDesc, GroupedGemmDesc):  # a subclass may ask for more
             return _check_gemm(desc, device, missing)  # type: ignore[arg-type]  # as the line above
         operation = OPERATIONS.get(type(desc))
@@ -125,6 +129,8 @@ class CudaBackend:
         if isinstance(desc, GemmDesc):
             run = _bind_dense(desc, device)
             return bind_grouped_gemm(desc, run) if isinstance(desc, GroupedGemmDesc) else run
+        if isinstance(desc, PagedAttentionDesc):
+            return PagedAttention(desc, device, native.load())
         if isinstance(desc, CachedAttentionDesc) and native.missing(device) is None:
             return bind_attention(desc, device, native.load())
         if isinstance(desc, AttentionDesc):  # cuDNN's, which needs no library of this backend

@@ -6,7 +6,7 @@
 namespace fp8core {
 namespace {
 
-constexpr std::int64_t kVector = 8;  // elements that a thread reads at once
+constexpr std::int64_t kVector = 16;  // bytes that a thread reads at once
 
 void check(const SingleQueryDesc& desc) {
   FP8CORE_CHECK(desc.input != InputType::kFloat32,
@@ -20,14 +20,31 @@ void check(const SingleQueryDesc& desc) {
                 ", ", desc.right, ")");
 }
 
-void check(const char* name, const HeadRows& rows) {
+void check(const char* name, const HeadRows& rows, std::int64_t element_size) {
   FP8CORE_CHECK_ADDRESS(rows.data, "single_query_attention: ", name);
   const bool is_aligned = reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0 &&
-                          rows.batch_stride % kVector == 0 && rows.row_stride % kVector == 0 &&
-                          rows.head_stride % kVector == 0;
+                          rows.batch_stride * element_size % kVector == 0 &&
+                          rows.row_stride * element_size % kVector == 0 &&
+                          rows.head_stride * element_size % kVector == 0;
   FP8CORE_CHECK(is_aligned, "single_query_attention: ", name, " at ", rows.data, " with strides ",
                 rows.batch_stride, ", ", rows.row_stride, ", ", rows.head_stride,
                 "; expected multiples of 16 bytes");
+}
+
+void check_pages(const SingleQueryArguments& arguments) {
+  if (arguments.page_table == nullptr) {
+    FP8CORE_CHECK(arguments.k_scales.data == nullptr,
+                  "single_query_attention: codes without a page table");
+    return;
+  }
+  FP8CORE_CHECK_ADDRESS(arguments.page_table, "single_query_attention: page_table");
+  FP8CORE_CHECK(arguments.page_size > 0 && arguments.capacity % arguments.page_size == 0 &&
+                    arguments.pages >= 0 && arguments.pages < (std::int64_t{1} << 31),
+                "single_query_attention: ", arguments.pages, " pages of ", arguments.page_size,
+                " keys, of which ", arguments.capacity, " are whole pages of a sequence");
+  if (arguments.k_scales.data == nullptr) return;
+  FP8CORE_CHECK_ADDRESS(arguments.k_scales.data, "single_query_attention: k_scales");
+  FP8CORE_CHECK_ADDRESS(arguments.v_scales.data, "single_query_attention: v_scales");
 }
 
 void check(const SingleQueryArguments& arguments) {
@@ -35,8 +52,11 @@ void check(const SingleQueryArguments& arguments) {
                     arguments.capacity < (std::int64_t{1} << 30),
                 "single_query_attention: ", arguments.batch, " sequences of up to ",
                 arguments.capacity, " keys");
-  check("q", arguments.q);
-  if (arguments.capacity > 0) check("k", arguments.k), check("v", arguments.v);
+  check("q", arguments.q, 2);
+  const bool has_codes = arguments.k_scales.data != nullptr;
+  const std::int64_t stored = has_codes ? 1 : 2;
+  if (arguments.capacity > 0) check("k", arguments.k, stored), check("v", arguments.v, stored);
+  check_pages(arguments);
   FP8CORE_CHECK_ADDRESS(arguments.cu_seqlens_q, "single_query_attention: cu_seqlens_q");
   FP8CORE_CHECK_ADDRESS(arguments.cu_seqlens_kv, "single_query_attention: cu_seqlens_kv");
   FP8CORE_CHECK_ADDRESS(arguments.out, "single_query_attention: out");

@@ -10,12 +10,22 @@ namespace {
 constexpr int kMostSplit = 8;   // blocks of a cluster on any device
 constexpr int kLeastKeys = 64;  // that a block is for
 
+using single_query::Storage;
+
 // Calls `run` with the shape for heads of this size.
-template <typename T, typename Run>
+template <typename T, Storage kStorage, typename Run>
 void with_size(int size, const Run& run) {
-  if (size == 64) return run(single_query::Shape<T, 64>{});
-  if (size == 128) return run(single_query::Shape<T, 128>{});
-  run(single_query::Shape<T, 256>{});
+  if (size == 64) return run(single_query::Shape<T, 64, kStorage>{});
+  if (size == 128) return run(single_query::Shape<T, 128, kStorage>{});
+  run(single_query::Shape<T, 256, kStorage>{});
+}
+
+// Calls `run` with the shape for arguments like these.
+template <typename T, typename Run>
+void with_shape(int size, const SingleQueryArguments& arguments, const Run& run) {
+  if (arguments.page_table == nullptr) return with_size<T, Storage::kRows>(size, run);
+  if (arguments.k_scales.data == nullptr) return with_size<T, Storage::kPages>(size, run);
+  with_size<T, Storage::kCodes>(size, run);
 }
 
 template <typename S>
@@ -44,12 +54,16 @@ void launch_single_query(const SingleQueryDesc& desc, const SingleQueryArguments
   p.args = arguments;
   p.heads = desc.heads, p.group_heads = desc.heads / desc.groups;
   p.scale = desc.scale * single_query::kLog2E;
+  if (arguments.page_table != nullptr) {
+    p.page_size = Divisor(static_cast<std::uint32_t>(arguments.page_size));
+    p.columns = static_cast<int>(arguments.capacity / arguments.page_size);
+  }
   p.left = desc.left, p.right = desc.right, p.is_at_the_end = desc.is_at_the_end;
   const auto run = [&](auto shape) { launch<decltype(shape)>(p, desc.device, stream); };
   if (desc.input == InputType::kBFloat16)
-    with_size<__nv_bfloat16>(desc.head_size, run);
+    with_shape<__nv_bfloat16>(desc.head_size, arguments, run);
   else
-    with_size<__half>(desc.head_size, run);
+    with_shape<__half>(desc.head_size, arguments, run);
 }
 
 }  // namespace fp8core

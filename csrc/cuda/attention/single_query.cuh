@@ -6,12 +6,18 @@
 // thread's exponentials, rounded to 16 bits, are its operand of the second product. Each warp has
 // the largest logits, the sums of exponentials, which are not rounded, and the sums of values of
 // its own keys; they are merged in the end, of a block, then of the cluster, always in one order.
+//
+// Keys and values may be in pages: a thread looks up the page of one key of a step, a step before it
+// is copied. They may be codes: a warp writes the values of a step, rounded to 16 bits, beside the
+// ring of codes, and goes on as if they had been stored so. Neither changes an addition.
 #pragma once
 
 #include <type_traits>
 
 #include "../cluster.cuh"
 #include "../copies.cuh"
+#include "../dequantize/decode.cuh"
+#include "../divisor.cuh"
 #include "../element.h"
 #include "../mma.cuh"
 #include "fp8core/attention.h"
@@ -22,7 +28,6 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kHeads = 8;                   // at once
 constexpr int kKeys = 16, kRows = 8;        // of a warp's step, and of a matrix of 8 x 8 elements
 constexpr int kBlockStep = kWarps * kKeys;  // keys
-constexpr int kStages = 3;
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 struct Params {
@@ -32,19 +37,33 @@ struct Params {
   float scale;             // of logits in powers of two
   int left, right;
   bool is_at_the_end;
+  Divisor page_size;
+  int columns;  // of the page table
 };
 
-template <typename T, int kHeadSize>
+// How keys and values are stored.
+enum class Storage { kRows, kPages, kCodes };
+
+template <typename T, int kHeadSize, Storage kStorage>
 struct Shape {
   using Element = T;
+  static constexpr bool kHasPages = kStorage != Storage::kRows;
+  static constexpr bool kHasCodes = kStorage == Storage::kCodes;
+  using Stored = std::conditional_t<kHasCodes, std::uint8_t, T>;
   static constexpr bool kIsBFloat16 = std::is_same_v<T, __nv_bfloat16>;
   static constexpr int kSize = kHeadSize;
   static constexpr int kPieces = kSize / 8;                       // of 16 bytes, of a key
   static constexpr int kMatrices = kKeys / kRows * kPieces;       // of keys, in a stage; of values
-  static constexpr int kStageBytes = 2 * kMatrices * kRows * 16;  // of a warp
+  static constexpr int kStageBytes = 2 * kMatrices * kRows * 16;  // of a warp, of 16 bits
+  static constexpr int kStoredPieces = kSize * sizeof(Stored) / 16;  // of a key
+  // Of keys and values as they are stored, then of the scales of both.
+  static constexpr int kCopyBytes =
+      kHasCodes ? 2 * kKeys * (kSize + static_cast<int>(sizeof(float))) : kStageBytes;
+  static constexpr int kStages = kHasCodes ? 4 : 3;
+  static constexpr int kRing = kStages * kCopyBytes + (kHasCodes ? kStageBytes : 0);  // of a warp
   // Of sums: the largest logits, the sums of exponentials, the sums of values.
   static constexpr int kFloats = kHeads * (2 + kSize);
-  static constexpr int kRings = kWarps * kStages * kStageBytes;
+  static constexpr int kRings = kWarps * kRing;
   static constexpr int kSums = (kWarps + 1) * kFloats * 4;
   static constexpr int kShared = kRings > kSums ? kRings : kSums;
 };
@@ -188,18 +207,82 @@ __device__ inline Seen seen_keys(const Params& p, int sequence) {
   return seen;
 }
 
-// Begins to copy the rows of 16 keys, those before `end`, zeros of others. Adjacent threads copy
-// adjacent pieces of a row.
+// Where the key `key + lane % kKeys` of a sequence lies; in page -1 there is none.
+struct Slot {
+  int page = -1, row = 0;
+};
 template <typename S>
-__device__ void copy_rows(std::uint8_t* to, const typename S::Element* from, std::int64_t stride,
-                          int key, int end) {
-  const int lane = threadIdx.x % 32, piece = lane % S::kPieces;
-  constexpr int kAtOnce = 32 / S::kPieces;  // rows
+__device__ Slot slot_of(const Params& p, int sequence, int key, int end) {
+  Slot slot;
+  if constexpr (S::kHasPages) {
+    const int at = key + threadIdx.x % kKeys;
+    if (at >= end) return slot;
+    const std::uint32_t column = p.page_size.quotient(at);
+    slot.row = p.page_size.remainder(at, column);
+    slot.page = p.args.page_table[std::int64_t{sequence} * p.columns + column];
+    if (slot.page < 0 || slot.page >= p.args.pages) slot.page = -1;
+  }
+  return slot;
+}
+
+// Begins to copy the rows of 16 keys, those before `end`, zeros of others and of pages that are
+// none. Adjacent threads copy adjacent pieces of a row.
+template <typename S>
+__device__ void copy_rows(std::uint8_t* to, const typename S::Stored* from, const HeadRows& rows,
+                          Slot slot, int key, int end) {
+  const int lane = threadIdx.x % 32, piece = lane % S::kStoredPieces;
+  constexpr int kAtOnce = 32 / S::kStoredPieces;  // rows
 #pragma unroll
   for (int i = 0; i < kKeys / kAtOnce; ++i) {
-    const int at = i * kAtOnce + lane / S::kPieces;
-    copy_16_bytes(to + place<S>(at / kRows, piece, at % kRows),
-                  from + (key + at) * stride + piece * 8, key + at < end);
+    const int at = i * kAtOnce + lane / S::kStoredPieces;
+    bool is_wanted = key + at < end;
+    std::int64_t row = (key + at) * rows.row_stride;
+    if constexpr (S::kHasPages) {
+      const int page = __shfl_sync(0xFFFFFFFFu, slot.page, at);
+      row = __shfl_sync(0xFFFFFFFFu, slot.row, at) * rows.row_stride;
+      is_wanted = page >= 0;
+      if (is_wanted) row += page * rows.batch_stride;
+    }
+    const int within =
+        S::kHasCodes ? (at * S::kStoredPieces + piece) * 16 : place<S>(at / kRows, piece, at % kRows);
+    copy_16_bytes(to + within, from + row + piece * (16 / sizeof(typename S::Stored)), is_wanted);
+  }
+}
+
+// Begins to copy the scales of 16 keys, and behind them those of their values.
+__device__ inline void copy_scales(float* to, const HeadRows& k, const HeadRows& v, int group,
+                                   Slot slot) {
+  const int lane = threadIdx.x % 32;
+  const HeadRows& rows = lane < kKeys ? k : v;
+  const std::int64_t row = slot.page < 0 ? 0
+                                         : slot.page * rows.batch_stride +
+                                               slot.row * rows.row_stride +
+                                               group * rows.head_stride;
+  copy_float(to + lane, static_cast<const float*>(rows.data) + row, slot.page >= 0);
+}
+
+// Writes the values of a stage of codes as a stage of 16 bits.
+template <typename S>
+__device__ void decode_stage(std::uint8_t* to, const std::uint8_t* stage) {
+  using T = typename S::Element;
+  const auto* scales = reinterpret_cast<const float*>(stage + 2 * kKeys * S::kSize);
+#pragma unroll 4
+  for (int unit = threadIdx.x % 32; unit < 2 * kKeys * S::kStoredPieces; unit += 32) {
+    const int row = unit / S::kStoredPieces, piece = unit % S::kStoredPieces;
+    const int key = row % kKeys;
+    const uint4 codes = *reinterpret_cast<const uint4*>(stage + unit * 16);
+    const float scale = scales[row];
+    const auto values = [&](std::uint32_t pair) {
+      const float2 x = decode2<ElementType::kE4M3>(pair);
+      return pack<T>(__fmul_rn(x.x, scale), __fmul_rn(x.y, scale));
+    };
+    std::uint8_t* rows = to + row / kKeys * (S::kStageBytes / 2);
+    const auto write = [&](int half, std::uint32_t first, std::uint32_t second) {
+      *reinterpret_cast<uint4*>(rows + place<S>(key / kRows, 2 * piece + half, key % kRows)) =
+          make_uint4(values(first), values(first >> 16), values(second), values(second >> 16));
+    };
+    write(0, codes.x, codes.y);
+    write(1, codes.z, codes.w);
   }
 }
 
@@ -231,23 +314,32 @@ __global__ void __launch_bounds__(kThreads) attend_once(const __grid_constant__ 
     return seen.begin + static_cast<int>(std::int64_t{steps} * at / split) * kBlockStep;
   };
   const int end = min(seen.end, step_of(rank + 1));
+  using Stored = typename S::Stored;
+  constexpr int kStages = S::kStages;
   const auto rows_of = [&](const HeadRows& rows) {
-    return static_cast<const T*>(rows.data) + sequence * rows.batch_stride +
-           group * rows.head_stride;
+    return static_cast<const Stored*>(rows.data) +
+           (S::kHasPages ? 0 : sequence * rows.batch_stride) + group * rows.head_stride;
   };
-  const T *k = rows_of(a.k), *v = rows_of(a.v);
-  std::uint8_t* ring = shared + warp * (kStages * S::kStageBytes);
-  const auto copy = [&](int stage, int key) {
-    std::uint8_t* to = ring + stage * S::kStageBytes;
-    copy_rows<S>(to, k, a.k.row_stride, key, end);
-    copy_rows<S>(to + S::kStageBytes / 2, v, a.v.row_stride, key, end);
-  };
+  const Stored *k = rows_of(a.k), *v = rows_of(a.v);
+  std::uint8_t* ring = shared + warp * S::kRing;
   int key = step_of(rank) + warp * kKeys, copied = key;
-#pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage, copied += kBlockStep) {
-    if (copied < end) copy(stage, copied);
+  Slot slot = slot_of<S>(p, sequence, copied, end);
+  const auto copy_next = [&](int stage) {
+    if (copied < end) {
+      std::uint8_t* to = ring + stage * S::kCopyBytes;
+      constexpr int kValues = kKeys * S::kSize * sizeof(Stored);  // bytes before them
+      copy_rows<S>(to, k, a.k, slot, copied, end);
+      copy_rows<S>(to + kValues, v, a.v, slot, copied, end);
+      if constexpr (S::kHasCodes)
+        copy_scales(reinterpret_cast<float*>(to + 2 * kValues), a.k_scales, a.v_scales, group,
+                    slot);
+    }
     end_copies();
-  }
+    copied += kBlockStep;
+    slot = slot_of<S>(p, sequence, copied, end);
+  };
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) copy_next(stage);
   std::uint32_t q[S::kSize / 16][4] = {};  // of heads beyond the last zeros
   if (lane / 4 < count && row >= 0) {
     const auto* words = reinterpret_cast<const std::uint32_t*>(
@@ -258,12 +350,18 @@ __global__ void __launch_bounds__(kThreads) attend_once(const __grid_constant__ 
   }
   Sums<S> own;
   int stage = 0, free_stage = kStages - 1;
-  for (; key < end; key += kBlockStep, copied += kBlockStep) {
+  for (; key < end; key += kBlockStep) {
     wait_for_copies<kStages - 2>();
     __syncwarp();  // of all threads; and what is copied over has been read
-    if (copied < end) copy(free_stage, copied);
-    end_copies();
-    own.add(ring + stage * S::kStageBytes, q, p.scale, end - key);
+    copy_next(free_stage);
+    const std::uint8_t* rows = ring + stage * S::kCopyBytes;
+    if constexpr (S::kHasCodes) {
+      std::uint8_t* decoded = ring + kStages * S::kCopyBytes;
+      decode_stage<S>(decoded, rows);
+      __syncwarp();
+      rows = decoded;
+    }
+    own.add(rows, q, p.scale, end - key);
     free_stage = stage;
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }

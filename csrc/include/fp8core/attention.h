@@ -18,8 +18,8 @@ struct SingleQueryDesc {
   int device;
 };
 
-// Rows of heads, elements adjacent; strides in elements, multiples of 8, as is the address of 16
-// bytes.
+// Rows of heads, elements adjacent; strides in elements. But for scales, addresses and strides are
+// multiples of 16 bytes.
 struct HeadRows {
   const void* data = nullptr;
   std::int64_t batch_stride = 0, row_stride = 0, head_stride = 0;
@@ -29,7 +29,7 @@ struct HeadRows {
 
 struct SingleQueryArguments {
   HeadRows q;     // a row a sequence
-  HeadRows k, v;  // `capacity` rows a sequence
+  HeadRows k, v;  // `capacity` rows a sequence, or pages, whose stride is that of the batch
   std::int64_t batch = 0, capacity = 0;
   const std::int32_t* cu_seqlens_q = nullptr;   // [batch + 1]: of no query or of one
   const std::int32_t* cu_seqlens_kv = nullptr;  // [batch + 1]
@@ -41,15 +41,23 @@ struct SingleQueryArguments {
   const std::int32_t* starts = nullptr;
   std::int64_t rows = 0;
 
-  static constexpr int kOptional = 2;
+  // With pages, the page of each `page_size` keys of a sequence, [batch, capacity / page_size], of
+  // `pages`: keys and values of another number are zeros.
+  const std::int32_t* page_table = nullptr;
+  std::int64_t page_size = 0, pages = 0;
+  // With pages of e4m3 codes, floats: a scale for each row of a head, by which its codes are
+  // multiplied, and rounded to the type of q. Elements of a head are one.
+  HeadRows k_scales, v_scales;
+
+  static constexpr int kOptional = 13;
   auto fields() {
-    return std::tie(q, k, v, batch, capacity, cu_seqlens_q, cu_seqlens_kv, out, stats, starts,
-                    rows);
+    return std::tie(q, k, v, batch, capacity, cu_seqlens_q, cu_seqlens_kv, out, stats, starts, rows,
+                    page_table, page_size, pages, k_scales, v_scales);
   }
 };
 
 // One launch. A query that sees no key, and a sequence without one, has zeros in out and -inf in
-// stats. The values of lengths and starts are not trusted: no address outside of the tensors
+// stats. The values of lengths, starts and pages are not trusted: no address outside of the tensors
 // follows from them. The order of additions follows from the sizes and the length of a sequence.
 void single_query_attention(const SingleQueryDesc& desc, const SingleQueryArguments& arguments,
                             StreamHandle stream);

@@ -15,6 +15,11 @@ PAGES: dict[str, dict[str, Any]] = {
     "rows": {},
     "pages": {"is_paged": True, "page_size": PAGE},
 }
+CACHES: dict[str, dict[str, Any]] = {
+    **PAGES,
+    "codes": {"storage_format": "e4m3"},
+    "pages of codes": {**PAGES["pages"], "storage_format": "e4m3"},
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {},
     "window": {"window_size": (6, 0)},
@@ -46,7 +51,7 @@ class Generation:
             for at in range(2)
         ]
         self.cache = InferenceParams(
-            *(4, CAPACITY, GROUPS, SIZE, torch.bfloat16), device=self.device, **PAGES[kind]
+            *(4, CAPACITY, GROUPS, SIZE, torch.bfloat16), device=self.device, **CACHES[kind]
         )
 
     def step(self, counts: dict[Any, int], backend: str, seed: int, nan_in: str = "") -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import fields
@@ -12,10 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core.backend_api import AttentionDesc, CachedAttentionDesc, OperandError
+from fp8core.backend_api import (
+    AttentionDesc,
+    CachedAttentionDesc,
+    DequantizeDesc,
+    Operand,
+    OperandError,
+    OperandSpec,
+    PagedAttentionDesc,
+    QuantizeDesc,
+)
+from fp8core.chain.attention.pages import CODES
 from fp8core_backends.cuda import attention_cached
 from fp8core_backends.cuda.attention import bind_attention
-from fp8core_backends.cuda.attention_cached import CachedAttention
+from fp8core_backends.cuda.attention_cached import CachedAttention, PagedAttention, paged_problem
 from fp8core_backends.cuda.attention_forward import GraphAttention
 from fp8core_backends.cuda.attention_lengths import Keywords, sequences_of
 from fp8core_backends.cuda.attention_support import KernelNames
@@ -97,7 +108,8 @@ class SingleQuery:
 
     def __call__(self, arguments: tuple[int, ...], stream: int) -> None:
         q, k, v = arguments[:4], arguments[4:8], arguments[8:12]
-        batch, capacity, edges_q, edges_kv, out, stats, *ragged = arguments[12:]
+        batch, capacity, edges_q, edges_kv, out, stats, *more = arguments[12:]
+        ragged, pages = more[:2] if more and more[0] else (), more[2:]
         edges = [at(x, torch.int32, (batch + 1,), (1,)).tolist() for x in (edges_q, edges_kv)]
         starts, rows = list(range(batch)), batch
         if ragged:
@@ -107,15 +119,37 @@ class SingleQuery:
             if ragged and edges[0][i + 1] == edges[0][i]:
                 continue
             query = at(q[0], self.dtype, (rows, self.heads, self.size), (q[1], q[3], 1))[row]
-            keys, values = (
-                at(x[0], self.dtype, (batch, capacity, self.groups, self.size), (*x[1:], 1))[i]
-                for x in (k, v)
-            )
+            if pages:
+                keys, values = (
+                    self.in_pages(x, i, capacity, pages, which) for which, x in enumerate((k, v))
+                )
+            else:
+                keys, values = (
+                    at(x[0], self.dtype, (batch, capacity, self.groups, self.size), (*x[1:], 1))[i]
+                    for x in (k, v)
+                )
             lengths = [x[i + 1] - x[i] for x in edges]
             values, sums = self.attend(query, keys, values, lengths)
             size = (row + 1, self.heads, self.size)
             at(out, self.dtype, size, (self.heads * self.size, self.size, 1))[row] = values
             at(stats, torch.float32, size[:2], (self.heads, 1))[row] = sums
+
+    def in_pages(
+        self, rows: tuple[int, ...], sequence: int, capacity: int, pages: Any, which: int
+    ) -> torch.Tensor:
+        """Return the keys or values of a sequence ``[capacity, groups, size]``."""
+        table, page_size, num_pages, *scales = pages
+        columns = capacity // page_size
+        own = at(table + 4 * columns * sequence, torch.int32, (columns,), (1,)).long()
+        size = (num_pages, page_size, self.groups)
+        stored = torch.uint8 if scales else self.dtype
+        kept = at(rows[0], stored, (*size, self.size), (*rows[1:], 1))[own.clamp(0, num_pages - 1)]
+        if scales:
+            address, *strides = scales[4 * which : 4 * which + 4]
+            scale = at(address, torch.float32, size, tuple(strides))[own.clamp(0, num_pages - 1)]
+            kept = (kept.view(torch.float8_e4m3fn).float() * scale[..., None]).to(self.dtype)
+        is_page = ((own >= 0) & (own < num_pages))[:, None, None, None]
+        return torch.where(is_page, kept, 0).flatten(0, 1)
 
     def attend(self, q: Any, k: Any, v: Any, lengths: list[int]) -> tuple[Any, Any]:
         left, right = self.window
@@ -148,8 +182,11 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(attention_cached, "raw_stream", lambda index: 0)
     monkeypatch.setattr(attention_cached, "allocator", lambda index: empty)
 
-    def bind(desc: CachedAttentionDesc) -> CachedAttention:
-        run = CachedAttention(desc, torch.device("cuda", 0), NAMES, native)
+    def bind(desc: CachedAttentionDesc) -> CachedAttention | PagedAttention:
+        cuda, run = torch.device("cuda", 0), None
+        if isinstance(desc, PagedAttentionDesc):
+            run = PagedAttention(desc, cuda, native)
+        run = run or CachedAttention(desc, cuda, NAMES, native)
         run.device = CPU
         return run
 
@@ -220,6 +257,164 @@ def test_other_attention_is_cudnn_s_alone(
     native = SimpleNamespace(SingleQuery=pytest.fail)
     run = bind_attention(descriptor(**changes), torch.device("cuda", 0), native)
     assert type(run) is GraphAttention
+
+
+def paged(
+    desc: CachedAttentionDesc, operands: Any, keywords: dict[str, Any], page_size: int, kv: Any
+) -> tuple[PagedAttentionDesc, Any, dict[str, Any], Any]:
+    """A call with keys and values in pages that lie in any order among others, and the operands of
+    the same call without pages."""
+    q, k, v = operands
+    device, batch = q.device, len(keywords["cu_seqlens_q"]) - 1
+    if desc.layout == "sbhd":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    k, v = (x.reshape(batch, -1, page_size, *x.shape[-2:]) for x in (k, v))
+    columns = k.shape[1]
+    table = torch.randperm(batch * columns + 3)[: batch * columns].to(device)
+    pages, plain = [], []
+    for x in (k, v):
+        pool = x.new_full((batch * columns + 3, *x.shape[2:]), torch.nan)  # of other sequences
+        pool[table] = x.flatten(0, 1)
+        if kv is not None:
+            run = backend("reference").bind(QuantizeDesc(desc.dtype, kv, None), device)
+            operand = run(pool.flatten(0, -2)).rowwise
+            values = backend("reference").bind(DequantizeDesc(kv, desc.dtype), device)(operand)
+            scales = operand.scale_inv.view(*pool.shape[:-1], 1)
+            pages.append(Operand(operand.data.view(pool.shape), scales))
+            x = values.view(pool.shape)[table].view(x.shape)
+        else:
+            pages.append(pool)
+        x = x.flatten(1, 2)
+        x = x.transpose(0, 1) if desc.layout == "sbhd" else x
+        plain.append(x.flatten(0, 1) if desc.layout == "thd" else x)
+    values = {field.name: getattr(desc, field.name) for field in fields(desc)}
+    more = {"page_table": table.view(batch, columns).int()}
+    return PagedAttentionDesc(**values, kv=kv), (q, *pages), keywords | more, (q, *plain)
+
+
+CALLS = (((36,), 36), ((5, 130, 0, 64, 9), 132), ((1, 1100, 700), 1104))
+"""Lengths of sequences, and a capacity of pages of 1, 2, 3 and 4 keys."""
+
+
+@pytest.mark.parametrize("kv", [None, CODES], ids=["bfloat16", "codes"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("window", "at_the_end"), WINDOWS)
+def test_the_kernel_is_given_the_pages(
+    layout: str, window: tuple[int, int], at_the_end: bool, kv: Any, bound: Callable[..., Any]
+) -> None:
+    plain = descriptor(layout, window=window, bottom_right=at_the_end)
+    for (lengths, capacity), page_size in zip(CALLS, (3, 4, 2), strict=True):
+        operands, keywords = call(plain, CPU, lengths, capacity)
+        desc, pages, given, rows = paged(plain, operands, keywords, page_size, kv)
+        for ours, theirs in zip(
+            bound(desc)(*pages, **given), bound(plain)(*rows, **keywords), strict=True
+        ):
+            assert ours is theirs or torch.equal(ours, theirs)
+
+
+WRONG_PAGES: dict[str, Any] = {
+    "int64": lambda q, k, v, table: (q, k, v, table.long()),
+    "one dimension": lambda q, k, v, table: (q, k, v, table[0]),
+    "other batch": lambda q, k, v, table: (q, k, v, table[:1]),
+    "no columns": lambda q, k, v, table: (q, k, v, table[:, :0]),
+    "two queries": lambda q, k, v, table: (torch.cat((q, q), 1), k, v, table),
+    "other heads": lambda q, k, v, table: (q, k[..., :1, :], v, table),
+    "other dtype": lambda q, k, v, table: (q, k, v.half(), table),
+    "scales": lambda q, k, v, table: (q, Operand(k, torch.ones(*k.shape[:-1], 1)), v, table),
+    "bytes": lambda q, k, v, table: (q, k.view(torch.uint8)[..., ::2], v, table),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PAGES)
+def test_pages_of_another_form_are_refused(name: str, bound: Callable[..., Any]) -> None:
+    plain = descriptor()
+    operands, keywords = call(plain, CPU, (5, 7), 8)
+    desc, pages, given, _ = paged(plain, operands, keywords, 4, None)
+    *changed, given["page_table"] = WRONG_PAGES[name](*pages, given["page_table"])
+    with pytest.raises(OperandError, match=r"k and v \[pages, page size, 2, 64\]"):
+        bound(desc)(*changed, **given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"kv": CODES}, None),
+        ({"kv": OperandSpec("e5m2", (1, 0), 57344.0)}, "codes are e4m3"),
+        ({"kv": OperandSpec("e4m3", (0, 0), 448.0)}, "codes are e4m3"),
+        ({"head_dim": 96, "head_dim_v": 96}, "heads of 96"),
+        ({"softmax": "off-by-one"}, "no sink"),
+        ({"padding": False}, "sequences with lengths"),
+        ({"dtype": torch.float32}, "no attention of torch.float32"),
+        ({"groups": 3}, "no multiple"),
+    ],
+    ids=str,
+)
+def test_pages_that_no_kernel_reads_are_denied(
+    changes: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    values = {field.name: getattr(descriptor(), field.name) for field in fields(AttentionDesc)}
+    problem = paged_problem(PagedAttentionDesc(**values | changes), torch.device("cuda", 0))
+    assert problem is None if reason is None else reason in str(problem)
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("kv", [None, CODES], ids=["16 bits", "codes"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_pages_have_the_bits_of_rows(layout: str, head_dim: int, kv: Any) -> None:
+    """Codes those of their values, rounded to the dtype."""
+    for dtype, (heads, groups) in itertools.product(
+        (torch.bfloat16, torch.float16), ((8, 8), (12, 4), (10, 1))
+    ):
+        shape = {"heads": heads, "groups": groups, "head_dim": head_dim, "head_dim_v": head_dim}
+        for window, at_the_end in WINDOWS:
+            masks = {"window": window, "bottom_right": at_the_end}
+            plain = descriptor(layout, dtype=dtype, scale=head_dim**-0.5, **shape, **masks)
+            for (lengths, capacity), page_size in itertools.product(CALLS, (1, 3, 4)):
+                if capacity % page_size:
+                    continue
+                operands, keywords = call(plain, DEVICE, lengths, capacity)
+                desc, pages, given, rows = paged(plain, operands, keywords, page_size, kv)
+                got = backend("cuda").bind(desc, DEVICE)(*pages, **given)
+                want = backend("cuda").bind(plain, DEVICE)(*rows, **keywords)
+                for ours, theirs in zip(got[:2], want[:2], strict=True):
+                    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("kv", [None, CODES], ids=["bfloat16", "codes"])
+def test_pages_outside_of_the_pool_are_zeros(kv: Any) -> None:
+    """compute-sanitizer sees that nothing is read there."""
+    plain = descriptor(window=(-1, 0), bottom_right=True)
+    operands, keywords = call(plain, DEVICE, (40, 36), 40)
+    keywords["cu_seqlens_q"] = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    desc, pages, given, (q, k, v) = paged(plain, operands, keywords, 4, kv)
+    for number in (13 + 10, 2**31 - 1, -1, -(2**31)):  # the pool has 23 pages
+        k[0, 8:12], v[0, 8:12] = 0, 0
+        given["page_table"][0, 2] = number
+        got = backend("cuda").bind(desc, DEVICE)(*pages, **given)
+        want = backend("cuda").bind(plain, DEVICE)(q, k, v, **keywords)
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.needs_accelerator("cuda")
+def test_a_captured_step_reads_the_pages_of_its_replay() -> None:
+    plain = descriptor("bshd", window=(-1, 0), bottom_right=True)
+    operands, keywords = call(plain, DEVICE, (40, 40), 64)
+    desc, pages, given, _ = paged(plain, operands, keywords, 4, None)
+    run = backend("cuda").bind(desc, DEVICE)
+    run(*pages, **given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, stats, _ = run(*pages, **given)
+    given["page_table"].copy_(given["page_table"].flip(0).clone())
+    graph.replay()
+    want, want_stats, _ = run(*pages, **given)
+    assert torch.equal(out, want)
+    assert torch.equal(stats, want_stats)
 
 
 @pytest.mark.needs_accelerator("cuda")

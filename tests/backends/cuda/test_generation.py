@@ -21,6 +21,7 @@ from fp8core import (
 from fp8core_backends.cuda.attention_plans import Graphs
 from tests.backends.cuda.cuda_cases import DEVICE, nothing_waits
 from tests.backends.cuda.generation import (
+    CACHES,
     CAPACITY,
     GROUPS,
     HEADS,
@@ -43,7 +44,7 @@ def frontend() -> None:
     bound(desc_of("padding"))
 
 
-@pytest.mark.parametrize(("kind", "layout", "options"), pairs(PAGES, LAYOUTS, OPTIONS))
+@pytest.mark.parametrize(("kind", "layout", "options"), pairs(CACHES, LAYOUTS, OPTIONS))
 def test_sequences_that_come_and_go_have_the_results_of_the_reference(
     kind: str, layout: str, options: str
 ) -> None:

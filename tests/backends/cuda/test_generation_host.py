@@ -20,6 +20,7 @@ from fp8core_backends.cuda import attention_call, attention_lengths, attention_p
 from fp8core_backends.cuda.attention_plans import Graphs
 from tests.backends.cuda.attention_stand_in import StandIn
 from tests.backends.cuda.generation import (
+    CACHES,
     CAPACITY,
     GROUPS,
     HEADS,
@@ -78,7 +79,7 @@ def test_pages_build_a_plan_for_each_power_of_two(layout: str) -> None:
     assert Graphs.built - before == (0 if layout == "thd" else 4)
 
 
-@pytest.mark.parametrize(("kind", "layout", "options"), pairs(PAGES, LAYOUTS, OPTIONS))
+@pytest.mark.parametrize(("kind", "layout", "options"), pairs(CACHES, LAYOUTS, OPTIONS))
 def test_what_a_sequence_leaves_reaches_no_other(kind: str, layout: str, options: str) -> None:
     """NaN of a token, of one that has ended and of padding, are where the reference has them."""
     native, judge = (Generation(layout, kind, **OPTIONS[options]) for _ in range(2))

@@ -27,6 +27,7 @@ from fp8core.backend_api import (
     NormDesc,
     Operand,
     OperandSpec,
+    PagedAttentionDesc,
     QuantizeByAmaxDesc,
     QuantizeDesc,
     RotaryDesc,
@@ -276,6 +277,38 @@ def single_queries() -> None:
             for lengths in (edges * capacity, edges * 5, -edges, edges * 2**20):
                 run(q, k, v, cu_seqlens_q=edges, cu_seqlens_kv=lengths, **whole)
             run(q, k, v, cu_seqlens_q=edges * 2**20, cu_seqlens_kv=edges, **whole)
+
+
+def single_queries_in_pages() -> None:
+    """Attend by one query a sequence over pages and over pages of codes, of a table that names all
+    of them and of tables that name others."""
+    shapes = ((64, 8, 1), (128, 4, 4), (128, 6, 2), (256, 1, 1))
+    for (size, heads, groups), kv, page_size in itertools.product(
+        shapes, (None, spec("rowwise")), (3, 16)
+    ):
+        masks = {"padding": True, "window": (-1, 0), "bottom_right": True, "kv": kv}
+        desc = PagedAttentionDesc(
+            torch.bfloat16, "bshd", heads, groups, size, size, size**-0.5, **masks
+        )
+        run = backend("cuda").bind(desc, DEVICE)
+        for batch, columns in ((1, 40), (3, 2), (200, 1)):
+            pages = batch * columns
+            shape = (pages, page_size, groups)
+            if kv is None:
+                k, v = torch.randn(2, *shape, size).bfloat16().to(DEVICE)
+            else:
+                k, v = (
+                    Operand(torch.randint(120, (*shape, size)).byte().to(DEVICE), scales)
+                    for scales in torch.rand(2, *shape, 1).to(DEVICE)
+                )
+            q = torch.randn(batch, 1, heads, size).bfloat16().to(DEVICE)
+            edges = torch.arange(batch + 1, dtype=torch.int32).to(DEVICE)
+            table = torch.randperm(pages).view(batch, columns).int().to(DEVICE)
+            hostile = torch.full_like(table, 2**31 - 1)
+            for named in (table, table - pages, table + pages, hostile, -hostile):
+                for lengths in (edges * columns * page_size, edges * 2**20):
+                    sizes = {"cu_seqlens_q": edges, "cu_seqlens_kv": lengths}
+                    run(q, k, v, page_table=named, **sizes)
 
 
 def steps_of_a_cache() -> None:
