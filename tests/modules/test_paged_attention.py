@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core import InferenceParams, KVCacheManager, OperandError, UnsupportedError, use_backend
+from fp8core import (
+    DotProductAttention,
+    InferenceParams,
+    KVCacheManager,
+    OperandError,
+    UnsupportedError,
+    use_backend,
+)
 from fp8core.backend_api import (
     API_VERSION,
     Alignment,
@@ -184,6 +191,21 @@ def test_codes_of_large_and_of_small_tokens_are_equally_accurate() -> None:
         smallest = 2.0**-10 / 448 * x.abs().amax(-1, keepdim=True)
         # The value is rounded to bfloat16 again.
         assert ((kept - x).abs() <= x.abs() * (2.0**-4 + 2.0**-8) + smallest * 1.01).all()
+
+
+@pytest.mark.parametrize(("deviation", "decibels"), [(0.5, 30), (1, 28), (2, 25)])
+def test_results_of_codes_are_as_near_as_the_page_says(deviation: float, decibels: int) -> None:
+    heads, groups, size, tokens = 8, 2, 128, 128
+    layer = DotProductAttention(heads, size, groups, qkv_format="bshd", layer_number=1).eval()
+    q, k, v = (torch.randn(2, tokens, n, size).to(DEVICE) for n in (heads, groups, groups))
+    q, k, v = (x.to(BF16) for x in (q * deviation, k, v))
+    cache = InferenceParams(2, tokens, groups, size, BF16, storage_format="e4m3", device=DEVICE)
+    cache.pre_step({0: tokens, 1: tokens})
+    with torch.no_grad(), use_backend("reference"):
+        exact = layer(q.double(), k.double(), v.double())[:, -64:]
+        got = layer(q, k, v, inference_params=cache)[:, -64:].double()
+    noise = (got - exact).square().sum()
+    assert 10 * torch.log10(exact.square().sum() / noise) > decibels
 
 
 def test_a_cache_of_codes_takes_about_half_the_memory() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,12 +33,12 @@ class Pages(NamedTuple):
     def gathered(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values in ``dtype``, which they have unless they are codes, of each
         sequence one after the other, ``[b, tokens, heads, head size]``, copied: ``tokens`` of whole
-        pages."""
-        table = self.page_table[:, : tokens // self.keys.shape[1]]
-        keys, values = gathered((self.keys, self.values), table)
+        pages, or the first of one."""
+        table = self.page_table[:, : -(-tokens // self.keys.shape[1])].long()
+        keys, values = (x[:, :tokens][table].flatten(1, 2) for x in (self.keys, self.values))
         if self.key_scales is None or self.value_scales is None:
             return keys, values
-        scales = gathered((self.key_scales, self.value_scales), table)
+        scales = [x[:, :tokens][table].flatten(1, 2) for x in (self.key_scales, self.value_scales)]
         dequantize = bound(DequantizeDesc, (CODES, dtype), keys.device)
         keys, values = (
             dequantize(Operand(codes.flatten(0, -2), scale.flatten(0, -2))).view(codes.shape)
@@ -54,10 +53,3 @@ def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows = x.reshape(-1, x.shape[-1])
     operand = bound(QuantizeDesc, (x.dtype, CODES, None), x.device)(rows).rowwise
     return operand.data.view(x.shape), operand.scale_inv.view(*x.shape[:-1], 1)
-
-
-def gathered(pages: Sequence[torch.Tensor], page_table: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors ``[pages, page size, ..]`` as those of sequences ``[b, n * page size, ..]``,
-    whose pages are ``page_table [b, n]``."""
-    table = page_table.long()
-    return [part[table].flatten(1, 2) for part in pages]

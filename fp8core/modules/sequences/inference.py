@@ -276,7 +276,7 @@ class InferenceParams:
 
     @property
     def read_length(self) -> int:
-        """How many tokens of whole pages hold the longest sequence of the step."""
+        """How many tokens hold the longest sequence of the step, of pages whole ones."""
         return self.cache_manager.read_length or self.max_sequence_length
 
     @property

@@ -55,7 +55,8 @@ class KVCacheManager:
 
     device: torch.device | None = None
     read_length = 0
-    """How many tokens of whole pages hold the longest sequence of this step; 0 says nothing."""
+    """How many tokens hold the longest sequence of this step, of pages whole ones; 0 says nothing:
+    as many as a sequence may have."""
 
     def __init__(self) -> None:
         self.cache: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -426,13 +427,15 @@ class NonPagedKVCacheManager(_ManagerBase):
         batch, offset, position = _places(steps, before)
         slot = batch * self.max_seqlen + position
         self._changes = None
+        if self.stores_codes:  # which are copied where no kernel reads them
+            self.read_length = _power_of_two(max(after.values(), default=0), self.max_seqlen)
         return self._placed(torch.stack((slot, batch, offset)))
 
     @override
     def _placed_on_device(
         self, before: torch.Tensor, ends: torch.Tensor, most: int, faults: torch.Tensor
     ) -> torch.Tensor:
-        self._settled, self._changes = self.sequences, None
+        self._settled, self._changes, self.read_length = self.sequences, None, 0
         return faults
 
     @override
@@ -553,8 +556,7 @@ class PagedKVCacheManager(_ManagerBase):
         self.page_table[: len(rows)].copy_(table, non_blocking=True)
         self._reading(len(rows)).copy_(self._read_pages(pages.values()), non_blocking=True)
         longest = max(map(len, pages.values()), default=0)
-        count = min(1 << max(0, longest - 1).bit_length(), self.max_pages_per_seq)
-        self.read_length = count * self.page_size
+        self.read_length = _power_of_two(longest, self.max_pages_per_seq) * self.page_size
         new = (numbers[len(self._pages.get(name, ())) :] for name, numbers in pages.items())
         new_pages = [*itertools.chain.from_iterable(new)]
         self._new_pages = (
@@ -667,6 +669,11 @@ class PagedKVCacheManager(_ManagerBase):
             )
         numbers = iter(free)
         return {name: [*pages[name], *itertools.islice(numbers, missing[name])] for name in after}
+
+
+def _power_of_two(count: int, most: int) -> int:
+    """Return the power of two from ``count`` on, from 1 to ``most``."""
+    return min(1 << max(0, count - 1).bit_length(), most)
 
 
 def _with_spare(memory: torch.Tensor) -> torch.Tensor:
