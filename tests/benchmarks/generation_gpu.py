@@ -7,7 +7,8 @@
 head of 32768 tokens, bfloat16. ``hf`` are LlamaForCausalLM of transformers with a static cache: as
 it is, quantized by ``fp8core.quantize_`` under a recipe (``wo``: weights alone), or by torchao's
 ``quantize_``. ``own`` and ``te`` are TransformerLayers of fp8core and of Transformer Engine with
-their ``InferenceParams``, stored ones made without gradients. Heads stay in bfloat16.
+their ``InferenceParams``, stored ones made without gradients; behind a comma, how these keep keys
+and values. Heads stay in bfloat16.
 
 A prefill is a forward of ``batch x tokens`` without a cache, whose last tokens have logits. A
 decode step is one token of each sequence behind ``before`` others. ``eager`` and ``graph`` are
@@ -30,8 +31,9 @@ import os
 import signal
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +60,13 @@ ROOM = 512
 AT_ONCE = 2**16
 """Tokens that a cache is filled with at once."""
 BASE = "hf bf16"
+PAGE = 64
+CACHES: dict[str, dict[str, Any]] = {
+    "pages": {"is_paged": True, "page_size": PAGE},
+    "cache in FP8": {"storage_format": "e4m3"},
+    "pages in FP8": {"is_paged": True, "page_size": PAGE, "storage_format": "e4m3"},
+}
+"""Arguments of caches that keep keys and values in another way than in rows of bfloat16."""
 WAYS = ("eager", "graph", "host", "compiled")
 
 
@@ -163,11 +172,18 @@ class HuggingFace:
 
 class Own:
     """TransformerLayers of fp8core or of Transformer Engine between an embedding and a head, with
-    weights stored as recipe ``stored`` has them, or in bfloat16."""
+    weights stored as recipe ``stored`` has them, or in bfloat16; ``cache`` are more arguments of
+    the cache of keys and values."""
 
     def __init__(
-        self, sizes: Sizes, device: torch.device, library: str = "fp8core", stored: str = "bf16"
+        self,
+        sizes: Sizes,
+        device: torch.device,
+        library: str = "fp8core",
+        stored: str = "bf16",
+        cache: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        self.cache = cache
         te, self.library, self.stored, self.device = layers_of(library), library, stored, device
         self.sizes, self.te, is_stored = sizes, te, stored != "bf16"
         with te.quantized_model_init(
@@ -195,12 +211,13 @@ class Own:
         """Return the step of a cell."""
         tokens = torch.zeros(cell.batch, cell.tokens, dtype=torch.long, device=self.device)
         capacity = cell.before + (ROOM + 8 if cell.before else cell.tokens)
+        capacity += -capacity % PAGE
         options: dict[str, Any] = {"self_attn_mask_type": "causal"}
         angles = self.te.RotaryPositionEmbedding(self.sizes.head)(capacity).to(self.device)
         if not cell.before:
             return Step(partial(self._logits, tokens, rotary_pos_emb=angles, **options))
         cache = self.te.InferenceParams(
-            *(cell.batch, capacity, self.sizes.groups, self.sizes.head, BF16)
+            *(cell.batch, capacity, self.sizes.groups, self.sizes.head, BF16), **self.cache
         )
         options = {"self_attn_mask_type": "padding_causal", "inference_params": cache}
 
@@ -262,6 +279,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
         f"own {name}": partial(Own, stored=name)
         for name in ("bf16", "current", "delayed", "rowwise")
     },
+    **{f"own bf16, {name}": partial(Own, cache=cache) for name, cache in CACHES.items()},
     **{
         f"te {name}": partial(Own, library="te", stored=name)
         for name in ("bf16", "current", "delayed")
