@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +36,7 @@ from fp8core.chain.shape import BindContext, CallInputs, LinkShape
 from fp8core.chain.simple import SimpleLink, SimpleShape
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError, RecipeError, did_you_mean
+from fp8core.recipe.base import loads_earlier
 
 _GATED = (*GATED, "situglu")
 
@@ -84,6 +85,7 @@ _RESULT = "activation"
 _CACHED = OperandSpec("e4m3", (0, 0), 448.0)
 
 
+@loads_earlier
 @dataclass(frozen=True, slots=True)
 class ActivationShape(GatedShape):
     """Which activation, and its parameters in the order of :class:`ActivationDesc`; with
@@ -126,15 +128,6 @@ class ActivationShape(GatedShape):
             rows_request(context.dtype) if reads_rows else None,
             codec,
         )
-
-
-def _set_state(shape: ActivationShape, state: Sequence[Any]) -> None:
-    """Take the fields of a copy or a pickle; those of an earlier version lack the last."""
-    for field, value in zip(fields(shape), (*state, False)[:3], strict=True):
-        object.__setattr__(shape, field.name, value)  # frozen
-
-
-ActivationShape.__setstate__ = _set_state  # type: ignore[attr-defined]  # Python 3.10 replaces one of the class
 
 
 def activation_shape(

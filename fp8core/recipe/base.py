@@ -211,13 +211,30 @@ class Recipe:
         raise NotImplementedError
 
 
+_Value = TypeVar("_Value")
 _Recipe = TypeVar("_Recipe", bound=Recipe)
+
+
+def loads_earlier(kind: type[_Value]) -> type[_Value]:
+    """Have the frozen dataclass ``kind`` load values that an earlier version pickled, which lack
+    the last fields."""
+    fields: tuple[Any, ...] = dataclasses.fields(kind)  # type: ignore[arg-type]  # each is one
+
+    def set_state(instance: Any, state: Sequence[Any]) -> None:
+        all_fields = dataclasses.fields(instance)  # those of a subclass are behind those of kind
+        end = len(state) - (len(all_fields) - len(fields))
+        missing = [field.default for field in fields[end:]]
+        for field, value in zip(all_fields, [*state[:end], *missing, *state[end:]], strict=True):
+            object.__setattr__(instance, field.name, value)
+
+    if "__setstate__" in vars(kind):  # of a dataclass with slots
+        kind.__setstate__ = set_state  # type: ignore[attr-defined]
+    return kind
 
 
 def explains_writes(kind: type[_Recipe]) -> type[_Recipe]:
     """Have the frozen dataclass ``kind`` say how to change a field, where one is written, and load
     recipes that an earlier version pickled, which lack the last fields."""
-    fields: tuple[Any, ...] = dataclasses.fields(kind)  # type: ignore[arg-type]  # each is one
 
     def refuse_write(recipe: Any, name: str, value: object) -> None:
         fields = [field.name for field in dataclasses.fields(recipe)]
@@ -236,15 +253,7 @@ def explains_writes(kind: type[_Recipe]) -> type[_Recipe]:
             f"a recipe is a value: {kind.__name__}'s field {name!r} cannot be deleted."
         )
 
-    def set_state(recipe: Any, state: Sequence[Any]) -> None:
-        all_fields = dataclasses.fields(recipe)  # those of a subclass are behind the fields of kind
-        end = len(state) - (len(all_fields) - len(fields))
-        missing = [field.default for field in fields[end:]]
-        for field, value in zip(all_fields, [*state[:end], *missing, *state[end:]], strict=True):
-            object.__setattr__(recipe, field.name, value)
-
-    if "__setstate__" in vars(kind):  # of a dataclass with slots
-        kind.__setstate__ = set_state  # type: ignore[attr-defined]
+    loads_earlier(kind)
     kind.__setattr__ = refuse_write  # type: ignore[method-assign]  # instead of the dataclass's
     kind.__delattr__ = refuse_deletion  # type: ignore[method-assign]
     return kind
