@@ -11,6 +11,7 @@ Rules of `encode` for every format without an `encoder` of another kind:
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import math
@@ -26,6 +27,7 @@ import torch
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 
 __all__ = [
+    "DType",
     "FormatSpec",
     "by_name",
     "forget",
@@ -490,13 +492,35 @@ for _spec in (
     register(_spec)
 
 
+class DType(enum.IntEnum):
+    """Data types by the numbers that Transformer Engine gives them."""
+
+    kByte = 0
+    kInt32 = 2
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat4E2M1 = 10
+
+
+_NUMBERS = {"e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2, "e2m1": DType.kFloat4E2M1}
 _BY_DTYPE: dict[object, str] = {
-    7: "e4m3",  # fp8core.DType, Transformer Engine's numbers
-    8: "e5m2",
-    10: "e2m1",
+    **{number: name for name, number in _NUMBERS.items()},
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
+
+
+def dtype_of(name: str) -> DType | str:
+    """Return what :func:`format_of` takes for the format ``name``: its DType, or its name where
+    Transformer Engine has no number for it.
+
+    >>> dtype_of("e5m2")
+    <DType.kFloat8E5M2: 8>
+    """
+    return _NUMBERS.get(name, name)
 
 
 def format_of(dtype: object, owner: str) -> str:

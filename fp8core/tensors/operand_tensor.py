@@ -9,7 +9,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from fp8core.backend_api import Operand
+from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.errors import OperandError, UnsupportedError
+from fp8core.formats import dtype_of
 from fp8core.recipe.plan import TensorPlan
 from fp8core.reporting import log_once
 from fp8core.tensors.checks import matrix_size
@@ -156,6 +158,48 @@ class OperandTensor(torch.Tensor):
         if rowwise_data and columnwise_data:
             return row, column
         return row if rowwise_data else column
+
+    @property
+    def _data(self) -> torch.Tensor | None:
+        """The rowwise codes of a tensor with one scale, by Transformer Engine's name."""
+        self._check_scale("_data")
+        return self.get_data_tensors(columnwise_data=False)  # type: ignore[return-value]  # one
+
+    @property
+    def _transpose(self) -> torch.Tensor | None:
+        """The columnwise codes ``[k, ...]`` of a tensor with one scale, in its memory; None if they
+        are not held."""
+        self._check_scale("_transpose")
+        codes: Any = self.get_data_tensors(rowwise_data=False)
+        if codes is not None and self.dim() > 2:
+            codes = codes.unflatten(1, self.shape[:-1])
+        return codes  # type: ignore[no-any-return]  # of one orientation
+
+    @property
+    def _scale_inv(self) -> torch.Tensor:
+        """The one scale by which the codes of a tensor are multiplied, float32 ``[1]``."""
+        self._check_scale("_scale_inv")
+        row, column = self.operands
+        scale: torch.Tensor = (row or column).scale_inv
+        return scale.view(1)
+
+    @property
+    def _fp8_dtype(self) -> Any:
+        """The format of the codes, a :class:`fp8core.DType`; its name where that has none."""
+        spec = self.plan.rowwise or self.plan.columnwise
+        assert spec is not None
+        if codes_per_byte(spec) > 1:
+            raise AttributeError(f"{self} has no _fp8_dtype: its codes have no 8 bits.")
+        return dtype_of(spec.format)
+
+    def _check_scale(self, name: str) -> None:
+        """Raise AttributeError unless one scale is that of the whole tensor."""
+        spec = self.plan.rowwise or self.plan.columnwise
+        if spec is None or spec.block != (0, 0):
+            raise AttributeError(
+                f"{self} has no {name}, which tensors with one scale have. get_data_tensors() "
+                f"returns its codes, get_metadata() its scales too."
+            )
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the plain tensors of its operands, for a collective or a count of bytes.

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import reprlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -28,6 +28,7 @@ from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors import operators
 from fp8core.tensors.checks import check_stored, fit_codes, matrix_size, plan_from
+from fp8core.tensors.layouts import arguments_of, is_hybrid
 from fp8core.tensors.operand_tensor import OperandTensor
 from fp8core.tensors.operators import write
 from fp8core.tensors.quantizer import Orientations, Slot, TensorQuantizer, each_way
@@ -271,6 +272,68 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         part._shares_scales = self._shares_scales
         return part
 
+    @property
+    def _quantizer(self) -> Any:
+        """A quantizer that makes tensors stored like this one, in its orientations, by its delayed
+        scale if it has one.
+
+        Raises:
+            OperandError: its delayed scale is elsewhere.
+        """
+        if self._lacks_slot:
+            raise OperandError(f"{self} has its delayed scale outside of the graph.")
+        return _quantizers[0](self.plan, self._slot)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return the keyword arguments by which its class of Transformer Engine's,
+        :class:`fp8core.Float8Tensor` and others, makes the tensor again, in that one's layout.
+
+        What has the same layout here is not copied. An orientation that is a view of the other is
+        None; the amax of two levels is one that gives their scale.
+
+        Raises:
+            UnsupportedError: no such class stores it.
+        """
+        if is_hybrid(self.plan):
+            row, column = self.rowwise_sub_storage, self.columnwise_sub_storage
+            parts = {"rowwise_storage": row, "columnwise_storage": column}
+            return {**parts, "quantizer": self._quantizer}
+        return arguments_of(self, self._quantizer)
+
+    @classmethod
+    def make_like(
+        cls,
+        tensor: QuantizedTensor,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        """Return another tensor of the memory of ``tensor``, without its history: of ``shape``,
+        whose last dimension is the same, and with the nominal ``dtype``; None: its own.
+
+        Raises:
+            OperandError: it is no QuantizedTensor, or has other rows.
+        """
+        if not isinstance(tensor, QuantizedTensor):
+            raise OperandError(f"make_like of {type(tensor).__name__}: expected a QuantizedTensor.")
+        sizes = tuple(tensor.shape if shape is None else shape)
+        if matrix_shape(sizes) != matrix_shape(tensor.shape):
+            raise OperandError(
+                f"make_like({tensor}, shape={list(sizes)}): leading dimensions are rows, and the "
+                f"last one stays as it is."
+            )
+        like = tensor.detach()
+        like = like if sizes == tensor.shape else like.view(sizes)
+        assert isinstance(like, QuantizedTensor)
+        like = like if dtype in (None, tensor.dtype) else like.with_dtype(dtype)
+        like.requires_grad_(requires_grad)
+        return like
+
+    def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
+        """Return another tensor of the same memory with the nominal ``dtype``."""
+        return self.make_like(self, dtype=dtype)
+
     def turned_to_rows(self) -> QuantizedTensor:
         """Return this tensor, which holds columns alone, with its rows in the same memory, if they
         have the same codes; else itself."""
@@ -433,6 +496,15 @@ def initial_value(tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 torch.serialization.add_safe_globals([_rebuild, _rebuild_part])
+
+
+_quantizers: list[Callable[[TensorPlan, Slot | None], Any]] = []
+"""Makes a quantizer of a plan and a delayed scale: of the room above, which imports this one."""
+
+
+def set_quantizers(make: Callable[[TensorPlan, Slot | None], Any]) -> None:
+    """Have ``make`` return the quantizers that :class:`QuantizedTensor` gives for itself."""
+    _quantizers[:] = [make]
 
 
 def _turned(

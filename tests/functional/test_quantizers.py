@@ -547,6 +547,17 @@ def test_scale_shapes_are_those_of_transformer_engine() -> None:
         Float8CurrentScalingQuantizer(E4M3, DEVICE).get_scale_shape((64, 64), False)
 
 
+@pytest.mark.parametrize("shape", [(-64, 64), (64.0, 64), (64, 0.5), (True, 64), ("64", 64)])
+def test_sizes_that_are_no_counts_are_refused(shape: Any) -> None:
+    quantizer = MXFP8Quantizer(E4M3)
+    with pytest.raises(OperandError, match=r"get_scale_shape.*integers from 0 on"):
+        quantizer.get_scale_shape(shape, False)
+    with pytest.raises(OperandError, match=r"inner_tensor_specs.*integers from 0 on"):
+        quantizer.inner_tensor_specs(shape)
+    assert quantizer.get_scale_shape((0, 64), True) == (0, 128)
+    assert quantizer.get_scale_shape(torch.Size([64]), False) == (128, 4)
+
+
 @pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)])
 def test_inner_tensors_are_those_of_a_quantized_tensor(usages: tuple[bool, bool]) -> None:
     x = torch.randn(2, 64, 128, device=DEVICE)

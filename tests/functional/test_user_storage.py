@@ -441,6 +441,13 @@ def test_storages_that_nothing_reads_are_refused() -> None:
     refused(CustomRecipe(Factory(Ours)), OperandError, "no QuantizedTensorStorage of its own")
 
 
+def test_a_quantizer_that_forgets_to_quantize_is_not_one_of_high_precision() -> None:
+    class Forgetful(Multiplying):
+        quantize = fp8core.Quantizer.quantize  # type: ignore[assignment]  # the base's
+
+    refused(CustomRecipe(Factory(Forgetful)), OperandError, "neither orientation")
+
+
 def test_groups_graphs_stored_weights_and_the_monitor_are_refused_by_name() -> None:
     custom = CustomRecipe(Factory())
     grouped = fp8core.GroupedLinear(2, 32, 32, device=DEVICE)

@@ -20,6 +20,7 @@ from fp8core.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from fp8core.tensors import layouts
 
 E4M3 = DType.kFloat8E4M3
 
@@ -184,8 +185,10 @@ def test_what_is_not_offered_is_named() -> None:
         _mxfp8(with_gemm_swizzled_scales=True)
     with pytest.raises(UnsupportedError, match="its columns of 32"):
         _mxfp8(rowwise_data=_codes(4, 40))
-    with pytest.raises(UnsupportedError, match=r"has no constructor.*from_codes"):
-        fp8core.NVFP4Tensor()
+    with pytest.raises(UnsupportedError, match="with_gemm_swizzled_scales=True"):
+        fp8core.NVFP4Tensor(rowwise_data=_codes(16, 8), with_gemm_swizzled_scales=True)
+    with pytest.raises(fp8core.RecipeError, match=r"expected DType\.kFloat4E2M1"):
+        fp8core.NVFP4Tensor(rowwise_data=_codes(16, 8), fp4_dtype=E4M3)
     with pytest.raises(fp8core.RecipeError, match="'e4m4' is no format"):
         _float8(fp8_dtype="e4m4")
 
@@ -244,3 +247,376 @@ def test_data_tensors_are_the_codes(quantizer: Any, sizes: list[tuple[int, ...]]
         quantized.get_data_tensors(False, False)
     quantized.update_usage(columnwise_usage=False)
     assert quantized.get_data_tensors(rowwise_data=False) is None
+
+
+# --- blocks of 128, and two levels
+
+
+def padded(scales: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Return ``scales`` with numbers behind its ends that nobody may read."""
+    whole = scales.new_full(size, 9)
+    whole[: scales.shape[0], : scales.shape[1]] = scales
+    return whole
+
+
+def their_arguments(quantizer: Any, quantized: Any, *, is_padded: bool) -> dict[str, Any]:
+    """Return codes and scales of ``quantized`` in Transformer Engine's layout, made by hand."""
+    row, column = quantized.get_data_tensors()
+    spec = quantized.plan.rowwise
+    scales = [quantized._rowwise_scale_inv, quantized._columnwise_scale_inv]
+    if spec.block == (128, 128):
+        column, scales[1] = column.contiguous(), scales[0].t()
+    elif spec.block == (1, 128):
+        scales = [each.t() for each in scales]
+    elif spec.block == (16, 16):
+        scales = [each.repeat_interleave(16, 0) for each in scales]
+    if is_padded:
+        shape = tuple(quantized.shape)
+        sizes = [quantizer.get_scale_shape(shape, way) for way in (False, True)]
+        scales = [padded(*pair) for pair in zip(scales, sizes, strict=True)]
+    arguments = {
+        "rowwise_data": row,
+        "rowwise_scale_inv": scales[0],
+        "columnwise_data": column,
+        "columnwise_scale_inv": scales[1],
+    }
+    if spec.scale_format == "float32":
+        return {**arguments, "is_2D_scaled": spec.block[0] > 1}
+    return arguments
+
+
+def without(arguments: dict[str, Any], way: str) -> dict[str, Any]:
+    """Return ``arguments`` with None for those of the other orientation than ``way``."""
+    other = {"rowwise": "columnwise", "columnwise": "rowwise"}.get(way, "no such")
+    return {name: None if other in name else value for name, value in arguments.items()}
+
+
+WAYS = ("rowwise", "columnwise", "both")
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("shape", [(64, 96), (2, 32, 96), (130, 200)])
+def test_blockwise_tensor_is_one_of_transformer_engines_layout(
+    shape: tuple[int, ...], dim: int, ways: str, is_padded: bool
+) -> None:
+    options: dict[str, Any] = {"block_scaling_dim": dim, "amax_epsilon": 1e-3}
+    quantizer = Float8BlockQuantizer("e5m2", rowwise=True, columnwise=True, **options)
+    if shape == (130, 200) and dim == 1:  # TE's kernels too take whole vectors of 16
+        shape = (144, 208)
+    quantized = quantizer(value(*shape))
+    if quantized._columnwise_scale_inv is None:
+        quantized._columnwise_scale_inv = quantized._rowwise_scale_inv.t()
+    arguments = their_arguments(quantizer, quantized, is_padded=is_padded)
+    tensor = fp8core.Float8BlockwiseQTensor(
+        shape=shape,
+        dtype=torch.float32,
+        fp8_dtype=DType.kFloat8E5M2,
+        quantizer=quantizer,
+        **without(arguments, ways),
+    )
+    assert isinstance(tensor, fp8core.Float8BlockwiseQTensor)
+    assert isinstance(tensor, fp8core.Float8BlockwiseQTensorStorage)
+    assert tensor.shape == shape
+    source = Float8BlockQuantizer("e5m2", rowwise=True, columnwise=True, **options)
+    source.set_usage(rowwise=ways != "columnwise")
+    assert torch.equal(tensor.float(), source(value(*shape)).float())
+    assert tensor.plan.rowwise == (None if ways == "columnwise" else quantizer.plan.rowwise)
+    tensor.quantize_(torch.ones(shape))
+    assert torch.equal(tensor.float(), torch.ones(shape))
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"with_2d_quantization": True},
+        {"with_rht": True},
+        {"row_scaled_nvfp4": True},
+        {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_nvfp4_tensor_is_one_of_transformer_engines_layout(
+    options: dict[str, Any], ways: str, is_padded: bool
+) -> None:
+    quantizer, x = NVFP4Quantizer(**options), value(64, 96)
+    quantized = quantizer(x)
+    arguments = their_arguments(quantizer, quantized, is_padded=is_padded)
+    turned = x.t()
+    if "with_rht" in options:
+        dequantized = NVFP4Quantizer(rowwise=False, **options)(x)
+        arguments["amax_columnwise"] = dequantized.get_metadata()["amax_columnwise"]
+    else:
+        amax = turned.abs().amax(1) if "row_scaled_nvfp4" in options else x.abs().amax().view(1)
+        arguments["amax_columnwise"] = amax
+    amax = x.abs().amax(1) if "row_scaled_nvfp4" in options else x.abs().amax().view(1)
+    arguments["amax_rowwise"] = amax
+    tensor = fp8core.NVFP4Tensor(
+        shape=x.shape,
+        dtype=torch.float32,
+        fp4_dtype=DType.kFloat4E2M1,
+        quantizer=quantizer,
+        with_gemm_swizzled_scales=False,
+        **without(arguments, ways),
+    )
+    own = NVFP4Quantizer(rowwise=ways != "columnwise", columnwise=ways != "rowwise", **options)(x)
+    assert isinstance(tensor, fp8core.NVFP4TensorStorage)
+    assert (tensor.plan, tensor.shape) == (own.plan, x.shape)
+    assert all(torch.equal(*pair) for pair in zip(tensor.tensors(), own.tensors(), strict=True))
+
+
+def test_values_are_codes_times_scales_of_their_layout() -> None:
+    codes = torch.randint(0, 120, (4, 256), dtype=torch.uint8)
+    scales = torch.rand(2, 4) + 0.5
+    tensor = fp8core.Float8BlockwiseQTensor(rowwise_data=codes, rowwise_scale_inv=scales)
+    factors = scales.t().repeat_interleave(128, 1)
+    assert torch.equal(tensor.float(), codes.view(torch.float8_e4m3fn).float() * factors)
+    codes = torch.randint(0, 256, (16, 16), dtype=torch.uint8)  # [k, n / 2]
+    scales = torch.randint(40, 60, (16, 2), dtype=torch.uint8)
+    amax = torch.tensor([3.0])
+    tensor = fp8core.NVFP4Tensor(
+        shape=(2, 16, 16),
+        columnwise_data=codes,
+        columnwise_scale_inv=scales,
+        amax_columnwise=amax,
+    )
+    elements = torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()
+    values = fp8core.formats.by_name("e2m1").decode(elements.to(torch.uint8))
+    factors = scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
+    outer = 1 / (torch.tensor([2688.0]) / amax)
+    assert tensor.shape == (2, 16, 16)
+    wanted = (values * (factors * outer)).t().reshape(2, 16, 16)
+    assert torch.equal(tensor.float(), wanted)
+    empty = fp8core.NVFP4Tensor(
+        rowwise_data=torch.zeros(0, 8, dtype=torch.uint8),
+        rowwise_scale_inv=torch.zeros(0, 1, dtype=torch.uint8),
+        amax_rowwise=torch.zeros(1),
+    )
+    assert empty.float().shape == (0, 16)
+
+
+def _block(**arguments: Any) -> Any:
+    rowwise = {"rowwise_data": _codes(4, 256), "rowwise_scale_inv": torch.ones(2, 4)}
+    return fp8core.Float8BlockwiseQTensor(**{**rowwise, **arguments})
+
+
+def _nvfp4(**arguments: Any) -> Any:
+    rowwise = {"rowwise_data": _codes(16, 16), "rowwise_scale_inv": _codes(16, 2)}
+    return fp8core.NVFP4Tensor(**{**rowwise, "amax_rowwise": torch.ones(1), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("construct", "text"),
+    [
+        (lambda: _block(rowwise_scale_inv=torch.ones(4, 2)), "expected [2, 4], or padded [2, 4]"),
+        (lambda: _block(rowwise_scale_inv=torch.zeros(2, 4)), "zero or negative"),
+        (lambda: _block(rowwise_scale_inv=None), "scales None"),
+        (lambda: _block(is_2D_scaled=True), "expected [1, 2], or padded [1, 4]"),
+        (lambda: _block(columnwise_data=_codes(4, 256)), "expected one shape, transposed"),
+        (lambda: _block(quantizer=MXFP8Quantizer(E4M3)), "expected one that stores e4m3"),
+        (lambda: fp8core.Float8BlockwiseQTensor(), "found None for codes"),
+        (lambda: _nvfp4(amax_rowwise=None), "its amax is None"),
+        (lambda: _nvfp4(amax_rowwise=torch.ones(1).half()), "expected a float32 tensor"),
+        (lambda: _nvfp4(amax_rowwise=torch.ones(3)), "NVFP4Tensor: "),
+        (lambda: _nvfp4(amax_rowwise=torch.full((1,), -1.0)), "infinite, zero or negative"),
+        (lambda: _nvfp4(amax_rowwise=torch.full((1,), torch.nan)), "NaN"),
+        (lambda: _nvfp4(rowwise_scale_inv=_codes(16, 3)), "padded [128, 4]"),
+        (lambda: _nvfp4(rowwise_scale_inv=_codes(16, 2) + 127), "NaN or negative"),
+        (lambda: _nvfp4(shape=(16, 16)), "its codes are those of [16, 32]"),
+        (lambda: _nvfp4(columnwise_data=_codes(16, 16)), "one shape, transposed"),
+        (
+            lambda: _nvfp4(
+                rowwise_scale_inv=torch.arange(32, dtype=torch.uint8).reshape(16, 2),
+                quantizer=NVFP4Quantizer(with_2d_quantization=True),
+            ),
+            "scales differ within a block of 16 x 16",
+        ),
+        (lambda: _nvfp4(quantizer=current()), "expected one that stores e2m1"),
+        # of all classes
+        (lambda: _float8(date=1), "Float8Tensor has no argument 'date'; valid ones: shape, dtype"),
+        (lambda: _mxfp8(data=1), "MXFP8Tensor has no argument 'data'"),
+        (lambda: _block(fp8_type=1), "Float8BlockwiseQTensor has no argument 'fp8_type'"),
+        (lambda: _nvfp4(fp8_dtype=1), "Did you mean 'fp4_dtype'?"),
+        (
+            lambda: fp8core.HybridQuantizedTensor(rowwise=1),
+            "HybridQuantizedTensor has no argument 'rowwise'",
+        ),
+        (
+            lambda: _float8(dtype=torch.bfloat16, fake_dtype=torch.float16),
+            "Float8Tensor(dtype=torch.bfloat16, fake_dtype=torch.float16): both",
+        ),
+        (lambda: _float8(device="cpu:1"), "Float8Tensor(device=cpu:1): its codes are on cpu"),
+        (lambda: _mxfp8(device="meta"), "MXFP8Tensor(device=meta)"),
+    ],
+)
+def test_what_does_not_fit_blocks_is_named(construct: Any, text: str) -> None:
+    with pytest.raises(OperandError) as error:
+        construct()
+    assert text in str(error.value)
+
+
+def test_one_nominal_dtype_and_a_device_without_an_index_are_taken() -> None:
+    for arguments in (
+        {"dtype": torch.bfloat16},
+        {"fake_dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "fake_dtype": torch.bfloat16},
+    ):
+        for device in (None, "cpu", "cpu:0", torch.device("cpu")):
+            assert _float8(**arguments, device=device).dtype == torch.bfloat16
+    assert _float8(shape=(2, 2, 8)).shape == (2, 2, 8)
+
+
+def test_a_subclass_of_a_class_of_theirs_constructs_like_it() -> None:
+    class Mine(fp8core.Float8Tensor):
+        pass
+
+    tensor = Mine(data=_codes(4, 8), fp8_scale_inv=torch.ones(1))
+    assert isinstance(tensor, Mine)
+    assert type(tensor) is fp8core.QuantizedTensor
+
+
+# --- what tensors say of themselves
+
+QUANTIZERS: dict[str, Any] = {
+    "current": Float8CurrentScalingQuantizer("e5m2", None, force_pow_2_scales=True),
+    "delayed": Float8Quantizer(torch.full((1,), 4.0), torch.zeros(1), E4M3),
+    "hif8": Float8CurrentScalingQuantizer("hif8", None),
+    "block": Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
+    "square": Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, force_pow_2_scales=False),
+    "mxfp8": MXFP8Quantizer("e5m2"),
+    "nvfp4": NVFP4Quantizer(),
+    "nvfp4-2d": NVFP4Quantizer(with_2d_quantization=True),
+    "nvfp4-rht": NVFP4Quantizer(with_rht=True, with_random_sign_mask=False),
+    "nvfp4-rows": NVFP4Quantizer(row_scaled_nvfp4=True),
+    "nvfp4-4over6": NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="MSE"),
+    "hybrid": HybridQuantizer(
+        rowwise_quantizer=MXFP8Quantizer(E4M3), columnwise_quantizer=NVFP4Quantizer()
+    ),
+}
+USAGES = [(True, True), (True, False), (False, True)]
+
+
+@pytest.mark.parametrize("usages", USAGES, ids=str)
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("shape", [(64, 128), (2, 32, 128)], ids=str)
+def test_a_tensor_is_made_again_of_its_metadata_and_its_quantizer(
+    name: str, usages: tuple[bool, bool], shape: tuple[int, ...]
+) -> None:
+    quantizer = QUANTIZERS[name].copy()
+    quantizer.set_usage(rowwise=usages[0], columnwise=usages[1])
+    quantized = quantizer(value(*shape).bfloat16())
+    mine = quantized._get_quantizer()
+    assert type(mine) is type(quantizer) or (name == "hybrid" and usages != (True, True))
+    assert mine.get_usages() == quantized.get_usages()
+    assert quantized._quantizer.plan == mine.plan
+    again = mine(value(*shape).bfloat16())
+    assert all(
+        torch.equal(*pair) for pair in zip(again.tensors(), quantized.tensors(), strict=True)
+    )
+    kind = next(
+        each
+        for each in (
+            fp8core.HybridQuantizedTensor,
+            fp8core.Float8Tensor,
+            fp8core.MXFP8Tensor,
+            fp8core.Float8BlockwiseQTensor,
+            fp8core.NVFP4Tensor,
+        )
+        if isinstance(quantized, each)
+    )
+    arguments = quantized.get_metadata()
+    rebuilt = kind(shape=shape, dtype=quantized.dtype, **arguments)
+    assert (rebuilt.shape, rebuilt.dtype) == (quantized.shape, quantized.dtype)
+    pairs = zip(quantized.plan, rebuilt.plan, strict=True)
+    assert all(stored in (None, theirs) for stored, theirs in pairs)
+    for part, theirs in zip(quantized.parts, rebuilt.parts, strict=True):
+        assert part is None or torch.equal(part, theirs)
+    assert torch.equal(rebuilt.float(), quantized.float())
+
+
+def test_the_amax_of_two_levels_gives_their_scale_again() -> None:
+    torch.manual_seed(0)
+    scales = torch.cat([torch.rand(20000) * 10.0**e for e in (-30, -3, 0, 3, 30)])
+    for maximum in (256, 448):
+        spec = NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=maximum).plan.rowwise
+        decode = layouts.outer_scale(spec, scales)
+        assert torch.equal(layouts.outer_scale(spec, layouts.amax_of(spec, decode)), decode)
+
+
+def test_quantizers_of_what_no_class_of_theirs_stores() -> None:
+    rows = fp8core.functional.quantize(value(), "rowwise")
+    again = rows._get_quantizer()(value())
+    assert all(torch.equal(*pair) for pair in zip(again.tensors(), rows.tensors(), strict=True))
+    with pytest.raises(UnsupportedError, match=r"get_metadata of .*from_codes"):
+        rows.get_metadata()
+    for name in ("_data", "_scale_inv", "_transpose"):
+        assert not hasattr(rows, name)
+    with pytest.raises(AttributeError, match="get_data_tensors"):
+        _ = MXFP8Quantizer(E4M3)(value())._data
+
+
+def test_a_tensor_with_one_scale_has_their_attributes() -> None:
+    quantized = current()(value(2, 32, 96))
+    assert quantized._fp8_dtype == DType.kFloat8E4M3
+    assert quantized._data.shape == (2, 32, 96)
+    assert quantized._data.data_ptr() == quantized._rowwise_data.data_ptr()
+    assert (quantized._scale_inv.shape, quantized._scale_inv.dtype) == ((1,), torch.float32)
+    assert torch.equal(quantized._transpose, quantized._data.movedim(-1, 0))
+    value_of = quantized._data.view(torch.float8_e4m3fn).float() * quantized._scale_inv
+    assert torch.equal(quantized.float(), value_of)
+    quantized.update_usage(columnwise_usage=False)
+    assert quantized._transpose is None
+    columns = Float8CurrentScalingQuantizer(E4M3, None, rowwise=False)(value())
+    assert columns._data is None
+    assert columns._transpose.shape == (96, 64)
+    assert MXFP8Quantizer("e5m2")(value())._fp8_dtype == DType.kFloat8E5M2
+    assert not hasattr(NVFP4Quantizer()(value()), "_fp8_dtype")
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_a_tensor_like_another_shares_its_memory(name: str) -> None:
+    quantized = QUANTIZERS[name](value(64, 128))
+    quantized.requires_grad_()
+    like = fp8core.Float8Tensor.make_like(quantized, dtype=torch.float16, requires_grad=True)
+    assert (like.shape, like.dtype, like.is_leaf) == (quantized.shape, torch.float16, True)
+    assert like.requires_grad
+    view = quantized.make_like(quantized, shape=(2, 32, 128))
+    assert view.shape == (2, 32, 128)
+    assert not view.requires_grad
+    assert quantized.to_dtype(torch.bfloat16).dtype == torch.bfloat16
+    pairs = zip(view.tensors(), quantized.tensors(), strict=True)
+    assert all(mine.data_ptr() == theirs.data_ptr() for mine, theirs in pairs)
+    for sizes in ((128, 64), (64, 64), (64 * 128,)):
+        with pytest.raises(OperandError, match="make_like"):
+            quantized.make_like(quantized, shape=sizes)
+    with pytest.raises(OperandError, match="make_like of Tensor"):
+        fp8core.MXFP8Tensor.make_like(value())  # type: ignore[arg-type]  # no QuantizedTensor
+
+
+def test_tensors_of_codes_are_made_by_quantizers() -> None:
+    codes = torch.arange(96, dtype=torch.uint8).reshape(2, 6, 8)
+    quantizer = QUANTIZERS["delayed"]
+    tensor = quantizer.create_tensor_from_data(codes, fake_dtype=torch.bfloat16, internal=True)
+    assert (tensor.dtype, tensor.requires_grad) == (torch.bfloat16, False)
+    assert torch.equal(tensor.float(), codes.view(torch.float8_e4m3fn).float() / 4)
+    tensor.quantize_(torch.ones(2, 6, 8))
+    assert torch.equal(codes.view(torch.float8_e4m3fn).float(), torch.full((2, 6, 8), 4.0))
+    tensor = current().create_tensor_from_data(codes, requires_grad=True)
+    assert tensor.requires_grad
+    assert torch.equal(tensor.float(), codes.view(torch.float8_e4m3fn).float())
+    current().update_quantized(torch.full((2, 6, 8), 7.0), tensor)
+    assert torch.equal(tensor.float(), torch.full((2, 6, 8), 7.0))
+    quantized = MXFP8Quantizer(E4M3)(value())
+    data, scales = quantized.get_data_tensors(columnwise_data=False), quantized._rowwise_scale_inv
+    tensor = MXFP8Quantizer(E4M3).create_tensor_from_data(data, scales, torch.bfloat16)
+    assert torch.equal(tensor.float(), quantized.float())
+    with pytest.raises(OperandError, match="expected one that stores e5m2"):
+        MXFP8Quantizer(E4M3).create_tensor_from_data(data, scales, torch.float32, "e5m2")
+    with pytest.raises(OperandError, match="Float8Tensor: "):
+        current().create_tensor_from_data(value())
+    with pytest.raises(OperandError, match="the scale on cpu"):
+        quantizer.create_tensor_from_data(codes.to("meta"))

@@ -7,7 +7,6 @@ plan's orientations to make. Backends compute, as for layers.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import warnings
 from typing import Any
 
@@ -18,13 +17,19 @@ from fp8core import formats
 from fp8core.backend_api import AmaxDesc, OperandSpec, QuantizeDesc
 from fp8core.dispatch import table
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
-from fp8core.formats import format_of
+from fp8core.formats import DType, dtype_of, format_of
 from fp8core.functional.quantizers.base import PlannedQuantizer, Quantizer
 from fp8core.recipe.plan import TensorPlan
-from fp8core.tensors.parameter import QuantizedTensor, of_parts
+from fp8core.tensors.layouts import is_hybrid, kind_of
+from fp8core.tensors.parameter.constructed import (
+    of_codes_and_scale,
+    of_mx_blocks,
+    of_parts,
+)
+from fp8core.tensors.quantized_tensor import QuantizedTensor, set_quantizers
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
-from fp8core.tensors.storage import matrix_shape
+from fp8core.tensors.storage import matrix_shape, storage_plan
 
 __all__ = [
     "DType",
@@ -37,19 +42,6 @@ __all__ = [
     "NVFP4Quantizer",
     "Quantizer",
 ]
-
-
-class DType(enum.IntEnum):
-    """Data types by the numbers that Transformer Engine gives them."""
-
-    kByte = 0
-    kInt32 = 2
-    kFloat32 = 4
-    kFloat16 = 5
-    kBFloat16 = 6
-    kFloat8E4M3 = 7
-    kFloat8E5M2 = 8
-    kFloat4E2M1 = 10
 
 
 def _plan_of(name: str, block: tuple[int, int], **fields: object) -> TensorPlan:
@@ -116,12 +108,43 @@ class Float8Quantizer(Quantizer):
         """None, as the scale is the quantizer's own."""
         return
 
+    def create_tensor_from_data(
+        self,
+        data: torch.Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
+    ) -> QuantizedTensor:
+        """Return the tensor of codes ``data [..., k]`` with the reciprocal of the scale, by which
+        it is written too; ``internal`` changes nothing.
+
+        Raises:
+            OperandError: ``data`` are no such codes, or the scale is on another device.
+        """
+        self._slot_on(data.device)
+        return _of_data(self, data, 1 / self.scale.detach(), fake_dtype, requires_grad)
+
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Set ``amax`` to that of ``tensor``."""
         desc = AmaxDesc(QuantizeDesc(tensor.dtype, self.plan.rowwise, None))
         matrix = tensor.detach().reshape(matrix_shape(tensor.shape))
         amax = table.resolve(desc, tensor.device).run(matrix)
         self.amax.detach().copy_(amax.reshape(self.amax.shape))
+
+
+def _of_data(
+    quantizer: Quantizer,
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    dtype: torch.dtype,
+    requires_grad: bool,
+) -> QuantizedTensor:
+    """Return the tensor of codes ``data`` and one scale that ``quantizer`` writes."""
+    name = quantizer.plan.rowwise.format  # type: ignore[union-attr]  # of one scale it has both
+    arguments: dict[str, Any] = {"data": data, "fp8_scale_inv": scale_inv, "fp8_dtype": name}
+    tensor = of_codes_and_scale(dtype, **arguments, quantizer=quantizer)
+    tensor.requires_grad_(requires_grad)
+    return tensor
 
 
 def _check_entry(name: str, tensor: object) -> None:
@@ -215,6 +238,22 @@ class Float8CurrentScalingQuantizer(ReducingQuantizer):
             amax_epsilon=self.amax_epsilon,
         )
 
+    def create_tensor_from_data(
+        self,
+        data: torch.Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
+    ) -> QuantizedTensor:
+        """Return the tensor of codes ``data [..., k]``, with the scale 1 until it is written;
+        ``internal`` changes nothing.
+
+        Raises:
+            OperandError: ``data`` are no such codes.
+        """
+        scale_inv = torch.ones(1, dtype=torch.float32, device=data.device)
+        return _of_data(self, data, scale_inv, fake_dtype, requires_grad)
+
 
 class Float8BlockQuantizer(Quantizer):
     """A float32 scale for every 128 elements along the contraction, or for 128 x 128.
@@ -291,6 +330,27 @@ class MXFP8Quantizer(Quantizer):
         """Scales in e8m0."""
         block = (32, 32) if self.with_2d_quantization else (1, 32)
         return _plan_of(self._format, block, scale_format="e8m0")
+
+    def create_tensor_from_data(
+        self,
+        data: torch.Tensor,
+        scale_inv: torch.Tensor,
+        fake_dtype: torch.dtype,
+        fp8_dtype: object = DType.kFloat8E4M3,
+    ) -> QuantizedTensor:
+        """Return the tensor of codes ``data [..., k]`` with scales ``[n, k / 32]``, which may be
+        padded.
+
+        Raises:
+            OperandError: they do not fit one another, or this quantizer.
+        """
+        return of_mx_blocks(
+            fake_dtype,
+            rowwise_data=data,
+            rowwise_scale_inv=scale_inv,
+            fp8_dtype=fp8_dtype,
+            quantizer=self,
+        )
 
 
 class NVFP4Quantizer(ReducingQuantizer):
@@ -517,6 +577,58 @@ class HybridQuantizer(PlannedQuantizer):
         writer = self.copy()
         writer.set_usage(**dst.get_usages())
         return dst.quantize_(writer.quantize_impl(value), noop_flag=noop_flag)
+
+
+def _quantizer_of(plan: TensorPlan, slot: Slot | None) -> Quantizer:
+    """Return a quantizer that stores tensors by ``plan``, in its orientations, by the delayed scale
+    of ``slot`` if there is one."""
+    quantizer = _by_plan(plan, slot)
+    pairs = zip(plan, storage_plan(quantizer.plan), strict=True)
+    if any(spec not in (None, stored) for spec, stored in pairs):
+        quantizer = PlannedQuantizer(plan)
+    quantizer.set_usage(rowwise=plan.rowwise is not None, columnwise=plan.columnwise is not None)
+    return quantizer
+
+
+def _by_plan(plan: TensorPlan, slot: Slot | None) -> Quantizer:
+    """Return the quantizer of Transformer Engine's whose plan is the most like ``plan``."""
+    row, column = plan
+    spec = row or column
+    assert spec is not None
+    if is_hybrid(plan):
+        rowwise, columnwise = (_by_plan(TensorPlan(each, each), None) for each in plan)
+        return HybridQuantizer(rowwise_quantizer=rowwise, columnwise_quantizer=columnwise)
+    dtype = dtype_of(spec.format)
+    options: dict[str, Any] = {
+        "force_pow_2_scales": spec.power_of_two,
+        "amax_epsilon": spec.amax_epsilon,
+    }
+    match kind_of(spec):
+        case "Float8Tensor" if slot is not None:
+            amax = torch.zeros_like(slot.scale) if slot.amax is None else slot.amax
+            return Float8Quantizer(slot.scale, amax, dtype)
+        case "Float8Tensor":
+            return Float8CurrentScalingQuantizer(dtype, None, **options)
+        case "Float8BlockwiseQTensor":
+            options["block_scaling_dim"] = 1 if spec.block[0] == 1 else 2
+            return Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, **options)
+        case "MXFP8Tensor":
+            return MXFP8Quantizer(dtype, with_2d_quantization=spec.block[0] > 1)
+        case "NVFP4Tensor":
+            return NVFP4Quantizer(
+                with_rht=column is not None and column.transform is not None,
+                with_random_sign_mask=column is None or column.transform != "hadamard16_unsigned",
+                with_2d_quantization=spec.block[0] > 1,
+                stochastic_rounding=spec.stochastic,
+                row_scaled_nvfp4=spec.row_scaled,
+                nvfp4_use_4over6=spec.four_over_six is not None,
+                nvfp4_e4m3_max=int(spec.scale_max),
+                nvfp4_4over6_err_mode=spec.four_over_six or "MAE",
+            )
+    return PlannedQuantizer(plan)
+
+
+set_quantizers(_quantizer_of)
 
 
 def __dir__() -> list[str]:

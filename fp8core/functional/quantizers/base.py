@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import OperandSpec
 from fp8core.backend_api.descriptors import operand_shapes
 from fp8core.chain.differentiable import refuse_transform
 from fp8core.chain.unwrap import as_readable, unwrap
@@ -18,6 +17,7 @@ from fp8core.dispatch import table
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.parameters import resolve_device
 from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.layouts import scale_sizes
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
@@ -90,13 +90,15 @@ class Quantizer:
     def cell(self) -> TensorPlan | None:
         """The plan, if it says all that this quantizer does, so that a layer can do without it.
 
-        None for a quantizer with a state, with a reduction of its amax, or with code of its own.
+        None for a quantizer with a state, with a reduction of its amax, with code of its own, or of
+        storages of its own.
         """
         mine = (type(self).quantize, type(self).quantize_impl, type(self).__call__)
         theirs = (Quantizer.quantize, Quantizer.quantize_impl, Quantizer.__call__)
         if mine != theirs or self.slot is not None or self.reduce_amax is not None:
             return None
-        return self.plan
+        plan = self.plan
+        return plan if any(plan) or type(self).plan is not Quantizer.plan else None
 
     @property
     def slot(self) -> Slot | None:
@@ -282,10 +284,10 @@ class Quantizer:
         name.
 
         Raises:
-            OperandError: neither orientation is used.
+            OperandError: neither orientation is used, or ``shape`` has something else than counts.
             UnsupportedError: blocks do not divide the sizes.
         """
-        plan, sizes = storage_plan(self.used_plan), matrix_shape(tuple(shape))
+        plan, sizes = storage_plan(self.used_plan), _sizes("inner_tensor_specs", shape)
         QuantizedTensor.check_sizes(sizes, plan)
         row, column = plan
         ways = [
@@ -304,13 +306,13 @@ class Quantizer:
         pads them, which the constructor of :class:`fp8core.MXFP8Tensor` takes.
 
         Raises:
+            OperandError: ``shape`` has something else than counts.
             UnsupportedError: the format has one scale for the tensor or for a row.
         """
         spec = self.plan.columnwise if columnwise else self.plan.rowwise
-        sizes = matrix_shape(tuple(shape))
         if spec is None or not spec.block[1]:
             raise UnsupportedError(f"get_scale_shape of {self}: {spec} has no scales of blocks.")
-        return _padded_scales(spec, sizes, columnwise)
+        return scale_sizes(spec, _sizes("get_scale_shape", shape), columnwise=columnwise)[1]
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Record what quantizing ``tensor`` would record; only a delayed scale has something."""
@@ -385,22 +387,19 @@ class Quantizer:
         return f"{type(self).__name__}({planned}, {' and '.join(ways) or 'no usage'})"
 
 
-def _padded_scales(spec: OperandSpec, sizes: tuple[int, int], columnwise: bool) -> tuple[int, int]:
-    """Return the size of the scales of a matrix of ``sizes``, as Transformer Engine stores them.
+def _sizes(method: str, shape: Iterable[int]) -> tuple[int, int]:
+    """Return the size of the matrix as which a tensor of ``shape`` is stored.
 
-    Source: Transformer Engine 2.20, get_scale_shape of the quantizers of blocks.
+    Raises:
+        OperandError: ``shape`` has something else than counts.
     """
-    size = sizes[::-1] if columnwise else sizes
-    rows, blocks = size[0], -(-size[1] // spec.block[1])
-    if spec.scale_format != "float32":
-        rows, blocks = -(-rows // 128) * 128, -(-blocks // 4) * 4
-        turned = columnwise and spec.scale_format == "e8m0"  # MX codes are not transposed
-    elif spec.block[0] > 1:
-        rows, blocks = -(-rows // spec.block[0]), -(-blocks // 4) * 4
-        turned = False
-    else:
-        rows, turned = -(-rows // 4) * 4, True
-    return (blocks, rows) if turned else (rows, blocks)
+    sizes = tuple(shape)
+    for size in sizes:
+        if not isinstance(size, int | torch.SymInt) or isinstance(size, bool) or size < 0:
+            raise OperandError(
+                f"{method}({list(sizes)!r}): expected sizes, which are integers from 0 on."
+            )
+    return matrix_shape(sizes)
 
 
 class PlannedQuantizer(Quantizer):
