@@ -83,6 +83,8 @@ NOT_ON_CUDA: dict[str, str] = {
         )
         for name in ("test_gradients_are_those_of_torch_func", "test_compiled_in_one_graph")
     },
+    "tests/functional/test_quantizers.py::"
+    "test_inner_tensors_are_those_of_a_quantized_tensor[usages0]": _BOTH_STORED,
     "tests/modules/test_delayed.py::test_a_step_that_no_backend_runs_keeps_the_state": (
         "about a backend for CUDA and the CPU"
     ),
@@ -222,14 +224,15 @@ def skip_if_absent(error: BaseException) -> None:
 def assert_same_sums(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor]) -> None:
     """Assert that float32 sums of some 100 terms or less are the same, in bits on the CPU.
 
-    A GPU's kernels each have an order of their own to add up in, and approximate exponentials, by
-    which sums differ by some units of their last place, but where terms cancel.
+    A GPU's kernels each have an order of their own to add up in, and approximate exponentials; its
+    products of FP8 keep 14 bits of the largest term of 32 (Hopper; DeepSeek-V3, section 3.5.2).
     """
     for made, expected in zip(got, want, strict=True):
         if DEVICE_TYPE == "cpu":
             assert torch.equal(made, expected)
         else:
-            torch.testing.assert_close(made, expected)
+            bound = 2.0**-13 * expected.abs().max().item() if expected.numel() else 0.0
+            torch.testing.assert_close(made, expected, rtol=1e-5, atol=bound)
 
 
 def let_go_of_backward_passes(device: torch.device = DEVICE) -> None:

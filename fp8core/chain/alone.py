@@ -19,16 +19,16 @@ from fp8core.torch_ops.private import forward_mode_level, is_transform_active
 Run: TypeAlias = Callable[..., Any]
 
 
-def bound(kind: type[Any], values: tuple[Any, ...], device: torch.device) -> Run:
-    """Return what runs the descriptor ``kind(*values)`` on ``device`` under the thread's policy.
+def bound(kind: type[Any], values: tuple[Any, ...], x: torch.Tensor) -> Run:
+    """Return what runs the descriptor ``kind(*values)`` for ``x`` under the thread's policy.
 
     The environment is read when an operation is bound for the first time.
 
     Raises:
         UnsupportedError, RecipeError, PluginError: as :func:`fp8core.dispatch.table.resolve`.
     """
-    backends = policy.current()
-    if torch.compiler.is_compiling():
+    backends, device = policy.current(), x.device
+    if is_captured(x):  # a kernel would read its address
         # torch.compile takes a text as a constant, and reads what makes a call of it.
         text = _captured(kind, values, device, (backends.backend, backends.op_backends))
         return functools.partial(OPERATORS[kind.op], text)

@@ -233,7 +233,7 @@ class Training(NamedTuple):
         context = self.settings.context
         windows = self.heldout.unfold(0, context + 1, context)
         count = min(self.settings.num_heldout_windows, len(windows))
-        windows = windows[torch.arange(count) * len(windows) // count].long()
+        windows = windows[torch.arange(count, device=windows.device) * len(windows) // count].long()
         parts = torch.split(windows, self.settings.batch_size)
         return sum(self._loss(model, recipe, part).item() * len(part) for part in parts) / count
 

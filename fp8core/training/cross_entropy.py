@@ -120,7 +120,7 @@ def _losses(
     elif needs_node(x):
         loss = _Losses.apply(values, x, target)  # type: ignore[no-untyped-call]  # torch's
     else:
-        loss = bound(CrossEntropyDesc, values, x.device)(x, target)[0]
+        loss = bound(CrossEntropyDesc, values, x)(x, target)[0]
     return loss
 
 
@@ -131,7 +131,7 @@ class _Losses(torch.autograd.Function):
     def forward(
         ctx: Any, values: tuple[torch.dtype, float, int], x: torch.Tensor, target: torch.Tensor
     ) -> torch.Tensor:
-        loss, *sums = bound(CrossEntropyDesc, values, x.device)(x, target)
+        loss, *sums = bound(CrossEntropyDesc, values, x)(x, target)
         ctx.save_for_backward(x, target, *sums)
         ctx.values = values
         return loss  # type: ignore[no-any-return]  # bound callables are untyped
@@ -143,6 +143,6 @@ class _Losses(torch.autograd.Function):
             run = in_torch(CrossEntropyDesc, ctx.values, x.device)
             (grad_x,) = derivatives(lambda x: run(x, target)[:1], (x,), (grad,))
         else:
-            run = bound(CrossEntropyBackwardDesc, ctx.values, x.device)
+            run = bound(CrossEntropyBackwardDesc, ctx.values, x)
             grad_x = run(grad, x, target, *sums)
         return None, grad_x, None

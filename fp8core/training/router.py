@@ -393,7 +393,7 @@ def _routed(
     elif needs_node(logits):
         probs, chosen, scores = _Routed.apply(values, logits, bias)  # type: ignore[no-untyped-call]  # torch's
     else:
-        probs, chosen, scores = bound(RouterDesc, values, logits.device)(logits, **keywords)
+        probs, chosen, scores = bound(RouterDesc, values, logits)(logits, **keywords)
     return probs, chosen, None if values[-1] else scores
 
 
@@ -405,7 +405,7 @@ class _Routed(torch.autograd.Function):
         ctx: Any, values: Values, logits: torch.Tensor, bias: Optional
     ) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         keywords = {} if bias is None else {"expert_bias": bias}
-        probs, chosen, scores = bound(RouterDesc, values, logits.device)(logits, **keywords)
+        probs, chosen, scores = bound(RouterDesc, values, logits)(logits, **keywords)
         ctx.save_for_backward(logits, bias, chosen, scores)
         ctx.values = values
         if values[-1]:  # probs of all may be the scores themselves
@@ -422,6 +422,6 @@ class _Routed(torch.autograd.Function):
             keywords = {} if bias is None else {"expert_bias": bias}
             (gradient,) = derivatives(lambda x: run(x, **keywords)[:1], (logits,), (grad,))
         else:
-            run = bound(RouterBackwardDesc, ctx.values, logits.device)
+            run = bound(RouterBackwardDesc, ctx.values, logits)
             gradient = run(grad, chosen, scores)
         return None, gradient, None

@@ -60,6 +60,7 @@ def test_each_group_has_the_bits_of_a_linear_of_its_own(name: str) -> None:
             assert not own["bias"].grad.any()
 
 
+@pytest.mark.usefixtures("first_algorithms")
 def test_m_splits_may_be_a_list_a_tuple_or_a_tensor() -> None:
     for name in RECIPES:
         layer, x = GroupedLinear(3, 32, 16), torch.randn(8, 32)

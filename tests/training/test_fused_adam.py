@@ -472,9 +472,9 @@ def test_a_state_of_another_model_is_refused_before_any_is_loaded() -> None:
 def test_parameters_of_several_devices_are_stepped_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = []
 
-    def bound(kind: Any, values: Any, device: torch.device) -> Any:
+    def bound(kind: Any, values: Any, x: torch.Tensor) -> Any:
         def run(grads: list[torch.Tensor], *lists: Any, **keywords: Any) -> None:
-            devices.append((device.type, {grad.device.type for grad in grads}))
+            devices.append((x.device.type, {grad.device.type for grad in grads}))
 
         return run
 

@@ -39,7 +39,7 @@ class Pages(NamedTuple):
         if self.key_scales is None or self.value_scales is None:
             return keys, values
         scales = [x[:, :tokens][table].flatten(1, 2) for x in (self.key_scales, self.value_scales)]
-        dequantize = bound(DequantizeDesc, (CODES, dtype), keys.device)
+        dequantize = bound(DequantizeDesc, (CODES, dtype), keys)
         keys, values = (
             dequantize(Operand(codes.flatten(0, -2), scale.flatten(0, -2))).view(codes.shape)
             for codes, scale in zip((keys, values), scales, strict=True)
@@ -51,5 +51,5 @@ def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes of keys or values ``[.., heads, head size]``, uint8, and their scales
     ``[.., heads, 1]``, float32."""
     rows = x.reshape(-1, x.shape[-1])
-    operand = bound(QuantizeDesc, (x.dtype, CODES, None), x.device)(rows).rowwise
+    operand = bound(QuantizeDesc, (x.dtype, CODES, None), x)(rows).rowwise
     return operand.data.view(x.shape), operand.scale_inv.view(*x.shape[:-1], 1)

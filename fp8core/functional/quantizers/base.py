@@ -281,7 +281,8 @@ class Quantizer:
         self, shape: Iterable[int]
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return size and dtype of each plain tensor that a tensor of ``shape`` would hold, by its
-        name.
+        name. Codes that both orientations share are named once; the backend of a device whose
+        products cannot read them across, as Hopper's, holds columnwise ones as well.
 
         Raises:
             OperandError: neither orientation is used, or ``shape`` has something else than counts.

@@ -433,7 +433,7 @@ def adam_steps(
             of_kind.append(tensor)
     for (desc, where), lists in batches.items():
         values = tuple(getattr(desc, name) for name in AdamDesc.__slots__)
-        bound(AdamDesc, values, where)(*lists, **numbers_on(where))
+        bound(AdamDesc, values, lists[1][0])(*lists, **numbers_on(where))
 
 
 def _moved(numbers: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -423,7 +423,7 @@ _inverses: Companions[torch.Tensor] = Companions()
 
 def route(kind: str, routing: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``index`` and ``sources`` of the route that a map of ``kind`` describes."""
-    index, sources = bound(RouteDesc, (routing.dtype, kind), routing.device)(routing, rows)
+    index, sources = bound(RouteDesc, (routing.dtype, kind), routing)(routing, rows)
     return index, sources
 
 
@@ -463,7 +463,7 @@ def dispatch(
     elif needs_node(x, probs):
         return _Dispatch.apply(x, probs, index, sources, skips_improbable)  # type: ignore[no-any-return,no-untyped-call]  # torch's
     else:
-        run = bound(DispatchDesc, values, x.device)
+        run = bound(DispatchDesc, values, x)
     y, permuted = run(x, index, sources, **_there(probs=probs))
     return y, permuted
 
@@ -499,7 +499,7 @@ class _Dispatch(torch.autograd.Function):
         skips_improbable: bool,
     ) -> tuple[torch.Tensor, Optional]:
         ctx.save_for_backward(index)
-        run = bound(DispatchDesc, (x.dtype, skips_improbable), x.device)
+        run = bound(DispatchDesc, (x.dtype, skips_improbable), x)
         y, permuted = run(x, index, sources, **_there(probs=probs))
         return y, permuted
 
@@ -521,7 +521,7 @@ def combine(
     elif needs_node(x, weights, values):
         return _Combine.apply(x, weights, values, index)  # type: ignore[no-any-return,no-untyped-call]  # torch's
     else:
-        run = bound(CombineDesc, (x.dtype,), x.device)
+        run = bound(CombineDesc, (x.dtype,), x)
     y, picked = run(x, index, **_there(weights=weights, row_values=values))
     return y, picked
 
@@ -536,7 +536,7 @@ class _Combine(torch.autograd.Function):
         saved_x = None if weights is None else x
         ctx.save_for_backward(saved_x, weights, index, _inverse_of(index, x.shape[0]))
         ctx.rows = x.shape[0]
-        run = bound(CombineDesc, (x.dtype,), x.device)
+        run = bound(CombineDesc, (x.dtype,), x)
         y, picked = run(x, index, **_there(weights=weights, row_values=values))
         return y, picked
 
@@ -556,6 +556,6 @@ class _Combine(torch.autograd.Function):
                 lambda x, weights: run(x, index, weights=weights)[:1], (x, weights), (grad,)
             )
         else:
-            run = bound(CombineBackwardDesc, (x.dtype,), x.device)
+            run = bound(CombineBackwardDesc, (x.dtype,), x)
             grad_x, grad_weights = run(grad, x, index, sources, weights)
         return grad_x, grad_weights, None, None
