@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +54,54 @@ def test_states_that_differ_are_named() -> None:
     assert state._difference([0.5], [0.25]) == "[0.5] and [0.25]"
 
 
-def test_runs_on_two_devices_stand_beside_those_on_one() -> None:
-    def result(ms: float, loss: float, peak: int | None) -> dict[str, Any]:
-        losses = {"100": 2.0, "150": loss}
-        return {"held_out_loss": losses, "ms": ms, "tokens_per_s": 12345, "peak_mib": peak}
+def result(recipe: str, size: int, loss: float, **more: Any) -> dict[str, Any]:
+    losses = {"100": 2.0, "150": loss}
+    found = {"recipe": recipe, "size": size, "seed": 0, "steps": 150, "held_out_loss": losses}
+    return {**found, "ms": 30.0, "tokens_per_s": 12345, "host_ms": 20.5, "peak_mib": 2000, **more}
 
-    alone = result(30.0, 1.5, 2000)
-    row = training.row("block", 2, result(20.0, 1.4375, None), alone)
-    assert row == "| block | 2 | 150 | 1.4375 | 20.0 | 12,345 |  | 1.50 x as fast, loss -0.0625 |"
-    assert training.row("block", 1, alone, alone).endswith("| 12,345 | 2,000 |  |")
-    failed = training.row("block", 2, {"error": "no | memory"}, alone)
-    assert failed.startswith("| block | 2 |  | no / memory |")
-    assert failed.count("|") == row.count("|")
+
+def test_runs_on_two_devices_stand_beside_those_on_one() -> None:
+    alone = result("block", 1, 1.5)
+    row = training.row(result("block", 2, 1.4375, ms=20.0, peak_mib=None), alone)
+    assert row == (
+        "| block | 2 | 0 | 150 | 1.4375 | 20.0 | 12,345 | 20.5 |  | 1.50 x as fast, loss -0.0625 |"
+    )
+    assert training.row(alone, None).endswith("| 12,345 | 20.5 | 2,000 |  |")
+
+
+def test_a_run_that_failed_has_its_error_and_the_losses_before_it() -> None:
+    text = (
+        "step 10: loss 3.5000, 9.0 ms a step\n"
+        "step 20: loss 3.0000, held-out loss 3.2500, 9.0 ms a step\n"
+        "[rank1]: torch.OutOfMemoryError: no | memory\nmore"
+    )
+    failed = {**training.Run("block", 2, 0, 150)._asdict(), **training.curves_of(text)}
+    failed["error"] = training.last_error(text)
+    assert failed["loss"] == {"10": 3.5, "20": 3.0}
+    row = training.row(failed, result("block", 1, 1.5))
+    assert row.startswith("| block | 2 | 0 | 20 of 150: [rank1]: torch.OutOfMemoryError: no / mem")
+    assert "| 3.2500 |" in row
+    assert row.count("|") == training.row(result("block", 1, 1.5), None).count("|")
+
+
+def test_runs_have_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training.torch.cuda, "device_count", lambda: 5)
+    assert training.places_of(2, "cuda") == [(0, 1), (2, 3)]
+    assert training.places_of(2, "cpu") == [(0, 1)]
+
+
+@SLOW
+def test_a_decoder_trains_and_leaves_its_curves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curves = tmp_path / "curves.json"
+    given = ["--device", "cpu", "--steps", "20", "--short", "0", "--evaluate", "10"]
+    assert training.main([*given, "--recipe", "bf16", "--curves", str(curves)]) == 0
+    alone, sharded = json.loads(curves.read_text())
+    assert (alone["ranks"], sharded["ranks"]) == (1, 2)
+    assert list(alone["loss"]) == list(alone["held_out_loss"]) == ["10", "20"]
+    assert alone["held_out_loss"]["20"] < alone["held_out_loss"]["10"] < 4.0
+    assert "x as fast, loss" in capsys.readouterr().out
 
 
 def test_machine_without_two_gpus_is_told(

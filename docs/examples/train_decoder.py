@@ -30,7 +30,7 @@ from fp8core.optimizers import FusedAdam
 
 BF16, FLOAT = torch.bfloat16, torch.float32
 REPORT = 10  # steps between two lines
-HELD_OUT_FILES, HELD_OUT_WINDOWS = 50, 256  # every 50th file is held out
+HELD_OUT_FILES, HELD_OUT_WINDOWS = 50, 192  # every 50th file is held out
 OPTIONS = dict(normalization="RMSNorm", activation="swiglu", bias=False, params_dtype=BF16)
 OPTIONS |= dict(hidden_dropout=0.0, attention_dropout=0.0)
 OPTIONS |= dict(fuse_qkv_params=True, attn_input_format="bshd")
@@ -144,8 +144,9 @@ def main(args: argparse.Namespace) -> None:
         return ranks.mean(torch.stack(losses).mean())
 
     source = torch.Generator("cpu").manual_seed(args.seed)
-    curve, seconds, start = {}, [], time.perf_counter()
+    curve, seconds, hosts, start = {}, [], [], time.perf_counter()
     for step in range(1, args.steps + 1):
+        begin = time.perf_counter()
         starts = torch.randint(len(train) - length, (args.batch,), generator=source, device="cpu")
         with autocast():
             loss = model(ranks.windows(train, starts, length))
@@ -154,6 +155,8 @@ def main(args: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+        if step % REPORT == 1:  # the device had nothing to do
+            hosts.append(time.perf_counter() - begin)
         is_evaluated = step % args.evaluate == 0 or step == args.steps
         if step % REPORT == 0 or is_evaluated:
             text = f"step {step}: loss {ranks.mean(loss):.4f}"  # waits for the device
@@ -172,6 +175,7 @@ def main(args: argparse.Namespace) -> None:
         **{"text_bytes": len(train), "held_out_bytes": len(held_out)},
         "device": "cpu" if module is None else module.get_device_name(),
         "ms": round(1e3 * seconds, 2),
+        "host_ms": round(1e3 * statistics.median(hosts[1:] or hosts), 2),
         "tokens_per_s": round(args.batch * args.context / seconds),
         "peak_mib": None if module is None else module.max_memory_allocated() >> 20,
         "held_out_loss": curve,
@@ -185,7 +189,8 @@ def main(args: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     sizes = {"layers": 10, "hidden": 1024, "ffn": 2688, "heads": 16, "context": 1024, "batch": 32}
     for name, value in {**sizes, "steps": 1500, "evaluate": 250, "seed": 0}.items():
@@ -196,4 +201,8 @@ if __name__ == "__main__":
     parser.add_argument("--results", type=Path, default=Path("train_decoder.jsonl"))
     default = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     parser.add_argument("--device", default=default.type)
-    main(parser.parse_args())
+    return parser
+
+
+if __name__ == "__main__":
+    main(parser().parse_args())

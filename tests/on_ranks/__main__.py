@@ -88,7 +88,7 @@ PARTS = {
         "a decoder on one and two devices",
         ("-m", "tests.on_ranks.training"),
         240,
-        trial=("--steps", "10"),
+        trial=("--steps", "10", "--short", "0"),
     ),
     "peers": Limited(
         "a sharded decoder, torch's and torchao's", (*_HERE, "peers"), 150, has_option=False

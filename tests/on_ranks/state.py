@@ -117,7 +117,9 @@ class Job:
             for name, value in tensors.items():
                 whole = value.full_tensor() if hasattr(value, "full_tensor") else value
                 if isinstance(whole, torch.Tensor):
-                    plain = torch.empty(whole.shape, dtype=whole.dtype).copy_(whole.detach())
+                    plain = torch.empty(whole.shape, dtype=whole.dtype, device="cpu").copy_(
+                        whole.detach()
+                    )
                     content = plain.view(-1).view(torch.uint8).numpy().tobytes()
                     whole = hashlib.sha256(content).hexdigest()
                 found[f"{kind} {name}"] = str(whole)

@@ -35,14 +35,14 @@ class Ranks:
 
     def agree(self, value: float) -> float:
         """Return the largest ``value`` of all ranks."""
-        largest = torch.tensor([value], dtype=torch.float64)
+        largest = torch.tensor([value], dtype=torch.float64, device="cpu")
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control)
         return largest.item()
 
     def slowest(self, times: Mapping[str, list[float]]) -> dict[str, list[float]]:
         """Return the time of each turn on the rank that took longest."""
         names = list(times)
-        mine = torch.tensor([times[name] for name in names], dtype=torch.float64)
+        mine = torch.tensor([times[name] for name in names], dtype=torch.float64, device="cpu")
         dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self.control)
         return dict(zip(names, mine.tolist(), strict=True))
 
