@@ -1,5 +1,5 @@
 """Functions run by the ranks of a group, a process each: over gloo on the CPU, or, where the
-environment has TEST_DEVICE=cuda, over NCCL on a GPU each.
+environment has TEST_DEVICE=cuda, over NCCL on a GPU each, which is torch's default device then.
 
 A test hands over a function of its module; each process imports that module and runs it:
 
@@ -16,9 +16,10 @@ import faulthandler
 import gc
 import importlib
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ TIMEOUT_S = 240
 ENDING_S = 30
 DEVICE_TYPE = os.environ.get("TEST_DEVICE", "cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+ERROR = re.compile(
+    r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Exit|Failed|Skipped): .*)", re.MULTILINE
+)
 IMPORTS = (
     *("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._functorch.aot_autograd"),
     *("torch._dynamo", "pytest"),
@@ -73,6 +77,8 @@ def run_ranks(
         environment["CUDA_VISIBLE_DEVICES"] = ""
     elif torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of(world_size))
     with contextlib.ExitStack() as stack:
         processes, outputs = [], [folder / f"rank{rank}.txt" for rank in range(world_size)]
         for rank, output in enumerate(outputs):
@@ -89,8 +95,9 @@ def run_ranks(
             stack.callback(process.kill)
             processes.append(process)
         statuses = [ending(process) for process in processes]
-    said = "\n".join(output.read_text("utf-8", errors="replace") for output in outputs)
-    assert statuses == [0] * world_size, said
+    texts = [output.read_text("utf-8", errors="replace") for output in outputs]
+    if any(statuses):
+        raise AssertionError("\n".join([ended(statuses, texts), *texts]))
     results = [result_of(folder, rank) for rank in range(world_size)]
     return [torch.load(one, device(), weights_only=True) for one in results]
 
@@ -102,6 +109,26 @@ def ending(process: forked.Child) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
+
+
+def ended(statuses: Sequence[int], texts: Sequence[str]) -> str:
+    """How each rank ended, and the last error in what it wrote: what a line of a report has."""
+    lines = []
+    for rank, (status, text) in enumerate(zip(statuses, texts, strict=True)):
+        errors = ERROR.findall(text)
+        last = errors[-1] if errors else (text.splitlines() or ["no output"])[-1]
+        lines.append(f"rank {rank} ended with {status}{f': {last}' if status else ''}")
+    return "; ".join(lines)
+
+
+def gpus_of(world_size: int) -> list[str]:
+    """The GPUs of the ranks of a test, by CUDA's names: processes of pytest take other ones each,
+    if there are enough."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [*map(str, range(torch.cuda.device_count()))]
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = worker % (len(names) // world_size) * world_size
+    return names[first : first + world_size]
 
 
 def result_of(folder: Path, rank: int) -> Path:
@@ -123,7 +150,10 @@ def main(
         device_id=device() if DEVICE_TYPE == "cuda" else None,
     )
     dist.all_reduce(torch.zeros(1))  # a rank that ends before others have connected fails them
-    returned = getattr(importlib.import_module(module), function)(int(rank), *arguments)
+    from tests.device import tensors_on  # which reads this module
+
+    with tensors_on(str(device())):
+        returned = getattr(importlib.import_module(module), function)(int(rank), *arguments)
     torch.save(returned, result_of(Path(folder), int(rank)))
     # NCCL waits until no captured graph holds one of its collectives, and graphs of modules are
     # in reference cycles. What still holds one is named instead of waited for.

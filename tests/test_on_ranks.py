@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import ranks
 from tests.on_ranks import __main__ as command
 from tests.on_ranks import faults, layers, state, training
 from tests.on_ranks.faults import LATE_S, TIMEOUT_S, Outcome
@@ -158,3 +159,24 @@ def test_a_rank_of_another_shape_is_named_by_the_other_one() -> None:
     outcome = faults.outcome_of("sequence parallel, other rows", "cpu")
     assert outcome.is_success
     assert "an input of [128, 128]" in outcome.text
+
+
+def fails(rank: int) -> None:
+    print("in the way")
+    if rank:
+        raise ValueError("of this rank")
+
+
+def test_the_error_of_a_rank_is_in_the_first_line(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(fails, tmp_path)
+    assert str(caught.value).splitlines()[0] == (
+        "rank 0 ended with 0; rank 1 ended with 1: ValueError: of this rank"
+    )
+
+
+def test_processes_of_pytest_take_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,9")
+    for worker, gpus in {"gw0": ["4", "5"], "gw1": ["6", "7"], "gw2": ["4", "5"]}.items():
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+        assert ranks.gpus_of(2) == gpus

@@ -17,6 +17,7 @@ from fp8core.distributed import gather_from_cp_ranks, get_batch_on_this_cp_rank
 from fp8core.modules.layers.operation import DropPath, SampleSplit
 from fp8core.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.distributed.programs import raised
+from tests.ranks import device
 
 SEED = 3
 HEADS, GROUPS, DIM = 8, 4, 16
@@ -114,7 +115,7 @@ def keywords_of(case: Case) -> dict[str, Any]:
 def layer_of(case: Case) -> fp8core.DotProductAttention:
     arguments = {"kv_channels": DIM, "num_gqa_groups": GROUPS} | dict(case.layer)
     layer = fp8core.DotProductAttention(
-        HEADS, qkv_format=case.layout, attn_mask_type=case.mask, device="cpu", **arguments
+        HEADS, qkv_format=case.layout, attn_mask_type=case.mask, device=device(), **arguments
     )
     if layer.softmax_offset is not None:
         with torch.no_grad():
@@ -169,7 +170,7 @@ def block() -> fp8core.TransformerLayer:
         fuse_qkv_params=True,
         self_attn_mask_type="causal",
         attn_input_format="bshd",
-        device="cpu",
+        device=device(),
     )
 
 
@@ -179,7 +180,7 @@ def block_input() -> torch.Tensor:
 
 def run_block(layer: fp8core.TransformerLayer, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """A layer with rotary embeddings; the gradients of its parameters are a rank's share."""
-    freqs = fp8core.RotaryPositionEmbedding(16, device="cpu")(LENGTH)
+    freqs = fp8core.RotaryPositionEmbedding(16, device=device())(LENGTH)
     leaf = x.clone().requires_grad_()
     y = layer(leaf, rotary_pos_emb=freqs)
     (y * y).sum().backward()
@@ -303,7 +304,7 @@ def kept_samples(pair: dist.ProcessGroup, rank: int, way: str, layout: str) -> l
         parallel_attention_mlp=True,
         self_attn_mask_type="padding" if layout == "thd" else "no_mask",
         attn_input_format=layout,
-        device="cpu",
+        device=device(),
         **spread[way],
     )
     if way == "context":

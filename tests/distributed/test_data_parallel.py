@@ -48,7 +48,7 @@ def wrapped(wrap: Callable[[nn.Module], Any]) -> bool:
 
 
 def fsdp1(model: nn.Module) -> Any:
-    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=device())
 
 
 def refused_by_fsdp1() -> str:
@@ -111,7 +111,7 @@ def sent_by_ddp(chosen: Any, layers: int) -> list[bool]:
 
 
 def new_linear() -> nn.Module:
-    sizes: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu", "bias": False}
+    sizes: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device(), "bias": False}
     return fp8core.Linear(COLUMNS, 2 * COLUMNS, **sizes)
 
 

@@ -36,7 +36,7 @@ from fp8core.recipe import (
     Recipe,
 )
 from tests.distributed.programs import raised
-from tests.ranks import run_ranks
+from tests.ranks import device, run_ranks
 
 HIDDEN, INNER, EXPERTS, SEED = 128, 128, 4, 7
 # Rows by rank and expert.
@@ -66,7 +66,9 @@ CASES = [
 def linears(first: int, count: int, *, bias: bool = False) -> list[fp8core.GroupedLinear]:
     """The grouped linears of ``count`` experts; expert number ``first`` and so on of all."""
     layers = [
-        fp8core.GroupedLinear(count, *sizes, bias=bias, params_dtype=torch.bfloat16, device="cpu")
+        fp8core.GroupedLinear(
+            count, *sizes, bias=bias, params_dtype=torch.bfloat16, device=device()
+        )
         for sizes in ((HIDDEN, 2 * INNER), (INNER, HIDDEN))
     ]
     with torch.no_grad():
@@ -156,7 +158,7 @@ def loaded(group: dist.ProcessGroup, rank: int) -> str:
 def sharded(group: dist.ProcessGroup, rank: int) -> torch.nn.Module:
     """Experts that FSDP2 takes for parts of one layer."""
     layer: torch.nn.Module = experts(rank * 2, 2, group=group)
-    return fully_shard(layer, mesh=DeviceMesh.from_group(group, "cpu"))
+    return fully_shard(layer, mesh=DeviceMesh.from_group(group, device().type))
 
 
 def parametrized(group: dist.ProcessGroup, rank: int) -> torch.nn.Module:
@@ -445,7 +447,7 @@ def test_a_state_without_the_experts_of_a_rank_is_refused_there(ranks: Ranks) ->
 @pytest.mark.parametrize("name", ["none", "current", "delayed"])
 def test_layers_that_appear_twice_run_twice(name: str) -> None:
     gelu = ops.GELU()
-    given: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": "cpu"}
+    given: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": device()}
     linear = GroupedLinear(2, 64, 64, **given)
     first, second = copy.deepcopy(linear), copy.deepcopy(linear)
     x, grad = torch.randn(2, 32, 64).bfloat16()
@@ -477,7 +479,7 @@ def test_layers_that_take_more_than_rows_are_refused() -> None:
     fc1, fc2 = linears(0, 2)
     with pytest.raises(UnsupportedError, match="ScaledSwiGLU is not offered"):
         Experts(fc1, ops.ScaledSwiGLU(), fc2)
-    late = GroupedLinear(2, INNER, HIDDEN, delay_wgrad_compute=True, device="cpu")
+    late = GroupedLinear(2, INNER, HIDDEN, delay_wgrad_compute=True, device=device())
     with pytest.raises(UnsupportedError, match="delay_wgrad_compute"):
         Experts(fc1, ops.SwiGLU(), late)
 

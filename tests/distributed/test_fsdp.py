@@ -369,7 +369,7 @@ RECIPES: dict[str, Callable[[], Any]] = {
 
 def model() -> Any:
     torch.manual_seed(0)
-    given: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
+    given: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device()}
     return torch.nn.Sequential(
         fp8core.Linear(64, 128, **given), fp8core.LayerNormMLP(128, 256, **given)
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fp8core
 from fp8core.distributed import Experts, get_batch_on_this_cp_rank
-from tests.ranks import run_ranks
+from tests.ranks import device, run_ranks
 
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH = 32, 64, 4, 8, 2
 F64 = torch.float64
@@ -31,7 +31,7 @@ def new_layer(qk_norm: str, **arguments: Any) -> fp8core.TransformerLayer:
         qk_norm_type=qk_norm,
         softmax_type="learnable",
         params_dtype=F64,
-        device="cpu",
+        device=device(),
         **arguments,
     )
 
@@ -90,9 +90,9 @@ class Routed(torch.nn.Module):
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
-        self.norm = fp8core.RMSNorm(HIDDEN, params_dtype=F64, device="cpu")
+        self.norm = fp8core.RMSNorm(HIDDEN, params_dtype=F64, device=device())
         num = 2 if group is None else 1
-        self.up = fp8core.GroupedLinear(num, HIDDEN, FFN, params_dtype=F64, device="cpu")
+        self.up = fp8core.GroupedLinear(num, HIDDEN, FFN, params_dtype=F64, device=device())
         self.exchange = None if group is None else Experts(self.up, group=group)
 
     def forward(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:

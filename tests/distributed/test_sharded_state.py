@@ -19,17 +19,17 @@ from fp8core.collectives import Communicator
 from fp8core.distributed import ShardLayout, gather_quantized, shard_layout, sharded_state_dict
 from fp8core.tensors.sharded_weight import ShardedWeight, local_part
 from tests.in_process import run_in_threads
-from tests.ranks import run_ranks
+from tests.ranks import device, run_ranks
 
 HIDDEN, FFN = 64, 96
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
-CPU: dict[str, Any] = {"device": "cpu", "params_dtype": torch.bfloat16}
+OPTIONS: dict[str, Any] = {"device": device(), "params_dtype": torch.bfloat16}
 
 
 def model(group: Any = None) -> nn.Module:
     """A layer of each kind; the values of a rank's parts are those of the whole model."""
     torch.manual_seed(0)
-    spread = {"tp_group": group, **CPU}
+    spread = {"tp_group": group, **OPTIONS}
     attention = fp8core.MultiheadAttention(
         HIDDEN,
         4,
@@ -44,7 +44,7 @@ def model(group: Any = None) -> nn.Module:
     mlp = fp8core.LayerNormMLP(HIDDEN, FFN, activation="swiglu", set_parallel_mode=True, **spread)
     up = fp8core.Linear(HIDDEN, FFN, parallel_mode="column", **spread)
     down = fp8core.Linear(FFN, HIDDEN, parallel_mode="row", **spread)
-    return nn.Sequential(attention, mlp, up, down, fp8core.Linear(HIDDEN, HIDDEN, **CPU))
+    return nn.Sequential(attention, mlp, up, down, fp8core.Linear(HIDDEN, HIDDEN, **OPTIONS))
 
 
 def fill(filled: nn.Module) -> None:
@@ -99,12 +99,12 @@ def work(rank: int, folder: str) -> dict[str, Any]:
         *[bool((b == 0.5).all()) for n, b in second.named_buffers() if "meta" not in n],
     ]
     sharded: Any = nn.Sequential(fp8core.Linear(8, 8, parallel_mode="column", tp_group=everyone))
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(sharded, mesh=init_device_mesh(device().type, (2,)))
     with pytest.raises(UnsupportedError) as caught:
         sharded_state_dict(sharded)
     found["refused"] = str(caught.value)
     alone_layer: Any = fully_shard(
-        fp8core.Linear(8, 8, device="cpu"), mesh=init_device_mesh("cpu", (2,))
+        fp8core.Linear(8, 8, device=device()), mesh=init_device_mesh(device().type, (2,))
     )
     with pytest.raises(UnsupportedError, match="shard_layout: weight is a DTensor"):
         shard_layout(alone_layer)
@@ -115,13 +115,13 @@ def work(rank: int, folder: str) -> dict[str, Any]:
 def under_fsdp(rank: int, folder: str) -> list[Any]:
     """What is said of a tensor-parallel layer under ``fully_shard`` over other ranks, and whether
     a checkpoint for each tensor-parallel rank has its parts."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device().type, (1, 2), mesh_dim_names=("dp", "tp"))
     of_rank = mesh["dp"].get_group()
 
     def new(seed: int) -> Any:
         torch.manual_seed(seed + rank)
         layer: Any = fp8core.Linear(
-            HIDDEN, FFN, parallel_mode="column", tp_group=mesh["tp"].get_group(), **CPU
+            HIDDEN, FFN, parallel_mode="column", tp_group=mesh["tp"].get_group(), **OPTIONS
         )
         return fully_shard(layer, mesh=mesh["dp"])
 
@@ -195,7 +195,7 @@ def test_a_model_of_one_rank_has_the_same_keys_as_several() -> None:
 
 
 def test_a_shared_weight_is_there_under_each_of_its_names() -> None:
-    first, second = (fp8core.Linear(8, 8, bias=False, device="cpu") for _ in range(2))
+    first, second = (fp8core.Linear(8, 8, bias=False, device=device()) for _ in range(2))
     second.weight = first.weight
     state = sharded_state_dict(nn.Sequential(first, second, first))
     assert set(state) == {"0.weight", "1.weight", "2.weight"}
@@ -217,14 +217,14 @@ def test_a_state_shares_memory_with_its_model() -> None:
 
 
 def test_a_layer_without_its_group_is_refused() -> None:
-    layer = fp8core.Linear(8, 8, parallel_mode="column", tp_size=2, device="cpu")
+    layer = fp8core.Linear(8, 8, parallel_mode="column", tp_size=2, device=device())
     with pytest.raises(UnsupportedError, match=r"no group yet.*set_tensor_parallel_group"):
         shard_layout(layer)
 
 
 def test_a_quantized_parameter_of_several_parts_is_refused() -> None:
     with fp8core.quantized_model_init(recipe="current"):
-        mlp = fp8core.LayerNormMLP(64, 64, activation="swiglu", **CPU)
+        mlp = fp8core.LayerNormMLP(64, 64, activation="swiglu", **OPTIONS)
     with pytest.raises(UnsupportedError, match="fc1_weight is stored quantized"):
         sharded_state_dict(mlp)
 
@@ -238,7 +238,7 @@ def new_model(
 ) -> torch.nn.Sequential:
     torch.manual_seed(seed)
     layers = [
-        fp8core.Linear(WIDTH, WIDTH, device="cpu", params_dtype=dtype, bias=bias)
+        fp8core.Linear(WIDTH, WIDTH, device=device(), params_dtype=dtype, bias=bias)
         for bias in (True, False)
     ]
     model = torch.nn.Sequential(*layers)
@@ -308,7 +308,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_assigned() -> None:
 
 @pytest.mark.usefixtures("group_of_one")
 def test_shards_are_loaded_where_forward_has_left_whole_weights() -> None:
-    model, other = (fp8core.Linear(WIDTH, WIDTH, device="cpu") for _ in range(2))
+    model, other = (fp8core.Linear(WIDTH, WIDTH, device=device()) for _ in range(2))
     for layer in (model, other):
         fully_shard(layer, reshard_after_forward=False)
     with torch.no_grad():

@@ -28,10 +28,10 @@ from fp8core.distributed import (
     sharded_state_dict,
 )
 from fp8core.optimizers import FusedAdam, FusedSGD
-from tests.ranks import run_ranks
+from tests.ranks import device, run_ranks
 
 WIDTH, RANKS, EXPERTS = 96, 4, 12
-BF16: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
+BF16: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device()}
 HALF = torch.float16
 
 
@@ -372,9 +372,9 @@ def equal(one: torch.Tensor, other: torch.Tensor, is_scaled: bool) -> bool:
 def work(rank: int, folder: str, *names: str) -> dict[str, list[str]]:
     gc.freeze()  # what was imported, which the collections between cases leave out then
     for size in (1, 2, 3, 4):
-        MESHES[size] = DeviceMesh("cpu", list(range(size)))
+        MESHES[size] = DeviceMesh(device().type, list(range(size)))
     for ranks in ([[0, 1], [2, 3]], [[0], [1], [2]], [[0, 1]]):
-        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
+        mesh = DeviceMesh(device().type, ranks, mesh_dim_names=("dp", "tp"))
         MESHES[-mesh.size()] = mesh
     return {name: differences(CASES[name], f"{folder}/{name}") for name in names}
 

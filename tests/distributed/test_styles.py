@@ -393,13 +393,13 @@ def test_two_by_two_with_fsdp2_equals_one_process(sharded_ranks: list[Any]) -> N
             assert torch.equal(sharded_ranks[0][kind][name], whole), name
 
 
-GIVEN: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
+GIVEN: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device()}
 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    yield init_device_mesh(device().type, (2,), mesh_dim_names=("tp",))
     dist.destroy_process_group()
 
 
@@ -473,7 +473,7 @@ def test_a_parameter_that_lies_as_wanted_stays_tied(mesh: DeviceMesh) -> None:
 @pytest.mark.usefixtures("mesh")
 def test_a_rank_outside_of_the_mesh_is_told_so() -> None:
     with pytest.raises(OperandError, match="this rank is not in"):
-        parallelize_module(linear(), DeviceMesh("cpu", [1]), ColwiseParallel())
+        parallelize_module(linear(), DeviceMesh(device().type, [1]), ColwiseParallel())
 
 
 def test_a_norm_is_spread_once(mesh: DeviceMesh) -> None:

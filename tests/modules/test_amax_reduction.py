@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fp8core import GroupedLinear, Linear, OperandError, autocast, checkpoint, recipe
 from fp8core.tensors import reduced_amaxes
-from tests.ranks import run_ranks
+from tests.ranks import device, run_ranks
 
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
@@ -27,7 +27,7 @@ def within(group: Any, chosen: recipe.Recipe = DELAYED) -> autocast:
 
 
 def layers(count: int, **options: Any) -> list[Linear]:
-    return [Linear(8, 8, device="cpu", **options) for _ in range(count)]
+    return [Linear(8, 8, device=device(), **options) for _ in range(count)]
 
 
 def run(layer: torch.nn.Module, value: float, *more: Any) -> torch.Tensor:
@@ -189,11 +189,11 @@ def raised(group: Any, of: dict[torch.nn.Module, tuple[Any, ...]]) -> str:
 
 
 def linear() -> torch.nn.Module:
-    return Linear(8, 8, device="cpu")
+    return Linear(8, 8, device=device())
 
 
 def grouped() -> torch.nn.Module:
-    return GroupedLinear(2, 8, 8, device="cpu")
+    return GroupedLinear(2, 8, 8, device=device())
 
 
 def garbage(rank: int, group: Any) -> dict[str, Any]:

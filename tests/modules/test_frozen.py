@@ -23,7 +23,7 @@ from fp8core.modules import run as modules_run
 from fp8core.tensors import weights
 from fp8core.tensors.weights import CachingWeightQuantizer
 from tests.pairs import pairs, turns
-from tests.ranks import run_ranks
+from tests.ranks import device, run_ranks
 
 CURRENT = recipe.by_name("current")
 
@@ -345,10 +345,10 @@ class Flagged(nn.Module):
 
 def sharded(own: nn.Module, kind: str) -> Any:
     if kind.startswith("fully_shard"):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device().type, (2,))
         return fully_shard(own, mesh=mesh, reshard_after_forward=kind == "fully_shard")
     whole = kind == "original parameters"
-    return FullyShardedDataParallel(own, device_id=torch.device("cpu"), use_orig_params=whole)
+    return FullyShardedDataParallel(own, device_id=device(), use_orig_params=whole)
 
 
 def work(rank: int, kind: str) -> None:

@@ -16,7 +16,7 @@ from fp8core.inspection.on_meta import sent_by
 from tests.in_process import communicators, run_in_threads
 from tests.modules import test_parallel as parallel
 from tests.overlapping_backend import LOG, NAME, PLAIN_NAME
-from tests.ranks import run_ranks
+from tests.ranks import device, run_ranks
 
 RECIPES = ("none", "current", "delayed", "rowwise", "block", "mxfp8")
 PLUGIN = "tests.overlapping_backend"
@@ -190,7 +190,7 @@ def test_explain_says_how_each_collective_runs() -> None:
     for backend in (NAME, PLAIN_NAME):
         with fp8core.use_backend(backend):
             chosen = recipe.Float8CurrentScaling()
-            sent = sent_by(mlp, chosen, torch.device("cpu"), torch.bfloat16)
+            sent = sent_by(mlp, chosen, device(), torch.bfloat16)
         said[backend] = {f"{one.collective}/{one.tensor}": one.way for one in sent}
     assert {*said[PLAIN_NAME].values()} == {PLAIN}
     assert said[NAME] == {

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import fp8core
 from fp8core import recipe
 from fp8core.collectives import of_group
-from tests.ranks import run_ranks
+from tests.ranks import device, run_ranks
 
 CURRENT, BLOCK = recipe.Float8CurrentScaling(), recipe.Float8BlockScaling()
 MOVING = (fp8core.ops.AllGather, fp8core.ops.ReduceScatter, fp8core.ops.AllReduce)
@@ -36,7 +36,7 @@ def new_linear(group: Any, mode: str = "column") -> fp8core.Linear:
         parallel_mode=mode,
         sequence_parallel=True,
         params_dtype=torch.bfloat16,
-        device="cpu",
+        device=device(),
     )
 
 

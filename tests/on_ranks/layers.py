@@ -298,7 +298,7 @@ def main() -> int:
                 rows, _ = run_ranks(work, Path(folder), name)
             except AssertionError as error:
                 print(error, file=sys.stderr, flush=True)
-                reason = str(error).strip().splitlines()[-1][:200]
+                reason = str(error).splitlines()[0][:200]
                 print(markdown.line((name, "a rank failed", reason, "", "", "", "")), flush=True)
                 failed += 1
                 continue

@@ -177,7 +177,7 @@ def rows_of(name: str) -> list[tuple[str, ...]]:
             return rows(name, Path(folder))
         except AssertionError as error:
             print(error, file=sys.stderr, flush=True)
-            return [(name, "", "a rank failed", str(error).strip().splitlines()[-1][:200], "")]
+            return [(name, "", "a rank failed", str(error).splitlines()[0][:200], "")]
 
 
 def main() -> int:
