@@ -67,6 +67,9 @@ cudnn_attention_backward: Callable[..., Any] = (
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 )
 
+# What reshape calls behind a copy: a view of new memory, which torch does not count as one.
+view_of_copy: Callable[..., torch.Tensor] = torch.ops.aten._unsafe_view.default
+
 
 def group_of(name: str) -> Any:
     """Return the process group ``name`` of this process."""

@@ -19,14 +19,15 @@ import torch
 from fp8core.backend_api import Recording
 from fp8core_backends.cuda import memory
 from fp8core_backends.cuda.layout import ALIGNMENT_OF_ALLOCATIONS, round_up
-from fp8core_backends.cuda.private import TorchDispatchMode, apart_from_modes
+from fp8core_backends.cuda.private import TorchDispatchMode, apart_from_modes, view_of_copy
 from fp8core_backends.cuda.stream import raw_stream
 
 _aten = torch.ops.aten
 _VIEWS = frozenset(
     (
-        *(_aten.slice.Tensor, _aten.split.Tensor, _aten.t.default),
-        *(_aten.transpose.int, _aten.view.default),
+        *(_aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default),
+        *(_aten.squeeze.dim, _aten.t.default, _aten.transpose.int),
+        *(_aten.view.default, view_of_copy),
     )
 )
 """Operators that compute nothing. A view is noticed where it is a result or its address is

@@ -23,6 +23,7 @@ from fp8core.chain.protocol import (
     TensorProgram,
 )
 from fp8core.chain.request import Handover, QuantizeRequest
+from fp8core.chain.simple import RotaryLink
 from fp8core.torch_ops.repeats import called_in_repeats
 
 
@@ -83,18 +84,21 @@ class PackedAttentionLink(Link):
     The parameters are those of ``attention`` behind keys and values.
 
     ``sizes``: of attention in high precision that takes nothing but queries, keys and values, the
-    first two dimensions of all its queries; () if calls bring what it takes besides.
+    first two dimensions of all its queries; () if calls bring what it takes besides. ``rotation``
+    rotates queries and keys of such a batch first, by angles that are the last parameter; None:
+    they attend as they are.
     """
 
     attention: AttentionLink
     heads: HeadSizes
     sizes: tuple[int, ...] = ()
+    rotation: RotaryLink | None = None
     keeps_input = True
 
     @property
     def num_params(self) -> int:  # type: ignore[override]  # which is a field there
-        """The bias and the learned offset of the softmax, if any."""
-        return self.attention.num_params - 2
+        """The bias, the learned offset of the softmax and the angles, if any."""
+        return self.attention.num_params - 2 + (self.rotation is not None)
 
     @property
     def needs_rng(self) -> bool:  # type: ignore[override]  # likewise
@@ -114,12 +118,15 @@ class PackedAttentionLink(Link):
     def in_torch(self, bind: Callable[[Any], Any]) -> PackedAttentionLink:
         """Return attention by torch's operators, of the same rows."""
         attention: AttentionLink = bind(self.attention.shape)
-        return PackedAttentionLink(attention, self.heads, self.sizes)
+        rotation = None if self.rotation is None else bind(self.rotation.shape)
+        return PackedAttentionLink(attention, self.heads, self.sizes, rotation)
 
     def program(
         self, rows: int, needs_grad: Sequence[bool], call: Call
     ) -> PackedAttentionProgram | SizedAttentionProgram:
         """Return the program; the sizes of the batch come with the call unless they are known."""
+        if self.rotation is not None:
+            return RotatedAttentionProgram(self, needs_grad, self.rotation)
         if self.sizes:
             return SizedAttentionProgram(self, needs_grad)
         needs_rows, *rest = needs_grad
@@ -180,50 +187,95 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
 
     def remade(self, saved: Saved, call: Call, out: QuantizeRequest) -> Handover:
         """Return the result, which is saved."""
-        assert saved[1] is not None
-        return out(saved[1])
+        assert saved[0] is not None
+        return out(saved[0])
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Attend."""
-        rows = called_in_repeats(self._attended, x)
-        saved: Saved = ()
-        if self._needs_grad[0]:
-            saved = (x, rows, called_in_repeats(_pop_statistics, rows))
-        return rows if out is None else out(rows), saved, None
+        return self._attended((x,), params, out)
 
     def backward(
         self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Compute the gradient of the rows."""
+        without = (None,) * len(self._needs_grad[1:])  # angles have no gradient
         if not self._needs_grad[0]:
-            return (None,)
-        x, rows, stats = saved
-        assert x is not None  # forward saved them
-        assert rows is not None
-        assert stats is not None
-        packed = called_in_repeats(self._gradient, grad, x, rows, stats)
-        return (packed if out is None else out(packed),)
+            return None, *without
+        packed = called_in_repeats(self._gradient, grad, *saved)  # type: ignore[arg-type]  # forward saved all of them
+        return packed if out is None else out(packed), *without
 
-    def _attended(self, x: torch.Tensor) -> torch.Tensor:
+    def _attended(
+        self, tensors: Sequence[torch.Tensor], params: Sequence[torch.Tensor], out: Out
+    ) -> Forward:
+        """Attend to ``tensors``, the rows or three parts of them, and save these and ``params``."""
+        rows = called_in_repeats(self._rows, *tensors)
+        saved: Saved = ()
+        if self._needs_grad[0]:
+            saved = (rows, called_in_repeats(_pop_statistics, rows), *tensors, *params)
+        return rows if out is None else out(rows), saved, None
+
+    def _parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return queries, keys and values of the rows ``x``."""
+        return self._link.heads.split(x, self._link.sizes)
+
+    def _rows(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the rows of the result; their statistics are an attribute until they are taken."""
-        link, attention = self._link, self._link.attention
-        q, k, v = link.heads.split(x, link.sizes)
+        attention = self._link.attention
+        q, k, v = tensors if len(tensors) > 1 else self._parts(*tensors)
         if attention.fallback is not None:
             check_memory(attention.fallback, attention.shape, q, k, DENSE)
         out, stats, _ = attention.run(q, k, v)
-        rows: torch.Tensor = out.reshape(x.shape[0], -1)
+        rows: torch.Tensor = out.reshape(q.shape[0] * q.shape[1], -1)
         if self._needs_grad[0]:
             rows.attention_statistics = stats  # type: ignore[attr-defined]
         return rows
 
     def _gradient(
-        self, grad: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, stats: torch.Tensor
+        self, grad: torch.Tensor, rows: torch.Tensor, stats: torch.Tensor, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        link = self._link
-        q, k, v = link.heads.split(x, link.sizes)
+        return self._packed(self._gradients(grad, rows, stats, *self._parts(*tensors)))
+
+    def _gradients(
+        self, grad: torch.Tensor, rows: torch.Tensor, stats: torch.Tensor, *heads: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Return the gradients of what has attended, queries, keys and values."""
+        q, k, v = heads
         grad_out, out = grad.reshape(q.shape), rows.view(q.shape)
-        grad_q, grad_k, grad_v, *_ = link.attention.run_backward(grad_out, q, k, v, out, stats)
-        return link.heads.join(x.shape[0], grad_q, grad_k, grad_v)
+        grads: Sequence[torch.Tensor] = self._link.attention.run_backward(
+            grad_out, q, k, v, out, stats
+        )
+        return grads[:3]
+
+    def _packed(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        q, k, v = grads
+        return self._link.heads.join(q.shape[0] * q.shape[1], q, k, v)
+
+
+class RotatedAttentionProgram(SizedAttentionProgram):
+    """Rotates queries and keys of its rows, then attends to them. Each of the three parts is saved
+    by itself: the rows would be held for the values alone."""
+
+    __slots__ = ("_rotation",)
+
+    def __init__(
+        self, link: PackedAttentionLink, needs_grad: Sequence[bool], rotation: RotaryLink
+    ) -> None:
+        super().__init__(link, needs_grad)
+        self._rotation = rotation
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Rotate, and attend."""
+        q, k, v = self._parts(x)
+        q, k = (self._rotation.rotate(each, *params) for each in (q, k))
+        return self._attended((q, k, v.contiguous()), params, out)
+
+    def _gradient(
+        self, grad: torch.Tensor, rows: torch.Tensor, stats: torch.Tensor, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        *heads, angles = tensors
+        q, k, v = self._gradients(grad, rows, stats, *heads)
+        q, k = (self._rotation.turn_back(each, angles) for each in (q, k))
+        return self._packed((q, k, v))
 
 
 def _pop_statistics(rows: torch.Tensor) -> torch.Tensor:

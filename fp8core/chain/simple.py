@@ -328,23 +328,24 @@ class RotaryShape(SimpleShape):
         ) -> Backward:
             return turn_back(grad.reshape(call.sizes), *saved).reshape(grad.shape), None
 
-        return RotaryLink(self, forward, backward, 1, rotate=rotate)
+        return RotaryLink(self, forward, backward, 1, rotate=rotate, turn_back=turn_back)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RotaryLink(SimpleLink):
-    """The rotation of rows; ``rotate(x, angles, starts, cu_seqlens)`` takes ``x`` in the sizes of
-    the layout."""
+    """The rotation of rows; ``rotate(x, angles, starts=None, cu_seqlens=None)`` takes ``x`` in the
+    sizes of the layout, and so does ``turn_back``, which returns its gradient."""
 
     rotate: Callable[..., torch.Tensor]
+    turn_back: Callable[..., torch.Tensor]
 
 
 def _rotated(
     run: Callable[..., Any],
     x: torch.Tensor,
     freqs: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
+    starts: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     keywords = {}
     if starts is not None:

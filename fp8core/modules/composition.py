@@ -15,7 +15,8 @@ of its own. Backward hands over gradients likewise.
 What cuts: hooks, a monitor, torch's compiler or a transform, a class or a forward that is not the
 library's, frozen weights, weight gradients that a later call computes, a value that a layer returns
 besides its output. Unless codes are handed over, also a seed, a tensor-parallel group, and a tensor
-that attention takes besides queries, keys and values.
+that attention takes besides queries, keys and values, but for the angles of a rotation, which are a
+parameter of its link in low precision.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.packed_attention import HeadSizes, PackedAttentionLink
 from fp8core.chain.protocol import Link
 from fp8core.chain.residual import ResidualLink
-from fp8core.chain.series import Chain
+from fp8core.chain.series import Chain, only_once
+from fp8core.chain.simple import RotaryLink
 from fp8core.chain.unwrap import PLAIN
 from fp8core.context.autocast import Active, active
 from fp8core.dispatch import policy
@@ -47,12 +49,16 @@ from fp8core.modules.layers.layernorm_linear import LayerNormLinear
 from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
 from fp8core.modules.layers.linear import Linear
 from fp8core.modules.layers.parallel import ParallelModule, set_group
-from fp8core.modules.memo import Memo, memo_of, replay, sources_of
+from fp8core.modules.memo import Memo, Sources, memo_of, replay, sources_of
 from fp8core.modules.run import run_joined
 from fp8core.modules.sequences.attention_arguments import PLAIN_OPTIONS, AttentionOptions
+from fp8core.modules.sequences.rotary import rotary_link
 from fp8core.recipe import PerLayer
 from fp8core.recipe.plan import LayerRole
 from fp8core.torch_ops.private import has_hooks, is_compiled, is_traced
+
+ROTATED = "rotated"
+"""Stands, with their sizes, for the angles in the arguments of a call that brings them."""
 
 LayerT = TypeVar("LayerT", bound=torch.nn.Module)
 
@@ -99,8 +105,10 @@ class Segment(NamedTuple):
         options: of a call of attention.
         heads: how the rows that attention gets hold heads, None if it gets queries, keys and
             values.
+        angles: by which attention's queries and keys are rotated first, in pairs as ``block`` says.
         bound, params, call, rows: of a layer that is bound for a call: its links, their parameters,
             what attention to codes brings, and the queries if it does not get the rows of a layer.
+        rotation: the one by the angles, of a layer that is bound.
     """
 
     layer: ParallelModule
@@ -108,10 +116,12 @@ class Segment(NamedTuple):
     hands_over: bool = False
     options: AttentionOptions | None = None
     heads: HeadSizes | None = None
+    angles: torch.Tensor | None = None
     bound: Bound | None = None
     params: Sequence[torch.Tensor] = ()
     call: Call = DENSE
     rows: torch.Tensor | None = None
+    rotation: RotaryLink | None = None
 
     def is_cut(self, outside: Active | None, *, is_plain: bool) -> bool:
         """Whether the layer's own call has to be seen. ``outside`` is the recipe of its neighbours
@@ -154,11 +164,19 @@ class Segment(NamedTuple):
         q, k, v, bias = attend.inputs
         bound, call = attend.bind(q)
         if not self.hands_over:
-            return self._replace(bound=bound) if bound.plan.is_high_precision else None
+            rotation = None if self.angles is None else self._rotation(q, self.angles)
+            is_missing = self.angles is not None and rotation is None
+            if is_missing or not bound.plan.is_high_precision:
+                return None
+            return self._replace(bound=bound, rotation=rotation)
         params = [*([] if bias is None else [bias]), *params]
         if heads is not None:
             return self._replace(bound=bound, params=params, call=call)
         return self._replace(bound=bound, params=[k, v, *params], call=call, rows=q.flatten(-2))
+
+    def _rotation(self, q: torch.Tensor, angles: torch.Tensor) -> RotaryLink | None:
+        block: Any = self.block
+        return rotary_link(block.qkv_format, block.rotary_pos_interleaved, q, angles)
 
     def links(self, tokens: tuple[int, ...]) -> tuple[Link, ...]:
         """Return the links that are bound; those of attention for rows whose first dimensions are
@@ -169,7 +187,15 @@ class Segment(NamedTuple):
         (attention,) = self.bound.links
         assert isinstance(attention, AttentionLink)
         sizes = () if self.hands_over else tokens
-        return (PackedAttentionLink(attention, self.heads, sizes),)
+        return (PackedAttentionLink(attention, self.heads, sizes, self.rotation),)
+
+
+def told_apart(angles: Any) -> tuple[torch.Tensor | None, object]:
+    """Return the tensor of angles that rotates queries and keys, None unless it is one for both,
+    and what stands for ``angles`` among plain arguments."""
+    if isinstance(angles, tuple | list) and len(angles) == 2 and angles[0] is angles[1]:
+        angles = angles[0]
+    return (angles, (ROTATED, *angles.shape)) if type(angles) in PLAIN else (None, angles)
 
 
 def rows_of(value: Any) -> Any:
@@ -186,6 +212,7 @@ class LayerCall(NamedTuple):
             by itself.
         alone: returns the value after the item of a number, from the value before it.
         arguments: those of the call besides its input, by which memos are compared.
+        angles: the tensor among these, in whose place they say :data:`ROTATED`; None without one.
         label: if not None, each item is a branch that is added to its input, and this names the
             layer in messages.
     """
@@ -194,6 +221,7 @@ class LayerCall(NamedTuple):
     items: Sequence[Sequence[Segment]]
     alone: Callable[[int, Any], Any]
     arguments: tuple[object, ...]
+    angles: torch.Tensor | None = None
     label: str | None = None
 
     @property
@@ -282,7 +310,8 @@ class Composition:
         if memo is None or memo.sources is None:  # once in a call, as they may be computed
             items, params = _with_params(items)
         if memo is not None and (memo is not self.memo or params is not None):
-            output = replay(call.owner, memo, rows_of(value), params, call.arguments)
+            rows = rows_of(value)
+            output = replay(call.owner, memo, rows, params, call.arguments, call.angles)
             if output is not None:
                 return output, end
         if params is None:
@@ -333,6 +362,13 @@ class Composition:
                 branch.append(bound)
                 leading = segment.layer.parallel.gathered(leading)
             branches.append(branch)
+        if call.angles is not None:
+            for at, branch in enumerate(branches):
+                rotating = [each for each in branch if each.rotation is not None]
+                if rotating and not any(map(_is_low, concatenated.from_iterable(branches))):
+                    # The chain would hold the rows before they are rotated, too.
+                    self._refuse(call, start + at, rotating[0])
+                    return branches[:at]
         return branches
 
     def _refuse(self, call: LayerCall, at: int, segment: Segment) -> None:
@@ -351,7 +387,8 @@ class Composition:
         segments = [*concatenated.from_iterable(branches)]
         if all([each.heads is None or each.hands_over for each in segments]):
             tokens = ()
-        key = (*[(id(each.bound), each.heads) for each in segments], *map(len, branches))
+        bound = [(id(each.bound), id(each.rotation), each.heads) for each in segments]
+        key: tuple[object, ...] = (*bound, *map(len, branches))
         key = (*key, tokens, label)
         entry = self._chains.get(key)
         if entry is not None:
@@ -371,7 +408,10 @@ def _with_params(
     items: Sequence[Sequence[Segment]],
 ) -> tuple[list[list[Segment]], list[torch.Tensor]]:
     """Return the segments of ``items`` with the parameters of their layers, and all of these."""
-    complete = [[each._replace(params=each.layer.link_params()) for each in item] for item in items]
+    complete = [
+        [each._replace(params=[*each.layer.link_params(), *_brought(each)]) for each in item]
+        for item in items
+    ]
     return complete, [param for item in complete for each in item for param in each.params]
 
 
@@ -412,9 +452,28 @@ def _memo_of(
         sum([len(segment.params) for segment in segments]),
         [None if each.bound is None else each.bound.states for each in segments],
         arguments=call.arguments,
-        sources=sources_of(layers),
+        sources=_sources_of(segments),
         shape=shape,
     )
+
+
+def _is_low(segment: Segment) -> bool:
+    return segment.bound is not None and only_once(segment.bound.links) is not None
+
+
+def _brought(segment: Segment) -> Sequence[torch.Tensor]:
+    return () if segment.angles is None else (segment.angles,)
+
+
+def _sources_of(segments: Sequence[Segment]) -> Sources | None:
+    """Return where the parameters of ``segments`` lie, None if one is computed."""
+    sources: list[Any] = []
+    for each in segments:
+        of_layer = sources_of((each.layer,))
+        if of_layer is None:
+            return None
+        sources += [*of_layer, *[(None, ()) for _ in _brought(each)]]
+    return sources
 
 
 def _recorder_of(segments: Sequence[Segment]) -> Any:
@@ -469,17 +528,27 @@ class ComposedLayer(torch.nn.Module):
     def _name_of(self, child: str) -> str | None:
         return None if self.name is None else f"{self.name}.{child}"
 
-    def _run(self, hidden_states: torch.Tensor, arguments: tuple[object, ...]) -> Any:
+    def _run(
+        self,
+        hidden_states: torch.Tensor,
+        arguments: tuple[object, ...],
+        angles: torch.Tensor | None,
+    ) -> Any:
         """Return the output for ``hidden_states`` and the further ``arguments`` of ``forward``, in
-        its order."""
+        its order; ``angles`` are what :func:`told_apart` returned of those by which it rotates."""
         memo = self._chain.memo
         if memo is not None and not torch.compiler.is_dynamo_compiling():
-            output = replay(self, memo, hidden_states, None, arguments)
+            output = replay(self, memo, hidden_states, None, arguments, angles)
             if output is not None:
                 return output
-        return self._compose(hidden_states, arguments)
+        return self._compose(hidden_states, arguments, angles)
 
-    def _compose(self, hidden_states: torch.Tensor, arguments: tuple[object, ...]) -> Any:
+    def _compose(
+        self,
+        hidden_states: torch.Tensor,
+        arguments: tuple[object, ...],
+        angles: torch.Tensor | None,
+    ) -> Any:
         """Return the output of a call that is not like the last one."""
         raise NotImplementedError
 

@@ -84,9 +84,9 @@ def _fields(names: tuple[str, ...]) -> Callable[[Any], Any]:
     return attrgetter("__class__", *names)
 
 
-Sources: TypeAlias = "Sequence[tuple[dict[str, Any], Sequence[str]]]"
+Sources: TypeAlias = "Sequence[tuple[dict[str, Any] | None, Sequence[str]]]"
 """Where each parameter of a chain lies: a module's ``_parameters``, and its name there, or those of
-its parts along their first dimension."""
+its parts along their first dimension. None instead of a module's: the tensor that calls bring."""
 
 
 class Memo(NamedTuple):
@@ -161,7 +161,7 @@ def memo_of(
 def sources_of(layers: Sequence[Any]) -> Sources | None:
     """Return where the parameters of ``layers`` in low precision lie; None if one is computed, as
     by a parametrization, or is a part of a parameter."""
-    sources: list[tuple[dict[str, Any], Sequence[str]]] = []
+    sources: list[tuple[dict[str, Any] | None, Sequence[str]]] = []
     for layer in layers:
         stored, parameters = layer._parameters, layer.link_names()
         if parameters is None or layer.local_part is not None:
@@ -179,11 +179,13 @@ def replay(
     input: torch.Tensor,
     params: Sequence[Any] | None = None,
     arguments: object = (),
+    brought: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Run ``layer`` on ``input`` as in the call of ``memo``; None if this call is another.
 
     Whatever a call depends on is compared: here, or in ``is_like`` at once. ``params`` None: the
-    layers' own. Nothing of ``input`` is read before its type is compared.
+    layers' own, and the tensor that is ``brought``. Nothing of ``input`` is read before its type is
+    compared.
     """
     if memo.arguments != arguments:
         return None
@@ -218,6 +220,11 @@ def replay(
         params = []
         try:
             for stored, names in memo.sources:
+                if stored is None:
+                    if brought is None:
+                        return None
+                    params += (brought,)
+                    continue
                 param = stored[names[0]]
                 if names[1:]:
                     param = torch.cat([*map(stored.__getitem__, names)])

@@ -12,7 +12,13 @@ from fp8core.chain.packed_attention import HeadSizes
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.calls.parameters import InitMethod, refuse_arguments
-from fp8core.modules.composition import ComposedLayer, LayerCall, Segment, hands_over_codes
+from fp8core.modules.composition import (
+    ComposedLayer,
+    LayerCall,
+    Segment,
+    hands_over_codes,
+    told_apart,
+)
 from fp8core.modules.layers.layernorm_linear import LayerNormLinear
 from fp8core.modules.layers.linear import Linear
 from fp8core.modules.sequences.attention_arguments import PLAIN_OPTIONS, AttentionOptions
@@ -318,19 +324,27 @@ class MultiheadAttention(ComposedLayer):
             UnsupportedError: cross attention with ``inference_params`` and a causal mask, a window
                 or ALiBi, as a step does not say where its queries are among the keys.
         """
+        angles, rotation = told_apart(rotary_pos_emb)
         arguments = (
             *(attention_mask, encoder_output, attn_mask_type, window_size, bottom_right_diagonal),
-            *(is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb),
+            *(is_first_microbatch, checkpoint_core_attention, inference_params, rotation),
             *(core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q),
             *(cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q),
             *(max_seqlen_kv, fast_zero_fill, pad_between_seqs, thd_attention_policies),
             *(thd_attention_policy_dispatch, softcap),
         )
-        return self._run(hidden_states, arguments)
+        return self._run(hidden_states, arguments, angles)
 
-    def _compose(self, hidden_states: torch.Tensor, arguments: tuple[object, ...]) -> Any:
+    def _compose(
+        self,
+        hidden_states: torch.Tensor,
+        arguments: tuple[object, ...],
+        angles: torch.Tensor | None,
+    ) -> Any:
         """Return the output of a call that is not like the last one."""
         named: dict[str, Any] = dict(zip(ARGUMENTS, arguments, strict=True))
+        if angles is not None:
+            named["rotary_pos_emb"] = angles
         options, is_first = self._options(named), named["is_first_microbatch"]
         normalized, has_steps = None, self._has_steps(named)
 
@@ -348,23 +362,26 @@ class MultiheadAttention(ComposedLayer):
             return self._prepared(rows, named) if has_steps else rows
 
         segments: Sequence[Segment] = ()
-        if is_first is None and self._may_join(has_steps, arguments):
+        if is_first is None and self._may_join(named, arguments):
             segments = self.segments(named)
         items: Sequence[Sequence[Segment]] = [*zip(segments, strict=True)] or [()] * 3
-        outputs = self._chain.run(LayerCall(self, items, alone, arguments), hidden_states)
+        call = LayerCall(self, items, alone, arguments, angles)
+        outputs = self._chain.run(call, hidden_states)
         if segments and self.return_bias and isinstance(outputs, torch.Tensor):
             outputs = outputs, self.proj.parameter("bias")  # a chain returns no bias
         if not self.return_layernorm_output:
             return outputs
         return (*(outputs if isinstance(outputs, tuple) else (outputs,)), normalized)
 
-    def _may_join(self, has_steps: bool, arguments: tuple[object, ...]) -> bool:
+    def _may_join(self, named: Mapping[str, Any], arguments: tuple[object, ...]) -> bool:
         """Whether layers of a call may be one chain; where more than rows crosses to attention, in
         codes alone."""
         attention = self.core_attention
         if torch.compiler.is_compiling() or not isinstance(attention, DotProductAttention):
             return False
-        is_dense = not has_steps and PLAIN_OPTIONS.issuperset(map(type, arguments))
+        is_dense = PLAIN_OPTIONS.issuperset(map(type, arguments)) and not self._has_steps(
+            named, but_rotation=True
+        )
         if not is_dense and not hands_over_codes(attention):
             return False
         return self._chain.may_join(attention, arguments)
@@ -372,9 +389,12 @@ class MultiheadAttention(ComposedLayer):
     def segments(self, arguments: Mapping[str, Any]) -> Sequence[Segment]:
         """Return the layers of a call with the ``arguments`` of :meth:`forward`, in order; none if
         each of them has to run by itself."""
-        attention, has_steps = self.core_attention, self._has_steps(arguments)
+        attention, angles = self.core_attention, None
         is_attention = isinstance(attention, DotProductAttention)
         hands_over = is_attention and hands_over_codes(attention)
+        has_steps = self._has_steps(arguments, but_rotation=not hands_over)
+        if not hands_over:
+            angles = told_apart(arguments["rotary_pos_emb"])[0]
         first, proj = getattr(self, self._projection), self.proj
         returned = [getattr(layer, "return_bias", False) for layer in (first, proj)]
         is_whole = is_attention and returned == [False, self.return_bias]
@@ -384,7 +404,7 @@ class MultiheadAttention(ComposedLayer):
         heads = None if has_steps else self._sizes
         return (
             Segment(first, self, hands_over),
-            Segment(attention, self, hands_over, options, heads),
+            Segment(attention, self, hands_over, options, heads, angles),
             Segment(proj, self, hands_over),
         )
 
@@ -399,14 +419,17 @@ class MultiheadAttention(ComposedLayer):
             options["inference_params"] = None
         return options
 
-    def _has_steps(self, arguments: Mapping[str, Any]) -> bool:
+    def _has_steps(self, arguments: Mapping[str, Any], *, but_rotation: bool = False) -> bool:
         """Whether queries and keys are more than rows of the first projection: normalized, rotated,
-        those of a cache or of an encoder."""
+        those of a cache or of an encoder; ``but_rotation``: more than by one tensor of angles."""
+        angles = arguments["rotary_pos_emb"]
+        if but_rotation and told_apart(angles)[0] is not None:
+            angles = None
         return (
             self.attention_type != "self"
             or self.q_norm is not None
             or self.k_norm is not None
-            or arguments["rotary_pos_emb"] is not None
+            or angles is not None
             or arguments["inference_params"] is not None
         )
 

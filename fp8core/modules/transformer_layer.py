@@ -12,7 +12,14 @@ from fp8core.chain.node import is_under_torch_autocast
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.modules.calls.inputs import check_kind
 from fp8core.modules.calls.parameters import InitMethod, check_probability, refuse_arguments
-from fp8core.modules.composition import ComposedLayer, LayerCall, Segment, is_seen, kind_of
+from fp8core.modules.composition import (
+    ComposedLayer,
+    LayerCall,
+    Segment,
+    is_seen,
+    kind_of,
+    told_apart,
+)
 from fp8core.modules.layers.layernorm_mlp import LayerNormMLP
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
 from fp8core.modules.layers.operation import DropPath, SampleSplit
@@ -273,21 +280,29 @@ class TransformerLayer(ComposedLayer):
         Raises:
             OperandError: tensors that do not fit, or an encoder output that is missing or unused.
         """
+        angles, rotation = told_apart(rotary_pos_emb)
         arguments = (
             *(attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal),
             *(encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size),
             *(enc_dec_bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention),
-            *(inference_params, rotary_pos_emb, core_attention_bias_type, core_attention_bias),
+            *(inference_params, rotation, core_attention_bias_type, core_attention_bias),
             *(alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded),
             *(cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill),
             *(pad_between_seqs, thd_attention_policies, thd_attention_policy_dispatch, softcap),
         )
-        output: torch.Tensor = self._run(hidden_states, arguments)
+        output: torch.Tensor = self._run(hidden_states, arguments, angles)
         return output
 
-    def _compose(self, hidden_states: torch.Tensor, arguments: tuple[object, ...]) -> Any:
+    def _compose(
+        self,
+        hidden_states: torch.Tensor,
+        arguments: tuple[object, ...],
+        angles: torch.Tensor | None,
+    ) -> Any:
         """Return the output of a call that is not like the last one."""
         named: dict[str, Any] = dict(zip(_ARGUMENTS, arguments, strict=True))
+        if angles is not None:
+            named["rotary_pos_emb"] = angles
         check_kind("TransformerLayer", "hidden_states", hidden_states)
         self._check_encoder_arguments(named)
         if is_under_torch_autocast(hidden_states):
@@ -321,9 +336,8 @@ class TransformerLayer(ComposedLayer):
         items: Sequence[Sequence[Segment]] = ()
         if is_sum and is_first is None and PLAIN_OPTIONS.issuperset(map(type, arguments)):
             items = self._items(arguments, blocks[0][1])
-        call = LayerCall(
-            self, items or [()] * len(blocks), alone, arguments, self._label if items else ""
-        )
+        label = self._label if items else ""
+        call = LayerCall(self, items or [()] * len(blocks), alone, arguments, angles, label)
         return self._chain.run(call, hidden_states)
 
     def _items(

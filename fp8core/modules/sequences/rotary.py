@@ -230,6 +230,25 @@ class Rotary(LowPrecisionModule):
         note(self, bound, prepared, len(sources), arguments=options)
 
 
+def rotary_link(
+    tensor_format: str, interleaved: bool, t: torch.Tensor, freqs: torch.Tensor
+) -> RotaryLink | None:
+    """Return the rotation of tensors like ``t``, from position 0 on, as a part of another link;
+    None for angles that a call has to convert, or refuses."""
+    layer = _rotary(tensor_format, interleaved, t)
+    is_plain = freqs.dtype == torch.float32 and type(freqs) in PLAIN and not freqs.requires_grad
+    if not is_plain or freqs.device != t.device or not freqs.numel():
+        return None
+    try:
+        _check_freqs(layer.label, t, freqs)
+        Spans(None, None).check(layer.label, tensor_format, t, freqs.shape[0])
+    except OperandError:  # the layer's own call raises it, by its name
+        return None
+    (link,) = bind(layer, t.device, t.dtype).links
+    assert isinstance(link, RotaryLink)
+    return link
+
+
 def apply_rotary_pos_emb(
     t: torch.Tensor,
     freqs: torch.Tensor,

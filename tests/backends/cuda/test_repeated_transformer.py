@@ -64,11 +64,11 @@ def inputs(seed: int, length: int = LENGTH) -> torch.Tensor:
     return (x * 2.0 ** (seed % 3)).requires_grad_()
 
 
-def step(layer: Any, name: str, x: torch.Tensor) -> list[torch.Tensor]:
+def step(layer: Any, name: str, x: torch.Tensor, **given: Any) -> list[torch.Tensor]:
     """Return the output, all gradients, and the layer's delayed scales afterwards."""
     x = x.detach().requires_grad_()
     with fp8core.autocast(recipe=recipe.by_name(name)):
-        y = layer(x)
+        y = layer(x, **given)
     torch.manual_seed(7)
     grads = torch.autograd.grad(y, (x, *layer.parameters()), torch.randn_like(y) / 16)
     return [y.detach(), *grads, *(one.clone() for one in layer.buffers())]
@@ -99,6 +99,19 @@ def test_a_repeated_layer_has_the_bits_of_its_layers(option: str, name: str) -> 
         assert_same(step(layer, name, inputs(seed)), expected)
     assert recorded(layer) == [(True, True)]
     assert not judge._chain._chains
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("option", ["rmsnorm swiglu", "interleaved", "groups", "sequence first"])
+def test_a_repeated_rotation_has_the_bits_of_its_layers(option: str, name: str) -> None:
+    layer, judge = make(**OPTIONS[option]), make(**OPTIONS[option])
+    table = fp8core.RotaryPositionEmbedding(HIDDEN // HEADS)(LENGTH).cuda()
+    for seed in range(STEPS):
+        angles = table * (1 + seed % 2)
+        with one_by_one():
+            expected = step(judge, name, inputs(seed), rotary_pos_emb=angles)
+        assert_same(step(layer, name, inputs(seed), rotary_pos_emb=angles), expected)
+    assert recorded(layer) == [(True, True)]
 
 
 def test_sizes_and_modes_change_between_repeats() -> None:
