@@ -30,7 +30,7 @@ def bound(kind: type[Any], values: tuple[Any, ...], x: torch.Tensor) -> Run:
     backends, device = policy.current(), x.device
     if is_captured(x):  # a kernel would read its address
         # torch.compile takes a text as a constant, and reads what makes a call of it.
-        text = _captured(kind, values, device, (backends.backend, backends.op_backends))
+        text = _captured(kind, values, device, backends.values())
         return functools.partial(OPERATORS[kind.op], text)
     registry = plugins.load()
     return _bound((kind, values), device, backends, registry, len(registry.rows))
@@ -52,7 +52,7 @@ def _captured(
     kind: type[Any],
     values: tuple[Any, ...],
     device: torch.device,
-    backends: tuple[str | None, tuple[tuple[str, str], ...]],
+    backends: policy.Values,
 ) -> str:
     """Return the text of the operation, while torch compiles or exports."""
     with policy.activated(policy.Policy(*backends)), table.capturing():

@@ -1,4 +1,5 @@
-"""``use_backend``: the backends that the program chooses, for each thread."""
+"""``use_backend`` and ``leaving_out``: the backends that the program chooses, and those that it
+leaves out, for each thread."""
 
 from __future__ import annotations
 
@@ -6,17 +7,41 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
+from fp8core.backend_api import OPS
 from fp8core.dispatch import plugins, settings
+from fp8core.errors import RecipeError
+
+LeftOut: TypeAlias = "tuple[tuple[str, str, str], ...]"
+"""Backends that are left out: each with an operation, and why."""
+
+Values: TypeAlias = "tuple[str | None, tuple[tuple[str, str], ...], LeftOut]"
+"""The fields of a :class:`Policy`, as torch.compile takes constants."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The backends that the program names: for every operation, and for single ones."""
+    """The backends that the program names, for every operation and for single ones, and those that
+    it leaves out."""
 
     backend: str | None = None
     op_backends: tuple[tuple[str, str], ...] = ()
+    left_out: LeftOut = ()
+
+    def values(self) -> Values:
+        """Return the fields: ``Policy(*values)`` is an equal policy."""
+        return self.backend, self.op_backends, self.left_out
+
+    def leaving_out(self, left_out: LeftOut) -> Policy:
+        """Return the policy that also leaves these out."""
+        added = [each for each in left_out if each not in self.left_out]
+        return Policy(self.backend, self.op_backends, (*self.left_out, *added))
+
+    def why_left_out(self, backend: str, op: str) -> str | None:
+        """Say why ``backend`` is left out of ``op``, or None."""
+        reasons = [why for *left, why in self.left_out if left == [backend, op]]
+        return "; ".join(reasons) or None
 
 
 NO_POLICY = Policy()
@@ -77,3 +102,27 @@ class use_backend:
 
     def __exit__(self, *error: Any) -> None:
         _active.policy = _active.outer.pop()
+
+
+@contextlib.contextmanager
+def leaving_out(backend: str, /, *ops: str, because: str) -> Iterator[None]:
+    """Choose ``backend`` for none of ``ops``, by default for no operation at all, inside.
+
+    ``because``, a text that is not empty, is its verdict wherever choices are explained. An
+    operation that only a backend left out can run is refused, and so is one for which the program
+    or the environment names such a backend. Nested uses add to the outer ones; affects the calling
+    thread alone. Backward uses the backends that were chosen in forward. Torch's own operators,
+    which transforms of torch.func and second derivatives run, are no backend's.
+
+    Raises:
+        RecipeError: no such backend or operation, or no reason.
+        PluginError: the backend's plug-in failed to load; the message holds the reason.
+    """
+    for op in ops:
+        settings.check_op(op, "leaving_out()")
+    plugins.load().spec(backend, "leaving_out()")
+    if not because:
+        raise RecipeError(f"leaving_out({backend!r}): because is empty; say why.")
+    left_out = tuple((backend, op, because) for op in ops or OPS)
+    with activated(current().leaving_out(left_out)):
+        yield

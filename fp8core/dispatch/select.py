@@ -69,23 +69,31 @@ def choose(
     desc: OpDesc, device: torch.device, policy: Policy, explicit: str | None = None
 ) -> Choice:
     """Choose in this order: ``explicit``, use_backend, FP8CORE_OP_BACKEND, FP8CORE_BACKEND, the
-    site policy's hook, the device's backends by priority, the reference on the same device.
+    site policy's hook, the device's backends by priority, the reference on the same device; never
+    one that ``policy`` leaves out.
 
     The choice depends on declarations alone, so the same question has the same answer.
 
     Raises:
         UnsupportedError: no backend can run it; or only a substitute can, and it is a low-precision
-            product or the mode is strict.
+            product or the mode is strict; or the backend that was asked for is left out.
         RecipeError, PluginError: the backend that was asked for is unknown or broken.
     """
     environment = settings.read()
     registry = plugins.load()
-    verdicts = tuple(verdict(registry, spec, desc, device) for spec in registry.by_priority())
+    answers = [verdict(registry, spec, desc, device) for spec in registry.by_priority()]
+    verdicts = tuple(_unless_left_out(answer, policy, desc.op) for answer in answers)
     by_name = {verdict.backend: verdict for verdict in verdicts}
     named, origin = _named(desc.op, policy, environment, explicit)
     substitution: str | None = None
     if named is not None:
         registry.spec(named, origin)
+        because_of = policy.why_left_out(named, desc.op)
+        if because_of is not None:
+            raise UnsupportedError(
+                f"{origin} asks for {named}, which is left out of {desc.op}: {because_of} [{desc} "
+                f"on {device}]"
+            )
         if by_name[named].reason is None:
             return Choice(desc, device, named, origin, None, verdicts)
         substitution = f"{origin} asks for {named}, but {by_name[named].reason}"
@@ -94,7 +102,12 @@ def choose(
     is_low_precision_product = is_product(desc)
     if native and not (substitution and is_low_precision_product):
         picked = site_pick(registry, desc, device, tuple(native))
-        backend, because = (native[0], _BY_PRIORITY) if picked is None else (picked, "site policy")
+        backend, because = native[0] if picked is None else picked, "site policy"
+        if picked is None:
+            pairs = zip(answers, verdicts, strict=True)
+            before = itertools.takewhile(lambda pair: pair[1].backend != backend, pairs)
+            left_out = [f"{now.backend} is {now.reason}" for first, now in before if now != first]
+            because = "; ".join(left_out) or _BY_PRIORITY
     elif emulating and not is_low_precision_product:
         backend, because = emulating[0], _EMULATES
         substitution = substitution or f"no native backend for {device}"
@@ -108,6 +121,14 @@ def choose(
             f"FP8CORE_STRICT=1: {desc} on {device} would run on {backend}: {substitution}."
         )
     return Choice(desc, device, backend, because, substitution, verdicts)
+
+
+def _unless_left_out(answer: Verdict, policy: Policy, op: str) -> Verdict:
+    """Return ``answer``, or if the backend could run ``op`` and ``policy`` leaves it out, why."""
+    because = policy.why_left_out(answer.backend, op)
+    if because is None or answer.reason is not None:
+        return answer
+    return Verdict(answer.backend, f"left out: {because}")
 
 
 def is_product(desc: OpDesc) -> bool:

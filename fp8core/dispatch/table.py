@@ -103,9 +103,12 @@ def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -
 
 
 def resolve_optional(desc: OpDesc, device: torch.device, backend: str) -> Resolved | None:
-    """Bind an optional operation by ``backend``, or return None if ``backend`` does not run it, or
-    a graph that torch captures has no operator of it: there a fusion has to count NaN and inf."""
+    """Bind an optional operation by ``backend``, or return None if ``backend`` does not run it
+    or is left out of it, or a graph that torch captures has no operator of it: there a fusion has
+    to count NaN and inf."""
     if variant_of(desc) is not None and _is_captured():
+        return None
+    if policy.current().why_left_out(backend, desc.op) is not None:
         return None
     registry = plugins.load()
     needed = counted(desc) if _is_captured() and isinstance(desc, FusedDesc) else desc

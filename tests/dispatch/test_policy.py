@@ -1,17 +1,18 @@
-"""``use_backend``: nested, re-entrant, per thread, and checked when it is made."""
+"""``use_backend``: nested, re-entrant, per thread, and checked when it is made; ``leaving_out``."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 
 import pytest
 
 import fp8core
-from fp8core.backend_api import OPS
-from fp8core.dispatch import policy
+from fp8core.backend_api import OPS, OpDesc
+from fp8core.dispatch import policy, select, table
 from fp8core.dispatch.policy import NO_POLICY, Policy
-from fp8core.errors import PluginError, RecipeError
+from fp8core.errors import PluginError, RecipeError, UnsupportedError
 from tests.dispatch import toys
 
 
@@ -159,3 +160,75 @@ def test_backend_of_a_broken_plugin_is_refused_with_its_reason(install: toys.Ins
     fp8core.dispatch.plugins.reload()
     with pytest.raises(PluginError, match="No module named 'toy_nowhere'"):
         fp8core.use_backend("toy_broken")
+
+
+def refused(desc: OpDesc, asked: str | None = None) -> str:
+    """Return why dispatch refuses ``desc`` on the CPU, asked for a backend as an argument."""
+    with pytest.raises(UnsupportedError) as caught:
+        select.choose(desc, toys.CPU, policy.current(), asked)
+    return str(caught.value)
+
+
+def test_a_backend_that_is_left_out_is_not_chosen_and_says_why() -> None:
+    first, second = (select.choose(toys.GEMM, toys.CPU, NO_POLICY).backend, "two")
+    assert first == "one"
+    with policy.leaving_out("one", "gemm", because="it is slow"):
+        choice = select.choose(toys.GEMM, toys.CPU, policy.current())
+        assert choice.backend == second
+        assert choice.because == "one is left out: it is slow"
+        assert choice.substitution is None
+        assert "one: left out: it is slow" in str(choice)
+        assert not select.declined(choice)
+        assert table.resolve(toys.GEMM, toys.CPU).choice.backend == second
+        assert table.resolve_optional(toys.GEMM, toys.CPU, "one") is None
+        assert table.resolve(toys.QUANTIZE, toys.CPU).choice.backend == first
+        reference = policy.leaving_out("reference", "gemm", because="it emulates")
+        with policy.leaving_out("two", because="it is new"), reference:
+            message = refused(toys.GEMM)
+            assert "one: left out: it is slow" in message
+            assert "two: left out: it is new" in message
+            assert "reference: left out: it emulates" in message
+            assert select.choose(toys.QUANTIZE, toys.CPU, policy.current()).backend == first
+        assert select.choose(toys.GEMM, toys.CPU, policy.current()).backend == second
+    assert table.resolve(toys.GEMM, toys.CPU).choice.backend == first
+
+
+def test_a_backend_that_is_left_out_is_refused_to_whoever_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = "asks for one, which is left out of gemm: it is slow"
+    one = functools.partial(policy.leaving_out, "one", "gemm", because="it is slow")
+    pairs = ((one(), fp8core.use_backend("one")), (fp8core.use_backend(gemm="one"), one()))
+    for outer, inner in pairs:
+        with outer, inner:
+            assert f"use_backend() {said}" in refused(toys.GEMM)
+            assert f"use_backend() {said}" in refused(toys.PLAIN_GEMM)
+    with one(), fp8core.use_backend("two"):
+        assert f"the argument backend= {said}" in refused(toys.GEMM, "one")
+        assert select.choose(toys.GEMM, toys.CPU, policy.current()).backend == "two"
+    with one(), fp8core.use_backend("one", gemm="two"):
+        assert select.choose(toys.GEMM, toys.CPU, policy.current()).backend == "two"
+    monkeypatch.setenv("FP8CORE_BACKEND", "one")
+    with one():
+        assert f"FP8CORE_BACKEND {said}" in refused(toys.GEMM)
+    assert select.choose(toys.GEMM, toys.CPU, policy.current()).backend == "one"
+
+
+def test_what_is_left_out_is_of_one_thread_and_checked() -> None:
+    one = functools.partial(policy.leaving_out, "one", "gemm", because="it is slow")
+    seen: list[Policy] = []
+    with one(), one():
+        assert policy.current() == Policy(left_out=(("one", "gemm", "it is slow"),))
+        assert Policy(*policy.current().values()) == policy.current()
+        thread = threading.Thread(target=lambda: seen.append(policy.current()))
+        thread.start()
+        thread.join()
+    assert seen == [NO_POLICY] == [policy.current()]
+    for backend, op, because, said in (
+        ("three", "gemm", "it is slow", r"leaving_out\(\) asks for backend 'three'"),
+        ("one", "gem", "it is slow", r"leaving_out\(\) names the operation 'gem'"),
+        ("one", "gemm", "", "say why"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            policy.leaving_out(backend, op, because=because).__enter__()
+        assert policy.current() == NO_POLICY

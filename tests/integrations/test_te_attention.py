@@ -3,29 +3,22 @@ an engine by its environment variables."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import importlib
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fp8core import transformer_engine as alias
+import fp8core
+from fp8core.dispatch import select, table
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.integrations.transformer_engine import finder, layers
 from tests.device import DEVICE
 
 ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
-
-
-@pytest.fixture
-def te() -> Iterator[Any]:
-    """The alias, whatever other tests of this process have imported."""
-    finder.put(alias.VERSION)
-    yield importlib.import_module("transformer_engine")
-    alias.uninstall()
 
 
 @pytest.fixture
@@ -127,33 +120,89 @@ def test_positions_need_sequences_and_a_factor(parallel: Any, factor: Any) -> No
     assert not len(parallel.generate_positional_ids_for_cp(ints(0), 4))
 
 
-def test_the_environment_chooses_the_engine_of_attention(
-    te: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When a layer is made, also inside of another; what leaves no engine is refused by name."""
-    chosen: list[dict[str, str]] = []
+ENGINES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
-    def choose(**engines: str) -> Any:
-        chosen.append(engines)
-        return contextlib.nullcontext()
 
-    def made(**engines: str) -> Any:
-        for kind, value in {"FLASH": "1", "FUSED": "1", "UNFUSED": "1", **engines}.items():
-            monkeypatch.setenv(f"NVTE_{kind}_ATTN", value)
+@pytest.fixture
+def made(te: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Make a layer, the same one each time, under values of :data:`ENGINES`."""
+
+    def make(values: str, kind: str = "TransformerLayer") -> Any:
+        for name, value in zip(ENGINES, values, strict=True):
+            monkeypatch.setenv(name, value)
         torch.manual_seed(0)
-        return te.pytorch.TransformerLayer(64, 128, 4, self_attn_mask_type="causal").eval()
+        sizes = (64, 128, 4) if kind == "TransformerLayer" else (4, 16)
+        mask = "self_attn_mask_type" if kind == "TransformerLayer" else "attn_mask_type"
+        return getattr(te.pytorch, kind)(*sizes, **{mask: "causal"}).eval()
 
-    monkeypatch.setattr(layers, "use_backend", choose)
-    x = torch.randn(16, 2, 64)
-    want = made()(x)
-    assert torch.equal(made(FLASH="0")(x), want)
-    assert not chosen
-    unfused = made(FLASH="0", FUSED="0")
-    for _ in range(3):
-        torch.testing.assert_close(unfused(x), want)
-    assert chosen == [{"attention": "reference", "attention_backward": "reference"}] * 3
-    with pytest.raises(UnsupportedError, match="NVTE_FUSED_ATTN 0, leaves no engine"):
-        made(FLASH="0", FUSED="0", UNFUSED="0")(x)
-    if DEVICE.type == "cpu":
-        with pytest.raises(UnsupportedError, match="a CPU has no other one"):
-            made(UNFUSED="0")(x)
+    return make
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The operations of attention that dispatch chooses from here on, each with its backend."""
+    choices: list[tuple[str, str]] = []
+    choose = select.choose
+
+    def noted(*arguments: Any) -> select.Choice:
+        choice = choose(*arguments)
+        if "attention" in choice.desc.op:
+            choices.append((choice.desc.op, choice.backend))
+        return choice
+
+    table.forget()
+    monkeypatch.setattr(select, "choose", noted)
+    return choices
+
+
+BOTH = {("attention", "reference"), ("attention_backward", "reference")}
+
+
+def test_the_environment_chooses_the_engine_of_attention(
+    made: Callable[..., Any], chosen: list[tuple[str, str]]
+) -> None:
+    """When a layer is made, also inside of another."""
+    x = torch.randn(16, 2, 64, device=DEVICE, requires_grad=True)
+    want = made("111")(x)
+    torch.testing.assert_close(made("011")(x), want)
+    unfused = made("001")
+    chosen.clear()
+    for layer in (unfused, copy.deepcopy(unfused), pickle.loads(pickle.dumps(unfused))):
+        for _ in range(2):
+            y = layer(x)
+            y.sum().backward()
+            torch.testing.assert_close(y, want)
+    assert set(chosen) == BOTH
+    compiled = torch.compile(unfused, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), want)
+    assert set(chosen) == BOTH
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU has an engine besides")
+@pytest.mark.parametrize("is_training", [True, False])
+def test_an_engine_that_is_left_out_never_runs_a_remembered_call(
+    made: Callable[..., Any], is_training: bool
+) -> None:
+    """Whether an equal layer ran before, whoever asks for the engine, and in a compiled graph."""
+    q, x = (torch.randn(16, 2, *size, requires_grad=True) for size in ((4, 16), (64,)))
+    for kind, inputs in (("DotProductAttention", (q, q, q)), ("TransformerLayer", (x,))):
+        usual, layer = (made(values, kind).train(is_training) for values in ("111", "110"))
+        usual(*inputs).sum().backward()
+        for call in (layer, copy.deepcopy(layer), torch.compile(layer, backend="eager")):
+            for _ in range(2):
+                with pytest.raises(UnsupportedError, match="NVTE_UNFUSED_ATTN=0"):
+                    call(*inputs)
+        with fp8core.use_backend("reference"), pytest.raises(UnsupportedError) as caught:
+            layer(*inputs)
+        assert "use_backend() asks for reference, which is left out of attention" in str(
+            caught.value
+        )
+        usual(*inputs).sum().backward()
+
+
+def test_an_environment_without_an_engine_is_refused_when_a_layer_is_made(
+    made: Callable[..., Any],
+) -> None:
+    for kind in ("DotProductAttention", "TransformerLayer"):
+        with pytest.raises(UnsupportedError, match="NVTE_UNFUSED_ATTN=0 turn off every engine"):
+            made("000", kind)

@@ -10,7 +10,6 @@ import inspect
 import logging
 import pickle
 import sys
-from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -28,14 +27,6 @@ from tests.refusals import unrefused
 from tests.te_surface import Name, stored
 
 NAMES = stored()
-
-
-@pytest.fixture
-def te() -> Iterator[Any]:
-    """The alias, whatever other tests of this process have imported."""
-    finder.put(alias.VERSION)
-    yield importlib.import_module("transformer_engine")
-    alias.uninstall()
 
 
 @pytest.fixture

@@ -17,15 +17,15 @@ import gc
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp8core.context.autocast import active
-from fp8core.dispatch.policy import use_backend
+from fp8core.dispatch import plugins
+from fp8core.dispatch.policy import LeftOut, activated, current
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.interchange.checkpoints.transformer_engine import (
     merge_states,
@@ -480,39 +480,28 @@ class RMSNorm(_Norm, norm.RMSNorm, module="module.rmsnorm"):
     """:class:`fp8core.RMSNorm` under Transformer Engine's name."""
 
 
-_ENGINES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+_FUSED = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")  # both name the engine of the device here
+_UNFUSED = "NVTE_UNFUSED_ATTN"
+_ATTENTION = ("attention", "attention_backward")
 
 
-def _left_out() -> tuple[str, ...]:
-    """Return the engines of attention that the environment leaves out, as Transformer Engine reads
-    it: ``"fast"``, that of the device, where the flash and the fused one are off, as both name one
-    here; and ``"unfused"``, the reference."""
-    flash, fused, unfused = (os.environ.get(name, "1") != "0" for name in _ENGINES)
-    return (*(() if flash or fused else ("fast",)), *(() if unfused else ("unfused",)))
-
-
-def _engine(left_out: Sequence[str]) -> AbstractContextManager[None]:
-    """Return the context in which attention runs by an engine that is not ``left_out``.
+def _engine_of_environment() -> LeftOut:
+    """Return the backends of attention that the environment turns off, as Transformer Engine reads
+    it: the reference is the unfused engine, any other a fused one.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: it turns off every engine.
     """
-    if not left_out:
-        return nullcontext()
-    device = torch.accelerator.current_accelerator(check_available=True)
-    fast = None if device is None else {"cuda": "cuda", "npu": "ascend"}.get(device.type)
-    if "unfused" not in left_out:
-        name = "reference"
-    elif "fast" not in left_out and fast is not None:
-        name = fast
-    else:
+    off = [name for name in (*_FUSED, _UNFUSED) if os.environ.get(name, "1") == "0"]
+    if len(off) == len(_FUSED) + 1:
         raise UnsupportedError(
-            f"attention: NVTE_UNFUSED_ATTN=0, with NVTE_FLASH_ATTN and NVTE_FUSED_ATTN "
-            f"{'0' if 'fast' in left_out else '1'}, leaves no engine: {device or 'a CPU'} has "
-            f"{fast or 'no other one'}. Set NVTE_UNFUSED_ATTN=1 for the reference"
-            f"{', or NVTE_FUSED_ATTN=1' if fast else ''}."
+            f"attention: {'=0, '.join(off)}=0 turn off every engine. Set {_UNFUSED}=1 for the "
+            f"reference, or NVTE_FUSED_ATTN=1 for the backend of the device."
         )
-    return use_backend(attention=name, attention_backward=name)
+    fused = [name for name in plugins.load().backends if name != "reference"]
+    left_out = [(name, "=0 and ".join(_FUSED)) for name in fused if {*_FUSED} <= {*off}]
+    left_out += [("reference", _UNFUSED)] if _UNFUSED in off else []
+    return tuple((name, op, f"{why}=0") for name, why in left_out for op in _ATTENTION)
 
 
 class DotProductAttention(
@@ -523,38 +512,45 @@ class DotProductAttention(
     """:class:`fp8core.DotProductAttention` under Transformer Engine's name.
 
     Dropout draws within the ``fork()`` of the tracker that the constructor gets. NVTE_FLASH_ATTN,
-    NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN are read when the layer is made.
+    NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN are read when the layer is made, and dispatch chooses none
+    of the backends that they turn off.
+
+    Raises:
+        UnsupportedError: they turn off every one.
     """
 
-    _left_out: tuple[str, ...] = ()
+    _engines: LeftOut = ()
 
     def _construct(self, *args: Any, **kwargs: Any) -> None:
+        engines = _engine_of_environment()
         super()._construct(*args, **kwargs)
-        self._left_out = _left_out()
+        self._engines = engines
 
     @property
     def runs_apart(self) -> bool:
         """Whether a call draws within the tracker's ``fork()``, or the environment leaves engines
         out."""
-        return self._draws_in_fork or self._left_out != ()
+        return self._draws_in_fork or self._engines != ()
 
     @property
     def _draws_in_fork(self) -> bool:
         return self._tracker[0] is not None and self.training and self.attention_dropout > 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend as fp8core's layer does, by an engine that the environment leaves; see
-        :func:`_left_out`.
+        """Attend as fp8core's layer does, by an engine that the environment leaves.
 
         Raises:
-            UnsupportedError: there is none.
+            UnsupportedError: none of them runs this attention.
         """
-        tracker, left_out = self._tracker[0], self._left_out
+        tracker = self._tracker[0]
         draws = tracker().fork() if tracker is not None and self._draws_in_fork else None
-        if draws is None and not left_out:
+        if draws is None and not self._engines:
             return super().forward(*args, **kwargs)
-        with draws or nullcontext(), _engine(left_out):
-            return super().forward(*args, **kwargs)
+        with activated(current().leaving_out(self._engines)):
+            if draws is None:
+                return super().forward(*args, **kwargs)
+            with draws:
+                return super().forward(*args, **kwargs)
 
 
 class _Composed(_Layer):

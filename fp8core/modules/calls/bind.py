@@ -228,7 +228,7 @@ def _bind_captured(
         (layer.kind, type(layer).__name__, name, peers, is_compiled, is_watched),
         tuple([shape.values() for shape in shapes or layer.link_shapes()]),
         active_text,
-        (backends.backend, backends.op_backends),
+        backends.values(),
         (device, dtype, first_gemm, torch.is_grad_enabled()),
     )
     if bound.number is not None:

@@ -16,7 +16,7 @@ from fp8core.chain.protocol import Link
 from fp8core.chain.series import Chain
 from fp8core.chain.shape import BindContext, LinkShape, bind_chain
 from fp8core.context.autocast import Active, named
-from fp8core.dispatch import table
+from fp8core.dispatch import policy, table
 from fp8core.errors import (
     Fp8CoreError,
     OperandError,
@@ -203,7 +203,7 @@ def bind_captured(
     layer: tuple[str, str, str | None, str, bool, bool],
     shape_values: tuple[tuple[Any, ...], ...],
     active_text: str,
-    backends: tuple[str | None, tuple[tuple[str, str], ...]],
+    backends: policy.Values,
     place: tuple[torch.device, torch.dtype, int, bool],
 ) -> Bound:
     """Bind while torch compiles or exports: a graph is guarded by the values of the arguments.
@@ -236,7 +236,7 @@ def bind_captured(
                 role = LayerRole(kind, name)
                 agree(label, role, shapes[0].plan_type, recipe, binding, shapes, once=True)
         context = BindContext.of(plan, binding, label)._replace(first_gemm=first_gemm)
-        bind = partial(_bind_in_graph, shapes, context, states)
+        bind = partial(_bind_in_graph, shapes, context, states, chosen=policy.Policy(*backends))
         links = bind([None] * len(STATE_BUFFERS), "forward")
     except Fp8CoreError as error:
         refused = type(error)(f"{label}: {error}")
@@ -310,10 +310,15 @@ def _bind_in_graph(
     buffers: Sequence[Any],
     phase: str,
     at: int | None = None,
+    *,
+    chosen: policy.Policy,
 ) -> tuple[Link, ...]:
-    """Return the links of ``shapes`` that read the ``buffers`` of a graph, or those of a part."""
+    """Return the links of ``shapes`` that read the ``buffers`` of a graph, or those of a part.
+
+    ``chosen`` is the policy of the call, which torch.compile has not put into force in the thread.
+    """
     in_graph = None if states is None else states.in_graph(buffers, phase)
-    with table.capturing():
+    with policy.activated(chosen), table.capturing():
         links = bind_chain(shapes, context._replace(states=in_graph))
     return links if at is None else Chain(parts_of(shapes, links)[at])
 
