@@ -64,7 +64,7 @@ _K = 16
 
 
 class CudaBackend:
-    """cuBLASLt's GEMMs and kernels of fp8core, for compute capability 9.0; 10.0 is not run yet."""
+    """cuBLASLt's GEMMs and kernels of fp8core, on the GPUs of the table in tiers.py."""
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         """Say why ``desc`` cannot run on ``device``, or None."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.resources
+import importlib.util
 import itertools
 import os
 import re
@@ -102,17 +103,17 @@ def find_toolchain() -> Toolchain | str:
     """Return the toolchain, or what is missing.
 
     nvcc is taken from ``CUDA_HOME``, then from the path, then from /usr/local/cuda, then from a
-    package beside torch. Its major version must be that of torch's CUDA, whose libraries the
+    package of NVIDIA's. Its major version must be that of torch's CUDA, whose libraries the
     extension uses at run time.
     """
     candidates = [folder / "bin" / "nvcc" for folder in settings.toolkits()]
     on_path = shutil.which("nvcc")
     candidates += [Path(on_path)] if on_path else []
-    packages = Path(torch.__file__).parent.parent / "nvidia"
-    candidates += [_DEFAULT_NVCC, *sorted(packages.glob("cu*/bin/nvcc"))]
+    in_packages = [path for at in _packages() for path in sorted(at.glob("cu*/bin/nvcc"))]
+    candidates += [_DEFAULT_NVCC, *in_packages]
     nvcc = next((path for path in candidates if os.path.lexists(path)), None)
     if nvcc is None:
-        return "no nvcc in CUDA_HOME, on the path, in /usr/local/cuda or in a package beside torch"
+        return "no nvcc in CUDA_HOME, on the path, in /usr/local/cuda or in a package of NVIDIA's"
     if not nvcc.is_file():
         return f"{nvcc} is no file"
     try:
@@ -126,6 +127,13 @@ def find_toolchain() -> Toolchain | str:
     if torch.version.cuda and version[0] != int(torch.version.cuda.split(".")[0]):
         return f"{nvcc} is {version[0]}.{version[1]}, torch uses CUDA {torch.version.cuda}"
     return _libraries(nvcc, version[0])
+
+
+def _packages() -> list[Path]:
+    """Return the folders of NVIDIA's packages: beside torch, then where else Python finds them."""
+    spec = importlib.util.find_spec("nvidia")
+    beside = Path(torch.__file__).parent.parent / "nvidia"
+    return [beside, *map(Path, (spec and spec.submodule_search_locations) or ())]
 
 
 def _version_text(nvcc: Path) -> str:
@@ -166,13 +174,13 @@ def _libraries(nvcc: Path, major: int) -> Toolchain | str:
     torch_root = Path(torch.__file__).parent
     # A script named nvcc may lie outside of the toolkit that it calls.
     toolkits = [at.resolve().parent.parent for at in (nvcc, _DEFAULT_NVCC)]
-    package = torch_root.parent / "nvidia" / f"cu{major}"
+    packages = [at / f"cu{major}" for at in _packages()]
     library = f"libcublasLt.so.{major}"
     places = {
-        "cublasLt.h": [package / "include", *(at / "include" for at in toolkits)],
+        "cublasLt.h": [*(at / "include" for at in packages), *(at / "include" for at in toolkits)],
         "pybind11/pybind11.h": [torch_root / "include"],
         "Python.h": [Path(sysconfig.get_paths()["include"])],
-        library: [package / "lib", *(at / "lib64" for at in toolkits)],
+        library: [*(at / "lib" for at in packages), *(at / "lib64" for at in toolkits)],
     }
     folders = {}
     for name, candidates in places.items():

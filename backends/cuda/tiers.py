@@ -20,6 +20,8 @@ class Tier(NamedTuple):
         modes: what a scale covers of operands whose products there are, as the native library
             names it.
         is_hopper: whether there are kernels of Hopper's instructions, and attention is declared.
+        shares_memory: whether a block has the 227 KiB of shared memory that products of few rows in
+            high precision need; else their weights are decoded first.
         proof: whether it has run on such a GPU.
     """
 
@@ -27,22 +29,25 @@ class Tier(NamedTuple):
     architecture: str = ""
     modes: frozenset[str] = frozenset()
     is_hopper: bool = False
+    shares_memory: bool = False
     proof: str = "not run"
 
 
 _TENSOR = frozenset({"tensor"})
+_FLOATS = frozenset({"row", "vec128", "block128"})
 _BYTES = _TENSOR | {"mx32", "nv16"}
 
 TIERS: dict[Capability, Tier] = {
-    (8, 0): Tier("A100"),
-    (8, 6): Tier("RTX 3090, A10"),
-    (8, 9): Tier("L40S, RTX 4090", modes=_TENSOR),
-    (9, 0): Tier("H100, H200", "90a", _TENSOR | {"row", "vec128", "block128"}, True, "run"),
-    (10, 0): Tier("B200", "100f", _BYTES),
-    (10, 3): Tier("B300", "100f", _BYTES),
-    (12, 0): Tier("RTX 5090", modes=_TENSOR),
+    (8, 0): Tier("A100", "80"),
+    (8, 6): Tier("RTX 3090, A10", "80"),
+    (8, 9): Tier("L40S, RTX 4090", "89", _TENSOR),
+    (9, 0): Tier("H100, H200", "90a", _TENSOR | _FLOATS, True, True, "run"),
+    (10, 0): Tier("B200", "100f", _BYTES, shares_memory=True),
+    (10, 3): Tier("B300", "100f", _BYTES, shares_memory=True),
+    (12, 0): Tier("RTX 5090", "120", _TENSOR),
 }
-"""The tiers. "100f" is code for the whole family of 10.0, without instructions of one member."""
+"""The tiers. "100f" is code for the whole family of 10.0, without instructions of one member; code
+for 8.0 runs on 8.6, and has all that those have in common."""
 
 PRODUCTS = {
     "tensor": "one scale a tensor",

@@ -20,6 +20,7 @@ from fp8core_backends.cuda.dequantize import Dequantize
 from fp8core_backends.cuda.gemm import FEW_ROWS, LowPrecisionGemm, high_precision_gemm
 from fp8core_backends.cuda.layout import DTYPES, spec_problem
 from fp8core_backends.cuda.operations import first_problem
+from fp8core_backends.cuda.tiers import tier_at
 
 
 def weight_only_problem(desc: GemmDesc, spec: OperandSpec) -> str | None:
@@ -49,11 +50,13 @@ class WeightOnlyGemm:
         self._of_few_rows = {
             dtype: LowPrecisionGemm(desc, device, native, a_dtype=dtype)
             for dtype in (torch.bfloat16, torch.float16)
+            if tier_at(device).shares_memory
         }
         self._decode = {
             dtype: Dequantize(DequantizeDesc(desc.b, dtype), device, native) for dtype in DTYPES
         }
-        self.kernel = f"up to {FEW_ROWS} rows fp8core::multiply_few_rows, decoded of more"
+        few = f"up to {FEW_ROWS} rows fp8core::multiply_few_rows, decoded of more"
+        self.kernel = few if self._of_few_rows else "decoded"
 
     def __call__(
         self,

@@ -6,14 +6,33 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cluster.h"
+
+// Code for earlier devices has no instruction of clusters: a kernel that needs them is empty, and
+// has_clusters says so.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define FP8CORE_HAS_CLUSTERS 1
+#endif
+
 namespace fp8core {
 
-// The configuration of a launch of `grid` blocks, in clusters of `cluster`.
+// The blocks of a cluster along y, which a constant says are one where there are no clusters.
+__device__ inline int blocks_of_split() {
+#ifdef FP8CORE_HAS_CLUSTERS
+  return gridDim.y;
+#else
+  return 1;
+#endif
+}
+
+// The configuration of a launch of `grid` blocks, in clusters of `cluster`; of one block where
+// there are no clusters.
 struct ClusterLaunch {
   cudaLaunchAttribute attribute = {};
   cudaLaunchConfig_t config = {};
 
-  ClusterLaunch(dim3 grid, dim3 cluster, int threads, std::size_t shared, cudaStream_t stream) {
+  ClusterLaunch(dim3 grid, dim3 cluster, int threads, std::size_t shared, int device,
+                cudaStream_t stream) {
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {cluster.x, cluster.y, cluster.z};
     config.gridDim = grid;
@@ -21,7 +40,7 @@ struct ClusterLaunch {
     config.dynamicSmemBytes = shared;
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.numAttrs = has_clusters(device) ? 1 : 0;
   }
   ClusterLaunch(const ClusterLaunch&) = delete;  // whose configuration would name this attribute
 };

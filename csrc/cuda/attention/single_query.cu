@@ -38,11 +38,12 @@ void launch(single_query::Params p, int device, cudaStream_t stream) {
   FP8CORE_CHECK(blocks < (std::int64_t{1} << 31), "single_query_attention: ", p.args.batch,
                 " sequences, more than a grid takes");
   int split = 1;  // the lengths are on the device: by the capacity
-  while (split < kMostSplit && blocks * split < 2 * num_multiprocessors(device) &&
+  const int most = has_clusters(device) ? kMostSplit : 1;
+  while (split < most && blocks * split < 2 * num_multiprocessors(device) &&
          p.args.capacity >= 2 * split * kLeastKeys)
     split *= 2;
   const ClusterLaunch launch(dim3(static_cast<unsigned>(blocks), split), dim3(1, split),
-                             single_query::kThreads, S::kShared, stream);
+                             single_query::kThreads, S::kShared, device, stream);
   FP8CORE_CUDA(cudaLaunchKernelEx(&launch.config, kKernel, p));
 }
 

@@ -7,9 +7,9 @@
 // the largest logits, the sums of exponentials, which are not rounded, and the sums of values of
 // its own keys; they are merged in the end, of a block, then of the cluster, always in one order.
 //
-// Keys and values may be in pages: a thread looks up the page of one key of a step, a step before it
-// is copied. They may be codes: a warp writes the values of a step, rounded to 16 bits, beside the
-// ring of codes, and goes on as if they had been stored so. Neither changes an addition.
+// Keys and values may be in pages: a thread looks up the page of one key of a step, a step before
+// it is copied. They may be codes: a warp writes the values of a step, rounded to 16 bits, beside
+// the ring of codes, and goes on as if they had been stored so. Neither changes an addition.
 #pragma once
 
 #include <type_traits>
@@ -243,8 +243,8 @@ __device__ void copy_rows(std::uint8_t* to, const typename S::Stored* from, cons
       is_wanted = page >= 0;
       if (is_wanted) row += page * rows.batch_stride;
     }
-    const int within =
-        S::kHasCodes ? (at * S::kStoredPieces + piece) * 16 : place<S>(at / kRows, piece, at % kRows);
+    const int within = S::kHasCodes ? (at * S::kStoredPieces + piece) * 16
+                                    : place<S>(at / kRows, piece, at % kRows);
     copy_16_bytes(to + within, from + row + piece * (16 / sizeof(typename S::Stored)), is_wanted);
   }
 }
@@ -254,10 +254,10 @@ __device__ inline void copy_scales(float* to, const HeadRows& k, const HeadRows&
                                    Slot slot) {
   const int lane = threadIdx.x % 32;
   const HeadRows& rows = lane < kKeys ? k : v;
-  const std::int64_t row = slot.page < 0 ? 0
-                                         : slot.page * rows.batch_stride +
-                                               slot.row * rows.row_stride +
-                                               group * rows.head_stride;
+  const std::int64_t row =
+      slot.page < 0
+          ? 0
+          : slot.page * rows.batch_stride + slot.row * rows.row_stride + group * rows.head_stride;
   copy_float(to + lane, static_cast<const float*>(rows.data) + row, slot.page >= 0);
 }
 
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kThreads) attend_once(const __grid_constant__ 
   extern __shared__ __align__(16) std::uint8_t shared[];
   const SingleQueryArguments& a = p.args;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int split = gridDim.y, rank = blockIdx.y;
+  const int split = blocks_of_split(), rank = blockIdx.y;
   const int chunk = blockIdx.x % p.chunks, groups = p.heads / p.group_heads;
   const int group = blockIdx.x / p.chunks % groups;
   const int sequence = blockIdx.x / p.chunks / groups;

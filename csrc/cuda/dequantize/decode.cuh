@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "../fp8.cuh"
 #include "fp8core/dequantize.h"
 
 namespace fp8core {
@@ -25,12 +26,8 @@ __device__ float2 decode2(uint32_t codes) {
     };
     return make_float2(value(codes), value(codes >> 4));
   } else {
-    uint32_t halves;
-    if constexpr (kFormat == ElementType::kE4M3)
-      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
-    else
-      asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
-    return both_halves(halves);
+    constexpr Format kIts = kFormat == ElementType::kE4M3 ? Format::kE4M3 : Format::kE5M2;
+    return both_halves(decode2_into_halves<kIts>(codes));
   }
 }
 

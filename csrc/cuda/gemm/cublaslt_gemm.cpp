@@ -196,7 +196,7 @@ std::string Gemm::algorithm(std::size_t candidate) const {
 
 std::size_t Gemm::add_candidate(const std::string& algorithm) {
   Candidate added;
-  added.few_rows = few_rows_way(desc_, algorithm);
+  added.few_rows = few_rows_way(desc_, algorithm, device_);
   if (!added.few_rows) {
     cublasLtMatmulHeuristicResult_t result = {};
     std::copy(algorithm.begin(), algorithm.end(), reinterpret_cast<char*>(&result.algo));

@@ -1,6 +1,9 @@
 // Which products of few rows there are kernels for, and how their work is cut.
 #include "few_rows.h"
 
+#include "../cluster.h"
+#include "fp8core/device.h"
+
 #include <algorithm>
 #include <cstring>
 
@@ -11,11 +14,13 @@ using few_rows::kCuts;
 using few_rows::kNumCuts;
 
 constexpr std::int64_t kMostRows = 64, kMostSize = std::int64_t{1} << 30;
-constexpr int kVector = 16;    // bytes that a thread copies at once
-constexpr int kMostSplit = 8;  // blocks of a cluster on any device
+constexpr int kVector = 16;  // bytes that a thread copies at once
 
 // Begins the bytes of a way; another number, once ways mean something else.
 constexpr char kName[] = "fp8core few rows 1";
+
+// Blocks that share k: of a cluster, as any device has that has clusters.
+int most_split(int device) { return has_clusters(device) ? 8 : 1; }
 
 // Calls `run` with the type of a, which few_rows.cu is compiled for.
 template <typename Run>
@@ -48,11 +53,11 @@ bool is_of_few_rows(const GemmDesc& desc) {
          b.type == ElementType::kE4M3 && is_scaled(b.scale) && (is_coded || is_plain);
 }
 
-bool fits(const GemmDesc& desc, int cut) {
+bool fits(const GemmDesc& desc, int cut, int device) {
   const int shared = with_type(desc.a.type, [&](auto type) {
     return few_rows::shared_bytes<type()>(cut, static_cast<int>(desc.m), has_blocks(desc.b.scale));
   });
-  return shared <= few_rows::kMostShared;
+  return shared <= most_shared(device);
 }
 
 struct Strides {
@@ -77,10 +82,10 @@ std::vector<FewRowsWay> few_rows_ways(const GemmDesc& desc, int device) {
   if (!is_of_few_rows(desc)) return ways;
   const std::int64_t blocks = (desc.k + few_rows::kBlockK - 1) / few_rows::kBlockK;
   for (int cut = 0; cut < kNumCuts; ++cut) {
-    if (!fits(desc, cut)) continue;
+    if (!fits(desc, cut, device)) continue;
     const std::int64_t tiles = (desc.n + kCuts[cut].columns() - 1) / kCuts[cut].columns();
     const auto has_work = [&](int split) {
-      return split <= kMostSplit && split * kCuts[cut].warps_k <= blocks;
+      return split <= most_split(device) && split * kCuts[cut].warps_k <= blocks;
     };
     // A block for at least every other multiprocessor, and twice as many where some have none.
     int split = 1;
@@ -102,11 +107,12 @@ std::string few_rows_algorithm(const FewRowsWay& way) {
   return bytes;
 }
 
-std::optional<FewRowsWay> few_rows_way(const GemmDesc& desc, const std::string& algorithm) {
+std::optional<FewRowsWay> few_rows_way(const GemmDesc& desc, const std::string& algorithm,
+                                       int device) {
   if (!is_of_few_rows(desc)) return std::nullopt;
   for (int cut = 0; cut < kNumCuts; ++cut)
-    for (int split = 1; split <= kMostSplit; split *= 2)
-      if (algorithm == few_rows_algorithm({cut, split}) && fits(desc, cut))
+    for (int split = 1; split <= most_split(device); split *= 2)
+      if (algorithm == few_rows_algorithm({cut, split}) && fits(desc, cut, device))
         return FewRowsWay{cut, split};
   return std::nullopt;
 }

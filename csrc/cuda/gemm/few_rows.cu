@@ -46,7 +46,7 @@ void launch<kA>(const FewRowsWay& way, bool has_blocks, const Params& params, in
     allow_shared<kKernel>(T::kShared, device);
     const unsigned columns = (params.n + T::kColumns - 1) / T::kColumns;
     const ClusterLaunch launch(dim3(columns, way.split), dim3(1, way.split), T::kThreads,
-                               T::kShared, stream);
+                               T::kShared, device, stream);
     FP8CORE_CUDA(cudaLaunchKernelEx(&launch.config, kKernel, params));
   });
 }

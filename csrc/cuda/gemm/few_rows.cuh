@@ -20,6 +20,7 @@
 
 #include "../cluster.cuh"
 #include "../copies.cuh"
+#include "../fp8.cuh"
 #include "../mma.cuh"
 #include "few_rows.h"
 #include "values.cuh"
@@ -29,12 +30,7 @@ namespace fp8core::few_rows {
 // Four codes as two pairs of values: a register each of an operand of `multiply`.
 template <bool kIsBFloat16>
 __device__ void decode(std::uint32_t codes, std::uint32_t& low, std::uint32_t& high) {
-  asm("{\n.reg .b16 first, last;\n"
-      "mov.b32 {first, last}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, first;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, last;\n}"
-      : "=r"(low), "=r"(high)
-      : "r"(codes));
+  decode4_into_halves(codes, low, high);
   if constexpr (kIsBFloat16) {
     const auto widen = [](std::uint32_t& pair) {
       const float2 values = __half22float2(*reinterpret_cast<const __half2*>(&pair));
@@ -251,7 +247,7 @@ __global__ void __launch_bounds__(T::kThreads) multiply_few_rows(const __grid_co
   constexpr int kWarpsK = T::kWarpsK, kStages = T::kStages;
   extern __shared__ __align__(16) std::uint8_t shared[];
   const int warp = threadIdx.x / 32, warp_n = warp % T::kWarpsN, warp_k = warp / T::kWarpsN;
-  const int first_column = blockIdx.x * T::kColumns, split = gridDim.y, rank = blockIdx.y;
+  const int first_column = blockIdx.x * T::kColumns, split = blocks_of_split(), rank = blockIdx.y;
   const Worker<T> worker(p, shared, warp, first_column + warp_n * T::kWarpColumns);
 
   // This block of threads has the blocks of k from `begin` to `end`, a warp every kWarpsK-th.

@@ -1,4 +1,4 @@
-// Products of few rows, whose time is that of reading b once. Compute capability 9.0 and up.
+// Products of few rows, whose time is that of reading b once.
 #pragma once
 
 #include <iterator>
@@ -17,7 +17,8 @@ std::vector<FewRowsWay> few_rows_ways(const GemmDesc& desc, int device);
 // A way as the bytes of one of cuBLASLt's algorithms, and back: none where the bytes are of another
 // kind, or of a way in which `desc` does not run.
 std::string few_rows_algorithm(const FewRowsWay& way);
-std::optional<FewRowsWay> few_rows_way(const GemmDesc& desc, const std::string& algorithm);
+std::optional<FewRowsWay> few_rows_way(const GemmDesc& desc, const std::string& algorithm,
+                                       int device);
 
 // Of arguments that have been checked. The order of additions follows from the way alone.
 void launch_few_rows(const GemmDesc& desc, const FewRowsWay& way, const GemmArguments& arguments,
@@ -25,7 +26,8 @@ void launch_few_rows(const GemmDesc& desc, const FewRowsWay& way, const GemmArgu
 
 namespace few_rows {
 
-constexpr int kMostShared = 227 << 10;  // bytes of shared memory that a block may have
+constexpr int kMostShared =
+    227 << 10;  // bytes of a block on the devices that stages are chosen for
 
 constexpr int kBlockK = 128;  // elements of k that a stage holds, and that a scale of blocks covers
 

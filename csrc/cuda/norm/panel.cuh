@@ -458,6 +458,7 @@ __device__ void cast_pass_in_blocks(T* slot, const RowStatistics* statistics,
 template <typename T, bool kLayerNorm, int kRows, int kBlock, Granularity G>
 __global__ void __launch_bounds__(kBlock, kBlock == 256 ? 3 : 1)
     norm_panel(const __grid_constant__ PanelParams p) {
+#ifdef FP8CORE_HAS_CLUSTERS
   using Shape = PanelShape<kRows, kBlock>;
   static_assert(G == Granularity::kDelayed || (G == Granularity::kVec128 && Shape::kHasMaxima));
   extern __shared__ float4 dynamic[];
@@ -506,6 +507,7 @@ __global__ void __launch_bounds__(kBlock, kBlock == 256 ? 3 : 1)
     amax = block_max<kBlock>(amax, shared);
     if (threadIdx.x == 0) atomic_amax(p.tile.args.amax_out, amax);
   }
+#endif
 }
 
 }  // namespace fp8core

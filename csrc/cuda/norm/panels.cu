@@ -19,10 +19,10 @@
 namespace fp8core {
 namespace {
 
-inline ClusterLaunch in_clusters(const PanelPlan& plan, unsigned clusters, int shared,
+inline ClusterLaunch in_clusters(const PanelPlan& plan, unsigned clusters, int shared, int device,
                                  cudaStream_t stream) {
   return ClusterLaunch(dim3(clusters * plan.cluster), dim3(plan.cluster), plan.kind.threads, shared,
-                       stream);
+                       device, stream);
 }
 
 template <auto kKernel>
@@ -43,12 +43,10 @@ struct Panels {
   // Asks how many clusters of the plan the device holds; false if none.
   static bool complete(PanelPlan* plan, int chunks, int device) {
     const int shared = Shape::bytes(plan->slots, chunks);
-    int most = 0;
-    FP8CORE_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    if (shared + kStatic > most) return false;
+    if (!has_clusters(device) || shared + kStatic > most_shared(device)) return false;
     allow_shared<kKernel>(shared, device);
     allow_cluster<kKernel>(plan->cluster, device);
-    const ClusterLaunch launch = in_clusters(*plan, 1, shared, nullptr);
+    const ClusterLaunch launch = in_clusters(*plan, 1, shared, device, nullptr);
     const cudaError_t status =
         cudaOccupancyMaxActiveClusters(&plan->clusters, kKernel, &launch.config);
     if (status != cudaSuccess) cudaGetLastError();  // which forgets it
@@ -64,7 +62,7 @@ struct Panels {
     p.slots = plan.slots;
     const int64_t panels = ceil_div(x.rows, kRows), each = ceil_div(panels, plan.clusters);
     const ClusterLaunch launch =
-        in_clusters(plan, static_cast<unsigned>(ceil_div(panels, each)), shared, stream);
+        in_clusters(plan, static_cast<unsigned>(ceil_div(panels, each)), shared, device, stream);
     FP8CORE_CUDA(cudaLaunchKernelEx(&launch.config, kKernel, p));
   }
 

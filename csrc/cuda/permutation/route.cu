@@ -174,12 +174,19 @@ __global__ void __launch_bounds__(kThreads)
     sources[row] = -1;
 }
 
+#ifdef FP8CORE_HAS_CLUSTERS
+#define FP8CORE_IN_CLUSTERS __cluster_dims__(kClusterBlocks, 1, 1)
+#else
+#define FP8CORE_IN_CLUSTERS
+#endif
+
 // The same by one cluster, of at most 32 experts: each block has `tokens_per_block` tokens, a
 // multiple of 32, and each thread one of every kThreads of them.
 template <typename T>
-__global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThreads)
+__global__ void FP8CORE_IN_CLUSTERS __launch_bounds__(kThreads)
     route_in_cluster(const Mask mask, int tokens_per_block, int64_t rows, int32_t* index,
                      int32_t* sources) {
+#ifdef FP8CORE_HAS_CLUSTERS
   __shared__ int32_t places[kWarps][32][33];
   __shared__ int counts[kTokensPerThread][kWarps][32];  // of a warp's tokens, then before them
   __shared__ int of_blocks[kClusterBlocks][32], before[32];
@@ -246,14 +253,15 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
   const int64_t step = kClusterBlocks * kThreads;
   for (int64_t row = used + int64_t{rank} * kThreads + threadIdx.x; row < rows; row += step)
     sources[row] = -1;
+#endif
 }
 
 template <typename T>
-void launch_mask(const MaskRouteArguments& a, cudaStream_t stream) {
+void launch_mask(const MaskRouteArguments& a, int device, cudaStream_t stream) {
   const int64_t token_blocks = (a.tokens + kTokensPerBlock - 1) / kTokensPerBlock;
   const int64_t expert_blocks = (a.slots + kExpertsPerBlock - 1) / kExpertsPerBlock;
   const Mask mask{a.routing, a.tokens, a.slots, token_blocks};
-  if (a.slots <= kExpertsPerBlock && a.tokens <= kClusterTokens) {
+  if (a.slots <= kExpertsPerBlock && a.tokens <= kClusterTokens && has_clusters(device)) {
     const int64_t each = (a.tokens + kClusterBlocks - 1) / kClusterBlocks;
     const int tokens_per_block = static_cast<int>((each + 31) / 32 * 32);
     route_in_cluster<T><<<kClusterBlocks, kThreads, 0, stream>>>(mask, tokens_per_block, a.rows,
@@ -288,10 +296,10 @@ __global__ void __launch_bounds__(kThreads)
 void launch_route_by_mask(const MaskRouteArguments& a, int device, cudaStream_t stream) {
   const DeviceGuard guard(device);
   switch (a.bytes) {
-    case 1: return launch_mask<uint8_t>(a, stream);
-    case 2: return launch_mask<uint16_t>(a, stream);
-    case 4: return launch_mask<uint32_t>(a, stream);
-    default: return launch_mask<unsigned long long>(a, stream);
+    case 1: return launch_mask<uint8_t>(a, device, stream);
+    case 2: return launch_mask<uint16_t>(a, device, stream);
+    case 4: return launch_mask<uint32_t>(a, device, stream);
+    default: return launch_mask<unsigned long long>(a, device, stream);
   }
 }
 

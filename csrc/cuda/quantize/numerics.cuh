@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../fp8.cuh"
 #include "fp8core/quantize.h"
 
 namespace fp8core {
@@ -195,18 +196,6 @@ __device__ void count_nonfinite(const WordAt& word, unsigned long long* total) {
   for (int i = 0; i < kWords; ++i) count += nonfinite_in<T>(word(i));
   count = __reduce_add_sync(0xFFFFFFFFu, count);
   if (threadIdx.x % 32 == 0) atomicAdd(total, static_cast<unsigned long long>(count));
-}
-
-// Codes of two values, the first in the low byte: rounded to nearest even, values beyond the
-// largest and inf become +-max, NaN becomes 0x7F.
-template <Format F>
-__device__ uint32_t encode2(float first, float second) {
-  uint16_t codes;
-  if constexpr (F == Format::kE4M3)
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
-  else
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
-  return codes;
 }
 
 template <Format F>

@@ -82,8 +82,7 @@ __device__ inline SideScale side_scale(const Nvfp4Side& side, const Nvfp4Params&
   const float inverse = __frcp_rn(scale);
   if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale_inv = inverse;
   if (threadIdx.x < kScaleCodes) {
-    uint32_t decoded;  // two float16, exact
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(decoded) : "h"(static_cast<uint16_t>(threadIdx.x)));
+    const uint32_t decoded = decode2_into_halves<Format::kE4M3>(threadIdx.x);
     const float code_value = static_cast<float>(reinterpret_cast<const __half2*>(&decoded)->x);
     multipliers[threadIdx.x] = fminf(__frcp_rn(__fmul_rn(code_value, inverse)), FLT_MAX);
   }

@@ -39,15 +39,41 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-inline int num_multiprocessors(int device) {
-  static std::array<std::atomic<int>, 64> known{};
-  const bool is_kept = device >= 0 && device < static_cast<int>(known.size());
-  int count = is_kept ? known[device].load(std::memory_order_relaxed) : 0;
-  if (count == 0) {
-    FP8CORE_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    if (is_kept) known[device].store(count, std::memory_order_relaxed);
+// A positive number of each device, which `ask` is asked for once.
+class NumberOfDevices {
+ public:
+  template <typename Ask>
+  int get(int device, const Ask& ask) {
+    const bool is_kept = device >= 0 && device < static_cast<int>(known_.size());
+    int number = is_kept ? known_[device].load(std::memory_order_relaxed) : 0;
+    if (number == 0) {
+      number = ask();
+      if (is_kept) known_[device].store(number, std::memory_order_relaxed);
+    }
+    return number;
   }
-  return count;
+
+ private:
+  std::array<std::atomic<int>, 64> known_{};
+};
+
+template <cudaDeviceAttr kAttribute>
+int attribute_of(int device) {
+  static NumberOfDevices known;
+  return known.get(device, [&] {
+    int value = 0;
+    FP8CORE_CUDA(cudaDeviceGetAttribute(&value, kAttribute, device));
+    return value;
+  });
+}
+
+inline int num_multiprocessors(int device) {
+  return attribute_of<cudaDevAttrMultiProcessorCount>(device);
+}
+
+// Bytes of shared memory that a block may have.
+inline int most_shared(int device) {
+  return attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
 }
 
 }  // namespace fp8core FP8CORE_EXPORTED

@@ -185,10 +185,10 @@ def test_a_build_can_be_forbidden(
 
 
 def test_another_chip_has_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     why_not = native.missing(torch.device("cuda", 0))
     assert why_not is not None
-    assert "9.0, 10.0, 10.3, this is 8.9" in why_not
+    assert "8.0, 8.6, 8.9, 9.0, 10.0, 10.3, 12.0, this is 7.5" in why_not
 
 
 def test_a_build_for_more_is_found(compiler: Path, source: Callable[..., native._Source]) -> None:

@@ -86,6 +86,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return self.run(operand)
 
     put_on_the_host(monkeypatch, gemm, dequantize, transposition)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(weight_only, "Dequantize", Decode)
     monkeypatch.setattr(gemm, "allocator_now", lambda index: None)
     monkeypatch.setattr(autotune, "choose", lambda *arguments: 0)
@@ -116,6 +117,20 @@ def test_few_rows_of_16_bits_are_multiplied_by_codes_and_others_by_what_is_decod
             torch.testing.assert_close(result, want, rtol=2.0**-6, atol=0.25)  # of 16
     is_few = rows <= 64 and dtype != torch.float32
     assert decoded == ([] if is_few else [N] * 4)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (12, 0)])
+def test_few_rows_are_decoded_where_a_block_has_less_memory(
+    capability: tuple[int, int], decoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    desc, x = GemmDesc(None, SPEC, torch.bfloat16), Operand(torch.randn(3, K).bfloat16())
+    run = WeightOnlyGemm(desc, torch.device("cuda", 0), Native())
+    b = weight()
+    want = ReferenceBackend().bind(desc, CPU)(x, b)
+    torch.testing.assert_close(run(x, b), want, rtol=2.0**-6, atol=0.25)  # of 16
+    assert decoded == [N]
+    assert run.kernel == "decoded"
 
 
 @pytest.mark.usefixtures("decoded")
