@@ -292,30 +292,44 @@ def _heads(
     q, k, v = by_head.split(counts, -2)
     if torch.is_grad_enabled():
         v = v.contiguous()  # which would hold the others for backward
-    if getattr(attention, "q_norm", None) is not None:
+    has_norms = getattr(attention, "q_norm", None) is not None
+    if has_norms:
         q, k = attention.q_norm(q), attention.k_norm(k)
-    angles = _angles(pair, conversion)
-    if angles is None:
+    turn = _turn_of(pair, conversion)
+    if turn is None:
         return turned(q, *pair), turned(k, *pair), v
-    # Each by itself: backward puts the three gradients together once.
-    return apply_rotary_pos_emb(q, angles, "bshd"), apply_rotary_pos_emb(k, angles, "bshd"), v
+    if has_norms or torch.is_grad_enabled():
+        # Each by itself: backward puts the three gradients together once.
+        return apply_rotary_pos_emb(q, *turn), apply_rotary_pos_emb(k, *turn), v
+    q, k = apply_rotary_pos_emb(by_head[..., : -counts[-1], :], *turn).split(counts[:-1], -2)
+    return q, k, v
 
 
-def _angles(pair: tuple[torch.Tensor, torch.Tensor], conversion: Conversion) -> torch.Tensor | None:
-    """Return the angles ``[s, 1, 1, d]`` of cosines and sines ``[1, s, d]``, which the layers of a
-    model get in one forward; None where sequences differ, or the two are scaled."""
+def _turn_of(
+    pair: tuple[torch.Tensor, torch.Tensor], conversion: Conversion
+) -> tuple[torch.Tensor, str, torch.Tensor | None] | None:
+    """Return what :func:`apply_rotary_pos_emb` takes behind a tensor, by cosines and sines ``[1 or
+    b, s, d]``, which the layers of a model get in one forward; None where the two are scaled."""
     cos, sin = pair
-    if not conversion.rotates or cos.shape[0] != 1 or cos.requires_grad:
+    if not conversion.rotates or cos.requires_grad:
         return None
     if torch.compiler.is_compiling():  # which keeps nothing from one layer to the next
         with torch.no_grad():
-            return torch.atan2(sin.float(), cos.float())[0, :, None, None]
-    source, angles = conversion.angles or (None, None)
+            return _turn_by(cos, sin)
+    source, turn = conversion.turn or (None, None)
     if source is None or source() is not cos:
         with torch.inference_mode(False), torch.no_grad():  # a later call may be one of training
-            angles = torch.atan2(sin.float(), cos.float())[0, :, None, None]
-        conversion.angles = weakref.ref(cos), angles
-    return angles
+            turn = _turn_by(cos, sin)
+        conversion.turn = weakref.ref(cos), turn
+    return turn
+
+
+def _turn_by(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, str, torch.Tensor | None]:
+    """Return the angles of all sequences, one behind the other, and where several begin."""
+    batch, length, _ = cos.shape
+    starts = torch.arange(batch, dtype=torch.int32, device=cos.device) * length
+    angles = torch.atan2(sin.float(), cos.float()).flatten(0, 1)[:, None, None]
+    return angles, "bshd", None if batch == 1 else starts
 
 
 def fuse(model: torch.nn.Module, conversion: Conversion) -> tuple[dict[str, str], dict[str, str]]:

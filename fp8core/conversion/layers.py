@@ -257,15 +257,17 @@ class Conversion:
 
     # Whether a call of a layer outside of a step is one.
     delimits = False
-    # Whether cosines and sines that decoder layers get are those of angles, and the last angles.
+    # Whether cosines and sines that decoder layers get are those of angles, and the rotation by the
+    # last ones.
     rotates = False
-    angles: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
+    turn: tuple[weakref.ref[torch.Tensor], tuple[torch.Tensor, str, torch.Tensor | None]] | None
+    turn = None
 
     def __init__(self, outside_autocast: Active | None) -> None:
         self.outside_autocast = outside_autocast
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "angles"}
+        return {name: value for name, value in vars(self).items() if name != "turn"}
 
     @property
     def recipe(self) -> Recipe | None:

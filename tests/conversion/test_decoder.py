@@ -17,6 +17,8 @@ import fp8core
 from fp8core import OperandError, recipe
 from fp8core.chain.run import _captured as captured_links
 from fp8core.chain.series import Chain
+from fp8core.conversion import decoder
+from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
 from fp8core.modules.splice import Splice
 from tests.conversion.hugging_face import SIZES, TOKENS, llama, train
 
@@ -90,13 +92,37 @@ def test_a_layer_is_as_near_to_float64_as_the_model_own(family: str) -> None:
     assert errors[0] <= 1.05 * errors[1]
 
 
-def test_sequences_at_positions_of_their_own_are_rotated_as_the_model_does() -> None:
+def test_a_token_rotates_queries_and_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of a forward with gradients, which rotates each by itself."""
+    rotated: list[torch.Size] = []
+
+    def noted(t: torch.Tensor, *given: Any) -> torch.Tensor:
+        rotated.append(t.shape)
+        return apply_rotary_pos_emb(t, *given)
+
+    monkeypatch.setattr(decoder, "apply_rotary_pos_emb", noted)
+    model = llama().eval()
+    fp8core.convert(model, "rowwise", rms_norms=True)
+    logits = model(TOKENS).logits
+    heads = [shape[-2] for shape in rotated]
+    rotated.clear()
+    for no_gradients in (torch.no_grad(), torch.inference_mode()):
+        with no_gradients:
+            assert torch.equal(model(TOKENS).logits, logits)
+    assert [shape[-2] for shape in rotated] == [sum(heads[:2])] * (2 * len(heads) // 2)
+
+
+def test_sequences_at_positions_of_their_own_are_rotated_as_the_model_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the operation, whose results are rounded once."""
     positions = torch.stack((torch.arange(16), torch.arange(3, 19)))
     outputs = []
     for fuse in (True, False):
         model = llama().eval()
         fp8core.convert(model, "mxfp8", fuse=fuse, rms_norms=True)
-        with torch.no_grad():
+        with torch.no_grad(), monkeypatch.context() as patch:
+            patch.setattr(decoder, "turned", pytest.fail)
             outputs.append(model(TOKENS, position_ids=positions).logits)
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
