@@ -36,12 +36,12 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 72_323,
+    "lines of fp8core": 72_358,
     "files": 259,
     "files under 100 lines": 39,
     "modules that list names": 1,
     "protocols": 14,
-    "classes of the core": 385,
+    "classes of the core": 387,
     "functions over 60 lines": 10,
     "vague names": 37,
     "docstrings that begin with a pronoun": 0,

@@ -301,7 +301,8 @@ def _heads(
     if has_norms or torch.is_grad_enabled():
         # Each by itself: backward puts the three gradients together once.
         return apply_rotary_pos_emb(q, *turn), apply_rotary_pos_emb(k, *turn), v
-    q, k = apply_rotary_pos_emb(by_head[..., : -counts[-1], :], *turn).split(counts[:-1], -2)
+    both = apply_rotary_pos_emb(by_head[..., : -counts[-1], :], *turn)
+    q, k = torch.split_with_sizes(both, counts[:-1], -2)
     return q, k, v
 
 

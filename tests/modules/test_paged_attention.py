@@ -284,6 +284,25 @@ def test_gradients_through_a_cache_of_codes_are_refused_as_without() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("kind", PAGES)
+def test_compiled_steps_store_codes(kind: str) -> None:
+    torch._dynamo.reset()
+    layer, sequences = layer_of("bshd"), random_sequences([(2, 2), (1, 1)], BF16)
+    results = []
+    for run in (layer, torch.compile(layer, backend="eager", fullgraph=True)):
+        cache = cache_for(kind, BF16, storage_format="e4m3")
+        results.append([])
+        for span in (slice(0, 2), slice(2, 3)):
+            cache.pre_step({0: span.stop - span.start, 1: span.stop - span.start})
+            qkv = [torch.stack([one[part][span] for one in sequences]) for part in range(3)]
+            with torch.no_grad():
+                results[-1].append(run(*qkv, inference_params=cache))
+        parts = cache.cache_manager.cache[1]
+        results[-1] += [part.flatten(0, 1)[:3] for part in parts]
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(eager, compiled, atol=2**-8, rtol=2**-8)
+
+
 class Custom(KVCacheManager):
     def __init__(self, **sizes: Any) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ class Pages(NamedTuple):
         if self.key_scales is None or self.value_scales is None:
             return keys, values
         scales = [x[:, :tokens][table].flatten(1, 2) for x in (self.key_scales, self.value_scales)]
-        dequantize = bound(DequantizeDesc, (CODES, dtype), keys)
+        dequantize = bound(_Dequantize, (dtype,), keys)
         keys, values = (
             dequantize(Operand(codes.flatten(0, -2), scale.flatten(0, -2))).view(codes.shape)
             for codes, scale in zip((keys, values), scales, strict=True)
@@ -47,9 +47,27 @@ class Pages(NamedTuple):
         return keys, values
 
 
+class _Cast:
+    """Makes the descriptor of the cast of a dtype: a spec is no constant in a graph."""
+
+    op = QuantizeDesc.op
+
+    def __new__(cls, dtype: torch.dtype) -> QuantizeDesc:  # type: ignore[misc]  # as it says
+        return QuantizeDesc(dtype, CODES, None)
+
+
+class _Dequantize:
+    """Makes the descriptor of the values in a dtype."""
+
+    op = DequantizeDesc.op
+
+    def __new__(cls, dtype: torch.dtype) -> DequantizeDesc:  # type: ignore[misc]  # as it says
+        return DequantizeDesc(CODES, dtype)
+
+
 def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes of keys or values ``[.., heads, head size]``, uint8, and their scales
     ``[.., heads, 1]``, float32."""
     rows = x.reshape(-1, x.shape[-1])
-    operand = bound(QuantizeDesc, (x.dtype, CODES, None), x)(rows).rowwise
+    operand = bound(_Cast, (x.dtype,), x)(rows).rowwise
     return operand.data.view(x.shape), operand.scale_inv.view(*x.shape[:-1], 1)
