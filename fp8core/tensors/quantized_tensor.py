@@ -38,6 +38,7 @@ from fp8core.tensors.storage import (
     PARTS,
     check,
     check_parameter,
+    counted,
     is_square,
     make_operands,
     matrix_shape,
@@ -317,7 +318,7 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         """
         if not isinstance(tensor, QuantizedTensor):
             raise OperandError(f"make_like of {type(tensor).__name__}: expected a QuantizedTensor.")
-        sizes = tuple(tensor.shape if shape is None else shape)
+        sizes = tuple(tensor.shape) if shape is None else counted("make_like", shape)
         if matrix_shape(sizes) != matrix_shape(tensor.shape):
             raise OperandError(
                 f"make_like({tensor}, shape={list(sizes)}): leading dimensions are rows, and the "

@@ -7,14 +7,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from fp8core.backend_api import INVERSES, DequantizeDesc, GemmDesc, OpDesc, Operand, OperandSpec
 from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.dispatch import table
-from fp8core.errors import UnsupportedError
+from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import Orientations, Slot
 from fp8core.tensors.quantizer_binding import Binding, ReduceAmax, bind_quantizer
@@ -60,6 +60,24 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return the size of the matrix as which a tensor of ``shape`` is stored: leading dimensions
     are rows; one of no dimension is a row of one element."""
     return math.prod(shape[:-1]), shape[-1] if shape else 1
+
+
+def counted(owner: str, shape: Any) -> tuple[int, ...]:
+    """Return ``shape``, a number or several, as a tuple.
+
+    Raises:
+        OperandError: they are no counts.
+    """
+    try:
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    except TypeError:
+        sizes = (shape,)
+    for size in sizes:
+        if not isinstance(size, int | torch.SymInt) or isinstance(size, bool) or size < 0:
+            raise OperandError(
+                f"{owner}(shape={list(sizes)!r}): expected sizes, which are integers from 0 on."
+            )
+    return sizes
 
 
 def steps(spec: OperandSpec, dim: int) -> tuple[int, int, int]:

@@ -171,6 +171,15 @@ def test_three_products_are_those_of_qgemm_bit_for_bit() -> None:
     assert "CustomRecipe" in repr(layer)
 
 
+def test_the_first_step_of_a_model_says_that_qgemm_ran(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32))
+    fp8core.convert(model.to(DEVICE), CustomRecipe(Factory()))
+    with caplog.at_level("INFO", "fp8core"):
+        model(torch.randn(16, 32, device=DEVICE)).sum().backward()
+    assert "2 of 2 linear layers" in caplog.text
+    assert "CustomRecipe on qgemm() of its quantizers" in caplog.text
+
+
 def test_the_rowwise_codes_of_the_input_are_not_held_until_backward() -> None:
     factory = Factory()
     trained(linear(), CustomRecipe(factory))

@@ -884,3 +884,57 @@ def test_a_custom_recipe_of_storages_is_written_under_their_names(te: Any) -> No
     ]
     wanted = x.half().float() @ layer.weight.half().float().t() + layer.bias
     assert torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize(
+    ("factory", "named"),
+    [
+        ("current_scaling_factory", "Float8CurrentScaling"),
+        ("float8_block_scaling_factory", "Float8BlockScaling"),
+        ("mxfp8_factory", "MXFP8BlockScaling"),
+        ("nvfp4_factory", "NVFP4BlockScaling"),
+        ("delayed_scaling_factory", "DelayedScaling"),
+        ("high_precision_factory", None),
+    ],
+)
+def test_factories_compute_as_the_named_recipes(te: Any, factory: str, named: str | None) -> None:
+    factories = importlib.import_module("transformer_engine.pytorch.custom_recipes")
+    factories = importlib.import_module(f"{factories.__name__}.quantizer_factories")
+    common = importlib.import_module("transformer_engine.common.recipe")
+    make = getattr(factories, factory)
+    linear, x = te.pytorch.Linear(128, 128), torch.randn(128, 128)
+    chosen = (common.CustomRecipe(qfactory=make), getattr(common, named or "", lambda: None)())
+    results = []
+    for each in chosen:
+        layer = copy.deepcopy(linear)
+        torch.manual_seed(0)
+        with te.pytorch.autocast(enabled=each is not None, recipe=each):
+            y = layer(x)
+        y.backward(x)
+        results.append((y.detach(), layer.weight.grad))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert isinstance(make(None), fp8core.Quantizer | fp8core.DelayedScalingRequest)
+    role = fp8core.QuantizerRole("linear", "weight", "layer")
+    if named == "NVFP4BlockScaling":
+        assert make(role).with_2d_quantization
+        assert make(fp8core.QuantizerRole("linear", "grad_output")).stochastic_rounding
+    if isinstance(make(role), fp8core.Quantizer):
+        mxfp8 = factories.mxfp8_factory(role)
+        mixed = te.pytorch.HybridQuantizer(rowwise_quantizer=make(role), columnwise_quantizer=mxfp8)
+        assert mixed.plan.columnwise == mxfp8.plan.columnwise
+
+
+def test_storages_are_under_their_modules(te: Any) -> None:
+    storage = importlib.import_module("transformer_engine.pytorch.tensor.storage")
+    for name, kind in {
+        "float8_tensor_storage": "Float8TensorStorage",
+        "float8_blockwise_tensor_storage": "Float8BlockwiseQTensorStorage",
+        "mxfp8_tensor_storage": "MXFP8TensorStorage",
+        "nvfp4_tensor_storage": "NVFP4TensorStorage",
+    }.items():
+        module = importlib.import_module(f"{storage.__name__}.{name}")
+        assert getattr(module, kind) is getattr(fp8core, kind)
+    made = storage.Float8TensorStorage(
+        data=torch.zeros(4, 8, dtype=torch.uint8), fp8_scale_inv=torch.ones(1), fp8_dtype=7
+    )
+    assert isinstance(made, storage.QuantizedTensorStorage)

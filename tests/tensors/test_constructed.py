@@ -459,6 +459,15 @@ def test_what_does_not_fit_blocks_is_named(construct: Any, text: str) -> None:
     assert text in str(error.value)
 
 
+@pytest.mark.parametrize("shape", [(-2, -2, 8), (2.0, 2, 8), (True, 4, 8), 0.5, "ab"], ids=str)
+def test_a_shape_that_has_no_counts_is_refused(shape: Any) -> None:
+    with pytest.raises(OperandError, match=r"Float8Tensor\(shape=.*integers from 0 on"):
+        _float8(shape=shape)
+    tensor = _float8()
+    with pytest.raises(OperandError, match=r"make_like\(shape=.*integers from 0 on"):
+        tensor.make_like(tensor, shape=shape)
+
+
 def test_one_nominal_dtype_and_a_device_without_an_index_are_taken() -> None:
     for arguments in (
         {"dtype": torch.bfloat16},

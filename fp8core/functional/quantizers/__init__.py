@@ -579,7 +579,7 @@ class HybridQuantizer(PlannedQuantizer):
         return dst.quantize_(writer.quantize_impl(value), noop_flag=noop_flag)
 
 
-def _quantizer_of(plan: TensorPlan, slot: Slot | None) -> Quantizer:
+def quantizer_of(plan: TensorPlan, slot: Slot | None = None) -> Quantizer:
     """Return a quantizer that stores tensors by ``plan``, in its orientations, by the delayed scale
     of ``slot`` if there is one."""
     quantizer = _by_plan(plan, slot)
@@ -628,7 +628,7 @@ def _by_plan(plan: TensorPlan, slot: Slot | None) -> Quantizer:
     return PlannedQuantizer(plan)
 
 
-set_quantizers(_quantizer_of)
+set_quantizers(quantizer_of)
 
 
 def __dir__() -> list[str]:

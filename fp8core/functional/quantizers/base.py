@@ -21,7 +21,7 @@ from fp8core.tensors.layouts import scale_sizes
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
-from fp8core.tensors.storage import PARTS, is_square, matrix_shape, storage_plan
+from fp8core.tensors.storage import PARTS, counted, is_square, matrix_shape, storage_plan
 from fp8core.tensors.user_storage import QuantizedTensorStorage
 from fp8core.torch_ops.capture import constant_in_graph, expression_of, is_captured
 
@@ -288,7 +288,10 @@ class Quantizer:
             OperandError: neither orientation is used, or ``shape`` has something else than counts.
             UnsupportedError: blocks do not divide the sizes.
         """
-        plan, sizes = storage_plan(self.used_plan), _sizes("inner_tensor_specs", shape)
+        plan, sizes = (
+            storage_plan(self.used_plan),
+            matrix_shape(counted("inner_tensor_specs", shape)),
+        )
         QuantizedTensor.check_sizes(sizes, plan)
         row, column = plan
         ways = [
@@ -313,7 +316,9 @@ class Quantizer:
         spec = self.plan.columnwise if columnwise else self.plan.rowwise
         if spec is None or not spec.block[1]:
             raise UnsupportedError(f"get_scale_shape of {self}: {spec} has no scales of blocks.")
-        return scale_sizes(spec, _sizes("get_scale_shape", shape), columnwise=columnwise)[1]
+        return scale_sizes(
+            spec, matrix_shape(counted("get_scale_shape", shape)), columnwise=columnwise
+        )[1]
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Record what quantizing ``tensor`` would record; only a delayed scale has something."""
@@ -386,21 +391,6 @@ class Quantizer:
         except NotImplementedError:
             planned = "no plan"
         return f"{type(self).__name__}({planned}, {' and '.join(ways) or 'no usage'})"
-
-
-def _sizes(method: str, shape: Iterable[int]) -> tuple[int, int]:
-    """Return the size of the matrix as which a tensor of ``shape`` is stored.
-
-    Raises:
-        OperandError: ``shape`` has something else than counts.
-    """
-    sizes = tuple(shape)
-    for size in sizes:
-        if not isinstance(size, int | torch.SymInt) or isinstance(size, bool) or size < 0:
-            raise OperandError(
-                f"{method}({list(sizes)!r}): expected sizes, which are integers from 0 on."
-            )
-    return matrix_shape(sizes)
 
 
 class PlannedQuantizer(Quantizer):

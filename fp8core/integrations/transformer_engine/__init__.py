@@ -28,7 +28,13 @@ import fp8core
 from fp8core import names, ops, recipe
 from fp8core.chain.linear import user_product
 from fp8core.errors import RecipeError, UnsupportedError
-from fp8core.integrations.transformer_engine import distributed, finder, layers, recipes, weights
+from fp8core.integrations.transformer_engine import (
+    distributed,
+    finder,
+    layers,
+    recipes,
+    weights,
+)
 from fp8core.reporting import log_once, logger
 from fp8core.training import context_parallel, optimizers, permutation, router
 
@@ -139,6 +145,11 @@ _TENSORS = {
     **_public(fp8core, "Float8", "MXFP8", "NVFP4", "Hybrid", "Identity", "Quantize", "prepare_for"),
     **_public(fp8core, "restore_from", "Quantizer"),
 }
+_FACTORIES = {
+    **_from(recipes, "current_scaling_factory", "delayed_scaling_factory", "mxfp8_factory"),
+    **_from(recipes, "float8_block_scaling_factory", "high_precision_factory", "nvfp4_factory"),
+}
+_STORAGES = {name: kind for name, kind in _TENSORS.items() if name.endswith("Storage")}
 _ROTARY = _from(
     fp8core,
     *("RotaryPositionEmbedding", "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"),
@@ -190,6 +201,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
             "custom_recipes": {},
             "custom_recipes.gemm": _from(user_product, "GEMMType", "MMParams"),
             "custom_recipes.quantization": _from(user_product, "GEMMType", "MMParams"),
+            "custom_recipes.quantizer_factories": _FACTORIES,
             "cross_entropy": _from(fp8core, "parallel_cross_entropy"),
             "distributed": _DISTRIBUTED,
             "float8_tensor": _from(fp8core, "Float8Tensor"),
@@ -218,6 +230,11 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
             "tensor.mxfp8_tensor": _public(fp8core, "MXFP8"),
             "tensor.nvfp4_tensor": _public(fp8core, "NVFP4"),
             "tensor.quantized_tensor": _TENSORS,
+            "tensor.storage": _STORAGES,
+            "tensor.storage.float8_blockwise_tensor_storage": _STORAGES,
+            "tensor.storage.float8_tensor_storage": _STORAGES,
+            "tensor.storage.mxfp8_tensor_storage": _STORAGES,
+            "tensor.storage.nvfp4_tensor_storage": _STORAGES,
             "tensor.utils": {
                 **_from(weights, "cast_master_weights_to_fp8", "post_all_gather_processing"),
                 **_from(weights, "quantize_master_weights", "replace_raw_data"),

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import logging
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from fp8core import recipe
 from fp8core.context.autocast import active
 from fp8core.errors import RecipeError, no_argument
+from fp8core.functional.quantizers import IdentityQuantizer, Quantizer, quantizer_of
 from fp8core.inspection import explain
 from fp8core.modules.models import graphs as fp8core_graphs
 from fp8core.recipe import Recipe, get_default_recipe
@@ -255,3 +257,31 @@ KINDS: tuple[type[recipe.Recipe], ...] = tuple(_Tolerant.__subclasses__())
 
 for _kind in KINDS:
     _kind.__module__ = "transformer_engine.common.recipe"
+
+
+# Factories for CustomRecipe that compute as the named recipes do, for those who replace some of
+# the quantizers.
+
+
+def high_precision_factory(role: recipe.QuantizerRole | None) -> IdentityQuantizer:
+    """Return the quantizer that leaves each tensor as it is."""
+    return IdentityQuantizer()
+
+
+def delayed_scaling_factory(role: recipe.QuantizerRole | None) -> recipe.DelayedScalingRequest:
+    """Return the request of :class:`fp8core.recipe.DelayedScaling`."""
+    return recipe.DelayedScalingRequest()
+
+
+def _quantizer_by(kind: type[Recipe], role: recipe.QuantizerRole | None) -> Quantizer:
+    """Return the quantizer of the tensor of ``role`` in a linear layer under the recipe ``kind``;
+    of an unknown tensor that of the input, as Transformer Engine's factories do."""
+    plan: Any = kind().plan(LayerRole(), torch.bfloat16)
+    name = "input" if role is None else role.tensor_type
+    return quantizer_of(plan.tensors.get(name, plan.input))
+
+
+current_scaling_factory = partial(_quantizer_by, recipe.Float8CurrentScaling)
+float8_block_scaling_factory = partial(_quantizer_by, recipe.Float8BlockScaling)
+mxfp8_factory = partial(_quantizer_by, recipe.MXFP8BlockScaling)
+nvfp4_factory = partial(_quantizer_by, recipe.NVFP4BlockScaling)

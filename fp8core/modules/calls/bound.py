@@ -152,6 +152,8 @@ def engine_of(bound: Bound, role: LayerRole) -> str:
         for choice in choices
         if choice.desc.low_precision
     )
+    if isinstance(bound.plan, LinearPlan) and bound.plan.stored_by_users:
+        backends = {"qgemm() of its quantizers": None}
     if not backends:
         return ""
     return f"{type(recipe_in(bound.recipe, role)).__name__} on {' and '.join(backends)}"

@@ -32,7 +32,7 @@ from fp8core.tensors.parameter.constructed import (
 )
 from fp8core.tensors.parameter.master import MasterWeights
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.storage import matrix_shape
+from fp8core.tensors.storage import counted, matrix_shape
 from fp8core.tensors.user_storage import QuantizedTensorStorage
 from fp8core.torch_ops.private import TensorMeta
 
@@ -207,14 +207,14 @@ class _Name(TensorMeta):
                 f"Give one of them."
             )
         tensor = cls.constructor(dtype or fake_dtype, **stored)
-        sizes = tensor.shape if shape is None else (shape,) if isinstance(shape, int) else shape
-        if matrix_shape(tuple(sizes)) != matrix_shape(tensor.shape):
+        sizes = tuple(tensor.shape) if shape is None else counted(owner, shape)
+        if matrix_shape(sizes) != matrix_shape(tensor.shape):
             raise OperandError(
                 f"{owner}(shape={list(sizes)}): its codes are those of {list(tensor.shape)}. Give "
                 f"that shape, or None."
             )
-        if tuple(sizes) != tensor.shape:
-            tensor = tensor.rebuilt(*tensor.stored, tuple(sizes))
+        if sizes != tensor.shape:
+            tensor = tensor.rebuilt(*tensor.stored, sizes)
         if device is not None and not _is_on(tensor, torch.device(device)):
             raise OperandError(
                 f"{owner}(device={device}): its codes are on {tensor.device}. Move them."
