@@ -148,6 +148,12 @@ class Recipe:
     reads_names: ClassVar[bool] = True
     # The recipe of Transformer Engine that this recipe is, by the name of its predicate.
     family: ClassVar[str | None] = None
+    # Why fp8_dpa and fp8_mha are refused where the recipe is made; None for a recipe that has them,
+    # or whose plan refuses them where attention runs.
+    without_attention: ClassVar[str | None] = (
+        "attention has one scale a tensor. Use DelayedScaling or Float8CurrentScaling, for "
+        "attention alone by PerLayer."
+    )
     # Arguments with which the plan has other operations, by a short name: what a backend is tested
     # by besides the defaults.
     variants: ClassVar[Variants] = {}
@@ -461,11 +467,10 @@ def check_common(recipe: Any, overrides: tuple[str | None, ...] = _OVERRIDES) ->
     ``requantize_weights``, ``holding`` and the accumulators.
     """
     owner = type(recipe).__name__
-    for name in () if recipe.family == "mxfp8" else ("fp8_dpa", "fp8_mha"):
-        if getattr(recipe, name) and not hasattr(recipe, "fp8_dpa_backward"):
+    for name in ("fp8_dpa", "fp8_mha"):
+        if getattr(recipe, name) and recipe.without_attention is not None:
             raise UnsupportedError(
-                f"{owner}({name}=True) is not offered: attention has one scale a tensor. "
-                f"Use DelayedScaling or Float8CurrentScaling, for attention alone by PerLayer."
+                f"{owner}({name}=True) is not offered: {recipe.without_attention}"
             )
     check_choice(recipe, "backward_override", overrides)
     check_choice(recipe, "nonfinite", NONFINITE)

@@ -84,6 +84,7 @@ class DelayedScaling(Recipe):
     reads_names: ClassVar[bool] = False
     variants: ClassVar[Variants] = {"most-recent": {"amax_compute_algo": "most_recent"}}
     family: ClassVar[str | None] = "delayed"
+    without_attention: ClassVar[str | None] = None
     margin: float = 0
     fp8_format: str = Format.HYBRID
     amax_history_len: int = 1024
@@ -129,6 +130,7 @@ class Float8CurrentScaling(Recipe):
     reads_names: ClassVar[bool] = False
     variants: ClassVar[Variants] = {"pow2": {"use_power_2_scales": True}}
     family: ClassVar[str | None] = "float8_current_scaling"
+    without_attention: ClassVar[str | None] = None
     use_power_2_scales: bool = False
     fp8_format: str = Format.HYBRID
     fp8_gemm_fprop: MMParams = FAST
@@ -217,6 +219,7 @@ class MXFP8BlockScaling(Recipe):
         "square": {"enable_2d_quantization": True},
     }
     family: ClassVar[str | None] = "mxfp8"
+    without_attention: ClassVar[str | None] = None
     margin: int = 0
     fp8_format: str = Format.E4M3
     fp8_dpa: bool = False

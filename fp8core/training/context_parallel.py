@@ -77,11 +77,16 @@ def gather_from_cp_ranks(
     ``get_batch_on_this_cp_rank``. Nothing is differentiated.
 
     Raises:
-        OperandError: ranks have other sizes or dtypes; raised on every rank.
+        OperandError: ranks have other sizes, dtypes or ``cu_seqlens_padded``, or these do not fit,
+            as in :func:`thd_get_partitioned_indices`; raised on every rank.
     """
     communicator = of_group(cp_group)
     local = x.detach().movedim(seq_dim, 0).contiguous()
-    communicator.agree(f"{local.dtype} {list(local.shape)}", "tokens to gather")
+    bounds = _shown(cu_seqlens_padded)
+    communicator.agree(f"{local.dtype} {list(local.shape)}{bounds}", "tokens to gather")
+    if cu_seqlens_padded is not None:
+        total_tokens, size = len(local) * communicator.size, communicator.size
+        _check_chunks("gather_from_cp_ranks", cu_seqlens_padded, total_tokens, size)
     parts = communicator.gather(local, "tokens").wait()
     parts = parts.view(communicator.size, *local.shape)
     layout = "sbhd" if cu_seqlens_padded is None else "thd"
@@ -105,22 +110,9 @@ def thd_get_partitioned_indices(
     >>> thd_get_partitioned_indices(torch.tensor([0, 8, 12]), 12, 2, 1).tolist()
     [2, 3, 4, 5, 9, 10]
     """
-    check_bounds("thd_get_partitioned_indices", cu_seqlens_padded)
     if not 0 <= rank < size:
         raise OperandError(f"thd_get_partitioned_indices: rank {rank} of {size} ranks.")
-    starts = cu_seqlens_padded.tolist() if cu_seqlens_padded.device.type == "cpu" else []
-    if starts and (starts != sorted([0, *starts[1:]]) or starts[-1] > total_tokens):
-        raise OperandError(
-            f"thd_get_partitioned_indices: cu_seqlens {starts} of {total_tokens} tokens; expected "
-            f"offsets that ascend from 0 to at most {total_tokens}."
-        )
-    if total_tokens % (2 * size) or any(start % (2 * size) for start in starts):
-        raise OperandError(
-            f"thd_get_partitioned_indices: {total_tokens} tokens, sequences that begin at "
-            f"{starts or 'offsets on a device'}, over {size} ranks: expected multiples of "
-            f"{2 * size}, two chunks of each sequence a rank. Pad them by "
-            f"pad_thd_sequences_for_cp(divisibility_factor={2 * size})."
-        )
+    _check_chunks("thd_get_partitioned_indices", cu_seqlens_padded, total_tokens, size)
     return partition(cu_seqlens_padded, total_tokens, size, rank)
 
 
@@ -203,6 +195,34 @@ def check_bounds(owner: str, cu_seqlens: object) -> None:
         ):
             return
     raise OperandError(f"{owner}: cu_seqlens is {kind}; expected int32 or int64 [b + 1].")
+
+
+def _check_chunks(owner: str, cu_seqlens_padded: Tensor, total_tokens: int, size: int) -> None:
+    """Raise OperandError unless sequences that begin there lie among ``total_tokens`` tokens, and
+    are of two chunks for each of ``size`` ranks; offsets on a device are not read."""
+    check_bounds(owner, cu_seqlens_padded)
+    starts = cu_seqlens_padded.tolist() if cu_seqlens_padded.device.type == "cpu" else []
+    if starts and (starts != sorted([0, *starts[1:]]) or starts[-1] > total_tokens):
+        raise OperandError(
+            f"{owner}: cu_seqlens {starts} of {total_tokens} tokens; expected "
+            f"offsets that ascend from 0 to at most {total_tokens}."
+        )
+    if total_tokens % (2 * size) or any(start % (2 * size) for start in starts):
+        raise OperandError(
+            f"{owner}: {total_tokens} tokens, sequences that begin at "
+            f"{starts or 'offsets on a device'}, over {size} ranks: expected multiples of "
+            f"{2 * size}, two chunks of each sequence a rank. Pad them by "
+            f"pad_thd_sequences_for_cp(divisibility_factor={2 * size})."
+        )
+
+
+def _shown(cu_seqlens: object) -> str:
+    """Return offsets as ranks compare them; of those on a device, how many there are."""
+    if not isinstance(cu_seqlens, Tensor):
+        return "" if cu_seqlens is None else f", cu_seqlens {type(cu_seqlens).__name__}"
+    is_read = cu_seqlens.device.type == "cpu"
+    starts = cu_seqlens.tolist() if is_read else list(cu_seqlens.shape)
+    return f", cu_seqlens {cu_seqlens.dtype} {starts}"
 
 
 def _of_rank(

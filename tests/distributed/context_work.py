@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,6 +25,12 @@ HEADS, GROUPS, DIM = 8, 4, 16
 LENGTH, BATCH = 32, 2
 # Sequences in thd, with the padding that makes each a multiple of 8 tokens.
 STARTS, USED = (0, 16, 24, 48), (13, 8, 19)
+WRONG_STARTS = {
+    "starts within a chunk": [0, 18, 24, 48],
+    "starts behind the end": [0, 16, 24, 52],
+    "starts that descend": [0, 24, 16, 48],
+    "starts in two dimensions": [[0, 48]],
+}
 
 
 class Case(NamedTuple):
@@ -347,7 +354,15 @@ def helpers(group: dist.ProcessGroup) -> dict[str, Any]:
     batch = get_batch_on_this_cp_rank({"tokens": tokens, "mask": None}, group)
     packed, starts = torch.arange(STARTS[-1]), torch.tensor(STARTS)
     mine = get_batch_on_this_cp_rank(packed, group, 0, starts)
+    others = {name: torch.tensor(wrong) for name, wrong in WRONG_STARTS.items()}
+    other_here = starts.clone()
+    other_here[1:-1] += 4 * dist.get_rank(group)
+    others["starts of one rank"] = other_here
     return {
+        **{
+            name: raised(partial(gather_from_cp_ranks, mine, group, 0, wrong))
+            for name, wrong in others.items()
+        },
         "batch": batch["tokens"],
         "whole": gather_from_cp_ranks(batch["tokens"], group),
         "packed": mine,

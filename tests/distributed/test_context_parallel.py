@@ -255,6 +255,21 @@ def test_tokens_to_join_that_differ_raise_on_every_rank(ranks: list[dict[str, An
         )
 
 
+def test_packed_tokens_to_join_that_do_not_fit_raise_on_every_rank(
+    ranks: list[dict[str, Any]],
+) -> None:
+    messages = {
+        "starts within a chunk": "gather_from_cp_ranks: 48 tokens, .*expected multiples of 4",
+        "starts behind the end": "offsets that ascend from 0 to at most 48",
+        "starts that descend": "offsets that ascend from 0 to at most 48",
+        "starts in two dimensions": r"gather_from_cp_ranks: cu_seqlens is torch.int64 \[1, 2\]",
+        "starts of one rank": r"rank 0: .*\[0, 16, 24, 48\]; rank 1: .*\[0, 20, 28, 48\]",
+    }
+    for rank in ranks:
+        for name, said in messages.items():
+            assert re.search(said, rank["helpers"][name]), name
+
+
 def test_packed_sequences_are_padded_for_two_chunks_a_rank() -> None:
     ids, labels, starts = pad_thd_sequences_for_cp(
         torch.arange(1, 8), torch.arange(11, 18), torch.tensor([0, 5, 5, 7]), 4, 9
