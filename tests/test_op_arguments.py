@@ -73,12 +73,6 @@ REFUSED: dict[str, Refusal] = {
             "ops.ScaledSReLU(activation_recompute_in_mlp=True)": lambda: ops.ScaledSReLU(
                 activation_recompute_in_mlp=True
             ),
-            "ops.GroupedLinear(single_grouped_bias=True)": lambda: ops.GroupedLinear(
-                2, 8, 8, single_grouped_bias=True
-            ),
-            "ops.GroupedLinear(single_grouped_weight=True)": lambda: ops.GroupedLinear(
-                2, 8, 4, single_grouped_weight=True
-            ),
             "ops.BasicLinear(userbuffers_options={'a': 1})": lambda: ops.BasicLinear(
                 8, 8, userbuffers_options={"a": 1}
             ),

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from fp8core.conversion.layers import RECORD, Conversion, Record, adopt, derived, release
 from fp8core.errors import UnsupportedError
-from fp8core.modules.layers.grouped_linear import GroupedLinear
+from fp8core.modules.layers.grouped_linear import KINDS, GroupedLinear
 from fp8core.modules.models.inventory import Experts, ExpertWeight, experts_of
 from fp8core.reporting import log_once
 from fp8core.tensors.parameter import quantized_model_init
@@ -43,6 +42,7 @@ class ExpertsLinear(GroupedLinear):
                 device="meta",
             )
         self._parameters.clear()
+        self.single = KINDS  # slices of the owner's parameters
         self.groups_per_token = experts.experts_per_token
         self.is_transposed = experts.is_transposed
         self._names = {"weight": weight.weight, "bias": weight.bias}
@@ -60,10 +60,6 @@ class ExpertsLinear(GroupedLinear):
         name = self._names["weight"]
         assert name is not None
         return name
-
-    def weight_names(self) -> list[tuple[str, ...]]:
-        """Return nothing: the weights are slices of a parameter of :attr:`owner`."""
-        return []
 
     def _stacked(self, kind: str) -> torch.Tensor | None:
         """Return the owner's tensor of all weights, or of all biases."""
@@ -85,14 +81,6 @@ class ExpertsLinear(GroupedLinear):
         stacked = self._stacked("bias" if name.startswith("bias") else "weight")
         assert stacked is not None
         return stacked.dtype
-
-    @override
-    def link_names(self) -> None:
-        return None
-
-    def link_params(self) -> list[torch.Tensor]:
-        """Return the weights, then the biases: slices of the owner's parameters."""
-        return self._all("weight") + self._all("bias")
 
     def _all(self, kind: str) -> list[torch.Tensor]:
         stacked = self._stacked(kind)

@@ -346,10 +346,10 @@ def _check_layers(layers: Sequence[object]) -> int:
                 f"operations of fp8core.ops that take one input."
             )
     for linear in linears:
-        if linear.wgrad_queue is not None or linear.return_bias:
+        if linear.wgrad_queue is not None or linear.return_bias or linear.single:
             raise UnsupportedError(
-                "Experts: a GroupedLinear with delay_wgrad_compute or return_bias is not offered; "
-                "make it without."
+                "Experts: a GroupedLinear with delay_wgrad_compute, return_bias, "
+                "single_grouped_weight or single_grouped_bias is not offered; make it without."
             )
     check_chained(
         "Experts: layer", [layer for layer in layers if isinstance(layer, LowPrecisionModule)]

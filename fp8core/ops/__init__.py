@@ -229,6 +229,7 @@ class GroupedLinear(GroupedLinearLayer):
         dtype: of the parameters, torch's default if None.
         accumulate_into_main_grad, delay_wgrad_compute: ``fuse_wgrad_accumulation`` and
             ``delay_wgrad_compute`` of :class:`fp8core.GroupedLinear`.
+        single_grouped_weight, single_grouped_bias: as in :class:`fp8core.GroupedLinear`.
         scale_bias: a second extra input, ``scales``, has a number for each row, by which the row's
             bias is multiplied before it is added; of a layer with biases.
     """
@@ -252,7 +253,7 @@ class GroupedLinear(GroupedLinearLayer):
         scale_bias: bool = False,
         name: str | None = None,
     ) -> None:
-        refused = ("rng_state_tracker_function", "single_grouped_weight", "single_grouped_bias")
+        refused = ("rng_state_tracker_function",)
         refuse_arguments(GroupedLinear.__init__, locals(), refused, owner="ops.GroupedLinear")
         self.num_groups, self.scale_bias = num_groups, bool(bias and scale_bias)
         super().__init__(
@@ -265,6 +266,8 @@ class GroupedLinear(GroupedLinearLayer):
             params_dtype=dtype,
             device=device,
             delay_wgrad_compute=delay_wgrad_compute,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias,
             name=name,
         )
 

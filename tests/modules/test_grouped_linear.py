@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fp8core import GroupedLinear, Linear, OperandError, UnsupportedError, autocast, monitor
+import fp8core
+from fp8core import (
+    GroupedLinear,
+    Linear,
+    OperandError,
+    UnsupportedError,
+    autocast,
+    monitor,
+    ops,
+    quantized_model_init,
+)
 from fp8core.modules.layers import grouped_linear
 from fp8core.modules.layers.grouped_linear import Fp8Padding, Fp8Unpadding
 from fp8core.torch_ops.private import PASSES_DATACLASSES
@@ -331,3 +344,127 @@ PADDED: dict[str, Any] = {
 def test_what_cannot_be_padded_is_named() -> None:
     table = {words: (call, OperandError, re.escape(words)) for words, call in PADDED.items()}
     assert unrefused(table) == {}
+
+
+def single_pair(kinds: Sequence[str], **arguments: Any) -> tuple[GroupedLinear, GroupedLinear]:
+    """Return a layer with a parameter for each group, and an equal one that has one of all."""
+    layers = []
+    for options in ({}, {f"single_grouped_{kind}": True for kind in kinds}):
+        torch.manual_seed(0)
+        layers.append(GroupedLinear(3, 32, 16, **arguments, **options))
+    return layers[0], layers[1]
+
+
+SINGLE = [("weight",), ("bias",), ("weight", "bias")]
+
+
+@pytest.mark.parametrize("kinds", SINGLE)
+def test_a_parameter_of_all_groups_starts_as_those_of_each_and_loads_both_ways(
+    kinds: tuple[str, ...],
+) -> None:
+    groups, single = single_pair(kinds)
+    own = groups.state_dict()
+    want = {"weight": (3, 16, 32), "bias": (3, 16)}
+    assert {k: tuple(v.shape) for k, v in single.named_parameters() if k in want} == {
+        kind: want[kind] for kind in kinds
+    }
+    for kind in kinds:
+        stacked = torch.stack([own[f"{kind}{group}"] for group in range(3)])
+        assert torch.equal(single.state_dict()[kind], stacked)
+    for target, source in ((single, groups), (groups, single)):
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.normal_()
+        before = {key: value.clone() for key, value in source.state_dict().items()}
+        target.load_state_dict(source.state_dict())
+        for key, value in source.state_dict().items():
+            assert torch.equal(value, before[key])
+        x = torch.randn(8, 32)
+        assert torch.equal(target(x, SPLITS), source(x, SPLITS))
+    wrong = {**own, "weight0": own["weight0"][:3]}
+    with pytest.raises((RuntimeError, OperandError)):
+        single.load_state_dict(wrong)
+    missing = dict(own)
+    missing.pop(f"{kinds[0]}1")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        single.load_state_dict(missing)
+
+
+@pytest.mark.usefixtures("first_algorithms")
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_a_parameter_of_all_groups_trains_as_those_of_each(name: str) -> None:
+    """Results, gradients and steps of an optimizer, bit for bit; in calls alike, too."""
+    groups, single = single_pair(("weight", "bias"))
+    optimizers = [fp8core.optimizers.FusedAdam(x.parameters(), lr=0.1) for x in (groups, single)]
+    for first in (None, True, False):
+        x, dy = torch.randn(8, 32), torch.randn(8, 16)
+        results = []
+        for layer, optimizer in zip((groups, single), optimizers, strict=True):
+            leaf = x.clone().requires_grad_()
+            optimizer.zero_grad()
+            with active(name):
+                y = layer(leaf, SPLITS, first)
+            y.backward(dy)
+            results.append([y, leaf.grad])
+        for kind in ("weight", "bias"):
+            parts = [getattr(groups, f"{kind}{group}").grad for group in range(3)]
+            results[0].append(torch.stack(parts))
+            results[1].append(getattr(single, kind).grad)
+        for mine, its in zip(*results, strict=True):
+            assert torch.equal(mine, its)
+        if first is not True:  # the next microbatch computes with the weights of the first
+            for optimizer in optimizers:
+                optimizer.step()
+    for kind in ("weight", "bias"):
+        stacked = torch.stack([getattr(groups, f"{kind}{group}") for group in range(3)])
+        assert torch.equal(getattr(single, kind), stacked)
+
+
+def test_a_parameter_of_all_groups_is_copied_compiled_and_moved() -> None:
+    _, single = single_pair(("weight", "bias"), return_bias=True)
+    x = torch.randn(8, 32)
+    want, biases = single(x, SPLITS)
+    assert [tuple(bias.shape) for bias in biases] == [(16,)] * 3
+    compiled = torch.compile(single, backend="eager")
+    for layer in (copy.deepcopy(single), pickle.loads(pickle.dumps(single)), compiled):
+        assert torch.equal(layer(x, SPLITS)[0], want)
+    assert single.bfloat16().weight.dtype == torch.bfloat16
+    single(x.bfloat16(), SPLITS)[0].sum().backward()
+    assert single.weight.grad.shape == (3, 16, 32)
+    meta = GroupedLinear(3, 32, 16, single_grouped_weight=True, device="meta").to_empty(
+        device="cpu"
+    )
+    meta.reset_parameters()
+    assert bool(meta.weight.isfinite().all())
+
+
+def test_a_parameter_of_all_groups_is_shared_over_ranks_along_its_own_dimension() -> None:
+    for mode, dim, shape in [("column", 1, (2, 4, 8)), ("row", 2, (2, 8, 4))]:
+        arguments: dict[str, Any] = {"tp_size": 2, "parallel_mode": mode, "bias": False}
+        layer = GroupedLinear(
+            2, 8, 8, single_grouped_weight=True, single_grouped_bias=True, **arguments
+        )
+        assert (tuple(layer.weight.shape), layer.weight.partition_dim) == (shape, dim)
+        assert dict(layer.named_parameters()).keys() == {"weight"}
+
+
+def test_a_weight_of_all_groups_is_refused_where_groups_are_stored_by_themselves() -> None:
+    with quantized_model_init(recipe="current"), pytest.raises(UnsupportedError, match="by itself"):
+        GroupedLinear(2, 32, 32, single_grouped_weight=True)
+    with pytest.raises(UnsupportedError, match="single_grouped_weight or single_grouped_bias"):
+        fp8core.distributed.Experts(GroupedLinear(2, 32, 32, single_grouped_weight=True))
+
+
+def test_the_operation_of_groups_has_a_parameter_of_all() -> None:
+    torch.manual_seed(0)
+    groups = ops.GroupedLinear(3, 32, 16, scale_bias=True)
+    torch.manual_seed(0)
+    single = ops.GroupedLinear(
+        3, 32, 16, scale_bias=True, single_grouped_weight=True, single_grouped_bias=True
+    )
+    x, scales = torch.randn(8, 32), torch.rand(8)
+    assert torch.equal(single(x, SPLITS, scales), groups(x, SPLITS, scales))
+    single(x, SPLITS, scales).sum().backward()
+    groups(x, SPLITS, scales).sum().backward()
+    stacked = torch.stack([getattr(groups, f"bias{group}").grad for group in range(3)])
+    assert torch.equal(single.bias.grad, stacked)

@@ -63,8 +63,11 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ),
     *(("Linear", {"parameters_split": split}, RecipeError, "parameters_split") for split in SPLITS),
     *(
-        ("GroupedLinear", {name: 2}, UnsupportedError, rf"GroupedLinear\({name}=.*not offered")
-        for name in ("single_grouped_weight", "single_grouped_bias")
+        (
+            *("GroupedLinear", {"single_grouped_weight": True, name: True}, UnsupportedError),
+            rf"GroupedLinear\(single_grouped_weight=True, {name}=True\) is not offered",
+        )
+        for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute")
     ),
     (
         *("GroupedLinear", {"use_grouped_tensor": True}, UnsupportedError),

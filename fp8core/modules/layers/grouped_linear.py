@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import index
 from typing import Any
@@ -27,6 +27,7 @@ from fp8core.modules.layers.operation import ExtraTensors
 from fp8core.modules.layers.parallel import LinearParameters, ParallelModule
 from fp8core.modules.run import run_layer
 from fp8core.recipe import Recipe, get_default_recipe
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 KINDS = ("weight", "bias")
 """The prefixes of the names of parameters; the number of a group follows."""
@@ -35,8 +36,6 @@ _NOT_OFFERED = (
     "ub_overlap_rs",
     "ub_overlap_ag",
     "ub_name",
-    "single_grouped_weight",
-    "single_grouped_bias",
     "use_grouped_tensor",
 )
 
@@ -56,8 +55,15 @@ class GroupedLinear(ParallelModule, ExtraTensors):
     The sizes of the groups may be a tensor on the accelerator. The host does not wait for it: a
     router's counts go in as they are, and a CUDA graph reads the sizes at each replay.
 
-    ``single_grouped_weight``, ``single_grouped_bias`` and ``use_grouped_tensor`` are refused: they
-    store all groups in one parameter of a class of Transformer Engine's.
+    With ``single_grouped_weight`` the weights are one parameter ``weight [num_gemms, out_features,
+    in_features]``, with ``single_grouped_bias`` the biases one ``bias [num_gemms, out_features]``:
+    plain parameters, of which each group computes with its slice. A ``state_dict`` of either kind
+    loads into a layer of the other. ``use_grouped_tensor`` is refused: it is a class of Transformer
+    Engine's.
+
+    Raises:
+        UnsupportedError: ``single_grouped_weight`` inside of ``quantized_model_init``, or with
+            ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``.
     """
 
     kind = "grouped_linear"
@@ -65,6 +71,7 @@ class GroupedLinear(ParallelModule, ExtraTensors):
     num_extra_inputs = 1  # the sizes of the groups, in an ops.Sequential
     is_link = False
     first_group = 0  # the number that the names of the parameters begin with
+    single: Collection[str] = ()  # those of KINDS of which one parameter has all groups
 
     def __init__(
         self,
@@ -116,6 +123,13 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.save_original_input = save_original_input
         self._init_method = init_method or default_init_method
+        singles = (single_grouped_weight, single_grouped_bias)
+        self.single = [kind for kind, is_single in zip(KINDS, singles, strict=True) if is_single]
+        if single_grouped_weight:
+            self._refuse_single_weight(
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                delay_wgrad_compute=delay_wgrad_compute,
+            )
         self._init_parameters(device, params_dtype, delay_wgrad_compute)
 
     @property
@@ -131,6 +145,41 @@ class GroupedLinear(ParallelModule, ExtraTensors):
             LinearParameters((f"weight{i}",), (f"bias{i}",), *sizes, method, mode, self.adds_bias)
             for i in self.numbers
         ]
+
+    def _refuse_single_weight(self, **arguments: bool) -> None:
+        for name, value in arguments.items():
+            if value:
+                raise UnsupportedError(
+                    f"GroupedLinear(single_grouped_weight=True, {name}=True) is not offered: the "
+                    f"products of the groups would write to parts of one gradient. Leave one out."
+                )
+
+    @override
+    def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Create the parameters of the groups, and where they are single those of all."""
+        super()._make_parameters(device, dtype)
+        if not self.single:
+            return
+        groups = dict(self._parameters)
+        self._parameters.clear()
+        for kind in KINDS:
+            names = self._names_of(kind)
+            if kind not in self.single:
+                self._parameters.update({name: groups[name] for name in names})
+                continue
+            first = groups[names[0]]
+            if isinstance(first, QuantizedTensor):
+                raise UnsupportedError(
+                    "GroupedLinear(single_grouped_weight=True) is not offered inside of "
+                    "quantized_model_init: each group is stored by itself. Leave one out."
+                )
+            whole = None
+            if first is not None:
+                whole = torch.nn.Parameter(first.new_empty(self.num_gemms, *first.shape))
+                vars(whole).update(vars(first))
+                if kind == "weight":
+                    vars(whole)["partition_dim"] += 1
+            self.register_parameter(kind, whole)
 
     def _mark_parameters(self, linear: LinearParameters) -> None:
         """Mark the weight alone: the caller computes what follows with biases."""
@@ -166,7 +215,32 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         return self._links_of(self._linears()[0]._replace(mode=None), self.num_gemms)
 
     @override
+    def weight_names(self) -> list[tuple[str, ...]]:
+        return [] if "weight" in self.single else super().weight_names()
+
+    @override
+    def dtype_of(self, name: str) -> torch.dtype:
+        kind = name.rstrip("0123456789")
+        return super().dtype_of(kind if kind in self.single else name)
+
+    @override
+    def _stored(self, name: str) -> torch.Tensor | None:
+        kind = name.rstrip("0123456789")
+        if kind not in self.single:
+            return super()._stored(name)
+        whole = self._parameters[kind]
+        return None if whole is None else whole.detach()[int(name.removeprefix(kind))]
+
+    @override
+    def link_params(self) -> list[torch.Tensor]:
+        if not self.single:
+            return super().link_params()
+        return self._all("weight") + (self._all("bias") if self.adds_bias else [])
+
+    @override
     def link_names(self) -> list[tuple[str, ...]] | None:
+        if self.single:
+            return None
         names = self._names_of("weight") + (self._names_of("bias") if self.adds_bias else [])
         return list(zip(names, strict=True))
 
@@ -321,7 +395,21 @@ class GroupedLinear(ParallelModule, ExtraTensors):
     def _names_of(self, kind: str) -> list[str]:
         return list(map(f"{kind}{{}}".format, self.numbers))
 
+    @override
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load the tensors of all groups also from those of each, and the other way round."""
+        for kind in KINDS:
+            whole, names = prefix + kind, [prefix + name for name in self._names_of(kind)]
+            if kind in self.single and whole not in state_dict and state_dict.keys() >= {*names}:
+                state_dict[whole] = torch.stack([state_dict.pop(name) for name in names])
+            elif kind not in self.single and len(state_dict.get(whole, ())) == len(names):
+                state_dict.update(zip(names, state_dict.pop(whole).unbind(0), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _all(self, kind: str) -> list[torch.Tensor]:
+        if kind in self.single:
+            whole = self.parameter(kind)
+            return [] if whole is None else list(whole.unbind(0))
         named = (self.parameter(name) for name in self._names_of(kind))
         return [parameter for parameter in named if parameter is not None]
 

@@ -276,9 +276,13 @@ class ParallelModule(LowPrecisionModule):
         for linear in self._linears():
             for name in linear.weights:
                 with self._forked():
-                    fill(self._parameters.get(name), linear.init_method)
+                    fill(self._stored(name), linear.init_method)
             for name in linear.biases:
-                fill(self._parameters.get(name), torch.nn.init.zeros_)
+                fill(self._stored(name), torch.nn.init.zeros_)
+
+    def _stored(self, name: str) -> torch.Tensor | None:
+        """Return the memory of the parameter ``name``; None without one, as of a computed one."""
+        return self._parameters.get(name)
 
     @override
     def weight_names(self) -> list[tuple[str, ...]]:
