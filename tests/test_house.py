@@ -36,7 +36,7 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 72_527,
+    "lines of fp8core": 72_530,
     "files": 259,
     "files under 100 lines": 39,
     "modules that list names": 1,

@@ -381,13 +381,18 @@ def test_a_parameter_of_all_groups_starts_as_those_of_each_and_loads_both_ways(
             assert torch.equal(value, before[key])
         x = torch.randn(8, 32)
         assert torch.equal(target(x, SPLITS), source(x, SPLITS))
-    wrong = {**own, "weight0": own["weight0"][:3]}
-    with pytest.raises((RuntimeError, OperandError)):
-        single.load_state_dict(wrong)
-    missing = dict(own)
-    missing.pop(f"{kinds[0]}1")
-    with pytest.raises(RuntimeError, match="Missing key"):
-        single.load_state_dict(missing)
+    before = {key: value.clone() for key, value in single.state_dict().items()}
+    first = f"{kinds[0]}0"
+    missing = {key: value for key, value in own.items() if key != first}
+    for wrong in (missing, {**own, first: own[first][:3]}, {**own, first: torch.tensor(1.0)}):
+        with pytest.raises(RuntimeError, match=f"Missing key.*{kinds[0]}"):
+            single.load_state_dict(wrong)
+    for value in (torch.tensor(1.0), torch.zeros(4, 16), 5):
+        rest = {key: saved for key, saved in own.items() if kinds[0] not in key}
+        with pytest.raises(RuntimeError, match=f"Missing key.*{kinds[0]}0"):
+            groups.load_state_dict({**rest, kinds[0]: value})
+    for key, value in single.state_dict().items():
+        assert torch.equal(value, before[key])
 
 
 @pytest.mark.usefixtures("first_algorithms")

@@ -400,9 +400,12 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         """Load the tensors of all groups also from those of each, and the other way round."""
         for kind in KINDS:
             whole, names = prefix + kind, [prefix + name for name in self._names_of(kind)]
-            if kind in self.single and whole not in state_dict and state_dict.keys() >= {*names}:
+            sizes = {tuple(getattr(state_dict.get(name), "shape", ())) for name in names}
+            groups = tuple(getattr(state_dict.get(whole), "shape", ()))[:1]
+            has_groups = len(sizes) == 1 and () not in sizes
+            if kind in self.single and whole not in state_dict and has_groups:
                 state_dict[whole] = torch.stack([state_dict.pop(name) for name in names])
-            elif kind not in self.single and len(state_dict.get(whole, ())) == len(names):
+            elif kind not in self.single and groups == (len(names),):
                 state_dict.update(zip(names, state_dict.pop(whole).unbind(0), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
