@@ -21,6 +21,7 @@ from fp8core.quantizers import (
     NVFP4Quantizer,
 )
 from fp8core.tensors import layouts
+from tests.device import DEVICE
 
 E4M3 = DType.kFloat8E4M3
 
@@ -449,7 +450,7 @@ def _nvfp4(**arguments: Any) -> Any:
             lambda: _float8(dtype=torch.bfloat16, fake_dtype=torch.float16),
             "Float8Tensor(dtype=torch.bfloat16, fake_dtype=torch.float16): both",
         ),
-        (lambda: _float8(device="cpu:1"), "Float8Tensor(device=cpu:1): its codes are on cpu"),
+        (lambda: _float8(device=f"{DEVICE.type}:9"), f":9): its codes are on {DEVICE}"),
         (lambda: _mxfp8(device="meta"), "MXFP8Tensor(device=meta)"),
     ],
 )
@@ -474,7 +475,7 @@ def test_one_nominal_dtype_and_a_device_without_an_index_are_taken() -> None:
         {"fake_dtype": torch.bfloat16},
         {"dtype": torch.bfloat16, "fake_dtype": torch.bfloat16},
     ):
-        for device in (None, "cpu", "cpu:0", torch.device("cpu")):
+        for device in (None, DEVICE.type, f"{DEVICE.type}:0", torch.device(DEVICE.type)):
             assert _float8(**arguments, device=device).dtype == torch.bfloat16
     assert _float8(shape=(2, 2, 8)).shape == (2, 2, 8)
 
@@ -627,5 +628,5 @@ def test_tensors_of_codes_are_made_by_quantizers() -> None:
         MXFP8Quantizer(E4M3).create_tensor_from_data(data, scales, torch.float32, "e5m2")
     with pytest.raises(OperandError, match="Float8Tensor: "):
         current().create_tensor_from_data(value())
-    with pytest.raises(OperandError, match="the scale on cpu"):
+    with pytest.raises(OperandError, match=f"the scale on {DEVICE}"):
         quantizer.create_tensor_from_data(codes.to("meta"))

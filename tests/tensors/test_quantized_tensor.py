@@ -70,11 +70,6 @@ def test_goes_by_the_names_of_its_format_and_no_other(name: str) -> None:
     assert found == ({NAMES[name]} if name in NAMES else set())
 
 
-def test_a_format_name_cannot_be_made() -> None:
-    with pytest.raises(fp8core.UnsupportedError, match="quantized_model_init"):
-        fp8core.NVFP4Tensor(torch.zeros(32, 32))
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     {

@@ -179,8 +179,8 @@ class Process:
 def test_interrupted_tools_say_what_they_ran(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def start(sanitizer: str, tool: str, names: list[str], folder: Path) -> Process:
-        (folder / f"{tool}.log").write_text("norms ran\n")
+    def start(sanitizer: str, tool: str, names: list[str], path: Path) -> Process:
+        path.write_text("norms ran\n")
         return Process()
 
     monkeypatch.setattr(command, "start", start)

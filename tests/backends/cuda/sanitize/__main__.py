@@ -4,10 +4,10 @@ memcheck watches every kernel, cuBLASLt's and torch's included. racecheck (share
 synccheck (barriers) watch fp8core's kernels alone; initcheck has to see all writers.
 :mod:`groups` says which cases each of them runs.
 
-The tools run at once, each over its cases in a process of its own. The exit status is 1 if one
-found an error, or if a group did not call the native entries that it is there for. Each tensor is
-an allocation of its own, so that what lies behind its end is nobody's. ``--cases`` runs the cases
-alone, as the tools do; ``--table`` prints which tool runs what.
+The tools run at once, each over its cases in processes of its own, one or SHARES. The exit status
+is 1 if one found an error, or if a group did not call the native entries that it is there for. Each
+tensor is an allocation of its own, so that what lies behind its end is nobody's. ``--cases`` runs
+the cases alone, as the tools do; ``--table`` prints which tool runs what.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tests.backends.cuda.sanitize.groups import GROUPS, TOOLS, counted, groups_o
 
 OURS = ("--kernel-name", "kns=fp8core")
 OPTIONS = {"memcheck": ("--padding", "64"), "racecheck": OURS, "synccheck": OURS, "initcheck": ()}
+SHARES = {"memcheck": 3}  # cuBLASLt's and torch's kernels take it three times as long
 FAILED = 9  # the status that a tool ends with when it found an error
 
 
@@ -50,12 +51,12 @@ def run_cases(names: list[str]) -> None:
             print(f"{name} ran", flush=True)
 
 
-def start(sanitizer: str, tool: str, names: list[str], folder: Path) -> subprocess.Popen[bytes]:
-    """Run the cases under a tool, whose output goes to a file of ``folder``."""
+def start(sanitizer: str, tool: str, names: list[str], path: Path) -> subprocess.Popen[bytes]:
+    """Run the cases under a tool, whose output goes to a file."""
     command = [sanitizer, "--tool", tool, *OPTIONS[tool], "--error-exitcode", str(FAILED)]
     command += [sys.executable, "-m", "tests.backends.cuda.sanitize", "--cases", *names]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    with (folder / f"{tool}.log").open("wb") as log:
+    with path.open("wb") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
@@ -92,20 +93,21 @@ def main() -> int:
     native.load()  # built once, before four processes ask for it
     folder = args.logs or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = {tool: [one for one in groups_of(tool) if one in args.groups] for tool in args.tools}
-    running = {
-        tool: start(sanitizer, tool, names, folder) for tool, names in chosen.items() if names
-    }
+    running = []
+    for tool in args.tools:
+        groups, shares = [one for one in groups_of(tool) if one in args.groups], SHARES.get(tool, 1)
+        for share in range(min(shares, len(groups))):
+            names, log = groups[share::shares], folder / f"{tool}{share}.log"
+            running.append((tool, names, log, start(sanitizer, tool, names, log)))
     judged = []
-    for tool, process in running.items():
+    for tool, names, log, process in running:
         try:
             status = process.wait()
         except KeyboardInterrupt:  # what each of them has run and found by then is printed
-            for one in running.values():
+            for *_, one in running:
                 one.terminate()
             status = process.wait()
-        text = (folder / f"{tool}.log").read_text(errors="replace")
-        judged.append(judge(tool, status, chosen[tool], text))
+        judged.append(judge(tool, status, names, log.read_text(errors="replace")))
     return int(not all(judged))
 
 
