@@ -33,7 +33,7 @@ from fp8core.recipe.plan import (
     Plan,
     TensorPlan,
 )
-from fp8core.torch_ops.capture import expression_of
+from fp8core.torch_ops.expression import expression_of
 
 
 class FormatRange(NamedTuple):

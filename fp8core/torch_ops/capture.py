@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pickle
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,7 +10,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from fp8core.errors import UnsupportedError
 from fp8core.torch_ops.private import (
     MARKED_CONSTANT,
     PASSES_DATACLASSES,
@@ -37,23 +35,6 @@ def constant_in_graph(function: Callable[..., Any]) -> None:
     than the rest of ``import fp8core``.
     """
     setattr(function, MARKED_CONSTANT, True)
-
-
-def expression_of(value: object) -> tuple[str, dict[str, Any]]:
-    """Return an expression that makes an equal value, and the names in it, as torch writes a value
-    into the code of a graph (``__fx_repr__``).
-
-    Raises:
-        UnsupportedError: it cannot be pickled, as an object of a class inside of a function.
-    """
-    try:
-        content = pickle.dumps(value)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
-        raise UnsupportedError(
-            f"{value!r} cannot be a value in a graph: {error}. Define what it refers to at the top "
-            f"of a module."
-        ) from None
-    return f"loads({content!r})", {"loads": pickle.loads}
 
 
 def taking_dataclasses(function: Callable[P, R]) -> Callable[P, R]:
@@ -89,7 +70,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 def left_to_backward() -> AbstractContextManager[None]:
     """Have torch's partitioner leave what is traced within to the graph of backward, also where it
     follows from what forward has: instead of it forward saves what it is computed from."""
-    # torch 2.11 traces backward outside of what they call compiling.
+    # torch 2.11 traces backward outside of what it calls compiling.
     return _tagged() if torch.compiler.is_compiling() or is_traced() else _UNTAGGED
 
 

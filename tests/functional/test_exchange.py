@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.package import sys_importer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8core
@@ -438,6 +441,29 @@ def test_quantizers_and_recipes_are_values_of_a_graph(by_values: Any) -> None:
     assert counter.frame_count == 2  # one for each value
 
 
+@pytest.mark.skipif(not PASSES_DATACLASSES, reason="an older torch wants a metaclass of its own")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_inductor_keeps_and_reads_a_graph_with_values(by_values: Any, is_cached: bool) -> None:
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor  # here, as it takes long to import
+    from torch._inductor.utils import fresh_cache
+
+    x = torch.randn(64, 64, device=DEVICE)
+    compute = torch.compile(lambda x, quantizer, by: by_values(x, quantizer, by), fullgraph=True)
+    counters.clear()
+    with (
+        fresh_cache(),
+        inductor.patch(fx_graph_cache=is_cached),
+        functorch.patch(enable_autograd_cache=is_cached),
+    ):
+        for _ in range(2):
+            torch.compiler.reset()  # type: ignore[no-untyped-call]
+            arguments = Registered("e5m2"), RegisteredRecipe(fp8_format="hybrid")
+            assert torch.equal(compute(x, *arguments), by_values(x, *arguments))
+    assert counters["inductor"]["fxgraph_cache_hit"] == int(is_cached)
+
+
 def test_the_expression_of_a_value_makes_an_equal_value() -> None:
     hybrid = HybridQuantizer(
         rowwise_quantizer=MXFP8Quantizer("e4m3"), columnwise_quantizer=NVFP4Quantizer()
@@ -447,7 +473,10 @@ def test_the_expression_of_a_value_makes_an_equal_value() -> None:
     for value in values:
         expression, names = value.__fx_repr__()
         assert eval(expression, dict(names)) == value  # as torch does
-        assert value.__fx_repr__()[0] == expression
+        assert copy.deepcopy(value).__fx_repr__()[0] == expression
+        for name, kept in names.items():  # as the code of a graph is written
+            module, importer = sys_importer.get_name(kept)
+            assert name == f"{module}.{importer}".replace(".", "__")
 
 
 def test_what_is_no_value_is_refused() -> None:

@@ -180,7 +180,7 @@ class ReducingQuantizer(Quantizer):
 
     def __getstate__(self) -> dict[str, object]:
         # A process group cannot be pickled.
-        return {**self.__dict__, "amax_reduction_group": None}
+        return {**super().__getstate__(), "amax_reduction_group": None}
 
 
 class Float8CurrentScalingQuantizer(ReducingQuantizer):

@@ -23,7 +23,8 @@ from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
 from fp8core.tensors.storage import PARTS, counted, is_square, matrix_shape, storage_plan
 from fp8core.tensors.user_storage import QuantizedTensorStorage
-from fp8core.torch_ops.capture import constant_in_graph, expression_of, is_captured
+from fp8core.torch_ops.capture import constant_in_graph, is_captured
+from fp8core.torch_ops.expression import expression_of
 
 
 class Quantizer:
@@ -339,6 +340,10 @@ class Quantizer:
         copied = object.__new__(type(self))
         copied.__setstate__(self.__dict__)
         return copied
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the attributes for a copy or a pickle, which has a number of its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_number"}
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
         """Take the attributes of a copy or a pickle."""
