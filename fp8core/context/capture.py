@@ -329,10 +329,7 @@ class Pass:
     def replay_forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Copy ``inputs`` in, compute, and return the outputs' memory."""
         for static, tensor in zip(self._inputs, inputs, strict=False):
-            if static.data_ptr() != tensor.data_ptr():
-                static.detach().copy_(tensor)
-            elif static.stride() != tensor.stride():  # another view, which the copy would overwrite
-                static.detach().copy_(tensor.clone())
+            _copy_into(static.detach(), tensor)
         self._graphs[0].replay()
         return tuple(output.detach() for output in self._outputs)
 
@@ -342,8 +339,8 @@ class Pass:
         """Copy ``grads`` in, compute, and return the gradients of inputs and parameters."""
         self._check_is_captured()
         for static, incoming in zip(self._grad_outputs, grads, strict=True):
-            if static is not None and static.data_ptr() != incoming.data_ptr():
-                static.copy_(incoming)
+            if static is not None:
+                _copy_into(static, incoming)
         if any(static is not None for static in self._grad_outputs):
             self._graphs[1].replay()
         first_param = len(self._inputs)
@@ -355,6 +352,15 @@ class Pass:
             else grad.detach()
             for at, grad in enumerate(self._grads)
         )
+
+
+def _copy_into(static: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy ``tensor`` to the memory of a graph, unless it is that memory; another view of it, which
+    the copy would overwrite, is read before."""
+    if (static.data_ptr(), static.stride()) == (tensor.data_ptr(), tensor.stride()):
+        return
+    owners = [each.untyped_storage().data_ptr() for each in (static, tensor)]
+    static.copy_(tensor.clone() if owners[0] == owners[1] else tensor)
 
 
 def _buffer_like(

@@ -136,12 +136,31 @@ def test_a_replay_computes_for_other_inputs(clones: bool) -> None:
             torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("view", [torch.Tensor.t, lambda x: x[:1].expand(4, 4)])
+VIEWS = {
+    "transposed": torch.Tensor.t,
+    "one row": lambda x: x[:1].expand(4, 4),
+    "later": lambda x: x.flatten()[1:].unfold(0, 4, 3),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_another_view_of_the_memory_of_the_sample_is_read_as_it_is(view: Any) -> None:
     module, x = torch.nn.Linear(4, 4), torch.randn(4, 4)
     captured = recorded(module, (x,))
     want = module(view(x).clone())
     torch.testing.assert_close(captured.run((view(x),), {}, clones=True), want)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_another_view_of_the_memory_of_a_gradient_is_read_as_it_is(view: Any) -> None:
+    module, x = torch.nn.Linear(4, 4), torch.randn(4, 4, requires_grad=True)
+    captured = recorded(module, (x,))
+    captured.run((x,), {}, clones=True)
+    (memory,) = captured._grad_outputs
+    memory.copy_(torch.randn(4, 4))
+    want = view(memory).clone() @ module.weight
+    (found, *_) = captured.replay_backward([view(memory)], clones=True)
+    torch.testing.assert_close(found, want)
 
 
 def test_gradients_of_parameters_are_copies_if_asked() -> None:
