@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -400,13 +400,9 @@ class Sequential(LowPrecisionModule):
                     f"{self.label}: op_kwargs has {kwargs!r} for {type(module).__name__}; expected "
                     f"a mapping of keyword arguments."
                 )
-            times = sum(module is contained for contained in modules)
-            if times != 1 or id(module) in named:
+            fault = _placing_fault(module, modules, named)
+            if fault is not None:
                 shown = key if isinstance(key, int) else type(key).__name__
-                fault = (
-                    f"is in it {times} times" if times else "is not in it, or a fusion replaces it"
-                )
-                fault = "an earlier key names" if id(module) in named else fault
                 raise OperandError(
                     f"{self.label}: op_kwargs for {shown}, which {fault}. Name a module "
                     f"inside of an inner Sequential by itself."
@@ -491,6 +487,19 @@ _NO_QUEUE = "whose weight gradients are left to the Sequential. Leave out delay_
 def _num_slot_sets(module: torch.nn.Module) -> int:
     is_link = isinstance(module, LowPrecisionModule) and module.is_link
     return module.count_slot_sets() if is_link else 0  # type: ignore[operator]  # as is_link says
+
+
+def _placing_fault(
+    module: torch.nn.Module, modules: Sequence[torch.nn.Module], named: Container[int]
+) -> str | None:
+    """Say why ``module`` is no place for keyword arguments; None if it is once in ``modules`` and
+    its identity not in ``named``."""
+    if id(module) in named:
+        return "an earlier key names"
+    times = sum(module is contained for contained in modules)
+    if times == 1:
+        return None
+    return f"is in it {times} times" if times else "is not in it, or a fusion replaces it"
 
 
 def _is_link(module: torch.nn.Module) -> bool:
