@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 
 def pairs(*axes: Iterable[Any], keep: Callable[..., bool] | None = None) -> list[tuple[Any, ...]]:
     """Combinations of one value an axis, such that each pair of two axes' values occurs in one.
@@ -29,22 +31,26 @@ def pairs(*axes: Iterable[Any], keep: Callable[..., bool] | None = None) -> list
     for axis, values in enumerate(columns):
         if lost := set(range(len(values))) - {indices[axis] for indices in cross}:
             raise ValueError(f"no combination has {[values[index] for index in sorted(lost)]}")
-    size = min(2, len(columns))
-    bits: dict[object, int] = {}
-    covers = {
-        indices: sum(
-            1 << bits.setdefault(pair, len(bits))
-            for pair in itertools.combinations(enumerate(indices), size)
-        )
-        for indices in cross
-    }
-    missing = (1 << len(bits)) - 1
-    chosen = []
-    while missing:
-        best = max(covers, key=lambda indices: (covers[indices] & missing).bit_count())
-        missing &= ~covers.pop(best)
-        chosen.append(best)
-    return [values_at(columns, indices) for indices in sorted(chosen)]
+    numbers = np.array(cross).reshape(len(cross), len(columns))
+    each = [
+        np.equal.outer(numbers[:, axis], range(len(values))) for axis, values in enumerate(columns)
+    ]
+    together = [
+        (one[:, :, None] & other[:, None]).reshape(len(cross), -1)
+        for one, other in itertools.combinations(each, 2)
+    ]
+    chosen = covering(np.concatenate(together or each, 1))
+    return [values_at(columns, cross[at]) for at in sorted(chosen)]
+
+
+def covering(has: np.ndarray) -> list[int]:
+    """Few of the rows of ``has [rows, elements]`` in which each element is that a row has."""
+    counted, chosen = has.astype(np.float32), list[int]()
+    missing = has.any(0).astype(np.float32)
+    while missing.any():
+        chosen.append(int((counted @ missing).argmax()))
+        missing[has[chosen[-1]]] = 0
+    return chosen
 
 
 def values_at(columns: Sequence[Sequence[Any]], indices: Sequence[int]) -> tuple[Any, ...]:
