@@ -68,8 +68,9 @@ _QUANTIZING = (
     *("activation_quantize", "activation_backward_quantize"),
 )
 _PRODUCTS = ("gemm", "grouped_gemm")
+_FUSED = ("add_norm", *(op for op in EVERY_OP if op.endswith("_quantize")))
 SOUND: dict[type[Sound], tuple[str, ...]] = {
-    GivesFusedChunks: EVERY_OP,
+    GivesFusedChunks: _FUSED,
     Aligned: _PRODUCTS,
     Copies: _QUANTIZING + _PRODUCTS,
     Padded: _QUANTIZING + _PRODUCTS,
