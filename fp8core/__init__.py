@@ -49,6 +49,7 @@ from fp8core.inspection.explain import (
     is_nvfp4_available,
 )
 from fp8core.inspection.monitoring import monitor
+from fp8core.inspection.tuning import tune
 from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.layers.grouped_linear import Fp8Padding, Fp8Unpadding, GroupedLinear
 from fp8core.modules.layers.layernorm_linear import LayerNormLinear
@@ -214,6 +215,7 @@ __all__ = [
     "restore_from_func_ctx",
     "restore_from_saved",
     "router",
+    "tune",
     "unconvert",
     "use_backend",
     "watch_grad_scaler",

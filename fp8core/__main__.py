@@ -1,5 +1,5 @@
 """The command line: ``fp8core build``, ``conformance``, ``demo``, ``doctor``, ``explain``,
-``run``, ``selftest``."""
+``run``, ``selftest``, ``tune``."""
 
 from __future__ import annotations
 
@@ -58,6 +58,11 @@ _COMMANDS = {
         commands.selftest_arguments,
         commands.selftest,
         "ask a device the questions that a backend's documentation leaves open",
+    ),
+    "tune": Command(
+        commands.tune_arguments,
+        commands.run_tune,
+        "find the fastest recipe of each layer whose error stays under a bound",
     ),
 }
 

@@ -36,8 +36,8 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 72_635,
-    "files": 260,
+    "lines of fp8core": 73_340,
+    "files": 262,
     "files under 100 lines": 39,
     "modules that list names": 1,
     "protocols": 14,

@@ -1,4 +1,4 @@
-"""The commands ``build``, ``conformance``, ``doctor``, ``run`` and ``selftest``.
+"""The commands ``build``, ``conformance``, ``doctor``, ``run``, ``selftest`` and ``tune``.
 
 A command is a function that takes the parsed arguments and returns the exit status; a second
 function declares the arguments.
@@ -28,6 +28,7 @@ from fp8core.doctor import collectives, consult, findings
 from fp8core.doctor.report import examine, render, with_collectives
 from fp8core.errors import Fp8CoreError, OperandError, RecipeError, UnsupportedError
 from fp8core.inspection.explain import device_argument
+from fp8core.inspection.tuning import RECIPES, tune
 from fp8core.integrations.transformer_engine import finder, startup
 
 USAGE_ERROR = 2
@@ -318,3 +319,61 @@ def selftest(args: argparse.Namespace) -> int:
         except OSError as error:
             raise OperandError(f"the findings cannot be written: {error}.") from None
     return 0 if all(answer.holds for answer in answers) else 1
+
+
+def tune_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``fp8core tune``."""
+    parser.add_argument(
+        "case",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns the model and a few batches, and maybe "
+        "loss(model, batch)",
+    )
+    parser.add_argument(
+        "--bound", type=float, required=True, help="the largest relative error, such as 0.1"
+    )
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="NAME", help="to try")
+    parser.add_argument(
+        "--exclude", nargs="+", default=(), metavar="PATTERN", help="paths left in high precision"
+    )
+    parser.add_argument("--times", type=Path, metavar="FILE", help="times of an earlier tuning")
+    parser.add_argument("--save-times", type=Path, metavar="FILE", help="write the times as JSON")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the recipe, for recipe.load(FILE)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed against error, PNG")
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    """Print the table, and write the files that were asked for."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = _function(args.case)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RecipeError(
+            f"{args.case!r} is no MODULE:FUNCTION that can be called here: {error}."
+        ) from error
+    case = function()
+    if not isinstance(case, tuple) or len(case) not in (2, 3):
+        raise RecipeError(
+            f"{args.case} returned {type(case).__name__}, not (model, batches[, loss])."
+        )
+    model, batches, *loss = case
+    tuning = tune(
+        model,
+        batches,
+        bound=args.bound,
+        loss=loss[0] if loss else None,
+        recipes=args.recipes,
+        exclude=args.exclude,
+        times=args.times,
+    )
+    print(tuning.table())
+    for path, write in (
+        (args.output, tuning.save),
+        (args.save_times, tuning.times.save),
+        (args.plot, tuning.plot),
+    ):
+        if path is not None:
+            write(path)
+    return 0

@@ -22,6 +22,7 @@ from fp8core.recipe.custom import (
     QuantizerRole,
     WeightOnly,
 )
+from fp8core.recipe.data import load, save
 from fp8core.recipe.named import (
     NAMED,
     DelayedScaling,
@@ -61,7 +62,9 @@ __all__ = [
     "WeightOnly",
     "by_name",
     "get_default_recipe",
+    "load",
     "names",
+    "save",
 ]
 
 

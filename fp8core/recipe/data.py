@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from fp8core.errors import RecipeError, did_you_mean
@@ -91,6 +93,31 @@ def from_data(data: object, origin: str) -> Recipe | None:
         if isinstance(fields[name].default, MMParams):
             values[name] = MMParams(bool(value))
     recipe: Recipe = kind(**values)
+    return recipe
+
+
+def save(recipe: Recipe, path: str | Path) -> None:
+    """Write ``recipe`` to ``path`` as JSON, for :func:`load`.
+
+    Raises:
+        RecipeError: it cannot be written as data: a CustomRecipe, or a rule for a LayerRole.
+    """
+    text = json.dumps(as_data(recipe), indent=1)
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def load(path: str | Path) -> Recipe:
+    """Return the recipe that :func:`save` wrote to ``path``.
+
+    Raises:
+        RecipeError: the file cannot be read, or holds no recipe; the message names the file.
+    """
+    try:
+        recipe = from_data(json.loads(Path(path).read_text(encoding="utf-8")), str(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise RecipeError(f"{str(path)!r} is no file of a recipe: {error}.") from None
+    if recipe is None:
+        raise RecipeError(f"{str(path)!r} is no file of a recipe: it holds null.")
     return recipe
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def _drawing(path: str | Path, width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
+def drawing(path: str | Path, width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
     """Draw what is put on the axes to a PNG."""
     if find_spec("matplotlib") is None:
         raise UnsupportedError(
@@ -295,7 +295,7 @@ class Monitor:
             raise OperandError(f"plot: nothing to draw: {reason}.")
         ordered = sorted(lines, key=lambda layer: min(lines[layer].values()))
         named, rest = ordered[:_MOST_NAMED], ordered[_MOST_NAMED:]
-        with _drawing(path, 10, 5) as (figure, axes):
+        with drawing(path, 10, 5) as (figure, axes):
             for at, layer in enumerate(rest):
                 label = f"{len(rest)} other layers" if at == 0 else None
                 axes.plot(*_points(lines[layer]), color="0.8", linewidth=0.8, label=label)
@@ -331,7 +331,7 @@ class Monitor:
         if not bars:
             raise OperandError(f"plot_exponents: {title} has no values but zeros, NaN and inf.")
         span = _format_range(self.row(layer, role, orientation, step=self._latest_step))
-        with _drawing(path, 8, 4) as (_, axes):
+        with drawing(path, 8, 4) as (_, axes):
             if span is not None:
                 name, least, largest = span
                 label = f"range of {name}, at the median scale"
@@ -354,7 +354,7 @@ class Monitor:
         title, tally = self._tally(layer, role, orientation)
         if tally.grid is None:
             raise OperandError(f"{title} has no scales to draw: it is in high precision, or empty.")
-        with _drawing(path, 8, 6) as (figure, axes):
+        with drawing(path, 8, 6) as (figure, axes):
             image = axes.imshow(tally.grid.numpy(), aspect="auto", interpolation="nearest")
             figure.colorbar(image, label="log2 scale")
             axes.set(title=title, xlabel="block along the contraction", ylabel="block of rows")
@@ -448,7 +448,7 @@ def monitor(
             f"monitor(on_nonfinite={on_nonfinite!r}): expected one of {_ON_NONFINITE}."
             f"{did_you_mean(str(on_nonfinite), _ON_NONFINITE)}"
         )
-    layers = _layers_of(model)
+    layers = watched_layers(model, "monitor")
     recorder = Recorder(raises=on_nonfinite == "raise", keeps=keep_tensors)
     inventory.claim(layers)
     try:
@@ -458,23 +458,23 @@ def monitor(
         raise
 
 
-def _layers_of(model: torch.nn.Module) -> dict[str, LowPrecisionModule]:
+def watched_layers(model: torch.nn.Module, caller: str) -> dict[str, LowPrecisionModule]:
     """Return the layers to watch by their paths; a model of one layer by its name or class."""
     if not isinstance(model, torch.nn.Module):
-        raise OperandError(f"monitor({model!r}): expected a model.")
+        raise OperandError(f"{caller}({model!r}): expected a model.")
     layers: dict[str, LowPrecisionModule] = {}
     for path, module in model.named_modules():
         if is_compiled(module):
             raise UnsupportedError(
-                f"monitor: {path or 'the model'} ({type(module).__name__}) is compiled by torch, "
-                f"and a graph hides the values before their casts. Monitor the uncompiled model, "
-                f"and run that one while the monitor is open."
+                f"{caller}: {path or 'the model'} ({type(module).__name__}) is compiled by torch, "
+                f"and a graph hides the values before their casts. Pass the uncompiled model, "
+                f"and run that one meanwhile."
             )
         if isinstance(module, LowPrecisionModule) and module.linear_shapes():
             layers[path or module.name or type(module).__name__] = module
     if not layers:
         raise OperandError(
-            f"monitor: {type(model).__name__} holds no fp8core layer with a GEMM. "
+            f"{caller}: {type(model).__name__} holds no fp8core layer with a GEMM. "
             f"fp8core.convert(model, recipe) converts torch's layers in place; or build the model "
             f"from fp8core.Linear and the other layers."
         )

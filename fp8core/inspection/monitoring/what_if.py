@@ -162,7 +162,7 @@ def replay(
         several = len(layer.linear_shapes()) > 1
         for index in range(len(layer.linear_shapes())):
             name = f"{path}[{index}]" if several else path
-            patterns[name] = _pattern(path, layer, is_only=len(layers) == 1)
+            patterns[name] = pattern_of(path, layer, is_only=len(layers) == 1)
     rows = {}
     for label, recipe in chosen.items():
         recorder = Recorder()
@@ -196,7 +196,7 @@ def _label(recipes: str | Recipe | Sequence[str | Recipe]) -> dict[str, Recipe]:
     return labelled
 
 
-def _pattern(path: str, layer: LowPrecisionModule, *, is_only: bool) -> str | LayerRole:
+def pattern_of(path: str, layer: LowPrecisionModule, *, is_only: bool) -> str | LayerRole:
     """Return the pattern of a PerLayer rule for this layer; its kind if it is the whole model."""
     if layer.name is None and is_only and path == type(layer).__name__:
         return LayerRole(layer.kind)
