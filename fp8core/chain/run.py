@@ -63,9 +63,10 @@ class Refusal(NamedTuple):
 
 class Stateful(NamedTuple):
     """Links of delayed scaling, which ``bind(buffers, phase)`` binds in each graph, as
-    of a :class:`Call`."""
+    of a :class:`Call`; ``after(output, buffers)`` puts into the graph what follows them."""
 
     bind: Callable[[Sequence[torch.Tensor], str], tuple[Link, ...]]
+    after: Callable[[torch.Tensor, Sequence[torch.Tensor]], None] | None = None
 
 
 # Graphs refer to entries by number for as long as they live, so none is ever removed.
@@ -109,11 +110,15 @@ def _run_number(
     if isinstance(links, Refusal):
         return operators.refuse(x, links.columns(x.shape[-1]), links.error)
     groups, splits, tensors, sizes, state = brought
+    after = None
     if isinstance(links, Stateful):
-        links = links.bind(*state)
+        after, links = links.after, links.bind(*state)
     rng = operators.draw_seed() if any(link.needs_rng for link in links) else None
     call = Call(tuple(groups), tuple(splits), rng, tensors=tuple(tensors), sizes=tuple(sizes))
-    return _run(links, x, params, call, apply)
+    result = _run(links, x, params, call, apply)
+    if after is not None:
+        after(result, state[0])
+    return result
 
 
 def _brought(call: Call) -> _Brought:

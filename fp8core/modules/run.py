@@ -165,14 +165,8 @@ def run_links(
     whose result is returned. A graph that torch captures has no tape.
     """
     if isinstance(links, int):
-        if bound.number is not None:
-            buffers: Any = [layer._buffers[name] for name in STATE_BUFFERS]
-            phase = phase_in_graph() if torch.is_grad_enabled() else call.phase
-            call = call._replace(buffers=buffers, phase=phase)
-        result = run(links, input, params, call)
-        if call.phase != "forward":
-            computed_in_graph(result if isinstance(result, torch.Tensor) else result[0])
-        return result
+        stateful = [layer] if bound.number is not None else []
+        return run_in_graph(stateful, links, input, params, call, run=run)
     first, store, tape = call.first_microbatch, layer._bindings.weights, recompute.current()
     if first is not None or store.scope is not None:
         call = call._replace(
@@ -197,6 +191,27 @@ def run_links(
     call = call._replace(backward_pass=tape.backward_pass, keeping=keeping)
     with recompute.scale_of(state, entry.scale):
         return run(links, input, params, call)
+
+
+def run_in_graph(
+    stateful: Sequence[LowPrecisionModule],
+    number: int,
+    input: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    call: Call,
+    *,
+    run: Callable[..., Any] = chain.run,
+) -> Any:
+    """Run the links of that ``number``, which read the delayed states of the layers ``stateful``,
+    while torch captures; ``run`` as of :func:`run_links`."""
+    if stateful:
+        buffers: Any = [layer._buffers[name] for layer in stateful for name in STATE_BUFFERS]
+        phase = phase_in_graph() if torch.is_grad_enabled() else call.phase
+        call = call._replace(buffers=buffers, phase=phase)
+    result = run(number, input, params, call)
+    if call.phase != "forward":
+        computed_in_graph(result if isinstance(result, torch.Tensor) else result[0])
+    return result
 
 
 def run_joined(

@@ -8,8 +8,10 @@ has.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -34,8 +36,10 @@ from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound, captured_bound
 from fp8core.modules.composition import is_seen
 from fp8core.modules.memo import Memo, memo_of, replay
-from fp8core.modules.run import run_joined
+from fp8core.modules.run import run_in_graph, run_joined
+from fp8core.modules.state.in_graph import Followers, follow_amax
 from fp8core.recipe.plan import HIGH_PRECISION
+from fp8core.tensors.delayed_state import STATE_BUFFERS
 from fp8core.tensors.quantizer_binding import Binding
 from fp8core.torch_ops.capture import constant_in_graph
 from fp8core.torch_ops.private import copy_all, is_traced
@@ -125,11 +129,11 @@ class Splice:
         if any([each.dtype != x.dtype for each in params]):
             return None
         bounds = [bind(layer, x.device, x.dtype) for layer in self.layers]
-        if any([bound.number is not None for bound in bounds]):
-            return None  # a graph has the delayed states of one layer in a chain
+        pairs = zip(self.layers, bounds, strict=True)
+        stateful = [layer for layer, bound in pairs if bound.number is not None]
         numbers: Any = tuple([bound.parts[0] for bound in bounds])
         number = self.captured(self.text, x.device, x.dtype, numbers)
-        return None if number < 0 else chain.run(number, x, params, DENSE)
+        return None if number < 0 else run_in_graph(stateful, number, x, params, DENSE)
 
     def is_whole_in_graph(self) -> bool:
         """Return whether nobody has to see a call of one of the layers, while torch traces."""
@@ -142,20 +146,41 @@ class Splice:
         """Return the number of the chain in a graph, of layers with these ``numbers``; -1 if one of
         them has to run by itself. The graph is guarded by the arguments, by ``text`` for the parts.
         """
-        bounds = dict(zip(self.layers, map(captured_bound, numbers), strict=True))
-        linears = [link for bound in bounds.values() for link in bound.linears]
+        bounds = [captured_bound(number) for number in numbers]
+        linears = [link for bound in bounds for link in bound.linears]
         is_low = all(type(link) is LinearLink and link.only_once is not None for link in linears)
-        has_all = all([bound.links for bound in bounds.values()])
+        has_all = all([bound.links for bound in bounds])
         if not (is_low and has_all) or any([link.needs_rng for link in linears]):
             return -1
-        first = bounds[self.layers[0]]
-        if first.linears:  # what comes into a chain is saved by who has computed it
-            alone = tuple(saving_input(link) for link in first.links)
-            bounds[self.layers[0]] = first._replace(links=alone)
-        context = _context(bounds, Binding(device, dtype), self.layers[0].label)
+        stateful = [at for at, bound in enumerate(bounds) if bound.number is not None]
+        unread = [None] * (len(stateful) * len(STATE_BUFFERS))
+        bound = _bound_in_graph(numbers, unread, "forward")
+        links = self.links_in_graph(bound, device, dtype)
+        if links is None or not stateful:
+            return -1 if links is None else chain.capture(Chain(links))
+        places = {self.layers[at]: place for place, at in enumerate(stateful)}
+        groups: list[Followers] = []
+        by_layer = dict(zip(self.layers, bound, strict=True))
+        for layers in _siblings(self.parts):
+            states = by_layer[layers[0]].states
+            if states is not None and states.records_forward:
+                entry = states.slot("input").entries.start  # type: ignore[attr-defined]  # of a graph
+                groups.append(([places[layer] for layer in layers], entry))
+        again = partial(_links_again, weakref.ref(self), numbers, device, dtype)
+        return chain.capture(chain.Stateful(again, partial(follow_amax, groups=groups)))
+
+    def links_in_graph(
+        self, bounds: Sequence[Bound], device: torch.device, dtype: torch.dtype
+    ) -> tuple[Link, ...] | None:
+        """Return the links of all parts in a graph, whose layers are bound so, as of
+        :func:`_links`."""
+        by_layer = dict(zip(self.layers, bounds, strict=True))
+        if bounds[0].linears:  # what comes into a chain is saved by who has computed it
+            alone = tuple(saving_input(link) for link in bounds[0].links)
+            by_layer[self.layers[0]] = bounds[0]._replace(links=alone)
+        context = _context(by_layer, Binding(device, dtype), self.layers[0].label)
         with table.capturing():
-            links = _links(self.parts, bounds, context, ([], []))
-        return -1 if links is None else chain.capture(Chain(links))
+            return _links(self.parts, by_layer, context)
 
     constant_in_graph(is_whole_in_graph)
     constant_in_graph(captured)
@@ -219,12 +244,12 @@ class Splice:
         resolver = TrackingResolver(Binding(x.device, x.dtype).resolver)
         binding = Binding(x.device, x.dtype)._replace(resolver=resolver)
         context = _context(bounds, binding, self.layers[0].label)
-        followers: _Followers = ([], [])
-        links = _links(self.parts, bounds, context, followers)
+        links = _links(self.parts, bounds, context)
         if links is None:
             return None, ([], [])
         recorders = {bound.parts[0].recorder for bound in bounds.values() if bound.linears}  # type: ignore[union-attr]  # nothing is captured
         is_uniform = recorders == {resolver.recorder} or not resolver._operations
+        followers = _followers(self.parts, bounds)
         return Chain(links, recorders.pop() if is_uniform else None), followers
 
 
@@ -267,17 +292,16 @@ def _links(
     parts: Sequence[Part],
     bounds: dict[LowPrecisionModule, Bound],
     context: BindContext,
-    followers: _Followers,
 ) -> tuple[Link, ...] | None:
     """Return the links of ``parts``, whose layers are bound as ``bounds`` say; None if siblings
-    cast their input otherwise than each other. The amaxes of siblings are added to ``followers``.
+    cast their input otherwise than each other.
     """
     shapes: list[LinkShape] = []
     links: dict[int, Link] = {}
     for at, part in enumerate(parts):
         shapes.append(LinkShape())
         if isinstance(part, list):
-            branch = _links(part, bounds, context, followers)
+            branch = _links(part, bounds, context)
             if branch is None:
                 return None
             links[at] = ResidualLink(branch, context.owner)
@@ -287,7 +311,6 @@ def _links(
             if any([cast != casts[0] for cast in casts]):
                 return None
             links[at] = SiblingsLink(tuple(linears))  # type: ignore[arg-type]  # linears alone are siblings
-            _follow([bounds[layer] for layer in part], followers)
         elif isinstance(part, LinkShape):
             shapes[at] = part
         else:
@@ -320,11 +343,53 @@ def _behind(
     return again._replace(before=before, source=before)
 
 
-def _follow(bounds: Sequence[Bound], followers: _Followers) -> None:
-    """Add to ``followers`` the amaxes of the inputs of siblings, which the first of them casts."""
-    slots = [bound.states.slot("input").amax for bound in bounds if bound.states is not None]
-    source, *targets = slots or [None]
-    for target in targets:
-        if source is not None and target is not None:
-            followers[0].append(source)
-            followers[1].append(target)
+def _siblings(parts: Sequence[Part]) -> Iterator[tuple[LowPrecisionModule, ...]]:
+    for part in parts:
+        if isinstance(part, tuple):
+            yield part
+        elif isinstance(part, list):
+            yield from _siblings(part)
+
+
+def _followers(parts: Sequence[Part], bounds: dict[LowPrecisionModule, Bound]) -> _Followers:
+    """Return the amaxes of the inputs of siblings, which the first of them casts."""
+    followers: _Followers = ([], [])
+    for layers in _siblings(parts):
+        states = [bounds[layer].states for layer in layers]
+        slots = [each.slot("input").amax for each in states if each is not None]
+        source, *targets = slots or [None]
+        for target in targets:
+            if source is not None and target is not None:
+                followers[0].append(source)
+                followers[1].append(target)
+    return followers
+
+
+def _bound_in_graph(numbers: Sequence[int], buffers: Sequence[Any], phase: str) -> list[Bound]:
+    """Return what layers of these ``numbers`` are bound to in a graph; those with delayed states
+    read their share of the ``buffers``. The first of these begins the step, if a layer does."""
+    bounds, unread, count = [], [*buffers], len(STATE_BUFFERS)
+    for number in numbers:
+        bound = captured_bound(number)
+        if bound.number is not None:
+            bound = captured_bound(number, unread[:count], phase)
+            del unread[:count]
+            phase = "step" if phase == "begin" else phase
+        bounds.append(bound)
+    return bounds
+
+
+def _links_again(
+    splice: weakref.ref[Splice],
+    numbers: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    buffers: Sequence[Any],
+    phase: str,
+) -> tuple[Link, ...]:
+    """Return the links of ``splice`` that read the ``buffers``; torch traces while it lives."""
+    running = splice()
+    assert running is not None
+    links = running.links_in_graph(_bound_in_graph(numbers, buffers, phase), device, dtype)
+    assert links is not None
+    return Chain(links)

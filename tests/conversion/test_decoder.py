@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 import fp8core
 from fp8core import OperandError, recipe
+from fp8core.chain.run import Stateful
 from fp8core.chain.run import _captured as captured_links
 from fp8core.chain.series import Chain
 from fp8core.conversion import decoder
@@ -211,6 +212,58 @@ def test_compiled_layers_run_as_the_chains_of_eager(family: str, name: str) -> N
     assert counters["stats"]["unique_graphs"] == 1
     chains = [links for links in captured_links[entries:] if isinstance(links, Chain)]
     assert [len(links) for links in chains if len(links) > 1] == [2, 3]  # norm, siblings; o, +, mlp
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "layers"])
+def test_graphs_of_delayed_scaling_run_as_the_chains_of_eager(is_whole: bool) -> None:
+    """Steps, an evaluation between them, and microbatches in an autocast around the graph.
+
+    The graph of a whole model has other gradients than eager in bfloat16 on a CPU, converted or
+    not: there the forward pass and its scales are equal.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    chosen = recipe.DelayedScaling(amax_history_len=2)
+    model = model_of("Llama", torch.bfloat16)
+    model.config.use_cache = False
+    fp8core.convert(model, chosen)
+    other: Any = copy.deepcopy(model)
+    entries = len(captured_links)
+    if is_whole:
+        other.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    else:
+        for layer in other.model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    for number, batches in enumerate((1, 1, 1, 2, 1)):
+        graphs = counters["stats"]["unique_graphs"]
+        results = []
+        for each in (model, other):
+            each.zero_grad()
+            around = nullcontext() if batches == 1 else fp8core.autocast(recipe=chosen)
+            with around:
+                for batch in range(batches):
+                    logits = each(TOKENS.roll(number + batch)).logits
+                    logits.float().square().mean().backward()
+            tensors = {name: own.grad for name, own in each.named_parameters()}
+            tensors |= {name: own.clone() for name, own in each.named_buffers()}
+            if number == 2:
+                with torch.no_grad():
+                    tensors["evaluated_fwd"] = each.eval()(TOKENS).logits
+                each.train()
+            results.append(tensors | {"logits_fwd": logits.detach()})
+        for name, tensor in results[0].items():
+            if not is_whole or name.endswith(("_fwd", "_meta")):
+                assert torch.equal(results[1][name], tensor), name
+        assert number != 1 or counters["stats"]["unique_graphs"] == graphs
+    groups = [
+        [len(layers) for layers, _ in links.after.keywords["groups"]]
+        for links in captured_links[entries:]
+        if isinstance(links, Stateful) and links.after is not None
+    ]
+    assert groups[:2] == [[3], [2]]  # q, k and v; gate and up, which no module cast by itself
     torch._dynamo.reset()
 
 

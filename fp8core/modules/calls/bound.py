@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +25,7 @@ from fp8core.errors import (
     did_you_mean,
 )
 from fp8core.modules.agreement import agree
-from fp8core.modules.state.in_graph import GraphStates
+from fp8core.modules.state.in_graph import GraphStates, graph_states
 from fp8core.recipe import PerLayer, Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import HIGH_PRECISION, HOLDING, LayerRole, LinearPlan, Plan
@@ -238,8 +238,9 @@ def bind_captured(
                 role = LayerRole(kind, name)
                 agree(label, role, shapes[0].plan_type, recipe, binding, shapes, once=True)
         context = BindContext.of(plan, binding, label)._replace(first_gemm=first_gemm)
-        bind = partial(_bind_in_graph, shapes, context, states, chosen=policy.Policy(*backends))
-        links = bind([None] * len(STATE_BUFFERS), "forward")
+        bind = partial(_bind_in_graph, shapes, context, chosen=policy.Policy(*backends))
+        unread = [None] * len(STATE_BUFFERS)
+        links = bind(None if states is None else states.in_graph(unread, "forward"))
     except Fp8CoreError as error:
         refused = type(error)(f"{label}: {error}")
         if not is_compiled:
@@ -248,9 +249,12 @@ def bind_captured(
     parts, number = [chain.capture(Chain(part)) for part in parts_of(shapes, links)], None
     if states is not None:
         number = states.number
-        parts = [chain.capture(chain.Stateful(partial(bind, at=at))) for at in range(len(parts))]
+        parts = [
+            chain.capture(chain.Stateful(partial(_part_in_graph, shapes, bind, states, at)))
+            for at in range(len(parts))
+        ]
     bound = Bound(tuple(parts), links, plan, None, recipe, False, number)
-    _captured[parts[0]] = bound
+    _captured[parts[0]] = bound, bind
     if bound.linears:
         engine = engine_of(bound, LayerRole(kind, name)) or "high precision"
         log_once(f"{label}, in a captured graph: {engine}", logging.INFO)
@@ -273,12 +277,19 @@ def _check_offered(plan: Plan, shapes: tuple[LinkShape, ...], is_watched: bool) 
             raise UnsupportedError(refusal)
 
 
-_captured: dict[int, Bound] = {}
+_captured: dict[int, tuple[Bound, Callable[[LayerStates | None], tuple[Link, ...]]]] = {}
 
 
-def captured_bound(number: int) -> Bound:
-    """Return what a layer in a captured graph is bound to, by the number of its first part."""
-    return _captured.get(number) or refused_in_graph((number,))
+def captured_bound(number: int, buffers: Sequence[Any] = (), phase: str = "forward") -> Bound:
+    """Return what a layer in a captured graph is bound to, by the number of its first part; under
+    delayed scaling to the ``buffers`` that the graph has, at that ``phase`` of the step."""
+    if number not in _captured:
+        return refused_in_graph((number,))
+    bound, bind = _captured[number]
+    if bound.number is None or not buffers:
+        return bound
+    states = graph_states(bound.number).in_graph(buffers, phase)
+    return bound._replace(links=bind(states), states=states)
 
 
 def _states(
@@ -308,21 +319,26 @@ def _states(
 def _bind_in_graph(
     shapes: tuple[LinkShape, ...],
     context: BindContext,
-    states: GraphStates | None,
-    buffers: Sequence[Any],
-    phase: str,
-    at: int | None = None,
+    states: LayerStates | None,
     *,
     chosen: policy.Policy,
 ) -> tuple[Link, ...]:
-    """Return the links of ``shapes`` that read the ``buffers`` of a graph, or those of a part.
-
-    ``chosen`` is the policy of the call, which torch.compile has not put into force in the thread.
-    """
-    in_graph = None if states is None else states.in_graph(buffers, phase)
+    """Return the links of ``shapes`` that read the ``states`` of a graph; ``chosen`` is the policy
+    of the call, which torch.compile has not put into force in the thread."""
     with policy.activated(chosen), table.capturing():
-        links = bind_chain(shapes, context._replace(states=in_graph))
-    return links if at is None else Chain(parts_of(shapes, links)[at])
+        return bind_chain(shapes, context._replace(states=states))
+
+
+def _part_in_graph(
+    shapes: tuple[LinkShape, ...],
+    bind: Callable[[LayerStates | None], tuple[Link, ...]],
+    states: GraphStates,
+    at: int,
+    buffers: Sequence[Any],
+    phase: str,
+) -> Chain:
+    """Return the part of number ``at`` of the links that ``bind`` has read the ``buffers``."""
+    return Chain(parts_of(shapes, bind(states.in_graph(buffers, phase)))[at])
 
 
 def refused_in_graph(parts: tuple[int, ...]) -> Bound:

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -29,6 +29,9 @@ from fp8core.torch_ops.definition import define
 from fp8core.torch_ops.private import NO_BACKWARD_PASS, ORDERED, current_backward_pass
 
 _HISTORIES = STATE_BUFFERS[1::2]
+Followers: TypeAlias = "tuple[Sequence[int], int]"
+"""The numbers of layers of which the first casts for all, and the entry that its amax has."""
+
 _layers: weakref.WeakSet[Any] = weakref.WeakSet()
 _layers_lock = threading.Lock()
 _by_address: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -189,6 +192,37 @@ _scale_in_step: Any = torch.library.custom_op(
 )
 _scale_in_step.register_fake(_empty_scale)
 _scale_in_step.register_effect(ORDERED)
+
+
+@torch.library.custom_op(
+    "fp8core::follow_amax",
+    mutates_args=(),
+    schema="(Tensor output, Tensor source, Tensor[] targets, int entry) -> ()",
+)
+def _follow_amax(
+    output: torch.Tensor, source: torch.Tensor, targets: list[torch.Tensor], entry: int
+) -> None:
+    for target in targets:
+        target.data[0, entry] = source.data[0, entry]
+
+
+@_follow_amax.register_fake
+def _no_amax(
+    output: torch.Tensor, source: torch.Tensor, targets: list[torch.Tensor], entry: int
+) -> None:
+    pass
+
+
+_follow_amax.register_effect(ORDERED)  # the end of a step in the graph reads what it writes
+
+
+def follow_amax(output: torch.Tensor, buffers: Sequence[Any], groups: Sequence[Followers]) -> None:
+    """Put into a graph that layers record the amax of the first of their group, when ``output`` has
+    been computed; ``buffers`` are those of several layers, one after the other."""
+    histories = buffers[1 :: len(STATE_BUFFERS)]
+    for (first, *followers), entry in groups:
+        targets = [histories[at] for at in followers]
+        _follow_amax(output.detach(), histories[first], targets, entry)
 
 
 def _note(number: int, phase: str, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
