@@ -49,6 +49,8 @@ class _Sequence:
         self.length_q, self.length_kv = lengths
         assert 0 <= self.length_q <= problem.s_q
         assert 0 <= self.length_kv <= problem.s_kv
+        if Uid.SCALE_S in tensors:  # cuDNN's kernel may not end with an empty sequence
+            assert min(lengths) > 0
         is_ragged = desc.layout == "thd"
         self.rows_q = self.length_q if is_ragged else problem.s_q
         self.rows_kv = self.length_kv if is_ragged else problem.s_kv

@@ -19,6 +19,7 @@ from fp8core.backend_api import (
     AttentionBackwardDesc,
     AttentionDesc,
     AttentionPartBackwardDesc,
+    Operand,
     OperandSpec,
 )
 from fp8core.conformance import laws  # noqa: F401  importing fills the laws
@@ -158,6 +159,22 @@ def test_backward_from_codes_obeys_the_laws(subject: Subject, changed: dict[str,
     desc = AttentionBackwardDesc(forward)
     assert subject.refuses(desc) is None
     obeys(subject, desc)
+
+
+def test_codes_of_an_empty_sequence_reach_no_kernel(subject: Subject) -> None:
+    """Which the stand-in asserts; the result is that of no key."""
+    e4m3 = OperandSpec("e4m3", (0, 0), 448.0, delayed=True)
+    causal = AttentionDesc(torch.bfloat16, "bshd", 2, 2, 64, 64, 0.125, window=(-1, 0))
+    desc = dataclasses.replace(causal, padding=True, qkv=e4m3, s=e4m3, out=e4m3)
+    assert subject.refuses(desc) is None
+    x = Operand(torch.randint(0x50, (3, 5, 2, 64), dtype=torch.uint8), torch.ones(1))
+    ends = torch.tensor([0, 5, 5, 8], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    out, stats, _ = subject.bound(desc)(x, x, x, s_scale=torch.ones(1), **lengths)
+    assert out[0].any()
+    assert not out[1].any()
+    assert bool((stats[1] == -torch.inf).all())
+    assert bool(stats[0].isfinite().all())
 
 
 def test_backward_of_a_part_from_codes_is_declined(subject: Subject) -> None:
