@@ -114,6 +114,7 @@ NOT_ON_CUDA: dict[str, str] = {
     "tests/tensors/test_views.py::test_rowwise_blocks_take_views_of_other_whole_blocks": (
         "a view of other columns cuts scales that lie in the order of the GPU's products"
     ),
+    "tests/modules/test_overlap.py": "about a backend for the CPU that moves rows beside products",
     "tests/modules/test_meta.py": "about the meta device and the CPU",
     "tests/tensors/test_views.py::test_an_index_out_of_range_is_an_error": (
         "torch's kernel of an index asserts on the GPU, which ends CUDA in the process"

@@ -93,6 +93,7 @@ def test_a_layer_is_as_near_to_float64_as_the_model_own(family: str) -> None:
     assert errors[0] <= 1.05 * errors[1]
 
 
+@pytest.mark.usefixtures("first_algorithms")
 def test_a_token_rotates_queries_and_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the bits of a forward with gradients, which rotates each by itself."""
     rotated: list[torch.Size] = []
@@ -217,6 +218,7 @@ def test_compiled_layers_run_as_the_chains_of_eager(family: str, name: str) -> N
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.usefixtures("first_algorithms")
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "layers"])
 def test_graphs_of_delayed_scaling_run_as_the_chains_of_eager(is_whole: bool) -> None:
     """Steps, an evaluation between them, and microbatches in an autocast around the graph.

@@ -48,14 +48,14 @@ CURRENT = recipe.Float8CurrentScaling()
 class Layers(nn.Module):
     """A block with more layers than one linear, recomputed by ``how``."""
 
-    def __init__(self, how: str = "", chosen: Any = None) -> None:
+    def __init__(self, how: str = "", name: str = "current") -> None:
         super().__init__()
         torch.manual_seed(0)
         given: dict[str, Any] = {"device": device(), "params_dtype": torch.bfloat16}
         self.mlp = fp8core.LayerNormMLP(COLUMNS, 192, activation="swiglu", **given)
         self.last = fp8core.Linear(COLUMNS, COLUMNS, **given)
         self.how = how
-        self.chosen = chosen
+        self.name = name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.how == "fp8core":
@@ -71,7 +71,7 @@ class Layers(nn.Module):
         """Under autocast again on a GPU, whose backward runs in a thread without one."""
         if x.is_cpu:
             return self.mlp(x)
-        with fp8core.autocast(recipe=self.chosen):
+        with emulated(self.name), fp8core.autocast(recipe=recipe.by_name(self.name)):
             return self.mlp(x)
 
 
@@ -212,7 +212,7 @@ def unsharded_first() -> bool:
 def recomputed(name: str) -> dict[str, bool]:
     gradients, chosen = {}, recipe.by_name(name)
     for how in ("", "fp8core", "torch"):
-        model = sharded(Layers(how, chosen), chosen)
+        model = sharded(Layers(how, name), chosen)
         with (
             emulated(name),
             fp8core.autocast(recipe=chosen),
@@ -333,11 +333,17 @@ def converted() -> nn.Module:
     return model
 
 
-KINDS: dict[str, tuple[Any, Any]] = {
-    "GroupedLinear": (Grouped, recipe.Float8BlockScaling()),
-    "TransformerLayer": (Attending, recipe.MXFP8BlockScaling()),
-    "converted layers": (converted, CURRENT),
+KINDS: dict[str, tuple[Any, str]] = {
+    "GroupedLinear": (Grouped, "block"),
+    "TransformerLayer": (Attending, "mxfp8"),
+    "converted layers": (converted, "current"),
 }
+
+
+def of_kind(name: str) -> dict[str, Any]:
+    make, chosen = KINDS[name]
+    with emulated(chosen):
+        return compared(make, recipe.by_name(chosen), COLUMNS)
 
 
 def replicated() -> bool:
@@ -399,7 +405,7 @@ def work(rank: int) -> dict[str, Any]:
         "clipped": {name: clipped(name) for name in OPTIMIZERS},
         "mixed precision": mixed_precision(),
         "tied": tied(),
-        "kinds": {name: compared(*given, COLUMNS) for name, given in KINDS.items()},
+        "kinds": {name: of_kind(name) for name in KINDS},
         "replicated": replicated(),
         "tensor parallel": of_tensor_parallel_weights(rank),
         "kept": compared(

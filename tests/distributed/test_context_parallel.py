@@ -13,6 +13,7 @@ import torch
 
 from fp8core.distributed import pad_thd_sequences_for_cp, thd_get_partitioned_indices
 from fp8core.errors import OperandError
+from tests.device import VALUES_ARE_READ
 from tests.distributed import context_work
 from tests.distributed.context_work import CASES, DIM, FOUR, LENGTH, TWO, WAYS, Case, Tensors
 from tests.ranks import run_ranks
@@ -279,11 +280,13 @@ def test_packed_sequences_are_padded_for_two_chunks_a_rank() -> None:
     assert starts.tolist() == [0, 8, 8, 12]
 
 
+@VALUES_ARE_READ
 def test_indices_of_sequences_that_ranks_do_not_divide_are_refused() -> None:
     with pytest.raises(OperandError, match="expected multiples of 4, two chunks"):
         thd_get_partitioned_indices(torch.tensor([0, 6, 12]), 12, 2, 0)
 
 
+@VALUES_ARE_READ
 @pytest.mark.parametrize("bounds", [[4, 12], [0, 8, 4, 12], [0, 16], [-4, 12]])
 def test_indices_of_sequences_that_do_not_lie_among_the_tokens_are_refused(
     bounds: list[int],

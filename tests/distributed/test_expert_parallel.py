@@ -36,7 +36,7 @@ from fp8core.recipe import (
     Recipe,
 )
 from tests.distributed.programs import raised
-from tests.ranks import device, run_ranks
+from tests.ranks import device, emulated, run_ranks
 
 HIDDEN, INNER, EXPERTS, SEED = 128, 128, 4, 7
 # Rows by rank and expert.
@@ -106,9 +106,11 @@ def run(
 ) -> dict[str, Any]:
     leaf = x.clone().requires_grad_()
     torch.manual_seed(SEED)
-    with fp8core.autocast(recipe=recipe, enabled=recipe is not None, **options):
-        out = layer(leaf, counts)
-    out.backward(grad)
+    name = next(name for name, one in RECIPES.items() if one is recipe)
+    with emulated(name):
+        with fp8core.autocast(recipe=recipe, enabled=recipe is not None, **options):
+            out = layer(leaf, counts)
+        out.backward(grad)
     return {
         "out": out.detach(),
         "grad": leaf.grad,

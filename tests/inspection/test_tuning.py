@@ -17,9 +17,12 @@ from fp8core import recipe
 from fp8core.__main__ import main
 from fp8core.inspection import tuning
 from fp8core.inspection.tuning import HIGH_PRECISION, Group, Times, replayed
+from tests.device import DEVICE, DEVICE_TYPE
 from tests.inspection.models import LAYERS, make
 
 RECIPES = ("current", "rowwise", "block")
+NAME = "NVIDIA H200" if DEVICE_TYPE == "cpu" else torch.cuda.get_device_name(DEVICE)
+"""Of the device of the times: where tests run on one, the models are on it."""
 US = {HIGH_PRECISION: 100.0, "current": 50.0, "rowwise": 60.0, "block": 70.0, "delayed": 40.0}
 
 
@@ -42,6 +45,11 @@ def model() -> Model:
     made = Model()
     te.prepare(made)
     return made
+
+
+def on_a_cpu() -> tuple[Model, list[torch.Tensor]]:
+    """A model and batches that have no clock, wherever the tests run."""
+    return model().cpu(), [batch.cpu() for batch in batches()]
 
 
 def batches(spread: float = 1.0) -> list[torch.Tensor]:
@@ -72,7 +80,7 @@ def times(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replayed.Replay, "__init__", init)
         patch.setattr(replayed.Replay, "microseconds", clock)
-        patch.setattr(tuning, "_times", lambda *_: (Times("NVIDIA H200", "a version"), True))
+        patch.setattr(tuning, "_times", lambda *_: (Times(NAME, "a version"), True))
         te.tune(model(), batches(), bound=1, recipes=[*RECIPES, "delayed"]).times.save(path)
     assert len(asked) == 3 * 5  # once for each shape and recipe
     return path
@@ -99,6 +107,7 @@ def test_a_bound_of_0_leaves_high_precision_everywhere(times: Path) -> None:
     assert tuned.recipe.default is None
 
 
+@pytest.mark.usefixtures("first_algorithms")
 def test_errors_are_the_largest_of_outputs_and_gradients(times: Path) -> None:
     """Against the definition, of the layer itself in float64 sums."""
     made, data = model(), batches()[:1]
@@ -160,6 +169,7 @@ def test_of_equally_fast_recipes_the_more_precise_is_chosen() -> None:
     assert even.choose(0.3) == HIGH_PRECISION
 
 
+@pytest.mark.usefixtures("first_algorithms")
 def test_a_tuning_leaves_the_model_as_it_was(times: Path) -> None:
     made = model()
     weight = dict(made.named_parameters())["q.weight"]
@@ -186,15 +196,15 @@ def test_a_failing_batch_releases_the_layers(times: Path) -> None:
 
 def test_a_cpu_without_times_is_refused() -> None:
     with pytest.raises(te.UnsupportedError, match=r"the model is on a CPU.*pass times="):
-        te.tune(model(), batches(), bound=0.1)
+        te.tune(*on_a_cpu(), bound=0.1)
 
 
 def test_times_of_another_device_are_refused(times: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named = SimpleNamespace(get_device_name=lambda device: "NVIDIA A100")
+    named = SimpleNamespace(get_device_name=lambda device: "another")
     monkeypatch.setattr(torch, "get_device_module", lambda device: named)
-    with pytest.raises(te.OperandError, match=r"times are of 'NVIDIA H200'.*on 'NVIDIA A100'"):
+    with pytest.raises(te.OperandError, match=rf"times are of '{NAME}'.*on 'another'"):
         tuning._times(torch.device("cuda"), times)
-    named.get_device_name = lambda device: "NVIDIA H200"
+    named.get_device_name = lambda device: NAME
     assert tuning._times(torch.device("cuda"), times) == (Times.load(times), False)
 
 
@@ -277,6 +287,7 @@ def test_what_cannot_be_tuned_is_named(times: Path) -> None:
     refused("0 accumulates or delays", delays, batches())
 
 
+@pytest.mark.usefixtures("first_algorithms")
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_kind_of_layer_is_replayed(name: str) -> None:
     layer = make(name)
@@ -327,7 +338,7 @@ def test_the_command_writes_what_it_is_asked_for(
     [
         (["nowhere:case"], 2, "no MODULE:FUNCTION"),
         ([f"{__name__}:batches"], 2, "returned list"),
-        ([f"{__name__}:case"], 1, "the model is on a CPU"),
+        ([f"{__name__}:on_a_cpu"], 1, "the model is on a CPU"),
     ],
 )
 def test_the_command_says_what_is_wrong(

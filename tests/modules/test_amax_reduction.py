@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fp8core import GroupedLinear, Linear, OperandError, autocast, checkpoint, recipe
 from fp8core.tensors import reduced_amaxes
-from tests.ranks import device, run_ranks
+from tests.ranks import device, emulated, run_ranks
 
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
@@ -245,11 +245,14 @@ def collectives(rank: int, group: Any) -> dict[str, Any]:
     with counted() as names, torch.no_grad(), within(group):
         run(two[0], 1.0)
     found["evaluation"] = names
-    for name, other in {
-        "not reducing": recipe.DelayedScaling(amax_history_len=4, reduce_amax=False),
-        "no delayed scales": recipe.PerLayer({}, recipe.MXFP8BlockScaling()),
-    }.items():
-        with counted() as names, within(group, other):
+    for name, kind, other in (
+        (
+            *("not reducing", "delayed"),
+            recipe.DelayedScaling(amax_history_len=4, reduce_amax=False),
+        ),
+        ("no delayed scales", "mxfp8", recipe.PerLayer({}, recipe.MXFP8BlockScaling())),
+    ):
+        with counted() as names, emulated(kind), within(group, other):
             run(layers(1)[0], 1.0).backward()
         found[name] = names
     column = layers(1, parallel_mode="column", tp_group=group, tp_size=2)

@@ -358,6 +358,7 @@ def single_pair(kinds: Sequence[str], **arguments: Any) -> tuple[GroupedLinear, 
 SINGLE = [("weight",), ("bias",), ("weight", "bias")]
 
 
+@pytest.mark.usefixtures("first_algorithms")
 @pytest.mark.parametrize("kinds", SINGLE)
 def test_a_parameter_of_all_groups_starts_as_those_of_each_and_loads_both_ways(
     kinds: tuple[str, ...],
@@ -425,6 +426,7 @@ def test_a_parameter_of_all_groups_trains_as_those_of_each(name: str) -> None:
         assert torch.equal(getattr(single, kind), stacked)
 
 
+@pytest.mark.usefixtures("first_algorithms")
 def test_a_parameter_of_all_groups_is_copied_compiled_and_moved() -> None:
     _, single = single_pair(("weight", "bias"), return_bias=True)
     x = torch.randn(8, 32)
@@ -437,7 +439,7 @@ def test_a_parameter_of_all_groups_is_copied_compiled_and_moved() -> None:
     single(x.bfloat16(), SPLITS)[0].sum().backward()
     assert single.weight.grad.shape == (3, 16, 32)
     meta = GroupedLinear(3, 32, 16, single_grouped_weight=True, device="meta").to_empty(
-        device="cpu"
+        device=DEVICE
     )
     meta.reset_parameters()
     assert bool(meta.weight.isfinite().all())
@@ -460,6 +462,7 @@ def test_a_weight_of_all_groups_is_refused_where_groups_are_stored_by_themselves
         fp8core.distributed.Experts(GroupedLinear(2, 32, 32, single_grouped_weight=True))
 
 
+@pytest.mark.usefixtures("first_algorithms")
 def test_the_operation_of_groups_has_a_parameter_of_all() -> None:
     torch.manual_seed(0)
     groups = ops.GroupedLinear(3, 32, 16, scale_bias=True)

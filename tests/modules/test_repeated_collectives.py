@@ -131,7 +131,8 @@ def recorded(layer: Any) -> list[bool]:
 
 def unequal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[int]:
     """The positions of what differs."""
-    assert len(ours) == len(theirs)
+    shapes = [[tuple(one.shape) for one in results] for results in (ours, theirs)]
+    assert len(ours) == len(theirs), f"recorded {shapes[0]}, not recorded {shapes[1]}"
     return [
         at
         for at, (one, other) in enumerate(zip(ours, theirs, strict=True))

@@ -14,6 +14,8 @@ from fp8core.recipe import Recipe
 from tests import recording_backend
 from tests.pairs import pairs
 
+pytestmark = pytest.mark.usefixtures("first_algorithms")
+
 BF16 = torch.bfloat16
 HIDDEN, HEADS, GROUPS, LENGTH, BATCH = 64, 4, 2, 16, 2
 HEAD = HIDDEN // HEADS
