@@ -499,3 +499,30 @@ def test_offloading_leaves_storages_where_they_are() -> None:
     y = synchronize(y)
     y.backward(torch.randn_like(y))
     assert torch.equal(x.grad, wanted[1])
+
+
+def test_a_stored_weight_is_refused_where_an_object_quantizes_it() -> None:
+    """Which would be written by the format alone, without the object's code."""
+
+    class Clamped(fp8core.Float8CurrentScalingQuantizer):
+        def quantize_impl(self, tensor: torch.Tensor) -> Any:
+            return super().quantize_impl(tensor.clamp(-0.01, 0.01))
+
+    rows, columns = fp8core.MXFP8Quantizer("e5m2"), fp8core.MXFP8Quantizer("e4m3")
+    by_rows = fp8core.HybridQuantizer(
+        rowwise_quantizer=rows,
+        columnwise_quantizer=columns,
+        columnwise_source="rowwise_dequantized",
+    )
+
+    def chosen(weight: Any) -> CustomRecipe:
+        return CustomRecipe(lambda role: weight if role.tensor_type == "weight" else columns)
+
+    for maker in (Clamped("e4m3", None), by_rows):
+        with (
+            pytest.raises(UnsupportedError, match=f"{type(maker).__name__}, an object"),
+            fp8core.quantized_model_init(recipe=chosen(maker)),
+        ):
+            fp8core.Linear(64, 64)
+    with fp8core.quantized_model_init(recipe=chosen(columns)):
+        assert isinstance(fp8core.Linear(64, 64).weight, fp8core.QuantizedTensor)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import OperandSpec
-from fp8core.errors import OperandError, no_argument
+from fp8core.errors import OperandError, UnsupportedError, no_argument
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.named import recipe_from
@@ -32,7 +32,7 @@ from fp8core.tensors.parameter.constructed import (
 )
 from fp8core.tensors.parameter.master import MasterWeights
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.storage import counted, matrix_shape
+from fp8core.tensors.storage import OUTSIDE_OF_INIT, counted, matrix_shape
 from fp8core.tensors.user_storage import QuantizedTensorStorage
 from fp8core.torch_ops.private import TensorMeta
 
@@ -156,15 +156,23 @@ def make_weight(
 
     Raises:
         OperandError: see :func:`parameter_dtype`.
-        UnsupportedError: see :meth:`QuantizedTensor.quantize`.
+        UnsupportedError: see :meth:`QuantizedTensor.quantize`; or the recipe has an object with a
+            state or code of its own quantize the weight.
     """
     value = torch.empty(size, device=device, dtype=parameter_dtype(dtype))
     init = _thread.entered[-1] if _thread.entered else None
     if init is None or init._recipe is None:
         return torch.nn.Parameter(value)
-    plan = plan_of(LinearPlan, init._recipe, role, value.dtype).weight
+    whole = plan_of(LinearPlan, init._recipe, role, value.dtype)
+    plan, maker = whole.weight, dict(whole.makers).get("weight")
     if plan.rowwise is None and plan.columnwise is None:
         return torch.nn.Parameter(value)
+    if maker is not None:
+        raise UnsupportedError(
+            f"quantized_model_init: the recipe has the weight of {role.kind} quantized by "
+            f"{type(maker).__name__}, an object with a state or code of its own, and a stored "
+            f"weight is written by its format alone. {OUTSIDE_OF_INIT}"
+        )
     if not torch.is_grad_enabled():
         plan = TensorPlan(plan.rowwise, None)
     quantized = with_room(QuantizedTensor.quantize(value.zero_(), plan))
