@@ -25,7 +25,7 @@ from fp8core.tensors.storage import (
     stored_operands,
     zeros_of_products,
 )
-from fp8core.tensors.values import as_view, broadcast, decomposed, written
+from fp8core.tensors.values import Values, as_view, broadcast, decomposed, written
 from fp8core.tensors.views import COPIES, VIEWS, collected
 from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.private import COLLECTIVES, pytree
@@ -50,6 +50,8 @@ def write(
     refuse_part(tensor)
     if value.shape != tensor.shape:
         value = value.expand(tensor.shape)
+    if isinstance(value, Values):  # of which a kernel would read address 0
+        value = value.dequantize()
     value = value.detach().to(tensor.device)
     if value.dtype not in FLOATS:
         value = value.to(torch.float32 if value.is_floating_point() else tensor.dtype)

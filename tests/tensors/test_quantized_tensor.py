@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import fp8core
 from fp8core import recipe, reporting
 from fp8core.recipe import Recipe
 from fp8core.recipe.plan import LayerRole
+from fp8core.tensors import operators
 from tests.device import DEVICE
 from tests.pairs import turns
 
@@ -414,3 +416,21 @@ def test_a_stream_is_recorded_for_every_operand(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(type(operator), "__call__", record)
     tensor.__torch_dispatch__(operator, (), (tensor, object()))
     assert recorded == [part.data_ptr() for part in tensor.tensors()]
+
+
+@pytest.mark.parametrize("name", ["current", "block", "rowwise", "mxfp8"])
+def test_values_of_views_reach_a_cast_with_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DistributedDataParallel hands them over, where a flat tensor of the weights was sent."""
+    target, source = quantized(name), quantized(name, value() * 2)
+    cast = operators.make_operands
+
+    def checked(value: torch.Tensor, *given: Any, **named: Any) -> Any:
+        assert type(value) is torch.Tensor
+        return cast(value, *given, **named)
+
+    monkeypatch.setattr(operators, "make_operands", checked)
+    for view in (source.t().t(), source.view(-1)[: source.numel()].view(source.shape), source[:]):
+        target.copy_(view)
+        assert torch.equal(target.dequantize(), quantized(name, source.dequantize()).dequantize())
