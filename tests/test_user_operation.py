@@ -324,6 +324,10 @@ class BackwardOfTwo(ops.FusedOperation):
         return between * self.basic_ops[0].by, [[grad] for grad in grads], [(), ()]
 
 
+class BothOfTwo(ForwardOfTwo, BackwardOfTwo):
+    """Both directions of two scales."""
+
+
 def pair_at(start: int, kind: type[ops.FusedOperation]) -> Any:
     """Return a fusion of two operations from ``start``."""
 
@@ -357,6 +361,35 @@ def test_fusions_of_one_direction_share_contexts(forward: int | None, backward: 
         results.append([y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())])  # type: ignore[union-attr]
     assert (ForwardOfTwo.calls, BackwardOfTwo.calls) == (forward is not None, backward is not None)
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.usefixtures("no_fusions")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # likewise
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("kind", ["apart", "tied", "twice"])
+@pytest.mark.parametrize("direction", ["forward_backward", "forward", "backward"])
+def test_fused_operations_may_share_parameters(
+    direction: str, kind: str, is_compiled: bool
+) -> None:
+    first, second = Scale(8), Scale(8)
+    if kind == "tied":
+        second.by = first.by
+    model = ops.Sequential(first, first if kind == "twice" else second)
+    x, results = torch.randn(4, 8, requires_grad=True), []
+    for is_fused in (False, True):
+        if is_fused:
+            getattr(ops, f"register_{direction}_fusion")(pair_at(0, BothOfTwo))
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="aot_eager") if is_fused and is_compiled else model
+        model.zero_grad()
+        x.grad = None
+        y = run(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        results.append([y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())])  # type: ignore[union-attr]
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.usefixtures("no_fusions")

@@ -171,7 +171,9 @@ class FusibleOperation(torch.nn.Module, ExtraTensors):
                 f"{type(self).__name__}: got {len(extra_inputs)} extra inputs; expected "
                 f"{self.num_extra_inputs}."
             )
-        tensors = (input, *extra_inputs, *self.parameters())
+        # A parameter of two operations gets a gradient of each: self.parameters() has it once.
+        params = [param for operation in self.basic_operations for param in operation.parameters()]
+        tensors = (input, *extra_inputs, *params)
         needs_grad = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in tensors
         )
@@ -310,7 +312,7 @@ class _FusedApart(FusedOperation):
     def __init__(
         self, forwards: Sequence[torch.nn.Module], backwards: Sequence[torch.nn.Module]
     ) -> None:
-        super().__init__(part for operation in forwards for part in parts_of(operation))
+        super().__init__([part for operation in forwards for part in parts_of(operation)])
         for operation in (*forwards, *backwards):
             if not isinstance(operation, FusibleOperation):
                 raise OperandError(
