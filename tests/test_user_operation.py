@@ -472,3 +472,28 @@ def test_a_fusion_may_have_both_ends_of_a_channel(is_public: bool) -> None:
     for got, expected in zip(run(), want, strict=True):
         torch.testing.assert_close(got, expected)
     assert ForkAndJoin.calls > 0
+
+
+@pytest.mark.usefixtures("no_fusions")
+@pytest.mark.parametrize("direction", ["forward_backward", "forward", "backward"])
+@pytest.mark.parametrize(
+    "result",
+    [lambda found: [*found, ops.FusedOperation([])], lambda _: None, ops.FusedOperation],
+    ids=["empty", "none", "no list"],
+)
+def test_a_fusion_that_returns_no_list_of_operations_is_named(direction: str, result: Any) -> None:
+    def odd(operations: Any, *, recipe: Any) -> Any:
+        return result(operations)
+
+    getattr(ops, f"register_{direction}_fusion")(odd)
+    with pytest.raises(OperandError, match=r"fusion odd: it returned other operations.*a list of"):
+        ops.Sequential(Scale(2), Scale(2))(torch.ones(2, 2))
+
+
+@pytest.mark.usefixtures("no_fusions")
+def test_a_fusion_of_another_signature_is_refused() -> None:
+    with pytest.raises(
+        OperandError, match=r"fusion <lambda>: expected .*keyword argument 'recipe'"
+    ):
+        ops.register_forward_fusion(lambda operations: operations)
+    assert not basic_operation.has_fusions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -54,6 +55,14 @@ def register_backward_fusion(func: Fusion, prepend: bool = False) -> None:
 def _register(fusions: list[Fusion], func: Fusion, prepend: bool) -> None:
     if not callable(func):
         raise OperandError(f"fusion {func!r}: expected a function f(operations, *, recipe).")
+    try:
+        inspect.signature(func).bind([], recipe=None)
+    except TypeError as error:
+        raise OperandError(
+            f"fusion {_fusion_name(func)}: expected a function f(operations, *, recipe); {error}."
+        ) from None
+    except ValueError:  # it tells no signature
+        pass
     fusions.insert(0 if prepend else len(fusions), func)
 
 
@@ -87,15 +96,22 @@ def _replaced(
     operations: list[torch.nn.Module], fusions: Sequence[Fusion], recipe: Any
 ) -> list[torch.nn.Module]:
     for fusion in fusions:
-        changed = list(fusion(list(operations), recipe=recipe))
-        flat = [part for group in changed for part in parts_of(group)]
-        if [*map(id, flat)] != [id(part) for group in operations for part in parts_of(group)]:
+        returned = fusion(list(operations), recipe=recipe)
+        changed = list(returned) if isinstance(returned, Iterable) else []
+        parts = [parts_of(group) for group in changed]
+        flat = [id(part) for group in parts for part in group]
+        expected = [id(part) for group in operations for part in parts_of(group)]
+        if flat != expected or not all(parts):
             raise OperandError(
-                f"fusion {getattr(fusion, '__name__', fusion)}: it returned other operations than "
-                f"it was given, or another order. Return each, or a FusedOperation of several."
+                f"fusion {_fusion_name(fusion)}: it returned other operations than it was given, "
+                f"or another order. Return a list of each, or a FusedOperation of one or more."
             )
         operations = changed
     return operations
+
+
+def _fusion_name(fusion: Fusion) -> str:
+    return getattr(fusion, "__name__", repr(fusion))
 
 
 def parts_of(operation: torch.nn.Module) -> Sequence[torch.nn.Module]:
