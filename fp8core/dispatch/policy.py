@@ -118,6 +118,12 @@ def leaving_out(backend: str, /, *ops: str, because: str) -> Iterator[None]:
         RecipeError: no such backend or operation, or no reason.
         PluginError: the backend's plug-in failed to load; the message holds the reason.
     """
+    for name in (backend, *ops, because):
+        if not isinstance(name, str):
+            raise RecipeError(
+                f"leaving_out(): got {name!r} ({type(name).__name__}); the backend, each "
+                f"operation and because are str."
+            )
     for op in ops:
         settings.check_op(op, "leaving_out()")
     plugins.load().spec(backend, "leaving_out()")

@@ -228,6 +228,9 @@ def test_what_is_left_out_is_of_one_thread_and_checked() -> None:
         ("three", "gemm", "it is slow", r"leaving_out\(\) asks for backend 'three'"),
         ("one", "gem", "it is slow", r"leaving_out\(\) names the operation 'gem'"),
         ("one", "gemm", "", "say why"),
+        (["one"], "gemm", "it is slow", r"got \['one'\] \(list\)"),
+        ("one", 3, "it is slow", r"got 3 \(int\)"),
+        ("one", "gemm", 3, r"got 3 \(int\)"),
     ):
         with pytest.raises(RecipeError, match=said):
             policy.leaving_out(backend, op, because=because).__enter__()
