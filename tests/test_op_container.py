@@ -212,6 +212,8 @@ def test_keyword_arguments_reach_the_operation_that_they_are_for() -> None:
             made(x, [4, 4], op_kwargs={key: {"output": out}})
     with pytest.raises(OperandError, match="op_kwargs for GELU, which is not in it"):
         made(x, [4, 4], op_kwargs={ops.GELU(): {"output": out}})
+    with pytest.raises(OperandError, match="op_kwargs for 'GELU', which is not in it"):
+        made(x, [4, 4], op_kwargs={"GELU": {"output": out}})  # type: ignore[dict-item]
 
 
 def microbatched() -> ops.Sequential:

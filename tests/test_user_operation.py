@@ -497,3 +497,13 @@ def test_a_fusion_of_another_signature_is_refused() -> None:
     ):
         ops.register_forward_fusion(lambda operations: operations)
     assert not basic_operation.has_fusions()
+
+
+@pytest.mark.usefixtures("no_fusions")
+def test_a_second_derivative_of_one_fused_direction_names_the_operations() -> None:
+    ops.register_forward_fusion(pair_at(0, ForwardOfTwo))
+    x = torch.ones(2, 8, requires_grad=True)
+    y = ops.Sequential(Scale(8), Scale(8))(x)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match=r"^Scale, Scale: a second derivative"):
+        grad.sum().backward()

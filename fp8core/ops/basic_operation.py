@@ -184,7 +184,7 @@ class FusibleOperation(torch.nn.Module, ExtraTensors):
         """
         if len(extra_inputs) != self.num_extra_inputs:
             raise OperandError(
-                f"{type(self).__name__}: got {len(extra_inputs)} extra inputs; expected "
+                f"{_name_of(self)}: got {len(extra_inputs)} extra inputs; expected "
                 f"{self.num_extra_inputs}."
             )
         # A parameter of two operations gets a gradient of each: self.parameters() has it once.
@@ -386,6 +386,12 @@ class _FusedApart(FusedOperation):
         return grad_output, params, extras
 
 
+def _name_of(operation: torch.nn.Module) -> str:
+    """Return the class of ``operation``; those of its parts if it is fused in one direction."""
+    parts = operation.basic_operations if isinstance(operation, _FusedApart) else [operation]
+    return ", ".join([type(part).__name__ for part in parts])
+
+
 def _num_parts(operations: Sequence[torch.nn.Module]) -> int:
     return sum(len(parts_of(operation)) for operation in operations)
 
@@ -419,13 +425,13 @@ class _Node(torch.autograd.Function):
         flat = [tensor for extra in extra_outputs for tensor in extra]
         if len(flat) != operation.num_extra_outputs:
             raise OperandError(
-                f"{type(operation).__name__}.fuser_forward returned {len(flat)} extra outputs; "
+                f"{_name_of(operation)}.fuser_forward returned {len(flat)} extra outputs; "
                 f"num_extra_outputs is {operation.num_extra_outputs}."
             )
         for result in (output, *flat):
             if not isinstance(result, torch.Tensor):
                 raise OperandError(
-                    f"{type(operation).__name__}: forward returned {type(result).__name__}; "
+                    f"{_name_of(operation)}: forward returned {type(result).__name__}; "
                     f"expected a torch.Tensor."
                 )
         ctx.operation, ctx.contexts = operation, contexts
@@ -438,7 +444,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return gradients_once(_Node.gradients, ctx, grads, type(ctx.operation).__name__)
+        return gradients_once(_Node.gradients, ctx, grads, _name_of(ctx.operation))
 
     @staticmethod
     def gradients(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -472,7 +478,7 @@ def _counted(
     if [len(grads) for grads in each] != list(due):
         counts = ", ".join(str(len(grads)) for grads in each) or "0"
         raise OperandError(
-            f"{type(operation).__name__}: backward returned {counts} gradients of {name}; it has "
+            f"{_name_of(operation)}: backward returned {counts} gradients of {name}; it has "
             f"{', '.join(map(str, due))}. Return one for each, None where none is needed."
         )
     return [grad for grads in each for grad in grads]

@@ -395,14 +395,16 @@ class Sequential(LowPrecisionModule):
         named: dict[int, Mapping[str, Any]] = {}
         for key, kwargs in (kwargs_by_key or {}).items():
             module = self[key] if isinstance(key, int) else key
+            is_module = isinstance(module, torch.nn.Module)
+            kind = type(module).__name__ if is_module else repr(module)
             if not isinstance(kwargs, Mapping):
                 raise OperandError(
-                    f"{self.label}: op_kwargs has {kwargs!r} for {type(module).__name__}; expected "
-                    f"a mapping of keyword arguments."
+                    f"{self.label}: op_kwargs has {kwargs!r} for {kind}; expected a mapping of "
+                    f"keyword arguments."
                 )
             fault = _placing_fault(module, modules, named)
             if fault is not None:
-                shown = key if isinstance(key, int) else type(key).__name__
+                shown = key if isinstance(key, int) else kind
                 raise OperandError(
                     f"{self.label}: op_kwargs for {shown}, which {fault}. Name a module "
                     f"inside of an inner Sequential by itself."
@@ -410,7 +412,7 @@ class Sequential(LowPrecisionModule):
             refused = [name for name in kwargs if not takes_keyword(module, name)]
             if refused or (_is_link(module) and module.need_backward_dw()):  # type: ignore[operator]  # a layer's
                 raise OperandError(
-                    f"{self.label}: op_kwargs for {type(module).__name__}, "
+                    f"{self.label}: op_kwargs for {kind}, "
                     + (f"which has no argument {refused[0]!r}." if refused else _NO_QUEUE)
                 )
             named[id(module)] = kwargs
