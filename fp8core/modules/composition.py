@@ -155,6 +155,8 @@ class Segment(NamedTuple):
             return self._replace(bound=bound) if is_dense or self.hands_over else None
         assert isinstance(layer, DotProductAttention)
         if heads is not None:
+            if isinstance(value, tuple):  # what ran apart before it has split the heads
+                return None
             rows = value.new_empty(1, dtype=dtype)
             rows = rows.expand(*leading, heads.query_size + 2 * heads.key_size)
             value = heads.split(rows, leading)

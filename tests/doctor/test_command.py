@@ -103,7 +103,7 @@ def test_command_fails_with_the_reason_when_a_setting_is_invalid(
     assert (status, err) == (2, "fp8core doctor: FP8CORE_STRICT='perhaps': expected 0 or 1.\n")
 
 
-COMMANDS = ": build, conformance, demo, doctor, explain, run, selftest"
+COMMANDS = ": build, conformance, demo, doctor, explain, run, selftest, tune"
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_tex
 
 
 def test_example_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    code = "".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))
     (tmp_path / "monitoring.py").write_text(code, encoding="utf-8")
     options = ("-W", "error")
     printed = device.run_program(tmp_path / "monitoring.py", options=options, folder=tmp_path)
