@@ -554,9 +554,9 @@ class PagedKVCacheManager(_ManagerBase):
         slot += position % self.page_size
         tokens = self._placed(torch.stack((slot, batch, offset)))
         self.page_table[: len(rows)].copy_(table, non_blocking=True)
-        self._reading(len(rows)).copy_(self._read_pages(pages.values()), non_blocking=True)
-        longest = max(map(len, pages.values()), default=0)
-        self.read_length = _power_of_two(longest, self.max_pages_per_seq) * self.page_size
+        read = self._read_pages(pages.values())
+        self._reading(len(rows))[:, : read.shape[1]].copy_(read, non_blocking=True)
+        self.read_length = read.shape[1] * self.page_size
         new = (numbers[len(self._pages.get(name, ())) :] for name, numbers in pages.items())
         new_pages = [*itertools.chain.from_iterable(new)]
         self._new_pages = (
@@ -566,9 +566,10 @@ class PagedKVCacheManager(_ManagerBase):
         return tokens
 
     def _read_pages(self, pages: Collection[Sequence[int]]) -> torch.Tensor:
-        """Return the pages of each sequence, int32 ``[b, max_pages_per_seq]`` on the CPU, the last
-        one repeated: a page of another sequence would bring what its tokens wrote."""
-        count = self.max_pages_per_seq
+        """Return the pages of each sequence, int32 ``[b, n]`` on the CPU, the last one repeated: a
+        page of another sequence would bring what its tokens wrote. n is a power of two, or all
+        pages that a sequence may have."""
+        count = _power_of_two(max(map(len, pages), default=0), self.max_pages_per_seq)
         last = [numbers[-1] if numbers else 0 for numbers in pages]
         rows = [
             [*numbers, *[at] * (count - len(numbers))]
