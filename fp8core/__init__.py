@@ -49,7 +49,6 @@ from fp8core.inspection.explain import (
     is_nvfp4_available,
 )
 from fp8core.inspection.monitoring import monitor
-from fp8core.inspection.tuning import tune
 from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.layers.grouped_linear import Fp8Padding, Fp8Unpadding, GroupedLinear
 from fp8core.modules.layers.layernorm_linear import LayerNormLinear
@@ -237,6 +236,7 @@ names.install()
 
 if TYPE_CHECKING:
     from fp8core import distributed as distributed
+    from fp8core.inspection.tuning import tune as tune
     from fp8core.integrations import huggingface as huggingface
     from fp8core.integrations import lightning as lightning
     from fp8core.integrations import megatron as megatron

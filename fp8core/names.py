@@ -36,6 +36,7 @@ SHORT = {
 LATE = {
     "CudaRNGStatesTracker": "integrations.transformer_engine.distributed",
     "onnx_export": "interchange.export",
+    "tune": "inspection.tuning",
 }
 """Public names of fp8core whose module is loaded when they are first asked for."""
 

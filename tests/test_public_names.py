@@ -126,12 +126,14 @@ def test_a_short_name_is_the_module_itself(statement: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_wing_of_several_ranks_is_loaded_when_it_is_named() -> None:
+def test_what_few_programs_need_is_loaded_when_it_is_named() -> None:
     lines = [
         "import sys, fp8core",
         "assert 'fp8core.distributed' not in sys.modules",
+        "assert 'fp8core.inspection.tuning' not in sys.modules",
         "assert callable(fp8core.distributed.gather_quantized)",
         "assert fp8core.distributed is sys.modules['fp8core.distributed']",
+        "assert fp8core.tune is sys.modules['fp8core.inspection.tuning'].tune",
     ]
     done = forked.run([sys.executable, "-c", "\n".join(lines)])
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,6 @@ from fp8core.doctor import collectives, consult, findings
 from fp8core.doctor.report import examine, render, with_collectives
 from fp8core.errors import Fp8CoreError, OperandError, RecipeError, UnsupportedError
 from fp8core.inspection.explain import device_argument
-from fp8core.inspection.tuning import RECIPES, tune
 from fp8core.integrations.transformer_engine import finder, startup
 
 USAGE_ERROR = 2
@@ -332,7 +331,7 @@ def tune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bound", type=float, required=True, help="the largest relative error, such as 0.1"
     )
-    parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="NAME", help="to try")
+    parser.add_argument("--recipes", nargs="+", metavar="NAME", help="to try")
     parser.add_argument(
         "--exclude", nargs="+", default=(), metavar="PATTERN", help="paths left in high precision"
     )
@@ -346,6 +345,8 @@ def tune_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_tune(args: argparse.Namespace) -> int:
     """Print the table, and write the files that were asked for."""
+    from fp8core.inspection.tuning import RECIPES, tune  # which no other command needs
+
     sys.path.insert(0, os.getcwd())
     try:
         function = _function(args.case)
@@ -364,7 +365,7 @@ def run_tune(args: argparse.Namespace) -> int:
         batches,
         bound=args.bound,
         loss=loss[0] if loss else None,
-        recipes=args.recipes,
+        recipes=args.recipes or RECIPES,
         exclude=args.exclude,
         times=args.times,
     )

@@ -320,7 +320,6 @@ def _times(device: torch.device, times: Times | str | Path | None) -> tuple[Time
             "Move the model to one, or pass times=, the file that tuning.times.save(path) wrote "
             "there."
         )
-    # By name, as the package is not there yet while it imports this module.
     version = sys.modules["fp8core"].__version__
     versions = f"fp8core {version}, torch {torch.__version__}"
     return Times(here, versions), True
