@@ -393,6 +393,21 @@ def test_fused_operations_may_share_parameters(
 
 
 @pytest.mark.usefixtures("no_fusions")
+@pytest.mark.parametrize("direction", ["forward_backward", "forward", "backward"])
+def test_a_fusion_with_a_parameter_of_its_own_is_refused(direction: str) -> None:
+    """Which would get no gradient."""
+
+    class Owning(BothOfTwo):
+        def __init__(self, basic_ops: Any) -> None:
+            super().__init__(basic_ops)
+            self.own = torch.nn.Parameter(torch.ones(8))
+
+    getattr(ops, f"register_{direction}_fusion")(pair_at(0, Owning))
+    with pytest.raises(OperandError, match="Owning has a parameter of its own"):
+        ops.Sequential(Scale(8), Scale(8))(torch.ones(4, 8))
+
+
+@pytest.mark.usefixtures("no_fusions")
 @pytest.mark.parametrize("register", ["register_forward_fusion", "register_backward_fusion"])
 def test_one_direction_of_a_layer_is_refused_by_name(register: str) -> None:
     getattr(ops, register)(pair_at(0, ForwardOfTwo))

@@ -180,16 +180,15 @@ class FusibleOperation(torch.nn.Module, ExtraTensors):
         ``kwargs`` go to the operation.
 
         Raises:
-            OperandError: the number of extra inputs, of outputs or of gradients is wrong.
+            OperandError: the number of extra inputs, of outputs or of gradients is wrong; or an
+                operation that replaces others has a parameter that is none of theirs.
         """
         if len(extra_inputs) != self.num_extra_inputs:
             raise OperandError(
                 f"{_name_of(self)}: got {len(extra_inputs)} extra inputs; expected "
                 f"{self.num_extra_inputs}."
             )
-        # A parameter of two operations gets a gradient of each: self.parameters() has it once.
-        params = [param for operation in self.basic_operations for param in operation.parameters()]
-        tensors = (input, *extra_inputs, *params)
+        tensors = (input, *extra_inputs, *_params_of(self))
         needs_grad = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in tensors
         )
@@ -336,6 +335,7 @@ class _FusedApart(FusedOperation):
                     f"another's forward or backward could use. Fuse operations derived from "
                     f"ops.BasicOperation, or both directions by register_forward_backward_fusion."
                 )
+            _params_of(operation)  # refused here, where its name is the user's
         self._ways = [_with_parts(way) for way in (forwards, backwards)]
 
     @override
@@ -390,6 +390,22 @@ def _name_of(operation: torch.nn.Module) -> str:
     """Return the class of ``operation``; those of its parts if it is fused in one direction."""
     parts = operation.basic_operations if isinstance(operation, _FusedApart) else [operation]
     return ", ".join([type(part).__name__ for part in parts])
+
+
+def _params_of(operation: FusibleOperation) -> list[torch.nn.Parameter]:
+    """Return the parameters of each of the basic operations: one that two of them share is there
+    twice, as it gets a gradient of each.
+
+    Raises:
+        OperandError: ``operation`` has another one.
+    """
+    params = [param for basic in operation.basic_operations for param in basic.parameters()]
+    if not {*map(id, operation.parameters())} <= {*map(id, params)}:
+        raise OperandError(
+            f"{_name_of(operation)} has a parameter of its own, which would get no gradient: its "
+            f"backward returns those of the operations that it replaces. Give it to one of them."
+        )
+    return params
 
 
 def _num_parts(operations: Sequence[torch.nn.Module]) -> int:
