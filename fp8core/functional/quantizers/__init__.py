@@ -58,7 +58,34 @@ def _byte_format_of(dtype: object, quantizer: Quantizer) -> str:
     return name
 
 
-class Float8Quantizer(Quantizer):
+class _TensorScaled(Quantizer):
+    """A quantizer whose tensors have one scale."""
+
+    def create_tensor_from_data(
+        self,
+        data: torch.Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
+    ) -> QuantizedTensor:
+        """Return the tensor of codes ``data [..., k]``, which this quantizer writes too, with the
+        reciprocal of its scale, 1 if it has none before a cast; ``internal`` changes nothing.
+
+        Raises:
+            OperandError: ``data`` are no such codes, or the scale is on another device.
+        """
+        name = self.plan.rowwise.format  # type: ignore[union-attr]  # of one scale it has both
+        codes: dict[str, Any] = {"data": data, "fp8_dtype": name, "quantizer": self}
+        scale_inv = self._scale_inv_on(data.device)
+        tensor = of_codes_and_scale(fake_dtype, fp8_scale_inv=scale_inv, **codes)
+        tensor.requires_grad_(requires_grad)
+        return tensor
+
+    def _scale_inv_on(self, device: torch.device) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Float8Quantizer(_TensorScaled):
     """A given scale for the tensor: that of delayed scaling, or a constant.
 
     Args:
@@ -108,21 +135,9 @@ class Float8Quantizer(Quantizer):
         """None, as the scale is the quantizer's own."""
         return
 
-    def create_tensor_from_data(
-        self,
-        data: torch.Tensor,
-        fake_dtype: torch.dtype = torch.float32,
-        requires_grad: bool = False,
-        internal: bool = False,
-    ) -> QuantizedTensor:
-        """Return the tensor of codes ``data [..., k]`` with the reciprocal of the scale, by which
-        it is written too; ``internal`` changes nothing.
-
-        Raises:
-            OperandError: ``data`` are no such codes, or the scale is on another device.
-        """
-        self._slot_on(data.device)
-        return _of_data(self, data, 1 / self.scale.detach(), fake_dtype, requires_grad)
+    def _scale_inv_on(self, device: torch.device) -> torch.Tensor:
+        self._slot_on(device)
+        return 1 / self.scale.detach()
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Set ``amax`` to that of ``tensor``."""
@@ -130,21 +145,6 @@ class Float8Quantizer(Quantizer):
         matrix = tensor.detach().reshape(matrix_shape(tensor.shape))
         amax = table.resolve(desc, tensor.device).run(matrix)
         self.amax.detach().copy_(amax.reshape(self.amax.shape))
-
-
-def _of_data(
-    quantizer: Quantizer,
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    dtype: torch.dtype,
-    requires_grad: bool,
-) -> QuantizedTensor:
-    """Return the tensor of codes ``data`` and one scale that ``quantizer`` writes."""
-    name = quantizer.plan.rowwise.format  # type: ignore[union-attr]  # of one scale it has both
-    arguments: dict[str, Any] = {"data": data, "fp8_scale_inv": scale_inv, "fp8_dtype": name}
-    tensor = of_codes_and_scale(dtype, **arguments, quantizer=quantizer)
-    tensor.requires_grad_(requires_grad)
-    return tensor
 
 
 def _check_entry(name: str, tensor: object) -> None:
@@ -183,7 +183,7 @@ class ReducingQuantizer(Quantizer):
         return {**super().__getstate__(), "amax_reduction_group": None}
 
 
-class Float8CurrentScalingQuantizer(ReducingQuantizer):
+class Float8CurrentScalingQuantizer(ReducingQuantizer, _TensorScaled):
     """A scale for the tensor, from the amax of the tensor itself.
 
     Args:
@@ -238,21 +238,8 @@ class Float8CurrentScalingQuantizer(ReducingQuantizer):
             amax_epsilon=self.amax_epsilon,
         )
 
-    def create_tensor_from_data(
-        self,
-        data: torch.Tensor,
-        fake_dtype: torch.dtype = torch.float32,
-        requires_grad: bool = False,
-        internal: bool = False,
-    ) -> QuantizedTensor:
-        """Return the tensor of codes ``data [..., k]``, with the scale 1 until it is written;
-        ``internal`` changes nothing.
-
-        Raises:
-            OperandError: ``data`` are no such codes.
-        """
-        scale_inv = torch.ones(1, dtype=torch.float32, device=data.device)
-        return _of_data(self, data, scale_inv, fake_dtype, requires_grad)
+    def _scale_inv_on(self, device: torch.device) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.float32, device=device)
 
 
 class Float8BlockQuantizer(Quantizer):

@@ -87,22 +87,22 @@ def _is_learned(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+def _on(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
     # Sizes of groups stay where they are: a layer treats those on a device in another way.
-    device = "cpu" if tensor.is_floating_point() else tensor.device
+    device = device if tensor.is_floating_point() else tensor.device
     return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+
+
+_on_cpu = functools.partial(_on, "cpu")
 
 
 class Replay:
     """A copy of the layer of ``call``, which :meth:`run` runs under ``recipe``."""
 
     def __init__(self, call: LayerCall, recipe: Recipe | None) -> None:
-        def put(tensor: torch.Tensor) -> torch.Tensor:
-            device = self.device if tensor.is_floating_point() else tensor.device
-            return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
-
         self.layer = copy.deepcopy(call.layer)
         self.device = next(self.layer.parameters()).device
+        put = functools.partial(_on, self.device)
         self.args, self.kwargs = pytree.tree_map_only(torch.Tensor, put, call.arguments)
         self.gradients = {index: put(gradient) for index, gradient in call.gradients.items()}
         leaves = pytree.tree_leaves((self.args, self.kwargs))
