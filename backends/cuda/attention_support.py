@@ -42,9 +42,10 @@ _SEEN_IN_FP8: Mapping[tuple[int, int], Collection[str]] = {
 }
 """The FP8 attention that gave right results on Hopper, by head sizes; what opens others.
 
-cuDNN's check of support also accepts kinds whose kernels crash. Of padding without a mask a probe
-on an H100 (cuDNN 9.19, frontend 1.23) had no result after 90 s. Results and gradients in bfloat16
-and float16 cuDNN refuses there itself, as Blackwell's alone."""
+cuDNN's check of support also accepts kinds whose kernels crash. In a probe on an H200 (cuDNN 9.19,
+frontend 1.23, 2026-11-27) padding without a mask, heads of 128, did not end with an empty sequence,
+and was right with none, in one case. Results and gradients in bfloat16 and float16 cuDNN refuses
+there itself, as Blackwell's alone."""
 
 
 def attention_backward_problem(desc: AttentionBackwardDesc, device: torch.device) -> str | None:

@@ -37,6 +37,7 @@ from fp8core_backends.cuda import native
 from fp8core_backends.cuda.backend import CudaBackend
 from fp8core_backends.cuda.gemm import LowPrecisionGemm, _Problem
 from fp8core_backends.cuda.layout import DTYPES, scale_strides, scales
+from fp8core_backends.cuda.tiers import TIERS
 from tests.backends.cuda.cuda_cases import KERNELS
 
 CUDA = torch.device("cuda", 0)
@@ -457,6 +458,19 @@ def test_on_another_chip_torch_multiplies_what_it_can(
     backend = CudaBackend()
     said = backend.unsupported(gemm(TENSOR, TENSOR), CUDA)
     assert said is None if reason is None else reason in (said or "")
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (12, 0), (8, 0), (7, 5), (12, 1)])
+def test_on_another_chip_the_kernels_cast_if_they_are_compiled_for_it(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    is_compiled = capability in TIERS
+    if is_compiled:  # and the library is there
+        monkeypatch.setattr(native, "missing", lambda device: None)
+    said = CudaBackend().unsupported(QuantizeDesc(torch.bfloat16, TENSOR, TENSOR), CUDA)
+    assert (said is None) == is_compiled
+    assert is_compiled or f"this is {capability[0]}.{capability[1]}" in (said or "")
 
 
 def test_scales_are_laid_out_for_the_library() -> None:
