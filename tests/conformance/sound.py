@@ -68,9 +68,8 @@ _QUANTIZING = (
     *("activation_quantize", "activation_backward_quantize"),
 )
 _PRODUCTS = ("gemm", "grouped_gemm")
-_FUSED = ("add_norm", *(op for op in EVERY_OP if op.endswith("_quantize")))
 SOUND: dict[type[Sound], tuple[str, ...]] = {
-    GivesFusedChunks: _FUSED,
+    GivesFusedChunks: EVERY_OP,
     Aligned: _PRODUCTS,
     Copies: _QUANTIZING + _PRODUCTS,
     Padded: _QUANTIZING + _PRODUCTS,
