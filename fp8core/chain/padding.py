@@ -15,6 +15,7 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.tensors.quantizer import Groups
 from fp8core.tensors.storage import padded_with
+from fp8core.torch_ops.private import is_exporting
 
 
 class RowsChanged(OperandError):
@@ -49,7 +50,7 @@ class LayerPadding:
         """
         fprop, dgrad, wgrad = self.tokens
         multiple = math.lcm(fprop, dgrad if needs_input else 1, wgrad if needs_weight else 1)
-        is_free = type(rows) is not int and torch.compiler.is_exporting() and multiple > 1
+        is_free = type(rows) is not int and is_exporting() and multiple > 1
         if not (call.groups or is_free or rows % multiple or self.is_of_features):
             return None
         if call.has_device_groups:

@@ -83,6 +83,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "is_capturing",
     "is_compiled",
+    "is_exporting",
     "is_functional",
     "is_legacy_batched",
     "is_traced",
@@ -346,6 +347,11 @@ def is_capturing() -> bool:
 
 _PROXY: Final = torch._C._TorchDispatchModeKey.PROXY
 _PRE_DISPATCH: Final[Any] = torch._ops._mode_stack_state_for_pre_dispatch
+
+
+def is_exporting() -> bool:
+    """Return ``torch.compiler.is_exporting()``, which is True in any graph of torch 2.11's Dynamo."""
+    return torch.compiler._is_exporting_flag
 
 
 def is_traced() -> bool:

@@ -83,7 +83,8 @@ def num_nodes(layer: Any, angles: Any, chosen: Recipe | None) -> int:
     """Return how many nodes of autograd a call has."""
     x = torch.randn(LENGTH, BATCH, HIDDEN).to(BF16).requires_grad_()
     with te.autocast(enabled=chosen is not None, recipe=chosen):
-        left = [layer(x, rotary_pos_emb=angles).grad_fn]
+        y = layer(x, rotary_pos_emb=angles)
+    left = [y.grad_fn]
     nodes = set()
     while left:
         node = left.pop()

@@ -34,7 +34,7 @@ from fp8core.tensors.delayed_state import STATE_BUFFERS, LayerStates
 from fp8core.tensors.quantizer_binding import Binding
 from fp8core.torch_ops.capture import constant_in_graph
 from fp8core.torch_ops.nonfinite import counter_of
-from fp8core.torch_ops.private import is_capturing, is_transform_active, without_modes
+from fp8core.torch_ops.private import is_capturing, is_exporting, is_transform_active, without_modes
 
 _NO_CAPTURE = (
     "delayed scaling is not offered under torch.compile and torch.export for attention in FP8 and "
@@ -308,7 +308,7 @@ def _states(
     is_linear = isinstance(plan, LinearPlan)
     if is_linear and not any(shape.num_weights for shape in shapes):
         return None
-    is_exported = torch.compiler.is_exporting()
+    is_exported = is_exporting()
     if not is_linear or not (is_compiled or is_exported) or request.observe is not None:
         raise UnsupportedError(_NO_CAPTURE)
     groups = [x.shares_scales_over for x in shapes if x.shares_scales_over is not None]

@@ -28,7 +28,7 @@ from fp8core.modules.sequences.kv_cache import (
 from fp8core.tensors.parameter import DTYPES
 from fp8core.tensors.storage import FLOATS
 from fp8core.torch_ops.capture import untraced
-from fp8core.torch_ops.private import is_capturing
+from fp8core.torch_ops.private import is_capturing, is_exporting
 
 _FORMATS = ("bshd", "sbhd", "thd")
 _Stored = TypeVar("_Stored")
@@ -678,7 +678,7 @@ def restored_caches() -> Iterator[None]:
 
 
 def _refuse_export() -> None:
-    if torch.compiler.is_exporting():
+    if is_exporting():
         raise UnsupportedError(
             "a KV cache under torch.export is not offered: a program keeps no keys and values from "
             "one call to the next. Export the model without inference_params."

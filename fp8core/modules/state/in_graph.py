@@ -26,7 +26,12 @@ from fp8core.tensors.delayed_state import STATE_BUFFERS, GraphState, LayerStates
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.torch_ops.capture import left_to_backward
 from fp8core.torch_ops.definition import define
-from fp8core.torch_ops.private import NO_BACKWARD_PASS, ORDERED, current_backward_pass
+from fp8core.torch_ops.private import (
+    NO_BACKWARD_PASS,
+    ORDERED,
+    current_backward_pass,
+    is_exporting,
+)
 
 _HISTORIES = STATE_BUFFERS[1::2]
 Followers: TypeAlias = "tuple[Sequence[int], int]"
@@ -87,7 +92,7 @@ class GraphStates:
         recipe = self._request.quantize
         key = (recipe, self._plan.delayed, self._policy)
         states: LayerStates | None = layer._bindings.states.get(key)
-        if states is None and torch.compiler.is_exporting():
+        if states is None and is_exporting():
             raise UnsupportedError(
                 "delayed scaling is not offered in an exported program of a layer that has not run "
                 "under this recipe, on the backend of the program. Train a step, calibrate or "
