@@ -40,7 +40,7 @@ PEERS = {
     "cpu": ("--size", "trial", "--seconds", "0", "--library", "torch", "fp8core"),
 }
 PYTEST = ("-m", "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider")
-PYTEST += ("-n", "6", "--dist", "loadfile")
+PYTEST += ("-n", "10", "--dist", "loadfile")
 TESTS = (
     *("tests/distributed", "tests/collectives", "tests/modules/test_amax_reduction.py"),
     *("tests/modules/test_overlap.py", "tests/modules/test_parallel.py"),
@@ -93,7 +93,7 @@ PARTS = {
     "peers": Limited(
         "a sharded decoder, torch's and torchao's", (*_HERE, "peers"), 150, has_option=False
     ),
-    "tests": Limited("tests of ranks", (*PYTEST, *TESTS), 180, has_option=False),
+    "tests": Limited("tests of ranks", (*PYTEST, *TESTS), 400, has_option=False),
 }
 
 
