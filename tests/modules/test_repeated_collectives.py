@@ -88,9 +88,24 @@ def without_recordings() -> Iterator[None]:
         yield
 
 
-def new_layer(kind: str, communicator: Communicator) -> Any:
+def new_layer(kind: str, communicator: Communicator, name: str) -> Any:
+    """A layer whose amaxes under the recipe ``name`` the ranks reduce in each step.
+
+    On a GPU they begin to in the step after its first one, but for the first layer of a group,
+    which is none of those that are compared.
+    """
     torch.manual_seed(communicator.rank)
-    return LAYERS[kind](communicator)
+    layer = LAYERS[kind](communicator)
+    if DEVICE_TYPE == "cuda":
+        step(layer, name, communicator, values(shape_of(kind), communicator.rank))
+        with reducing(name, communicator):
+            pass
+    return layer
+
+
+def reducing(name: str, communicator: Communicator) -> Any:
+    group = group_of(communicator)
+    return fp8core.autocast(recipe=recipe.by_name(name), amax_reduction_group=group)
 
 
 def values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -107,7 +122,7 @@ def step(
     layer.zero_grad(set_to_none=True)
     layer._bindings.count()
     communicator.traffic.clear()
-    with fp8core.autocast(recipe=recipe.by_name(name), amax_reduction_group=group_of(communicator)):
+    with reducing(name, communicator):
         y = layer(x)
     dy = values(tuple(y.shape), 7 + communicator.rank) / 16
     for at in range(times):
@@ -153,7 +168,7 @@ def of_steps(communicator: Communicator, kind: str, name: str) -> dict[str, Any]
     flags: list[list[bool]] = []
 
     def run() -> list[list[torch.Tensor]]:
-        layer = new_layer(kind, communicator)
+        layer = new_layer(kind, communicator, name)
         given = [values(shape_of(kind), seed + communicator.rank) for seed in range(STEPS)]
         given[-1][3, 5] = float("inf")  # is counted, and leaves delayed scales as they are
         results = [step(layer, name, communicator, x) for x in given]
@@ -174,7 +189,7 @@ def of_other_calls(communicator: Communicator, name: str) -> dict[str, Any]:
     """Calls that differ from the recorded one, each followed by one like it."""
 
     def run() -> list[list[torch.Tensor]]:
-        layer = new_layer("mlp", communicator)
+        layer = new_layer("mlp", communicator, name)
         results = []
 
         def add(x: torch.Tensor, chosen: str = name, times: int = 1) -> None:
@@ -214,7 +229,7 @@ def of_another_group(communicator: Communicator) -> dict[str, Any]:
     """A layer that has recorded its steps is given another group of the same ranks."""
 
     def run() -> list[list[torch.Tensor]]:
-        layer = new_layer("mlp", communicator)
+        layer = new_layer("mlp", communicator, "current")
         results = [
             step(layer, "current", communicator, values((ROWS, HIDDEN), 1)) for _ in range(3)
         ]
@@ -231,7 +246,7 @@ def of_another_group(communicator: Communicator) -> dict[str, Any]:
 
 def of_parted_ranks(communicator: Communicator) -> dict[str, Any]:
     """One rank changes its recipe after steps that both have recorded."""
-    layer = new_layer("mlp", communicator)
+    layer = new_layer("mlp", communicator, "current")
     for seed in range(4):
         step(layer, "current", communicator, values((ROWS, HIDDEN), seed))
     try:
@@ -245,6 +260,7 @@ def of_parted_ranks(communicator: Communicator) -> dict[str, Any]:
 def work(rank: int) -> dict[str, Any]:
     communicator = of_group()
     returned: dict[str, Any] = {}
+    new_layer("mlp", communicator, "delayed")
     for backend in BACKENDS:
         with fp8core.use_backend(backend) if backend else contextlib.nullcontext():
             for kind, name in combinations(backend):
