@@ -340,7 +340,10 @@ def is_capturing() -> bool:
 
     A torch that was built with CUDA raises in its own query where no device is visible, and one
     that was built without raises everywhere: neither captures before CUDA has been initialized.
+    torch 2.11's Dynamo, which runs in no capture, cannot trace the query.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return False
     is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
     return is_used and torch.cuda.is_current_stream_capturing()
 

@@ -296,12 +296,21 @@ def expected(recipe: str, kind: str, *, bias: bool = False) -> dict[str, Any]:
     return results
 
 
-def same_weights(found: dict[str, Any], want: dict[str, Any], rank: int) -> bool:
+def assert_same(found: torch.Tensor, want: torch.Tensor) -> None:
+    """Assert the same bits on the CPU. A GPU adds up groups of other sizes in another order, so
+    that one of the 128 codes between two products may round the other way."""
+    if found.is_cpu:
+        assert torch.equal(found, want)
+        return
+    assert found.shape == want.shape
+    error, largest = (one.abs().double().amax(1) for one in (found - want, want))
+    assert (error <= largest / 32).all()
+
+
+def assert_same_weights(found: dict[str, Any], want: dict[str, Any], rank: int) -> None:
     names = [f"{layer}.weight{2 * rank + expert}" for layer in ("0", "2") for expert in (0, 1)]
-    return all(
-        torch.equal(got, want["weights"][name])
-        for got, name in zip(found["weights"], names, strict=True)
-    )
+    for got, name in zip(found["weights"], names, strict=True):
+        assert_same(got, want["weights"][name])
 
 
 # NVFP4 rounds gradients by chance, in another order of rows.
@@ -310,19 +319,20 @@ EXACT = [(recipe, kind) for recipe, kind in CASES if recipe != "nvfp4"]
 
 def test_experts_over_ranks_are_those_of_one_process(ranks: Ranks) -> None:
     for recipe, kind in EXACT:
+        print(recipe, kind)  # shown where one fails
         want = expected(recipe, kind)
         for rank, found in enumerate(one[f"{recipe} {kind}"] for one in ranks):
-            assert torch.equal(found["out"], by_rank(kind, want["out"])[rank]), (recipe, kind)
-            assert torch.equal(found["grad"], by_rank(kind, want["grad"])[rank]), (recipe, kind)
-            assert same_weights(found, want, rank), (recipe, kind)
+            assert_same(found["out"], by_rank(kind, want["out"])[rank])
+            assert_same(found["grad"], by_rank(kind, want["grad"])[rank])
+            assert_same_weights(found, want, rank)
 
 
 def test_reduced_amaxes_are_those_of_each_expert(ranks: Ranks) -> None:
     want = expected("delayed", "ragged")
     for rank, found in enumerate(one["reduced"] for one in ranks):
-        assert torch.equal(found["out"], by_rank("ragged", want["out"])[rank])
-        assert torch.equal(found["grad"], by_rank("ragged", want["grad"])[rank])
-        assert same_weights(found, want, rank)
+        assert_same(found["out"], by_rank("ragged", want["out"])[rank])
+        assert_same(found["grad"], by_rank("ragged", want["grad"])[rank])
+        assert_same_weights(found, want, rank)
 
 
 def test_results_under_nvfp4_are_those_of_one_process(ranks: Ranks) -> None:
