@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,15 +98,16 @@ def build_wheel(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         kernels = build.Compiler(toolchain, architectures, folder).kernels()
-        files = {build.KERNELS: kernels}
-        for number, python in enumerate(pythons):
-            scratch_of_python = folder / str(number)
-            scratch_of_python.mkdir()
-            with_headers = dataclasses.replace(
-                toolchain, includes=(python.include, *toolchain.includes)
-            )
-            compiler = build.Compiler(with_headers, architectures, scratch_of_python)
-            files[f"{build.MODULE}{python.suffix}"] = compiler.extension(kernels)
+
+        def binding(python: Python) -> tuple[str, Path]:
+            includes = (python.include, *toolchain.includes)
+            with_headers = dataclasses.replace(toolchain, includes=includes)
+            objects = Path(tempfile.mkdtemp(dir=folder))
+            compiler = build.Compiler(with_headers, architectures, objects)
+            return f"{build.MODULE}{python.suffix}", compiler.extension(kernels)
+
+        with ThreadPoolExecutor(((os.cpu_count() or 1) + 1) // 2) as pool:  # of two files each
+            files = {build.KERNELS: kernels, **dict(pool.map(binding, pythons))}
         audited = folder / "audited"
         audited.mkdir()
         repaired = (repair or _repaired)(_written(folder, files), audited)
