@@ -1,5 +1,4 @@
-"""The command line: ``fp8core build``, ``conformance``, ``demo``, ``doctor``, ``explain``,
-``run``, ``selftest``, ``tune``."""
+"""The command line: what low precision runs on this machine, how well, and how fast."""
 
 from __future__ import annotations
 
