@@ -32,6 +32,9 @@ exclude_patterns = ["examples", "extensions", "plots"]
 html_theme = "furo"
 html_title = "fp8core"
 html_copy_source = False
+html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "dollarmath"]
@@ -56,7 +59,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (
         "py:.*",
-        r"(torch|collections|os|pluggy|typing"
+        r"(torch|collections|os|pathlib|pluggy|typing"
         r"|fp8core\.(modules\.calls\.inputs|inspection\.monitoring\.record|tensors\.quantizer))\..*",
     ),
     (
