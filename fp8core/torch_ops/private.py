@@ -353,7 +353,7 @@ _PRE_DISPATCH: Final[Any] = torch._ops._mode_stack_state_for_pre_dispatch
 
 
 def is_exporting() -> bool:
-    """Return ``torch.compiler.is_exporting()``, which is True in any graph of torch 2.11's Dynamo."""
+    """Return ``torch.compiler.is_exporting()``, which is True in any graph of torch 2.11."""
     return torch.compiler._is_exporting_flag
 
 
