@@ -320,6 +320,15 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         self.places.append(_Place.of(tensor))
         return len(self.places) - 1
 
+    def view(self, number: int, offset: int, tensor: torch.Tensor) -> int:
+        """Return the number of ``tensor``, ``offset`` bytes within one that was given: that one's,
+        or that of a view which each repeat makes of it."""
+        view = _View.of(tensor, self.places[number], offset)
+        if view is None:
+            return number
+        self.steps.append(_Called(self._number(tensor), view, [number], [None], {}))
+        return len(self.places) - 1
+
     def place_of(self, address: int) -> tuple[int, int]:
         """Return the number of the latest tensor that ``address`` lies in, and the offset there."""
         for number in range(len(self.places) - 1, -1, -1):
@@ -473,12 +482,14 @@ class _Program:
         ):
             raise _Refused(f"a result that is a {type(result).__name__}")
         address = result.data_ptr()
+        for leading, place in enumerate(self._log.places[: self._saved]):
+            offset = None if place is None else place.offset_of(address)
+            if offset is not None:
+                return (self._log.view(leading, offset, result),)
         number, offset = self._log.place_of(address)
         holder, memory_of_result = self._log.places[number], _Place.of(result)
         if number < self._created:
-            if number < self._saved and result is self._leading[number]:
-                return (number,)
-            raise _Refused("a result that shares the memory of a tensor that was given")
+            raise _Refused("a result that shares the memory of a tensor that was saved")
         if holder == memory_of_result:
             return (number,)
         if (

@@ -172,14 +172,13 @@ class Repeated(Wrapper):
 
 
 def _of_stored(params: Params) -> Sequence[Any]:
-    """Return ``params`` with the tensors of a weight that is stored for inference in its place: a
-    recorded run reads those, and saves none."""
+    """Return ``params`` with the tensors of a stored weight in its place: a recorded run reads
+    those, and saves views of them."""
     if QuantizedTensor not in map(type, params):
         return params
     tensors: list[Any] = []
     for param in params:
-        is_for_inference = type(param) is QuantizedTensor and param.plan.columnwise is None
-        tensors += param.tensors() if is_for_inference else (param,)
+        tensors += param.tensors() if type(param) is QuantizedTensor else (param,)
     return tensors
 
 

@@ -314,23 +314,41 @@ def test_a_result_that_is_a_view_of_a_new_tensor_is_viewed_again(library: Librar
     assert steps(library, run) == [("empty", 0), ("view", 0, (2, 6), (8, 1), 10)]
 
 
+def test_a_result_that_is_a_view_of_a_given_tensor_is_made_of_another(library: Library) -> None:
+    storage = torch.arange(48.0)
+    x, *others = (storage[at:][:32].view(SIZE) for at in (0, 16))
+    program: Any = recorder.Recorder(0, library).record(lambda: (x.t(), x[1:], x), (x,)).repeat
+    (_, of_t, [number]), (_, of_rows, _), *results = program.steps
+    assert number == 0
+    assert results == [("result", 1), ("result", 2), ("result", 0)]
+    for given in (x, *others):  # one of which does not begin where its storage does
+        assert torch.equal(of_t(given), given.t())
+        assert torch.equal(of_rows(given), given[1:])
+
+
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
         (lambda x, library: [x + 1], "aten.add"),
         (lambda x, library: [torch.empty(3)], "aten.empty"),
         (lambda x, library: [None] * int(x.sum().item() > 0), "aten"),
-        (lambda x, library: [x[1:]], "shares the memory"),
         (lambda x, library: [x.view(torch.int32).clone()], "a view of another dtype"),
         (lambda x, library: library.launch(1) and [], "lies in no tensor"),
     ],
-    ids=["arithmetic", "allocation", "value", "view of the input", "of a view", "address"],
+    ids=["arithmetic", "allocation", "value", "of a view", "address"],
 )
 def test_what_cannot_be_repeated_is_named(
     run: Callable[..., Any], reason: str, library: Library
 ) -> None:
     x = torch.ones(SIZE)
     assert reason in refusal(library, lambda: run(x, library), (x,))
+
+
+def test_a_result_in_the_memory_of_a_saved_tensor_is_refused(library: Library) -> None:
+    x = torch.ones(SIZE)
+    one = recorder.Recorder(0, library)
+    assert one.record(lambda: [x[1:]], (), [x]).repeat is None
+    assert "shares the memory" in str(one.problem)
 
 
 def test_a_native_call_that_is_not_recorded_is_noticed(library: Library) -> None:
