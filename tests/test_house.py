@@ -36,12 +36,12 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 73_533,
+    "lines of fp8core": 73_605,
     "files": 262,
     "files under 100 lines": 39,
     "modules that list names": 1,
     "protocols": 14,
-    "classes of the core": 387,
+    "classes of the core": 388,
     "functions over 60 lines": 10,
     "vague names": 37,
     "docstrings that begin with a pronoun": 0,

@@ -109,15 +109,13 @@ def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[...
     calls = {extent: _Amax(extent, cast.dtype, index, native) for extent in present}
     dense = dataclasses.replace(cast, grouped=False, offsets_on_device=False)
 
+    at = 2 if present == ["row", "row"] else extents.index(present[0])
+    only = calls[present[0]] if len(calls) == 1 else None
+
     def run(x: torch.Tensor, *groups: torch.Tensor) -> torch.Tensor:
-        results = {extent: call(x, *groups) for extent, call in calls.items()}
-        if present == ["row", "row"]:
-            return results["row"][2]
-        parts = [
-            results[extent][turned] for turned, extent in enumerate(extents) if extent is not None
-        ]
-        if len(parts) == 1 or shares_amax(cast):
-            return parts[0]
+        if only is not None:  # what orientations share, or that of one
+            return only(x, *groups)[at]
+        parts = [calls[extent](x, *groups)[turned] for turned, extent in enumerate(present)]
         return torch.cat(parts)
 
     def of_groups(x: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
@@ -189,10 +187,12 @@ def _bind(cast: QuantizeDesc, device: torch.device, native: Any) -> Callable[...
 class _ByAmax:
     """A cast by one spec, whose workspace holds the given amaxes; blocks of it need none."""
 
-    __slots__ = ("_cast", "_desc", "kernel")
+    __slots__ = ("_cast", "_desc", "_is_single", "kernel")
 
     def __init__(self, desc: QuantizeDesc, device: torch.device, native: Any) -> None:
         self._desc = desc
+        # Whether a tensor of any size has one amax.
+        self._is_single = sum(amax_sizes(desc, 2, 2)) == 1
         self._cast: Callable[..., Quantized] = bind_quantize(desc, device, native)
         self.kernel: str = self._cast.kernel  # type: ignore[attr-defined]  # of one spec it has one
 
@@ -203,6 +203,9 @@ class _ByAmax:
         amax: torch.Tensor | None,
         nonfinite_out: torch.Tensor | None = None,
     ) -> Quantized:
+        is_plain = self._is_single and amax is not None and not groups and x.numel()
+        if is_plain and amax.shape == (1,) and amax.dtype is torch.float32:  # type: ignore[union-attr]
+            return self._cast(x, amax=amax, nonfinite_out=nonfinite_out)
         if amax is None or not has_amax(self._desc):
             return self._cast(x, *groups, nonfinite_out=nonfinite_out)
         rows, cols = x.shape

@@ -116,12 +116,11 @@ class Quantize:
             OperandError: ``x`` has another dtype than was bound.
         """
         (rows, cols), slots = x.shape, slots_of(scale, amax_out, nonfinite_out)
-        is_any = self._mode != "tensor" or amax is not None
-        if is_any or not (rows and cols and x.is_contiguous()):
+        if self._mode != "tensor" or not (rows and cols and x.is_contiguous()):
             return self._quantize_any(x, scale, amax, slots)
         if x.dtype is not self.dtype:
             raise wrong_dtype("quantize", x.dtype, self.dtype)
-        quantized, results, _workspace = self._tensor_results(rows, cols, slots)
+        quantized, results, _workspace = self._tensor_results(rows, cols, slots, amax)
         self.native_cast((x.data_ptr(), rows, cols, cols, *results), raw_stream(self._index))
         return quantized
 
@@ -135,12 +134,15 @@ class Quantize:
             return self._tensor_results(rows, cols, slots)
         return self._results_of_any(rows, cols, None, slots)
 
-    def _tensor_results(self, rows: int, cols: int, slots: Slots) -> Results:
-        """Return what :meth:`results` returns, of a cast with one scale for the tensor."""
+    def _tensor_results(
+        self, rows: int, cols: int, slots: Slots, amax: torch.Tensor | None = None
+    ) -> Results:
+        """Return what :meth:`results` returns, of a cast with one scale for the tensor; ``amax`` is
+        the workspace with a given amax."""
         empty = self._now()
         scale_inv = empty(_SINGLE, _SINGLE, _FLOAT32)  # both orientations share it
         scale_inv_address = scale_inv.data_ptr()
-        row = column = workspace = None
+        row = column = None
         row_codes = column_codes = workspace_address = 0
         pitch = column_pitch(rows)
         if self._rowwise:
@@ -151,10 +153,12 @@ class Quantize:
             codes = empty((cols, rows), (pitch, 1), _UINT8)
             column_codes = codes.data_ptr()
             column = _operand((codes, scale_inv, None))
-        if self._workspace_floats:
+        workspace = amax
+        if amax is None and self._workspace_floats:
             workspace = empty((self._workspace_floats,), (1,), _FLOAT32)
+        if workspace is not None:
             workspace_address = workspace.data_ptr()
-        addresses = (
+        addresses: tuple[int, ...] = (
             row_codes,
             scale_inv_address,
             1,  # pitch of the scales
@@ -165,6 +169,8 @@ class Quantize:
             workspace_address,
             pitch,
         )
+        if amax is not None:  # the workspace has amaxes
+            addresses = (*addresses, 1)
         return _quantized((row, column)), addresses, workspace
 
     def _quantize_any(

@@ -17,6 +17,7 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.sharded_weight import ShardedWeight
+from fp8core.tensors.storage import PARTS
 from fp8core.tensors.values import Values
 from fp8core.torch_ops.private import (
     FakeTensor,
@@ -82,11 +83,13 @@ def address_of(x: torch.Tensor) -> int:
     the last of its operands' tensors, 0 if one was freed."""
     if type(x) is not QuantizedTensor:
         return x.data_ptr()
-    address = 0
-    for part in x.tensors():
-        address = part.data_ptr()
-        if not address:
-            break
+    address, stored = 0, x.__dict__
+    for name in PARTS:
+        part = stored[name]
+        if part is not None:
+            address = part.data_ptr()
+            if not address:
+                break
     return address
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
 from fp8core.backend_api.operand_spec import codes_per_byte
-from fp8core.collectives import Communicator
 from fp8core.context.recompute import is_in_backward
 from fp8core.distributed.gathered_weight import GatheredWeight, WeakModule, communicator_of
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
@@ -26,7 +26,7 @@ from fp8core.reporting import log_once, some
 from fp8core.tensors.quantized_tensor import QuantizedTensor, initial_value
 from fp8core.tensors.sharded_weight import ShardedWeight, local_part
 from fp8core.tensors.storage import check_parameter, storage_plan
-from fp8core.torch_ops.private import forward_root, reshards_to_fewer_ranks
+from fp8core.torch_ops.private import forward_root, fsdp_state, reshards_to_fewer_ranks
 
 
 def wrap_assigned(
@@ -237,9 +237,9 @@ class _Reduced:
     ``sharded`` is a module of that root; None: ``fully_shard`` took a module around the model.
     """
 
-    def __init__(self, weights: list[GatheredWeight], sharded: WeakModule | None) -> None:
+    def __init__(self, weights: list[GatheredWeight], sharded: torch.nn.Module | None) -> None:
         self.weights = weights
-        self._sharded = sharded
+        self._state = None if sharded is None else weakref.ref(fsdp_state(sharded))
         self._is_due = True
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -252,8 +252,8 @@ class _Reduced:
         """
         if is_in_backward():
             return self.weights[0].amaxes is None
-        module = None if self._sharded is None else self._sharded()
-        root = None if module is None else forward_root(module)
+        state = None if self._state is None else self._state()
+        root = None if state is None else forward_root(state)
         if root is None:
             return True
         if root not in self._roots:
@@ -288,8 +288,9 @@ class _Weights:
         attributes.update({n: v for n, v in vars(old).items() if n not in attributes})
         return weight, new
 
-    def reduced(self, weight: GatheredWeight, mesh: Any) -> torch.Tensor:
-        """Return the amaxes of ``weight``, reduced over the ranks of ``mesh``.
+    def reduced(self, weight: GatheredWeight, mesh: Any) -> Sequence[torch.Tensor]:
+        """Return the amaxes of ``weight`` for each of its casts, reduced over the ranks of
+        ``mesh``.
 
         Raises:
             OperandError: the ranks have other weights, or store them in another way.
@@ -299,7 +300,7 @@ class _Weights:
         if state is None:
             state = self._begin(weight, mesh)
         if state.is_due():
-            _reduce(state.weights, communicator_of(mesh), mesh.device_type)
+            _reduce(state.weights, mesh)
         assert weight.amaxes is not None
         return weight.amaxes
 
@@ -317,7 +318,7 @@ class _Weights:
             and _root_of(member, sharded) is root
         ]
         communicator_of(mesh).agree(_described(weights), "the weights that they gather quantized")
-        state = _Reduced(weights, None if root is None else WeakModule(root))
+        state = _Reduced(weights, root)
         self._reduced.update(dict.fromkeys(weights, state))
         return state
 
@@ -347,12 +348,13 @@ def _root_of(
     inner = None if module is None else sharded.get(module)
     if inner is None:
         return None
-    return forward_root(inner) or inner
+    return forward_root(fsdp_state(inner)) or inner
 
 
-def _reduce(weights: list[GatheredWeight], communicator: Communicator, device: str) -> None:
-    local = [weight.local_amaxes(communicator).to(device) for weight in weights]
-    reduced = communicator.max(torch.cat(local), "weight amaxes").wait()
-    parts = torch.split(reduced, [len(part) for part in local])
-    for weight, amaxes in zip(weights, parts, strict=True):
-        weight.amaxes = amaxes
+def _reduce(weights: list[GatheredWeight], mesh: Any) -> None:
+    casts, amaxes = zip(*[weight.local_amaxes(mesh) for weight in weights], strict=True)
+    local = torch.cat([each.to(mesh.device_type) for each in amaxes])
+    reduced = communicator_of(mesh).max(local, "weight amaxes").wait()
+    parts = iter(torch.split(reduced, [cast.num_amaxes for each in casts for cast in each]))
+    for weight, each in zip(weights, casts, strict=True):
+        weight.amaxes = [*islice(parts, len(each))]

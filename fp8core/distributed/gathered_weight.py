@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8core.backend_api import (
     AmaxDesc,
+    OpDesc,
     Operand,
     OperandSpec,
     QuantizeByAmaxDesc,
@@ -23,12 +24,13 @@ from fp8core.backend_api import (
     has_amax,
 )
 from fp8core.collectives import Communicator, of_group
-from fp8core.dispatch import table
+from fp8core.dispatch import policy, table
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.sharded_weight import ShardedWeight, as_part_of
 from fp8core.torch_ops.nonfinite import counter_of_writes
+from fp8core.torch_ops.private import local_tensor
 
 
 class RowShard(NamedTuple):
@@ -48,11 +50,6 @@ class RowShard(NamedTuple):
     def bounds(self) -> list[int]:
         """The first row of each rank, then ``total``."""
         return [min(rank * self.each, self.total) for rank in range(self.num_ranks + 1)]
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all ranks have equally many rows."""
-        return self.each * self.num_ranks == self.total
 
 
 class RowPart(NamedTuple):
@@ -75,37 +72,39 @@ class RowCast:
     ) -> None:
         """``turns``: the operand is columnwise, with the matrix's rows along its k."""
         self._desc = QuantizeDesc(dtype, None, spec) if turns else QuantizeDesc(dtype, spec, None)
+        self._bound: dict[object, tuple[policy.Policy, Callable[..., Any]]] = {}
         self._turns = turns
         self._columns = columns
-        self._shard = shard
+        self.shard = shard
+        self.is_alone = shard.num_ranks == 1
+        self.is_even = not self.is_alone and shard.each * shard.num_ranks == shard.total
         self._block, self._width = spec.block[::-1] if turns else spec.block
+        # Whether each scale covers all rows of the matrix.
+        self.covers_all_rows = self._block == 0
         # A scale a row of the matrix depends on that row alone.
         self._reduces = has_amax(self._desc) and self._block != 1
-
-    @property
-    def covers_all_rows(self) -> bool:
-        """Whether each scale covers all rows of the matrix."""
-        return self._block == 0
 
     @cached_property
     def cut_blocks(self) -> list[int]:
         """The numbers of the blocks of rows that a boundary between ranks cuts, ascending."""
         if self._block < 2:
             return []
-        inner = [bound for bound in self._shard.bounds[1:-1] if bound < self._shard.total]
+        inner = [bound for bound in self.shard.bounds[1:-1] if bound < self.shard.total]
         return sorted({bound // self._block for bound in inner if bound % self._block})
 
     @cached_property
     def scales_begin(self) -> list[int]:
         """By rank, the number of the first block that begins in its rows; then of all blocks."""
-        return [-(-bound // self._block) for bound in self._shard.bounds]
+        return [-(-bound // self._block) for bound in self.shard.bounds]
 
-    @property
+    @cached_property
     def max_scale_rows(self) -> int:
-        """The most rows of scales that any rank holds, of scales that do not cover all rows."""
+        """The most rows of scales that any rank holds."""
+        if self.covers_all_rows:
+            return 1
         return max(end - start for start, end in pairwise(self.scales_begin))
 
-    @property
+    @cached_property
     def num_amaxes(self) -> int:
         """How many amaxes are reduced over the ranks."""
         if self._reduces:
@@ -120,13 +119,13 @@ class RowCast:
 
     def amaxes(self, value: torch.Tensor) -> torch.Tensor:
         """Return float32 ``[num_amaxes]`` of the rank's rows, ``value [rows, columns]``."""
+        if self._reduces and value.numel():
+            amaxes: torch.Tensor = self._bound_to(value.device, None)(value)
+            return amaxes
         zeros = torch.zeros(self.num_amaxes, dtype=torch.float32, device=value.device)
         if not value.numel() or not self.num_amaxes:
             return zeros
-        if self._reduces:
-            amaxes: torch.Tensor = table.resolve(AmaxDesc(self._desc), value.device).run(value)
-            return amaxes
-        first = self._shard.bounds[self._shard.rank]
+        first = self.shard.bounds[self.shard.rank]
         of_blocks = zeros.view(len(self.cut_blocks), -1)
         for at, number in enumerate(self.cut_blocks):
             start, end = number * self._block - first, (number + 1) * self._block - first
@@ -143,29 +142,43 @@ class RowCast:
 
     def __call__(self, value: torch.Tensor, reduced: torch.Tensor) -> RowPart:
         """Cast the rank's rows; ``reduced`` is the maximum of :meth:`amaxes` over the ranks."""
-        first, last = self._shard.bounds[self._shard.rank :][:2]
-        start, end = first, last
-        if self._block > 1 and value.numel():
-            start = first // self._block * self._block
-            end = min(-(-last // self._block) * self._block, self._shard.total)
-        x = value
-        if (start, end) != (first, last):
-            x = self._extended(value, first - start, end - last, reduced)
-        codes, scales = self._cast(x, reduced)
+        first, last, start, end = self._rows
+        is_extended = (start, end) != (first, last)
+        x = self._extended(value, first - start, end - last, reduced) if is_extended else value
+        count = counter_of_writes(x.device)
+        keywords = {"amax": reduced} if self._reduces else {}
+        if count is not None:
+            keywords["nonfinite_out"] = count
+        cast = self._bound_to(x.device, count is not None)
+        codes, scales, _ = cast(x, **keywords)[self._turns]
         if self._turns:
             codes, scales = codes.t(), scales.t()
-        codes = codes[first - start :][: last - first]
-        return RowPart(codes.contiguous(), scales[int(start < first) :].contiguous())
+        if is_extended:
+            codes, scales = codes[first - start :][: last - first], scales[int(start < first) :]
+        return RowPart(codes.contiguous(), scales.contiguous())
 
-    def _cast(self, x: torch.Tensor, reduced: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        count = counter_of_writes(x.device)
-        keywords = {} if count is None else {"nonfinite_out": count}
-        desc = dataclasses.replace(self._desc, counted=count is not None)
-        if self._reduces:
-            desc = QuantizeByAmaxDesc.of(desc)
-            keywords["amax"] = reduced
-        operand = table.resolve(desc, x.device).run(x, **keywords)[int(self._turns)]
-        return operand.data, operand.scale_inv
+    @cached_property
+    def _rows(self) -> tuple[int, int, int, int]:
+        """The first row and the last, exclusive, and those of the whole blocks around them."""
+        block, shard = self._block, self.shard
+        first, last = shard.bounds[shard.rank :][:2]
+        if block < 2 or first == last or not self._columns:
+            return first, last, first, last
+        return first, last, first // block * block, min(-(-last // block) * block, shard.total)
+
+    def _bound_to(self, device: torch.device, is_counted: bool | None) -> Callable[..., Any]:
+        """Return the cast, or the amax for None, resolved once for a device and a policy, as layers
+        bind what they run."""
+        chosen = policy.current()
+        bound, run = self._bound.get((device, is_counted), (None, None))
+        if run is None or bound is not chosen:
+            desc: OpDesc = AmaxDesc(self._desc)
+            if is_counted is not None:
+                kind = QuantizeByAmaxDesc.of if self._reduces else dataclasses.replace
+                desc = kind(dataclasses.replace(self._desc, counted=is_counted))
+            run = table.resolve(desc, device).run
+            self._bound[device, is_counted] = chosen, run
+        return run
 
     def _extended(
         self, value: torch.Tensor, above: int, below: int, reduced: torch.Tensor
@@ -174,7 +187,7 @@ class RowCast:
         x = value.new_zeros(above + value.shape[0] + below, self._columns)
         x[above : above + value.shape[0]] = value
         of_blocks = reduced.view(len(self.cut_blocks), -1)
-        bounds = self._shard.bounds[self._shard.rank :]
+        bounds = self.shard.bounds[self.shard.rank :]
         for is_cut, row, bound in ((above, 0, bounds[0]), (below, -1, bounds[1])):
             if is_cut:
                 # An amax is an element, so that it is exact in the dtype of the elements.
@@ -206,13 +219,12 @@ class _Sent(NamedTuple):
     """
 
     cast: RowCast
-    shard: RowShard
     codes: torch.Tensor | None
     scales: torch.Tensor | None
 
 
-Reduce = Callable[["GatheredWeight", Any], torch.Tensor]
-"""Returns the amaxes of a weight, the maximum over the ranks of a mesh."""
+Reduce = Callable[["GatheredWeight", Any], Sequence[torch.Tensor]]
+"""Returns the amaxes of a weight, the maximum over the ranks of a mesh, for each of its casts."""
 
 
 def communicator_of(mesh: Any) -> Communicator:
@@ -243,12 +255,14 @@ class GatheredWeight:
         self.label = label
         self.plan = plan
         self.size = size
-        self.amaxes: torch.Tensor | None = None
+        self.amaxes: Sequence[torch.Tensor] | None = None
         self._reduce = reduce
         self._shard: ShardedWeight | None = None
         self._fsdp_parameter: torch.Tensor | None = None
         self.mesh: Any = None
-        self._casts: list[RowCast] | None = None
+        self._casts: list[RowCast] = []
+        self._casts_of: tuple[Any, torch.dtype] | None = None
+        self.is_gathered_whole = False
 
     # The shard
 
@@ -260,10 +274,8 @@ class GatheredWeight:
         """Return this rank's rows, also while the module has the gathered weight."""
         parameter: Any = self._parameter()
         if isinstance(parameter, DTensor):
-            # In inference mode torch returns a plain view in place of the shard itself.
-            with torch.inference_mode(False), torch.no_grad():
-                local = parameter.to_local()
-            if isinstance(local, ShardedWeight):
+            local = local_tensor(parameter)
+            if local is not self._shard and isinstance(local, ShardedWeight):
                 self._shard, self.mesh = local, parameter.device_mesh
                 self._fsdp_parameter = parameter
         return self._shard
@@ -283,26 +295,29 @@ class GatheredWeight:
 
     # Amaxes and casts
 
-    def casts(self, communicator: Communicator, dtype: torch.dtype) -> list[RowCast]:
-        """Return the casts of the orientations that are gathered."""
-        if self._casts is None:
+    def casts(self, mesh: Any, dtype: torch.dtype) -> list[RowCast]:
+        """Return this rank's casts to the orientations that are gathered over ``mesh``."""
+        if self._casts_of != (mesh, dtype):
             rows, columns = self.size
+            communicator = communicator_of(mesh)
             shard = RowShard.of(rows, communicator.rank, communicator.size)
             row, column = self.plan
             assert row is not None
             self._casts = [RowCast(row, dtype, columns, shard, turns=False)]
             if column is not None and not (row == column and row.block[0] == row.block[1]):
                 self._casts.append(RowCast(column, dtype, columns, shard, turns=True))
+            self._casts_of = mesh, dtype
         return self._casts
 
-    def local_amaxes(self, communicator: Communicator) -> torch.Tensor:
-        """Return the amaxes of this rank's rows, computed since the latest write to them."""
+    def local_amaxes(self, mesh: Any) -> tuple[Sequence[RowCast], torch.Tensor]:
+        """Return the casts, and the amaxes of this rank's rows for them, one behind the other,
+        computed since the latest write to the rows."""
         shard = self.shard()
         assert shard is not None
+        casts = self.casts(mesh, shard.dtype)
         if shard.writes.amaxes is None:
-            casts = self.casts(communicator, shard.dtype)
             shard.writes.amaxes = torch.cat([cast.amaxes(shard.value) for cast in casts])
-        return shard.writes.amaxes
+        return casts, shard.writes.amaxes
 
     # Methods that FSDP calls, by way of ShardedWeight
 
@@ -318,29 +333,24 @@ class GatheredWeight:
                 f"dimension 0."
             )
         amaxes = self._reduce(self, mesh)
-        communicator = communicator_of(mesh)
-        rows = RowShard.of(size[0], communicator.rank, communicator.size)
-        casts = self.casts(communicator, shard.dtype)
         inputs: list[torch.Tensor] = []
         sent: list[_Sent] = []
-        counts = [cast.num_amaxes for cast in casts]
-        reduced = torch.split(amaxes.to(shard.device), counts)
-        for cast, amax in zip(casts, reduced, strict=True):
-            codes, scales = cast(shard.value, amax)
-            if rows.num_ranks == 1 and inputs:  # FSDP takes the first tensor of a single rank
-                sent.append(_Sent(cast, rows, codes, scales))
+        for cast, amax in zip(self.casts(mesh, shard.dtype), amaxes, strict=True):
+            codes, scales = cast(shard.value, amax.to(shard.device))
+            if cast.is_alone and inputs:  # FSDP takes the first tensor of a single rank
+                sent.append(_Sent(cast, codes, scales))
                 continue
-            inputs.append(_padded(codes, rows.each))
-            if cast.covers_all_rows or rows.num_ranks == 1:
-                sent.append(_Sent(cast, rows, None, scales))
+            if cast.is_even:
+                inputs += (codes, _padded(scales, cast.max_scale_rows))
+                sent.append(_Sent(cast, None, None))
                 continue
-            scales = _padded(scales, cast.max_scale_rows)
-            if rows.is_even:
-                inputs.append(scales)
-                sent.append(_Sent(cast, rows, None, None))
-            else:  # FSDP takes tensors of the padded shard's size alone
-                gathered = communicator.gather(scales, "weight scales").wait()
-                sent.append(_Sent(cast, rows, None, _in_order(gathered, cast)))
+            inputs.append(_padded(codes, cast.shard.each))
+            if not (cast.is_alone or cast.covers_all_rows):
+                # FSDP takes tensors of the padded shard's size alone.
+                scales = _padded(scales, cast.max_scale_rows)
+                scales = communicator_of(mesh).gather(scales, "weight scales").wait()
+                scales = _in_order(scales, cast)
+            sent.append(_Sent(cast, None, scales))
         return tuple(inputs), sent
 
     def assembled(
@@ -351,14 +361,19 @@ class GatheredWeight:
         operands = [_operand(part, turns=bool(at)) for at, part in enumerate(parts)]
         columnwise = operands[1] if len(operands) > 1 else None
         weight = QuantizedTensor(operands[0], columnwise, self.plan, dtype)
-        return weight, (*outputs, *[tensor for part in parts for tensor in part])
+        # FSDP allocates and frees what it gathers; the rest is written by each gather.
+        memory = [tensor.untyped_storage().data_ptr() for tensor in outputs]
+        tensors = [tensor for part in parts for tensor in part]
+        rest = [each for each in tensors if each.untyped_storage().data_ptr() not in memory]
+        self.is_gathered_whole = not rest
+        return weight, tuple(rest)
 
     def write(self, outputs: Sequence[torch.Tensor], metadata: Any, out: Any) -> None:
         """Write what ``out`` holds, but for what FSDP has gathered into the memory of the first
         gather already."""
+        stored = out.stored
         for at, part in enumerate(_parts(outputs, metadata)):
-            operand = out.stored[at]
-            for target, new in zip(operand, part, strict=False):
+            for target, new in zip(stored[at], part, strict=False):
                 if target.data_ptr() != new.data_ptr():
                     # Without counting a write: backward reads what forward saved, gathered again.
                     target.data.copy_(new.t() if at else new)
@@ -371,7 +386,10 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _in_order(gathered: torch.Tensor, cast: RowCast) -> torch.Tensor:
-    """Return the scales of all blocks, of the padded ones of each rank."""
+    """Return the scales of all blocks, of the padded ones of each rank; of scales that cover all
+    rows those of one rank."""
+    if cast.covers_all_rows:
+        return gathered[:1]
     begin, step = cast.scales_begin, cast.max_scale_rows
     counts = [end - start for start, end in pairwise(begin)]
     if all(count == step for count in counts[:-1]):
@@ -382,12 +400,12 @@ def _in_order(gathered: torch.Tensor, cast: RowCast) -> torch.Tensor:
 def _parts(outputs: Sequence[torch.Tensor], metadata: Sequence[_Sent]) -> list[RowPart]:
     """Return codes and scales of all rows, by orientation."""
     left, parts = list(outputs), []
-    for cast, shard, codes, scales in metadata:
+    for cast, codes, scales in metadata:
         for cast_here in (codes, scales):
             if cast_here is not None:
                 _outlast_readers(cast_here)
         if codes is None:
-            codes = left.pop(0)[: shard.total]
+            codes = left.pop(0)[: cast.shard.total]
         if scales is None:
             scales = _in_order(left.pop(0), cast)
         parts.append(RowPart(codes, scales))

@@ -207,7 +207,8 @@ class OperandTensor(torch.Tensor):
         Some may be views with gaps, which gloo sends and receives wrongly without an error: give a
         collective ``part.contiguous()``, and copy what it received to ``part``.
         """
-        return [part for part in self.parts if part is not None]
+        stored = self.__dict__
+        return [stored[name] for name in PARTS if stored[name] is not None]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # torch's is read-only too, but for its stub

@@ -7,7 +7,9 @@ values: optimizers, clipping and checkpoints read and write those.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -33,7 +35,12 @@ class Writes:
 
 
 class Gathering(Protocol):
-    """Quantizes the rows of one weight, and puts together what was gathered of all ranks."""
+    """Quantizes the rows of one weight, and puts together what was gathered of all ranks.
+
+    ``is_gathered_whole``: whether each gather writes all of the weight that the first one made.
+    """
+
+    is_gathered_whole: bool
 
     def quantized(
         self, shard: ShardedWeight, mesh: Any, size: torch.Size
@@ -50,15 +57,29 @@ class Gathering(Protocol):
         """Complete ``out``, a weight of :meth:`assembled`, whose codes were gathered again."""
 
 
+def _gather_inputs(
+    shard: ShardedWeight, mesh: Any, size: torch.Size, *unused: object
+) -> tuple[tuple[torch.Tensor, ...], Any]:
+    return shard.gathering.quantized(shard, mesh, size)
+
+
+class _Method(partial[Any]):
+    """A method whose signature is at hand: FSDP inspects it in each gather, sixty calls of Python
+    for one that is not."""
+
+    __signature__ = inspect.signature(lambda mesh, size, stride, module, mp_policy: None)
+
+
 class ShardedWeight(torch.Tensor):
-    """``value``, a plain tensor, with FSDP2's extensions of the all-gather; see the module.
+    """``value``, a plain tensor for reading, with FSDP2's extensions of the all-gather; see the
+    module. A write to ``value`` would not be noticed.
 
     Views of it, copies and new tensors of its kind have the same class, as FSDP and modules make
     their shards and parameters by them; results of arithmetic are plain, and so is the tensor that
     is saved.
     """
 
-    _value: torch.Tensor
+    value: torch.Tensor
     gathering: Gathering
     writes: Writes
     __torch_function__: ClassVar[Any] = no_torch_function
@@ -70,15 +91,10 @@ class ShardedWeight(torch.Tensor):
         """Wrap ``value``; a view takes ``writes`` from the tensor that it is a view of."""
         value = value.detach()
         self: ShardedWeight = wrapper_like(cls, value)
-        self._value = value
+        self.value = value
         self.gathering = gathering
         self.writes = Writes() if writes is None else writes
         return self
-
-    @property
-    def value(self) -> torch.Tensor:
-        """The plain tensor, for reading; a write to it would not be noticed."""
-        return self._value
 
     def plain(self) -> torch.Tensor:
         """Return the values as a plain tensor of the same memory; gradients flow back through it.
@@ -96,16 +112,16 @@ class ShardedWeight(torch.Tensor):
 
     def tolist(self) -> Any:
         """Return the values as lists."""
-        return self._value.tolist()
+        return self.value.tolist()
 
     def share_memory_(self) -> ShardedWeight:
         """Move the values to shared memory, as torch does a tensor's storage."""
-        self._value.share_memory_()  # type: ignore[no-untyped-call]  # torch's
+        self.value.share_memory_()  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def is_shared(self) -> bool:
         """Say whether the values are in shared memory."""
-        return bool(self._value.is_shared())  # type: ignore[no-untyped-call]  # torch's
+        return bool(self.value.is_shared())  # type: ignore[no-untyped-call]  # torch's
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a write to the array would not be noticed.
@@ -117,11 +133,10 @@ class ShardedWeight(torch.Tensor):
             "DLPack of a weight that is gathered quantized: use the clone() of its plain()."
         )
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Return the tensors that FSDP gathers, and what it hands to the next method."""
-        return self.gathering.quantized(self, mesh, outer_size)
+    fsdp_pre_all_gather = property(
+        partial(_Method, _gather_inputs),
+        doc="Returns the tensors that FSDP gathers, and what it hands to the next method.",
+    )
 
     def fsdp_post_all_gather(
         self,
@@ -134,43 +149,38 @@ class ShardedWeight(torch.Tensor):
         """Return the gathered weight and the tensors with its memory, or complete ``out``."""
         if out is None:
             return self.gathering.assembled(all_gather_outputs, metadata, param_dtype)
-        self.gathering.write(all_gather_outputs, metadata, local_part(out))
+        if not self.gathering.is_gathered_whole:
+            self.gathering.write(all_gather_outputs, metadata, local_part(out))
         return None
 
     def __tensor_flatten__(self) -> tuple[list[str], Gathering]:
-        return ["_value"], self.gathering
+        return ["value"], self.gathering
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], gathering: Gathering, outer_size: Any, outer_stride: Any
     ) -> ShardedWeight:
-        return ShardedWeight(inner["_value"], gathering)
+        return ShardedWeight(inner["value"], gathering)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self._value
+        plain = self.value
         if getattr(self, IS_PARAMETER, False):
             plain = torch.nn.Parameter(plain, self.requires_grad)
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
-        return f"ShardedWeight({self._value})"
+        return f"ShardedWeight({self.value})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares less
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in pytree.tree_leaves(list(written(func, args, kwargs))):
-            if isinstance(tensor, ShardedWeight):
-                tensor.writes.mark()
         wrappers: dict[int, ShardedWeight] = {}
-
-        def value_of(tensor: ShardedWeight) -> torch.Tensor:
-            wrappers[id(tensor._value)] = tensor
-            return tensor._value
-
-        plain_args, plain_kwargs = pytree.tree_map_only(ShardedWeight, value_of, (args, kwargs))
-        out = func(*plain_args, **plain_kwargs)
+        _values_in(written(func, args, kwargs), wrappers)
+        for wrapper in wrappers.values():
+            wrapper.writes.mark()
+        out = func(*_values_in(args, wrappers), **_values_in(kwargs, wrappers))
         first = args[0] if args and isinstance(args[0], ShardedWeight) else None
 
         def wrap(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,7 +193,26 @@ class ShardedWeight(torch.Tensor):
                 return ShardedWeight(tensor, first.gathering)
             return tensor
 
-        return pytree.tree_map_only(torch.Tensor, wrap, out)
+        if isinstance(out, torch.Tensor):
+            return wrap(out)
+        return out if out is None else pytree.tree_map_only(torch.Tensor, wrap, out)
+
+
+def _values_in(argument: Any, wrappers: dict[int, ShardedWeight]) -> Any:
+    """Return an argument of an operator with plain tensors in the places of shards, which are added
+    to ``wrappers`` by the id of these. An optimizer's argument is a list of all: torch's pytree
+    takes twenty calls for each."""
+    if isinstance(argument, ShardedWeight):
+        wrappers[id(argument.value)] = argument
+        return argument.value
+    if isinstance(argument, dict):
+        return {name: _values_in(each, wrappers) for name, each in argument.items()}
+    if not isinstance(argument, list | tuple):
+        return argument
+    return [_values_in(x, wrappers) if isinstance(x, _HOLDING) else x for x in argument]
+
+
+_HOLDING = (ShardedWeight, list, tuple, dict)
 
 
 class _Plain(torch.autograd.Function):

@@ -8,7 +8,8 @@ where it is large.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -25,11 +26,15 @@ from fp8core.torch_ops.private import (
 )
 
 
-def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the arguments that ``func`` writes, tensors or lists of them."""
-    for at, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[at] if at < len(args) else kwargs.get(argument.name)
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that ``func`` writes, tensors or lists of them."""
+    return [args[at] if at < len(args) else kwargs.get(name) for at, name in _written_by(func)]
+
+
+@cache
+def _written_by(func: Any) -> list[tuple[int, str]]:
+    infos = [(argument.name, argument.alias_info) for argument in schema_of(func).arguments]
+    return [(at, name) for at, (name, info) in enumerate(infos) if info and info.is_write]
 
 
 def decomposed(func: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], Any] | None:
@@ -61,6 +66,7 @@ def as_view(func: Any, out: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, Values, out) if is_view(func) else out
 
 
+@cache
 def is_view(func: Any) -> bool:
     """Say whether ``func`` returns memory of its arguments that it does not write."""
     infos = [returned.alias_info for returned in schema_of(func).returns]

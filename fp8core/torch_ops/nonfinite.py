@@ -19,18 +19,19 @@ from fp8core.torch_ops.capture import in_plain_mode
 from fp8core.torch_ops.private import without_modes
 
 _counters: dict[torch.device, torch.Tensor] = {}
-_writes_count = threading.Event()
+_writes_count = False
 _lock = threading.Lock()
 
 
 def ask() -> None:
     """Have writes of quantized parameters count, too."""
-    _writes_count.set()
+    global _writes_count
+    _writes_count = True
 
 
 def counter_of_writes(device: torch.device) -> torch.Tensor | None:
     """Return the counter of casts on ``device`` outside any layer; None where nobody has asked."""
-    return counter_of(device) if _writes_count.is_set() else None
+    return counter_of(device) if _writes_count else None
 
 
 def new_counter(device: torch.device) -> torch.Tensor:

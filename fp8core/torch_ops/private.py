@@ -72,6 +72,7 @@ __all__ = [
     "forward_mode_level",
     "forward_pre_hooks",
     "forward_root",
+    "fsdp_state",
     "function_modes",
     "functional_collective",
     "gather_options",
@@ -95,6 +96,7 @@ __all__ = [
     "legacy_vmap",
     "load_pre_hooks",
     "load_pre_hooks_called",
+    "local_tensor",
     "make_wrapper",
     "next_node_number",
     "no_torch_dispatch",
@@ -440,17 +442,28 @@ def start_reduce_scatter(
     return group._reduce_scatter_base(result, whole, options)
 
 
-def forward_root(module: Any) -> torch.nn.Module | None:
-    """Return the outermost module of FSDP2 around ``module`` whose forward is running, None outside
-    of it."""
-    state = module._get_fsdp_state()._state_ctx.iter_forward_root
-    root: torch.nn.Module | None = None if state is None else state._modules[0]
+def fsdp_state(module: Any) -> Any:
+    """Return what FSDP2 keeps of ``module``, which it looks up in six calls."""
+    return module._get_fsdp_state()
+
+
+def forward_root(state: Any) -> torch.nn.Module | None:
+    """Return the outermost module of FSDP2 around that of ``state`` whose forward is running, None
+    outside of it."""
+    outermost = state._state_ctx.iter_forward_root
+    root: torch.nn.Module | None = None if outermost is None else outermost._modules[0]
     return root
 
 
 def reshards_to_fewer_ranks(module: Any) -> bool:
     """Return whether ``fully_shard`` was told how many ranks hold ``module`` after forward."""
     return any(group._use_post_forward_mesh for group in _fsdp_groups(module._get_fsdp_state()))
+
+
+def local_tensor(parameter: Any) -> torch.Tensor:
+    """Return the tensor itself that a DTensor holds, of which its ``to_local`` makes a view."""
+    local: torch.Tensor = parameter._local_tensor
+    return local
 
 
 def sharded_parameters() -> Iterator[tuple[torch.nn.Module, str, Any]]:

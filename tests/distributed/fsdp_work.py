@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch.utils import checkpoint
 
 import fp8core
 from fp8core import OperandError, UnsupportedError, recipe
+from fp8core.chain.repeated import Repeated
 from fp8core.collectives import of_group
 from fp8core.distributed import gather_quantized
+from tests import recording_backend
 from tests.distributed.programs import (
     batch,
     compared,
@@ -389,9 +392,27 @@ def refused(rank: int) -> dict[str, str]:
     return errors
 
 
+def repeated(name: str) -> list[bool]:
+    """Whether steps that are recorded, then repeated, have the results of an unsharded model, and
+    whether each layer's forward and backward were."""
+    chosen = recipe.by_name(name)
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        if device().type == "cpu":
+            recording_backend.install(patch)
+            stack.enter_context(fp8core.use_backend(recording_backend.NAME))
+        model, reference = sharded(linears(COLUMNS, 256, 128), chosen), linears(COLUMNS, 256, 128)
+        found = [train_as_one(model, reference, chosen, COLUMNS)]
+    for layer in model:
+        (chain,) = layer._bindings.last[1].parts
+        programs = [one for one in chain._programs.values() if isinstance(one, Repeated)]
+        found += [programs[0].is_recorded == (True, True)]
+    return found
+
+
 def work(rank: int) -> dict[str, Any]:
     return {
         "trained": {name: trained(name) for name in TRAINED},
+        "repeated": {name: repeated(name) for name in ("current", "block", "rowwise")},
         "memory": memory(),
         "written": written(),
         "evaluated first": evaluated_first(),

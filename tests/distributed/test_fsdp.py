@@ -57,13 +57,14 @@ def test_outputs_and_weights_are_those_of_the_unsharded_model(ranks: list[dict[s
 
 
 def codes_and_scales(name: str, rows: int, columns: int) -> int:
-    """Bytes of a rank's rows: codes of each orientation that is gathered, and scales."""
+    """Bytes of a rank's rows: codes of each orientation that is gathered, and scales; those that
+    cover all rows come from each rank."""
     blocks = -(-rows // 128) * -(-columns // 128)
     return {
-        "current": rows * columns,
+        "current": rows * columns + 4,
         "block": rows * columns + 4 * blocks,
         "mxfp8": 2 * (rows * columns + rows * columns // 32),
-        "rowwise": 2 * rows * columns + 4 * rows,
+        "rowwise": 2 * rows * columns + 4 * rows + 4 * columns,
     }[name]
 
 
@@ -185,6 +186,11 @@ def test_an_autocast_with_another_recipe_is_refused(ranks: list[dict[str, Any]])
     assert all("the recipe of autocast needs" in r["refused"]["another recipe"] for r in ranks)
 
 
+def test_steps_of_gathered_weights_are_recorded_and_repeated(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["repeated"] == dict.fromkeys(("current", "block", "rowwise"), [True] * 3)
+
+
 @pytest.fixture
 def four_ranks_without_transport() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -252,7 +258,7 @@ def test_memory_of_scales_is_tied_to_the_stream_that_reads_them(
 
     monkeypatch.setattr(gathered_weight.RowCast, "__call__", casting)
     monkeypatch.setattr(gathered_weight, "_outlast_readers", tied.append)
-    model = sharded(linears(COLUMNS, 256, COLUMNS), CURRENT)
+    model = sharded(linears(COLUMNS, 254, 126), CURRENT)  # of even parts FSDP gathers the scales
     for step in range(2):
         train_step(model, CURRENT, batch(step, COLUMNS))
     addresses = [*map(id, cast)]  # of freed tensors, which cannot be shown
