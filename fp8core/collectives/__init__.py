@@ -173,7 +173,7 @@ class _GroupCommunicator(Communicator):
         Raises:
             OperandError: it was destroyed.
         """
-        return existing(self.reference, "a collective of a layer")
+        return self.reference() or existing(self.reference, "a collective of a layer")
 
     def _gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))

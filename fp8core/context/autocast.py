@@ -68,13 +68,14 @@ def request(
 ) -> Active:
     """Return the request of these values: the same object each time, which callers compare."""
     values = (quantize, observe, group)
-    reduces = group is not None and may_reduce_amaxes(quantize or observe)
-    with _lock:
-        requested = _by_values.get(values)
-        if requested is None:
-            requested = _by_values[values] = Active(*values, reduces, f"autocast {len(_by_values)}")
-            _by_name[requested.name] = requested
-        return requested
+    requested = _by_values.get(values)
+    if requested is None:
+        reduces = group is not None and may_reduce_amaxes(quantize or observe)  # a whole plan
+        with _lock:
+            name = f"autocast {len(_by_values)}"
+            requested = _by_values.get(values) or Active(*values, reduces, name)
+            _by_name[requested.name] = _by_values[values] = requested
+    return requested
 
 
 # Outside any autocast a converted layer's recipe counts; in autocast(enabled=False) it does not.
