@@ -190,7 +190,7 @@ def refuse_training(name: str, model: torch.nn.Module) -> None:
         gc.collect()  # optimizers are in circles
     for kind, path in _stepped(paths):
         raise OperandError(
-            f"{name}: a {kind} steps {path!r}, whose memory would be freed. Delete the "
+            f"{name}: {kind} steps {path!r}, whose memory would be freed. Delete that "
             f"optimizer, or take a copy of the model."
         )
 

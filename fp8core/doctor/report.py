@@ -316,9 +316,9 @@ def _selftest(backend: dict[str, Any], checks: Sequence[dict[str, Any]]) -> Iter
 
 def _check(check: dict[str, Any]) -> list[str]:
     if check["failure"] is not None:
-        return [check["op"], "FAIL", f"{check['cases']} cases", check["failure"].replace("\n", " ")]
+        return [check["op"], "FAIL", f"cases {check['cases']}", check["failure"].replace("\n", " ")]
     error = "exact" if check["worst"] == 0 else f"worst error {check['worst']:.2f} of the bound"
-    return [check["op"], "ok", f"{check['cases']} cases", f"{error} ({check['judged_by']})"]
+    return [check["op"], "ok", f"cases {check['cases']}", f"{error} ({check['judged_by']})"]
 
 
 def _collectives(results: Sequence[dict[str, Any]]) -> Iterator[str]:

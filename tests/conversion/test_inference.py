@@ -314,7 +314,7 @@ def on_meta(model: nn.Module) -> object:
 REFUSED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "training": (in_training, r"in training mode. Call model.eval\(\)"),
     "gradients": (with_gradients, "0.weight, 0.bias, .*have gradients"),
-    "optimizer": (lambda m: torch.optim.AdamW(m.parameters()), "a AdamW steps '0.weight'"),
+    "optimizer": (lambda m: torch.optim.AdamW(m.parameters()), ": AdamW steps '0.weight'"),
     "masters": (
         lambda m: torch.optim.SGD(fp8core.MasterWeights(m).parameters(), lr=0.1),
         "a SGD steps '0.weight'",
