@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import fp8core
 from fp8core.dispatch import select, table
-from fp8core.errors import OperandError, UnsupportedError
+from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from tests.device import DEVICE
 
 ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
@@ -127,7 +127,7 @@ ENGINES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 def made(te: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Make a layer, the same one each time, under values of :data:`ENGINES`."""
 
-    def make(values: str, kind: str = "TransformerLayer") -> Any:
+    def make(values: Sequence[str], kind: str = "TransformerLayer") -> Any:
         for name, value in zip(ENGINES, values, strict=True):
             monkeypatch.setenv(name, value)
         torch.manual_seed(0)
@@ -198,6 +198,31 @@ def test_an_engine_that_is_left_out_never_runs_a_remembered_call(
             caught.value
         )
         usual(*inputs).sum().backward()
+
+
+@pytest.mark.parametrize("value", ["00", " 0", "-0"])
+def test_a_variable_is_an_integer(made: Callable[..., Any], value: str) -> None:
+    """As Transformer Engine reads it: ``int(os.environ.get(name, "1"))``."""
+    for name, off in zip(
+        ENGINES, ((value, "1", "1"), ("1", value, "1"), ("1", "1", value)), strict=True
+    ):
+        at = ENGINES.index(name)
+        same = made(tuple("0" if i == at else "1" for i in range(3)), "DotProductAttention")
+        assert made(off, "DotProductAttention")._engines == same._engines
+    assert made(("02", "1", "-1"), "DotProductAttention")._engines == ()
+    with pytest.raises(UnsupportedError, match="turn off every engine"):
+        made((value,) * 3)
+
+
+@pytest.mark.parametrize("value", ["false", "False", "", "off", "0.0", "0x0"])
+def test_a_variable_that_is_no_integer_is_refused_by_name(
+    made: Callable[..., Any], value: str
+) -> None:
+    for kind in ("DotProductAttention", "TransformerLayer"):
+        for at, name in enumerate(ENGINES):
+            with pytest.raises(RecipeError) as raised:
+                made(tuple(value if i == at else "1" for i in range(3)), kind)
+            assert f"{name}={value!r}: expected an integer" in str(raised.value)
 
 
 def test_an_environment_without_an_engine_is_refused_when_a_layer_is_made(

@@ -462,6 +462,33 @@ def test_the_recipe_in_the_metadata_is_that_of_the_last_run(te: Any) -> None:
     assert layer.fp8_meta["recipe"] == recipe  # of the last run under one
 
 
+def test_what_is_written_to_the_metadata_is_refused(te: Any) -> None:
+    layer, recipe = te.pytorch.Linear(32, 32), te.common.recipe.DelayedScaling()
+    with te.pytorch.autocast(recipe=recipe):
+        layer(torch.ones(32, 32))
+    for write in (
+        lambda meta: meta.__setitem__("recipe", 3),
+        lambda meta: meta.__setitem__("recipe", te.common.recipe.MXFP8BlockScaling()),
+        lambda meta: meta.update(recipe=3),
+        lambda meta: meta.update({"fp8_group": None}),
+        lambda meta: meta.setdefault("num_gemms", 1),
+        lambda meta: meta.__ior__({"recipe": 3}),
+        lambda meta: meta.__delitem__("recipe"),
+        lambda meta: meta.pop("recipe"),
+        lambda meta: meta.popitem(),
+        lambda meta: meta.clear(),
+    ):
+        meta = layer.fp8_meta
+        with pytest.raises(OperandError, match=r"would be lost.*autocast\(recipe=.*scaling_fwd"):
+            write(meta)
+        assert meta["recipe"] is recipe
+    layer.fp8_meta["scaling_fwd"].scale.fill_(2)
+    assert torch.equal(layer.scale_fwd, torch.full_like(layer.scale_fwd, 2))
+    for again in (copy.copy(meta), pickle.loads(pickle.dumps({**meta, "fp8_group": None}))):
+        again["recipe"] = 3  # of a copy, which is the caller's
+    assert layer.fp8_meta["recipe"] is recipe
+
+
 def test_quantizers_of_a_layer_name_what_to_use(te: Any) -> None:
     layer = te.pytorch.Linear(32, 32)
     with pytest.raises(AttributeError, match=r"not offered.*scaling_fwd.*qfactory"):

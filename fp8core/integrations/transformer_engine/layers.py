@@ -16,6 +16,7 @@ import functools
 import gc
 import inspect
 import os
+import reprlib
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
@@ -217,6 +218,20 @@ class _Meta(dict[str, Any]):
             f"are there after a run under DelayedScaling, or fp8core.prepare(model, recipe)"
         )
 
+    def _refuse(self, *entries: object, **named: object) -> NoReturn:
+        raise OperandError(
+            f"fp8_meta is read alone, and what is written to it ({reprlib.repr((*entries, *named))}"
+            f") would be lost. The recipe and the group are those of autocast(recipe=, "
+            f"amax_reduction_group=), or of convert(model, recipe); delayed scales are written in "
+            f"place, as fp8_meta['scaling_fwd'].scale.fill_(1)."
+        )
+
+    __setitem__ = __delitem__ = __ior__ = setdefault = update = _refuse
+    clear = pop = popitem = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
 
 class ScalingMeta:
     """The delayed state of one direction of a layer, under the names that Transformer Engine has.
@@ -351,10 +366,11 @@ class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
         request, bounds = active(self.outside_autocast), [*self._bindings.table.values()]
         ran = next(filter(None, (bound and bound.recipe for bound in reversed(bounds))), None)
         recipe = request.quantize or request.observe or ran or get_default_recipe()
-        meta = _Meta(fp8_checkpoint=False, fp8_group=request.process_group, recipe=recipe)
-        if self.plan_type is LinearPlan and self._buffers.get("scale_fwd") is not None:
-            meta.update(scaling_fwd=ScalingMeta(self, "fwd"), scaling_bwd=ScalingMeta(self, "bwd"))
-        return meta
+        has_scales = self.plan_type is LinearPlan and self._buffers.get("scale_fwd") is not None
+        ways = ("fwd", "bwd") if has_scales else ()
+        scaling = {f"scaling_{way}": ScalingMeta(self, way) for way in ways}
+        group = request.process_group
+        return _Meta(fp8_checkpoint=False, fp8_group=group, recipe=recipe, **scaling)
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Do nothing: state is created when a recipe first needs it."""
@@ -485,14 +501,29 @@ _UNFUSED = "NVTE_UNFUSED_ATTN"
 _ATTENTION = ("attention", "attention_backward")
 
 
+def _is_on(name: str) -> bool:
+    """Return whether the environment's variable ``name`` of Transformer Engine's, an integer, is
+    not 0; it is 1 where it is not set.
+
+    Raises:
+        RecipeError: it is no integer, by which Transformer Engine fails too.
+    """
+    value = os.environ.get(name, "1")
+    try:
+        return int(value) != 0
+    except ValueError:
+        raise RecipeError(f"{name}={value!r}: expected an integer, 0 or 1.") from None
+
+
 def _engine_of_environment() -> LeftOut:
     """Return the backends of attention that the environment turns off, as Transformer Engine reads
     it: the reference is the unfused engine, any other a fused one.
 
     Raises:
-        UnsupportedError: it turns off every engine.
+        RecipeError: a variable is no integer.
+        UnsupportedError: they turn off every engine.
     """
-    off = [name for name in (*_FUSED, _UNFUSED) if os.environ.get(name, "1") == "0"]
+    off = [name for name in (*_FUSED, _UNFUSED) if not _is_on(name)]
     if len(off) == len(_FUSED) + 1:
         raise UnsupportedError(
             f"attention: {'=0, '.join(off)}=0 turn off every engine. Set {_UNFUSED}=1 for the "
