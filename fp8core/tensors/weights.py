@@ -22,6 +22,7 @@ from fp8core.tensors.operators import with_zeros
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations, Slot, TensorQuantizer
 from fp8core.tensors.storage import pad_operand, padded_with, takes_partial_blocks
+from fp8core.tensors.user_storage import StorageTensor
 from fp8core.torch_ops.private import is_capturing
 
 
@@ -129,7 +130,8 @@ class How(NamedTuple):
     is cast. ``stored`` is how a QuantizedTensor has to be stored to be used; a plan in high
     precision takes any. ``owner`` names the layer in messages. ``slot`` holds the delayed scale,
     None for other recipes. ``dequantizes``: the columnwise operand is the rowwise one, see
-    :func:`~fp8core.tensors.quantizer.rowwise_twice`.
+    :func:`~fp8core.tensors.quantizer.rowwise_twice`. ``by_object``: an object of the user's
+    quantizes it.
     """
 
     key: tuple[object, ...]
@@ -138,6 +140,7 @@ class How(NamedTuple):
     owner: str
     slot: Slot | None
     dequantizes: bool = False
+    by_object: bool = False
 
 
 class WeightStore:
@@ -257,7 +260,7 @@ class CachingWeightQuantizer(WeightQuantizer):
             # A checkpoint need not know it: what is kept of it is what it holds.
             return self._cached(keeping._replace(used=None), weight, columnwise)
         self._check(weight)
-        if keeping is None or not self.choices:
+        if keeping is None or not (self.choices or self._how.by_object):
             return (self._both if columnwise else self._rowwise)(weight)
         return self._cached(keeping, weight, columnwise)
 
@@ -314,7 +317,7 @@ class CachingWeightQuantizer(WeightQuantizer):
                 operands = quantize(weight)
             again = None
             if keeping.is_for_graphs:
-                if not is_parameter:
+                if not is_parameter or isinstance(operands.rowwise.data, StorageTensor):
                     raise UnsupportedError(f"{self._how.owner}: {_NOT_AGAIN}")
                 again = partial(quantize, weight)
             entry = CachedWeight(self._how.key, origins, scale_version, operands, again)
@@ -431,8 +434,9 @@ _FROZEN_IN_GRAPH = (
     "it is."
 )
 _NOT_AGAIN = (
-    "cache_quantized_params with a weight that is computed from others is not offered: nothing "
-    "could quantize it again outside of the graph. Leave it out."
+    "cache_quantized_params with a weight that is computed from others, or quantized to a storage "
+    "of the user's, is not offered: nothing could quantize it again outside of the graph, into the "
+    "memory that the graph reads. Leave it out."
 )
 _WRITTEN = (
     "the weight was written since it was quantized and kept, or is another by now. Pass "

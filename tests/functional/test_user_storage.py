@@ -274,6 +274,89 @@ def test_inference_empty_rows_and_a_retained_graph() -> None:
     assert torch.equal(torch.autograd.grad(loss, layer.weight)[0], once)
 
 
+class Counting(Multiplying):
+    """One that counts its casts."""
+
+    def __init__(self, dtype: torch.dtype = E4M3) -> None:
+        super().__init__(dtype)
+        self.casts = 0
+
+    def quantize(self, tensor: torch.Tensor, **unused: Any) -> Any:
+        self.casts += 1
+        return super().quantize(tensor)
+
+
+class CountingRows(fp8core.Float8CurrentScalingQuantizer):
+    """One of fp8core's tensors."""
+
+    def __init__(self, dtype: torch.dtype = E4M3) -> None:
+        super().__init__("e4m3" if dtype == E4M3 else "e5m2", None)
+        self.casts = 0
+
+    def quantize_impl(self, tensor: torch.Tensor) -> Any:
+        self.casts += 1
+        return super().quantize_impl(tensor)
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingRows])
+def test_a_weight_is_kept_over_microbatches_and_in_a_scope(kind: Any) -> None:
+    layer, factory = linear(bias=False), Factory(kind)
+    x = torch.randn(16, 32, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+
+    def step(first: bool | None, factory: Factory = factory) -> list[torch.Tensor]:
+        with fp8core.autocast(recipe=CustomRecipe(factory)):
+            y = layer(x, is_first_microbatch=first)
+        return [y.detach(), *torch.autograd.grad(y.float().sum(), [x, layer.weight])]
+
+    found = [step(first) for first in (True, False, False)]
+    assert factory.made["weight"].casts == 1
+    assert factory.made["input"].casts == 3
+    assert all(same(each, step(None)) for each in found)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(OperandError, match="the weight was written since it was quantized"):
+        step(False)
+    doubled = step(True)
+    assert not same(doubled, found[0])
+    other = Factory(kind)  # whose objects quantize by themselves
+    assert same(step(False, other), doubled)
+    assert other.made["weight"].casts == 1
+    before = factory.made["weight"].casts
+    with fp8core.frozen_weights(layer), torch.no_grad():
+        for _ in range(2):
+            with fp8core.autocast(recipe=CustomRecipe(factory)):
+                assert torch.equal(layer(x), doubled[0])
+    assert factory.made["weight"].casts == before + 1
+
+
+def test_a_product_may_reuse_its_memory() -> None:
+    """Each product of one quantizer writes to the same buffer, of which it returns a part."""
+
+    class Reusing(Multiplying):
+        buffer = torch.empty(48 * 48, dtype=torch.bfloat16, device=DEVICE)
+
+        def qgemm(self, *arguments: Any, **keywords: Any) -> Any:
+            y = super().qgemm(*arguments, **keywords)
+            result = self.buffer[: y.numel()].view(y.shape)
+            return result.copy_(y)
+
+    square = linear(), fp8core.Linear(48, 48, device=DEVICE, params_dtype=torch.bfloat16)
+    steps = []
+    for factory in (Factory(Reusing), Factory()):
+        x = torch.ones(16, 32, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+        with fp8core.autocast(recipe=CustomRecipe(factory)):
+            y = square[0](x)
+            first = y.detach().clone()
+            z = square[1](y)
+        assert torch.equal(y, first)
+        z.backward(torch.ones_like(z))
+        steps.append([y.detach(), z.detach(), x.grad])
+        steps[-1] += [each.grad for layer in square for each in layer.parameters()]
+        for layer in square:
+            layer.zero_grad()
+    assert same(*steps)
+
+
 def test_threads_share_a_quantizer() -> None:
     layer, factory = linear(), Factory()
     x = torch.randn(16, 32, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)

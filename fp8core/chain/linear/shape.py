@@ -415,14 +415,16 @@ class _Tensors(NamedTuple):
         context, dtype = self.context, self.shape.weight_dtype
         plan, binding, slot = context.plan, context.binding, self._slot("weight", group)
         quantizer = self.unturned or self._quantizer("weight", dtype, slot, context.nonfinite)
+        is_object = "weight" in self.makers
         key = (
             *(plan.weight, plan.nonfinite, self._dequantizes),
             *(dtype, binding.device, quantizer.choices),
+            quantizer.casts if is_object else None,  # which are the object's, by identity
         )
         stored = HIGH_PRECISION.weight if binding.is_observing else storage_plan(plan.weight)
         is_decoded = self._dequantizes and plan.weight.rowwise is not None
         cast_dtype = None if isinstance(quantizer, HighPrecision) else dtype
-        how = How(key, cast_dtype, stored, context.owner, slot, is_decoded)
+        how = How(key, cast_dtype, stored, context.owner, slot, is_decoded, is_object)
         index, again = context.first_gemm + group, plan.weight.columnwise
         if "weight" not in plan.remade or binding.is_observing or again is None:
             return CachingWeightQuantizer(quantizer, index, how, zeros)

@@ -92,7 +92,8 @@ def _product(
     _check_result(result, size, desc.out_dtype, device, f"{role}: {type(quantizer).__name__}.qgemm")
     out = keywords.get("out")
     if out is None:
-        return result.contiguous()
+        # A copy: the user's next product may write to the same memory, as to a buffer of his own.
+        return result.clone(memory_format=torch.contiguous_format)
     return out.add_(result) if desc.accumulate else out.copy_(result)
 
 
