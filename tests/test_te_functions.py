@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -224,6 +226,89 @@ def test_columns_of_dequantized_rows() -> None:
         expected = [*rows.tensors(), *columns.tensors()]
         assert all(torch.equal(*pair) for pair in zip(tensor.tensors(), expected, strict=True))
     pairs = zip(alone(x).tensors(), columns.tensors(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+WRITES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "quantize_": lambda tensor, x: tensor.quantize_(x),
+    "copy_": lambda tensor, x: tensor.copy_(x),
+    "a copy of another format": lambda tensor, x: tensor.copy_(
+        fp8core.Float8CurrentScalingQuantizer("e4m3", None)(x)
+    ),
+    "data": lambda tensor, x: setattr(tensor, "data", x),
+    "add_": lambda tensor, x: tensor.zero_().add_(x),
+    "mul_": lambda tensor, x: tensor.fill_(1).mul_(x),
+    "normal_": lambda tensor, x: tensor.normal_(),
+    "a view": lambda tensor, x: tensor.view(2, 32, 64).view(64, 64).copy_(x),
+    "its own quantizer": lambda tensor, x: tensor._get_quantizer().update_quantized(x, tensor),
+    "out=": lambda tensor, x: of_rows().quantize(x, out=tensor),
+    "quantize_ again": lambda tensor, x: tensor.quantize_(-x).quantize_(
+        2 * x, noop_flag=torch.zeros(1)
+    ),
+}
+
+
+def saved(tensor: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+MADE: dict[str, Callable[[Any], Any]] = {
+    "made": lambda tensor: tensor,
+    "clone": torch.clone,
+    "detach": torch.detach,
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda tensor: pickle.loads(pickle.dumps(tensor)),
+    "torch.save": saved,
+    "parameter": torch.nn.Parameter,
+    "dtype": lambda tensor: tensor.to_dtype(torch.bfloat16),
+    "make_empty": lambda tensor: of_rows().make_empty(tensor.shape),
+    "constructed": lambda tensor: fp8core.HybridQuantizedTensor(**tensor.get_metadata()),
+    "padded": lambda tensor: torch.nn.functional.pad(tensor, (0, 0, 0, 0)),
+    "quantizer": lambda tensor: tensor._get_quantizer()(torch.zeros(64, 64)),
+    "columns alone": lambda tensor: tensor.columnwise_sub_storage,
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("write", WRITES)
+def test_every_write_makes_columns_of_dequantized_rows(write: str, made: str) -> None:
+    """Which no plan says; so the tensor knows it, and what is made of it."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 64)
+    tensor = MADE[made](of_rows()(torch.randn(64, 64)))
+    with torch.no_grad():
+        WRITES[write](tensor, x)
+    assert tensor.get_usages()["columnwise"]
+    rows = tensor.rowwise_sub_storage
+    if rows is None:
+        x = tensor.dequantize()
+        tensor.quantize_(x)
+        rows = fp8core.NVFP4Quantizer(columnwise=False)(x)
+    columns = fp8core.MXFP8Quantizer("e4m3", rowwise=False)(rows.dequantize())
+    found = tensor.columnwise_sub_storage
+    assert all(torch.equal(*pair) for pair in zip(found.tensors(), columns.tensors(), strict=True))
+
+
+def test_rows_in_high_precision_are_the_value() -> None:
+    """Beside columns no tensor holds them, so that both together are refused by name."""
+    x = torch.randn(64, 64)
+    quantizer = fp8core.HybridQuantizer(
+        rowwise_quantizer=fp8core.IdentityQuantizer(),
+        columnwise_quantizer=fp8core.NVFP4Quantizer(),
+    )
+    for call in (quantizer, quantizer.quantize, lambda x: quantizer.make_empty(x.shape)):
+        with pytest.raises(UnsupportedError, match=r"rows are the value.*set_usage\(rowwise=False"):
+            call(x)
+    assert not quantizer.is_quantizable(x)
+    quantizer.set_usage(columnwise=False)
+    assert quantizer(x) is x
+    quantizer.set_usage(rowwise=False, columnwise=True)
+    columns = fp8core.NVFP4Quantizer(rowwise=False)(x)
+    pairs = zip(quantizer(x).tensors(), columns.tensors(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from fp8core.backend_api import Operand
+from fp8core.backend_api import Operand, OperandSpec
 from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.formats import dtype_of
@@ -49,6 +49,8 @@ class OperandTensor(torch.Tensor):
     _slot: Slot | None
     # Whether it has such a scale elsewhere: torch rebuilt it for a graph, from its operands alone.
     _lacks_slot: bool
+    # The spec of the rows whose values the columns are of; None: they are of the written value.
+    _columns_of: OperandSpec | None
     # Whether scales cover more than this tensor: it is a part of another one.
     _shares_scales: bool
     # Whether it is a parameter without its history, as ``data`` and ``detach`` give it.
@@ -101,6 +103,7 @@ class OperandTensor(torch.Tensor):
         self._keeps_initial_value = False
         self._slot = None
         self._lacks_slot = False
+        self._columns_of = None
         self._shares_scales = False
         self._is_of_parameter = False
         self._padded = None
@@ -297,9 +300,14 @@ class OperandTensor(torch.Tensor):
             tensor = type(self)(
                 rowwise, columnwise, self.plan, self.dtype, shape=shape, strides=strides
             )
-        tensor._slot, tensor._lacks_slot = self._slot, self._lacks_slot
         tensor._shares_scales = self._shares_scales if shares_scales is None else shares_scales
-        return tensor
+        return tensor._written_as(self)
+
+    def _written_as(self: _Self, tensor: OperandTensor) -> _Self:
+        """Become one to which values are written as to ``tensor``; return it."""
+        self._slot, self._lacks_slot = tensor._slot, tensor._lacks_slot
+        self._columns_of = tensor._columns_of
+        return self
 
     def _lie_within(self: _Self, whole: OperandTensor) -> _Self:
         """Become the part of ``whole`` of this tensor's sizes; the rest of ``whole`` is zeros."""
@@ -322,8 +330,7 @@ class OperandTensor(torch.Tensor):
         renamed = type(self)(
             *self.stored, self.plan, dtype, shape=self.shape, strides=self.stride()
         )
-        renamed._slot, renamed._lacks_slot = self._slot, self._lacks_slot
-        renamed._shares_scales = self._shares_scales
+        renamed._written_as(self)._shares_scales = self._shares_scales
         renamed._is_of_parameter = self.is_of_parameter
         renamed._initial_value = self._initial_value
         renamed._keeps_initial_value = self._keeps_initial_value

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fp8core.backend_api import OperandSpec
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.tensors.operand_tensor import OperandTensor, say_dequantized
@@ -37,11 +38,13 @@ def write(
     *,
     slot: Slot | None = None,
     reduce_amax: ReduceAmax | None = None,
+    columns_of: OperandSpec | None,
 ) -> None:
     """Quantize ``value``, without a cast to the nominal dtype, into the operands of ``tensor``.
 
     ``slot`` holds the delayed scale; None takes the tensor's own slot. If ``value`` is one part of
     a larger tensor, ``reduce_amax`` reduces the amaxes, from which scales follow, over all parts.
+    ``columns_of`` as in :func:`~fp8core.tensors.storage.make_operands`.
 
     Raises:
         UnsupportedError: a scale of the operands covers more than ``tensor``, or ``tensor`` lacks
@@ -63,7 +66,8 @@ def write(
             f"a write in a graph to {tensor}, whose scale a Float8Quantizer holds: the graph has "
             f"the operands alone. Write outside of torch.compile."
         )
-    assign(tensor, make_operands(value, tensor.plan, slot=slot, reduce_amax=reduce_amax))
+    how: dict[str, Any] = {"slot": slot, "reduce_amax": reduce_amax, "columns_of": columns_of}
+    assign(tensor, make_operands(value, tensor.plan, **how))
 
 
 def assign(tensor: OperandTensor, operands: Orientations) -> None:
@@ -98,6 +102,9 @@ def refuse_part(tensor: OperandTensor) -> None:
         )
 
 
+_KEEPING = (
+    "Compute with x = q.dequantize(torch.float32), which keeps its precision, then q.copy_(x)."
+)
 _MASTERS = (
     "Step high-precision masters: make masters = fp8core.MasterWeights(model) and the optimizer "
     "of masters.parameters(), then masters.attach(optimizer)."
@@ -156,7 +163,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise UnsupportedError(f"{func} changes the shape of {target}; that is not offered.")
         if func.overloadpacket in _UPDATES:
             _warn_of_rounding(func, target)
-        write(target, value)
+        write(target, value, columns_of=target._columns_of)
     out = pytree.tree_map_only(torch.Tensor, lambda value: owners.get(id(value), value), out)
     if targets:
         return out
@@ -177,8 +184,7 @@ def _refuse_arithmetic(func: Any, target: OperandTensor) -> None:
         return
     raise UnsupportedError(
         f"{func.overloadpacket} computes in place on {target}, and would round what it holds once "
-        f"more: a change of less than half a unit would be lost without a trace. Compute with "
-        f"x = q.dequantize(torch.float32), which keeps its precision, then q.copy_(x)."
+        f"more: a change of less than half a unit would be lost without a trace. {_KEEPING}"
     )
 
 
@@ -192,8 +198,7 @@ def _warn_of_rounding(func: Any, target: OperandTensor) -> None:
         return
     log_once(
         f"{func.overloadpacket} computes in place on tensors stored as {target.plan.rowwise}, and "
-        f"rounds the result: a change of less than half a unit is lost. Compute with "
-        f"x = q.dequantize(torch.float32), which keeps its precision, then q.copy_(x)."
+        f"rounds the result: a change of less than half a unit is lost. {_KEEPING}"
     )
 
 
@@ -220,13 +225,13 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[:2]
     if not isinstance(target, OperandTensor):
         return func(target, source.decoded(target.dtype), *args[2:], **kwargs)
-    if not isinstance(source, OperandTensor):
-        write(target, source)
-    elif source.plan == target.plan and source.shape == target.shape:
-        refuse_part(target)
-        assign(target, source.operands)
-    else:
-        write(target, source.decoded(torch.float32))
+    if isinstance(source, OperandTensor):
+        if source.plan == target.plan and source.shape == target.shape:
+            refuse_part(target)
+            assign(target, source.operands)
+            return target
+        source = source.decoded(torch.float32)
+    write(target, source, columns_of=target._columns_of)
     return target
 
 
@@ -252,8 +257,7 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperandT
         return tensor.rebuilt(*tensor.stored, tensor.shape)._lie_within(whole)
     copies = [None if part is None else part.clone() for part in tensor.parts]
     clone = type(tensor)(*split(copies), tensor.plan, tensor.dtype, shape=tensor.shape)
-    clone._slot, clone._lacks_slot = tensor._slot, tensor._lacks_slot
-    return clone
+    return clone._written_as(tensor)
 
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -278,6 +282,7 @@ def _like(tensor: OperandTensor, device: torch.device) -> OperandTensor:
     stored = stored_operands(make_operands(zeros, tensor.plan), tensor.plan)
     like = with_room(type(tensor)(*stored, tensor.plan, tensor.dtype, shape=tensor.shape))
     like._keeps_initial_value = tensor._keeps_initial_value
+    like._columns_of = tensor._columns_of
     return like
 
 
@@ -349,6 +354,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     shared = {id(part) for part in tensor.tensors()}
     copies = [part if part is None or id(part) not in shared else part.clone() for part in parts]
     padded: OperandTensor = type(tensor)(*split(copies), tensor.plan, tensor.dtype)
+    padded._columns_of = tensor._columns_of
     return padded
 
 

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -106,12 +106,14 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         *,
         slot: Slot | None = None,
         reduce_amax: ReduceAmax | None = None,
+        columns_of: OperandSpec | None = None,
     ) -> QuantizedTensor:
         """Return ``value [..., k]`` stored by ``plan``, without its history.
 
         An orientation that is None in ``plan`` is not held. ``slot`` holds a delayed scale, which
         later writes take too. ``reduce_amax``, if given, reduces the amaxes that scales follow
-        from over all parts of a tensor of which ``value`` is one.
+        from over all parts of a tensor of which ``value`` is one. With ``columns_of`` the columns
+        are of the values that rows stored by it have, here and in later writes.
 
         Raises:
             OperandError: ``value`` has another dtype than float32, bfloat16 and float16; or
@@ -132,9 +134,10 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         rows, columns = matrix_shape(value.shape)
         check(plan, rows, columns)
         matrix = value.detach().reshape(rows, columns)
-        operands = make_operands(matrix, plan, slot=slot, reduce_amax=reduce_amax)
+        how: dict[str, Any] = {"slot": slot, "reduce_amax": reduce_amax, "columns_of": columns_of}
+        operands = make_operands(matrix, plan, **how)
         tensor = cls(*stored_operands(operands, plan), plan, value.dtype, shape=value.shape)
-        tensor._slot = slot
+        tensor._slot, tensor._columns_of = slot, columns_of
         return tensor
 
     @classmethod
@@ -187,12 +190,14 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         *,
         slot: Slot | None = None,
         reduce_amax: ReduceAmax | None = None,
+        columns_of: OperandSpec | None = None,
         noop_flag: torch.Tensor | None = None,
     ) -> QuantizedTensor:
-        """Quantize the plain ``value`` into this tensor, with ``slot`` and ``reduce_amax`` as in
-        :meth:`of` and ``noop_flag`` as in :meth:`quantize_`; return this tensor."""
+        """Quantize the plain ``value`` into this tensor, with ``slot``, ``reduce_amax`` and
+        ``columns_of`` as in :meth:`of`, for this write, and ``noop_flag`` as in :meth:`quantize_`;
+        return this tensor."""
         with torch.no_grad(), self._undone_where(noop_flag, slot or self._slot):
-            write(self, value, slot=slot, reduce_amax=reduce_amax)
+            write(self, value, slot=slot, reduce_amax=reduce_amax, columns_of=columns_of)
         torch.autograd.graph.increment_version(self)
         return self
 
@@ -269,9 +274,8 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
             return None
         operands = self.orientations(plan.rowwise is not None, plan.columnwise is not None)
         part = type(self)(*operands, plan, self.dtype, shape=self.shape)
-        part._slot, part._lacks_slot = self._slot, self._lacks_slot
         part._shares_scales = self._shares_scales
-        return part
+        return part._written_as(self)
 
     @property
     def _quantizer(self) -> Any:
@@ -283,7 +287,7 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         """
         if self._lacks_slot:
             raise OperandError(f"{self} has its delayed scale outside of the graph.")
-        return _quantizers[0](self.plan, self._slot)
+        return _quantizers[0](self.plan, self._slot, self._columns_of)
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the keyword arguments by which its class of Transformer Engine's,
@@ -381,19 +385,19 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in PARTS if getattr(self, name) is not None]
-        refusals = (self._shares_scales, self._slot is not None or self._lacks_slot)
-        return names, (self.plan, self.dtype, *(refusals if any(refusals) else ()))
+        has_slot = self._slot is not None or self._lacks_slot
+        return names, (self.plan, self.dtype, self._shares_scales, has_slot, self._columns_of)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
         rowwise, columnwise = split([inner.get(name) for name in PARTS])
-        plan, dtype, *refusals = context
+        plan, dtype, *state = context
         tensor = QuantizedTensor(
             rowwise, columnwise, plan, dtype, shape=outer_size, strides=outer_stride
         )
-        tensor._shares_scales, tensor._lacks_slot = refusals or (False, False)
+        tensor._shares_scales, tensor._lacks_slot, tensor._columns_of = state
         return tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -407,7 +411,8 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
 
     def _reduced(self, parts: list[torch.Tensor | None]) -> tuple[Any, tuple[Any, ...]]:
         """Return the function and the arguments that make a tensor like this one of ``parts``."""
-        specs = [None if spec is None else dataclasses.asdict(spec) for spec in self.plan]
+        planned = (*self.plan, *([] if self._columns_of is None else [self._columns_of]))
+        specs = [None if spec is None else dataclasses.asdict(spec) for spec in planned]
         is_parameter = getattr(self, IS_PARAMETER, False)
         stored = (parts, specs, self.dtype, is_parameter, self.requires_grad)
         if self._shares_scales:
@@ -455,12 +460,14 @@ def _rebuild(
     requires_grad: bool,
     shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return the tensor that ``torch.save`` stored as plain tensors and plain values.
+    """Return the tensor that ``torch.save`` stored as plain tensors and plain values; a third of
+    the ``specs`` is that of the rows whose values the columns are of.
 
     Raises:
         OperandError: they are not those of a saved QuantizedTensor.
     """
-    plan = plan_from(specs)
+    has_source = isinstance(specs, list) and len(specs) == 3
+    plan = plan_from(specs[:2] if has_source else specs)
     check_stored(parts, plan, dtype)
     is_shape = shape is None or (
         isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
@@ -469,6 +476,7 @@ def _rebuild(
         raise OperandError(f"a stored QuantizedTensor has the shape {reprlib.repr(shape)}.")
     tensor = QuantizedTensor(*split(parts), plan, dtype, shape=shape)
     check(plan, *matrix_size(parts, plan))
+    tensor._columns_of = plan_from([specs[2], None]).rowwise if has_source else None
     if is_parameter is True:
         return torch.nn.Parameter(tensor, requires_grad is True)
     return tensor.requires_grad_(requires_grad is True)
@@ -499,11 +507,13 @@ def initial_value(tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
 torch.serialization.add_safe_globals([_rebuild, _rebuild_part])
 
 
-_quantizers: list[Callable[[TensorPlan, Slot | None], Any]] = []
-"""Makes a quantizer of a plan and a delayed scale: of the room above, which imports this one."""
+_MakeQuantizer: TypeAlias = "Callable[[TensorPlan, Slot | None, OperandSpec | None], Any]"
+_quantizers: list[_MakeQuantizer] = []
+"""Makes a quantizer of a plan, a delayed scale, and the rows of whose values the columns are: of
+the room above, which imports this one."""
 
 
-def set_quantizers(make: Callable[[TensorPlan, Slot | None], Any]) -> None:
+def set_quantizers(make: _MakeQuantizer) -> None:
     """Have ``make`` return the quantizers that :class:`QuantizedTensor` gives for itself."""
     _quantizers[:] = [make]
 

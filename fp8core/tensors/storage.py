@@ -116,13 +116,20 @@ def make_operands(
     *,
     slot: Slot | None = None,
     reduce_amax: ReduceAmax | None = None,
+    columns_of: OperandSpec | None = None,
 ) -> Orientations:
     """Quantize ``value [n, k]`` by ``plan``, a result of :func:`storage_plan`.
 
     With ``slot`` the scale is the one there, and the amax is recorded there. ``reduce_amax`` is as
-    in :func:`~fp8core.tensors.quantizer_binding.bind_quantizer`. Stochastic rounding draws a seed
-    from torch's CPU generator.
+    in :func:`~fp8core.tensors.quantizer_binding.bind_quantizer`. With ``columns_of`` the columns
+    are of the values that rows stored by it have. Stochastic rounding draws a seed from torch's CPU
+    generator.
     """
+    if columns_of is not None and plan.columnwise is not None:
+        rowwise = make_operands(value, TensorPlan(columns_of, None)).rowwise
+        of_rows = decode_operand(rowwise, columns_of, value.dtype)
+        columnwise = make_operands(of_rows, TensorPlan(None, plan.columnwise)).columnwise
+        return Orientations(rowwise if plan.rowwise else None, columnwise)
     both = TensorPlan(plan.rowwise or plan.columnwise, plan.columnwise or plan.rowwise)
     if slot is not None:
         both = TensorPlan(*(spec and dataclasses.replace(spec, delayed=True) for spec in both))

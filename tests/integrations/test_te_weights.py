@@ -82,6 +82,32 @@ def test_parts_of_ranks_are_a_weight_quantized_at_once(name: str) -> None:
     assert torch.equal(found[0].dequantize(), want.dequantize())
 
 
+def test_columns_of_dequantized_rows_follow_the_rows_that_were_gathered() -> None:
+    rows, columns = fp8core.MXFP8Quantizer("e5m2"), fp8core.MXFP8Quantizer("e4m3")
+    source = {"columnwise_source": "rowwise_dequantized"}
+    kinds = {"rowwise_quantizer": rows, "columnwise_quantizer": columns}
+    quantizer = fp8core.HybridQuantizer(**kinds, **source)
+    found = [quantizer(torch.randn(160, 256, dtype=torch.bfloat16)) for _ in range(3)]
+    master = torch.randn(160, 256)
+
+    def step(communicator: Any) -> None:
+        at = communicator.rank
+        part = master.reshape(-1)[CUTS[at] : CUTS[at + 1]]
+        arguments = [found[at]], [part], [CUTS[at]], communicator
+        with pytest.raises(UnsupportedError, match="manual_post_all_gather_processing=True"):
+            weights.quantize_master_weights(*arguments)
+        weights.quantize_master_weights(*arguments, None, True)
+
+    run_in_threads(step, 3)
+    codes = gathered(found, "mxfp8")
+    want = quantizer(master.to(torch.bfloat16))
+    for weight in found:
+        weight._rowwise_data.copy_(codes.view_as(weight._rowwise_data))
+        weights.post_all_gather_processing(weight)
+        pairs = zip(weight.tensors(), want.tensors(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+
+
 def test_codes_lie_in_a_buffer_that_is_given() -> None:
     weight = weight_of("current", torch.randn(160, 256))
     values, buffer = weight.dequantize(), torch.zeros(160 * 256 + 7, dtype=torch.uint8)
@@ -146,6 +172,7 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_written() -> None:
         r"start_offsets\[0\]=True": (OperandError, ([good], [part], [True])),
         r"expected floats": (OperandError, ([good], [part.int()], [0])),
         r"between two codes": (UnsupportedError, ([four], [part], [1])),
+        r"whose scale covers more": (UnsupportedError, ([good[:64]], [part], [0])),
         r"holds columns": (UnsupportedError, ([both], [part], [0])),
         r"expected 100 contiguous elements of torch.uint8": (
             OperandError,

@@ -172,7 +172,7 @@ def _mxfp8(**arguments: Any) -> Any:
         (lambda: _mxfp8(rowwise_scale_inv=_codes(4, 2) + 255), "NaN"),
         (lambda: _mxfp8(rowwise_data=None), "expected a tensor [..., k]"),
         (lambda: _mxfp8(columnwise_data=_codes(64, 4)), "expected one shape"),
-        (lambda: _mxfp8(quantizer=MXFP8Quantizer(E4M3, with_2d_quantization=True)), "stores e4m3"),
+        (lambda: _mxfp8(quantizer=Float8CurrentScalingQuantizer(E4M3, None)), "stores e4m3"),
     ],
 )
 def test_what_does_not_fit_is_named(construct: Any, text: str) -> None:
@@ -498,6 +498,7 @@ QUANTIZERS: dict[str, Any] = {
     "block": Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
     "square": Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, force_pow_2_scales=False),
     "mxfp8": MXFP8Quantizer("e5m2"),
+    "mxfp8-2d": MXFP8Quantizer(E4M3, with_2d_quantization=True),
     "nvfp4": NVFP4Quantizer(),
     "nvfp4-2d": NVFP4Quantizer(with_2d_quantization=True),
     "nvfp4-rht": NVFP4Quantizer(with_rht=True, with_random_sign_mask=False),

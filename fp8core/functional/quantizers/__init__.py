@@ -21,11 +21,7 @@ from fp8core.formats import DType, dtype_of, format_of
 from fp8core.functional.quantizers.base import PlannedQuantizer, Quantizer
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.layouts import is_hybrid, kind_of
-from fp8core.tensors.parameter.constructed import (
-    of_codes_and_scale,
-    of_mx_blocks,
-    of_parts,
-)
+from fp8core.tensors.parameter.constructed import of_codes_and_scale, of_mx_blocks
 from fp8core.tensors.quantized_tensor import QuantizedTensor, set_quantizers
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
@@ -466,8 +462,8 @@ class IdentityQuantizer(Quantizer):
 class HybridQuantizer(PlannedQuantizer):
     """Quantizes rowwise as one quantizer does, and columnwise as another.
 
-    The result's ``rowwise_sub_storage`` and ``columnwise_sub_storage`` are its parts. With two
-    :class:`IdentityQuantizer` it returns the tensor itself, as each of them does.
+    The result's ``rowwise_sub_storage`` and ``columnwise_sub_storage`` are its parts. Where what is
+    used are orientations of :class:`IdentityQuantizer`, it returns the tensor itself, as that does.
 
     Args:
         rowwise_quantizer, columnwise_quantizer: quantizers whose plans say all that they do; their
@@ -479,7 +475,8 @@ class HybridQuantizer(PlannedQuantizer):
     Raises:
         OperandError: a quantizer has a state or code of its own.
         RecipeError: another source; or two IdentityQuantizers of different dtypes.
-        UnsupportedError: the columnwise operand would be a value in high precision.
+        UnsupportedError: the columnwise operand would be a value in high precision; when called,
+            the rowwise one would be, beside columns.
     """
 
     def __init__(
@@ -523,16 +520,17 @@ class HybridQuantizer(PlannedQuantizer):
         self.columnwise_source = columnwise_source
 
     @property
-    def _is_by_rows(self) -> bool:
-        """Whether the columnwise operand is of the values of the rowwise one."""
-        return self.columnwise_source == "rowwise_dequantized" and self.plan.rowwise is not None
+    def columns_of(self) -> OperandSpec | None:
+        """How the rows are stored, if they are the source of the columns."""
+        is_source = self.columnwise_source == "rowwise_dequantized"
+        return storage_plan(self.plan).rowwise if is_source else None
 
     @property
     def cell(self) -> TensorPlan | None:
         """The plan; None where the columnwise operand is of another value, which no plan says."""
         mine = (type(self).quantize, type(self).quantize_impl, type(self).__call__)
         theirs = (HybridQuantizer.quantize, HybridQuantizer.quantize_impl, Quantizer.__call__)
-        return None if self._is_by_rows or mine != theirs else self.plan
+        return None if self.columns_of or mine != theirs else self.plan
 
     def quantize(
         self,
@@ -541,35 +539,40 @@ class HybridQuantizer(PlannedQuantizer):
         out: Any = None,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """Quantize ``tensor``; return it as it is for two IdentityQuantizers."""
-        quantize = super().quantize if any(self.plan) else self.rowwise_quantizer.quantize
+        """Quantize ``tensor``; return it as it is where IdentityQuantizers have what is used."""
+        row, column = self.plan
+        is_plain = row is None and not (column and self.columnwise_usage) and self.rowwise_usage
+        quantize = self.rowwise_quantizer.quantize if is_plain else super().quantize
         return quantize(tensor, out=out, dtype=dtype)
 
-    def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensor:
-        """Return the plain ``tensor`` quantized, without its history."""
-        if not (self._is_by_rows and self.columnwise_usage):
-            return super().quantize_impl(tensor)
-        row, column = self.plan
-        rowwise = QuantizedTensor.of(tensor, TensorPlan(row, None))
-        columnwise = QuantizedTensor.of(rowwise.decoded(), TensorPlan(None, column))
-        if not self.rowwise_usage:
-            return columnwise
-        return of_parts(rowwise_storage=rowwise, columnwise_storage=columnwise)
+    @property
+    def used_plan(self) -> TensorPlan:
+        """The plan of the orientations that are used, None for the others.
 
-    def _write(
-        self, value: torch.Tensor, dst: QuantizedTensor, noop_flag: torch.Tensor | None
-    ) -> QuantizedTensor:
-        if not self._is_by_rows:
-            return super()._write(value, dst, noop_flag)
-        writer = self.copy()
-        writer.set_usage(**dst.get_usages())
-        return dst.quantize_(writer.quantize_impl(value), noop_flag=noop_flag)
+        Raises:
+            OperandError: neither is used.
+            UnsupportedError: the rows are used, in high precision beside columns.
+        """
+        if self.rowwise_usage and self.columnwise_usage and self.plan.rowwise is None:
+            raise UnsupportedError(
+                f"{self} with both usages: its rows are the value in high precision, which no "
+                f"QuantizedTensor holds beside columns. Keep the tensor itself for the rows, and "
+                f"set_usage(rowwise=False) for the columns; a recipe takes both usages."
+            )
+        return super().used_plan
 
 
-def quantizer_of(plan: TensorPlan, slot: Slot | None = None) -> Quantizer:
+def quantizer_of(
+    plan: TensorPlan, slot: Slot | None = None, columns_of: OperandSpec | None = None
+) -> Quantizer:
     """Return a quantizer that stores tensors by ``plan``, in its orientations, by the delayed scale
-    of ``slot`` if there is one."""
-    quantizer = _by_plan(plan, slot)
+    of ``slot`` if there is one; its columns are of rows stored as ``columns_of``, if given."""
+    if columns_of is not None and plan.columnwise is not None:
+        quantizer: Quantizer = _hybrid(
+            TensorPlan(columns_of, plan.columnwise), columnwise_source="rowwise_dequantized"
+        )
+    else:
+        quantizer = _by_plan(plan, slot)
     pairs = zip(plan, storage_plan(quantizer.plan), strict=True)
     if any(spec not in (None, stored) for spec, stored in pairs):
         quantizer = PlannedQuantizer(plan)
@@ -583,8 +586,7 @@ def _by_plan(plan: TensorPlan, slot: Slot | None) -> Quantizer:
     spec = row or column
     assert spec is not None
     if is_hybrid(plan):
-        rowwise, columnwise = (_by_plan(TensorPlan(each, each), None) for each in plan)
-        return HybridQuantizer(rowwise_quantizer=rowwise, columnwise_quantizer=columnwise)
+        return _hybrid(plan)
     dtype = dtype_of(spec.format)
     options: dict[str, Any] = {
         "force_pow_2_scales": spec.power_of_two,
@@ -613,6 +615,11 @@ def _by_plan(plan: TensorPlan, slot: Slot | None) -> Quantizer:
                 nvfp4_4over6_err_mode=spec.four_over_six or "MAE",
             )
     return PlannedQuantizer(plan)
+
+
+def _hybrid(plan: TensorPlan, **source: str) -> HybridQuantizer:
+    rowwise, columnwise = (_by_plan(TensorPlan(each, each), None) for each in plan)
+    return HybridQuantizer(rowwise_quantizer=rowwise, columnwise_quantizer=columnwise, **source)
 
 
 set_quantizers(quantizer_of)

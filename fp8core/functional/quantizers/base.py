@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fp8core.backend_api import OperandSpec
 from fp8core.backend_api.descriptors import operand_shapes
 from fp8core.chain.differentiable import refuse_transform
 from fp8core.chain.unwrap import as_readable, unwrap
@@ -112,6 +113,12 @@ class Quantizer:
         return None
 
     @property
+    def columns_of(self) -> OperandSpec | None:
+        """How the rows are stored whose values are quantized columnwise; None: the tensor itself
+        is."""
+        return None
+
+    @property
     def used_plan(self) -> TensorPlan:
         """The plan of the orientations that are used, None for the others.
 
@@ -167,8 +174,12 @@ class Quantizer:
         Raises:
             OperandError: the scale of :attr:`slot` is on another device.
         """
-        slot = self._slot_on(tensor.device)
-        return QuantizedTensor.of(tensor, self.used_plan, slot=slot, reduce_amax=self.reduce_amax)
+        return QuantizedTensor.of(tensor, self.used_plan, **self._how(tensor.device))
+
+    def _how(self, device: torch.device) -> dict[str, Any]:
+        """Return what, besides the plan, a cast on ``device`` goes by."""
+        slot, reduce_amax = self._slot_on(device), self.reduce_amax
+        return {"slot": slot, "reduce_amax": reduce_amax, "columns_of": self.columns_of}
 
     def _slot_on(self, device: torch.device) -> Slot | None:
         slot = self.slot
@@ -225,13 +236,7 @@ class Quantizer:
                 f"{list(dst.shape)}. Views of whole rows can be written one by one."
             )
         value = readable(src.detach(), f"{type(self).__name__}: the tensor")
-        return self._write(value, dst, noop_flag)
-
-    def _write(
-        self, value: torch.Tensor, dst: QuantizedTensor, noop_flag: torch.Tensor | None
-    ) -> QuantizedTensor:
-        slot, reduce_amax = self._slot_on(dst.device), self.reduce_amax
-        return dst.write(value, slot=slot, reduce_amax=reduce_amax, noop_flag=noop_flag)
+        return dst.write(value, **self._how(dst.device), noop_flag=noop_flag)
 
     def make_empty(
         self,
@@ -257,7 +262,7 @@ class Quantizer:
         if pin_memory and where.type != "cpu":
             raise OperandError(f"make_empty(pin_memory=True, device={where}): only CPU memory is.")
         zeros = torch.zeros(tuple(shape), dtype=dtype, device=where)
-        result = QuantizedTensor.of(zeros, self.used_plan)
+        result = QuantizedTensor.of(zeros, self.used_plan, columns_of=self.columns_of)
         if pin_memory:
             result = result.pinned()
         result = result.bound_to(self.slot)

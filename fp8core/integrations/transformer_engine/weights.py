@@ -17,8 +17,9 @@ from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.collectives import of_group
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.operators import refuse_part
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.storage import entries, is_square, make_operands, padded_with
+from fp8core.tensors.storage import entries, is_square, make_operands, padded_with, turn
 
 
 def replace_raw_data(tensor: QuantizedTensor, new_raw_data: torch.Tensor) -> None:
@@ -75,8 +76,8 @@ def quantize_master_weights(
     Raises:
         OperandError: an argument does not fit, named with its number; nothing is written.
         UnsupportedError: a weight in FP4 that holds columns, or that is cut between the two codes
-            of a byte; or one that stores its columns beside its rows, without
-            ``manual_post_all_gather_processing``.
+            of a byte; one that stores its columns beside its rows, without
+            ``manual_post_all_gather_processing``; or a view whose scale covers more than itself.
     """
     lists = {
         "master_weights": master_weights,
@@ -125,10 +126,13 @@ def post_all_gather_processing(model_weights: torch.Tensor | Sequence[torch.Tens
             continue
         rowwise, columnwise = weight.stored
         if rowwise is not None and columnwise is not None and _casts_once(weight):
-            columnwise.data.copy_(rowwise.data.t())
-            for rows, columns in zip(rowwise[1:], columnwise[1:], strict=True):
-                if rows is not None and columns is not None:
-                    columns.copy_(rows.t())
+            new = turn(rowwise)
+            if weight._columns_of is not None:
+                matrix = weight.decoded().view(rowwise.data.shape[0], -1)
+                new = make_operands(matrix, TensorPlan(None, weight.plan.columnwise)).columnwise
+            for old, part in zip(columnwise, new, strict=True):
+                if old is not None and part is not None:
+                    old.copy_(part)
         torch.autograd.graph.increment_version(weight)
 
 
@@ -159,6 +163,7 @@ class _Part(NamedTuple):
         """
         owner = f"quantize_master_weights: model_weights[{number}]"
         codes = _rowwise_codes(owner, weight)
+        refuse_part(weight)
         per_byte = codes_per_byte(weight.plan.rowwise)
         if per_byte > 1 and weight.plan.columnwise is not None:
             raise UnsupportedError(
@@ -272,9 +277,10 @@ class _Part(NamedTuple):
 
 
 def _casts_once(weight: QuantizedTensor) -> bool:
-    """Whether the columns of ``weight``, if it has any, have the codes of its rows."""
+    """Whether the columns of ``weight``, if it has any, follow from the codes of its rows."""
     row, column = weight.plan
-    return column is None or (row == column and is_square(column))
+    is_turned = row == column and column is not None and is_square(column)
+    return column is None or weight._columns_of is not None or is_turned
 
 
 def _rowwise_codes(owner: str, tensor: Any) -> torch.Tensor:

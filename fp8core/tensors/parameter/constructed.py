@@ -132,15 +132,15 @@ def _of_blocks(
     owner: str,
     specs: TensorPlan,
     dtype: torch.dtype | None,
-    *,
+    blocks: tuple[tuple[Any, Any], tuple[Any, Any]],
     quantizer: Any,
-    rowwise: tuple[Any, Any],
-    columnwise: tuple[Any, Any],
+    *,
     amaxes: tuple[Any, Any] | None = None,
     per_byte: int = 1,
 ) -> QuantizedTensor:
-    """Return the tensor of codes and scales of blocks, ``per_byte`` codes in a byte, in the layout
-    of Transformer Engine's class ``owner``; ``amaxes`` are those above their scales, if any are.
+    """Return the tensor of rowwise and columnwise codes and scales of blocks, ``per_byte`` codes in
+    a byte, in the layout of Transformer Engine's class ``owner``; ``amaxes`` are those above their
+    scales, if any are.
 
     Columnwise codes are ``[k, ...]``, but ``[..., k]`` in MX formats: these are copied, as they are
     stored transposed here.
@@ -149,11 +149,12 @@ def _of_blocks(
         OperandError: codes, scales and quantizer do not fit, or there are no codes.
     """
     is_mx = owner == "MXFP8Tensor"
-    codes = _codes(owner, rowwise[0], columnwise[0])
-    shape = shape_of(codes, is_turned=rowwise[0] is None and not is_mx, per_byte=per_byte)
+    rows, columns = (data for data, _ in blocks)
+    codes = _codes(owner, rows, columns)
+    shape = shape_of(codes, is_turned=rows is None and not is_mx, per_byte=per_byte)
     sizes = matrix_shape(shape)
     ways: list[tuple[Any, ...] | None] = []
-    pairs = zip((rowwise, columnwise), specs, amaxes or (None, None), strict=True)
+    pairs = zip(blocks, specs, amaxes or (None, None), strict=True)
     for at, ((data, scales), spec, amax) in enumerate(pairs):
         if data is None:
             ways.append(None)
@@ -222,11 +223,10 @@ def of_mx_blocks(
     spec = OperandSpec(name, (1, 32), formats.by_name(name).max, "e8m0")
     return _of_blocks(
         owner,
-        _specs(owner, spec, quantizer),
+        _specs(owner, spec, quantizer, [(32, 32)]),
         dtype,
-        quantizer=quantizer,
-        rowwise=(rowwise_data, rowwise_scale_inv),
-        columnwise=(columnwise_data, columnwise_scale_inv),
+        ((rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)),
+        quantizer,
     )
 
 
@@ -266,9 +266,8 @@ def of_float32_blocks(
         owner,
         _specs(owner, spec, quantizer),
         dtype,
-        quantizer=quantizer,
-        rowwise=(rowwise_data, rowwise_scale_inv),
-        columnwise=(columnwise_data, columnwise_scale_inv),
+        ((rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)),
+        quantizer,
     )
 
 
@@ -310,9 +309,8 @@ def of_two_levels(
         owner,
         specs,
         dtype,
-        quantizer=quantizer,
-        rowwise=(rowwise_data, rowwise_scale_inv),
-        columnwise=(columnwise_data, columnwise_scale_inv),
+        ((rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)),
+        quantizer,
         amaxes=amaxes,
         per_byte=2,
     )
@@ -331,7 +329,7 @@ def of_parts(
 ) -> QuantizedTensor:
     """Return the tensor of the rowwise operand of one part and the columnwise one of the other.
 
-    ``quantizer`` is unused: the parts say how they are stored.
+    The parts say how they are stored, ``quantizer`` what later writes make the columns of.
 
     Raises:
         OperandError: a part lacks its operand, or the parts differ in shape or device.
@@ -352,4 +350,6 @@ def of_parts(
     )
     plan = TensorPlan(row.rowwise, column.columnwise)
     nominal, shape = dtype or storages[0].dtype, storages[0].shape
-    return QuantizedTensor(rows.rowwise, columns.columnwise, plan, nominal, shape=shape)
+    tensor = QuantizedTensor(rows.rowwise, columns.columnwise, plan, nominal, shape=shape)
+    tensor._columns_of = getattr(quantizer, "columns_of", None)
+    return tensor
