@@ -180,6 +180,12 @@ class WeightOnly(Recipe):
         """Return the forward product of the recipe's weight; it is rounded to the nearest, by a
         scale of its own amax."""
         plan = self.weights.plan(role, dtype)
+        if isinstance(plan, LinearPlan) and "weight" in plan.stored_by_users:
+            raise RecipeError(
+                "WeightOnly: the weight is quantized to a storage of the user's own, which nothing "
+                "multiplies by activations in high precision. Return IdentityQuantizer() for the "
+                "input and the gradient, and use the recipe itself."
+            )
         if not isinstance(plan, LinearPlan) or plan.fprop.b is None:
             return HIGH_PRECISION
         weight = dataclasses.replace(plan.fprop.b, delayed=False, cast_first=True, stochastic=False)

@@ -540,6 +540,11 @@ def test_a_quantizer_that_forgets_to_quantize_is_not_one_of_high_precision() -> 
     refused(CustomRecipe(Factory(Forgetful)), OperandError, "neither orientation")
 
 
+def test_a_weight_alone_in_a_storage_is_refused_by_name() -> None:
+    """Nothing would quantize it, and the product be in high precision without a word."""
+    refused(recipe.WeightOnly(CustomRecipe(Factory())), RecipeError, "WeightOnly: the weight")
+
+
 def test_groups_graphs_stored_weights_and_the_monitor_are_refused_by_name() -> None:
     custom = CustomRecipe(Factory())
     grouped = fp8core.GroupedLinear(2, 32, 32, device=DEVICE)
@@ -599,9 +604,10 @@ def test_a_stored_weight_is_refused_where_an_object_quantizes_it() -> None:
     )
 
     def chosen(weight: Any) -> CustomRecipe:
-        return CustomRecipe(lambda role: weight if role.tensor_type == "weight" else columns)
+        others = fp8core.IdentityQuantizer() if isinstance(weight, Multiplying) else columns
+        return CustomRecipe(lambda role: weight if role.tensor_type == "weight" else others)
 
-    for maker in (Clamped("e4m3", None), by_rows):
+    for maker in (Clamped("e4m3", None), by_rows, Multiplying()):
         with (
             pytest.raises(UnsupportedError, match=f"{type(maker).__name__}, an object"),
             fp8core.quantized_model_init(recipe=chosen(maker)),

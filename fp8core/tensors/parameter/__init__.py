@@ -165,14 +165,14 @@ def make_weight(
         return torch.nn.Parameter(value)
     whole = plan_of(LinearPlan, init._recipe, role, value.dtype)
     plan, maker = whole.weight, dict(whole.makers).get("weight")
-    if plan.rowwise is None and plan.columnwise is None:
-        return torch.nn.Parameter(value)
     if maker is not None:
         raise UnsupportedError(
             f"quantized_model_init: the recipe has the weight of {role.kind} quantized by "
             f"{type(maker).__name__}, an object with a state or code of its own, and a stored "
             f"weight is written by its format alone. {OUTSIDE_OF_INIT}"
         )
+    if plan.rowwise is None and plan.columnwise is None:
+        return torch.nn.Parameter(value)
     if not torch.is_grad_enabled():
         plan = TensorPlan(plan.rowwise, None)
     quantized = with_room(QuantizedTensor.quantize(value.zero_(), plan))
