@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from fp8core.backend_api import Operand, OperandSpec
+from fp8core.backend_api import Operand
 from fp8core.backend_api.operand_spec import codes_per_byte
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.formats import dtype_of
@@ -16,7 +16,16 @@ from fp8core.recipe.plan import TensorPlan
 from fp8core.reporting import log_once
 from fp8core.tensors.checks import matrix_size
 from fp8core.tensors.quantizer import Orientations, Slot
-from fp8core.tensors.storage import PARTS, StoredOperands, decode_operand, matrix_shape, split, turn
+from fp8core.tensors.storage import (
+    BY_VALUE,
+    PARTS,
+    Casting,
+    StoredOperands,
+    decode_operand,
+    matrix_shape,
+    split,
+    turn,
+)
 from fp8core.torch_ops.private import (
     IS_PARAMETER,
     counting_views,
@@ -45,12 +54,10 @@ class OperandTensor(torch.Tensor):
     _rowwise_scale_inv: torch.Tensor | None
     _initial_value: torch.Tensor | None
     _keeps_initial_value: bool
-    # The delayed scale by which a written value is quantized, from a Float8Quantizer.
-    _slot: Slot | None
+    # By what a written value is quantized, as the delayed scale of a Float8Quantizer.
+    _casting: Casting
     # Whether it has such a scale elsewhere: torch rebuilt it for a graph, from its operands alone.
     _lacks_slot: bool
-    # The spec of the rows whose values the columns are of; None: they are of the written value.
-    _columns_of: OperandSpec | None
     # Whether scales cover more than this tensor: it is a part of another one.
     _shares_scales: bool
     # Whether it is a parameter without its history, as ``data`` and ``detach`` give it.
@@ -101,9 +108,8 @@ class OperandTensor(torch.Tensor):
         self.plan = plan
         self._initial_value = None
         self._keeps_initial_value = False
-        self._slot = None
+        self._casting = BY_VALUE
         self._lacks_slot = False
-        self._columns_of = None
         self._shares_scales = False
         self._is_of_parameter = False
         self._padded = None
@@ -305,8 +311,7 @@ class OperandTensor(torch.Tensor):
 
     def _written_as(self: _Self, tensor: OperandTensor) -> _Self:
         """Become one to which values are written as to ``tensor``; return it."""
-        self._slot, self._lacks_slot = tensor._slot, tensor._lacks_slot
-        self._columns_of = tensor._columns_of
+        self._casting, self._lacks_slot = tensor._casting, tensor._lacks_slot
         return self
 
     def _lie_within(self: _Self, whole: OperandTensor) -> _Self:
@@ -342,7 +347,7 @@ class OperandTensor(torch.Tensor):
     def bound_to(self: _Self, slot: Slot | None) -> _Self:
         """Return this tensor, to which values are written by the delayed scale of ``slot``; None:
         by a scale from their amax."""
-        self._slot, self._lacks_slot = slot, False
+        self._casting, self._lacks_slot = self._casting._replace(slot=slot), False
         return self
 
     def pinned(self: _Self) -> _Self:

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import OperandSpec
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.tensors.operand_tensor import OperandTensor, say_dequantized
-from fp8core.tensors.quantizer import Orientations, Slot
-from fp8core.tensors.quantizer_binding import ReduceAmax
+from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.storage import (
     FLOATS,
+    Casting,
     make_operands,
     matrix_shape,
     pad_operand,
@@ -32,19 +31,9 @@ from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.private import COLLECTIVES, pytree
 
 
-def write(
-    tensor: OperandTensor,
-    value: torch.Tensor,
-    *,
-    slot: Slot | None = None,
-    reduce_amax: ReduceAmax | None = None,
-    columns_of: OperandSpec | None,
-) -> None:
-    """Quantize ``value``, without a cast to the nominal dtype, into the operands of ``tensor``.
-
-    ``slot`` holds the delayed scale; None takes the tensor's own slot. If ``value`` is one part of
-    a larger tensor, ``reduce_amax`` reduces the amaxes, from which scales follow, over all parts.
-    ``columns_of`` as in :func:`~fp8core.tensors.storage.make_operands`.
+def write(tensor: OperandTensor, value: torch.Tensor, casting: Casting | None = None) -> None:
+    """Quantize ``value``, without a cast to the nominal dtype, into the operands of ``tensor``, by
+    ``casting``, or the tensor's own, whose delayed scale is taken in any case where it has none.
 
     Raises:
         UnsupportedError: a scale of the operands covers more than ``tensor``, or ``tensor`` lacks
@@ -60,14 +49,14 @@ def write(
         value = value.to(torch.float32 if value.is_floating_point() else tensor.dtype)
     if value.dim() != 2:
         value = value.reshape(matrix_shape(value.shape))
-    slot = tensor._slot if slot is None else slot
-    if slot is None and tensor._lacks_slot:
+    casting = tensor._casting if casting is None else casting
+    casting = casting._replace(slot=casting.slot or tensor._casting.slot)
+    if casting.slot is None and tensor._lacks_slot:
         raise UnsupportedError(
             f"a write in a graph to {tensor}, whose scale a Float8Quantizer holds: the graph has "
             f"the operands alone. Write outside of torch.compile."
         )
-    how: dict[str, Any] = {"slot": slot, "reduce_amax": reduce_amax, "columns_of": columns_of}
-    assign(tensor, make_operands(value, tensor.plan, **how))
+    assign(tensor, make_operands(value, tensor.plan, casting))
 
 
 def assign(tensor: OperandTensor, operands: Orientations) -> None:
@@ -163,7 +152,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise UnsupportedError(f"{func} changes the shape of {target}; that is not offered.")
         if func.overloadpacket in _UPDATES:
             _warn_of_rounding(func, target)
-        write(target, value, columns_of=target._columns_of)
+        write(target, value)
     out = pytree.tree_map_only(torch.Tensor, lambda value: owners.get(id(value), value), out)
     if targets:
         return out
@@ -231,7 +220,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             assign(target, source.operands)
             return target
         source = source.decoded(torch.float32)
-    write(target, source, columns_of=target._columns_of)
+    write(target, source)
     return target
 
 
@@ -282,7 +271,7 @@ def _like(tensor: OperandTensor, device: torch.device) -> OperandTensor:
     stored = stored_operands(make_operands(zeros, tensor.plan), tensor.plan)
     like = with_room(type(tensor)(*stored, tensor.plan, tensor.dtype, shape=tensor.shape))
     like._keeps_initial_value = tensor._keeps_initial_value
-    like._columns_of = tensor._columns_of
+    like._casting = Casting(columns_of=tensor._casting.columns_of)
     return like
 
 
@@ -354,7 +343,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     shared = {id(part) for part in tensor.tensors()}
     copies = [part if part is None or id(part) not in shared else part.clone() for part in parts]
     padded: OperandTensor = type(tensor)(*split(copies), tensor.plan, tensor.dtype)
-    padded._columns_of = tensor._columns_of
+    padded._casting = Casting(columns_of=tensor._casting.columns_of)
     return padded
 
 

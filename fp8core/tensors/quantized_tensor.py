@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -32,10 +32,11 @@ from fp8core.tensors.layouts import arguments_of, is_hybrid
 from fp8core.tensors.operand_tensor import OperandTensor
 from fp8core.tensors.operators import write
 from fp8core.tensors.quantizer import Orientations, Slot, TensorQuantizer, each_way
-from fp8core.tensors.quantizer_binding import ReduceAmax
 from fp8core.tensors.storage import (
+    BY_VALUE,
     FLOATS,
     PARTS,
+    Casting,
     check,
     check_parameter,
     counted,
@@ -100,20 +101,12 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
 
     @classmethod
     def of(
-        cls,
-        value: torch.Tensor,
-        plan: TensorPlan,
-        *,
-        slot: Slot | None = None,
-        reduce_amax: ReduceAmax | None = None,
-        columns_of: OperandSpec | None = None,
+        cls, value: torch.Tensor, plan: TensorPlan, casting: Casting = BY_VALUE
     ) -> QuantizedTensor:
         """Return ``value [..., k]`` stored by ``plan``, without its history.
 
-        An orientation that is None in ``plan`` is not held. ``slot`` holds a delayed scale, which
-        later writes take too. ``reduce_amax``, if given, reduces the amaxes that scales follow
-        from over all parts of a tensor of which ``value`` is one. With ``columns_of`` the columns
-        are of the values that rows stored by it have, here and in later writes.
+        An orientation that is None in ``plan`` is not held. Later writes go by ``casting`` too, but
+        for its reduction of amaxes.
 
         Raises:
             OperandError: ``value`` has another dtype than float32, bfloat16 and float16; or
@@ -134,10 +127,9 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         rows, columns = matrix_shape(value.shape)
         check(plan, rows, columns)
         matrix = value.detach().reshape(rows, columns)
-        how: dict[str, Any] = {"slot": slot, "reduce_amax": reduce_amax, "columns_of": columns_of}
-        operands = make_operands(matrix, plan, **how)
+        operands = make_operands(matrix, plan, casting)
         tensor = cls(*stored_operands(operands, plan), plan, value.dtype, shape=value.shape)
-        tensor._slot, tensor._columns_of = slot, columns_of
+        tensor._casting = casting._replace(reduce_amax=None)
         return tensor
 
     @classmethod
@@ -187,17 +179,14 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
     def write(
         self,
         value: torch.Tensor,
+        casting: Casting,
         *,
-        slot: Slot | None = None,
-        reduce_amax: ReduceAmax | None = None,
-        columns_of: OperandSpec | None = None,
         noop_flag: torch.Tensor | None = None,
     ) -> QuantizedTensor:
-        """Quantize the plain ``value`` into this tensor, with ``slot``, ``reduce_amax`` and
-        ``columns_of`` as in :meth:`of`, for this write, and ``noop_flag`` as in :meth:`quantize_`;
-        return this tensor."""
-        with torch.no_grad(), self._undone_where(noop_flag, slot or self._slot):
-            write(self, value, slot=slot, reduce_amax=reduce_amax, columns_of=columns_of)
+        """Quantize the plain ``value`` into this tensor by ``casting``, for this write, and with
+        ``noop_flag`` as in :meth:`quantize_`; return this tensor."""
+        with torch.no_grad(), self._undone_where(noop_flag, casting.slot or self._casting.slot):
+            write(self, value, casting)
         torch.autograd.graph.increment_version(self)
         return self
 
@@ -222,7 +211,7 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         Nothing is written, and no amax recorded, where ``noop_flag``, one number on the device, is
         not 0; the host does not wait to read it.
         """
-        with torch.no_grad(), self._undone_where(noop_flag, self._slot):
+        with torch.no_grad(), self._undone_where(noop_flag, self._casting.slot):
             self.copy_(tensor)
         return self
 
@@ -287,7 +276,7 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         """
         if self._lacks_slot:
             raise OperandError(f"{self} has its delayed scale outside of the graph.")
-        return _quantizers[0](self.plan, self._slot, self._columns_of)
+        return _quantizers[0](self.plan, self._casting)
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the keyword arguments by which its class of Transformer Engine's,
@@ -385,8 +374,9 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in PARTS if getattr(self, name) is not None]
-        has_slot = self._slot is not None or self._lacks_slot
-        return names, (self.plan, self.dtype, self._shares_scales, has_slot, self._columns_of)
+        slot, _, columns_of = self._casting
+        has_slot = slot is not None or self._lacks_slot
+        return names, (self.plan, self.dtype, self._shares_scales, has_slot, columns_of)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -397,7 +387,8 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         tensor = QuantizedTensor(
             rowwise, columnwise, plan, dtype, shape=outer_size, strides=outer_stride
         )
-        tensor._shares_scales, tensor._lacks_slot, tensor._columns_of = state
+        tensor._shares_scales, tensor._lacks_slot, columns_of = state
+        tensor._casting = Casting(columns_of=columns_of)
         return tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -411,7 +402,7 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
 
     def _reduced(self, parts: list[torch.Tensor | None]) -> tuple[Any, tuple[Any, ...]]:
         """Return the function and the arguments that make a tensor like this one of ``parts``."""
-        planned = (*self.plan, *([] if self._columns_of is None else [self._columns_of]))
+        planned = (*self.plan, *filter(None, [self._casting.columns_of]))
         specs = [None if spec is None else dataclasses.asdict(spec) for spec in planned]
         is_parameter = getattr(self, IS_PARAMETER, False)
         stored = (parts, specs, self.dtype, is_parameter, self.requires_grad)
@@ -476,7 +467,8 @@ def _rebuild(
         raise OperandError(f"a stored QuantizedTensor has the shape {reprlib.repr(shape)}.")
     tensor = QuantizedTensor(*split(parts), plan, dtype, shape=shape)
     check(plan, *matrix_size(parts, plan))
-    tensor._columns_of = plan_from([specs[2], None]).rowwise if has_source else None
+    if has_source:
+        tensor._casting = Casting(columns_of=plan_from([specs[2], None]).rowwise)
     if is_parameter is True:
         return torch.nn.Parameter(tensor, requires_grad is True)
     return tensor.requires_grad_(requires_grad is True)
@@ -507,13 +499,11 @@ def initial_value(tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
 torch.serialization.add_safe_globals([_rebuild, _rebuild_part])
 
 
-_MakeQuantizer: TypeAlias = "Callable[[TensorPlan, Slot | None, OperandSpec | None], Any]"
-_quantizers: list[_MakeQuantizer] = []
-"""Makes a quantizer of a plan, a delayed scale, and the rows of whose values the columns are: of
-the room above, which imports this one."""
+_quantizers: list[Callable[[TensorPlan, Casting], Any]] = []
+"""Makes a quantizer of a plan and what casts go by: of the room above, which imports this one."""
 
 
-def set_quantizers(make: _MakeQuantizer) -> None:
+def set_quantizers(make: Callable[[TensorPlan, Casting], Any]) -> None:
     """Have ``make`` return the quantizers that :class:`QuantizedTensor` gives for itself."""
     _quantizers[:] = [make]
 

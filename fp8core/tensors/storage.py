@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -30,6 +30,23 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 StoredOperands: TypeAlias = "tuple[Operand | None, Operand | None]"
 """The rowwise and the columnwise operand of a QuantizedTensor, None for one that it does not hold,
 or that is a view of the other."""
+
+
+class Casting(NamedTuple):
+    """How a value is cast, besides by its plan.
+
+    ``slot`` has a delayed scale, and gets the amax. ``reduce_amax`` is as in
+    :func:`~fp8core.tensors.quantizer_binding.bind_quantizer`: it reduces the amaxes, from which
+    scales follow, over all parts of a tensor of which the value is one. With ``columns_of`` the
+    columns are of the values that rows stored by it have; None: of the value itself.
+    """
+
+    slot: Slot | None = None
+    reduce_amax: ReduceAmax | None = None
+    columns_of: OperandSpec | None = None
+
+
+BY_VALUE = Casting()
 
 
 def storage_plan(plan: TensorPlan) -> TensorPlan:
@@ -111,20 +128,13 @@ def turn(operand: Operand) -> Operand:
 
 
 def make_operands(
-    value: torch.Tensor,
-    plan: TensorPlan,
-    *,
-    slot: Slot | None = None,
-    reduce_amax: ReduceAmax | None = None,
-    columns_of: OperandSpec | None = None,
+    value: torch.Tensor, plan: TensorPlan, casting: Casting = BY_VALUE
 ) -> Orientations:
     """Quantize ``value [n, k]`` by ``plan``, a result of :func:`storage_plan`.
 
-    With ``slot`` the scale is the one there, and the amax is recorded there. ``reduce_amax`` is as
-    in :func:`~fp8core.tensors.quantizer_binding.bind_quantizer`. With ``columns_of`` the columns
-    are of the values that rows stored by it have. Stochastic rounding draws a seed from torch's CPU
-    generator.
+    Stochastic rounding draws a seed from torch's CPU generator.
     """
+    slot, reduce_amax, columns_of = casting
     if columns_of is not None and plan.columnwise is not None:
         rowwise = make_operands(value, TensorPlan(columns_of, None)).rowwise
         of_rows = decode_operand(rowwise, columns_of, value.dtype)

@@ -201,7 +201,7 @@ def _cut_rows(tensor: Any, dim: int, span: range) -> tuple[list[Operand | None],
     operands = _of_each(tensor, along, lambda operand, spec, at: cut(operand, spec, at, rows))
     if operands is None:
         return None
-    specs = zip((*tensor.plan, tensor._columns_of), (*along, along[0]), strict=True)
+    specs = zip((*tensor.plan, tensor._casting.columns_of), (*along, along[0]), strict=True)
     return operands, any(spec is not None and shares_scales(spec, at) for spec, at in specs)
 
 

@@ -25,7 +25,7 @@ from fp8core.tensors.parameter.constructed import of_codes_and_scale, of_mx_bloc
 from fp8core.tensors.quantized_tensor import QuantizedTensor, set_quantizers
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
-from fp8core.tensors.storage import matrix_shape, storage_plan
+from fp8core.tensors.storage import BY_VALUE, Casting, matrix_shape, storage_plan
 
 __all__ = [
     "DType",
@@ -562,17 +562,13 @@ class HybridQuantizer(PlannedQuantizer):
         return super().used_plan
 
 
-def quantizer_of(
-    plan: TensorPlan, slot: Slot | None = None, columns_of: OperandSpec | None = None
-) -> Quantizer:
-    """Return a quantizer that stores tensors by ``plan``, in its orientations, by the delayed scale
-    of ``slot`` if there is one; its columns are of rows stored as ``columns_of``, if given."""
-    if columns_of is not None and plan.columnwise is not None:
-        quantizer: Quantizer = _hybrid(
-            TensorPlan(columns_of, plan.columnwise), columnwise_source="rowwise_dequantized"
-        )
-    else:
-        quantizer = _by_plan(plan, slot)
+def quantizer_of(plan: TensorPlan, casting: Casting = BY_VALUE) -> Quantizer:
+    """Return a quantizer that stores tensors by ``plan``, in its orientations, and by
+    ``casting``."""
+    quantizer, row = _by_plan(plan, casting.slot), casting.columns_of
+    if row is not None and plan.columnwise is not None:
+        source = {"columnwise_source": "rowwise_dequantized"}
+        quantizer = _hybrid(TensorPlan(row, plan.columnwise), **source)
     pairs = zip(plan, storage_plan(quantizer.plan), strict=True)
     if any(spec not in (None, stored) for spec, stored in pairs):
         quantizer = PlannedQuantizer(plan)

@@ -22,7 +22,7 @@ from fp8core.tensors.layouts import scale_sizes
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
-from fp8core.tensors.storage import PARTS, counted, is_square, matrix_shape, storage_plan
+from fp8core.tensors.storage import PARTS, Casting, counted, is_square, matrix_shape, storage_plan
 from fp8core.tensors.user_storage import QuantizedTensorStorage
 from fp8core.torch_ops.capture import constant_in_graph, is_captured
 from fp8core.torch_ops.expression import expression_of
@@ -174,12 +174,10 @@ class Quantizer:
         Raises:
             OperandError: the scale of :attr:`slot` is on another device.
         """
-        return QuantizedTensor.of(tensor, self.used_plan, **self._how(tensor.device))
+        return QuantizedTensor.of(tensor, self.used_plan, self._casting_on(tensor.device))
 
-    def _how(self, device: torch.device) -> dict[str, Any]:
-        """Return what, besides the plan, a cast on ``device`` goes by."""
-        slot, reduce_amax = self._slot_on(device), self.reduce_amax
-        return {"slot": slot, "reduce_amax": reduce_amax, "columns_of": self.columns_of}
+    def _casting_on(self, device: torch.device) -> Casting:
+        return Casting(self._slot_on(device), self.reduce_amax, self.columns_of)
 
     def _slot_on(self, device: torch.device) -> Slot | None:
         slot = self.slot
@@ -236,7 +234,7 @@ class Quantizer:
                 f"{list(dst.shape)}. Views of whole rows can be written one by one."
             )
         value = readable(src.detach(), f"{type(self).__name__}: the tensor")
-        return dst.write(value, **self._how(dst.device), noop_flag=noop_flag)
+        return dst.write(value, self._casting_on(dst.device), noop_flag=noop_flag)
 
     def make_empty(
         self,
@@ -262,7 +260,8 @@ class Quantizer:
         if pin_memory and where.type != "cpu":
             raise OperandError(f"make_empty(pin_memory=True, device={where}): only CPU memory is.")
         zeros = torch.zeros(tuple(shape), dtype=dtype, device=where)
-        result = QuantizedTensor.of(zeros, self.used_plan, columns_of=self.columns_of)
+        casting = Casting(columns_of=self.columns_of)
+        result = QuantizedTensor.of(zeros, self.used_plan, casting)
         if pin_memory:
             result = result.pinned()
         result = result.bound_to(self.slot)

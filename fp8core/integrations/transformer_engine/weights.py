@@ -127,7 +127,7 @@ def post_all_gather_processing(model_weights: torch.Tensor | Sequence[torch.Tens
         rowwise, columnwise = weight.stored
         if rowwise is not None and columnwise is not None and _casts_once(weight):
             new = turn(rowwise)
-            if weight._columns_of is not None:
+            if weight._casting.columns_of is not None:
                 matrix = weight.decoded().view(rowwise.data.shape[0], -1)
                 new = make_operands(matrix, TensorPlan(None, weight.plan.columnwise)).columnwise
             for old, part in zip(columnwise, new, strict=True):
@@ -280,7 +280,7 @@ def _casts_once(weight: QuantizedTensor) -> bool:
     """Whether the columns of ``weight``, if it has any, follow from the codes of its rows."""
     row, column = weight.plan
     is_turned = row == column and column is not None and is_square(column)
-    return column is None or weight._columns_of is not None or is_turned
+    return column is None or weight._casting.columns_of is not None or is_turned
 
 
 def _rowwise_codes(owner: str, tensor: Any) -> torch.Tensor:

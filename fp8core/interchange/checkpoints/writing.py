@@ -42,7 +42,7 @@ from fp8core.tensors.checks import is_sharded
 from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
-from fp8core.tensors.storage import make_operands, storage_plan
+from fp8core.tensors.storage import Casting, make_operands, storage_plan
 from fp8core.torch_ops.private import COMPILED_MODULE, FSDP_FLATTENED
 
 
@@ -248,7 +248,7 @@ def operand_of(weight: Weight) -> Operand:
         value = torch.nn.functional.pad(value, (0, columns, 0, rows))
     plan = storage_plan(TensorPlan(weight.spec, None))
     slot = None if weight.scale is None else Slot(weight.scale, None)
-    operand = make_operands(value, plan, slot=slot).rowwise
+    operand = make_operands(value, plan, Casting(slot)).rowwise
     assert isinstance(operand, Operand)
     return operand
 

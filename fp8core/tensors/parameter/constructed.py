@@ -17,7 +17,7 @@ from fp8core.tensors.checks import fit_codes
 from fp8core.tensors.layouts import outer_scale, scales_from, shape_of
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations
-from fp8core.tensors.storage import is_square, matrix_shape, storage_plan
+from fp8core.tensors.storage import Casting, is_square, matrix_shape, storage_plan
 
 Ways = tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]
 """Codes, scales and scales above them of the rowwise and of the columnwise operand, as ours."""
@@ -351,5 +351,5 @@ def of_parts(
     plan = TensorPlan(row.rowwise, column.columnwise)
     nominal, shape = dtype or storages[0].dtype, storages[0].shape
     tensor = QuantizedTensor(rows.rowwise, columns.columnwise, plan, nominal, shape=shape)
-    tensor._columns_of = getattr(quantizer, "columns_of", None)
+    tensor._casting = Casting(columns_of=getattr(quantizer, "columns_of", None))
     return tensor
