@@ -27,7 +27,7 @@ def generated(model: Decoder, prompt: torch.Tensor, captures: bool) -> list[list
     tokens = [prompt, model(prompt, cache)[:, -1:].argmax(-1)]
     step = _Step(model, cache)
     if captures:
-        step = te.make_graphed_callables(step, (tokens[-1].clone(),), enabled=False)
+        step = te.make_graphed_callables(step, (tokens[-1].clone(),), enabled=None)
     for _ in range(15):
         tokens.append(step(tokens[-1]).clone())
     return torch.cat(tokens, 1).tolist()

@@ -268,6 +268,29 @@ def test_hooks_run_in_the_order_of_the_capture() -> None:
 
 
 @pytest.mark.usefixtures("again")
+@pytest.mark.parametrize("name", ["rowwise", "current", "block"])
+def test_without_an_autocast_stored_weights_run_their_recipe(name: str) -> None:
+    model, x = (
+        torch.nn.Sequential(fp8core.Linear(128, 128, params_dtype=torch.bfloat16)),
+        sample(128)[0],
+    )
+    fp8core.quantize_(model.eval(), name)
+    x = x.detach().bfloat16()
+    with torch.no_grad():
+        want = model(x)
+        with autocast(enabled=False):
+            high = model(x)
+        for enabled, expected in ((None, want), (False, high)):
+            fp8core.make_graphed_callables(model, (x,), enabled=enabled)
+            assert torch.equal(model(x), expected)
+            model.reset()
+    assert not torch.equal(want, high)
+    for option, value in (("recipe", name), ("calibrating", True)):
+        with pytest.raises(OperandError, match=f"without an autocast, which {option} would be of"):
+            fp8core.make_graphed_callables(model, (x,), enabled=[None], **{option: value})
+
+
+@pytest.mark.usefixtures("again")
 @pytest.mark.parametrize("before", ["the class's", "its own"])
 def test_reset_frees_the_graphs_until_the_module_is_captured_again(before: str) -> None:
     layer, x = ops.Sequential(ops.Linear(16, 16)), sample()[0]
@@ -378,7 +401,9 @@ def test_each_module_may_be_enabled_by_itself() -> None:
     assert torch.equal(low(x), want)
     assert torch.equal(high(x), plain)
     for bad in ((True,), (True, 1), 1, "ab"):
-        with pytest.raises(OperandError, match="expected a bool, or one for each of 2 modules"):
+        with pytest.raises(
+            OperandError, match="expected a bool, None, or one of them for each of 2"
+        ):
             fp8core.make_graphed_callables(
                 [fp8core.Linear(16, 16) for _ in range(2)],
                 (sample(), sample()),

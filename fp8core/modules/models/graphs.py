@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def make_graphed_callables(
     allow_unused_input: bool = False,
     sample_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     *,
-    enabled: bool | Sequence[bool] = True,
+    enabled: bool | Sequence[bool | None] | None = True,
     calibrating: bool = False,
     recipe: Recipe | str | None = None,
     amax_reduction_group: torch.distributed.ProcessGroup | None = None,
@@ -64,7 +64,9 @@ def make_graphed_callables(
         num_warmup_iters: runs before the capture, in its order, in which algorithms are chosen.
         allow_unused_input: whether an input may have no gradient.
         sample_kwargs: tensors of one call by keyword, or a mapping of them for each sample.
-        enabled: False captures high precision; for all modules, or one for each.
+        enabled: False captures high precision, also of weights that are stored quantized; None
+            captures what a call outside of any autocast runs, as for a model of
+            :func:`fp8core.quantize_`. For all modules, or one for each.
         calibrating: as in ``autocast``.
         recipe: a Recipe, or its name; None takes :func:`fp8core.get_default_recipe`.
         amax_reduction_group: as in ``autocast``.
@@ -103,14 +105,18 @@ def make_graphed_callables(
             "make_graphed_callables(_reuse_graph_input_output_buffers=True) needs _order, which "
             "says when a pass is over."
         )
-    contexts = [
-        autocast(
-            enabled=is_enabled,
-            calibrating=calibrating,
-            recipe=recipe,
-            amax_reduction_group=amax_reduction_group,
+    chosen: dict[str, Any] = {"calibrating": calibrating, "recipe": recipe}
+    chosen["amax_reduction_group"] = amax_reduction_group
+    are_enabled = _enabled(enabled, len(each))
+    if None in are_enabled and any(chosen.values()):
+        raise OperandError(
+            f"make_graphed_callables(enabled={enabled!r}) captures without an autocast, which "
+            f"{', '.join(name for name in chosen if chosen[name])} would be of; leave it out, or "
+            f"give enabled=True."
         )
-        for is_enabled in _enabled(enabled, len(each))
+    contexts = [
+        nullcontext() if is_enabled is None else autocast(enabled=is_enabled, **chosen)
+        for is_enabled in are_enabled
     ]
     is_single = is_module and _order is None
     args: tuple[Any, ...] = (sample_args,) if is_single else tuple(sample_args)
@@ -192,15 +198,15 @@ def _restore(modules: Iterable[torch.nn.Module]) -> None:
         attributes.update(graphed["before"])
 
 
-def _enabled(enabled: bool | Sequence[bool], count: int) -> list[bool]:
-    """Return whether each module is captured in low precision."""
-    if isinstance(enabled, bool):
+def _enabled(enabled: bool | Sequence[bool | None] | None, count: int) -> list[bool | None]:
+    """Return whether each module is captured in low precision, None where no autocast says it."""
+    if enabled is None or isinstance(enabled, bool):
         return [enabled] * count
     each = list(enabled) if isinstance(enabled, Sequence) else []
-    if len(each) != count or not all(isinstance(entry, bool) for entry in each):
+    if len(each) != count or not all(isinstance(entry, bool | None) for entry in each):
         raise OperandError(
-            f"make_graphed_callables(enabled={enabled!r}): expected a bool, or one for each of "
-            f"{count} modules."
+            f"make_graphed_callables(enabled={enabled!r}): expected a bool, None, or one of them "
+            f"for each of {count} modules."
         )
     return each
 
@@ -370,7 +376,7 @@ def _used_by_graphs(stores: Sequence[WeightStore]) -> Iterator[None]:
 
 @contextmanager
 def _inside(
-    contexts: Sequence[autocast],
+    contexts: Sequence[AbstractContextManager[Any]],
     modules: Sequence[torch.nn.Module],
     takers: Sequence[torch.nn.Module],
     microbatch: dict[str, bool],
@@ -404,7 +410,9 @@ def _taking(keywords: Mapping[str, Any], forward: Callable[..., Any]) -> Callabl
     return run
 
 
-def _entering(context: autocast, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _entering(
+    context: AbstractContextManager[Any], forward: Callable[..., Any]
+) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*arguments: Any, **keywords: Any) -> Any:
         with context:

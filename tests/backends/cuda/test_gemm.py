@@ -89,6 +89,7 @@ def test_products_are_within_the_accumulators_bound(
             check(pair, shape, out_dtype, fast, formats)
 
 
+@pytest.mark.usefixtures("first_algorithms")
 @pytest.mark.parametrize("pair", PAIRS)
 def test_results_in_columns_of_a_wider_tensor_have_the_same_bits(pair: str) -> None:
     a_spec, b_spec = map(spec, PAIRS[pair])
