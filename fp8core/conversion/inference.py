@@ -347,10 +347,10 @@ def _obstacle(
 ) -> str:
     """Return why a weight stays in high precision, or an empty string."""
     spec, rows = stored.rowwise, parameter.shape[-2]
-    if spec is None:
-        return "the recipe leaves it in high precision"
     if dict(plan.makers).get("weight") is not None:
         return "an object of the user quantizes it"
+    if spec is None:
+        return "the recipe leaves it in high precision"
     if is_sharded(parameter) or layer.local_part is not None:
         return "spread over ranks"
     is_shared = spec.scale_format == "e4m3" or not spec.block[0] or rows % spec.block[0] != 0

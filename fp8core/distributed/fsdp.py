@@ -172,8 +172,14 @@ def _plan_of(site: WeightSite, recipe: Recipe) -> TensorPlan | None:
     module, parameter = site.module, site.parameter
     role = LayerRole(module.kind, module.name)
     try:
-        plan = plan_of(LinearPlan, recipe, role, parameter.dtype).weight
-        stored = storage_plan(plan)
+        plan = plan_of(LinearPlan, recipe, role, parameter.dtype)
+        maker = dict(plan.makers).get("weight")
+        if maker is not None:
+            raise UnsupportedError(
+                f"a quantized gather of a weight that {type(maker).__name__}, an object of the "
+                f"user's, quantizes is not offered. Leave out gather_quantized."
+            )
+        stored = storage_plan(plan.weight)
         if stored.rowwise is None:
             return None
         for shape in (tuple(parameter.shape), _largest_part(parameter)):

@@ -265,7 +265,8 @@ def tensor_plan(by: Any, tensor: str, dtype: torch.dtype) -> TensorPlan:
     """Return how ``by``, a recipe, its name, an OperandSpec or a TensorPlan, quantizes ``tensor``.
 
     Raises:
-        RecipeError: it is none of these, or leaves the tensor in high precision.
+        RecipeError: it is none of these, leaves the tensor in high precision, or has an object of
+            the user's quantize it.
     """
     if tensor not in LINEAR_TENSORS:
         raise RecipeError(
@@ -278,7 +279,12 @@ def tensor_plan(by: Any, tensor: str, dtype: torch.dtype) -> TensorPlan:
         recipe = recipe_from(by, "quantize")
         chosen = plan_of(LinearPlan, recipe, LayerRole(), dtype)
         assert isinstance(chosen, LinearPlan)
-        plan = chosen.tensors[tensor]
+        plan, maker = chosen.tensors[tensor], dict(chosen.makers).get(tensor)
+        if maker is not None:
+            raise RecipeError(
+                f"quantize or from_codes by {by!r}: {type(maker).__name__}, an object of the "
+                f"user's, quantizes {tensor}. Call the object."
+            )
     if not isinstance(plan, TensorPlan):
         raise RecipeError(
             f"{by!r} says not how to store a tensor: expected a quantizer, a recipe or its name, "

@@ -193,15 +193,21 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
     @contextlib.contextmanager
     def _undone_where(self, flag: torch.Tensor | None, slot: Slot | None) -> Iterator[None]:
         """Undo a write, and what it records in ``slot``, where ``flag`` is not 0, without waiting
-        to read it."""
+        to read it.
+
+        Raises:
+            OperandError: ``flag`` is something else than one number on the device.
+        """
         if flag is None:
             yield
             return
+        if not isinstance(flag, torch.Tensor) or (flag.numel(), flag.device) != (1, self.device):
+            raise OperandError(f"noop_flag is {flag!r}; expected one number on {self.device}.")
         written = [*self.tensors(), *([] if slot is None or slot.amax is None else [slot.amax])]
         before = [part.clone() for part in written]
         yield
         for part, old in zip(written, before, strict=True):
-            part.copy_(torch.where(flag.reshape(-1)[:1] != 0, old, part))
+            part.copy_(torch.where(flag.reshape(1) != 0, old, part))
 
     def quantize_(
         self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None

@@ -117,6 +117,22 @@ def test_no_amax_is_recorded_of_what_a_flag_leaves_out() -> None:
         assert quantizer.amax.item() == (0.5 if set_ else 7.0)
 
 
+@pytest.mark.parametrize("flag", [1, None, [1.0], torch.ones(3), torch.ones(0)], ids=str)
+def test_a_flag_that_is_no_number_is_refused_before_anything_is_written(flag: Any) -> None:
+    quantizer, x = MXFP8Quantizer(E4M3), torch.ones(32, 32, device=DEVICE)
+    out = quantizer(x)
+    for write in (
+        out.quantize_,
+        lambda value, **flag: quantizer.update_quantized(value, out, **flag),
+    ):
+        if flag is None:
+            write(x, noop_flag=None)
+            continue
+        with pytest.raises(OperandError, match=r"noop_flag is .*; expected one number on"):
+            write(2 * x, noop_flag=flag)
+    assert same(out, quantizer(x))
+
+
 def test_update_quantized_counts_a_write() -> None:
     quantizer = MXFP8Quantizer(E4M3)
     out = quantizer.make_empty((32, 32), device=DEVICE)

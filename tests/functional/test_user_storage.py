@@ -540,6 +540,19 @@ def test_a_quantizer_that_forgets_to_quantize_is_not_one_of_high_precision() -> 
     refused(CustomRecipe(Factory(Forgetful)), OperandError, "neither orientation")
 
 
+@pytest.mark.parametrize("kind", [Multiplying, CountingRows])
+def test_what_would_go_by_the_plan_alone_asks_for_the_object(kind: Any) -> None:
+    """Whose code it would leave out without a word."""
+    custom = CustomRecipe(Factory(kind))
+    with pytest.raises(RecipeError, match=f"{kind.__name__}, an object .* Call the object"):
+        fp8core.functional.quantize(torch.ones(32, 32, device=DEVICE), custom)
+    model = torch.nn.Sequential(linear())
+    with pytest.raises(UnsupportedError, match=f"gather of a weight that {kind.__name__}, an"):
+        fp8core.distributed.gather_quantized(model, custom)
+    with pytest.raises(OperandError, match="an object of the user quantizes it"):
+        fp8core.quantize_(model.eval(), custom)
+
+
 def test_a_weight_alone_in_a_storage_is_refused_by_name() -> None:
     """Nothing would quantize it, and the product be in high precision without a word."""
     refused(recipe.WeightOnly(CustomRecipe(Factory())), RecipeError, "WeightOnly: the weight")
