@@ -490,7 +490,7 @@ class MultiheadAttention(ComposedLayer):
             spans.append((None, arguments[f"cu_seqlens_{side}"] if padded is None else padded))
         group = self.core_attention.context_group
         if cache is not None:
-            step = cache.get_seqlens_pre_step(), cache.step_cu_seqlens_q
+            step = cache.get_seqlens_pre_step(), cache.step_cu_seqlens[0]
             spans = [step, step if self.attention_type == "self" else spans[1]]
         query, key = (
             apply_rotary_pos_emb(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import random
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8core import InferenceParams, KVCacheManager, OperandError, UnsupportedError
 from fp8core.modules.sequences.kv_cache import NonPagedKVCacheManager, PagedKVCacheManager
@@ -265,6 +267,7 @@ def test_a_step_that_does_not_fit_changes_nothing() -> None:
         ("rows", {0: -1}, "-1 new tokens of sequence 0"),
         ("rows", {0: 1.5}, "1.5 new tokens"),
         ("rows", {0: True}, "True new tokens"),
+        ("rows", {0: torch.tensor(1.0)}, r"tensor\(1\.\) new tokens"),
     ]:
         cache, lists = make(kind), Lists((1,))
         lists.step(cache, {0: 4, 1: 5}, "bshd")
@@ -326,6 +329,8 @@ def test_a_step_without_pre_step_is_refused() -> None:
     new_k = torch.zeros(0, 3, HEADS, K_SIZE, dtype=F64)
     with pytest.raises(OperandError, match="pre_step"):
         cache.step(**keys_and_values(new_k=new_k, new_v=new_k[..., :V_SIZE]))
+    with pytest.raises(OperandError, match=r"b = 0, .*, as no pre_step\(\) named a sequence"):
+        cache.step(**keys_and_values())
 
 
 def test_a_layer_that_was_left_out_is_named() -> None:
@@ -337,6 +342,46 @@ def test_a_layer_that_was_left_out_is_named() -> None:
             OperandError, match="layer 2 holds 0 of the 4 earlier tokens of sequence 0"
         ):
             cache.step(**keys_and_values(layer_number=2))
+
+
+class _Failing(TorchDispatchMode):
+    """Has the operation ``at`` fail, counted from 0, before it runs or ``after`` it."""
+
+    def __init__(self, at: int, *, after: bool) -> None:
+        super().__init__()
+        self.left, self.after = at, after
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        output = func(*args, **kwargs or {}) if self.after or self.left != -1 else None
+        if self.left == -1:
+            raise MemoryError
+        return output
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_whose_operation_failed_is_made_again_or_refused(kind: str, after: bool) -> None:
+    """While rows move; never with rows that have moved twice."""
+    results: list[Any] = []
+    for at in range(99):
+        torch.manual_seed(0)
+        cache = make(kind)
+        Lists((1,)).step(cache, {"a": 2, "b": 4, "c": 3}, "bshd")
+        cache.pre_step({"c": 1, "a": 1, "d": 1})
+        new_k = torch.randn(3, 1, HEADS, K_SIZE, dtype=F64)
+        step = keys_and_values(new_k=new_k, new_v=new_k[..., :V_SIZE])
+        ends = False
+        with contextlib.suppress(MemoryError), _Failing(at, after=after):
+            cache.step(**step)
+            ends = True
+        with contextlib.suppress(OperandError):
+            results.append(cache.step(**step)[:2])
+        if ends:
+            break
+    assert len(results) > at / 2
+    for result in results:
+        assert all(map(torch.equal, result, results[-1]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -106,7 +106,7 @@ def _with_memory(parameter: torch.nn.Parameter, device: torch.device) -> torch.n
     return new
 
 
-def check_size(owner: str, name: str, value: int) -> int:
+def check_size(owner: str, name: str, value: int | None) -> int:
     """Return ``value`` if it is a positive integer.
 
     Raises:

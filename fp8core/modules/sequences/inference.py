@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from itertools import accumulate, chain
 from operator import index
-from typing import Any, NamedTuple, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,6 +34,7 @@ from fp8core.torch_ops.private import is_capturing, is_exporting
 _FORMATS = ("bshd", "sbhd", "thd")
 _Stored = TypeVar("_Stored")
 _Maker: TypeAlias = Callable[..., KVCacheManager]
+_size = partial(check_size, "InferenceParams")
 
 
 class CachedKeys(NamedTuple):
@@ -502,11 +504,6 @@ class InferenceParams:
         ``[b + 1]``."""
         return self._views[:2]
 
-    @property
-    def step_cu_seqlens_q(self) -> torch.Tensor:
-        """Sums of the numbers of new tokens of the step's sequences, int32 ``[b + 1]``."""
-        return self._views.sums_q
-
     def starts(self, capacity: int) -> torch.Tensor:
         """Return where the sequences of the step begin among rows that have ``capacity`` each,
         int32 ``[b + 1]``; for the layers of a step the same tensor."""
@@ -625,8 +622,7 @@ class InferenceParams:
             raise OperandError(
                 f"KV cache: qkv_format={qkv_format!r}; expected one of {', '.join(_FORMATS)}."
             )
-        self.input_qkv_format = qkv_format
-        cached = self.cache_qkv_format
+        self.input_qkv_format, cached = qkv_format, self.cache_qkv_format
         is_same = qkv_format == cached
         self.output_qkv_format = cached if is_same else "_".join((qkv_format, f"2{cached}"))
 
@@ -650,7 +646,7 @@ class InferenceParams:
             )
             raise OperandError(
                 f"KV cache: {name} is {list(new.shape)}; the step expects {layout!r} with "
-                f"{expected}."
+                f"{expected}{'' if self.batch_size else ', as no pre_step() named a sequence'}."
             )
         if new.dtype != self.dtype or new.device != self.device:
             raise OperandError(
@@ -691,15 +687,9 @@ def _count(name: Hashable, value: int) -> int:
     Raises:
         OperandError: it is none, or below 0.
     """
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 0:
-        raise OperandError(
-            f"KV cache: {value!r} new tokens of sequence {name!r}; expected an integer >= 0."
-        )
-    return index(value)
-
-
-def _size(name: str, value: int | None) -> int:
-    """Return ``value`` if it is a positive integer."""
-    if value is None:
-        raise OperandError(f"InferenceParams({name}=None): expected an integer >= 1.")
-    return check_size("InferenceParams", name, value)
+    with suppress(TypeError):  # of what is no integer
+        if not isinstance(value, bool) and index(value) >= 0:
+            return index(value)
+    raise OperandError(
+        f"KV cache: {value!r} new tokens of sequence {name!r}; expected an integer >= 0."
+    )

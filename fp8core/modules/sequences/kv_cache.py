@@ -206,6 +206,7 @@ class _ManagerBase(KVCacheManager):
         with torch.no_grad():
             if not is_settled:
                 self._arrange(layer_number, stored)
+                self._stored[layer_number] = OrderedDict(self._before)
             for cache, new in zip(
                 self.cache[layer_number], self._as_stored(new_k, new_v), strict=True
             ):
@@ -234,7 +235,9 @@ class _ManagerBase(KVCacheManager):
             if stored.get(name, 0) < length:
                 raise OperandError(
                     f"KV cache: layer {layer_number} holds {stored.get(name, 0)} of the {length} "
-                    f"earlier tokens of sequence {name!r}; every layer takes part in every step."
+                    f"earlier tokens of sequence {name!r}; every layer takes part in every step. "
+                    f"After a step that failed write the lengths before it to seqlens, and read "
+                    f"sequences; or reset()."
                 )
 
     def _keeps_slots(self, before: Sequences, after: Sequences) -> bool:
@@ -449,11 +452,12 @@ class NonPagedKVCacheManager(_ManagerBase):
         if not len(cleared):
             return
         length = max(self._before.values())
-        for cache in self.cache[layer_number]:
-            moved = cache[source, :length] if len(source) else None
-            cache.index_fill_(0, cleared, 0)
-            if moved is not None:
-                cache[target, :length] = moved
+        parts = self.cache[layer_number]
+        moved = [part[source, :length] for part in parts]
+        self._stored[layer_number] = OrderedDict()  # whoever interrupts this leaves no layer in use
+        for part, rows in zip(parts, moved, strict=True):
+            part.index_fill_(0, cleared, 0)
+            part[target, :length] = rows
 
     def _changes_since(self, stored: Mapping[Hashable, int]) -> _Changes:
         """Return the changes of the rows of layers that have ``stored``."""

@@ -236,7 +236,7 @@ def test_where_tokens_go_is_in_the_same_memory_in_each_step(kind: str) -> None:
 
     def addresses() -> list[int]:
         tensors = [manager._tokens.slot, generation.cache.cu_seqlens_kv]
-        tensors += [generation.cache.step_cu_seqlens_q, generation.cache.get_seqlens_pre_step()]
+        tensors += [generation.cache.step_cu_seqlens[0], generation.cache.get_seqlens_pre_step()]
         return [one.data_ptr() for one in tensors] + (
             [manager._read.data_ptr()] if kind == "pages" else []
         )
