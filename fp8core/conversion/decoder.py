@@ -34,6 +34,7 @@ from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.modules.composition import is_seen
 from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
 from fp8core.modules.splice import Part, Splice
+from fp8core.torch_ops.private import is_capturing
 
 _SPLICES = "_fp8core_splices"
 _FIRST_NORM, _SECOND_NORM = "input_layernorm", "post_attention_layernorm"
@@ -317,11 +318,13 @@ def _turn_of(
     if torch.compiler.is_compiling():  # which keeps nothing from one layer to the next
         with torch.no_grad():
             return _turn_by(cos, sin)
-    source, turn = conversion.turn or (None, None)
-    if source is None or source() is not cos:
+    # Written to, or captured in a graph, the same tensors have other values.
+    state = is_capturing(), *(None if x.is_inference() else x._version for x in pair)
+    earlier, sources, turn = conversion.turn or (None, (), None)
+    if state != earlier or any(source() is not x for source, x in zip(sources, pair, strict=True)):
         with torch.inference_mode(False), torch.no_grad():  # a later call may be one of training
             turn = _turn_by(cos, sin)
-        conversion.turn = weakref.ref(cos), turn
+        conversion.turn = state, tuple(map(weakref.ref, pair)), turn
     return turn
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -258,10 +257,9 @@ class Conversion:
     # Whether a call of a layer outside of a step is one.
     delimits = False
     # Whether cosines and sines that decoder layers get are those of angles, and the rotation by the
-    # last ones.
+    # last ones, behind their state and weak references to both.
     rotates = False
-    turn: tuple[weakref.ref[torch.Tensor], tuple[torch.Tensor, str, torch.Tensor | None]] | None
-    turn = None
+    turn: tuple[Any, Any, tuple[torch.Tensor, str, torch.Tensor | None]] | None = None
 
     def __init__(self, outside_autocast: Active | None) -> None:
         self.outside_autocast = outside_autocast

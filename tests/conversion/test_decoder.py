@@ -140,6 +140,29 @@ def test_angles_of_inference_mode_serve_training() -> None:
     assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("change", ["cosines and sines in place", "other sines", "a capture"])
+def test_angles_are_those_of_the_call(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = llama(), torch.randn(1, 16, 32)
+    fp8core.convert(model, "current")
+    layer, positions = model.model.layers[0], torch.arange(16)[None]
+    pair = model.model.rotary_emb(x, positions)
+    later = (
+        [pair[0].clone(), -pair[1]]
+        if change == "other sines"
+        else model.model.rotary_emb(x, 3 * positions)
+    )
+    with torch.no_grad():
+        expected = layer(x, position_embeddings=tuple(later), attention_mask=None)
+        layer(x, position_embeddings=pair, attention_mask=None)
+        if change == "other sines":
+            pair = pair[0], later[1]
+        for held, value in zip(pair, later, strict=True):
+            (held.data if change == "a capture" else held).copy_(value)  # as a replay: no version
+        monkeypatch.setattr(decoder, "is_capturing", lambda: change == "a capture")
+        y = layer(x, position_embeddings=pair, attention_mask=None)
+    assert torch.equal(y, expected)
+
+
 @pytest.mark.parametrize("part", ["whole", "layers alone", "scaling of a kind of layers"])
 def test_scaled_cosines_and_sines_stay_scaled(part: str) -> None:
     """Those of YaRN, whose rotary embedding may lie outside of what is converted."""
