@@ -334,7 +334,7 @@ def _drop(desc: AttentionDesc, x: torch.Tensor, rng: torch.Tensor | None) -> tor
     if not desc.dropout:
         return x
     assert rng is not None
-    if x.is_meta:  # meta has no generator, and no values
+    if x.is_meta or type(rng) is not torch.Tensor:  # no generator, and no values
         return x * 1
     seed, offset = (int(value) for value in rng)
     generator = torch.Generator(device=x.device)

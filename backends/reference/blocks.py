@@ -37,8 +37,8 @@ def amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
         return torch.zeros(counts, dtype=torch.float32, device=x.device)
     largest = _reduce(x, block)
     # Replacing NaN costs a pass over x, so on the CPU it is done only when there is one; on a
-    # device the question itself would wait for the device.
-    if x.device.type != "cpu" or bool(largest.isnan().any()):
+    # device the question itself would wait for the device, and a fake tensor has no answer.
+    if x.device.type != "cpu" or type(largest) is not torch.Tensor or largest.isnan().any():
         largest = _reduce(torch.where(x.isnan(), 0.0, x), block)
     return largest.to(torch.float32)
 

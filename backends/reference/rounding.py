@@ -52,7 +52,7 @@ def _noise(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torch.Tensor:
     counter's upper half the offset and the orientation.
     """
     assert rng is not None
-    if x.is_meta:  # no values, so no rng to read
+    if x.is_meta or type(rng) is not torch.Tensor:  # no values, so no rng to read
         return torch.empty_like(x, dtype=torch.float32)
     seed, offset = (int(value) for value in rng)
     rows, k = x.shape if dim == 1 else (x.shape[1], x.shape[0])

@@ -45,8 +45,8 @@ class _Batch:
         self.members = members
         self._ordered = sorted(members, key=_order_of)
         self._scales = [state.scale for state in self._ordered]
-        # On other devices a look at the amaxes would wait.
-        self._reports = self._ordered[0].scale.device.type == "cpu"
+        # On other devices a look at the amaxes would wait, and fake ones have no values.
+        self._reports = self._scales[0].is_cpu and type(self._scales[0]) is torch.Tensor
         self._advances: list[Callable[[], None]] = []
         self._by_user: list[DelayedState] = []
         for advance, states in _partition(self._ordered, _advance_of):

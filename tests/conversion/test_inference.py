@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import weakref
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import parametrizations
 from transformers import CompileConfig, MixtralConfig, MixtralForCausalLM
 
@@ -533,6 +535,27 @@ def test_a_graph_of_torch_compile_reads_stored_weights(name: str) -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(compiled(x), expected)
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_fake_tensors_are_trained_and_stored(name: str) -> None:
+    """As where a tool asks for sizes alone; no value is read."""
+    for mode in (FakeTensorMode(), contextlib.nullcontext()):  # in which nothing fake is left
+        chosen = recipe.by_name(name)
+        with mode:
+            x = torch.randn(32, 64, dtype=torch.bfloat16)
+            layer = fp8core.LayerNormMLP(64, 128, params_dtype=torch.bfloat16)
+            attention = fp8core.DotProductAttention(2, 32, attention_dropout=0.1)
+            with fp8core.autocast(recipe=chosen):
+                y = attention(*[layer(x).view(32, 1, 2, 32)] * 3)
+            y.sum().backward()
+            model = nn.Sequential(nn.Linear(64, 128, dtype=torch.bfloat16)).eval()
+            if name != "delayed":
+                fp8core.quantize_(model, chosen)
+            outputs = y, layer.fc1_weight.grad, model(x)
+        kind = FakeTensor if isinstance(mode, FakeTensorMode) else torch.Tensor
+        assert [type(output) for output in outputs] == [kind] * 3
+        assert [output.shape for output in outputs] == [(32, 1, 64), (128, 64), (32, 128)]
 
 
 def test_transformers_save_pretrained_is_refused_by_name(tmp_path: Path) -> None:
