@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -525,6 +526,17 @@ def test_codes_go_straight_into_a_model_for_inference(name: str, tmp_path: Path)
         assert torch.equal(net(tokens), native(tokens))
     for key in QUANTIZED:
         assert net.get_parameter(key).get_usages() == {"rowwise": True, "columnwise": False}
+
+
+def test_a_tie_that_accelerate_undid_is_made_again(tmp_path: Path) -> None:
+    save_pretrained(model(), tmp_path, "block")
+    with accelerate.init_empty_weights():
+        net: Any = model(seed=1)
+    assert net.lm_head.weight is not net.embed.weight
+    net.tie_weights = lambda: setattr(net.lm_head, "weight", net.embed.weight)
+    load_quantized(tmp_path, net, device="cpu")
+    assert net.lm_head.weight is net.embed.weight
+    assert torch.equal(net.embed.weight, model().embed.weight)
 
 
 def static_checkpoint(folder: Path, scale: float = 0.25) -> Path:

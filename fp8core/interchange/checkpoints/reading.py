@@ -193,8 +193,11 @@ def _plan(
     checkpoint = Checkpoint(directory)
     if device is not None and torch.empty(0, device=device).is_meta:
         raise OperandError(f"{where}: device={device!r} has no memory for the values.")
+    root: Any = unwrapped(model)
+    if any(parameter.is_meta for parameter in root.parameters()):
+        getattr(root, "tie_weights", tuple)()  # accelerate.init_empty_weights() unties
     with _unchanged(where):
-        return _Plan(checkpoint, _targets(unwrapped(model)), native=native)
+        return _Plan(checkpoint, _targets(root), native=native)
 
 
 @contextlib.contextmanager
