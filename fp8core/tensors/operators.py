@@ -181,8 +181,8 @@ def _warn_of_rounding(func: Any, target: OperandTensor) -> None:
     """Log once what arithmetic in place loses in the format of ``target``."""
     if target.is_of_parameter:
         log_once(
-            f"an optimizer updates parameters stored as {target.plan.rowwise} in place: a "
-            f"step smaller than half a unit of that format is lost. {_MASTERS}"
+            f"parameters stored as {target.plan.rowwise} are updated in place, as by an optimizer: "
+            f"a step smaller than half a unit of that format is lost. {_MASTERS}"
         )
         return
     log_once(

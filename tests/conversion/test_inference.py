@@ -113,6 +113,16 @@ def test_a_gradient_through_a_layer_is_refused_by_name(name: str) -> None:
         model(torch.randn(4, 128, dtype=torch.bfloat16, requires_grad=True))
 
 
+def test_gradients_go_through_weights_alone() -> None:
+    """With those of the rounded weights in high precision."""
+    model, x = sequential(), torch.randn(4, 128, dtype=torch.bfloat16, requires_grad=True)
+    fp8core.quantize_(model, RECIPES["weight_only_block"])
+    plain = fp8core.unconvert(copy.deepcopy(model))
+    factors = torch.randn(4, 128)
+    grads = [torch.autograd.grad((each(x) * factors).sum(), x)[0] for each in (model, plain)]
+    assert (grads[0] - grads[1]).abs().max() <= 2**-6 * grads[1].abs().max()
+
+
 def test_unconvert_restores_classes_and_what_required_gradients() -> None:
     model, plain = sequential(), sequential()
     model[3].bias.requires_grad_(False)
