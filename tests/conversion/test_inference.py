@@ -329,7 +329,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "optimizer": (lambda m: torch.optim.AdamW(m.parameters()), ": AdamW steps '0.weight'"),
     "masters": (
         lambda m: torch.optim.SGD(fp8core.MasterWeights(m).parameters(), lr=0.1),
-        "a SGD steps '0.weight'",
+        ": SGD steps '0.weight'",
     ),
     "meta": (on_meta, "are on meta, without values"),
 }
