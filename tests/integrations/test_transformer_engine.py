@@ -462,28 +462,44 @@ def test_the_recipe_in_the_metadata_is_that_of_the_last_run(te: Any) -> None:
     assert layer.fp8_meta["recipe"] == recipe  # of the last run under one
 
 
-def test_what_is_written_to_the_metadata_is_refused(te: Any) -> None:
+def test_what_is_written_to_the_metadata_has_no_effect(
+    te: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is said of the recipes and groups that Megatron writes; other values are refused."""
     layer, recipe = te.pytorch.Linear(32, 32), te.common.recipe.DelayedScaling()
     with te.pytorch.autocast(recipe=recipe):
         layer(torch.ones(32, 32))
     for write in (
         lambda meta: meta.__setitem__("recipe", 3),
-        lambda meta: meta.__setitem__("recipe", te.common.recipe.MXFP8BlockScaling()),
-        lambda meta: meta.update(recipe=3),
-        lambda meta: meta.update({"fp8_group": None}),
-        lambda meta: meta.setdefault("num_gemms", 1),
-        lambda meta: meta.__ior__({"recipe": 3}),
-        lambda meta: meta.__delitem__("recipe"),
-        lambda meta: meta.pop("recipe"),
-        lambda meta: meta.popitem(),
-        lambda meta: meta.clear(),
+        lambda meta: meta.__setitem__("recipe", None),
+        lambda meta: meta.update(recipe=te.common.recipe.DelayedScaling),
+        lambda meta: meta.update({"fp8_group": 0}),
+        lambda meta: meta.__setitem__("scaling_fwd", torch.ones(3)),
+        lambda meta: meta.__setitem__("scaling_both", meta["scaling_fwd"]),
     ):
         meta = layer.fp8_meta
-        with pytest.raises(OperandError, match=r"would be lost.*autocast\(recipe=.*scaling_fwd"):
+        with pytest.raises(OperandError, match=r"cannot be .*autocast\(recipe=.*scaling_fwd"):
             write(meta)
         assert meta["recipe"] is recipe
+    monkeypatch.setattr(reporting, "_logged", set())
+    with caplog.at_level(logging.WARNING):
+        layer.fp8_meta["recipe"] = recipe
+        layer.fp8_meta["fp8_group"] = None
+        layer.fp8_meta["fp8_checkpoint"] = False
+        assert not caplog.records
+        layer.fp8_meta["recipe"] = te.common.recipe.MXFP8BlockScaling()
+    assert "fp8_meta['recipe'] is read alone, and was written without effect" in caplog.text
+    assert layer.fp8_meta["recipe"] is recipe
     layer.fp8_meta["scaling_fwd"].scale.fill_(2)
-    assert torch.equal(layer.scale_fwd, torch.full_like(layer.scale_fwd, 2))
+    layer.amax_history_fwd.fill_(3)
+    second = te.pytorch.LayerNormLinear(32, 32)
+    with te.pytorch.autocast(recipe=recipe):
+        second(torch.ones(32, 32))
+    for key in second.fp8_meta:  # as Megatron splits a norm from its linear
+        second.fp8_meta[key] = layer.fp8_meta[key]
+    assert torch.equal(second.scale_fwd, torch.full_like(layer.scale_fwd, 2))
+    assert torch.equal(second.amax_history_fwd, layer.amax_history_fwd)
+    assert second.fp8_meta["scaling_fwd"].scale is second.scale_fwd
     for again in (copy.copy(meta), pickle.loads(pickle.dumps({**meta, "fp8_group": None}))):
         again["recipe"] = 3  # of a copy, which is the caller's
     assert layer.fp8_meta["recipe"] is recipe

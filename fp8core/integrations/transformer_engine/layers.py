@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from fp8core.collectives.base import is_process_group
 from fp8core.context.autocast import active
 from fp8core.dispatch import plugins
 from fp8core.dispatch.policy import LeftOut, activated, current
@@ -38,7 +39,7 @@ from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.layers import grouped_linear, layernorm_linear, layernorm_mlp, linear, norm
 from fp8core.modules.layers.parallel import ParallelModule
 from fp8core.modules.state.loading import EXTRA_STATE, Imported
-from fp8core.recipe import get_default_recipe
+from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.plan import LinearPlan
 from fp8core.reporting import log_once, some
 from fp8core.tensors.delayed_state import BUFFERS
@@ -218,19 +219,38 @@ class _Meta(dict[str, Any]):
             f"are there after a run under DelayedScaling, or fp8core.prepare(model, recipe)"
         )
 
-    def _refuse(self, *entries: object, **named: object) -> NoReturn:
-        raise OperandError(
-            f"fp8_meta is read alone, and what is written to it ({reprlib.repr((*entries, *named))}"
-            f") would be lost. The recipe and the group are those of autocast(recipe=, "
-            f"amax_reduction_group=), or of convert(model, recipe); delayed scales are written in "
-            f"place, as fp8_meta['scaling_fwd'].scale.fill_(1)."
-        )
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Copy a delayed state of another layer, and say once that another entry has no effect:
+        Megatron writes both.
 
-    __setitem__ = __delitem__ = __ior__ = setdefault = update = _refuse
-    clear = pop = popitem = _refuse
+        Raises:
+            OperandError: a recipe, a group or a state is something else.
+        """
+        if isinstance(value, ScalingMeta) and key in self:
+            self[key].amax_history = value.amax_history  # of another size nothing is written
+            self[key].scale = value.scale
+            return
+        is_group = value is None or is_process_group(value)
+        fits = {"recipe": isinstance(value, Recipe), "fp8_group": is_group}
+        if not fits.get(key, not key.startswith("scaling_")):
+            raise OperandError(f"fp8_meta[{key!r}] cannot be {reprlib.repr(value)}. {_META}")
+        if value is not self.get(key) and value != self.get(key):
+            log_once(f"fp8_meta[{key!r}] is read alone, and was written without effect. {_META}")
+
+    def update(self, *entries: Any, **named: Any) -> None:
+        """Write the entries one by one."""
+        for key, value in dict(*entries, **named).items():
+            self[key] = value
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
+
+
+_META = (
+    "The recipe and the group are those of autocast(recipe=, amax_reduction_group=), or of "
+    "convert(model, recipe); delayed scales are written in place, as "
+    "fp8_meta['scaling_fwd'].scale.fill_(1)."
+)
 
 
 class ScalingMeta:
