@@ -114,8 +114,7 @@ class Quantizer:
 
     @property
     def columns_of(self) -> OperandSpec | None:
-        """How the rows are stored whose values are quantized columnwise; None: the tensor itself
-        is."""
+        """The spec of rows whose values are quantized columnwise, None for the tensor itself."""
         return None
 
     @property
