@@ -319,6 +319,11 @@ class GatheredWeight:
             shard.writes.amaxes = torch.cat([cast.amaxes(shard.value) for cast in casts])
         return casts, shard.writes.amaxes
 
+    def is_left_out(self, memo: dict[int, Any]) -> bool:
+        """Say whether a deep copy with ``memo`` is of shards without their module, as of a state:
+        torch copies no sharded module."""
+        return self.shard() is not None and id(self.module()) not in memo
+
     # Methods that FSDP calls, by way of ShardedWeight
 
     def quantized(
@@ -358,7 +363,9 @@ class GatheredWeight:
     ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]]:
         """Return the weight over the memory of ``outputs``, and the tensors that hold it."""
         parts = _parts(outputs, metadata)
-        operands = [_operand(part, turns=bool(at)) for at, part in enumerate(parts)]
+        operands = [
+            Operand(*([x.t() for x in part] if at else part)) for at, part in enumerate(parts)
+        ]
         columnwise = operands[1] if len(operands) > 1 else None
         weight = QuantizedTensor(operands[0], columnwise, self.plan, dtype)
         # FSDP allocates and frees what it gathers; the rest is written by each gather.
@@ -421,7 +428,3 @@ def _outlast_readers(cast_here: torch.Tensor) -> None:
     if not (cast_here.is_cpu or cast_here.is_meta):
         device = cast_here.device
         cast_here.record_stream(torch.get_device_module(device).current_stream(device))
-
-
-def _operand(part: RowPart, *, turns: bool) -> Operand:
-    return Operand(*([tensor.t() for tensor in part] if turns else part))

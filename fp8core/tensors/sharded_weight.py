@@ -42,6 +42,9 @@ class Gathering(Protocol):
 
     is_gathered_whole: bool
 
+    def is_left_out(self, memo: dict[int, Any]) -> bool:
+        """Say whether a deep copy with ``memo`` is one of shards alone, without their model."""
+
     def quantized(
         self, shard: ShardedWeight, mesh: Any, size: torch.Size
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -161,6 +164,11 @@ class ShardedWeight(torch.Tensor):
         inner: dict[str, torch.Tensor], gathering: Gathering, outer_size: Any, outer_stride: Any
     ) -> ShardedWeight:
         return ShardedWeight(inner["value"], gathering)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.gathering.is_left_out(memo):
+            memo = {**memo, id(self.gathering): self.gathering}
+        return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # torch's
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.value

@@ -282,6 +282,28 @@ def test_a_model_is_freed_after_training(copies: bool) -> None:
     assert freed() is None
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.usefixtures("four_ranks_without_transport")
+def test_a_state_of_shards_can_be_copied_and_loaded(steps: int) -> None:
+    model = sharded(linears(COLUMNS, 254, COLUMNS), CURRENT)
+    model[0].weight.mark = 7
+    for step in range(steps):
+        train_step(model, CURRENT, batch(step, COLUMNS))
+    of_both = copy.deepcopy((model.state_dict(), [*model.parameters()]))
+    values = [one.to_local().value.clone() for one in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert of_both[1][0].mark == 7
+    for kept, value in zip((*of_both[0].values(), *of_both[1]), 2 * values, strict=True):
+        assert torch.equal(kept.to_local().value, value)
+    model.load_state_dict(of_both[0])
+    assert all(
+        torch.equal(one.to_local().value, value)
+        for one, value in zip(model.parameters(), values, strict=True)
+    )
+
+
 @pytest.mark.usefixtures("four_ranks_without_transport")
 def test_a_sharded_model_is_refused() -> None:
     model: Any = linears(COLUMNS, 256)
