@@ -61,10 +61,10 @@ def sources(root: Path) -> dict[Path, str]:
 
 def figures(files: Mapping[Path, str]) -> dict[str, int]:
     """Return the counts of :data:`MOST`."""
-    trees = {path: ast.parse(text) for path, text in files.items()}
+    nodes_of = {path: [*ast.walk(ast.parse(text))] for path, text in files.items()}
     front = [path for path in files if path.parts[0] == "fp8core"]
-    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    core = [node for path in front if CORE & set(path.parts[1:2]) for node in ast.walk(trees[path])]
+    nodes = [node for found in nodes_of.values() for node in found]
+    core = [node for path in front if CORE & set(path.parts[1:2]) for node in nodes_of[path]]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     counts = {
@@ -86,11 +86,11 @@ def figures(files: Mapping[Path, str]) -> dict[str, int]:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         ),
     }
+    neutral = [path for path in files if not {"cuda", "ascend"} & set(path.parts)]
+    names_of = [set(names_in(nodes_of[path])) for path in neutral]
     for subject, pattern in SUBJECTS.items():
         counts[f"files that name the {subject}"] = sum(
-            any(re.fullmatch(pattern, name) for name in names_in(tree))
-            for path, tree in trees.items()
-            if not {"cuda", "ascend"} & set(path.parts)
+            any(re.fullmatch(pattern, name) for name in names) for names in names_of
         )
     return counts
 
@@ -114,9 +114,9 @@ def vague_words(nodes: list[ast.AST]) -> Counter[str]:
     return words
 
 
-def names_in(tree: ast.AST) -> Iterator[str]:
-    """Yield the names and short texts of a module."""
-    for node in ast.walk(tree):
+def names_in(nodes: list[ast.AST]) -> Iterator[str]:
+    """Yield the names and short texts among the nodes of a module."""
+    for node in nodes:
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
                 yield name
