@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import pydoc
-import subprocess
 import sys
 from pathlib import Path
 
@@ -83,12 +82,7 @@ def test_a_name_of_the_recipes_gets_its_path() -> None:
 
 
 def test_the_nearest_is_said_once_where_nobody_catches_it() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", "import fp8core as te; te.Lineer"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = forked.run([sys.executable, "-c", "import fp8core as te; te.Lineer"])
     assert ran.stderr.count("Did you mean") == 1
     assert "Linear" in ran.stderr
 
