@@ -24,17 +24,18 @@ from tests.pairs import turns
 # torch itself: forward-mode differentiation loads decompositions that it still compiles by script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 D = torch.float64
-K, N = 6, 4
+# Small, as gradgradcheck calls a layer twice for each number; no two sizes of a layer are equal.
+K, HIDDEN, N = 4, 3, 2
 
 
 def mlp() -> ops.Sequential:
     return ops.Sequential(
-        ops.Linear(K, 8),
-        ops.Bias(8),
+        ops.Linear(K, 2 * HIDDEN),
+        ops.Bias(2 * HIDDEN),
         ops.SwiGLU(),
         ops.Dropout(0.25),
-        ops.RMSNorm(4),
-        ops.Linear(4, N),
+        ops.RMSNorm(HIDDEN),
+        ops.Linear(HIDDEN, N),
     )
 
 
@@ -45,7 +46,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "norm": lambda: fp8core.LayerNorm(K),
     "zero-centered norm": lambda: fp8core.RMSNorm(K, zero_centered_gamma=True),
     "norm and linear": lambda: fp8core.LayerNormLinear(K, N),
-    "mlp": lambda: fp8core.LayerNormMLP(K, 4, activation="swiglu"),
+    "mlp": lambda: fp8core.LayerNormMLP(K, HIDDEN, activation="swiglu"),
     "sequential": mlp,
     "quantize": lambda: ops.Sequential(ops.Quantize(backward=True), ops.Linear(K, N)),
     **{
@@ -139,7 +140,7 @@ def test_second_derivatives_reach_a_residual() -> None:
 def test_second_derivatives_of_a_transformer_layer_as_one_chain() -> None:
     torch.manual_seed(0)
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": D}
-    layer = fp8core.TransformerLayer(4, 8, 2, activation="swiglu", **options)
+    layer = fp8core.TransformerLayer(4, HIDDEN, 2, activation="swiglu", **options)
     x = torch.randn(2, 2, 4, dtype=D, requires_grad=True)
     y = layer(x)  # held: torch 2.11 drops what a node knows with the tensor
     assert type(y.grad_fn.next_functions[0][0]).__name__ == "AccumulateGrad"  # one node
