@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,16 @@ RECIPES: dict[str, recipe.Recipe | None] = {
 # A sum in another order differs by about 2^-20 of itself, and codes' boundaries lie 2^-4 apart, so
 # that fewer than one value in 10^4 falls on another side of one, by a step of 2^-3 of it.
 BOUND = 2.0**-3 * 1e-2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_table_of_translations() -> Iterator[None]:
+    """torch builds its own anew for every file, for a second, and to_onnx adds none to it."""
+    registry = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
+    with pytest.MonkeyPatch.context() as patch:
+        build = functools.cache(registry.from_torchlib)
+        patch.setattr(registry, "from_torchlib", staticmethod(build))
+        yield
 
 
 def run(path: Path, inputs: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
