@@ -36,10 +36,10 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 73_741,
+    "lines of fp8core": 73_632,
     "files": 262,
     "files under 100 lines": 39,
-    "modules that list names": 1,
+    "modules that list names": 0,
     "protocols": 14,
     "classes of the core": 389,
     "functions over 60 lines": 10,

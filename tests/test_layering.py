@@ -318,15 +318,10 @@ def import_places(sources: Sources) -> Iterator[str]:
                 yield f"{source.path}:{item.line}: import of {item.target} inside a function"
 
 
-KEEP_LISTS = ("fp8core.torch_ops.private", "fp8core_backends.cuda.private")
-
-
 def faces(sources: Sources) -> Iterator[str]:
     """The names that other rooms and backends may use are listed in a room's face alone."""
     for source in sources.shipped():
-        if source.path.name == "__init__.py" or any(
-            is_within(source.name, room) for room in KEEP_LISTS
-        ):
+        if source.path.name == "__init__.py":
             continue
         if any(
             isinstance(node, ast.Name) and node.id == "__all__" for node in ast.walk(source.tree)

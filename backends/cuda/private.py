@@ -16,26 +16,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as apart_from_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = [
-    "Empty",
-    "TorchDispatchMode",
-    "apart_from_modes",
-    "count_writes",
-    "cudnn_attention",
-    "cudnn_attention_backward",
-    "current_device",
-    "empty_strided",
-    "group_of",
-    "loaded_cudnn",
-    "raw_stream",
-    "scaled_mm",
-    "store_of",
-    "symmetric_empty",
-    "symmetric_handle",
-    "timeout_of",
-]
+apart_from_modes = _disable_current_modes
 
 Empty: TypeAlias = "Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]"
 """``empty(size, stride, dtype)``; a stride of 1 for a dimension of 1 will do."""

@@ -17,6 +17,14 @@ from fp8core.modules.layers.operation import ExtraTensors
 Fusion: TypeAlias = Callable[..., Iterable[torch.nn.Module]]
 """``f(operations, *, recipe)`` -> operations, some of them replaced by fused ones."""
 
+Outputs: TypeAlias = tuple[torch.Tensor, Sequence[Sequence[torch.Tensor]]]
+"""The output, and the extra outputs of each of the basic operations."""
+
+Grads: TypeAlias = Iterable["torch.Tensor | None"]
+Gradients: TypeAlias = "tuple[torch.Tensor | None, Sequence[Grads], Sequence[Grads]]"
+"""Those of the input, and for each of the basic operations those of its parameters and those of its
+extra inputs."""
+
 _fusions: list[Fusion] = []
 _forward_fusions: list[Fusion] = []
 _backward_fusions: list[Fusion] = []
@@ -153,7 +161,7 @@ class FusibleOperation(torch.nn.Module, ExtraTensors):
         prev_op_grad_output_quantizer: None,
         next_op_input_quantizer: None,
         basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Sequence[Sequence[torch.Tensor]]]:
+    ) -> Outputs:
         """Return the output, and the extra outputs of each of the basic operations."""
         raise NotImplementedError(f"{type(self).__name__} has no fuser_forward")
 
@@ -163,11 +171,7 @@ class FusibleOperation(torch.nn.Module, ExtraTensors):
         grad_output: torch.Tensor,
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[
-        torch.Tensor | None,
-        Sequence[Iterable[torch.Tensor | None]],
-        Sequence[Iterable[torch.Tensor | None]],
-    ]:
+    ) -> Gradients:
         """Return the gradients of the input, and for each of the basic operations those of its
         parameters and those of its extra inputs."""
         raise NotImplementedError(f"{type(self).__name__} has no fuser_backward")
@@ -241,19 +245,11 @@ class BasicOperation(FusibleOperation):
         input_: torch.Tensor,
         *,
         basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: None,
-        next_op_input_quantizer: None,
         basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Sequence[Sequence[torch.Tensor]]]:
+        **quantizers: None,
+    ) -> Outputs:
         """Return the output and ``[extra outputs]``; each list has one entry, this operation's."""
-        output = self.op_forward(
-            basic_op_ctxs[0],
-            input_,
-            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
-            next_op_input_quantizer=next_op_input_quantizer,
-            **basic_op_kwargs[0],
-        )
-        return output, [()]
+        return self.op_forward(basic_op_ctxs[0], input_, **quantizers, **basic_op_kwargs[0]), [()]
 
     def fuser_backward(
         self,
@@ -261,11 +257,7 @@ class BasicOperation(FusibleOperation):
         grad_output: torch.Tensor,
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[
-        torch.Tensor | None,
-        Sequence[Iterable[torch.Tensor | None]],
-        Sequence[Iterable[torch.Tensor | None]],
-    ]:
+    ) -> Gradients:
         """Return the gradients of the input, ``[those of the parameters]`` and ``[those of the
         extra inputs]``."""
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
@@ -345,19 +337,17 @@ class _FusedApart(FusedOperation):
         input_: torch.Tensor,
         *,
         basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: None,
-        next_op_input_quantizer: None,
         basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Sequence[Sequence[torch.Tensor]]]:
+        **quantizers: None,
+    ) -> Outputs:
         extras: list[Sequence[torch.Tensor]] = []
         for operation, part in self._ways[0]:
             input_, extra = operation.fuser_forward(
                 basic_op_ctxs[part],
                 input_,
                 basic_op_extra_inputs=basic_op_extra_inputs[part],
-                prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
-                next_op_input_quantizer=next_op_input_quantizer,
                 basic_op_kwargs=basic_op_kwargs[part],
+                **quantizers,
             )
             extras += extra
         return input_, extras
@@ -369,13 +359,9 @@ class _FusedApart(FusedOperation):
         grad_output: Any,
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[
-        torch.Tensor | None,
-        Sequence[Iterable[torch.Tensor | None]],
-        Sequence[Iterable[torch.Tensor | None]],
-    ]:
-        params: list[Iterable[torch.Tensor | None]] = []
-        extras: list[Iterable[torch.Tensor | None]] = []
+    ) -> Gradients:
+        params: list[Grads] = []
+        extras: list[Grads] = []
         for operation, part in reversed(self._ways[1]):
             grad_output, grads, extra = operation.fuser_backward(
                 basic_op_ctxs[part],

@@ -30,108 +30,9 @@ from torch import overrides
 from torch.autograd import forward_ad, grad_mode
 from torch.optim import optimizer
 
-__all__ = [
-    "CHECKPOINTED_MODULE",
-    "CHECKPOINT_FRAME",
-    "CHECKPOINT_HOOK",
-    "COLLECTIVES",
-    "COMPILED_MODULE",
-    "COMPILE_CONTEXT",
-    "COMPOSITE",
-    "DDP_IGNORED",
-    "FSDP_FLATTENED",
-    "IS_PARAMETER",
-    "MARKED_CONSTANT",
-    "MODULE_CALL",
-    "NO_BACKWARD_PASS",
-    "ORDERED",
-    "PASSES_DATACLASSES",
-    "PIN_MEMORY",
-    "RENAMED_MODULES",
-    "UNSCALE_GRADS",
-    "WAITING",
-    "WRAPPED_MODULES",
-    "DeviceContext",
-    "FakeTensor",
-    "FunctionalTensor",
-    "TensorMeta",
-    "TorchDispatchMode",
-    "always_called_hooks",
-    "compile_variables",
-    "copy_all",
-    "count_writes",
-    "counting_views",
-    "current_backward_pass",
-    "current_node",
-    "end_process",
-    "enter_before_load",
-    "foreach_mul",
-    "foreach_norm",
-    "foreach_types",
-    "forward_hooks",
-    "forward_mode_level",
-    "forward_pre_hooks",
-    "forward_root",
-    "fsdp_state",
-    "function_modes",
-    "functional_collective",
-    "gather_options",
-    "gathered_rows",
-    "group_by_name",
-    "has_global_hooks",
-    "has_hooks",
-    "interpreter_stack",
-    "is_any_autocast_enabled",
-    "is_capturing",
-    "is_compiled",
-    "is_exporting",
-    "is_functional",
-    "is_legacy_batched",
-    "is_traced",
-    "is_transform_active",
-    "is_transform_wrapped",
-    "is_zero_tensor",
-    "lazily_negated",
-    "lazy_zeros",
-    "legacy_vmap",
-    "load_pre_hooks",
-    "load_pre_hooks_called",
-    "local_tensor",
-    "make_wrapper",
-    "next_node_number",
-    "no_torch_dispatch",
-    "no_torch_function",
-    "node_number",
-    "preserved_versions",
-    "pytree",
-    "queue_callback",
-    "refuse_address",
-    "reshards_to_fewer_ranks",
-    "saved_tensor_hooks",
-    "schema_of",
-    "sharded_parameters",
-    "start_all_gather",
-    "start_reduce_scatter",
-    "store_of",
-    "tensor_guards",
-    "timeout_of",
-    "wait_for_collective",
-    "wait_for_result",
-    "watchers_of",
-    "within_no_subclass",
-    "without_interpreters",
-    "without_keys",
-    "without_modes",
-]
-
 try:
-    # The metaclass of torch.Tensor, for classes that answer isinstance() themselves.
-    from torch._C import _TensorMeta as TensorMeta
-
-    # Clears functorch's stack of transforms while a context is open.
-    from torch._functorch.pyfunctorch import (
-        temporarily_clear_interpreter_stack as without_interpreters,
-    )
+    from torch._C import _TensorMeta
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     # A thread's variables of torch.compile, where a capture leaves its context.
     from torch._guards import _TLS as _compile_variables
@@ -140,20 +41,25 @@ try:
     from torch._library.effects import EffectType
 
     # The tensors that torch traces with: they have shapes, and no memory of their own.
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    # tree_map_only and tree_leaves: torch's nested arguments, with its own registered containers.
-    from torch.utils import _pytree as pytree
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+    from torch.utils import _pytree
 
     # The mode that is active where a default device is set.
-    from torch.utils._device import DeviceContext
+    from torch.utils._device import DeviceContext as DeviceContext
 
-    # A mode sees each operator that runs within it. _disable_current_modes makes real tensors while
-    # torch traces.
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._python_dispatch import _disable_current_modes as without_modes
+    # A mode sees each operator that runs within it.
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes
 
+    # The metaclass of torch.Tensor, for classes that answer isinstance() themselves.
+    TensorMeta = _TensorMeta
+    # Clears functorch's stack of transforms while a context is open.
+    without_interpreters = temporarily_clear_interpreter_stack
+    # tree_map_only and tree_leaves: torch's nested arguments, with its own registered containers.
+    pytree = _pytree
+    # Makes real tensors while torch traces.
+    without_modes = _disable_current_modes
     ORDERED: Final = EffectType.ORDERED
     # All of them in a dictionary; to ask for one that is not set costs an exception in torch's C.
     compile_variables: Callable[[], dict[str, Any]] = partial(
