@@ -179,11 +179,7 @@ def _with_sources(saved: Saved, sources: list[Any]) -> Saved:
 def _leading_of(
     y: torch.Tensor, shape: torch.Size, program: Program, links: Sequence[Link]
 ) -> Sequence[int]:
-    """Return the leading dimensions of ``y``, which ``program`` returned for ``[*shape]``.
-
-    Raises:
-        OperandError: it has other rows than are due, or they do not fill those dimensions.
-    """
+    """Return the leading dimensions of ``y``, which ``program`` returned for ``[*shape]``."""
     num_rows, inner, rows = y.shape[0], math.prod(shape[1:-1]), math.prod(shape[:-1])
     due = program.num_rows(rows)
     if num_rows != due:  # of a lone link; a series has looked at the rows of each
@@ -336,11 +332,7 @@ def _backward_again(
 
 
 def _sources(ctx: Any, saved: SavedList) -> list[Any]:
-    """Return the input and the parameters of forward.
-
-    Raises:
-        OperandError: a parameter that is not saved was written since.
-    """
+    """Return the input and the parameters of forward."""
     if sum(map(getattr, ctx.sources, _VERSION, _NO_WRITES)) != ctx.num_writes:
         raise OperandError(
             "a second derivative (create_graph=True): a parameter was written in place since "

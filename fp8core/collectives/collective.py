@@ -292,11 +292,7 @@ def _marked(x: torch.Tensor, under_way: object) -> torch.Tensor:
 
 
 def _reported(call: Callable[[], Any], describe: Callable[[], str]) -> Any:
-    """Return ``call()``; an error of torch's is raised with the collective in words.
-
-    Raises:
-        CollectiveError: the collective failed.
-    """
+    """Return ``call()``; an error of torch's is raised with the collective in words."""
     try:
         return call()
     except RuntimeError as error:

@@ -320,11 +320,7 @@ def faults_are_told_to_every_rank(ranks: RankSubject) -> None:
 
 
 def _products(ranks: RankSubject) -> Sequence[tuple[str, GemmDesc, int]]:
-    """Return a product of each kind of scales that can be computed in parts, and its k.
-
-    Raises:
-        Unjudged: there is none, or nothing moves rows.
-    """
+    """Return a product of each kind of scales that can be computed in parts, and its k."""
     subject, k = ranks.subject, 512
     products: dict[object, tuple[str, GemmDesc, int]] = {}
     assert ranks.moves is not None

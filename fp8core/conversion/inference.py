@@ -276,10 +276,6 @@ def _plan(
 
     ``filter`` and ``skip`` choose among the layers of fp8core, and among others unless these were
     converted by them now (``is_new``).
-
-    Raises:
-        OperandError: nothing would be stored.
-        RecipeError, UnsupportedError: a layer does not compute by the recipe on its device.
     """
     uses = uses_of_parameters(root)
     leaves_out = unwanted(root, filter, skip, _KINDS)

@@ -402,11 +402,7 @@ def _multiply_groups(
     bias: Sequence[torch.Tensor] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the product of ``operand``, the rows of ``a`` by groups, with a matrix a group.
-
-    Raises:
-        UnsupportedError: the backend's kernels take other sizes.
-    """
+    """Return the product of ``operand``, the rows of ``a`` by groups, with a matrix a group."""
     desc = GroupedGemmDesc(a.spec, bs[0].spec, settings.out_dtype, settings.accumulate)
     resolved, splits = resolve_for(desc, a.operand.data), settings.splits
     assert splits is not None

@@ -174,11 +174,7 @@ def to_torch(x: QuantizedTensor) -> TorchTensor:
 def _spec_by_scales(
     name: str, data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> OperandSpec:
-    """Return the spec whose scales these are.
-
-    Raises:
-        OperandError: there is none.
-    """
+    """Return the spec whose scales these are."""
     element = formats.by_name(name)
     rows, k = math.prod(data.shape[:-1]), data.shape[-1] * (8 // element.bits)
     blocks = {
@@ -204,9 +200,6 @@ def _of_torchao(x: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
     """Return codes, the factors of elements, and the nominal dtype of a tensor of torchao.
 
     torchao's Float8Tensor and MXTensor hold factors, Float8TrainingTensor their reciprocals.
-
-    Raises:
-        OperandError: it is something else.
     """
     data, scale = getattr(x, "qdata", None), getattr(x, "scale", None)
     if isinstance(data, torch.Tensor) and isinstance(scale, torch.Tensor):

@@ -380,11 +380,7 @@ def _name_of(operation: torch.nn.Module) -> str:
 
 def _params_of(operation: FusibleOperation) -> list[torch.nn.Parameter]:
     """Return the parameters of each of the basic operations: one that two of them share is there
-    twice, as it gets a gradient of each.
-
-    Raises:
-        OperandError: ``operation`` has another one.
-    """
+    twice, as it gets a gradient of each."""
     params = [param for basic in operation.basic_operations for param in basic.parameters()]
     if not {*map(id, operation.parameters())} <= {*map(id, params)}:
         raise OperandError(

@@ -381,11 +381,7 @@ class CustomRecipe(Recipe):
         return plan
 
     def _checked(self, makers: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-        """Return ``makers`` unless a field asks for what the library's casts alone do.
-
-        Raises:
-            RecipeError: one does.
-        """
+        """Return ``makers`` unless a field asks for what the library's casts alone do."""
         options = {
             "nonfinite": self.nonfinite != "saturate",
             "requantize_weights": self.requantize_weights,
@@ -402,11 +398,7 @@ class CustomRecipe(Recipe):
 
 
 def _check_products(plan: LinearPlan) -> None:
-    """Raise if a product of ``plan`` has a storage of the user's beside an operand of ours.
-
-    Raises:
-        RecipeError: one does.
-    """
+    """Raise if a product of ``plan`` has a storage of the user's beside an operand of ours."""
     theirs = sorted(plan.stored_by_users)
     ours = [name for name, specs in plan.tensors.items() if any(specs)]
     if theirs and ours:
@@ -484,12 +476,7 @@ def _plan_of_maker(maker: Any) -> Any:
 
 
 def _tensor_plan(tensor: str, answer: object) -> TensorPlan:
-    """Return the plan of ``tensor`` from a factory's answer.
-
-    Raises:
-        RecipeError: the answer is none of the three classes, or an OperandSpec with a delayed
-            scale, which does not say how the scale is computed.
-    """
+    """Return the plan of ``tensor`` from a factory's answer."""
     if isinstance(answer, DelayedScalingRequest):
         return tensors_of(answer.fp8_format, **DELAYED)[tensor]
     plan: Any = answer

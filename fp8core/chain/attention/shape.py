@@ -336,11 +336,7 @@ def _bound_pair(
     context: BindContext, desc: AttentionDesc, backward_desc: AttentionBackwardDesc
 ) -> tuple[Resolved, Resolved]:
     """Return forward and backward; with dropout of one backend, as only that one repeats what it
-    dropped.
-
-    Raises:
-        UnsupportedError: there is dropout, and the backend of backward has no forward.
-    """
+    dropped."""
     forward = context.resolve(_STEP, desc)
     backward = context.resolve(_BACKWARD_STEP, backward_desc)
     chosen, first = backward.choice.backend, forward.choice.backend
@@ -356,11 +352,8 @@ def _bound_pair(
 
 
 def _backward_of(context: BindContext, desc: AttentionBackwardDesc, forward: Resolved) -> Resolved:
-    """Return the backward with the gradient of the bias; with dropout, by the backend of forward.
-
-    Raises:
-        UnsupportedError: that backend does not offer it.
-    """
+    """Return the backward with the gradient of the bias; with dropout, by the backend of
+    forward."""
     resolved = context.resolve(_BACKWARD_STEP, desc)
     chosen = forward.choice.backend
     if not desc.attention.dropout or resolved.choice.backend == chosen:

@@ -463,11 +463,8 @@ def _restoring(link: LinearLink) -> Callable[[SavedList], Any]:
 
 
 def _readable(link: LinearLink, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``weight``, whose data may have been replaced without a write, as a kernel reads it.
-
-    Raises:
-        OperandError: it is not what it was in forward, or its memory is freed.
-    """
+    """Return ``weight``, whose data may have been replaced without a write, as a kernel reads
+    it."""
     shape, device = link.shape, link.choices["weight"].device
     sizes, dtype = (shape.out_features, shape.in_features), shape.weight_dtype
     is_same = weight.shape == sizes and weight.dtype is dtype

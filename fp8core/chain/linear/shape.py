@@ -116,11 +116,7 @@ def _bind(shape: LinearSpec, context: BindContext) -> LinearLink:
 
 
 def _gemm(name: str, shape: LinearSpec, context: BindContext) -> Resolved:
-    """Return fprop, dgrad or wgrad.
-
-    Raises:
-        UnsupportedError: no backend runs it; or a user's storages are to be watched.
-    """
+    """Return fprop, dgrad or wgrad."""
     plan = context.gemm_plan
     desc = shape.gemm_desc(name, plan, context.dtype)
     if not plan.stored_by_users:

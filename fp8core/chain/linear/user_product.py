@@ -105,11 +105,7 @@ def _storage_of(operand: Operand) -> QuantizedTensorStorage | None:
 def _parts(
     storage: QuantizedTensorStorage, is_columnwise: bool, role: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of ``storage``, as Transformer Engine names them.
-
-    Raises:
-        OperandError: it lacks them.
-    """
+    """Return codes and scales of ``storage``, as Transformer Engine names them."""
     names = ("data_t", "scale_t") if is_columnwise else ("data", "scale")
     parts = [getattr(storage, name, None) for name in names]
     for name, part in zip(names, parts, strict=True):
@@ -123,11 +119,7 @@ def _parts(
 
 
 def _dequantized(operand: Operand, is_columnwise: bool, dtype: torch.dtype, role: str) -> Operand:
-    """Return the value of ``operand``, turned if it ``is_columnwise``.
-
-    Raises:
-        OperandError: its storage does not dequantize, or to something else.
-    """
+    """Return the value of ``operand``, turned if it ``is_columnwise``."""
     storage = _storage_of(operand)
     if storage is None:
         return operand

@@ -50,11 +50,7 @@ class _Repeat(Tape):
         self.replay()
 
     def _take(self, label: str, key: tuple[object, ...], layer: torch.nn.Module) -> TapeEntry:
-        """Return the record of the forward that this call repeats.
-
-        Raises:
-            OperandError: there is none, or it ran with another recipe, dtype or weight.
-        """
+        """Return the record of the forward that this call repeats."""
         with _waiting_lock:
             queue = _waiting.get(id(layer))
             if not queue:

@@ -537,12 +537,7 @@ def _is_on(name: str) -> bool:
 
 def _engine_of_environment() -> LeftOut:
     """Return the backends of attention that the environment turns off, as Transformer Engine reads
-    it: the reference is the unfused engine, any other a fused one.
-
-    Raises:
-        RecipeError: a variable is no integer.
-        UnsupportedError: they turn off every engine.
-    """
+    it: the reference is the unfused engine, any other a fused one."""
     off = [name for name in (*_FUSED, _UNFUSED) if not _is_on(name)]
     if len(off) == len(_FUSED) + 1:
         raise UnsupportedError(

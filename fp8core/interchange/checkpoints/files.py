@@ -79,11 +79,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse what is no file, as reading a pipe may wait, and a device may never end.
-
-    Raises:
-        OperandError: ``path`` is something else.
-    """
+    """Refuse what is no file, as reading a pipe may wait, and a device may never end."""
     if path.exists() and not path.is_file():
         raise OperandError(f"{path} is no regular file.")
 

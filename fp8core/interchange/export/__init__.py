@@ -157,11 +157,7 @@ def _operator_name(node: Node) -> str | None:
 
 
 def _drop_seeds(program: ExportedProgram) -> None:
-    """Remove the draws of seeds that no rounding uses, which are ordered effects for torch.
-
-    Raises:
-        UnsupportedError: one is used.
-    """
+    """Remove the draws of seeds that no rounding uses, which are ordered effects for torch."""
     program.graph.eliminate_dead_code()  # what would use one, but keeps what writes
     for node in program.graph.nodes:
         if _operator_name(node) != "draw_seed":

@@ -300,11 +300,7 @@ def _states(
     records: bool,
     is_compiled: bool,
 ) -> GraphStates | None:
-    """Return the delayed states of ``shapes`` in graphs under ``plan``; None if they have none.
-
-    Raises:
-        UnsupportedError: their calls do more with them than a graph can.
-    """
+    """Return the delayed states of ``shapes`` in graphs under ``plan``; None if they have none."""
     is_linear = isinstance(plan, LinearPlan)
     if is_linear and not any(shape.num_weights for shape in shapes):
         return None

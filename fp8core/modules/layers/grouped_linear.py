@@ -469,11 +469,7 @@ class _Padding(torch.nn.Module):
         return [size + -size % self.align_size for size in sizes]
 
     def _groups(self, input: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        """Return the rows of each group of ``input [..., hidden]``.
-
-        Raises:
-            OperandError: ``sizes`` do not add up to its rows.
-        """
+        """Return the rows of each group of ``input [..., hidden]``."""
         rows = plain(input, f"input of {type(self).__name__}").reshape(-1, input.shape[-1])
         if sum(sizes) != rows.shape[0]:
             raise OperandError(

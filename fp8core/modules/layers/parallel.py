@@ -204,11 +204,7 @@ class ParallelModule(LowPrecisionModule):
         rng_tracker_name: str | None = None,
     ) -> None:
         """Set what Transformer Engine's arguments ask for; ``arguments`` are tp_group, tp_size and
-        sequence_parallel.
-
-        Raises:
-            OperandError: an argument that is none of theirs.
-        """
+        sequence_parallel."""
         owner = type(self).__name__
         if mode not in _MODES:
             raise OperandError(

@@ -179,11 +179,7 @@ def _start(module: torch.nn.Module, forward: Callable[..., Any], captured: Pass)
 
 
 def _restore(modules: Iterable[torch.nn.Module]) -> None:
-    """Give those of ``modules`` whose graphs were freed the forward of before.
-
-    Raises:
-        OperandError: one replays graphs.
-    """
+    """Give those of ``modules`` whose graphs were freed the forward of before."""
     for module in modules:
         attributes: dict[str, Any] = vars(module)
         graphed: dict[str, Any] = getattr(attributes.get("reset"), "__dict__", {})

@@ -298,11 +298,7 @@ def alibi_slopes_of(
 
 
 def _slopes_of_rank(owner: object, heads: int, spread: Parallel) -> list[float]:
-    """Return the slopes of the ALiBi paper for the ``heads`` that a rank has of all.
-
-    Raises:
-        OperandError: the heads are spread over ranks, and the layer does not know its own.
-    """
+    """Return the slopes of the ALiBi paper for the ``heads`` that a rank has of all."""
     if spread.size > 1 and not spread.group:
         raise OperandError(
             f"{owner}: ALiBi with tp_size={spread.size} needs the rank of the layer. Give it "

@@ -208,11 +208,7 @@ def lengths_of(
 
 
 def _check_lengths(owner: object, layout: str, qkv: Qkv, lengths: Lengths, num_ranks: int) -> None:
-    """Check that all cu_seqlens have one number of sequences, which lie within the tokens.
-
-    Raises:
-        OperandError: they do not.
-    """
+    """Check that all cu_seqlens have one number of sequences, which lie within the tokens."""
     offsets = lengths.offsets
     sizes = [bounds.shape[0] for bounds in offsets.values() if bounds is not None]
     if any(size != sizes[0] for size in sizes):

@@ -114,11 +114,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
 
 def _rotated_size(dim: int, percent: float) -> int:
-    """Return how many elements of a head are rotated.
-
-    Raises:
-        OperandError: not an even number of at least 2.
-    """
+    """Return how many elements of a head are rotated."""
     check_size("RotaryPositionEmbedding", "dim", dim)
     if not _is_number(percent) or not 0 < percent <= 1:
         raise OperandError(

@@ -160,11 +160,7 @@ def _refusing(read: Callable[[], _T]) -> _T:
 
 
 def _content(value: Any) -> dict[Any, Any]:
-    """Return the entries of an extra state, none of an empty one.
-
-    Raises:
-        OperandError: it is no pickle, and no zip file of one, or not that of a dict.
-    """
+    """Return the entries of an extra state, none of an empty one."""
     data = _bytes_of(value)
     if not data.startswith((_PICKLE, _ZIP)):
         raise OperandError(
