@@ -67,6 +67,14 @@ class NonFiniteError(Fp8CoreError, ArithmeticError):
     """A tensor holds NaN or inf, and a monitor was asked to stop there."""
 
 
+def elsewhere(name: str, device: object, second: str, its_device: object) -> OperandError:
+    """Return the error for the tensor ``name`` that is on another device than the ``second``."""
+    return OperandError(
+        f"{name} is on {device}, {second} on {its_device}. Move one of them; nothing is moved "
+        f"silently."
+    )
+
+
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that is spelt most like ``word``; None if none is. Case counts only
     between candidates that are equally near without it.

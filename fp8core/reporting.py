@@ -6,7 +6,7 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 logger = logging.getLogger("fp8core")
 
@@ -81,6 +81,17 @@ def grouped(entries: Iterable[tuple[str, str, str]]) -> list[str]:
         f"{len(names)} {layer} ({some(names)}){f': {reason}' if reason else ''}"
         for (layer, reason), names in groups.items()
     ]
+
+
+def columns(table: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the rows of a table, padded to columns.
+
+    >>> [*columns([["a", "b"], ["long", ""]])]
+    ['a     b', 'long']
+    """
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
 
 
 _NUMBER = re.compile(r"\b\d+\b")

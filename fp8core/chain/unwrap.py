@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fp8core.errors import OperandError
+from fp8core.errors import OperandError, elsewhere
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.sharded_weight import ShardedWeight
 from fp8core.tensors.storage import PARTS
@@ -116,10 +116,7 @@ def as_readable(x: torch.Tensor, device: torch.device, role: str) -> torch.Tenso
         raise OperandError(f"{role} is nested; expected a dense one, as its values() are.")
     shape = list(x.shape)
     if x.device != device:
-        raise OperandError(
-            f"{role} is on {x.device}, the input on {device}. Move one of them; nothing is moved "
-            f"silently."
-        )
+        raise elsewhere(role, x.device, "the input", device)
     if not is_strided(x):
         layout = str(x.layout).removeprefix("torch.").lstrip("_")
         raise OperandError(

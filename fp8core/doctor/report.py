@@ -24,6 +24,7 @@ from fp8core.doctor import consult
 from fp8core.doctor.collectives import Outcome
 from fp8core.doctor.findings import Cell, Check, Findings, absent, cell_from, rows, unanswered
 from fp8core.errors import Fp8CoreError, RecipeError
+from fp8core.reporting import columns
 
 WIDTH = 120
 """Columns of the longest line outside tables: a backend's reasons may be long."""
@@ -290,17 +291,9 @@ def _matrix(backend: dict[str, Any], matrix: Sequence[dict[str, Any]]) -> Iterat
     of_backend = [cell_from(entry) for entry in matrix if entry["backend"] == backend["name"]]
     if of_backend:
         yield from ("", f"{backend['name']} on {backend['device']}, by its declarations")
-        yield from columns(rows(of_backend))
+        yield from (f"   {row}" for row in columns(rows(of_backend)))
         for line in unanswered(of_backend):
             yield from _wrapped(f"   {line}")
-
-
-def columns(table: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the rows of a table, padded to columns."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield ("   " + "  ".join(cells)).rstrip()
 
 
 def _selftest(backend: dict[str, Any], checks: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -311,7 +304,7 @@ def _selftest(backend: dict[str, Any], checks: Sequence[dict[str, Any]]) -> Iter
     if of_backend:
         yield from ("", f"{backend['name']} on {backend['device']}, self-test")
         for row in columns([_check(check) for check in of_backend]):
-            yield from _wrapped(row)
+            yield from _wrapped(f"   {row}")
 
 
 def _check(check: dict[str, Any]) -> list[str]:
@@ -330,4 +323,4 @@ def _collectives(results: Sequence[dict[str, Any]]) -> Iterator[str]:
         names = [result["name"] for result in results]
         for row, failure in zip(columns([*zip(names, states, strict=True)]), failures, strict=True):
             failure = "" if failure is None else "  " + failure.replace("\n", " ")
-            yield from _wrapped(row + failure)
+            yield from _wrapped(f"   {row}{failure}")

@@ -17,7 +17,7 @@ from fp8core.chain.differentiable import gradients_once
 from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.unwrap import as_readable, unwrap
 from fp8core.dispatch import table
-from fp8core.errors import OperandError, UnsupportedError
+from fp8core.errors import OperandError, UnsupportedError, elsewhere
 from fp8core.functional.quantize import dequantize
 from fp8core.functional.quantizers.base import readable
 from fp8core.tensors.quantized_tensor import QuantizedTensor
@@ -202,10 +202,7 @@ def checked_splits(m_splits: Sequence[int], a: torch.Tensor, groups: int) -> tup
 def check_pair(owner: str, a: torch.Tensor, b: torch.Tensor) -> None:
     """Raise unless ``a`` and ``b`` are on one device, plain in one dtype, or stored along k."""
     if a.device != b.device:
-        raise OperandError(
-            f"{owner}: a is on {a.device}, b on {b.device}. Move one of them; nothing is moved "
-            f"silently."
-        )
+        raise elsewhere(f"{owner}: a", a.device, "b", b.device)
     both_plain = not isinstance(a, QuantizedTensor) and not isinstance(b, QuantizedTensor)
     if both_plain and a.dtype != b.dtype:
         raise OperandError(f"{owner}: a is {a.dtype}, b {b.dtype}. Convert one of them.")

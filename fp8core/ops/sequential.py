@@ -12,7 +12,7 @@ from fp8core.chain.delayed_wgrad import DelayedCall, WgradQueue
 from fp8core.chain.run import run_returning_input
 from fp8core.chain.shape import LinkShape, input_columns_of
 from fp8core.context.autocast import active
-from fp8core.errors import OperandError, UnsupportedError
+from fp8core.errors import OperandError, UnsupportedError, elsewhere
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.inputs import (
@@ -379,12 +379,11 @@ class Sequential(LowPrecisionModule):
 
     def _check_extra(self, tensors: Sequence[torch.Tensor], input: torch.Tensor) -> None:
         for index, tensor in enumerate(tensors):
-            check_kind(self.label, f"extra input {index}", tensor)
+            name = f"extra input {index}"
+            check_kind(self.label, name, tensor)
             if tensor.device != input.device:
-                raise OperandError(
-                    f"{self.label}: extra input {index} is on {tensor.device}, the input on "
-                    f"{input.device}. Move one of them; nothing is moved silently."
-                )
+                role = f"{self.label}: {name}"
+                raise elsewhere(role, tensor.device, "the input", input.device)
 
     def _kwargs_of(
         self,

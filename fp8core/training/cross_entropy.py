@@ -12,7 +12,7 @@ import torch
 
 from fp8core.backend_api import CrossEntropyBackwardDesc, CrossEntropyDesc
 from fp8core.chain.alone import bound, derivatives, in_torch, is_transformed, needs_node, plain
-from fp8core.errors import OperandError
+from fp8core.errors import OperandError, elsewhere
 from fp8core.modules.calls.parameters import refuse_arguments
 from fp8core.torch_ops.capture import is_captured
 
@@ -93,10 +93,7 @@ def _check_inputs(
             f"class for each position, and at least one class."
         )
     if target.device != inp.device:
-        raise OperandError(
-            f"{owner}: target is on {target.device}, inp on {inp.device}. Move one of them; "
-            f"nothing is moved silently."
-        )
+        raise elsewhere(f"{owner}: target", target.device, "inp", inp.device)
     if not 0.0 <= label_smoothing <= 1.0:
         raise OperandError(f"{owner}(label_smoothing={label_smoothing}): expected 0 to 1.")
     return classes

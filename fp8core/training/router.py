@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8core.backend_api import SCORE_FUNCTIONS, RouterBackwardDesc, RouterDesc
 from fp8core.chain.alone import bound, derivatives, in_torch, is_transformed, needs_node, plain
-from fp8core.errors import OperandError, did_you_mean
+from fp8core.errors import OperandError, did_you_mean, elsewhere
 from fp8core.torch_ops import private
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -289,10 +289,7 @@ def _check_indices(owner: str, logits: torch.Tensor, topk: int, indices: torch.T
             f"{expected}."
         )
     if indices.device != logits.device:
-        raise OperandError(
-            f"{owner}: topk_indices is on {indices.device}, logits on {logits.device}. Move one of "
-            f"them; nothing is moved silently."
-        )
+        raise elsewhere(f"{owner}: topk_indices", indices.device, "logits", logits.device)
 
 
 def _stored(chosen: torch.Tensor, layout: RoutingMapFormat, leading: Sequence[int]) -> torch.Tensor:

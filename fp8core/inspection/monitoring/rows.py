@@ -20,6 +20,7 @@ from fp8core.inspection.monitoring.record import (
     StepRecord,
     Tally,
 )
+from fp8core.reporting import columns
 
 
 def over_ranks(record: StepRecord, group: dist.ProcessGroup | None) -> StepRecord:
@@ -177,9 +178,8 @@ def _percent(share: float) -> str:
 
 def render(title: str, heading: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a table as text: by rich if it is installed, else in plain columns."""
-    widths = [max(map(len, column)) for column in zip(heading, *lines, strict=True)]
     if find_spec("rich") is None:
-        return _plain(title, [heading, *lines], widths)
+        return "\n".join([title, *columns([heading, *lines])])
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -189,15 +189,8 @@ def render(title: str, heading: Sequence[str], lines: Sequence[Sequence[str]]) -
         table.add_column(name)
     for line in lines:  # as Text, since rich would read the "[0]" of "mlp[0]" as markup
         table.add_row(*map(Text, line))
+    widths = [max(map(len, column)) for column in zip(heading, *lines, strict=True)]
     console = Console(file=io.StringIO(), width=sum(widths) + 3 * len(widths) + 1)
     with console.capture() as captured:
         console.print(table)
     return captured.get().rstrip("\n")
-
-
-def _plain(title: str, lines: Sequence[Sequence[str]], widths: Sequence[int]) -> str:
-    text = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
-    return "\n".join([title, *text])

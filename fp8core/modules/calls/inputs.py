@@ -10,7 +10,7 @@ import torch
 from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.shape import input_columns_of
 from fp8core.chain.unwrap import PLAIN
-from fp8core.errors import OperandError
+from fp8core.errors import OperandError, elsewhere
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.tensors.parameter import DTYPES
 
@@ -42,10 +42,7 @@ def check_input(
     if type(input) not in PLAIN and type(weight) in PLAIN:  # else both may be DTensors
         check_is_whole(layer.label, "input", input)
     if input.device != weight.device:
-        raise OperandError(
-            f"{layer.label}: input is on {input.device}, the layer on {weight.device}. "
-            f"Move one of them; nothing is moved silently."
-        )
+        raise elsewhere(f"{layer.label}: input", input.device, "the layer", weight.device)
     if is_under_torch_autocast(input):
         return torch.get_autocast_dtype(input.device.type)
     if input.dtype != weight.dtype:

@@ -17,7 +17,7 @@ from fp8core.chain.sequence_chunks import Chunks
 from fp8core.chain.series import Chain
 from fp8core.chain.simple import RotaryLink, RotaryShape
 from fp8core.chain.unwrap import PLAIN, as_readable, unwrap
-from fp8core.errors import OperandError, UnsupportedError, did_you_mean
+from fp8core.errors import OperandError, UnsupportedError, did_you_mean, elsewhere
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound
@@ -486,10 +486,7 @@ def _check_freqs(label: str, t: torch.Tensor, freqs: torch.Tensor) -> None:
             f"{label}: freqs requires a gradient, which is not offered; pass freqs.detach()."
         )
     if freqs.device != t.device:
-        raise OperandError(
-            f"{label}: freqs is on {freqs.device}, t on {t.device}. Move one of them; nothing is "
-            f"moved silently."
-        )
+        raise elsewhere(f"{label}: freqs", freqs.device, "t", t.device)
     if freqs.dim() != 4 or tuple(freqs.shape[1:3]) != (1, 1):
         raise OperandError(
             f"{label}: freqs is {list(freqs.shape)}; expected [positions, 1, 1, r], as "

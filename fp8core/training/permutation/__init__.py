@@ -18,7 +18,7 @@ import torch
 
 from fp8core.backend_api import CombineBackwardDesc, CombineDesc, DispatchDesc, RouteDesc
 from fp8core.chain.alone import bound, derivatives, in_torch, is_transformed, needs_node, plain
-from fp8core.errors import OperandError, did_you_mean
+from fp8core.errors import OperandError, did_you_mean, elsewhere
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.companions import Companions
@@ -325,10 +325,7 @@ def check_integers(
     if shape is not None and tuple(x.shape) != shape:
         raise OperandError(f"{owner}: {name} is {list(x.shape)}; expected {list(shape)}.")
     if beside is not None and x.device != beside.device:
-        raise OperandError(
-            f"{owner}: {name} is on {x.device}, inp on {beside.device}. Move one of them; nothing "
-            f"is moved silently."
-        )
+        raise elsewhere(f"{owner}: {name}", x.device, "inp", beside.device)
 
 
 def check_count(owner: str, count: int) -> int:
