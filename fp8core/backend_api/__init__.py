@@ -29,6 +29,8 @@ what training needs around them; ``optional`` for speed.
 
 from __future__ import annotations
 
+from functools import partial
+
 from fp8core.backend_api.amax import (
     AmaxDesc,
     Amaxes,
@@ -212,8 +214,4 @@ __all__ = [
     "split_groups",
     "variant_of",
 ]
-
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return sorted(__all__)
+__dir__ = partial(sorted, __all__)

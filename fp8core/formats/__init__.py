@@ -37,6 +37,7 @@ __all__ = [
     "set_discovery",
     "unknown",
 ]
+__dir__ = functools.partial(sorted, __all__)
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # each exact in float32
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -544,8 +545,3 @@ def format_of(dtype: object, owner: str) -> str:
         f"{owner}: {dtype!r} is no format for elements. Expected fp8core.DType.kFloat8E4M3, "
         f"kFloat8E5M2 or kFloat4E2M1, a torch FP8 dtype, or one of {', '.join(elements)}.{near}"
     )
-
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return sorted(__all__)

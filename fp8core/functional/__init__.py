@@ -33,6 +33,7 @@ __all__ = [
     "quantize",
     "to_torch",
 ]
+__dir__ = functools.partial(sorted, __all__)
 
 
 class FunctionalLinear(LowPrecisionModule):
@@ -92,8 +93,3 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     shape = LinearShape(k, n, weight.dtype, None if bias is None else bias.dtype)
     params = [weight] if bias is None else [weight, bias]
     return run_layer(_layer_of(shape), x, columns=k, params=params, like=weight)[0]
-
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return sorted(__all__)

@@ -126,6 +126,7 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
 ]
+__dir__ = partial(sorted, __all__)
 
 
 _uniform: InitMethod = partial(torch.nn.init.kaiming_uniform_, a=5**0.5)  # +-1 / sqrt(in_features)
@@ -412,11 +413,6 @@ class Quantize(Operation):
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the shape, which says whether values, gradients or both are rounded."""
         return (self._shape,)
-
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return sorted(__all__)
 
 
 if not TYPE_CHECKING:  # a type checker would take every name for an attribute

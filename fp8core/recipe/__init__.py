@@ -7,6 +7,7 @@ contradicts another, is an error when the recipe is constructed.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from fp8core.backend_api import OperandSpec
@@ -66,6 +67,7 @@ __all__ = [
     "names",
     "save",
 ]
+__dir__ = partial(sorted, __all__)
 
 
 def get_default_recipe() -> Recipe:
@@ -75,11 +77,6 @@ def get_default_recipe() -> Recipe:
         return by_name(spec.preferred_recipe)
     except RecipeError as error:
         raise RecipeError(f"backend {spec.name!r} prefers a recipe: {error}") from None
-
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return sorted(__all__)
 
 
 if not TYPE_CHECKING:  # to a type checker, it would make every name an attribute

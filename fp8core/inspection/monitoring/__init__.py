@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ from fp8core.reporting import some
 from fp8core.torch_ops.private import is_compiled
 
 __all__ = ["Monitor", "NonFinite", "Row", "Saturation", "Summary", "WhatIf", "monitor"]
+__dir__ = partial(sorted, __all__)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -479,8 +481,3 @@ def watched_layers(model: torch.nn.Module, caller: str) -> dict[str, LowPrecisio
             f"from fp8core.Linear and the other layers."
         )
     return layers
-
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return sorted(__all__)

@@ -8,6 +8,7 @@ method ``"fp8core"`` with transformers.
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fp8core.errors import did_you_mean
@@ -23,11 +24,7 @@ __all__ = [
     "load_quantized",
     "save_pretrained",
 ]
-
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return sorted(__all__)
+__dir__ = partial(sorted, __all__)
 
 
 if not TYPE_CHECKING:  # to a type checker, it would make every name an attribute

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fp8core.interchange.checkpoints.reading import Loaded, load_pretrained, load_quantized
 from fp8core.interchange.checkpoints.transformer_engine import transformer_engine_state_dict
 from fp8core.interchange.checkpoints.writing import Saved, save_pretrained
@@ -14,8 +16,4 @@ __all__ = [
     "save_pretrained",
     "transformer_engine_state_dict",
 ]
-
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return sorted(__all__)
+__dir__ = partial(sorted, __all__)

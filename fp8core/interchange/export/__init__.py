@@ -12,6 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from fp8core.torch_ops.encoding import decode
 from fp8core.torch_ops.private import FakeTensor, pytree, schema_of
 
 __all__ = ["onnx_export", "to_onnx"]
+__dir__ = partial(sorted, __all__)
 
 _export = torch.onnx.export
 _CONSTANTS = (bool, int, float, complex, str, type(None))
@@ -512,8 +514,3 @@ def _check(model: torch.nn.Module, opset_version: int) -> None:
             f"to_onnx: {name!r} is on {device}, but weights are quantized on the CPU. Call "
             f"model.cpu() first."
         )
-
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return sorted(__all__)
