@@ -78,7 +78,7 @@ def pytest_sessionstart() -> None:
     if stale:
         pytest.exit(
             f"the tests would run an old copy of the backends: {folder}, which differs in "
-            f"{', '.join(stale)}; install again: `python -m pip install -e .`",
+            f"{len(stale)} files, as {stale[0]}; install again: `python -m pip install -e .`",
             returncode=pytest.ExitCode.USAGE_ERROR,
         )
 
