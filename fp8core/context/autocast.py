@@ -79,13 +79,13 @@ def request(
 
 
 # Outside any autocast a converted layer's recipe counts; in autocast(enabled=False) it does not.
-_OUTSIDE = "no autocast"
-_by_name[_OUTSIDE] = Active(None, None, None, False, _OUTSIDE)
+OUTSIDE = "no autocast"
+_by_name[OUTSIDE] = Active(None, None, None, False, OUTSIDE)
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.active = _OUTSIDE
+        self.active = OUTSIDE
         # The open autocasts, each with the name of the request around it.
         self.opened: list[tuple[autocast, str]] = []
 
@@ -96,13 +96,13 @@ _thread = _ThreadState()
 def active(default: Active | None = None) -> Active:
     """Return what the calling thread's innermost autocast asks for; outside any, ``default``."""
     name = _thread.active
-    return _by_name[name] if default is None or name != _OUTSIDE else default
+    return _by_name[name] if default is None or name != OUTSIDE else default
 
 
 def active_name(default: Active | None = None) -> str:
     """Return the name of :func:`active`: equal names, equal requests."""
     name = _thread.active
-    return name if default is None or name != _OUTSIDE else default.name
+    return name if default is None or name != OUTSIDE else default.name
 
 
 def active_before(
@@ -112,16 +112,16 @@ def active_before(
 
     ``default`` counts outside any autocast, as in :func:`active`. Empty if they are not known.
     """
-    outside = _by_name[_OUTSIDE] if default is None else default
-    names = recompute.active_before(_OUTSIDE)
-    requests = [outside if name == _OUTSIDE else _by_name[name] for name in names]
+    outside = _by_name[OUTSIDE] if default is None else default
+    names = recompute.active_before(OUTSIDE)
+    requests = [outside if name == OUTSIDE else _by_name[name] for name in names]
     return {(request.quantize, request.observe) for request in requests}
 
 
 def is_switched_off() -> bool:
     """Say whether the calling thread is in an autocast, and the innermost computes in high
     precision."""
-    return _thread.active != _OUTSIDE and _by_name[_thread.active].quantize is None
+    return _thread.active != OUTSIDE and _by_name[_thread.active].quantize is None
 
 
 def named(name: str) -> Active:

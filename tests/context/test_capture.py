@@ -14,6 +14,7 @@ import torch
 import fp8core
 from fp8core import OperandError, UnsupportedError, autocast, ops, recipe, use_backend
 from fp8core.context import timeline
+from fp8core.context.autocast import is_switched_off
 from fp8core.context.capture import Graph, Pass, Schedule, passes_of
 from fp8core.modules.models import graphs
 from tests.device import DEVICE
@@ -288,6 +289,37 @@ def test_without_an_autocast_stored_weights_run_their_recipe(name: str) -> None:
     for option, value in (("recipe", name), ("calibrating", True)):
         with pytest.raises(OperandError, match=f"without an autocast, which {option} would be of"):
             fp8core.make_graphed_callables(model, (x,), enabled=[None], **{option: value})
+
+
+@pytest.mark.usefixtures("again")
+def test_an_autocast_around_a_capture_does_not_count() -> None:
+    seen: list[bool] = []
+
+    class Noting(torch.nn.Sequential):
+        def forward(self, x: torch.Tensor) -> Any:
+            seen.append(is_switched_off())
+            return super().forward(x)
+
+    model = Noting(fp8core.Linear(128, 128))
+    for enabled in (None, True, False):
+        with autocast(enabled=enabled is False):
+            fp8core.make_graphed_callables(model, sample(128), enabled=enabled)
+        assert {*seen} == {enabled is False}
+        seen.clear()
+        model.reset()
+
+
+@pytest.mark.usefixtures("again")
+def test_a_recipe_is_that_of_the_modules_with_an_autocast() -> None:
+    modules = [fp8core.Linear(128, 128) for _ in range(2)]
+    x, block = sample(128)[0].detach(), recipe.Float8BlockScaling()
+    with torch.no_grad():
+        want = [modules[0](x)]
+        with autocast(recipe=block):
+            want += [modules[1](x)]
+        enabled = [None, True]
+        made = fp8core.make_graphed_callables(modules, ((x,), (x,)), enabled=enabled, recipe=block)
+        assert all(map(torch.equal, [one(x) for one in made], want))
 
 
 @pytest.mark.usefixtures("again")

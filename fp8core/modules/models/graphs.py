@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ContextDecorator, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed
 
-from fp8core.context.autocast import autocast
+from fp8core.context.autocast import OUTSIDE, activated, autocast
 from fp8core.context.capture import Hooks, Pass, Schedule, capture, passes_of
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.modules.calls.inputs import takes_keyword
@@ -108,14 +108,14 @@ def make_graphed_callables(
     chosen: dict[str, Any] = {"calibrating": calibrating, "recipe": recipe}
     chosen["amax_reduction_group"] = amax_reduction_group
     are_enabled = _enabled(enabled, len(each))
-    if None in are_enabled and any(chosen.values()):
+    if {*are_enabled} == {None} and any(chosen.values()):
         raise OperandError(
             f"make_graphed_callables(enabled={enabled!r}) captures without an autocast, which "
             f"{', '.join(name for name in chosen if chosen[name])} would be of; leave it out, or "
             f"give enabled=True."
         )
     contexts = [
-        nullcontext() if is_enabled is None else autocast(enabled=is_enabled, **chosen)
+        activated(OUTSIDE) if is_enabled is None else autocast(enabled=is_enabled, **chosen)
         for is_enabled in are_enabled
     ]
     is_single = is_module and _order is None
@@ -372,7 +372,7 @@ def _used_by_graphs(stores: Sequence[WeightStore]) -> Iterator[None]:
 
 @contextmanager
 def _inside(
-    contexts: Sequence[AbstractContextManager[Any]],
+    contexts: Sequence[ContextDecorator],
     modules: Sequence[torch.nn.Module],
     takers: Sequence[torch.nn.Module],
     microbatch: dict[str, bool],
@@ -386,7 +386,7 @@ def _inside(
     for layer in dict.fromkeys(takers):
         layer.forward = _taking(microbatch, layer.forward)
     for context, module in zip(contexts, modules, strict=True):
-        module.forward = _entering(context, module.forward)
+        module.forward = context(module.forward)
     try:
         yield
     finally:
@@ -402,17 +402,6 @@ def _taking(keywords: Mapping[str, Any], forward: Callable[..., Any]) -> Callabl
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **{**keywords, **kwargs})
-
-    return run
-
-
-def _entering(
-    context: AbstractContextManager[Any], forward: Callable[..., Any]
-) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def run(*arguments: Any, **keywords: Any) -> Any:
-        with context:
-            return forward(*arguments, **keywords)
 
     return run
 
