@@ -68,7 +68,8 @@ def request(
 ) -> Active:
     """Return the request of these values: the same object each time, which callers compare."""
     values = (quantize, observe, group)
-    requested = _by_values.get(values)
+    with _lock:  # torch.compile leaves it to Python, which can hash a group's reference
+        requested = _by_values.get(values)
     if requested is None:
         reduces = group is not None and may_reduce_amaxes(quantize or observe)  # a whole plan
         with _lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import fp8core
 from fp8core import OperandError, UnsupportedError, autocast, ops, recipe, use_backend
 from fp8core.context import timeline
-from fp8core.context.autocast import is_switched_off
+from fp8core.context.autocast import is_switched_off, request
 from fp8core.context.capture import Graph, Pass, Schedule, passes_of
 from fp8core.modules.models import graphs
 from tests.device import DEVICE
@@ -640,6 +641,8 @@ def decorated(layer: fp8core.Linear, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("run", [inside, before, between, nested, decorated])
 def test_an_autocast_around_a_graph_break_holds(run: Run) -> None:
+    group: Any = torch.nn.Identity()  # stands for one
+    request(CURRENT, None, weakref.ref(group))  # as after an autocast that reduces over a group
     layer, x = fp8core.Linear(32, 16), torch.randn(32, 32)
     outside = layer(x)
     with autocast(recipe=CURRENT):
