@@ -30,6 +30,7 @@ from fp8core_backends.reference.attention_sequences import (
 from fp8core_backends.reference.operations import computes, float_problem, spec_problem
 from fp8core_backends.reference.products import product
 from fp8core_backends.reference.quantize import dequantize, quantize
+from fp8core_backends.reference.rounding import seed_of
 
 
 class _Logits(NamedTuple):
@@ -333,10 +334,10 @@ def _drop(desc: AttentionDesc, x: torch.Tensor, rng: torch.Tensor | None) -> tor
     """Zero the elements that the seed and the offset choose and scale the others."""
     if not desc.dropout:
         return x
-    assert rng is not None
-    if x.is_meta or type(rng) is not torch.Tensor:  # no generator, and no values
+    drawn = seed_of(x, rng)
+    if drawn is None:
         return x * 1
-    seed, offset = (int(value) for value in rng)
+    seed, offset = drawn
     generator = torch.Generator(device=x.device)
     generator.manual_seed((seed * 0x9E3779B97F4A7C15 + offset) & (2**63 - 1))
     noise = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)

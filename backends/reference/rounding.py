@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fp8core_backends.reference.private import FakeTensor
+
 _MASK = 0xFFFFFFFF
 
 
@@ -43,6 +45,15 @@ def stochastically(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torch
     return torch.copysign(rounded, x)
 
 
+def seed_of(x: torch.Tensor, rng: torch.Tensor | None) -> tuple[int, int] | None:
+    """Return the seed and the offset in ``rng`` for ``x``; None if either has no values."""
+    assert rng is not None
+    if x.is_meta or isinstance(rng, FakeTensor):
+        return None
+    seed, offset = (int(value) for value in rng)
+    return seed, offset
+
+
 def _noise(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torch.Tensor:
     """Return float32 in (0, 1) of the shape of ``x``: ``(r + 0.5) / 2^16``, r of 16 random bits.
 
@@ -51,10 +62,10 @@ def _noise(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torch.Tensor:
     ``2 (row % 2) + i % 4 / 2`` of block ``row / 2 * ceil(k / 4) + i / 4``. The key is the seed, the
     counter's upper half the offset and the orientation.
     """
-    assert rng is not None
-    if x.is_meta or type(rng) is not torch.Tensor:  # no values, so no rng to read
+    drawn = seed_of(x, rng)
+    if drawn is None:
         return torch.empty_like(x, dtype=torch.float32)
-    seed, offset = (int(value) for value in rng)
+    seed, offset = drawn
     rows, k = x.shape if dim == 1 else (x.shape[1], x.shape[0])
     pairs, fours = -(-rows // 2), -(-k // 4)
     index = torch.arange(pairs * fours, dtype=torch.int64, device=x.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8core import formats
-from fp8core.backend_api import DequantizeDesc, OperandSpec, QuantizeDesc, hadamard16, operand_spec
-from fp8core_backends.reference import rounding
+from fp8core.backend_api import (
+    AttentionDesc,
+    DequantizeDesc,
+    OperandSpec,
+    QuantizeDesc,
+    hadamard16,
+    operand_spec,
+)
+from fp8core_backends.reference import attention, rounding
 from fp8core_backends.reference.backend import ReferenceBackend
 
 CPU = torch.device("cpu")
@@ -133,6 +141,17 @@ def test_noise_of_an_element_is_that_of_its_block_s_word(size: tuple[int, int], 
             word = int(words[2 * (row % 2) + i % 4 // 2])
             expected = ((word >> 16 * (i % 2) & 0xFFFF) + 0.5) / 65536
             assert float(noise[row, i]) == expected
+
+
+class Kind(torch.Tensor):
+    """A user's subclass, with values."""
+
+
+def test_a_seed_that_is_a_subclass_of_tensor_is_read() -> None:
+    x, rng = torch.rand(6, 16), torch.tensor([3, 5])
+    dropping = AttentionDesc(torch.float32, "bshd", 1, 1, 16, 16, 1.0, dropout=0.5)
+    for chosen in (partial(rounding._noise, x, dim=1), partial(attention._drop, dropping, x)):
+        assert torch.equal(chosen(rng=rng.as_subclass(Kind)), chosen(rng=rng))
 
 
 def test_saturates() -> None:
