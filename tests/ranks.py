@@ -121,11 +121,16 @@ def ended(statuses: Sequence[int], texts: Sequence[str]) -> str:
     return "; ".join(lines)
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs of this process, by CUDA's names."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [*map(str, range(torch.cuda.device_count()))]
+
+
 def gpus_of(world_size: int) -> list[str]:
     """The GPUs of the ranks of a test, by CUDA's names: processes of pytest take other ones each,
     if there are enough."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [*map(str, range(torch.cuda.device_count()))]
+    names = visible_gpus()
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     first = worker % (len(names) // world_size) * world_size
     return names[first : first + world_size]

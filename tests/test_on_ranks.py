@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,16 @@ def test_runs_have_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(training.torch.cuda, "device_count", lambda: 5)
     assert training.places_of(2, "cuda") == [(0, 1), (2, 3)]
     assert training.places_of(2, "cpu") == [(0, 1)]
+
+
+def test_runs_get_gpus_and_packages_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setenv("PYTHONPATH", "of-the-user")
+    found = training.Trainer("cuda", (), tmp_path, 0.0).environment((2, 3))
+    assert found["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert found["PYTHONPATH"].split(os.pathsep) == [str(training.ROOT), "of-the-user"]
 
 
 @SLOW

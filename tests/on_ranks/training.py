@@ -29,6 +29,7 @@ import torch
 
 from tests.benchmarks.measuring import markdown
 from tests.benchmarks.parallel_gpu.together import leave_multicast_off
+from tests.ranks import visible_gpus
 
 __all__ = ["CONTESTANTS", "RECIPES", "Run", "main"]
 
@@ -90,15 +91,22 @@ class Trainer(NamedTuple):
     folder: Path
     end: float
 
+    def environment(self, devices: Sequence[int]) -> dict[str, str]:
+        """Return the variables of a run on ``devices``, counted among those of this process."""
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        if self.device == "cuda":
+            gpus = visible_gpus()
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[device] for device in devices)
+        return environment
+
     def result(self, run: Run, devices: Sequence[int], name: str = "") -> dict[str, Any]:
         """Return the results of a run on ``devices``; with its ``error`` if it fails."""
         name = name or f"{run.recipe}-{run.size}-{run.seed}"
         log, results = (self.folder / f"{name}.{kind}" for kind in ("txt", "jsonl"))
         command = [sys.executable, *run.command(), *self.options]
         command += ["--device", self.device, "--results", str(results)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        if self.device == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        environment = self.environment(devices)
         with log.open("w") as stream:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=stream, stderr=stream
