@@ -14,7 +14,7 @@ import torch
 
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, AttentionPartBackwardDesc
 from fp8core_backends.cuda.attention_backward import GraphAttentionBackward
-from fp8core_backends.cuda.attention_cached import CachedAttention, single_query_problem
+from fp8core_backends.cuda.attention_cached import CachedAttention, cached_problem
 from fp8core_backends.cuda.attention_codes import CodesAttentionBackward
 from fp8core_backends.cuda.attention_forward import GraphAttention
 from fp8core_backends.cuda.attention_support import FRONTEND, TORCH, KernelNames, kernels
@@ -26,7 +26,7 @@ def bind_attention(
 ) -> Callable[..., Any]:
     """Return the callable of forward; over a cache, with the native library if there is one."""
     is_plain, names = _kernels(desc)
-    if native is not None and single_query_problem(desc) is None:
+    if native is not None and cached_problem(desc) is None:
         return CachedAttention(desc, device, names, native)
     return (TorchAttention if is_plain else GraphAttention)(desc, device, names)
 

@@ -12,6 +12,7 @@ from fp8core.backend_api import (
     Operand,
     OperandError,
     PagedAttentionDesc,
+    SingleQueryDesc,
 )
 from fp8core_backends.cuda.attention_call import strides_of
 from fp8core_backends.cuda.attention_forward import GraphAttention
@@ -26,16 +27,15 @@ from fp8core_backends.cuda.stream import index_of, raw_stream
 _HEAD_SIZES = (64, 128, 256)
 
 
-def single_query_problem(desc: AttentionDesc) -> str | None:
+def _kernel_problem(desc: AttentionDesc) -> str | None:
     """Say why no kernel of this backend attends by one query a sequence, or None."""
     return first_problem(
-        (not isinstance(desc, CachedAttentionDesc), "it reads a cache"),
         (
             desc.head_dim not in _HEAD_SIZES or desc.head_dim_v != desc.head_dim,
             f"heads of {desc.head_dim} and {desc.head_dim_v} elements, not 64, 128 or 256",
         ),
         (desc.low_precision, "no FP8"),
-        (desc.arbitrary or desc.bias is not None, "no bias and no mask"),
+        (desc.bias is not None, "no bias"),
         (desc.softcap != 0, "no cap of logits"),
         (desc.softmax != "vanilla", "no sink"),
         (desc.dropout > 0, "no dropout"),
@@ -43,9 +43,27 @@ def single_query_problem(desc: AttentionDesc) -> str | None:
     )
 
 
+def cached_problem(desc: AttentionDesc) -> str | None:
+    """Say why no kernel of this backend reads a cache of sequences with lengths, or None."""
+    return first_problem(
+        (not isinstance(desc, CachedAttentionDesc), "it reads a cache"),
+        (desc.arbitrary, "no mask beside lengths"),
+    ) or _kernel_problem(desc)
+
+
+def single_query_problem(desc: SingleQueryDesc, device: torch.device) -> str | None:
+    """Say why no kernel of this backend reads another library's cache, or None."""
+    has_lengths = desc.padding or desc.layout == "thd"
+    return (
+        form_problem(desc, device)
+        or _kernel_problem(desc)
+        or ("its mask says what padding would" if has_lengths else None)
+    )
+
+
 def paged_problem(desc: PagedAttentionDesc, device: torch.device) -> str | None:
     """Say why no kernel of this backend reads pages, or None."""
-    reason = form_problem(desc, device) or single_query_problem(desc)
+    reason = form_problem(desc, device) or cached_problem(desc)
     if reason is not None or desc.kv is None:
         return reason or (None if desc.padding else "a cache has sequences with lengths")
     is_plain = desc.kv.format == "e4m3" and scale_mode(desc.kv) == "row" and not desc.kv.delayed
@@ -74,20 +92,21 @@ class _SingleQueries:
         lengths: tuple[torch.Tensor | None, ...],
         capacity: int,
         pages: tuple[int, ...] = (),
+        mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Return the results of sequences of which each has a query or none.
 
         ``rows`` say where keys and values are, ``pages`` which: see the kernel's arguments.
-        ``lengths`` are the offsets of queries and keys, and in thd of the rows of queries.
+        ``lengths`` are the offsets of queries and keys, and in thd of the rows of queries; None,
+        without pages, where each has a query. ``mask [batch, capacity]`` has adjacent elements.
         """
         desc, layout = self._desc, self._desc.layout
         q = aligned(q)
         cu_seqlens_q, cu_seqlens_kv, starts = (
             None if edges is None else edges.contiguous() for edges in lengths
         )
-        assert cu_seqlens_q is not None
-        assert cu_seqlens_kv is not None
-        batch, size = len(cu_seqlens_q) - 1, out_size(desc, q)
+        size = out_size(desc, q)
+        batch = q.shape[layout.index("b")] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         if layout == "thd":  # rows of no sequence are not written
             out, stats = q.new_zeros(size), q.new_full(size[:-1], -torch.inf, dtype=torch.float32)
             q = q.unsqueeze(1)
@@ -98,14 +117,24 @@ class _SingleQueries:
         arguments = (
             *rows_of(by_heads(q, "bshd" if layout == "thd" else layout)),
             *(*rows[0], *rows[1], batch, capacity),
-            *(cu_seqlens_q.data_ptr(), cu_seqlens_kv.data_ptr(), out.data_ptr(), stats.data_ptr()),
+            *(_address(cu_seqlens_q), _address(cu_seqlens_kv), out.data_ptr(), stats.data_ptr()),
         )
-        if starts is not None:
+        if mask is not None:
+            arguments = (*arguments, *(0,) * _BEFORE_MASK, mask.data_ptr(), mask.stride(0))
+        elif starts is not None:
             arguments = (*arguments, starts.data_ptr(), len(q), *pages)
         elif pages:
             arguments = (*arguments, 0, 0, *pages)
         self._native(arguments, raw_stream(self._index))
         return out, stats, None
+
+
+_BEFORE_MASK = 13
+"""Optional arguments of the kernel before its mask."""
+
+
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def rows_of(x: torch.Tensor) -> list[int]:
@@ -171,6 +200,66 @@ class CachedAttention(GraphAttention):
         rows = rows_of(views[0]), rows_of(views[1])
         lengths = cu_seqlens_q, cu_seqlens_kv, starts
         return self._single(q, rows, lengths, views[0].shape[2])
+
+
+class SingleQueryAttention:
+    """``(out, stats, None)``; see SingleQueryDesc. Keys, values and mask are read by the kernel."""
+
+    __slots__ = ("_single", "desc", "device")
+
+    kernel = "fp8core::attend_once of another library's cache"
+
+    def __init__(self, desc: SingleQueryDesc, device: torch.device, native: Any) -> None:
+        index = index_of(device)
+        self.desc, self.device = desc, torch.device("cuda", index)
+        self._single = _SingleQueries(desc, index, native)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Attend; see the backend API."""
+        desc, layout = self.desc, self.desc.layout
+        check_operands(desc, q, k, v, self.device)
+        views = [by_heads(aligned(x), layout) for x in (k, v)]
+        batch, _, capacity, _ = views[0].shape
+        if q.shape[layout.index("s")] != 1 or not (q.numel() and k.numel()):
+            raise OperandError(
+                f"{desc}: q {list(q.shape)}, k {list(k.shape)}; expected one query a sequence, and "
+                f"a key."
+            )
+        rows = rows_of(views[0]), rows_of(views[1])
+        excluded = self._excluded(mask, batch, capacity)
+        return self._single(q, rows, (None, None, None), capacity, mask=excluded)
+
+    def _excluded(
+        self, mask: torch.Tensor | None, batch: int, capacity: int
+    ) -> torch.Tensor | None:
+        """Return the mask ``[batch, capacity]``, None without one.
+
+        Raises:
+            OperandError: it is missing, of another form, or not asked for.
+        """
+        if mask is None and not self.desc.arbitrary:
+            return None
+        is_right = (
+            mask is not None
+            and self.desc.arbitrary
+            and (mask.dtype, mask.device) == (torch.bool, self.device)
+            and tuple(mask.shape) in ((batch, 1, 1, capacity), (1, 1, 1, capacity))
+        )
+        if mask is None or not is_right:
+            shown = None if mask is None else f"{mask.dtype} {list(mask.shape)} on {mask.device}"
+            form = f"torch.bool [{batch} or 1, 1, 1, {capacity}] on {self.device}"
+            form = form if self.desc.arbitrary else "None"
+            raise OperandError(f"{self.desc}: mask is {shown}; expected {form}.")
+        rows = mask[:, 0, 0]
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        return rows.expand(batch, capacity)
 
 
 class PagedAttention:

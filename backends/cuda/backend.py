@@ -21,6 +21,7 @@ from fp8core.backend_api import (
     OpDesc,
     PagedAttentionDesc,
     Ranks,
+    SingleQueryDesc,
 )
 from fp8core_backends.cuda import (  # noqa: F401  most of them run operations
     activation,
@@ -40,7 +41,12 @@ from fp8core_backends.cuda import (  # noqa: F401  most of them run operations
     scaled_mm,
 )
 from fp8core_backends.cuda.attention import bind_attention, bind_attention_backward
-from fp8core_backends.cuda.attention_cached import PagedAttention, paged_problem
+from fp8core_backends.cuda.attention_cached import (
+    PagedAttention,
+    SingleQueryAttention,
+    paged_problem,
+    single_query_problem,
+)
 from fp8core_backends.cuda.attention_support import attention_backward_problem, attention_problem
 from fp8core_backends.cuda.device_groups import DeviceGroupedGemm
 from fp8core_backends.cuda.gemm import (
@@ -75,8 +81,9 @@ class CudaBackend:
         if type(desc) in (AttentionBackwardDesc, AttentionPartBackwardDesc):
             return attention_backward_problem(desc, device)  # type: ignore[arg-type]  # as above
         missing = native.missing(device)
-        if type(desc) is PagedAttentionDesc:
-            return paged_problem(desc, device) or (missing and f"no native library: {missing}")
+        if type(desc) in (PagedAttentionDesc, SingleQueryDesc):
+            problem = paged_problem if type(desc) is PagedAttentionDesc else single_query_problem
+            return problem(desc, device) or (missing and f"no native library: {missing}")  # type: ignore[arg-type]  # as above
         if type(desc) in (GemmDesc, GroupedGemmDesc):  # a subclass may ask for more
             return _check_gemm(desc, device, missing)  # type: ignore[arg-type]  # as the line above
         operation = OPERATIONS.get(type(desc))
@@ -131,6 +138,8 @@ class CudaBackend:
             return bind_grouped_gemm(desc, run) if isinstance(desc, GroupedGemmDesc) else run
         if isinstance(desc, PagedAttentionDesc):
             return PagedAttention(desc, device, native.load())
+        if isinstance(desc, SingleQueryDesc):
+            return SingleQueryAttention(desc, device, native.load())
         if isinstance(desc, CachedAttentionDesc) and native.missing(device) is None:
             return bind_attention(desc, device, native.load())
         if isinstance(desc, AttentionDesc):  # cuDNN's, which needs no library of this backend

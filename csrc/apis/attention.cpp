@@ -47,7 +47,25 @@ void check_pages(const SingleQueryArguments& arguments) {
   FP8CORE_CHECK_ADDRESS(arguments.v_scales.data, "single_query_attention: v_scales");
 }
 
-void check(const SingleQueryArguments& arguments) {
+void check_seen(const SingleQueryDesc& desc, const SingleQueryArguments& arguments) {
+  const bool has_lengths = arguments.cu_seqlens_q != nullptr;
+  FP8CORE_CHECK(has_lengths == (arguments.cu_seqlens_kv != nullptr),
+                "single_query_attention: lengths of queries without those of keys, or the reverse");
+  if (has_lengths) {
+    FP8CORE_CHECK_ADDRESS(arguments.cu_seqlens_q, "single_query_attention: cu_seqlens_q");
+    FP8CORE_CHECK_ADDRESS(arguments.cu_seqlens_kv, "single_query_attention: cu_seqlens_kv");
+  } else {
+    FP8CORE_CHECK(arguments.starts == nullptr && arguments.page_table == nullptr,
+                  "single_query_attention: rows without gaps, or pages, without lengths");
+  }
+  if (arguments.mask == nullptr) return;
+  FP8CORE_CHECK(!has_lengths && desc.left < 0 && desc.right < 0 && arguments.mask_stride >= 0,
+                "single_query_attention: a mask with a stride of ", arguments.mask_stride,
+                " bytes, window (", desc.left, ", ", desc.right, "); expected neither lengths nor",
+                " a window beside it");
+}
+
+void check(const SingleQueryDesc& desc, const SingleQueryArguments& arguments) {
   FP8CORE_CHECK(arguments.batch > 0 && arguments.capacity >= 0 &&
                     arguments.capacity < (std::int64_t{1} << 30),
                 "single_query_attention: ", arguments.batch, " sequences of up to ",
@@ -57,8 +75,7 @@ void check(const SingleQueryArguments& arguments) {
   const std::int64_t stored = has_codes ? 1 : 2;
   if (arguments.capacity > 0) check("k", arguments.k, stored), check("v", arguments.v, stored);
   check_pages(arguments);
-  FP8CORE_CHECK_ADDRESS(arguments.cu_seqlens_q, "single_query_attention: cu_seqlens_q");
-  FP8CORE_CHECK_ADDRESS(arguments.cu_seqlens_kv, "single_query_attention: cu_seqlens_kv");
+  check_seen(desc, arguments);
   FP8CORE_CHECK_ADDRESS(arguments.out, "single_query_attention: out");
   FP8CORE_CHECK_ADDRESS(arguments.stats, "single_query_attention: stats");
 }
@@ -69,7 +86,7 @@ void single_query_attention(const SingleQueryDesc& desc, const SingleQueryArgume
                             StreamHandle stream) {
   check(desc);
   if (arguments.batch == 0) return;
-  check(arguments);
+  check(desc, arguments);
   launch_single_query(desc, arguments, as_stream(stream));
 }
 

@@ -53,6 +53,7 @@ from fp8core.backend_api.attention import (
     CachedAttentionDesc,
     PagedAttentionDesc,
     RotaryDesc,
+    SingleQueryDesc,
 )
 from fp8core.backend_api.descriptors import (
     GROUP_STEP,
@@ -197,6 +198,7 @@ __all__ = [
     "RouterDesc",
     "ScaleUpdateDesc",
     "Sending",
+    "SingleQueryDesc",
     "Transfers",
     "UnsupportedError",
     "amax_extent",

@@ -214,6 +214,20 @@ class PagedAttentionDesc(CachedAttentionDesc):
     kv: OperandSpec | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SingleQueryDesc(AttentionDesc):
+    """As AttentionDesc, of one query a sequence, in sbhd and bshd, in high precision and without
+    padding: ``attention(q, k, v, *, mask=None)``.
+
+    k and v are those of another library's cache, of any strides, as where heads lie outside of
+    tokens: they are read where they lie. ``mask``, which ``arbitrary`` asks for, is ``[b, 1, 1,
+    s_kv]`` or ``[1, 1, 1, s_kv]``. Rows that it excludes are finite: a weight of 0 is enough to
+    exclude them.
+
+    Optional: whoever asks for it has an attention of its own beside it.
+    """
+
+
 @operation(schema="(str operation, Tensor?[] tensors, SymInt[]? sizes) -> Tensor[]")
 def attention(
     desc: AttentionDesc,

@@ -145,7 +145,7 @@ class DeclaresNumerics(Protocol):
         """Return the bounds that hold for ``desc``, a supported descriptor, on ``device``."""
 
 
-API_VERSION = (6, 3)
+API_VERSION = (6, 4)
 """(major, minor). A backend written for another major, or a newer minor, is not loaded.
 
 The minor rises with a change that an old backend can ignore: a new operation, a new optional

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 import torch
 
 from fp8core.chain.unwrap import PLAIN, are_readable, as_readable, unwrap
-from fp8core.dispatch import plugins, policy, table
+from fp8core.dispatch import plugins, policy, select, table
 from fp8core.dispatch.registry import Registry
+from fp8core.errors import UnsupportedError
 from fp8core.torch_ops.capture import constant_in_graph, is_captured
 from fp8core.torch_ops.encoding import Operation, encode
 from fp8core.torch_ops.operators import OPERATORS
@@ -48,16 +49,66 @@ def _bound(
     return table.resolve(kind(*values), device).run
 
 
+def offered(
+    kind: type[Any],
+    values: tuple[Any, ...],
+    plain: tuple[type[Any], tuple[Any, ...]],
+    x: torch.Tensor,
+) -> Run | None:
+    """Return what :func:`bound` does, of an optional descriptor: by the backend that is chosen for
+    the descriptor ``plain``, its class and values; None if that backend does not offer it."""
+    backends, device = policy.current(), x.device
+    if is_captured(x):
+        text = _captured(kind, values, device, backends.values(), plain)
+        return functools.partial(OPERATORS[kind.op], text) if text else None
+    registry = plugins.load()
+    return _offered((kind, values, plain), device, backends, registry, len(registry.rows))
+
+
+@functools.lru_cache(maxsize=1024)
+def _offered(
+    described: tuple[Any, tuple[Any, ...], tuple[Any, tuple[Any, ...]]],
+    device: torch.device,
+    backends: policy.Policy,
+    registry: Registry,
+    num_plugins: int,
+) -> Run | None:
+    resolved = _optional(*described, device)
+    return None if resolved is None else resolved.run
+
+
+def _optional(
+    kind: type[Any],
+    values: tuple[Any, ...],
+    plain: tuple[type[Any], tuple[Any, ...]],
+    device: torch.device,
+) -> table.Resolved | None:
+    """Return the optional ``kind(*values)`` by the backend chosen for ``plain``; of that choice
+    nothing is said, as nothing runs by it."""
+    try:
+        choice = select.choose(plain[0](*plain[1]), device, policy.current())
+    except UnsupportedError:
+        return None
+    return table.resolve_optional(kind(*values), device, choice.backend)
+
+
 def _captured(
     kind: type[Any],
     values: tuple[Any, ...],
     device: torch.device,
     backends: policy.Values,
+    plain: tuple[type[Any], tuple[Any, ...]] | None = None,
 ) -> str:
-    """Return the text of the operation, while torch compiles or exports."""
+    """Return the text of the operation, while torch compiles or exports; empty of an optional one
+    that is not offered, as :func:`offered` has it with ``plain``."""
     with policy.activated(policy.Policy(*backends)), table.capturing():
-        choice = table.resolve(kind(*values), device).choice
-    return encode(Operation(choice.backend, choice.desc))
+        if plain is None:
+            resolved: table.Resolved | None = table.resolve(kind(*values), device)
+        else:
+            resolved = _optional(kind, values, plain, device)
+    if resolved is None:
+        return ""
+    return encode(Operation(resolved.choice.backend, resolved.choice.desc))
 
 
 constant_in_graph(_captured)

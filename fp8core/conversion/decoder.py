@@ -4,8 +4,8 @@ output projection, sum, norm and gated feed-forward block, added to that sum.
 Llama, Qwen2, Qwen3, Mistral, Gemma and whoever else composes a layer so: the class is compared with
 :func:`plain` on a few numbers, never known by its name. Another block, as Mixtral's experts, runs
 by itself behind the sum. Between the two chains the library rotates queries and keys, and
-transformers' own ``sdpa`` attends. With another attention, and where somebody has to see a module
-inside, the layer computes as its class says.
+transformers' own ``sdpa`` attends, or by one query a sequence a kernel. With another attention, and
+where somebody has to see a module inside, the layer computes as its class says.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fp8core.conversion.layers import (
     in_step,
     stand_in,
 )
+from fp8core.conversion.single_query import Operands, attended
 from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.modules.composition import is_seen
 from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
@@ -248,22 +249,21 @@ class ConvertedDecoder(ConvertedBlock):
         rows = before.run(x)
         if rows is None:
             return None
-        heads = _heads(attention, rows, pair, vars(self)[RECORD].conversion)
-        q, k, v = (each.transpose(1, 2) for each in heads)
+        by_head = _heads(attention, rows, pair, vars(self)[RECORD].conversion)
+        q, k, v = (each.transpose(1, 2) for each in by_head)
         if cache is not None:
             k, v = cache.update(k, v, attention.layer_idx)
         rest = {name: value for name, value in keywords.items() if name not in _OF_ATTENTION}
-        attended = attend(
-            attention,
-            *(q, k, v),
-            keywords.get("attention_mask"),
-            dropout=attention.attention_dropout if attention.training else 0.0,
-            scaling=attention.scaling,
-            **rest,
-        )[0].flatten(-2)
-        output: torch.Tensor | None = behind.run(attended, x)
+        operands = Operands(q, k, v, keywords.get("attention_mask"))
+        heads = attended(attention, operands, rest, attend)
+        if heads is None:
+            dropout = attention.attention_dropout if attention.training else 0.0
+            more = {"dropout": dropout, "scaling": attention.scaling, **rest}
+            heads = attend(attention, *operands, **more)[0]
+        columns = heads.flatten(-2)
+        output: torch.Tensor | None = behind.run(columns, x)
         if output is None:
-            output = x + attention.o_proj(attended)
+            output = x + attention.o_proj(columns)
         elif isinstance(behind.parts[-1], list):
             return output
         y: torch.Tensor = output + module.mlp(module.post_attention_layernorm(output))

@@ -18,14 +18,13 @@ from fp8core.backend_api import (
     GroupedGemmDesc,
     OpDesc,
     OperandSpec,
+    SingleQueryDesc,
 )
 from fp8core.errors import RecipeError
 
-# Descriptors of operations, two that extend one of them, and what they hold.
-_CLASSES = {
-    cls.__name__: cls
-    for cls in (*get_args(OpDesc), AttentionPartBackwardDesc, GroupedGemmDesc, OperandSpec)
-}
+# Descriptors of operations, some that extend one of them, and what they hold.
+_EXTENDED = (AttentionPartBackwardDesc, GroupedGemmDesc, SingleQueryDesc)
+_CLASSES = {cls.__name__: cls for cls in (*get_args(OpDesc), *_EXTENDED, OperandSpec)}
 
 
 class Operation(NamedTuple):

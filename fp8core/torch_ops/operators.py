@@ -97,8 +97,9 @@ class Operator:
         optional = [at for at, result in enumerate(results) if NoneType in get_args(result)]
         self._num_results = len(results)
         self._optional_result = optional[0] if len(optional) == 1 else None
+        has_casts = any(CastShape in get_args(result) for result in results)
         self._follows_shapes = record.returns is not ResultShape and (
-            not results or bool(self._recorded) or len(optional) > 1
+            not results or has_casts or len(optional) > 1
         )
         self._is_list = record.returns is not ResultShape
         schema = (not writes_out and record.schema) or self._schema()
@@ -120,7 +121,7 @@ class Operator:
         results = self._operator(text, *self.flat(arguments, keywords))
         if self._writes or not self._is_list:
             return results
-        if self._follows_shapes:
+        if self._follows_shapes or any([keywords.get(x) is not None for x in self._recorded]):
             return self._restored(text, list(results), arguments, keywords)
         results = tuple(results)
         if len(results) == self._num_results:

@@ -13,16 +13,17 @@ constexpr int kLeastKeys = 64;  // that a block is for
 using single_query::Storage;
 
 // Calls `run` with the shape for heads of this size.
-template <typename T, Storage kStorage, typename Run>
+template <typename T, Storage kStorage, bool kIsMasked = false, typename Run>
 void with_size(int size, const Run& run) {
-  if (size == 64) return run(single_query::Shape<T, 64, kStorage>{});
-  if (size == 128) return run(single_query::Shape<T, 128, kStorage>{});
-  run(single_query::Shape<T, 256, kStorage>{});
+  if (size == 64) return run(single_query::Shape<T, 64, kStorage, kIsMasked>{});
+  if (size == 128) return run(single_query::Shape<T, 128, kStorage, kIsMasked>{});
+  run(single_query::Shape<T, 256, kStorage, kIsMasked>{});
 }
 
 // Calls `run` with the shape for arguments like these.
 template <typename T, typename Run>
 void with_shape(int size, const SingleQueryArguments& arguments, const Run& run) {
+  if (arguments.mask != nullptr) return with_size<T, Storage::kRows, true>(size, run);
   if (arguments.page_table == nullptr) return with_size<T, Storage::kRows>(size, run);
   if (arguments.k_scales.data == nullptr) return with_size<T, Storage::kPages>(size, run);
   with_size<T, Storage::kCodes>(size, run);

@@ -10,6 +10,10 @@
 // Keys and values may be in pages: a thread looks up the page of one key of a step, a step before
 // it is copied. They may be codes: a warp writes the values of a step, rounded to 16 bits, beside
 // the ring of codes, and goes on as if they had been stored so. Neither changes an addition.
+//
+// Of a mask the whole of a sequence is read first: what lies before the first key that its query
+// sees, and behind the last, is not copied. Between them a thread reads the mask of one key of a
+// step, a step before it is needed.
 #pragma once
 
 #include <type_traits>
@@ -44,9 +48,10 @@ struct Params {
 // How keys and values are stored.
 enum class Storage { kRows, kPages, kCodes };
 
-template <typename T, int kHeadSize, Storage kStorage>
+template <typename T, int kHeadSize, Storage kStorage, bool kHasMask = false>
 struct Shape {
   using Element = T;
+  static constexpr bool kIsMasked = kHasMask;
   static constexpr bool kHasPages = kStorage != Storage::kRows;
   static constexpr bool kHasCodes = kStorage == Storage::kCodes;
   using Stored = std::conditional_t<kHasCodes, std::uint8_t, T>;
@@ -100,9 +105,9 @@ struct Sums {
   float largest = -INFINITY, sum = 0.0f;
   float values[S::kSize / 16][4] = {};
 
-  // Adds a stage of keys and values, of which the first `count` are there.
+  // Adds a stage of keys and values, those whose bits are set in `seen`.
   __device__ void add(const std::uint8_t* stage, const std::uint32_t (&q)[S::kSize / 16][4],
-                      float scale, int count) {
+                      float scale, std::uint32_t seen) {
     using T = typename S::Element;
     const int lane = threadIdx.x % 32, quarter = lane % 4;
     float logits[2][4] = {};
@@ -120,8 +125,8 @@ struct Sums {
     for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const bool is_there = tile * kRows + 2 * quarter + i < count;
-        logits[tile][i] = is_there ? logits[tile][i] * scale : -INFINITY;
+        const bool is_seen = seen >> (tile * kRows + 2 * quarter + i) & 1;
+        logits[tile][i] = is_seen ? logits[tile][i] * scale : -INFINITY;
         most = fmaxf(most, logits[tile][i]);
       }
 #pragma unroll
@@ -192,14 +197,56 @@ __device__ Merged merged(int count, int head, int element, const Load& load) {
 struct Seen {
   int begin = 0, end = 0;
 };
-__device__ inline Seen seen_keys(const Params& p, int sequence) {
+
+// From the first to the last key that a mask leaves. All threads of a block call this.
+__device__ inline Seen unmasked_keys(const std::uint8_t* mask, int capacity) {
+  __shared__ int firsts[kWarps], ends[kWarps];
+  int first = capacity, end = 0;
+  const auto look = [&](int key, std::uint32_t bytes) {  // of four keys
+    const std::uint32_t seen = __vcmpeq4(bytes, 0u);
+    if (seen == 0) return;
+    first = min(first, key + (__ffs(static_cast<int>(seen)) - 1) / 8);
+    end = max(end, key + 4 - __clz(static_cast<int>(seen)) / 8);
+  };
+  constexpr int kVector = 16;  // bytes that a thread reads at once, at a multiple of them
+  const auto misaligned = static_cast<int>(reinterpret_cast<std::uintptr_t>(mask) % kVector);
+  const int before = min(capacity, (kVector - misaligned) % kVector);
+  const int vectors = (capacity - before) / kVector, behind = before + vectors * kVector;
+  const int thread = threadIdx.x;
+  const int alone = thread < kVector ? thread : behind + thread - kVector;
+  if (thread < kVector ? alone < before : thread < 2 * kVector && alone < capacity)
+    look(alone, 0xFFFFFF00u | mask[alone]);
+#pragma unroll 4
+  for (int i = thread; i < vectors; i += kThreads) {
+    const int key = before + i * kVector;
+    const uint4 bytes = *reinterpret_cast<const uint4*>(mask + key);
+    look(key, bytes.x), look(key + 4, bytes.y), look(key + 8, bytes.z), look(key + 12, bytes.w);
+  }
+  first = __reduce_min_sync(0xFFFFFFFFu, first), end = __reduce_max_sync(0xFFFFFFFFu, end);
+  if (thread % 32 == 0) firsts[thread / 32] = first, ends[thread / 32] = end;
+  __syncthreads();
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp)
+    first = min(first, firsts[warp]), end = max(end, ends[warp]);
+  return {first, max(first, end)};
+}
+
+template <typename S>
+__device__ Seen seen_keys(const Params& p, int sequence) {
   const SingleQueryArguments& a = p.args;
+  const int capacity = static_cast<int>(a.capacity);
+  if constexpr (S::kIsMasked) {
+    return unmasked_keys(a.mask + sequence * a.mask_stride, capacity);
+  }
   const auto length = [&](const std::int32_t* edges, std::int64_t most) {
     const std::int64_t size = std::int64_t{edges[sequence + 1]} - edges[sequence];
     return static_cast<int>(min(max(size, std::int64_t{0}), most));
   };
-  if (length(a.cu_seqlens_q, 1) == 0) return {};
-  Seen seen{0, length(a.cu_seqlens_kv, a.capacity)};
+  Seen seen{0, capacity};
+  if (a.cu_seqlens_q != nullptr) {
+    if (length(a.cu_seqlens_q, 1) == 0) return {};
+    seen.end = length(a.cu_seqlens_kv, a.capacity);
+  }
   const int position = p.is_at_the_end ? seen.end - 1 : 0;
   if (p.left >= 0) seen.begin = max(seen.begin, position - p.left);
   if (p.right >= 0)
@@ -300,7 +347,7 @@ __global__ void __launch_bounds__(kThreads) attend_once(const __grid_constant__ 
   const int count = min(kHeads, p.group_heads - chunk * kHeads);  // of heads
 
   // The row of q and of out; -1 for a sequence that has none.
-  const Seen seen = seen_keys(p, sequence);
+  const Seen seen = seen_keys<S>(p, sequence);
   std::int64_t row = sequence;
   if (a.starts != nullptr) {
     row = a.starts[sequence];
@@ -349,6 +396,21 @@ __global__ void __launch_bounds__(kThreads) attend_once(const __grid_constant__ 
     for (int i = 0; i < S::kSize / 16; ++i) q[i][0] = words[8 * i], q[i][2] = words[8 * i + 4];
   }
   Sums<S> own;
+  const auto excludes = [&](int first) -> std::uint32_t {  // compared when it is needed
+    const int at = first + lane % kKeys;
+    return at < end ? a.mask[sequence * a.mask_stride + at] : 1u;
+  };
+  std::uint32_t is_excluded = 0;
+  if constexpr (S::kIsMasked) is_excluded = excludes(key);
+  const auto seen_of_step = [&]() -> std::uint32_t {  // a bit a key
+    if constexpr (S::kIsMasked) {
+      const std::uint32_t bits = __ballot_sync(0xFFFFFFFFu, is_excluded == 0);
+      is_excluded = excludes(key + kBlockStep);
+      return bits;
+    } else {
+      return 0xFFFFu >> max(0, kKeys - (end - key));
+    }
+  };
   int stage = 0, free_stage = kStages - 1;
   for (; key < end; key += kBlockStep) {
     wait_for_copies<kStages - 2>();
@@ -361,7 +423,7 @@ __global__ void __launch_bounds__(kThreads) attend_once(const __grid_constant__ 
       __syncwarp();
       rows = decoded;
     }
-    own.add(rows, q, p.scale, end - key);
+    own.add(rows, q, p.scale, seen_of_step());
     free_stage = stage;
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }

@@ -31,8 +31,9 @@ struct SingleQueryArguments {
   HeadRows q;     // a row a sequence
   HeadRows k, v;  // `capacity` rows a sequence, or pages, whose stride is that of the batch
   std::int64_t batch = 0, capacity = 0;
-  const std::int32_t* cu_seqlens_q = nullptr;   // [batch + 1]: of no query or of one
-  const std::int32_t* cu_seqlens_kv = nullptr;  // [batch + 1]
+  // [batch + 1], of no query or of one, and of keys; both null: of one and of `capacity`.
+  const std::int32_t* cu_seqlens_q = nullptr;
+  const std::int32_t* cu_seqlens_kv = nullptr;
   void* out = nullptr;                          // [rows, heads, head_size], whole
   float* stats = nullptr;                       // [rows, heads]: the logarithms of the sums
 
@@ -49,10 +50,15 @@ struct SingleQueryArguments {
   // multiplied, and rounded to the type of q. Elements of a head are one.
   HeadRows k_scales, v_scales;
 
-  static constexpr int kOptional = 13;
+  // Without lengths, pages and a window: a byte for each key of a sequence, 1 of one that its query
+  // does not see, else 0. Sequences lie `mask_stride` bytes apart; 0 is one mask for all.
+  const std::uint8_t* mask = nullptr;
+  std::int64_t mask_stride = 0;
+
+  static constexpr int kOptional = 15;
   auto fields() {
     return std::tie(q, k, v, batch, capacity, cu_seqlens_q, cu_seqlens_kv, out, stats, starts, rows,
-                    page_table, page_size, pages, k_scales, v_scales);
+                    page_table, page_size, pages, k_scales, v_scales, mask, mask_stride);
   }
 };
 

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +22,18 @@ from fp8core.backend_api import (
     OperandSpec,
     PagedAttentionDesc,
     QuantizeDesc,
+    SingleQueryDesc,
 )
 from fp8core.chain.attention.pages import CODES
 from fp8core_backends.cuda import attention_cached
 from fp8core_backends.cuda.attention import bind_attention
-from fp8core_backends.cuda.attention_cached import CachedAttention, PagedAttention, paged_problem
+from fp8core_backends.cuda.attention_cached import (
+    CachedAttention,
+    PagedAttention,
+    SingleQueryAttention,
+    paged_problem,
+    single_query_problem,
+)
 from fp8core_backends.cuda.attention_forward import GraphAttention
 from fp8core_backends.cuda.attention_lengths import Keywords, sequences_of
 from fp8core_backends.cuda.attention_support import KernelNames
@@ -110,7 +117,13 @@ class SingleQuery:
         q, k, v = arguments[:4], arguments[4:8], arguments[8:12]
         batch, capacity, edges_q, edges_kv, out, stats, *more = arguments[12:]
         ragged, pages = more[:2] if more and more[0] else (), more[2:]
-        edges = [at(x, torch.int32, (batch + 1,), (1,)).tolist() for x in (edges_q, edges_kv)]
+        pages, mask = pages[:11] if pages and pages[0] else (), pages[11:]
+        edges = [
+            at(x, torch.int32, (batch + 1,), (1,)).tolist()
+            if x
+            else range(0, size * batch + 1, size)
+            for x, size in ((edges_q, 1), (edges_kv, capacity))
+        ]
         starts, rows = list(range(batch)), batch
         if ragged:
             starts, rows = at(ragged[0], torch.int32, (batch + 1,), (1,)).tolist(), ragged[1]
@@ -129,6 +142,11 @@ class SingleQuery:
                     for x in (k, v)
                 )
             lengths = [x[i + 1] - x[i] for x in edges]
+            if mask:
+                address, stride = mask
+                excluded = at(address, torch.bool, (batch, capacity), (stride, 1))[i]
+                keys, values = keys[~excluded], values[~excluded]
+                lengths[1] = len(keys)
             values, sums = self.attend(query, keys, values, lengths)
             size = (row + 1, self.heads, self.size)
             at(out, self.dtype, size, (self.heads * self.size, self.size, 1))[row] = values
@@ -182,10 +200,12 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(attention_cached, "raw_stream", lambda index: 0)
     monkeypatch.setattr(attention_cached, "allocator", lambda index: empty)
 
-    def bind(desc: CachedAttentionDesc) -> CachedAttention | PagedAttention:
+    def bind(desc: AttentionDesc) -> Any:
         cuda, run = torch.device("cuda", 0), None
         if isinstance(desc, PagedAttentionDesc):
             run = PagedAttention(desc, cuda, native)
+        if isinstance(desc, SingleQueryDesc):
+            run = SingleQueryAttention(desc, cuda, native)
         run = run or CachedAttention(desc, cuda, NAMES, native)
         run.device = CPU
         return run
@@ -457,3 +477,147 @@ def test_a_captured_step_reads_the_lengths_of_its_replay() -> None:
     want, want_stats, _ = run(*operands, **keywords)
     assert torch.equal(out, want)
     assert torch.equal(stats, want_stats)
+
+
+def masked_descriptor(layout: str = "bshd", **changes: Any) -> SingleQueryDesc:
+    values = {
+        field.name: getattr(descriptor(layout), field.name) for field in fields(AttentionDesc)
+    }
+    return SingleQueryDesc(**values | {"padding": False, "arbitrary": True} | changes)
+
+
+def foreign_cache(
+    desc: SingleQueryDesc, device: torch.device, batch: int, capacity: int
+) -> list[torch.Tensor]:
+    """Operands whose keys and values lie as transformers' caches have them, heads before tokens."""
+    q = torch.randn(batch, 1, desc.heads, desc.head_dim, device=device).to(desc.dtype)
+    k, v = torch.randn(2, batch, desc.groups, capacity, desc.head_dim, device=device).to(desc.dtype)
+    operands = [q, k.transpose(1, 2), v.transpose(1, 2)]
+    return [x.transpose(0, 1) for x in operands] if desc.layout == "sbhd" else operands
+
+
+def masks(batch: int, capacity: int, device: torch.device) -> dict[str, torch.Tensor | None]:
+    """Masks by name, True where a key is excluded; the last sequence of the first sees no key."""
+    keys = torch.arange(capacity, device=device)
+    ends = torch.arange(batch, device=device)[:, None] * capacity // batch
+    behind = (keys > ends) | (keys >= capacity - 3)
+    behind[-1] = batch > 1
+    gaps = torch.rand(batch, capacity, device=device) < 0.7
+    one = (keys > capacity // 2)[None]
+    wide = torch.zeros(batch, 2 * capacity + 3, dtype=torch.bool, device=device)
+    wide[:, 3 : 3 + capacity] = gaps
+    return {
+        **{"behind": behind, "before": keys < ends, "gaps": gaps, "one for all": one},
+        **{"expanded": one.expand(batch, -1), "rows of others": wide[:, 3 : 3 + capacity]},
+        **{"every other": wide.repeat_interleave(2, 1)[:, ::2][:, 3 : 3 + capacity]},
+        "none": None,
+    }
+
+
+def check_masks(bind: Callable[..., Any], desc: SingleQueryDesc, device: torch.device) -> None:
+    """Compare calls with the reference's in float64, and with those of other strides."""
+    for batch, capacity in ((1, 5), (3, 130), (2, 1100)):
+        operands = foreign_cache(desc, device, batch, capacity)
+        for mask in masks(batch, capacity, device).values():
+            asked = replace(desc, arbitrary=mask is not None)
+            keywords = {} if mask is None else {"mask": mask[:, None, None]}
+            out, stats, largest = bind(asked)(*operands, **keywords)
+            values = {field.name: getattr(asked, field.name) for field in fields(AttentionDesc)}
+            exact = AttentionDesc(**values | {"dtype": torch.float64})
+            reference = backend("reference").bind(exact, device)
+            wide = [x.double() for x in operands]
+            want, want_stats, _ = reference(*wide, **keywords)
+            assert largest is None
+            assert (out.shape, out.dtype) == (want.shape, desc.dtype)
+            size, *_ = reference(*wide[:2], wide[2].abs(), **keywords)
+            bound = torch.finfo(desc.dtype).eps * size + 1e-5
+            assert ((out.double() - want).abs() <= bound).all()
+            torch.testing.assert_close(stats.double(), want_stats, rtol=1e-5, atol=1e-4)
+            whole = [x.contiguous() for x in operands]
+            assert torch.equal(bind(asked)(*whole, **keywords)[0], out)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_the_kernel_is_given_another_library_s_cache_and_mask(
+    layout: str, bound: Callable[..., Any]
+) -> None:
+    check_masks(bound, masked_descriptor(layout), CPU)
+
+
+WRONG_MASKS: dict[str, Any] = {
+    "missing": lambda mask: None,
+    "numbers": lambda mask: mask.float(),
+    "of another batch": lambda mask: mask[:1].expand(3, -1, -1, -1),
+    "of heads": lambda mask: mask.expand(-1, 4, -1, -1),
+    "of another capacity": lambda mask: mask[..., :7],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_MASKS)
+def test_masks_of_another_form_are_refused(name: str, bound: Callable[..., Any]) -> None:
+    desc = masked_descriptor()
+    operands = foreign_cache(desc, CPU, 2, 8)
+    mask = WRONG_MASKS[name](torch.zeros(2, 1, 1, 8, dtype=torch.bool))
+    with pytest.raises(OperandError, match=r"expected torch\.bool \[2 or 1, 1, 1, 8\]"):
+        bound(desc)(*operands, mask=mask)
+
+
+def test_another_library_s_cache_has_one_query_and_keys(bound: Callable[..., Any]) -> None:
+    desc = masked_descriptor(arbitrary=False)
+    q, k, v = foreign_cache(desc, CPU, 2, 8)
+    for wrong in ((torch.cat((q, q), 1), k, v), (q, k[:, :0], v[:, :0]), (q[:0], k[:0], v[:0])):
+        with pytest.raises(OperandError, match="one query a sequence, and a key"):
+            bound(desc)(*wrong)
+    with pytest.raises(OperandError, match="expected None"):
+        bound(desc)(q, k, v, mask=torch.zeros(2, 1, 1, 8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"arbitrary": False}, None),
+        ({"layout": "thd"}, "thd without padding"),
+        ({"padding": True}, "an arbitrary mask excludes padding"),
+        ({"padding": True, "arbitrary": False}, "what padding would"),
+        ({"head_dim": 96, "head_dim_v": 96}, "heads of 96"),
+        ({"bias": "post_scale"}, "no bias"),
+        ({"dropout": 0.1}, "no dropout"),
+        ({"dtype": torch.float32}, "no attention of torch.float32"),
+    ],
+    ids=str,
+)
+def test_another_library_s_cache_that_no_kernel_reads_is_denied(
+    changes: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    problem = single_query_problem(masked_descriptor(**changes), torch.device("cuda", 0))
+    assert problem is None if reason is None else reason in str(problem)
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_masks_exclude_keys_on_the_device(layout: str, head_dim: int) -> None:
+    for dtype, (heads, groups) in itertools.product(
+        (torch.bfloat16, torch.float16), ((8, 8), (12, 4), (10, 1))
+    ):
+        shape = {"heads": heads, "groups": groups, "head_dim": head_dim, "head_dim_v": head_dim}
+        desc = masked_descriptor(layout, dtype=dtype, scale=head_dim**-0.5, **shape)
+        check_masks(lambda asked: backend("cuda").bind(asked, DEVICE), desc, DEVICE)
+
+
+@pytest.mark.needs_accelerator("cuda")
+def test_a_mask_of_a_prefix_has_the_bits_of_its_length() -> None:
+    """At every place of the mask relative to the words that the kernel reads."""
+    plain = descriptor()
+    values = {field.name: getattr(plain, field.name) for field in fields(AttentionDesc)}
+    desc = SingleQueryDesc(**values | {"padding": False, "arbitrary": True})
+    for start, length in itertools.product(range(17), (1, 15, 16, 17, 63, 64, 65, 200)):
+        operands, keywords = call(plain, DEVICE, (length,), 200)
+        mask = torch.ones(start + 200, dtype=torch.bool, device=DEVICE)[start:]
+        mask[:length] = False
+        got = backend("cuda").bind(desc, DEVICE)(*operands, mask=mask[None, None, None])
+        want = backend("cuda").bind(plain, DEVICE)(*operands, **keywords)
+        for ours, theirs in zip(got[:2], want[:2], strict=True):
+            assert torch.equal(ours, theirs)

@@ -32,6 +32,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
     RotaryDesc,
     ScaleUpdateDesc,
+    SingleQueryDesc,
 )
 from fp8core.recipe.plan import LayerRole
 from fp8core_backends.cuda import fused_chunked, native, quantize_chunked
@@ -277,6 +278,27 @@ def single_queries() -> None:
             for lengths in (edges * capacity, edges * 5, -edges, edges * 2**20):
                 run(q, k, v, cu_seqlens_q=edges, cu_seqlens_kv=lengths, **whole)
             run(q, k, v, cu_seqlens_q=edges * 2**20, cu_seqlens_kv=edges, **whole)
+
+
+def single_queries_of_masks() -> None:
+    """Attend by one query a sequence over another library's cache: with masks at every place
+    relative to the words that are read, that end where their memory does, and without one."""
+    for size, heads, groups in ((64, 8, 1), (128, 6, 2), (256, 1, 1)):
+        for batch, capacity in ((1, 600), (3, 40), (300, 24), (2, 7)):
+            q = torch.randn(batch, 1, heads, size).bfloat16().to(DEVICE)
+            pair = torch.randn(2, batch, groups, capacity, size).bfloat16().to(DEVICE)
+            k, v = pair.transpose(2, 3)
+            for start in (None, 0, 1, 15):
+                desc = SingleQueryDesc(
+                    *(torch.bfloat16, "bshd", heads, groups, size, size, size**-0.5),
+                    arbitrary=start is not None,
+                )
+                run, keywords = backend("cuda").bind(desc, DEVICE), {}
+                if start is not None:
+                    flat = torch.rand(start + batch * capacity) < 0.5
+                    mask = flat.to(DEVICE)[start:].view(batch, 1, 1, capacity)
+                    keywords = {"mask": mask}
+                run(q, k, v, **keywords)
 
 
 def single_queries_in_pages() -> None:

@@ -89,6 +89,7 @@ GROUPS = {
     "steps": Group(training.steps, ("Adam.__call__",)),
     "replays": Group(training.replays, ("Program.__call__",)),
     "single_queries": Group(cases.single_queries, ("SingleQuery.__call__",)),
+    "single_queries_of_masks": Group(cases.single_queries_of_masks, ("SingleQuery.__call__",)),
     "single_queries_in_pages": Group(cases.single_queries_in_pages, ("SingleQuery.__call__",)),
     "steps_of_a_cache": Group(cases.steps_of_a_cache, ("SingleQuery.__call__",), _foreign("torch")),
     "few_rows": Group(cases.few_rows, ("Gemm.run",)),

@@ -1,0 +1,81 @@
+"""Attention of a converted layer by one query a sequence, as when it generates: a backend's kernel
+in the place of transformers' ``sdpa``.
+
+The kernel reads keys and values where a cache has them, and the mask that transformers hands to the
+layers: which cache it is, and how the mask came about, changes nothing. The mask is a tensor, so
+that nothing is assumed of it and no length is read: padding, windows and a static cache's free
+places are all in it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.backend_api import AttentionDesc, SingleQueryDesc
+from fp8core.chain.alone import needs_node, offered
+
+_SDPA = "transformers.integrations.sdpa_attention"
+_WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "num_items_in_batch"})
+"""Keywords of a layer that ``sdpa`` is given, and does not read."""
+
+
+class Operands(NamedTuple):
+    """Arguments of ``sdpa``: queries ``[b, heads, s, head size]``, keys and values ``[b, groups,
+    s_kv, head size]``, and True where a query sees a key, or what it adds to logits."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None
+
+
+def attended(
+    attention: Any, operands: Operands, keywords: Mapping[str, Any], sdpa: Any
+) -> torch.Tensor | None:
+    """Return the result ``[b, 1, heads, head size]`` of the module ``attention``, which would call
+    ``sdpa`` with ``keywords`` as well; None for a call that it has to compute so, or that no kernel
+    does."""
+    q, k, v, mask = operands
+    if q.shape[2] != 1 or needs_node(q, k, v) or not _is_plain(attention, operands):
+        return None
+    if sdpa is not getattr(sys.modules.get(_SDPA), "sdpa_attention_forward", None):
+        return None  # the user has registered another one
+    for name, value in keywords.items():
+        if name not in _WITHOUT_EFFECT and value is not None and value is not False:
+            return None
+    if attention.training and attention.attention_dropout:
+        return None
+    sharing = getattr(attention, "num_key_value_groups", 1)
+    heads, head_dim = q.shape[1], q.shape[3]
+    plain = (q.dtype, "bshd", heads, heads // sharing, head_dim, head_dim, attention.scaling)
+    masked = (*plain, (-1, -1), False, False, mask is not None)  # the rest of a descriptor so far
+    run = offered(SingleQueryDesc, masked, (AttentionDesc, plain), q)
+    if run is None:
+        return None
+    excluded = None if mask is None else mask.logical_not()
+    out: torch.Tensor = run(*(x.transpose(1, 2) for x in (q, k, v)), mask=excluded)[0]
+    return out
+
+
+def _is_plain(attention: Any, operands: Operands) -> bool:
+    """Whether the operands are tensors in memory, of one dtype, and a mask is one for all heads."""
+    q, k, v, mask = operands
+    for x in (q, k, v):
+        if type(x) is not torch.Tensor or x.dtype != q.dtype or x.device != q.device:
+            return False
+    batch, heads, _, head_dim = q.shape
+    groups = heads // getattr(attention, "num_key_value_groups", 1)
+    if k.dim() != 4 or k.shape != v.shape or k.shape[2] == 0:
+        return False
+    if k.shape[0] != batch or k.shape[1] != groups or k.shape[3] != head_dim:
+        return False
+    if mask is None:
+        return True
+    if type(mask) is not torch.Tensor or mask.dtype != torch.bool or mask.dim() != 4:
+        return False
+    of_heads = mask.shape[1] == 1 and mask.shape[2] == 1 and mask.shape[3] == k.shape[2]
+    return of_heads and mask.shape[0] in (1, batch) and mask.device == q.device
