@@ -76,6 +76,7 @@ NOT_ON_CUDA: dict[str, str] = {
         _THREAD
     ),
     "tests/context/test_timeline.py::test_another_recipe_around_backward_is_refused": _THREAD,
+    "tests/conversion/test_single_query.py": _STAND_IN,
     "tests/conversion/test_first_step.py::test_a_substituted_backend_is_in_the_line": _STAND_IN,
     **{
         f"tests/test_permutation.py::{name}": (

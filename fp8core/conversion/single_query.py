@@ -19,7 +19,12 @@ from fp8core.backend_api import AttentionDesc, SingleQueryDesc
 from fp8core.chain.alone import needs_node, offered
 
 _SDPA = "transformers.integrations.sdpa_attention"
-_WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "num_items_in_batch"})
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("position_ids", "cache_position", "use_cache", "num_items_in_batch"),
+        *("output_hidden_states", "return_dict"),
+    }
+)
 """Keywords of a layer that ``sdpa`` is given, and does not read."""
 
 
