@@ -14,7 +14,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -43,6 +43,9 @@ _CHILDREN = {_FIRST_NORM, _SECOND_NORM, "self_attn", "mlp"}
 _PROJECTIONS, _HEAD_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _CACHES = ("cache", "past_key_values", "past_key_value")
+
+Turn: TypeAlias = "tuple[torch.Tensor, str, torch.Tensor | None]"
+"""What :func:`apply_rotary_pos_emb` takes behind a tensor."""
 
 
 def _inside(module: torch.nn.Module) -> set[str]:
@@ -296,7 +299,7 @@ def _heads(
     has_norms = getattr(attention, "q_norm", None) is not None
     if has_norms:
         q, k = attention.q_norm(q), attention.k_norm(k)
-    turn = _turn_of(pair, conversion)
+    turn = _turn_of(pair, conversion, attention)
     if turn is None:
         return turned(q, *pair), turned(k, *pair), v
     if has_norms or torch.is_grad_enabled():
@@ -308,32 +311,39 @@ def _heads(
 
 
 def _turn_of(
-    pair: tuple[torch.Tensor, torch.Tensor], conversion: Conversion
-) -> tuple[torch.Tensor, str, torch.Tensor | None] | None:
+    pair: tuple[torch.Tensor, torch.Tensor], conversion: Conversion, attention: Any
+) -> Turn | None:
     """Return what :func:`apply_rotary_pos_emb` takes behind a tensor, by cosines and sines ``[1 or
     b, s, d]``, which the layers of a model get in one forward; None where the two are scaled."""
     cos, sin = pair
     if not conversion.rotates or cos.requires_grad:
         return None
-    if torch.compiler.is_compiling():  # which keeps nothing from one layer to the next
+    # A graph keeps nothing from one layer to the next, whose graph may be another: a replay of that
+    # would rotate by what the last replay of the first one left.
+    if torch.compiler.is_compiling() or is_capturing():
         with torch.no_grad():
             return _turn_by(cos, sin)
-    # Written to, or captured in a graph, the same tensors have other values.
-    state = is_capturing(), *(None if x.is_inference() else x._version for x in pair)
-    earlier, sources, turn = conversion.turn or (None, (), None)
-    if state != earlier or any(source() is not x for source, x in zip(sources, pair, strict=True)):
+    # Writes to the two show in a version, but for those of a replay and of inference mode: a layer
+    # that asks again is in the next forward.
+    versions = [None if x.is_inference() else x._version for x in pair]
+    layer = id(attention)
+    sources, earlier, layers, turn = conversion.turn or ((), [], set(), None)
+    is_same = all(source() is x for source, x in zip(sources, pair, strict=False))
+    if turn is None or versions != earlier or not is_same or layer in layers:
         with torch.inference_mode(False), torch.no_grad():  # a later call may be one of training
-            turn = _turn_by(cos, sin)
-        conversion.turn = state, tuple(map(weakref.ref, pair)), turn
+            turn, layers = _turn_by(cos, sin), set()
+        conversion.turn = [*map(weakref.ref, pair)], versions, layers, turn
+    layers.add(layer)
     return turn
 
 
-def _turn_by(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, str, torch.Tensor | None]:
+def _turn_by(cos: torch.Tensor, sin: torch.Tensor) -> Turn:
     """Return the angles of all sequences, one behind the other, and where several begin."""
     batch, length, _ = cos.shape
-    starts = torch.arange(batch, dtype=torch.int32, device=cos.device) * length
     angles = torch.atan2(sin.float(), cos.float()).flatten(0, 1)[:, None, None]
-    return angles, "bshd", None if batch == 1 else starts
+    if batch == 1:
+        return angles, "bshd", None
+    return angles, "bshd", torch.arange(batch, dtype=torch.int32, device=cos.device) * length
 
 
 def fuse(model: torch.nn.Module, conversion: Conversion) -> tuple[dict[str, str], dict[str, str]]:

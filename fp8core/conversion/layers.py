@@ -257,9 +257,9 @@ class Conversion:
     # Whether a call of a layer outside of a step is one.
     delimits = False
     # Whether cosines and sines that decoder layers get are those of angles, and the rotation by the
-    # last ones, behind their state and weak references to both.
+    # last ones, behind weak references to both, their versions, and the layers that took it.
     rotates = False
-    turn: tuple[Any, Any, tuple[torch.Tensor, str, torch.Tensor | None]] | None = None
+    turn: tuple[Any, Any, set[int], Any] | None = None
 
     def __init__(self, outside_autocast: Active | None) -> None:
         self.outside_autocast = outside_autocast

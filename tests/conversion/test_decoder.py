@@ -140,8 +140,12 @@ def test_angles_of_inference_mode_serve_training() -> None:
     assert torch.equal(y, expected)
 
 
-@pytest.mark.parametrize("change", ["cosines and sines in place", "other sines", "a capture"])
+CHANGES = ["cosines and sines in place", "other sines", "a capture", "two captures", "a replay"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_angles_are_those_of_the_call(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``a replay`` of the graph that computes them, before layers that no graph has."""
     model, x = llama(), torch.randn(1, 16, 32)
     fp8core.convert(model, "current")
     layer, positions = model.model.layers[0], torch.arange(16)[None]
@@ -153,14 +157,37 @@ def test_angles_are_those_of_the_call(change: str, monkeypatch: pytest.MonkeyPat
     )
     with torch.no_grad():
         expected = layer(x, position_embeddings=tuple(later), attention_mask=None)
+        monkeypatch.setattr(decoder, "is_capturing", lambda: change == "two captures")
         layer(x, position_embeddings=pair, attention_mask=None)
         if change == "other sines":
             pair = pair[0], later[1]
         for held, value in zip(pair, later, strict=True):
-            (held.data if change == "a capture" else held).copy_(value)  # as a replay: no version
-        monkeypatch.setattr(decoder, "is_capturing", lambda: change == "a capture")
+            (held if change == CHANGES[0] else held.data).copy_(value)  # the others: no version
+        monkeypatch.setattr(decoder, "is_capturing", lambda: "capture" in change)
         y = layer(x, position_embeddings=pair, attention_mask=None)
     assert torch.equal(y, expected)
+
+
+def test_layers_that_are_captured_have_angles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in its graph, by cosines and sines that all of them get: a graph writes its memory in
+    its own replay. In a forward without a graph layers share them."""
+    model, x, made = llama(), torch.randn(1, 16, 32), []
+
+    def noted(cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        made.append(cos)
+        return turn_by(cos, sin)
+
+    turn_by = decoder._turn_by
+    monkeypatch.setattr(decoder, "_turn_by", noted)
+    fp8core.convert(model, "current")
+    pair = model.model.rotary_emb(x, torch.arange(16)[None])
+    for is_capturing, count in ((False, 1), (True, 2), (False, 1)):
+        made.clear()
+        monkeypatch.setattr(decoder, "is_capturing", lambda captures=is_capturing: captures)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer(x, position_embeddings=pair, attention_mask=None)
+        assert len(made) == count
 
 
 @pytest.mark.parametrize("part", ["whole", "layers alone", "scaling of a kind of layers"])
