@@ -213,15 +213,24 @@ def spoil_page_below(cache: InferenceParams, counts: torch.Tensor) -> None:
     cache.cache_manager.page_table[0, 0] = -1  # type: ignore[attr-defined]
 
 
+def hold(cache: InferenceParams, row: int, length: int) -> None:
+    """As if steps had brought so many tokens."""
+    cache._lengths[[3, 5], row] = length
+
+
+def raise_length(cache: InferenceParams, counts: torch.Tensor) -> None:
+    cache.seqlens[0] = 7  # of which steps brought 5
+
+
 def fill(cache: InferenceParams, counts: torch.Tensor) -> None:
-    cache.seqlens[0] = 16
+    hold(cache, 0, 16)
 
 
 def fill_pages(cache: InferenceParams, counts: torch.Tensor) -> None:
     """Sequence b takes the pages that were free."""
     cache.cache_manager.page_table[1] = torch.tensor([2, 3, 4, 5, 6, 7, 8, 8])  # type: ignore[attr-defined]
-    cache.seqlens[1] = 13
-    cache.seqlens[0] = 4
+    hold(cache, 1, 13)
+    hold(cache, 0, 4)
 
 
 def beyond(cache: InferenceParams, counts: torch.Tensor) -> None:
@@ -242,6 +251,8 @@ FAULTY: list[tuple[str, Callable[..., None], str]] = [
     ("rows", spoil_length, "sequence 'a' of -3 tokens began at a length that is not from 0"),
     ("pages", spoil_length, "sequence 'a' of -3 tokens began at a length"),
     ("rows", beyond, "sequence 'a' of 2147483647 tokens began at a length"),
+    ("rows", raise_length, "sequence 'a' of 7 tokens began at a length that is not from 0 to the"),
+    ("few pages", raise_length, "sequence 'a' of 7 tokens began at a length that is not from 0"),
     ("rows", below, "sequence 'a' of 4 tokens got a number of new tokens that is not from 0"),
     ("pages", above, "sequence 'a' of 4 tokens got a number of new tokens"),
     ("few pages", spoil_page, "sequence 'a' of 4 tokens has a page that is none of the cache's"),
@@ -413,6 +424,81 @@ def test_tokens_are_taken_back() -> None:
         lists.held[1]["a"] = tuple(part[:2] for part in lists.held[1]["a"])  # type: ignore[assignment]
         lists.step(cache, {"a": 2, "b": 1}, "bshd")
         assert cache.sequences == {"a": 4, "b": 3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_length_above_what_a_cache_has_is_refused_once(kind: str) -> None:
+    """Where the host reads it, or in a step on the device; lower ones up to it can rise again."""
+    for length in (6, 17, -1, -(2**31)):
+        for is_step in (False, True):
+            cache, lists = make(kind), Lists((1,))
+            lists.step(cache, {"a": 5, "b": 2}, "bshd")
+            cache.seqlens[0] = 3
+            assert cache.sequences == {"a": 3, "b": 2}
+            cache.seqlens[0] = 5
+            assert cache.sequences == {"a": 5, "b": 2}
+            before = [part.clone() for part in cache.cache_manager.cache[1]]
+            cache.seqlens[0] = length
+            if is_step:
+                cache.pre_step(torch.tensor([2, 0], device=DEVICE), 2)
+                new = torch.ones(2, 2, 2, 4, dtype=F64)
+                got = cache.step(1, new, new[..., :3], "bshd")
+                assert got.cu_seqlens_kv.tolist() == [0, 0, 2]
+            with pytest.raises(OperandError, match=f"'a' of {length} tokens began at a length"):
+                cache.pre_step({"a": 1, "b": 1})
+            for part, memory in zip(cache.cache_manager.cache[1], before, strict=True):
+                assert torch.equal(part, memory)
+            assert cache.seqlens.tolist() == [5, 2, -1]
+            lists.step(cache, {"a": 1, "b": 1}, "bshd")
+            cache.seqlens.sub_(1)  # behind the batch too, where nothing reads it
+            assert cache.sequences == {"a": 5, "b": 2}
+            cache.pre_step(torch.zeros(2, dtype=torch.int32, device=DEVICE))
+            cache.seqlens[0] = 6  # which the last step left behind
+            with pytest.raises(OperandError, match="'a' of 6 tokens began at a length"):
+                cache.reset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_of_a_sequence_at_fault_stay_with_it(kind: str) -> None:
+    cache, new = make(kind), torch.ones(2, 6, 2, 4, dtype=F64)
+    lists = Lists((1,))
+    lists.step(cache, {"a": 6, "b": 2}, "bshd")
+    for length in (-1, 9):
+        cache.seqlens[0] = length
+        cache.pre_step(torch.tensor([0, 6 if length < 0 else 0], device=DEVICE), 6)
+        cache.step(1, new, new[..., :3], "bshd")
+        with pytest.raises(OperandError, match=f"'a' of {length} tokens began"):
+            cache.sequences  # noqa: B018  which looks
+    more = torch.ones(6, 2, 4, dtype=F64)
+    held = lists.held[1]["b"]
+    lists.held[1]["b"] = (torch.cat((held[0], more)), torch.cat((held[1], more[..., :3])))
+    lists.step(cache, {"a": 1, "b": 1}, "bshd")
+
+
+def test_a_pickle_from_before_lengths_were_held_goes_on() -> None:
+    cache, lists = make("few pages"), Lists((1,))
+    lists.step(cache, {"a": 5, "b": 2}, "bshd")
+    cache._lengths = cache._lengths[:5].clone()
+    cache._views = cache._views_of(2)
+    cache = pickle.loads(pickle.dumps(cache))
+    cache.pre_step(ONES * 0)
+    lists.step(cache, {"a": 2, "b": 1}, "bshd")
+
+
+def test_a_graph_of_packed_tokens_reads_memory_that_stays() -> None:
+    """Where sequences begin, for attention: made before the graph, and kept behind it."""
+    layer = DotProductAttention(2, 4, qkv_format="thd", layer_number=1).eval()
+    cache, made = make("pages", head_dim_v=4), []
+    for steps in ({"a": 2, "b": 3}, ONES, {"c": 1}, {"a": 2, "b": 3}, ONES):
+        cache.pre_step(steps)
+        count = 2 if steps is ONES else sum(steps.values())
+        with torch.no_grad():
+            layer(*[torch.ones(count, 2, 4, dtype=F64)] * 3, inference_params=cache)
+        made.append({key: numbers.data_ptr() for key, numbers in cache._starts.items()})
+        if len(made) == 3:
+            cache.reset()
+    assert made[0] == made[1]
+    assert made[-1] == made[2] | made[0]
 
 
 def test_numbers_that_make_no_step_are_named() -> None:

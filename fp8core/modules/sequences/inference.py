@@ -19,11 +19,11 @@ from fp8core.chain.differentiable import without_gradient
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.parameters import check_size, resolve_device
 from fp8core.modules.sequences.kv_cache import (
-    FAULTS,
     KVCacheManager,
     NonPagedKVCacheManager,
     PagedKVCacheManager,
     Sequences,
+    first_fault,
     refuse_capture,
 )
 from fp8core.tensors.parameter import DTYPES
@@ -165,12 +165,14 @@ class InferenceParams:
         self.cache_qkv_format = "bshd"
         self.input_qkv_format = self.output_qkv_format = ""
         self._take_format(qkv_format)
-        # Rows: sums of new tokens, sums of lengths, lengths before the step and behind it, and what
-        # steps on the device found wrong. The host writes the first four by one copy a step.
+        # Rows: sums of new tokens, sums of lengths, lengths before the step and behind it, what
+        # steps on the device found wrong, and the lengths that steps left, as users write to the
+        # fourth. The host writes all by one copy a step.
         with torch.inference_mode(False):
             self._lengths = torch.zeros(
-                5, max_batch_size + 1, dtype=torch.int32, device=self.device
+                6, max_batch_size + 1, dtype=torch.int32, device=self.device
             )
+        self._starts: dict[tuple[int, int], torch.Tensor] = {}
         self._is_on_device = False  # lengths may have changed there, since a step or a replay
         self._layers: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
         self._forget()
@@ -238,8 +240,12 @@ class InferenceParams:
     @property
     def seqlens(self) -> torch.Tensor:
         """The lengths of the sequences, int32 ``[max_batch_size]``, -1 behind those of the batch.
-        The next step begins where it says: a smaller length takes back the last tokens. From then
-        on steps of numbers on the host wait for the device, to read it."""
+        The next step begins where it says: a smaller length takes back the last tokens, also one
+        that is written on the device, as in a graph. Any other, as one above what the cache has of
+        the sequence, is a fault of that step, as :meth:`pre_step` has them, or raises an
+        OperandError where the host reads it next; then the cache has the length before. From the
+        first look on steps of numbers on the host wait for the device, to read it; with a
+        ``custom_cache_manager`` they do not, and the lengths are not to be written."""
         self._is_on_device = self._is_built_in
         return self._lengths[3, :-1]
 
@@ -320,10 +326,13 @@ class InferenceParams:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy belongs to no layers yet: those of a copied model are others."""
-        return {**vars(self), "_layers": None, "_views": None}
+        return {**vars(self), "_layers": None, "_views": None, "_starts": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _layers=WeakValueDictionary())
+        vars(self).update(state, _layers=WeakValueDictionary(), _starts={})
+        if len(self._lengths) == 5:  # of an earlier pickle, without what steps left
+            with torch.inference_mode(False):
+                self._lengths = torch.cat((self._lengths, self._lengths[3:4].clamp(min=0)))
         self._views = self._views_of(self.batch_size)
 
     def reset(self) -> None:
@@ -342,10 +351,10 @@ class InferenceParams:
     def _forget(self) -> None:
         self._sequences: Sequences = OrderedDict()
         self._sequences_pre_step: Sequences = OrderedDict()
-        self._lengths[3:].copy_(torch.tensor([[-1], [0]], dtype=torch.int32, device=self.device))
+        ends = torch.tensor([[-1], [0], [0]], dtype=torch.int32, device=self.device)
+        self._lengths[3:].copy_(ends)
         self.batch_size = self.max_seqlen_q = self.max_seqlen_kv = self._num_tokens = 0
         self._views = self._views_of(0)
-        self._starts: tuple[tuple[int, int], torch.Tensor] | None = None
 
     def _views_of(self, batch: int) -> _Views:
         """Return the lengths of the first ``batch`` sequences."""
@@ -425,9 +434,11 @@ class InferenceParams:
         ]
         size = self.max_batch_size + 1
         rows = [[*row, *(row[-1:] or [0]) * (size - len(row))] for row in rows]
-        rows.append([*lengths.values(), *[-1] * (size - len(lengths))])
+        behind = size - len(lengths)
+        rows.append([*lengths.values(), *[-1] * behind])
+        rows += [[0] * size, [*lengths.values(), *[0] * behind]]
         numbers = torch.tensor(rows, dtype=torch.int32, device="cpu")
-        self._lengths[:4].copy_(numbers, non_blocking=True)
+        self._lengths.copy_(numbers, non_blocking=True)
         if self._is_on_device:
             self._built_in.settle()
 
@@ -465,25 +476,32 @@ class InferenceParams:
         """
         if not self._is_on_device:
             return
-        before, after, faults = self._lengths[2:, :-1].tolist()
-        self._lengths[4].zero_()
-        names, most = list(self._sequences), self.max_sequence_length
-        lengths = [min(max(length, 0), most) for length in after[: len(names)]]
+        before, after, faults, longest = self._lengths[2:, :-1].tolist()
+        names = list(self._sequences)
+        lengths = [n if 0 <= n <= most else most for n, most in zip(after, longest, strict=True)]
+        del lengths[len(names) :]
         self._sequences.update(zip(names, lengths, strict=True))
         self._sequences_pre_step.update(zip(names, before, strict=False))
         self._built_in.catch_up(lengths)
+        for at, length in enumerate(lengths):
+            faults[at] |= length != after[at]  # the first of FAULTS
+        if not any(faults):
+            return
+        numbers = torch.tensor(lengths, dtype=torch.int32, device="cpu")
+        self._lengths[3, : len(names)].copy_(numbers)
+        self._lengths[4].zero_()
         texts = [
-            f"sequence {names[at]!r} of {after[at]} tokens {text}"
+            f"sequence {names[at]!r} of {after[at]} tokens {first_fault(bits)}"
             if at < len(names)
             else f"sequence {at} is none of the {len(names)} that the last step on the host began"
             for at, bits in enumerate(faults)
-            for text in [text for bit, text in enumerate(FAULTS) if bits >> bit & 1][:1]
+            if bits
         ]
-        if texts:
-            raise OperandError(
-                f"KV cache: {'; '.join(texts)} (max_sequence_length={most}). A step on the device "
-                f"left what these sequences have as it was, and stored what the others brought."
-            )
+        raise OperandError(
+            f"KV cache: {'; '.join(texts)} (max_sequence_length={self.max_sequence_length}). What "
+            f"these sequences have is as it was; a step on the device stored what the others "
+            f"brought."
+        )
 
     def get_seqlens_pre_step(self) -> torch.Tensor:
         """Return how many tokens each sequence of the step had before it, int32 ``[b]``: the
@@ -506,13 +524,15 @@ class InferenceParams:
 
     def starts(self, capacity: int) -> torch.Tensor:
         """Return where the sequences of the step begin among rows that have ``capacity`` each,
-        int32 ``[b + 1]``; for the layers of a step the same tensor."""
+        int32 ``[b + 1]``; for equal numbers the same tensor, which graphs read. With the first one
+        also that of steps on the device: a graph would have it in its own memory."""
         count = self.batch_size + 1
-        if self._starts is None or self._starts[0] != (count, capacity):
-            with torch.inference_mode(False):
-                numbers = torch.arange(count, dtype=torch.int32, device=self.device) * capacity
-            self._starts = (count, capacity), numbers
-        return self._starts[1]
+        if (count, capacity) not in self._starts:
+            for each in (capacity, self.max_sequence_length):
+                with torch.inference_mode(False):
+                    numbers = torch.arange(count, dtype=torch.int32, device=self.device) * each
+                self._starts.setdefault((count, each), numbers)
+        return self._starts[count, capacity]
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a layer of a paged cache, one sequence after the other:

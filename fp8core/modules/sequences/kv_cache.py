@@ -32,7 +32,7 @@ Sequences: TypeAlias = "OrderedDict[Hashable, int]"
 """A number of tokens for each sequence of the batch, by the sequence's id, in the batch's order."""
 
 FAULTS = (
-    "began at a length that is not from 0 to max_sequence_length",
+    "began at a length that is not from 0 to the number of tokens that the cache has of it",
     "got a number of new tokens that is not from 0 to max_seqlen_q",
     "is full: its new tokens reach beyond max_sequence_length",
     "has a page that is none of the cache's",
@@ -251,22 +251,25 @@ class _ManagerBase(KVCacheManager):
         """Begin a step of the sequences of the last one, which get ``counts [b]`` new tokens each,
         at most ``most``, and bring ``state`` there. The host reads neither.
 
-        ``state`` int32 ``[5, > b]``: sums of new tokens and of lengths, from 0; lengths before and
-        after the step; bits of :data:`FAULTS` of sequences that brought nothing. Without ``stores``
-        all tokens go to the spare slot.
+        ``state`` int32 ``[6, > b]``: sums of new tokens and of lengths, from 0; lengths before and
+        after the step, of which users may lower the latter; bits of :data:`FAULTS` of sequences
+        that brought nothing; how many tokens the cache has. Without ``stores`` all tokens go to the
+        spare slot.
         """
         batch = len(counts)
-        lengths = state[3, :batch]
+        lengths, longest = state[3:6:2, :batch].unbind(0)
         if counts.dtype == torch.int64:
             counts = counts.clamp(-1, most + 1)  # which int32 holds
-        tokens, before = counts.clamp(0, most).int(), lengths.clamp(0, self.max_seqlen)
+        is_wrong = lengths != lengths.clamp(min=0).minimum(longest)
+        tokens, before = counts.clamp(0, most).int(), torch.where(is_wrong, longest, lengths)
         ends = before + tokens
-        faults = (before != lengths) + 2 * (tokens != counts) + 4 * (ends > self.max_seqlen)
+        faults = is_wrong + 2 * (tokens != counts) + 4 * (ends > self.max_seqlen)
         faults = self._placed_on_device(before, ends, most, faults)
         fits = faults == 0
         stored = tokens * fits
         torch.mul(before, fits, out=state[2, :batch])
         seen = state[2, :batch] + stored
+        torch.add(before, stored, out=longest)
         torch.add(lengths, stored, out=lengths)
         sums = state[:2, 1:]
         torch.cumsum(torch.stack((tokens, seen)), 1, dtype=sums.dtype, out=sums[:, :batch])
@@ -685,6 +688,11 @@ def _with_spare(memory: torch.Tensor) -> torch.Tensor:
     """Return slots or pages with the spare one, whose memory is behind theirs."""
     size = len(memory) + 1, *memory.shape[1:]
     return memory.as_strided(size, memory.stride(), memory.storage_offset())
+
+
+def first_fault(bits: int) -> str:
+    """Return the text of the lowest bit of those of :data:`FAULTS`."""
+    return FAULTS[(bits & -bits).bit_length() - 1]
 
 
 def refuse_capture(call: str, remedy: str) -> None:
