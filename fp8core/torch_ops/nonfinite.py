@@ -3,7 +3,7 @@
 A captured graph is shared by all layers of a shape, and torch may move it, replay it or load it
 elsewhere, so it has no layer to count for. Its casts add to the counter of their device instead, a
 side effect that torch does not see: no result depends on it, and a cast that torch drops casts
-nothing. The casts that write a quantized parameter count there too.
+nothing. The casts that write a quantized parameter or a KV cache count there too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ _lock = threading.Lock()
 
 
 def ask() -> None:
-    """Have writes of quantized parameters count, too."""
+    """Have writes of quantized parameters and of KV caches count, too."""
     global _writes_count
     _writes_count = True
 
 
-def counter_of_writes(device: torch.device) -> torch.Tensor | None:
-    """Return the counter of casts on ``device`` outside any layer; None where nobody has asked."""
-    return counter_of(device) if _writes_count else None
+def counter_of_writes(device: torch.device, *, in_training: bool = True) -> torch.Tensor | None:
+    """Return the counter of casts on ``device`` outside any layer, int64 ``[1]``; None where nobody
+    has asked. Not ``in_training`` are casts that no gradient passes."""
+    if not _writes_count:
+        return None
+    return counter_of(device) if in_training else _both_of(device)[1:]
 
 
 def new_counter(device: torch.device) -> torch.Tensor:
@@ -46,13 +49,18 @@ def new_counter(device: torch.device) -> torch.Tensor:
 
 def counter_of(device: torch.device) -> torch.Tensor:
     """Return the counter of casts on ``device`` outside any layer, int64 ``[1]``; it only grows."""
+    return _both_of(device)[:1]
+
+
+def _both_of(device: torch.device) -> torch.Tensor:
+    """Return the counters of :func:`new_counter` for casts on ``device`` outside any layer."""
     counter = _counters.get(device)
     if counter is None:
         with _lock:
             counter = _counters.get(device)
             if counter is None:
                 counter = _counters[device] = new_counter(device)
-    return counter[:1]
+    return counter
 
 
 def counters() -> dict[torch.device, torch.Tensor]:

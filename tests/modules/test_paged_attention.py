@@ -16,8 +16,11 @@ from fp8core import (
     DotProductAttention,
     InferenceParams,
     KVCacheManager,
+    Linear,
     OperandError,
     UnsupportedError,
+    clear_found_inf,
+    found_inf,
     use_backend,
 )
 from fp8core.backend_api import (
@@ -34,6 +37,8 @@ from fp8core.backend_api import (
 )
 from fp8core.chain.attention.pages import CODES
 from fp8core.dispatch import plugins
+from fp8core.modules.sequences.inference import restored_caches
+from fp8core.torch_ops.nonfinite import counter_of
 from tests.backends.cuda.cuda_cases import backend
 from tests.device import DEVICE
 from tests.modules.test_attention_cache import (
@@ -232,6 +237,41 @@ def test_what_a_sequence_leaves_in_codes_reaches_no_other(kind: str) -> None:
     with torch.no_grad():
         y = layer(*(x[None].repeat(2, 1, 1, 1) for x in (q2, k2, v2)), inference_params=cache)
     assert torch.isfinite(y).all()
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_codes_saturate_and_count_as_those_of_every_cast(kind: str) -> None:
+    """Of tokens alone: what is behind those of a sequence has no meaning."""
+
+    def is_found() -> bool:
+        return bool(found_inf(model))
+
+    model, cache = Linear(16, 16, device=DEVICE), cache_for(kind, BF16, storage_format="e4m3")
+    k, v = (torch.full((2, 2, GROUPS, size), 2.0, device=DEVICE).to(BF16) for size in (K_SIZE, 6))
+    clear_found_inf(model)
+    in_training = counter_of(k.device).clone()
+    k[0, 1], v[0, 1] = torch.inf, torch.nan
+    cache.pre_step({"a": 1, "b": 2})
+    cache.step(1, k, v, "bshd")
+    cache.pre_step(torch.tensor([1, 2], device=DEVICE), 2)
+    cache.step(1, k, v, "bshd")
+    with restored_caches():
+        cache.pre_step(torch.tensor([2, 2], device=DEVICE), 2)
+        cache.step(1, k, v, "bshd")
+    assert not is_found()
+    k[1, 0, 1, 2], k[1, 0, 1, 3], v[0, 0] = torch.inf, -torch.inf, torch.nan
+    for bad, numbers in ((k, {"a": 1, "b": 1}), (v, torch.tensor([1, 1], device=DEVICE))):
+        clear_found_inf(model)
+        cache.pre_step(numbers, None if bad is k else 2)
+        given = (k, torch.ones_like(v)) if bad is k else (torch.ones_like(k), v)
+        got = cache.step(1, *given, "bshd")
+        assert is_found()
+    keys, values = got.k_cache, got.v_cache
+    assert keys[1, 4, 1, :4].tolist() == [2, 2, 448, -448]
+    assert keys[:, :4].eq(2)[[0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 2, 3]].all()
+    assert values[0, 3].isnan().all()
+    assert values[1, 5].eq(2).all()
+    assert torch.equal(counter_of(k.device), in_training)
 
 
 @pytest.mark.parametrize("kind", PAGES)

@@ -8,6 +8,8 @@ import torch
 
 from fp8core.backend_api import DequantizeDesc, Operand, OperandSpec, QuantizeDesc
 from fp8core.chain.alone import bound
+from fp8core.torch_ops.capture import is_captured
+from fp8core.torch_ops.nonfinite import counter_of_writes
 
 CODES = OperandSpec("e4m3", (1, 0), 448.0)
 """How a cache of codes has keys and values: with a scale for each head of a token."""
@@ -48,12 +50,13 @@ class Pages(NamedTuple):
 
 
 class _Cast:
-    """Makes the descriptor of the cast of a dtype: a spec is no constant in a graph."""
+    """Makes the descriptor of the cast of a dtype, which counts NaN and inf or does not: a spec is
+    no constant in a graph."""
 
     op = QuantizeDesc.op
 
-    def __new__(cls, dtype: torch.dtype) -> QuantizeDesc:  # type: ignore[misc]  # as it says
-        return QuantizeDesc(dtype, CODES, None)
+    def __new__(cls, dtype: torch.dtype, counted: bool) -> QuantizeDesc:  # type: ignore[misc]  # as it says
+        return QuantizeDesc(dtype, CODES, None, counted=counted)
 
 
 class _Dequantize:
@@ -65,9 +68,20 @@ class _Dequantize:
         return DequantizeDesc(CODES, dtype)
 
 
-def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes of keys or values ``[.., heads, head size]``, uint8, and their scales
-    ``[.., heads, 1]``, float32."""
-    rows = x.reshape(-1, x.shape[-1])
-    operand = bound(_Cast, (x.dtype,), x)(rows).rowwise
+def codes_of(
+    x: torch.Tensor, excluded: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of keys or values ``[t, heads, head size]``, uint8, and their scales
+    ``[t, heads, 1]``, float32.
+
+    NaN and inf count for the device, once somebody has asked, without those of tokens that are
+    ``excluded``, bool ``[t]``, whose codes then have no meaning.
+    """
+    is_in_graph = is_captured(x)  # whose casts count by themselves
+    count = None if is_in_graph else counter_of_writes(x.device, in_training=False)
+    if excluded is not None and (is_in_graph or count is not None):
+        x = x.masked_fill(excluded[:, None, None], 0)
+    keywords = {} if count is None else {"nonfinite_out": count}
+    cast = bound(_Cast, (x.dtype, count is not None), x)
+    operand = cast(x.reshape(-1, x.shape[-1]), **keywords).rowwise
     return operand.data.view(x.shape), operand.scale_inv.view(*x.shape[:-1], 1)

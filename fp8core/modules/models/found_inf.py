@@ -156,8 +156,8 @@ def found_inf(model: torch.nn.Module) -> torch.Tensor:
     scalar on the model's accelerator, the first one if there are several; the host does not wait
     for it. Casts of inputs, weights and gradients of all layers count, forward and backward, with
     gradients or without; layers in high precision have no casts. Casts in graphs of torch.compile
-    and torch.export, and those that write a quantized parameter, are counted by device: they turn
-    the result to 1.0 for every model.
+    and torch.export, and those that write a quantized parameter or a KV cache, are counted by
+    device: they turn the result to 1.0 for every model.
 
     Raises:
         OperandError: ``model`` has no layer of fp8core, or casts ran that were not counted, as

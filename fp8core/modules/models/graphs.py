@@ -20,6 +20,7 @@ from fp8core.modules.sequences.inference import restored_caches
 from fp8core.recipe import Recipe
 from fp8core.tensors.delayed_state import BUFFERS
 from fp8core.tensors.weights import WeightStore
+from fp8core.torch_ops import nonfinite
 from fp8core.torch_ops.private import has_hooks
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
@@ -100,6 +101,7 @@ def make_graphed_callables(
     _check_modules(each)
     for layer in itertools.chain(*(layers_in(module).values() for module in each)):
         layer.count_nonfinite()  # nobody can ask a graph later
+    nonfinite.ask()
     if _reuse_graph_input_output_buffers and _order is None:
         raise OperandError(
             "make_graphed_callables(_reuse_graph_input_output_buffers=True) needs _order, which "

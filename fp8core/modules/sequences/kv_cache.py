@@ -207,22 +207,17 @@ class _ManagerBase(KVCacheManager):
             if not is_settled:
                 self._arrange(layer_number, stored)
                 self._stored[layer_number] = OrderedDict(self._before)
-            for cache, new in zip(
-                self.cache[layer_number], self._as_stored(new_k, new_v), strict=True
-            ):
+            new = [tokens.of(each, qkv_format) for each in (new_k, new_v)]
+            if self.stores_codes:
+                excluded = None if tokens.row is None else tokens.slot == self.spare
+                new = [*itertools.chain(*zip(*(codes_of(x, excluded) for x in new), strict=True))]
+            for cache, part in zip(self.cache[layer_number], new, strict=True):
                 slots = cache.flatten(0, 1)
                 slots = slots if tokens.row is None else _with_spare(slots)
-                slots.index_copy_(0, tokens.slot, tokens.of(new, qkv_format))
+                slots.index_copy_(0, tokens.slot, part)
         self._stored[layer_number] = self.sequences
         keys, values, *_ = self._of_layer(layer_number)
         return keys, values
-
-    def _as_stored(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return new keys and values as ``cache`` has them."""
-        if not self.stores_codes:
-            return keys, values
-        (keys, key_scales), (values, value_scales) = codes_of(keys), codes_of(values)
-        return keys, values, key_scales, value_scales
 
     def in_pages(self, layer_number: int) -> Pages:
         """Return the keys and values of a layer as pages of the batch's sequences, whose table is
