@@ -187,13 +187,12 @@ def test_halves_without_a_plan_of_their_own_are_refused() -> None:
                 rowwise_quantizer=bad,  # type: ignore[arg-type]
                 columnwise_quantizer=fp8core.IdentityQuantizer(),
             )
-    for source, error in (("rowwise_dequantized", UnsupportedError), ("other", RecipeError)):
-        with pytest.raises(error, match="columnwise_source="):
-            fp8core.HybridQuantizer(
-                rowwise_quantizer=fp8core.MXFP8Quantizer("e4m3"),
-                columnwise_quantizer=fp8core.IdentityQuantizer(),
-                columnwise_source=source,
-            )
+    with pytest.raises(RecipeError, match="columnwise_source="):
+        dequantizing("other")
+    with pytest.raises(OperandError, match="columnwise_quantizer="):  # which has two values
+        fp8core.HybridQuantizer(
+            rowwise_quantizer=fp8core.MXFP8Quantizer("e4m3"), columnwise_quantizer=dequantizing()
+        )
     with pytest.raises(RecipeError, match="expected one dtype"):
         fp8core.HybridQuantizer(
             rowwise_quantizer=fp8core.IdentityQuantizer(),
@@ -293,23 +292,172 @@ def test_every_write_makes_columns_of_dequantized_rows(write: str, made: str) ->
     assert all(torch.equal(*pair) for pair in zip(found.tensors(), columns.tensors(), strict=True))
 
 
-def test_rows_in_high_precision_are_the_value() -> None:
-    """Beside columns no tensor holds them, so that both together are refused by name."""
+@pytest.mark.parametrize("way", ["rows", "columns"])
+def test_an_orientation_in_high_precision_is_the_value(way: str) -> None:
+    """Beside the other no tensor holds it, so that both together are refused by name."""
     x = torch.randn(64, 64)
-    quantizer = fp8core.HybridQuantizer(
-        rowwise_quantizer=fp8core.IdentityQuantizer(),
-        columnwise_quantizer=fp8core.NVFP4Quantizer(),
-    )
+    quantized = fp8core.MXFP8Quantizer("e4m3")
+    pair: list[fp8core.Quantizer] = [fp8core.IdentityQuantizer(), quantized]
+    row, column = pair if way == "rows" else pair[::-1]
+    quantizer = fp8core.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column)
     for call in (quantizer, quantizer.quantize, lambda x: quantizer.make_empty(x.shape)):
-        with pytest.raises(UnsupportedError, match=r"rows are the value.*set_usage\(rowwise=False"):
+        with pytest.raises(UnsupportedError, match=rf"{way} are the value.*set_usage\({way[:3]}"):
             call(x)
     assert not quantizer.is_quantizable(x)
-    quantizer.set_usage(columnwise=False)
+    quantizer.set_usage(rowwise=way == "rows", columnwise=way == "columns")
     assert quantizer(x) is x
-    quantizer.set_usage(rowwise=False, columnwise=True)
-    columns = fp8core.NVFP4Quantizer(rowwise=False)(x)
-    pairs = zip(quantizer(x).tensors(), columns.tensors(), strict=True)
+    quantizer.set_usage(rowwise=way == "columns", columnwise=way == "rows")
+    quantized.set_usage(rowwise=way == "columns", columnwise=way == "rows")
+    pairs = zip(quantizer(x).tensors(), quantized(x).tensors(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
+
+
+def dequantizing(source: str = "rowwise_dequantized") -> fp8core.HybridQuantizer:
+    return fp8core.HybridQuantizer(
+        rowwise_quantizer=fp8core.MXFP8Quantizer("e4m3"),
+        columnwise_quantizer=fp8core.IdentityQuantizer(),
+        columnwise_source=source,
+    )
+
+
+def test_columns_in_high_precision_of_dequantized_rows() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    rows = fp8core.MXFP8Quantizer("e4m3", columnwise=False)(x.detach())
+    columns = dequantizing()
+    columns.set_usage(rowwise=False)
+    written = dequantizing().update_quantized(x, dequantizing().make_empty(x.shape))
+    for tensor in (dequantizing()(x), written, pickle.loads(pickle.dumps(dequantizing()))(x)):
+        assert tensor.get_usages() == {"rowwise": True, "columnwise": False}
+        assert torch.equal(tensor.dequantize(), rows.dequantize())
+    value = columns(x)
+    value.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(64, 64))
+    for found in (value, columns.update_quantized(x, columns.make_empty(x.shape))):
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, rows.dequantize())
+    assert dequantizing() == dequantizing() != dequantizing("original")
+
+
+def answers(grad_output: fp8core.Quantizer, **others: fp8core.Quantizer) -> recipe.CustomRecipe:
+    """A recipe of columns in high precision, which are dequantized rows but for ``others``."""
+
+    def factory(role: recipe.QuantizerRole) -> Any:
+        if role.tensor_type == "grad_output":
+            return grad_output
+        return others.get(role.tensor_type, dequantizing())
+
+    return recipe.CustomRecipe(qfactory=factory)
+
+
+LAYERS: dict[str, Callable[[], Any]] = {
+    "linear": lambda: fp8core.Linear(64, 96),
+    "mlp": lambda: fp8core.LayerNormMLP(64, 96),
+    "groups": lambda: fp8core.GroupedLinear(2, 64, 96),
+}
+
+
+def step_of(chosen: recipe.Recipe, kind: str, *, is_stored: bool) -> list[torch.Tensor | None]:
+    torch.manual_seed(0)
+    with fp8core.quantized_model_init(enabled=is_stored, recipe=chosen):
+        layer = LAYERS[kind]()
+    x = torch.randn(64, 64, requires_grad=True)
+    with autocast(recipe=chosen):
+        y = layer(x, *([[32, 32]] if kind == "groups" else []))
+    y.backward(torch.randn_like(y))
+    return [y, x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["cast", "stored"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_whose_columns_are_dequantized_rows_is_that_of_the_override(
+    kind: str, is_stored: bool
+) -> None:
+    mine = step_of(answers(fp8core.IdentityQuantizer()), kind, is_stored=is_stored)
+    named = recipe.MXFP8BlockScaling(backward_override="dequantized")
+    theirs = step_of(named, kind, is_stored=is_stored)
+    for found, expected in zip(mine, theirs, strict=True):
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found, expected)
+
+
+def test_a_quantized_gradient_is_multiplied_by_dequantized_rows() -> None:
+    layer, x = fp8core.Linear(64, 96, bias=False), torch.randn(64, 64, requires_grad=True)
+    with autocast(recipe=answers(fp8core.MXFP8Quantizer("e4m3"))):
+        y = layer(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    rows = {name: dequantizing()(t.detach()) for name, t in (("x", x), ("w", layer.weight))}
+    gradient = fp8core.MXFP8Quantizer("e4m3")(dy)
+    turned = fp8core.MXFP8Quantizer("e4m3", rowwise=False)(dy).dequantize()
+    torch.testing.assert_close(x.grad, gradient.dequantize() @ rows["w"].dequantize())
+    torch.testing.assert_close(layer.weight.grad, turned.t() @ rows["x"].dequantize())
+
+
+def test_columns_of_one_tensor_alone_or_of_the_gradient_are_refused() -> None:
+    high = fp8core.IdentityQuantizer()
+    layer, x = fp8core.Linear(64, 96), torch.randn(64, 64)
+    for chosen in (answers(high, input=dequantizing("original")), answers(dequantizing())):
+        with (
+            autocast(recipe=chosen),
+            pytest.raises(RecipeError, match="expected it of input and weight alike"),
+        ):
+            layer(x)
+    with autocast(recipe=answers(high, input=high)):  # which has no rows to take
+        layer(x).sum().backward()
+
+
+def test_identities_make_and_write_plain_tensors() -> None:
+    x = torch.randn(4, 8)
+    both = fp8core.HybridQuantizer(
+        rowwise_quantizer=fp8core.IdentityQuantizer(),
+        columnwise_quantizer=fp8core.IdentityQuantizer(),
+    )
+    for quantizer in (fp8core.IdentityQuantizer(dtype=torch.bfloat16), both):
+        empty = quantizer.make_empty(x.shape, dtype=torch.bfloat16, requires_grad=True)
+        assert (type(empty), empty.dtype, empty.requires_grad) == (
+            torch.Tensor,
+            torch.bfloat16,
+            True,
+        )
+        assert not empty.any()
+        assert quantizer.update_quantized(x, empty) is empty
+        quantizer.update_quantized(2 * x, empty, noop_flag=torch.ones(1))
+        assert torch.equal(empty, x.bfloat16())
+        with pytest.raises(OperandError, match=r"\[4, 8\] into \[8, 4\]; expected"):
+            quantizer.update_quantized(x, empty.t())
+
+
+def test_columns_of_dequantized_rows_of_the_weights_of_groups() -> None:
+    """Each is cast by itself, as that of a layer."""
+
+    def factory(role: recipe.QuantizerRole) -> Any:
+        return of_rows() if role.tensor_type == "weight" else fp8core.MXFP8Quantizer("e4m3")
+
+    chosen = recipe.CustomRecipe(qfactory=factory)
+    groups = fp8core.GroupedLinear(2, 64, 96, bias=False)
+    x, dy = torch.randn(64, 64, requires_grad=True), torch.randn(64, 96)
+    with autocast(recipe=chosen):
+        y = groups(x, [32, 32])
+    y.backward(dy)
+    for at, rows in enumerate((slice(0, 32), slice(32, 64))):
+        weight = getattr(groups, f"weight{at}")
+        layer, part = fp8core.Linear(64, 96, bias=False), x.detach()[rows].requires_grad_()
+        layer.load_state_dict({"weight": weight})
+        with autocast(recipe=chosen):
+            mine = layer(part)
+        mine.backward(dy[rows])
+        assert x.grad is not None
+        torch.testing.assert_close(y[rows], mine)
+        torch.testing.assert_close(x.grad[rows], part.grad)
+        torch.testing.assert_close(weight.grad, layer.weight.grad)
+    whole = recipe.CustomRecipe(qfactory=lambda role: of_rows())
+    with (
+        autocast(recipe=whole),
+        pytest.raises(UnsupportedError, match="object for input, grad_output of groups"),
+    ):
+        groups(x, [32, 32])
 
 
 def test_a_layer_trains_by_columns_of_dequantized_rows() -> None:

@@ -375,6 +375,8 @@ class CustomRecipe(Recipe):
         makers = {tensor: maker for tensor, maker in answers.items() if _is_maker(maker)}
         tensors = {tensor: _tensor_plan(tensor, answer) for tensor, answer in answers.items()}
         plan = linear_plan(self, tensors, FAST_FPROP, delayed=next(iter(requests), None))
+        if self.backward_override is None:
+            plan = dataclasses.replace(plan, dequantizes=_dequantizes(answers, tensors))
         if makers:  # nobody knows whether they make the same again
             plan = dataclasses.replace(plan, makers=self._checked(makers), remade=())
         _check_products(plan)
@@ -395,6 +397,28 @@ class CustomRecipe(Recipe):
                 f"it return their plans."
             )
         return tuple(makers.items())
+
+
+def _dequantizes(answers: Mapping[str, object], tensors: Mapping[str, TensorPlan]) -> bool:
+    """Return whether backward takes dequantized what it takes in high precision.
+
+    Raises:
+        RecipeError: of one tensor it would, of another not; or of the gradient.
+    """
+    dequantized = {
+        tensor: getattr(answer, "dequantizes", False) is True
+        for tensor, answer in answers.items()
+        if tensors[tensor].rowwise is not None and tensors[tensor].columnwise is None
+    }
+    of_gradient = dequantized.pop("grad_output", False)
+    if of_gradient or len({*dequantized.values()}) > 1:
+        raise RecipeError(
+            "CustomRecipe: qfactory asked for dequantized rows as the columns of "
+            f"{'grad_output' if of_gradient else 'either input or weight'} in high precision; "
+            "expected it of input and weight alike, and not of grad_output. Return "
+            "HybridQuantizer(columnwise_source='original') there, or the same for both."
+        )
+    return any(dequantized.values())
 
 
 def _check_products(plan: LinearPlan) -> None:

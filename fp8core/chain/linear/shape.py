@@ -226,9 +226,11 @@ class _Tensors(NamedTuple):
                 "works there."
             )
         makers = {} if binding.is_observing else dict(plan.makers)
-        if makers and shape.groups:
+        # The weights of groups are cast one by one.
+        at_once = [name for name in makers if name != "weight" or name in plan.stored_by_users]
+        if at_once and shape.groups:
             raise UnsupportedError(
-                f"a quantizer object for {', '.join(makers)} of groups is not offered: it would "
+                f"a quantizer object for {', '.join(at_once)} of groups is not offered: it would "
                 f"quantize all groups as one tensor. Let the factory return its plan for such a "
                 f"layer."
             )

@@ -446,14 +446,26 @@ class IdentityQuantizer(Quantizer):
         self,
         tensor: torch.Tensor,
         *,
-        out: torch.Tensor | None = None,
+        out: Any = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Return ``tensor``, in the quantizer's dtype, else in ``dtype``, or copy it to ``out``."""
         if out is not None:
-            return out.copy_(tensor)
+            return self.update_quantized(tensor, out)
         chosen = self.dtype or dtype
         return tensor if chosen is None else tensor.to(chosen)
+
+    def _updated(self, src: torch.Tensor, dst: Any, noop_flag: torch.Tensor | None) -> Any:
+        if not isinstance(dst, torch.Tensor) or dst.shape != src.shape:
+            shown = list(dst.shape) if isinstance(dst, torch.Tensor) else type(dst).__name__
+            raise OperandError(
+                f"{self}.update_quantized: {list(src.shape)} into {shown}; expected a tensor of "
+                f"that shape, as make_empty(shape) makes."
+            )
+        with torch.no_grad():
+            if noop_flag is not None:
+                src = torch.where(noop_flag.reshape(()) != 0, dst, src)
+            return dst.copy_(src)
 
     def __repr__(self) -> str:
         return "IdentityQuantizer()" if self.dtype is None else f"IdentityQuantizer({self.dtype})"
@@ -470,13 +482,16 @@ class HybridQuantizer(PlannedQuantizer):
             usages do not matter.
         columnwise_source: what is quantized columnwise: ``"original"`` the tensor itself,
             ``"rowwise_dequantized"`` the value of its rowwise operand, so that both orientations
-            are roundings of that value. A layer then calls the quantizer, as an object of a user.
+            are roundings of that value. A layer then calls the quantizer, as an object of a user;
+            where an :class:`IdentityQuantizer` has the columns, it computes as with
+            ``backward_override="dequantized"``, and what the quantizer returns has rows alone,
+            whose ``dequantize()`` is the columns.
 
     Raises:
         OperandError: a quantizer has a state or code of its own.
         RecipeError: another source; or two IdentityQuantizers of different dtypes.
-        UnsupportedError: the columnwise operand would be a value in high precision; when called,
-            the rowwise one would be, beside columns.
+        UnsupportedError: when called, one operand would be the value in high precision beside a
+            quantized one.
     """
 
     def __init__(
@@ -490,7 +505,7 @@ class HybridQuantizer(PlannedQuantizer):
         quantizers = {"rowwise": rowwise_quantizer, "columnwise": columnwise_quantizer}
         for way, quantizer in quantizers.items():
             cell = quantizer.cell if isinstance(quantizer, Quantizer) else None
-            if cell is None:
+            if cell is None or quantizer.dequantizes:
                 raise OperandError(
                     f"HybridQuantizer({way}_quantizer={quantizer!r}): expected a quantizer of "
                     f"fp8core without a state or code of its own."
@@ -501,12 +516,6 @@ class HybridQuantizer(PlannedQuantizer):
             raise RecipeError(
                 f"HybridQuantizer(columnwise_source={columnwise_source!r}): expected 'original' or "
                 f"'rowwise_dequantized'."
-            )
-        if columnwise_source != "original" and plan.rowwise and not plan.columnwise:
-            raise UnsupportedError(
-                "HybridQuantizer(columnwise_source='rowwise_dequantized') with a columnwise value "
-                "in high precision is not offered; a recipe with backward_override='dequantized' "
-                "multiplies by the dequantized operand."
             )
         dtypes = [each.dtype for each in quantizers.values() if isinstance(each, IdentityQuantizer)]
         if len(set(dtypes)) > 1:
@@ -522,8 +531,14 @@ class HybridQuantizer(PlannedQuantizer):
     @property
     def columns_of(self) -> OperandSpec | None:
         """How the rows are stored, if they are the source of the columns."""
-        is_source = self.columnwise_source == "rowwise_dequantized"
+        is_source = self.columnwise_source == "rowwise_dequantized" and self.plan.columnwise
         return storage_plan(self.plan).rowwise if is_source else None
+
+    @property
+    def dequantizes(self) -> bool:
+        """Whether the columns are the value of the rows, in high precision."""
+        is_source = self.columnwise_source == "rowwise_dequantized"
+        return is_source and self.plan.rowwise is not None and self.plan.columnwise is None
 
     @property
     def cell(self) -> TensorPlan | None:
@@ -540,10 +555,29 @@ class HybridQuantizer(PlannedQuantizer):
         dtype: torch.dtype | None = None,
     ) -> Any:
         """Quantize ``tensor``; return it as it is where IdentityQuantizers have what is used."""
+        if self._identity is None:
+            return super().quantize(tensor, out=out, dtype=dtype)
+        return self._identity.quantize(self._source(tensor), out=out, dtype=dtype)
+
+    def _updated(self, src: torch.Tensor, dst: Any, noop_flag: torch.Tensor | None) -> Any:
+        if self._identity is None:
+            return super()._updated(src, dst, noop_flag)
+        return self._identity._updated(self._source(src), dst, noop_flag)
+
+    @property
+    def _identity(self) -> Quantizer | None:
+        """The IdentityQuantizer of what is used; None where some of it is quantized."""
         row, column = self.plan
-        is_plain = row is None and not (column and self.columnwise_usage) and self.rowwise_usage
-        quantize = self.rowwise_quantizer.quantize if is_plain else super().quantize
-        return quantize(tensor, out=out, dtype=dtype)
+        rows, columns = self.rowwise_usage, self.columnwise_usage
+        if (rows and row) or (columns and column) or not (rows or columns):
+            return None
+        return self.rowwise_quantizer if rows else self.columnwise_quantizer
+
+    def _source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what the IdentityQuantizer takes for ``tensor``."""
+        if not self.dequantizes:
+            return tensor
+        return PlannedQuantizer(self.plan, columnwise=False)(tensor).dequantize()
 
     @property
     def used_plan(self) -> TensorPlan:
@@ -551,13 +585,15 @@ class HybridQuantizer(PlannedQuantizer):
 
         Raises:
             OperandError: neither is used.
-            UnsupportedError: the rows are used, in high precision beside columns.
+            UnsupportedError: both are used, one of them in high precision.
         """
-        if self.rowwise_usage and self.columnwise_usage and self.plan.rowwise is None:
+        is_mixed = (self.plan.rowwise is None) != (self.plan.columnwise is None)
+        if is_mixed and not self.dequantizes and self.rowwise_usage and self.columnwise_usage:
+            high, low = ("column", "row") if self.plan.rowwise else ("row", "column")
             raise UnsupportedError(
-                f"{self} with both usages: its rows are the value in high precision, which no "
-                f"QuantizedTensor holds beside columns. Keep the tensor itself for the rows, and "
-                f"set_usage(rowwise=False) for the columns; a recipe takes both usages."
+                f"{self} with both usages: its {high}s are the value in high precision, which no "
+                f"QuantizedTensor holds beside {low}s. Keep the tensor itself for the {high}s, and "
+                f"set_usage({high}wise=False) for the {low}s; a recipe takes both usages."
             )
         return super().used_plan
 

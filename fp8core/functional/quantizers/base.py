@@ -118,6 +118,11 @@ class Quantizer:
         return None
 
     @property
+    def dequantizes(self) -> bool:
+        """Whether the columns are the value of the rows, in high precision."""
+        return False
+
+    @property
     def used_plan(self) -> TensorPlan:
         """The plan of the orientations that are used, None for the others.
 
@@ -244,7 +249,8 @@ class Quantizer:
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> QuantizedTensor:
-        """Return a tensor of ``shape`` to be written; it holds zeros.
+        """Return a tensor of ``shape`` to be written, plain where what is used stays in high
+        precision; it holds zeros.
 
         ``dtype`` is the nominal one. ``device`` None is torch's default device if one was set, else
         the selected backend's. ``pin_memory`` needs the CPU.
@@ -259,8 +265,12 @@ class Quantizer:
         if pin_memory and where.type != "cpu":
             raise OperandError(f"make_empty(pin_memory=True, device={where}): only CPU memory is.")
         zeros = torch.zeros(tuple(shape), dtype=dtype, device=where)
-        casting = Casting(columns_of=self.columns_of)
-        result = QuantizedTensor.of(zeros, self.used_plan, casting)
+        casting, plan = Casting(columns_of=self.columns_of), self.used_plan
+        if not any(plan) and self.cell is not None:  # a value in high precision
+            value: Any = self.quantize(zeros, dtype=dtype)
+            value = value.pin_memory() if pin_memory else value
+            return value.requires_grad_(requires_grad)  # type: ignore[no-any-return]
+        result = QuantizedTensor.of(zeros, plan, casting)
         if pin_memory:
             result = result.pinned()
         result = result.bound_to(self.slot)
@@ -371,7 +381,7 @@ class Quantizer:
         return self.slot is None and not any(spec and spec.stochastic for spec in self.plan)
 
     def _key(self) -> tuple[object, ...]:
-        return (type(self), self.plan, self.rowwise_usage, self.columnwise_usage)
+        return (type(self), self.plan, self.dequantizes, *self.get_usages().values())
 
     def __eq__(self, value: object) -> bool:
         if self is value:
