@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -424,8 +424,46 @@ def test_a_quantized_tensor_is_permuted_in_its_codes(name: str, map_type: str) -
     assert torch.equal(back, moe_unpermute(want, row_id_map, map_type=map_type))
 
 
-def test_a_quantized_tensor_whose_rows_cannot_be_selected_is_permuted_by_its_values() -> None:
+PERMUTING: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
+    "moe_permute": lambda x, mask, probs: moe_permute(x, mask, 60)[:1],
+    "moe_permute_with_probs": lambda x, mask, probs: moe_permute_with_probs(x, probs, mask, 60)[:2],
+    "moe_permute_and_pad_with_probs": lambda x, mask, probs: moe_permute_and_pad_with_probs(
+        x, probs, mask, mask.sum(0), 16
+    )[:2],
+    "moe_sort_chunks_by_index": lambda x, mask, probs: (
+        moe_sort_chunks_by_index(x, torch.tensor([20, 0, 12]), torch.tensor([2, 0, 1])),
+    ),
+    "moe_sort_chunks_by_index_with_probs": lambda x, mask, probs: (
+        moe_sort_chunks_by_index_with_probs(
+            x, probs[:, 0], torch.tensor([20, 0, 12]), torch.tensor([2, 0, 1])
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PERMUTING)
+def test_rows_are_permuted_in_codes_beside_columns(name: str) -> None:
+    """The result has the rows alone: its columns would be other codes."""
     quantizer = fp8core.MXFP8Quantizer(fp8core.DType.kFloat8E4M3)
+    x = torch.randn(32, 64, requires_grad=True)
+    quantized = quantizer(x)
+    mask = torch.randint(2, (32, 4), dtype=torch.int32)
+    probs = torch.rand(32, 4) * mask
+    probs[3] = 0  # whose rows the functions with probabilities leave out
+    rows, *permuted = PERMUTING[name](quantized, mask, probs)
+    want, *expected = PERMUTING[name](quantized.dequantize(), mask, probs)
+    assert isinstance(rows, fp8core.QuantizedTensor)
+    assert rows.get_usages() == {"rowwise": True, "columnwise": False}
+    assert torch.equal(rows.dequantize(), want)
+    assert all(map(torch.equal, permuted, expected))
+    weights = torch.randn(rows.shape)
+    (grad,) = torch.autograd.grad((rows.dequantize() * weights).sum(), x, retain_graph=True)
+    (of_values,) = torch.autograd.grad((want * weights).sum(), x)
+    assert torch.equal(grad, of_values)
+
+
+def test_a_quantized_tensor_whose_rows_cannot_be_selected_is_permuted_by_its_values() -> None:
+    quantizer = fp8core.MXFP8Quantizer(fp8core.DType.kFloat8E4M3, with_2d_quantization=True)
     quantized = quantizer(torch.randn(32, 64).bfloat16())
     mask = torch.randint(2, (32, 4), dtype=torch.int32)
     rows, _ = moe_permute(quantized, mask, 50)

@@ -20,6 +20,7 @@ from fp8core.backend_api import CombineBackwardDesc, CombineDesc, DispatchDesc, 
 from fp8core.chain.alone import bound, derivatives, in_torch, is_transformed, needs_node, plain
 from fp8core.errors import OperandError, did_you_mean, elsewhere
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.storage import is_square
 from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.companions import Companions
 
@@ -43,8 +44,9 @@ def moe_permute(
     """Return the tokens of expert 0, then those of expert 1, and so on, and ``row_id_map``.
 
     Args:
-        inp: ``[tokens, hidden]``. Of a quantized tensor whose rows can be selected (no columns
-            beside them that are rounded by themselves) the codes are permuted.
+        inp: ``[tokens, hidden]``. Of a quantized tensor whose rows can be selected, as no block is
+            of several, the codes are permuted; the result holds rows alone where its columns would
+            be other codes.
         routing_map: with ``"mask"`` ``[tokens, experts]``, not 0 where a token goes to an expert;
             with ``"index"`` ``[tokens, k]``, the numbers of each token's experts, a negative one
             for none. bool or integers.
@@ -59,8 +61,7 @@ def moe_permute(
     """
     owner = "moe_permute"
     check_map_type(owner, map_type)
-    codes = inp if isinstance(inp, QuantizedTensor) and inp.dim() == 2 and len(inp) else None
-    inp = check_rows(owner, "inp", inp) if codes is None else codes
+    inp = _rows_or_codes(owner, inp)
     check_map(owner, inp, routing_map)
     rows = check_count(owner, num_out_tokens)
     if map_type == "mask":
@@ -69,8 +70,6 @@ def moe_permute(
         index, sources = route("experts", routing_map, rows or routing_map.numel())
     # As Transformer Engine lays it out: the first row of each token, then the second of each.
     row_id_map = index if map_type == "mask" else index.t().flatten()
-    if codes is not None:
-        return _selected(codes, sources // index.shape[1]), row_id_map
     return dispatch(inp, None, index, sources)[0], row_id_map
 
 
@@ -80,7 +79,7 @@ def moe_permute_with_probs(
     """Return the permuted tokens, the probabilities of their rows, and ``row_id_map``.
 
     Args:
-        inp: ``[tokens, hidden]``.
+        inp: ``[tokens, hidden]``, as of :func:`moe_permute`.
         probs: ``[tokens, experts]``, floating-point. A row whose probability is 0 is zeros; its
             gradient is that of a copy.
         routing_map, num_out_tokens: as of :func:`moe_permute` with ``"mask"``.
@@ -89,7 +88,7 @@ def moe_permute_with_probs(
         OperandError: shapes, dtypes or devices that do not fit.
     """
     owner = "moe_permute_with_probs"
-    inp = check_rows(owner, "inp", inp)
+    inp = _rows_or_codes(owner, inp)
     check_map(owner, inp, routing_map)
     probs = check_weights(owner, "probs", probs, routing_map)
     index, sources = route_by_mask(routing_map, check_count(owner, num_out_tokens))
@@ -124,7 +123,7 @@ def moe_permute_and_pad_with_probs(
             ``tokens_per_expert`` that are not those of ``routing_map``.
     """
     owner = "moe_permute_and_pad_with_probs"
-    inp = check_rows(owner, "inp", inp)
+    inp = _rows_or_codes(owner, inp)
     check_map(owner, inp, routing_map)
     probs = check_weights(owner, "probs", probs, routing_map)
     if not isinstance(align_size, int) or align_size < 1:
@@ -210,7 +209,7 @@ def moe_sort_chunks_by_index(
     """Return the chunks of ``inp`` in the order of ``sorted_index``.
 
     Args:
-        inp: ``[tokens, hidden]``.
+        inp: ``[tokens, hidden]``, as of :func:`moe_permute`.
         split_sizes: integers ``[chunks]``: how many rows each chunk has.
         sorted_index: integers ``[chunks]``: the numbers of the chunks, each once, in the new order.
 
@@ -246,7 +245,7 @@ def _sort_chunks(
     split_sizes: torch.Tensor,
     sorted_index: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    inp = check_rows(owner, "inp", inp)
+    inp = _rows_or_codes(owner, inp)
     check_integers(owner, "split_sizes", split_sizes, None, inp)
     if split_sizes.dim() != 1:
         raise OperandError(f"{owner}: split_sizes is {list(split_sizes.shape)}; expected [chunks].")
@@ -454,29 +453,52 @@ def dispatch(
     skips_improbable: bool = False,
 ) -> tuple[torch.Tensor, Optional]:
     """Return the rows of a route, and their probabilities."""
-    values = (x.dtype, skips_improbable)
     if is_transformed():
-        run = in_torch(DispatchDesc, values, x.device)
-    elif needs_node(x, probs):
+        run = in_torch(DispatchDesc, (x.dtype, skips_improbable), x.device)
+        y, permuted = run(x, index, sources, **_there(probs=probs))
+        return y, permuted
+    if needs_node(x, probs):
         return _Dispatch.apply(x, probs, index, sources, skips_improbable)  # type: ignore[no-any-return,no-untyped-call]  # torch's
-    else:
-        run = bound(DispatchDesc, values, x)
+    return _dispatched(x, probs, index, sources, skips_improbable)
+
+
+def _dispatched(
+    x: torch.Tensor, probs: Optional, index: torch.Tensor, sources: torch.Tensor, skips: bool
+) -> tuple[torch.Tensor, Optional]:
+    if isinstance(x, QuantizedTensor):
+        return _dispatched_codes(x, probs, index, sources, skips)
+    run = bound(DispatchDesc, (x.dtype, skips), x)
     y, permuted = run(x, index, sources, **_there(probs=probs))
     return y, permuted
 
 
-def _selected(x: QuantizedTensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the ``rows`` of ``x``, zeros for those of -1; plain where ``x`` cuts none."""
-    absent = rows < 0
-    y = x.index_select(0, rows.clamp(min=0).long())
-    if not isinstance(y, QuantizedTensor):
-        return y.masked_fill(absent[:, None], 0)
+def _rows_or_codes(owner: str, inp: torch.Tensor) -> torch.Tensor:
+    """Return ``inp``, dequantized where a block of its codes is of several rows."""
+    spec = inp.plan.rowwise if isinstance(inp, QuantizedTensor) else None
+    if spec is None or spec.block[0] > 1 or inp.dim() != 2 or not len(inp):
+        return check_rows(owner, "inp", inp)
+    return inp
+
+
+def _dispatched_codes(
+    x: QuantizedTensor, probs: Optional, index: torch.Tensor, sources: torch.Tensor, skips: bool
+) -> tuple[QuantizedTensor, Optional]:
+    """Return the rows of a route in the codes of ``x``, zeros where there is none."""
+    column = x.plan.columnwise
+    rows = x if column is None or is_square(column) else x.rowwise_sub_storage
+    assert rows is not None
+    absent, sources = sources < 0, sources.clamp(min=0).long()
+    permuted = None
+    if probs is not None:
+        permuted = probs.reshape(-1)[sources].masked_fill(absent, 0)
+        absent = absent | (permuted == 0) if skips else absent
+    with torch.no_grad():
+        y = rows.index_select(0, sources // index.shape[1])
+    assert isinstance(y, QuantizedTensor)
     for operand, positions in zip(y.stored, (absent[:, None], absent), strict=True):
         if operand is not None:
             operand.data.masked_fill_(positions, 0)
-    if y.requires_grad:
-        y.register_hook(lambda grad: grad.masked_fill(absent[:, None], 0))  # type: ignore[no-untyped-call]  # torch's
-    return y
+    return y, permuted
 
 
 def _there(**tensors: Optional) -> dict[str, torch.Tensor]:
@@ -496,9 +518,7 @@ class _Dispatch(torch.autograd.Function):
         skips_improbable: bool,
     ) -> tuple[torch.Tensor, Optional]:
         ctx.save_for_backward(index)
-        run = bound(DispatchDesc, (x.dtype, skips_improbable), x)
-        y, permuted = run(x, index, sources, **_there(probs=probs))
-        return y, permuted
+        return _dispatched(x, probs, index, sources, skips_improbable)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, grad_probs: Optional) -> tuple[Optional, ...]:
