@@ -23,6 +23,7 @@ from fp8core.recipe import Recipe
 from fp8core.recipe.base import LINEAR_TENSORS, plan_of
 from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
+from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.storage import FLOATS, PARTS, is_square, split, storage_plan, turn
 from fp8core.torch_ops.private import FakeTensor
 
@@ -59,7 +60,7 @@ def check_stored(parts: Sequence[Any], plan: TensorPlan, dtype: Any) -> None:
     """
     error = fault_of(parts, plan)
     if error is None and dtype not in FLOATS:
-        error = f"its dtype is {reprlib.repr(dtype)}, expected float32, bfloat16 or float16"
+        error = f"its dtype is {shown(dtype)}, expected float32, bfloat16 or float16"
     if error is not None:
         raise OperandError(f"a QuantizedTensor stored as {plan.rowwise}: {error}.")
 
@@ -71,6 +72,12 @@ def fault_of(parts: Sequence[Any], plan: TensorPlan) -> str | None:
     """
     checks = _part_errors(parts, plan), _memory_errors(parts), _scale_errors(parts, plan)
     return next(itertools.chain(*checks), None)
+
+
+_texts = reprlib.Repr()
+for _kind in _PLAIN:  # whose values may have no memory
+    setattr(_texts, f"repr_{_kind.__name__}", lambda x, level: f"{x.dtype} {list(x.shape)}")
+shown = _texts.repr
 
 
 def lacks_memory(tensor: torch.Tensor) -> bool:
@@ -131,7 +138,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def _part_errors(parts: Sequence[Any], plan: TensorPlan) -> Iterator[str]:
     """Yield the faults of sizes and dtypes, of which only the first is sure."""
     if plan == (None, None) or not isinstance(parts, Sequence) or len(parts) != len(PARTS):
-        yield f"its parts are {reprlib.repr(parts)}, expected {', '.join(PARTS)}"
+        yield f"its parts are {shown(parts)}, expected {', '.join(PARTS)}"
     for name, part in zip(PARTS, parts, strict=True):
         if part is not None and not isinstance(part, torch.Tensor):
             yield f"{name} is {type(part).__name__}, expected a tensor"
@@ -242,9 +249,29 @@ def plan_from(stored: Any) -> TensorPlan:
     except (KeyError, OverflowError, TypeError, ValueError):
         pass
     raise OperandError(
-        f"a stored QuantizedTensor is planned as {reprlib.repr(stored)}, which no quantizer plans."
+        f"a stored QuantizedTensor is planned as {shown(stored)}, which no quantizer plans."
         f"{reason} The file is damaged, or of another version, or of a plug-in that is missing."
     )
+
+
+def slot_from(stored: list[Any], device: torch.device) -> Slot:
+    """Return the delayed scale and its amax that ``stored`` holds, as a checkpoint has them.
+
+    Raises:
+        OperandError: they are not two numbers in float32 on ``device``, the second of which may be
+            None.
+    """
+    scale, amax = stored if len(stored) == 2 else (None, None)
+    for entry in (scale, *([] if amax is None else [amax])):
+        is_number = type(entry) in (*_PLAIN, FakeTensor) and not lacks_memory(entry)
+        likeness = (entry.dtype, entry.shape, entry.device) if is_number else None
+        if likeness != (torch.float32, (1,), device):
+            raise OperandError(
+                f"a stored QuantizedTensor has the delayed scale {shown(stored)}; expected a scale "
+                f"and an amax, float32 [1] on {device}. The file is damaged."
+            )
+    assert scale is not None
+    return Slot(scale.detach(), None if amax is None else amax.detach())
 
 
 def _is_stored(spec: OperandSpec) -> bool:

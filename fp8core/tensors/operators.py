@@ -14,7 +14,7 @@ import torch
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.tensors.operand_tensor import OperandTensor, say_dequantized
-from fp8core.tensors.quantizer import Orientations
+from fp8core.tensors.quantizer import Orientations, Slot
 from fp8core.tensors.storage import (
     FLOATS,
     Casting,
@@ -260,6 +260,10 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     moved = _like(tensor, device)
     assign(moved, tensor.operands)
     moved._initial_value = tensor._initial_value
+    slot = tensor._casting.slot
+    if slot is not None:  # a copy of its own, as its codes are
+        amax = None if slot.amax is None else slot.amax.to(device)
+        moved.bound_to(Slot(slot.scale.to(device), amax))
     return moved
 
 

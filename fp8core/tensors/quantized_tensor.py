@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import reprlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,7 +26,14 @@ from fp8core.backend_api import Operand, OperandSpec
 from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors import operators
-from fp8core.tensors.checks import check_stored, fit_codes, matrix_size, plan_from
+from fp8core.tensors.checks import (
+    check_stored,
+    fit_codes,
+    matrix_size,
+    plan_from,
+    shown,
+    slot_from,
+)
 from fp8core.tensors.layouts import arguments_of, is_hybrid
 from fp8core.tensors.operand_tensor import OperandTensor
 from fp8core.tensors.operators import write
@@ -411,6 +417,7 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         planned = (*self.plan, *filter(None, [self._casting.columns_of]))
         specs = [None if spec is None else dataclasses.asdict(spec) for spec in planned]
         is_parameter = getattr(self, IS_PARAMETER, False)
+        parts = [*parts, *(self._casting.slot or ())]
         stored = (parts, specs, self.dtype, is_parameter, self.requires_grad)
         if self._shares_scales:
             return _rebuild_part, ((*stored, list(self.shape)),)
@@ -457,24 +464,30 @@ def _rebuild(
     requires_grad: bool,
     shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return the tensor that ``torch.save`` stored as plain tensors and plain values; a third of
-    the ``specs`` is that of the rows whose values the columns are of.
+    """Return the tensor that ``torch.save`` stored as plain tensors and plain values.
+
+    Behind the ``parts`` are the delayed scale and its amax, by which values are written, if it has
+    them; a third of the ``specs`` is that of the rows whose values the columns are of.
 
     Raises:
         OperandError: they are not those of a saved QuantizedTensor.
     """
     has_source = isinstance(specs, list) and len(specs) == 3
     plan = plan_from(specs[:2] if has_source else specs)
+    has_slot = isinstance(parts, list) and len(parts) > len(PARTS)
+    parts, slot = (parts[: len(PARTS)], [*parts[len(PARTS) :]]) if has_slot else (parts, None)
     check_stored(parts, plan, dtype)
     is_shape = shape is None or (
         isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
     )
     if not is_shape:
-        raise OperandError(f"a stored QuantizedTensor has the shape {reprlib.repr(shape)}.")
+        raise OperandError(f"a stored QuantizedTensor has the shape {shown(shape)}.")
     tensor = QuantizedTensor(*split(parts), plan, dtype, shape=shape)
     check(plan, *matrix_size(parts, plan))
     if has_source:
         tensor._casting = Casting(columns_of=plan_from([specs[2], None]).rowwise)
+    if slot is not None:
+        tensor.bound_to(slot_from(slot, tensor.device))
     if is_parameter is True:
         return torch.nn.Parameter(tensor, requires_grad is True)
     return tensor.requires_grad_(requires_grad is True)
@@ -489,7 +502,7 @@ def _rebuild_part(stored: Sequence[Any]) -> torch.Tensor:
         OperandError: as :func:`_rebuild`.
     """
     if not isinstance(stored, tuple) or len(stored) != 6:
-        raise OperandError(f"a stored view of a QuantizedTensor is {reprlib.repr(stored)}.")
+        raise OperandError(f"a stored view of a QuantizedTensor is {shown(stored)}.")
     tensor = _rebuild(*stored)
     assert isinstance(tensor, QuantizedTensor)
     tensor._shares_scales = True

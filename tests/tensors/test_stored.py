@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,7 @@ from fp8core import (
 )
 from fp8core.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from fp8core.recipe.plan import LayerRole, TensorPlan
-from fp8core.tensors.quantized_tensor import _rebuild
+from fp8core.tensors.quantized_tensor import _rebuild, _rebuild_part
 from fp8core.tensors.storage import PARTS
 from tests.ranks import run_ranks
 from tests.refusals import unrefused
@@ -418,3 +420,81 @@ def test_a_weight_of_rows_alone_infers_as_one_of_both() -> None:
         with fp8core.autocast(recipe=RECIPES["mxfp8"]), torch.no_grad():
             outputs.append(layer(x))
     assert torch.equal(*outputs)
+
+
+# --- a delayed scale, by which a Float8Quantizer's tensors are written
+
+
+def delayed(scale: float) -> fp8core.Float8Quantizer:
+    return fp8core.Float8Quantizer(torch.tensor([scale]), torch.zeros(1), "e4m3")
+
+
+def in_a_file(saved: Any, **how: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True, **how)
+
+
+AGAIN: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda tensor: pickle.loads(pickle.dumps(tensor)),
+    "torch.save": in_a_file,
+    "torch.save of a parameter": lambda tensor: in_a_file(torch.nn.Parameter(tensor)),
+    "torch.save of a view": lambda tensor: in_a_file(tensor.view(4, 16, 96)).view(64, 96),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("again", AGAIN)
+def test_a_tensor_with_a_delayed_scale_is_written_by_it_from_a_file_too(again: str) -> None:
+    value = torch.randn(64, 96)
+    tensor = AGAIN[again](delayed(2.0)(value))
+    with torch.no_grad():
+        tensor.quantize_(4 * value)
+    assert torch.equal(tensor.dequantize(), delayed(2.0)(4 * value).dequantize())
+    quantizer = tensor._get_quantizer()
+    assert isinstance(quantizer, fp8core.Float8Quantizer)
+    assert (quantizer.scale.item(), quantizer.amax.item()) == (2.0, 4 * value.abs().max().item())
+
+
+def test_a_scale_and_its_tensor_in_one_file_stay_one() -> None:
+    quantizer = delayed(2.0)
+    loaded = in_a_file({"weight": quantizer(torch.randn(64, 96)), "scale": quantizer.scale})
+    loaded["scale"].fill_(0.5)
+    assert loaded["weight"]._get_quantizer().scale.item() == 0.5
+
+
+def test_a_delayed_scale_moves_with_its_tensor() -> None:
+    tensor = delayed(2.0)(torch.randn(64, 96))
+    for moved in (tensor.to("meta"), in_a_file(tensor, map_location="meta")):
+        assert moved._get_quantizer().scale.is_meta
+        assert moved._get_quantizer().amax.is_meta
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(1)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+SLOTS: dict[str, list[Any]] = {
+    "one": [torch.ones(1)],
+    "three": [torch.ones(1)] * 3,
+    "no scale": [None, torch.ones(1)],
+    "numbers": [1.0, 1.0],
+    "two scales": [torch.ones(2), torch.ones(1)],
+    "float64": [torch.ones(1, dtype=torch.float64), None],
+    "elsewhere": [torch.ones(1, device="meta"), None],
+    "amax without memory": [torch.ones(1), freed()],
+}
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_a_stored_slot_that_is_none_is_refused(name: str) -> None:
+    saved = fields(quantized("current"))
+    parts, specs = [saved[part] for part in PARTS], [saved["row"], saved["column"]]
+    stored = ([*parts, *SLOTS[name]], specs, torch.float32, False, False, [64, 96])
+    for make in (_rebuild, lambda *arguments: _rebuild_part(arguments)):
+        with pytest.raises(OperandError, match="has the delayed scale"):
+            make(*stored)
