@@ -42,7 +42,7 @@ def test_it_is_a_list() -> None:
     made[0] = ops.QGELU()
     del made[1:3]
     assert names(made) == ["QGELU", "SiLU", "SReLU"]
-    assert isinstance(made.pop(0), ops.QGELU)
+    assert isinstance(made.pop(idx=0), ops.QGELU)
     longer = made + [ops.ReLU()]  # noqa: RUF005  the operator is what is tested
     assert names(longer) == ["SiLU", "SReLU", "ReLU"]
     made += [ops.ReLU()]
@@ -61,7 +61,7 @@ def test_names_go_on_after_the_largest() -> None:
 
 def test_insert_keeps_the_keys_in_order() -> None:
     made = ops.Sequential(ops.GELU(), ops.SiLU())
-    made.insert(0, ops.ReLU())
+    made.insert(idx=0, module=ops.ReLU())
     assert [name for name, _ in made.named_children()] == ["0", "1", "2"]
     assert names(made) == ["ReLU", "GELU", "SiLU"]
 

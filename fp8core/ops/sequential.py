@@ -110,19 +110,19 @@ class Sequential(LowPrecisionModule):
             self.append(module)
         return self
 
-    def insert(self, index: int, module: torch.nn.Module) -> Self:
-        """Add ``module`` before the one at ``index``; return the container."""
+    def insert(self, idx: int, module: torch.nn.Module) -> Self:
+        """Add ``module`` before the one at ``idx``; return the container."""
         modules = list(self)
-        modules.insert(index, module)
+        modules.insert(idx, module)
         self.append(module)  # which looks at it
         self._modules.update(zip(self._modules, modules, strict=True))
         self._changed()
         return self
 
-    def pop(self, index: int | slice) -> torch.nn.Module:
-        """Remove and return the module at ``index``, or a Sequential of those of a slice."""
-        removed: torch.nn.Module = self[index]
-        del self[index]
+    def pop(self, idx: int | slice) -> torch.nn.Module:
+        """Remove and return the module at ``idx``, or a Sequential of those of a slice."""
+        removed: torch.nn.Module = self[idx]
+        del self[idx]
         return removed
 
     def __getitem__(self, index: int | slice) -> Any:

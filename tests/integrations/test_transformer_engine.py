@@ -967,6 +967,45 @@ def test_factories_compute_as_the_named_recipes(te: Any, factory: str, named: st
         assert mixed.plan.columnwise == mxfp8.plan.columnwise
 
 
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("constants", "DType"),
+        ("ops.basic", "BasicLinear Bias GroupedLinear MakeExtraOutput Quantize SwiGLU"),
+        ("ops.linear", "Linear"),
+        ("ops.op", "BasicOperation FusedOperation FusibleOperation OperationContext"),
+        ("ops.sequential", "Sequential"),
+        ("optimizers.fused_adam", "FusedAdam"),
+        ("optimizers.fused_sgd", "FusedSGD"),
+        ("optimizers.multi_tensor_apply", "MultiTensorApply multi_tensor_applier"),
+        ("tensor.hybrid_tensor", "HybridQuantizer HybridQuantizedTensor"),
+        ("tensor.identity_tensor", "IdentityQuantizer"),
+        ("tensor.storage.hybrid_tensor_storage", "HybridQuantizedTensorStorage"),
+    ],
+)
+def test_names_are_under_the_modules_that_define_them(te: Any, module: str, names: str) -> None:
+    defining = importlib.import_module(f"transformer_engine.pytorch.{module}")
+    room = {"ops": fp8core.ops, "optimizers": fp8core.optimizers}.get(module.split(".")[0], fp8core)
+    for name in names.split():
+        assert getattr(defining, name) is getattr(room, name)
+
+
+@pytest.mark.parametrize(
+    ("module", "remedy"),
+    [
+        ("quantizer_factory_zoo", "HybridQuantizer, IdentityQuantizer and custom_recipes"),
+        ("reference_current_scaling", "quantizer_factories.current_scaling_factory"),
+        ("reference_nvfp4", "quantizer_factories.nvfp4_factory"),
+    ],
+)
+def test_recipes_that_are_not_offered_say_what_is(te: Any, module: str, remedy: str) -> None:
+    with pytest.raises(ImportError, match=f"{module} is not offered: .*{remedy}"):
+        importlib.import_module(f"transformer_engine.pytorch.custom_recipes.{module}")
+    package = importlib.import_module("transformer_engine.pytorch.custom_recipes")
+    with pytest.raises(AttributeError, match=f"{module} is not offered: .*{remedy}"):
+        getattr(package, module)
+
+
 def test_storages_are_under_their_modules(te: Any) -> None:
     storage = importlib.import_module("transformer_engine.pytorch.tensor.storage")
     for name, kind in {

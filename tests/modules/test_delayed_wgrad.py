@@ -90,7 +90,9 @@ def test_hooks_of_the_parameters_run_in_backward_dw() -> None:
     _, late, x = pair("linear")
     seen: list[str] = []
     late.weight.register_post_accumulate_grad_hook(lambda p: seen.append("weight"))
-    late.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append("layer"))
+    late.register_wgrad_accumulation_and_reduce_hooks(
+        wgrad_accumulation_and_reduce_hook=lambda: seen.append("layer")
+    )
     backward(late, x, "current")
     assert seen == []
     late.backward_dw()

@@ -149,6 +149,8 @@ _FACTORIES = {
     **_from(recipes, "current_scaling_factory", "delayed_scaling_factory", "mxfp8_factory"),
     **_from(recipes, "float8_block_scaling_factory", "high_precision_factory", "nvfp4_factory"),
 }
+_BASES = ("BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext")
+_BASIC = {name for name in ops.__all__ if name[0].isupper()} - {*_BASES, "Linear", "Sequential"}
 _STORAGES = {name: kind for name, kind in _TENSORS.items() if name.endswith("Storage")}
 _ROTARY = _from(
     fp8core,
@@ -197,6 +199,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
             },
             "attention.inference": _INFERENCE,
             "attention.rope": _ROTARY,
+            "constants": _from(fp8core, "DType"),
             "cpu_offload": _OFFLOAD,
             "custom_recipes": {},
             "custom_recipes.gemm": _from(user_product, "GEMMType", "MMParams"),
@@ -215,7 +218,14 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
             "module.fp8_padding": _from(fp8core, "Fp8Padding"),
             "module.fp8_unpadding": _from(fp8core, "Fp8Unpadding"),
             "ops": _public(ops),
+            "ops.basic": _from(ops, *_BASIC),
+            "ops.linear": _from(ops, "Linear"),
+            "ops.op": _from(ops, *_BASES),
+            "ops.sequential": _from(ops, "Sequential"),
             "optimizers": _public(optimizers),
+            "optimizers.fused_adam": _from(optimizers, "FusedAdam"),
+            "optimizers.fused_sgd": _from(optimizers, "FusedSGD"),
+            "optimizers.multi_tensor_apply": _public(optimizers, "multi_tensor_applier", "MultiT"),
             "permutation": _public(permutation, "moe_"),
             "quantization": _QUANTIZATION,
             "quantized_tensor": _TENSORS,
@@ -227,12 +237,14 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
             "tensor.float8_blockwise_tensor": _public(fp8core, "Float8Block"),
             "tensor.float8_tensor": _public(fp8core, "Float8"),
             "tensor.hybrid_tensor": _public(fp8core, "Hybrid"),
+            "tensor.identity_tensor": _from(fp8core, "IdentityQuantizer"),
             "tensor.mxfp8_tensor": _public(fp8core, "MXFP8"),
             "tensor.nvfp4_tensor": _public(fp8core, "NVFP4"),
             "tensor.quantized_tensor": _TENSORS,
             "tensor.storage": _STORAGES,
             "tensor.storage.float8_blockwise_tensor_storage": _STORAGES,
             "tensor.storage.float8_tensor_storage": _STORAGES,
+            "tensor.storage.hybrid_tensor_storage": _STORAGES,
             "tensor.storage.mxfp8_tensor_storage": _STORAGES,
             "tensor.storage.nvfp4_tensor_storage": _STORAGES,
             "tensor.utils": {
@@ -243,6 +255,22 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """The names of each module, by its full name."""
+
+
+_BY_FACTORIES = (
+    "custom_recipes.quantizer_factories.{0} casts as it does, which use_backend('reference') "
+    "computes in plain torch. To compute otherwise, derive from Quantizer and "
+    "QuantizedTensorStorage, and give the quantizer a qgemm()."
+)
+_REMEDIES = {
+    "custom_recipes.quantizer_factory_zoo": (
+        "take the factory that you need into your code: HybridQuantizer, IdentityQuantizer and "
+        "custom_recipes.quantizer_factories, of which it is made, are here."
+    ),
+    "custom_recipes.reference_current_scaling": _BY_FACTORIES.format("current_scaling_factory"),
+    "custom_recipes.reference_nvfp4": _BY_FACTORIES.format("nvfp4_factory"),
+}
+"""What to use instead of the names of a module that fp8core does not have."""
 
 
 def has_module(name: str) -> bool:
@@ -279,6 +307,9 @@ def refusal(name: str) -> str:
     remedy = names.refusal(inside)
     if remedy is not None:
         return f"{name}: {remedy}"
+    for module, remedy in _REMEDIES.items():
+        if inside.startswith(module):
+            return f"{name} is not offered: {remedy}"
     word = name.rpartition(".")[2]
     if name.startswith(finder.NATIVE):
         return (

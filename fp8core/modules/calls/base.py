@@ -182,10 +182,12 @@ class LowPrecisionModule(DelayedModule):
         for hook in self._wgrad_hooks:
             hook()
 
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
-        """Have :meth:`backward_dw` call ``hook()`` at its end, as frameworks do that reduce the
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], object]
+    ) -> None:
+        """Have :meth:`backward_dw` call the hook at its end, as frameworks do that reduce the
         gradients of weights with ``skip_backward_post_hook``."""
-        self._wgrad_hooks.append(hook)
+        self._wgrad_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     def _delay_wgrads(self) -> None:
         """Have backward leave the gradients of the layer's weights to :meth:`backward_dw`."""
