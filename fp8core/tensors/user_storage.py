@@ -9,6 +9,7 @@ No backend reads them. They travel through a chain as every operand does: as its
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeGuard
 
@@ -92,14 +93,51 @@ class QuantizedTensorStorage:
         return NotImplementedError(f"{type(self).__name__} does not implement {method}().")
 
 
+_READ_BY_QGEMM = ("data", "scale", "data_t", "scale_t")
+
+
+class Codes:
+    """The tensors of a storage as a cast left them, by their versions, which each write raises.
+
+    Source: torch's counter of writes in place, by which autograd refuses what it has saved.
+    """
+
+    def __init__(self, storage: QuantizedTensorStorage) -> None:
+        attributes = vars(storage)
+        # Others may be the quantizer's, as a history of amaxes; without these all are read.
+        names = [name for name in _READ_BY_QGEMM if name in attributes] or attributes
+        tensors = [attributes[name] for name in names if isinstance(attributes[name], torch.Tensor)]
+        self._versions = [(weakref.ref(t), t._version) for t in tensors if not t.is_inference()]
+        self._is_replaced = False
+
+    @property
+    def are_written(self) -> bool:
+        """Whether one of them was written since, or a later cast put others into the storage."""
+        tensors = [(ref(), version) for ref, version in self._versions]
+        is_written = any(t is not None and t._version != version for t, version in tensors)
+        return self._is_replaced or is_written
+
+    def follow(self, earlier: Codes) -> None:
+        """Have ``earlier``, of a cast that returned the same storage, know whether these are
+        others."""
+        pairs = zip(self._versions, earlier._versions, strict=False)
+        is_same = all(t() is old() and v == version for (t, v), (old, version) in pairs)
+        earlier._is_replaced |= not is_same or len(self._versions) != len(earlier._versions)
+
+
+_latest: weakref.WeakValueDictionary[int, Codes] = weakref.WeakValueDictionary()
+"""What the latest cast that returned a storage left in it, by the id of one that an operand has."""
+
+
 class StorageTensor(torch.Tensor):
     """The ``data`` of an operand in a user's storage: sizes, dtype and device, and no memory.
 
-    ``content`` is the storage. The products that read it take it out; every operator of torch but
-    ``detach`` is refused.
+    ``content`` is the storage, whose tensors are to stay as ``codes`` has them. The products that
+    read it take it out; every operator of torch but ``detach`` is refused.
     """
 
     content: QuantizedTensorStorage
+    codes: Codes
 
     __torch_function__: ClassVar[Any] = no_torch_function
 
@@ -109,12 +147,13 @@ class StorageTensor(torch.Tensor):
         content: QuantizedTensorStorage,
         size: Sequence[int],
         likeness: torch.Tensor,
+        codes: Codes,
     ) -> StorageTensor:
         """Wrap ``content``, of ``size``, and of dtype and device of ``likeness``."""
         self: StorageTensor = make_wrapper(
             cls, tuple(size), dtype=likeness.dtype, device=likeness.device
         )
-        self.content = content
+        self.content, self.codes = content, codes
         return self
 
     def tensors(self) -> list[torch.Tensor]:
@@ -129,7 +168,7 @@ class StorageTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _KEEPS_CONTENT:
-            return cls(args[0].content, args[0].shape, args[0])
+            return cls(args[0].content, args[0].shape, args[0], args[0].codes)
         names = {type(each.content).__name__ for each in args if isinstance(each, cls)}
         raise OperandError(
             f"{func.overloadpacket} reads {', '.join(names) or 'a storage'}, which a user's "
@@ -163,7 +202,20 @@ def operands_of(
         rows = copy.copy(storage)
         rows.update_usage(rowwise_usage=True, columnwise_usage=False)
         columns.update_usage(rowwise_usage=False, columnwise_usage=True)
+    left = {id(each): _left_in(each) for each in (rows, columns)}
     return Orientations(
-        Operand(StorageTensor(rows, x.shape, x)) if rowwise else None,
-        Operand(StorageTensor(columns, x.shape[::-1], x)) if columnwise else None,
+        Operand(StorageTensor(rows, x.shape, x, left[id(rows)])) if rowwise else None,
+        Operand(StorageTensor(columns, x.shape[::-1], x, left[id(columns)]))
+        if columnwise
+        else None,
     )
+
+
+def _left_in(storage: QuantizedTensorStorage) -> Codes:
+    """Return what a cast left in ``storage``; of an earlier cast that returned the same object, to
+    which operands still belong, other tensors are no longer the codes."""
+    codes, earlier = Codes(storage), _latest.get(id(storage))
+    if earlier is not None:
+        codes.follow(earlier)
+    _latest[id(storage)] = codes
+    return codes

@@ -64,7 +64,7 @@ def _product(
     role: str,
     **keywords: Any,
 ) -> Any:
-    left, right = _storage_of(a), _storage_of(b)
+    left, right = _storage_of(a, role), _storage_of(b, role)
     quantizer = None
     if left is not None and right is not None:
         quantizer = left._quantizer if left._quantizer is not None else right._quantizer
@@ -97,9 +97,23 @@ def _product(
     return out.add_(result) if desc.accumulate else out.copy_(result)
 
 
-def _storage_of(operand: Operand) -> QuantizedTensorStorage | None:
+def _storage_of(operand: Operand, role: str) -> QuantizedTensorStorage | None:
+    """Return the storage of ``operand``, None of a tensor in high precision.
+
+    Raises:
+        OperandError: its memory was written since the cast.
+    """
     data = operand.data
-    return data.content if isinstance(data, StorageTensor) else None
+    if not isinstance(data, StorageTensor):
+        return None
+    if data.codes.are_written:
+        name = type(data.content).__name__
+        raise OperandError(
+            f"{role} reads {name}, whose tensors a later cast, or other code, has written: the "
+            f"codes are those of something else. Have the quantizer make new tensors, and a new "
+            f"{name}, in each call; what qgemm() returns may reuse its memory."
+        )
+    return data.content
 
 
 def _parts(
@@ -120,7 +134,7 @@ def _parts(
 
 def _dequantized(operand: Operand, is_columnwise: bool, dtype: torch.dtype, role: str) -> Operand:
     """Return the value of ``operand``, turned if it ``is_columnwise``."""
-    storage = _storage_of(operand)
+    storage = _storage_of(operand, role)
     if storage is None:
         return operand
     name = type(storage).__name__
