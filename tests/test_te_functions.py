@@ -429,13 +429,56 @@ def test_identities_make_and_write_plain_tensors() -> None:
             quantizer.update_quantized(x, empty.t())
 
 
+def rows_of_the_weight(role: recipe.QuantizerRole) -> Any:
+    return of_rows() if role.tensor_type == "weight" else fp8core.MXFP8Quantizer("e4m3")
+
+
+def has_columns_of_rows(weight: Any) -> bool:
+    columns = fp8core.MXFP8Quantizer("e4m3", rowwise=False)(weight.rowwise_sub_storage.dequantize())
+    mine = weight.columnwise_sub_storage.tensors()
+    return all(torch.equal(*pair) for pair in zip(mine, columns.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_weight_stored_with_columns_of_its_rows_is_that_which_a_layer_casts(kind: str) -> None:
+    chosen = recipe.CustomRecipe(qfactory=rows_of_the_weight)
+    pairs = zip(
+        step_of(chosen, kind, is_stored=True), step_of(chosen, kind, is_stored=False), strict=True
+    )
+    for mine, theirs in pairs:
+        assert mine is not None
+        assert theirs is not None
+        assert torch.equal(mine, theirs)
+
+
+def test_a_stored_weight_keeps_columns_of_its_rows() -> None:
+    chosen = recipe.CustomRecipe(qfactory=rows_of_the_weight)
+    with fp8core.quantized_model_init(recipe=chosen):
+        layer, loaded = fp8core.Linear(64, 96), fp8core.Linear(64, 96, device="meta")
+    with autocast(recipe=chosen):
+        layer(torch.randn(32, 64)).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1, foreach=False).step()
+    assert has_columns_of_rows(layer.weight)
+    loaded.reset_parameters()
+    loaded.load_state_dict(saved(layer.state_dict()))
+    masters = fp8core.MasterWeights(loaded)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=0.1)
+    masters.attach(optimizer)
+    for stepped in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
+        assert has_columns_of_rows(stepped.weight)
+        with autocast(recipe=chosen):
+            stepped(torch.randn(32, 64)).sum().backward()
+        if stepped is loaded:
+            optimizer.step()
+        else:
+            torch.optim.SGD(stepped.parameters(), lr=0.1, foreach=False).step()
+        assert has_columns_of_rows(stepped.weight)
+        assert not torch.equal(stepped.weight, layer.weight)
+
+
 def test_columns_of_dequantized_rows_of_the_weights_of_groups() -> None:
     """Each is cast by itself, as that of a layer."""
-
-    def factory(role: recipe.QuantizerRole) -> Any:
-        return of_rows() if role.tensor_type == "weight" else fp8core.MXFP8Quantizer("e4m3")
-
-    chosen = recipe.CustomRecipe(qfactory=factory)
+    chosen = recipe.CustomRecipe(qfactory=rows_of_the_weight)
     groups = fp8core.GroupedLinear(2, 64, 96, bias=False)
     x, dy = torch.randn(64, 64, requires_grad=True), torch.randn(64, 96)
     with autocast(recipe=chosen):

@@ -357,6 +357,73 @@ def test_a_product_may_reuse_its_memory() -> None:
     assert same(*steps)
 
 
+class Reusing(Multiplying):
+    """One that writes all its codes, scales or storages to the same place."""
+
+    reused = "data"
+
+    def __init__(self, dtype: torch.dtype = E4M3) -> None:
+        super().__init__(dtype)
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.before: Codes | None = None
+        self.history = torch.zeros(4)
+
+    def quantize(self, tensor: torch.Tensor, **unused: Any) -> Any:
+        storage = super().quantize(tensor)
+        storage.history = self.history.add_(1)  # which no product reads
+        if self.reused == "storage":
+            before, self.before = self.before or storage, self.before or storage
+            vars(before).update(vars(storage))
+            return before
+        value = getattr(storage, self.reused, None)
+        if value is not None:
+            buffer = self.buffers.setdefault(
+                self.reused, torch.empty(4096, dtype=value.dtype, device=DEVICE)
+            )
+            part = buffer[: value.numel()].view(value.shape)
+            setattr(storage, self.reused, part.copy_(value))
+        return storage
+
+
+@pytest.mark.parametrize("reused", ["data_t", "scale", "scale_t", "storage", "history"])
+def test_codes_that_a_later_cast_has_overwritten_are_refused(
+    reused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward would read those of the second call for the first; so in each of its products."""
+    monkeypatch.setattr(Reusing, "reused", reused)
+    layer, chosen = linear(params_dtype=torch.float32), CustomRecipe(qfactory=Factory(Reusing))
+    first, second = (torch.randn(16, 32, device=DEVICE, requires_grad=True) for _ in range(2))
+    with fp8core.autocast(recipe=chosen):
+        y = layer(first)
+    y.sum().backward(retain_graph=True)
+    with fp8core.autocast(recipe=chosen):
+        later = layer(second)
+    later.sum().backward(retain_graph=True)
+    if reused == "history":
+        y.sum().backward()
+        return
+    with pytest.raises(OperandError, match="reads Codes, whose tensors a later cast"):
+        y.sum().backward()
+
+
+def test_a_storage_that_is_returned_again_as_it_is_is_read() -> None:
+    class Caching(Multiplying):
+        before: Any = None
+
+        def quantize(self, tensor: torch.Tensor, **unused: Any) -> Any:
+            if self.dtype == E4M3 and tensor.shape == (48, 32):  # the weight
+                self.before = self.before or super().quantize(tensor)
+                return self.before
+            return super().quantize(tensor)
+
+    layer, chosen = linear(params_dtype=torch.float32), CustomRecipe(qfactory=Factory(Caching))
+    inputs = [torch.randn(16, 32, device=DEVICE, requires_grad=True) for _ in range(2)]
+    with fp8core.autocast(recipe=chosen):
+        results = [layer(x) for x in inputs]
+    for y in results:
+        y.sum().backward()
+
+
 def test_threads_share_a_quantizer() -> None:
     layer, factory = linear(), Factory()
     x = torch.randn(16, 32, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
@@ -609,22 +676,30 @@ def test_a_stored_weight_is_refused_where_an_object_quantizes_it() -> None:
         def quantize_impl(self, tensor: torch.Tensor) -> Any:
             return super().quantize_impl(tensor.clamp(-0.01, 0.01))
 
+    class ClampedRows(fp8core.HybridQuantizer):
+        def quantize(self, tensor: torch.Tensor, **others: Any) -> Any:
+            return super().quantize(tensor.clamp(-0.01, 0.01), **others)
+
     rows, columns = fp8core.MXFP8Quantizer("e5m2"), fp8core.MXFP8Quantizer("e4m3")
-    by_rows = fp8core.HybridQuantizer(
-        rowwise_quantizer=rows,
-        columnwise_quantizer=columns,
-        columnwise_source="rowwise_dequantized",
+    by_rows, with_code = (
+        kind(
+            rowwise_quantizer=rows,
+            columnwise_quantizer=columns,
+            columnwise_source="rowwise_dequantized",
+        )
+        for kind in (fp8core.HybridQuantizer, ClampedRows)
     )
 
     def chosen(weight: Any) -> CustomRecipe:
         others = fp8core.IdentityQuantizer() if isinstance(weight, Multiplying) else columns
         return CustomRecipe(lambda role: weight if role.tensor_type == "weight" else others)
 
-    for maker in (Clamped("e4m3", None), by_rows, Multiplying()):
+    for maker in (Clamped("e4m3", None), with_code, Multiplying()):
         with (
             pytest.raises(UnsupportedError, match=f"{type(maker).__name__}, an object"),
             fp8core.quantized_model_init(recipe=chosen(maker)),
         ):
             fp8core.Linear(64, 64)
-    with fp8core.quantized_model_init(recipe=chosen(columns)):
-        assert isinstance(fp8core.Linear(64, 64).weight, fp8core.QuantizedTensor)
+    for maker in (columns, by_rows):
+        with fp8core.quantized_model_init(recipe=chosen(maker)):
+            assert isinstance(fp8core.Linear(64, 64).weight, fp8core.QuantizedTensor)

@@ -543,9 +543,14 @@ class HybridQuantizer(PlannedQuantizer):
     @property
     def cell(self) -> TensorPlan | None:
         """The plan; None where the columnwise operand is of another value, which no plan says."""
+        return None if self.columns_of or self.parameter_casting is None else self.plan
+
+    @property
+    def parameter_casting(self) -> Casting | None:
+        """By what a parameter is written, of which a class with code of its own says nothing."""
         mine = (type(self).quantize, type(self).quantize_impl, type(self).__call__)
         theirs = (HybridQuantizer.quantize, HybridQuantizer.quantize_impl, Quantizer.__call__)
-        return None if self.columns_of or mine != theirs else self.plan
+        return Casting(columns_of=self.columns_of) if mine == theirs else None
 
     def quantize(
         self,

@@ -22,7 +22,15 @@ from fp8core.tensors.layouts import scale_sizes
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.quantizer_binding import ReduceAmax
-from fp8core.tensors.storage import PARTS, Casting, counted, is_square, matrix_shape, storage_plan
+from fp8core.tensors.storage import (
+    BY_VALUE,
+    PARTS,
+    Casting,
+    counted,
+    is_square,
+    matrix_shape,
+    storage_plan,
+)
 from fp8core.tensors.user_storage import QuantizedTensorStorage
 from fp8core.torch_ops.capture import constant_in_graph, is_captured
 from fp8core.torch_ops.expression import expression_of
@@ -101,6 +109,12 @@ class Quantizer:
             return None
         plan = self.plan
         return plan if any(plan) or type(self).plan is not Quantizer.plan else None
+
+    @property
+    def parameter_casting(self) -> Casting | None:
+        """By what a parameter is written that is stored by this plan; None where a state or code of
+        the quantizer would have to."""
+        return None if self.cell is None else BY_VALUE
 
     @property
     def slot(self) -> Slot | None:

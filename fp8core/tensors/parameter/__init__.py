@@ -32,7 +32,15 @@ from fp8core.tensors.parameter.constructed import (
 )
 from fp8core.tensors.parameter.master import MasterWeights
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.storage import OUTSIDE_OF_INIT, counted, matrix_shape
+from fp8core.tensors.storage import (
+    BY_VALUE,
+    OUTSIDE_OF_INIT,
+    Casting,
+    check_parameter,
+    counted,
+    matrix_shape,
+    storage_plan,
+)
 from fp8core.tensors.user_storage import QuantizedTensorStorage
 from fp8core.torch_ops.private import TensorMeta
 
@@ -165,7 +173,8 @@ def make_weight(
         return torch.nn.Parameter(value)
     whole = plan_of(LinearPlan, init._recipe, role, value.dtype)
     plan, maker = whole.weight, dict(whole.makers).get("weight")
-    if maker is not None:
+    casting = BY_VALUE if maker is None else getattr(maker, "parameter_casting", None)
+    if not isinstance(casting, Casting):
         raise UnsupportedError(
             f"quantized_model_init: the recipe has the weight of {role.kind} quantized by "
             f"{type(maker).__name__}, an object with a state or code of its own, and a stored "
@@ -175,7 +184,8 @@ def make_weight(
         return torch.nn.Parameter(value)
     if not torch.is_grad_enabled():
         plan = TensorPlan(plan.rowwise, None)
-    quantized = with_room(QuantizedTensor.quantize(value.zero_(), plan))
+    check_parameter(storage_plan(plan), size)
+    quantized = with_room(QuantizedTensor.of(value.zero_(), plan, casting))
     quantized._keeps_initial_value = init._keeps_initial_value
     return torch.nn.Parameter(quantized)
 
