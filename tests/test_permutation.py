@@ -441,10 +441,16 @@ PERMUTING: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
 }
 
 
+COLUMNS = {"cast": fp8core.MXFP8Quantizer("e4m3"), "high": fp8core.IdentityQuantizer()}
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("name", PERMUTING)
-def test_rows_are_permuted_in_codes_beside_columns(name: str) -> None:
+def test_rows_are_permuted_in_codes_beside_columns(name: str, columns: str) -> None:
     """The result has the rows alone: its columns would be other codes."""
-    quantizer = fp8core.MXFP8Quantizer(fp8core.DType.kFloat8E4M3)
+    quantizer = fp8core.HybridQuantizer(
+        rowwise_quantizer=fp8core.MXFP8Quantizer("e4m3"), columnwise_quantizer=COLUMNS[columns]
+    )
     x = torch.randn(32, 64, requires_grad=True)
     quantized = quantizer(x)
     mask = torch.randint(2, (32, 4), dtype=torch.int32)

@@ -16,6 +16,8 @@ from fp8core import OperandError, RecipeError, UnsupportedError, autocast, ops, 
 from fp8core.backend_api import GemmDesc
 from fp8core.inspection import explain
 from fp8core.inspection.explain import Explanation, Line
+from fp8core.tensors.quantized_tensor import _rebuild
+from tests.refusals import unrefused
 
 QUERIES: dict[str, Callable[..., Any]] = {
     "fp8": fp8core.is_fp8_available,
@@ -292,26 +294,6 @@ def test_every_write_makes_columns_of_dequantized_rows(write: str, made: str) ->
     assert all(torch.equal(*pair) for pair in zip(found.tensors(), columns.tensors(), strict=True))
 
 
-@pytest.mark.parametrize("way", ["rows", "columns"])
-def test_an_orientation_in_high_precision_is_the_value(way: str) -> None:
-    """Beside the other no tensor holds it, so that both together are refused by name."""
-    x = torch.randn(64, 64)
-    quantized = fp8core.MXFP8Quantizer("e4m3")
-    pair: list[fp8core.Quantizer] = [fp8core.IdentityQuantizer(), quantized]
-    row, column = pair if way == "rows" else pair[::-1]
-    quantizer = fp8core.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column)
-    for call in (quantizer, quantizer.quantize, lambda x: quantizer.make_empty(x.shape)):
-        with pytest.raises(UnsupportedError, match=rf"{way} are the value.*set_usage\({way[:3]}"):
-            call(x)
-    assert not quantizer.is_quantizable(x)
-    quantizer.set_usage(rowwise=way == "rows", columnwise=way == "columns")
-    assert quantizer(x) is x
-    quantizer.set_usage(rowwise=way == "columns", columnwise=way == "rows")
-    quantized.set_usage(rowwise=way == "columns", columnwise=way == "rows")
-    pairs = zip(quantizer(x).tensors(), quantized(x).tensors(), strict=True)
-    assert all(torch.equal(*pair) for pair in pairs)
-
-
 def dequantizing(source: str = "rowwise_dequantized") -> fp8core.HybridQuantizer:
     return fp8core.HybridQuantizer(
         rowwise_quantizer=fp8core.MXFP8Quantizer("e4m3"),
@@ -320,23 +302,172 @@ def dequantizing(source: str = "rowwise_dequantized") -> fp8core.HybridQuantizer
     )
 
 
-def test_columns_in_high_precision_of_dequantized_rows() -> None:
+BESIDE: dict[str, Callable[[], fp8core.HybridQuantizer]] = {
+    "rows": lambda: fp8core.HybridQuantizer(
+        rowwise_quantizer=fp8core.IdentityQuantizer(),
+        columnwise_quantizer=fp8core.NVFP4Quantizer(),
+    ),
+    "columns": lambda: dequantizing("original"),
+    "columns of rows": dequantizing,
+}
+
+
+def expected_beside(way: str, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Return the value and the quantized part of ``x``."""
+    if way == "rows":
+        return x, fp8core.NVFP4Quantizer(rowwise=False)(x)
+    rows = fp8core.MXFP8Quantizer("e4m3", columnwise=False)(x)
+    return (x if way == "columns" else rows.dequantize()), rows
+
+
+def is_beside(way: str, tensor: Any, x: torch.Tensor) -> bool:
+    value, part = expected_beside(way, x)
+    parts = tensor.rowwise_sub_storage, tensor.columnwise_sub_storage
+    held, stored = parts if way == "rows" else parts[::-1]
+    pairs = [(held, value), (tensor.dequantize(), value if way == "rows" else part.dequantize())]
+    pairs += zip(stored.tensors(), part.tensors(), strict=True)
+    kinds = isinstance(tensor, fp8core.HybridQuantizedTensor), type(held) is torch.Tensor
+    usages = tensor.get_usages() == {"rowwise": True, "columnwise": True}
+    return all(kinds) and usages and all(torch.equal(*pair) for pair in pairs)
+
+
+OF_A_PLAN = ("a view", "out=", "make_empty", "dtype", "padded", "columns alone", "normal_")
+
+
+@pytest.mark.parametrize("way", BESIDE)
+@pytest.mark.parametrize("made", [name for name in MADE if name not in OF_A_PLAN])
+def test_a_tensor_holds_a_value_beside_an_operand_through_every_write(made: str, way: str) -> None:
+    quantizer = BESIDE[way]()
+    for write in (name for name in WRITES if name not in OF_A_PLAN):
+        x = torch.randn(64, 64)
+        tensor = MADE[made](quantizer(torch.randn(64, 64)))
+        with torch.no_grad():
+            WRITES[write](tensor, x)
+        if write in ("a copy of another format", "quantize_ again"):
+            x = (
+                fp8core.Float8CurrentScalingQuantizer("e4m3", None)(x).dequantize()
+                if "copy" in write
+                else 2 * x
+            )
+        assert is_beside(way, tensor, x), write
+    written = quantizer.update_quantized(2 * x, quantizer.make_empty((64, 64)))
+    assert is_beside(way, quantizer.quantize(2 * x, out=quantizer(x)), 2 * x)
+    assert is_beside(way, written, 2 * x)
+    written.quantize_(x, noop_flag=torch.ones(1))
+    assert is_beside(way, written, 2 * x)
+
+
+@pytest.mark.parametrize("way", BESIDE)
+def test_a_value_beside_an_operand_is_a_copy_of_any_shape_and_dtype(way: str) -> None:
+    x = torch.randn(2, 32, 64)
+    quantizer = BESIDE[way]()
+    identity = quantizer.rowwise_quantizer if way == "rows" else quantizer.columnwise_quantizer
+    identity.dtype = torch.bfloat16  # type: ignore[attr-defined]  # of an IdentityQuantizer
+    tensor = quantizer(x)
+    value = tensor.rowwise_sub_storage if way == "rows" else tensor.columnwise_sub_storage
+    want = expected_beside(way, x)[0].bfloat16()
+    x.zero_()
+    tensor.dequantize().zero_()
+    assert torch.equal(value, want)
+    assert saved(tensor).get_data_tensors()[way != "rows"].equal(value)
+    assert {part.device.type for part in tensor.to("meta").tensors()} == {"meta"}
+    compiled = torch.compile(lambda y: quantizer(y).dequantize(), backend="aot_eager")
+    y = torch.randn(2, 32, 64)
+    assert torch.equal(compiled(y), quantizer(y).dequantize())
+
+
+@pytest.mark.parametrize("way", BESIDE)
+def test_parts_of_a_tensor_beside_its_value_are_plain(way: str) -> None:
+    """Of its value where that is the rows, else of its rows."""
+    tensor = BESIDE[way]()(torch.randn(64, 64))
+    plain = tensor.dequantize()
+    for part in (lambda t: t[:32], torch.t, lambda t: torch.cat([t, t]), lambda t: t.view(-1)):
+        assert torch.equal(part(tensor), part(plain))
+    tensor.update_usage(**{f"{way[:3] if way == 'rows' else 'column'}wise_usage": False})
+    assert sum(tensor.get_usages().values()) == 1
+    assert not isinstance(tensor, fp8core.HybridQuantizedTensor)
+    assert len(tensor.tensors()) == len(expected_beside(way, plain)[1].tensors())
+
+
+def test_what_holds_a_value_is_refused_where_it_would_be_lost() -> None:
+    tensor = BESIDE["rows"]()(torch.randn(64, 64))
+    value, part = tensor.rowwise_sub_storage, tensor.columnwise_sub_storage
+    layer = fp8core.Linear(64, 64)
+    layer.weight = torch.nn.Parameter(tensor)
+    _, (parts, *rest) = tensor.__reduce_ex__(2)
+    _, (others, *more) = fp8core.MXFP8Quantizer("e4m3")(value).__reduce_ex__(2)
+
+    def multiply() -> None:
+        with autocast(recipe=recipe.MXFP8BlockScaling()):
+            layer(value)
+
+    table: dict[str, tuple[Any, type[Exception], str]] = {
+        "the value alone": (
+            lambda: tensor.update_usage(columnwise_usage=False),
+            OperandError,
+            "what is left would be its value",
+        ),
+        "a weight": (multiply, OperandError, "holds a value in high precision beside an operand"),
+        "sizes of inner tensors": (
+            lambda: BESIDE["rows"]().inner_tensor_specs((64, 64)),
+            UnsupportedError,
+            "its value has any dtype",
+        ),
+        "two values": (
+            lambda: fp8core.HybridQuantizedTensor(rowwise_storage=value, columnwise_storage=value),
+            OperandError,
+            "rowwise_storage=",
+        ),
+        **{
+            f"a value {name}": (
+                lambda bad=bad: fp8core.HybridQuantizedTensor(
+                    rowwise_storage=bad, columnwise_storage=part
+                ),
+                OperandError,
+                "of one shape and device|has the value",
+            )
+            for name, bad in {
+                "of another size": value[:3],
+                "of integers": value.int(),
+                "elsewhere": value.to("meta"),
+                "turned": value.t(),
+            }.items()
+        },
+        **{
+            f"a file's {name}": (
+                lambda stored=stored, rest=rest: _rebuild(stored, *rest),
+                OperandError,
+                "has the value",
+            )
+            for name, stored, rest in (
+                ("number", [*parts[:6], 1.0], rest),
+                ("other size", [*parts[:6], value[:3]], rest),
+                ("memory of one element", [*parts[:6], value[:1, :1].expand(64, 64)], rest),
+                ("value beside both operands", [*others, value], more),
+            )
+        },
+    }
+    assert unrefused(table) == {}
+
+
+@pytest.mark.parametrize("way", BESIDE)
+def test_one_orientation_of_a_quantizer_is_the_value_alone(way: str) -> None:
     x = torch.randn(64, 64, requires_grad=True)
-    rows = fp8core.MXFP8Quantizer("e4m3", columnwise=False)(x.detach())
-    columns = dequantizing()
-    columns.set_usage(rowwise=False)
-    written = dequantizing().update_quantized(x, dequantizing().make_empty(x.shape))
-    for tensor in (dequantizing()(x), written, pickle.loads(pickle.dumps(dequantizing()))(x)):
-        assert tensor.get_usages() == {"rowwise": True, "columnwise": False}
-        assert torch.equal(tensor.dequantize(), rows.dequantize())
-    value = columns(x)
-    value.sum().backward()
+    value, part = expected_beside(way, x.detach())
+    alone, stored = BESIDE[way](), BESIDE[way]()
+    alone.set_usage(rowwise=way == "rows", columnwise=way != "rows")
+    stored.set_usage(rowwise=way != "rows", columnwise=way == "rows")
+    plain = alone(x)
+    assert torch.equal(plain, value)
+    assert plain is x or way == "columns of rows"
+    plain.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones(64, 64))
-    for found in (value, columns.update_quantized(x, columns.make_empty(x.shape))):
-        assert type(found) is torch.Tensor
-        assert torch.equal(found, rows.dequantize())
-    assert dequantizing() == dequantizing() != dequantizing("original")
+    assert torch.equal(alone.update_quantized(x, alone.make_empty(x.shape)), value)
+    pairs = zip(stored(x).tensors(), part.tensors(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    assert BESIDE[way]() == BESIDE[way]()
+    assert dequantizing() != dequantizing("original")
 
 
 def answers(grad_output: fp8core.Quantizer, **others: fp8core.Quantizer) -> recipe.CustomRecipe:

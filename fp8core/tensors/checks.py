@@ -274,6 +274,21 @@ def slot_from(stored: list[Any], device: torch.device) -> Slot:
     return Slot(scale.detach(), None if amax is None else amax.detach())
 
 
+def value_from(stored: Any, tensor: Any) -> torch.Tensor:
+    """Return the value in high precision that ``stored`` is, as a checkpoint has it, of ``tensor``.
+
+    Raises:
+        OperandError: it is no plain value of its size, or ``tensor`` lacks no orientation.
+    """
+    is_value = type(stored) in (*_PLAIN, FakeTensor) and not lacks_memory(stored)
+    is_value = is_value and stored.is_floating_point() and stored.is_contiguous()
+    is_value = is_value and None in tensor.plan
+    if not is_value or stored.shape != tensor.shape or stored.device != tensor.device:
+        raise OperandError(f"a stored {tensor} has the value {shown(stored)}. The file is damaged.")
+    value: torch.Tensor = stored.detach()
+    return value
+
+
 def _is_stored(spec: OperandSpec) -> bool:
     """Say whether an operand may be stored as ``spec``.
 

@@ -62,6 +62,8 @@ class OperandTensor(torch.Tensor):
     _shares_scales: bool
     # Whether it is a parameter without its history, as ``data`` and ``detach`` give it.
     _is_of_parameter: bool
+    # The value in high precision, for the orientation that the plan lacks; None: it holds none.
+    _value: torch.Tensor | None
     # The tensor with zeros behind its ends in whose memory it lies, None for one without.
     _padded: OperandTensor | None
 
@@ -112,6 +114,7 @@ class OperandTensor(torch.Tensor):
         self._lacks_slot = False
         self._shares_scales = False
         self._is_of_parameter = False
+        self._value = None
         self._padded = None
         return self
 
@@ -159,7 +162,9 @@ class OperandTensor(torch.Tensor):
         if not (rowwise_data or columnwise_data):
             raise OperandError("get_data_tensors of neither orientation: pass rowwise_data=True.")
         row, column = (None if operand is None else operand.data for operand in self.operands)
-        if row is not None and self.dim() != 2:
+        if self._value is not None:
+            row, column = (self._value, column) if row is None else (row, self._value)
+        elif row is not None and self.dim() != 2:
             row = row.view(*self.shape[:-1], row.shape[1]) if self.dim() else row.view(())
         spec = self.plan.columnwise
         if column is not None and spec is not None and spec.scale_format == "e8m0":
@@ -217,7 +222,7 @@ class OperandTensor(torch.Tensor):
         collective ``part.contiguous()``, and copy what it received to ``part``.
         """
         stored = self.__dict__
-        return [stored[name] for name in PARTS if stored[name] is not None]
+        return [stored[name] for name in (*PARTS, "_value") if stored[name] is not None]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # torch's is read-only too, but for its stub
@@ -234,6 +239,8 @@ class OperandTensor(torch.Tensor):
         rowwise, columnwise = self.stored
         row, column = self.plan
         dtype = dtype or self.dtype
+        if self._value is not None and row is None:
+            return self._value.to(dtype, copy=True)
         if rowwise is not None and row is not None:
             values = decode_operand(rowwise, row, dtype)
         else:
@@ -307,11 +314,14 @@ class OperandTensor(torch.Tensor):
                 rowwise, columnwise, self.plan, self.dtype, shape=shape, strides=strides
             )
         tensor._shares_scales = self._shares_scales if shares_scales is None else shares_scales
-        return tensor._written_as(self)
+        tensor._written_as(self)._value = None if self._value is None else self._value.view(*shape)
+        return tensor
 
     def _written_as(self: _Self, tensor: OperandTensor) -> _Self:
-        """Become one to which values are written as to ``tensor``; return it."""
+        """Become one to which values are written as to ``tensor``, whose value in high precision
+        it shares; return it."""
         self._casting, self._lacks_slot = tensor._casting, tensor._lacks_slot
+        self._value = tensor._value
         return self
 
     def _lie_within(self: _Self, whole: OperandTensor) -> _Self:
@@ -353,7 +363,9 @@ class OperandTensor(torch.Tensor):
     def pinned(self: _Self) -> _Self:
         """Return a copy in pinned memory of the CPU."""
         copies = [None if part is None else part.pin_memory() for part in self.parts]
-        return self.rebuilt(*split(copies), self.shape, shares_scales=False)
+        copy = self.rebuilt(*split(copies), self.shape, shares_scales=False)
+        copy._value = None if self._value is None else self._value.pin_memory()
+        return copy
 
     def reshape(self, *shape: Any) -> torch.Tensor:
         """Return the tensor as ``[shape]``: a view where blocks allow it, else a plain copy of the

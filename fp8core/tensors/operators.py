@@ -57,6 +57,17 @@ def write(tensor: OperandTensor, value: torch.Tensor, casting: Casting | None = 
             f"the operands alone. Write outside of torch.compile."
         )
     assign(tensor, make_operands(value, tensor.plan, casting))
+    if casting.columns_of is not None and tensor._value is not None:
+        value = tensor.decoded()
+    _assign_value(tensor, value)
+
+
+def _assign_value(tensor: OperandTensor, value: torch.Tensor | None) -> None:
+    """Copy ``value`` to that which ``tensor`` holds in high precision, if it holds one."""
+    if tensor._value is not None and value is not None:
+        tensor._value.copy_(value.view(tensor.shape))
+        if not tensor._value.is_inference():
+            torch.autograd.graph.increment_version(tensor._value)
 
 
 def assign(tensor: OperandTensor, operands: Orientations) -> None:
@@ -106,8 +117,11 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises:
         UnsupportedError: a view cuts blocks, or ``func`` writes what the operands cannot hold.
     """
-    handler = _HANDLERS.get(func.overloadpacket) or decomposed(func) or _on_values
-    return handler(func, args, kwargs)
+    handler = _HANDLERS.get(func.overloadpacket)
+    first = args[0] if args else None
+    if isinstance(first, OperandTensor) and first._value is not None and handler not in _WHOLE:
+        handler = None  # no view or part of both
+    return (handler or decomposed(func) or _on_values)(func, args, kwargs)
 
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -215,9 +229,11 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(target, OperandTensor):
         return func(target, source.decoded(target.dtype), *args[2:], **kwargs)
     if isinstance(source, OperandTensor):
-        if source.plan == target.plan and source.shape == target.shape:
+        has_both = (source._value is None) == (target._value is None)
+        if has_both and source.plan == target.plan and source.shape == target.shape:
             refuse_part(target)
             assign(target, source.operands)
+            _assign_value(target, source._value)
             return target
         source = source.decoded(torch.float32)
     write(target, source)
@@ -246,7 +262,8 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperandT
         return tensor.rebuilt(*tensor.stored, tensor.shape)._lie_within(whole)
     copies = [None if part is None else part.clone() for part in tensor.parts]
     clone = type(tensor)(*split(copies), tensor.plan, tensor.dtype, shape=tensor.shape)
-    return clone._written_as(tensor)
+    clone._written_as(tensor)._value = None if tensor._value is None else tensor._value.clone()
+    return clone
 
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -260,6 +277,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     moved = _like(tensor, device)
     assign(moved, tensor.operands)
     moved._initial_value = tensor._initial_value
+    moved._value = None if tensor._value is None else tensor._value.to(device)
     slot = tensor._casting.slot
     if slot is not None:  # a copy of its own, as its codes are
         amax = None if slot.amax is None else slot.amax.to(device)
@@ -352,6 +370,8 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
 
 
 _aten = torch.ops.aten
+# What acts on a tensor with a value in high precision beside its operand.
+_WHOLE = (_copy, _detach, _clone, _to_copy, _record_stream)
 # Operators that write values which do not depend on the present values.
 _SETTERS = {
     *(_aten.zero_, _aten.fill_, _aten.normal_, _aten.uniform_, _aten.random_, _aten.bernoulli_),

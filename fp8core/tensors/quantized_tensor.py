@@ -33,6 +33,7 @@ from fp8core.tensors.checks import (
     plan_from,
     shown,
     slot_from,
+    value_from,
 )
 from fp8core.tensors.layouts import arguments_of, is_hybrid
 from fp8core.tensors.operand_tensor import OperandTensor
@@ -135,7 +136,11 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         matrix = value.detach().reshape(rows, columns)
         operands = make_operands(matrix, plan, casting)
         tensor = cls(*stored_operands(operands, plan), plan, value.dtype, shape=value.shape)
-        tensor._casting = casting._replace(reduce_amax=None)
+        tensor._casting = casting._replace(reduce_amax=None, keeps_value=False)
+        if casting.keeps_value:
+            source = value.detach() if casting.columns_of is None else tensor.decoded()
+            source = source.to(casting.value_dtype or source.dtype)
+            tensor._value = source.clone(memory_format=torch.contiguous_format)
         return tensor
 
     @classmethod
@@ -240,6 +245,15 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
                 are rounded already.
         """
         row, column = self.plan
+        if self._value is not None:
+            high, low = rowwise_usage, columnwise_usage
+            high, low = (high, low) if row is None else (low, high)
+            if low is False:
+                raise OperandError(
+                    f"update_usage of {self}: what is left would be its value alone."
+                )
+            self._value = None if high is False else self._value
+            return
         usages = (
             row is not None if rowwise_usage is None else rowwise_usage,
             column is not None if columnwise_usage is None else columnwise_usage,
@@ -260,23 +274,24 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         self.plan, self._padded = plan, None
 
     @property
-    def rowwise_sub_storage(self) -> QuantizedTensor | None:
-        """The tensor of the rowwise operand alone, in the same memory; None if it is not held."""
+    def rowwise_sub_storage(self) -> Any:
+        """The tensor of the rowwise operand alone, in the same memory, plain where that is the
+        value in high precision; None if it is not held."""
         return self._part(TensorPlan(self.plan.rowwise, None))
 
     @property
-    def columnwise_sub_storage(self) -> QuantizedTensor | None:
-        """The tensor of the columnwise operand alone, in the same memory; None if it is not
-        held."""
+    def columnwise_sub_storage(self) -> Any:
+        """As :attr:`rowwise_sub_storage`, of the columnwise operand."""
         return self._part(TensorPlan(None, self.plan.columnwise))
 
-    def _part(self, plan: TensorPlan) -> QuantizedTensor | None:
+    def _part(self, plan: TensorPlan) -> torch.Tensor | None:
         if plan == (None, None):
-            return None
+            return self._value
         operands = self.orientations(plan.rowwise is not None, plan.columnwise is not None)
         part = type(self)(*operands, plan, self.dtype, shape=self.shape)
         part._shares_scales = self._shares_scales
-        return part._written_as(self)
+        part._written_as(self)._value = None
+        return part
 
     @property
     def _quantizer(self) -> Any:
@@ -288,7 +303,8 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         """
         if self._lacks_slot:
             raise OperandError(f"{self} has its delayed scale outside of the graph.")
-        return _quantizers[0](self.plan, self._casting)
+        keeps_value = self._value is not None
+        return _quantizers[0](self.plan, self._casting._replace(keeps_value=keeps_value))
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the keyword arguments by which its class of Transformer Engine's,
@@ -300,7 +316,7 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         Raises:
             UnsupportedError: no such class stores it.
         """
-        if is_hybrid(self.plan):
+        if is_hybrid(self.plan) or self._value is not None:
             row, column = self.rowwise_sub_storage, self.columnwise_sub_storage
             parts = {"rowwise_storage": row, "columnwise_storage": column}
             return {**parts, "quantizer": self._quantizer}
@@ -329,12 +345,14 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
                 f"make_like({tensor}, shape={list(sizes)}): leading dimensions are rows, and the "
                 f"last one stays as it is."
             )
-        like = tensor.detach()
-        like = like if sizes == tensor.shape else like.view(sizes)
+        like: Any = tensor.detach()
+        if tensor._value is not None:
+            like = like.rebuilt(*like.stored, sizes)
+        like = like if sizes == like.shape else like.view(sizes)
         assert isinstance(like, QuantizedTensor)
-        like = like if dtype in (None, tensor.dtype) else like.with_dtype(dtype)
-        like.requires_grad_(requires_grad)
-        return like
+        renamed = like if dtype in (None, tensor.dtype) else like.with_dtype(dtype)
+        renamed.requires_grad_(requires_grad)
+        return renamed
 
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """Return another tensor of the same memory with the nominal ``dtype``."""
@@ -352,10 +370,8 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
 
     def get_usages(self) -> dict[str, bool]:
         """Return which orientations are held, as ``{"rowwise": True, "columnwise": False}``."""
-        return {
-            "rowwise": self.plan.rowwise is not None,
-            "columnwise": self.plan.columnwise is not None,
-        }
+        row, column = (spec is not None or self._value is not None for spec in self.plan)
+        return {"rowwise": row, "columnwise": column}
 
     def initialize(self, value: torch.Tensor) -> None:
         """Write ``value``, and keep a copy on the CPU if quantized_model_init asked for that."""
@@ -385,10 +401,10 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
             self.copy_(value.detach())
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names = [name for name in PARTS if getattr(self, name) is not None]
-        slot, _, columns_of = self._casting
-        has_slot = slot is not None or self._lacks_slot
-        return names, (self.plan, self.dtype, self._shares_scales, has_slot, columns_of)
+        names = [name for name in (*PARTS, "_value") if getattr(self, name) is not None]
+        has_slot = self._casting.slot is not None or self._lacks_slot
+        state = (self._shares_scales, has_slot, self._casting.columns_of)
+        return names, (self.plan, self.dtype, *state)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -400,7 +416,7 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
             rowwise, columnwise, plan, dtype, shape=outer_size, strides=outer_stride
         )
         tensor._shares_scales, tensor._lacks_slot, columns_of = state
-        tensor._casting = Casting(columns_of=columns_of)
+        tensor._casting, tensor._value = Casting(columns_of=columns_of), inner.get("_value")
         return tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -417,7 +433,8 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         planned = (*self.plan, *filter(None, [self._casting.columns_of]))
         specs = [None if spec is None else dataclasses.asdict(spec) for spec in planned]
         is_parameter = getattr(self, IS_PARAMETER, False)
-        parts = [*parts, *(self._casting.slot or ())]
+        value = [] if self._value is None else [self._value]
+        parts = [*parts, *(self._casting.slot or ()), *value]
         stored = (parts, specs, self.dtype, is_parameter, self.requires_grad)
         if self._shares_scales:
             return _rebuild_part, ((*stored, list(self.shape)),)
@@ -439,6 +456,7 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         nominal = str(self.dtype).removeprefix("torch.")
         row, column = self.plan
         stored = f"{row}" if row is not None else f"columnwise {column}"
+        stored += "" if self._value is None else " beside its value"
         return f"QuantizedTensor({list(self.shape)}, {stored}, {nominal}, {self.device})"
 
     @classmethod
@@ -466,16 +484,18 @@ def _rebuild(
 ) -> torch.Tensor:
     """Return the tensor that ``torch.save`` stored as plain tensors and plain values.
 
-    Behind the ``parts`` are the delayed scale and its amax, by which values are written, if it has
-    them; a third of the ``specs`` is that of the rows whose values the columns are of.
+    Behind the ``parts`` are the delayed scale and its amax, by which values are written, and the
+    value in high precision, if it has them; a third of the ``specs`` is that of the rows whose
+    values the columns are of.
 
     Raises:
         OperandError: they are not those of a saved QuantizedTensor.
     """
     has_source = isinstance(specs, list) and len(specs) == 3
     plan = plan_from(specs[:2] if has_source else specs)
-    has_slot = isinstance(parts, list) and len(parts) > len(PARTS)
-    parts, slot = (parts[: len(PARTS)], [*parts[len(PARTS) :]]) if has_slot else (parts, None)
+    rest: list[Any] = []
+    if isinstance(parts, list):
+        parts, rest = parts[: len(PARTS)], parts[len(PARTS) :]
     check_stored(parts, plan, dtype)
     is_shape = shape is None or (
         isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
@@ -486,8 +506,10 @@ def _rebuild(
     check(plan, *matrix_size(parts, plan))
     if has_source:
         tensor._casting = Casting(columns_of=plan_from([specs[2], None]).rowwise)
-    if slot is not None:
-        tensor.bound_to(slot_from(slot, tensor.device))
+    if len(rest) % 2:
+        tensor._value = value_from(rest.pop(), tensor)
+    if rest:
+        tensor.bound_to(slot_from(rest, tensor.device))
     if is_parameter is True:
         return torch.nn.Parameter(tensor, requires_grad is True)
     return tensor.requires_grad_(requires_grad is True)

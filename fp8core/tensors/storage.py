@@ -39,11 +39,15 @@ class Casting(NamedTuple):
     :func:`~fp8core.tensors.quantizer_binding.bind_quantizer`: it reduces the amaxes, from which
     scales follow, over all parts of a tensor of which the value is one. With ``columns_of`` the
     columns are of the values that rows stored by it have; None: of the value itself.
+    ``keeps_value``: the tensor also holds the value, for the orientation that its plan lacks, in
+    ``value_dtype``, None for that of the value.
     """
 
     slot: Slot | None = None
     reduce_amax: ReduceAmax | None = None
     columns_of: OperandSpec | None = None
+    keeps_value: bool = False
+    value_dtype: torch.dtype | None = None
 
 
 BY_VALUE = Casting()
@@ -134,7 +138,7 @@ def make_operands(
 
     Stochastic rounding draws a seed from torch's CPU generator.
     """
-    slot, reduce_amax, columns_of = casting
+    slot, reduce_amax, columns_of = casting[:3]
     if columns_of is not None and plan.columnwise is not None:
         rowwise = make_operands(value, TensorPlan(columns_of, None)).rowwise
         of_rows = decode_operand(rowwise, columns_of, value.dtype)

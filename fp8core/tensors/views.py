@@ -332,7 +332,10 @@ def _cat(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     tensors = args[0]
     first = tensors[0]
     is_uniform = all(
-        type(tensor) is type(first) and tensor.plan == first.plan and tensor.dtype == first.dtype
+        type(tensor) is type(first)
+        and tensor.plan == first.plan
+        and tensor.dtype == first.dtype
+        and tensor._value is None
         for tensor in tensors
     )
     if not is_uniform:
@@ -405,6 +408,8 @@ def collected(func: Any, args: Sequence[Any]) -> Any:
     What is gathered has arrived, so that waiting for it does nothing.
     """
     name, tensor = func.overloadpacket.__name__, args[0]
+    if tensor._value is not None:
+        return None
     if name in WAITING:
         return tensor.rebuilt(*tensor.stored, tensor.shape)
     if name != "all_gather_into_tensor":

@@ -368,6 +368,8 @@ class CachingWeightQuantizer(WeightQuantizer):
         is_turned = is_high or not columnwise or weight.plan.columnwise == column
         if is_plain and self._dtype is not None:
             raise OperandError(f"{self._how.owner}: {_STORED_TWICE}")
+        if not is_plain and weight._value is not None:
+            raise OperandError(f"{self._how.owner}: {_BESIDE_VALUE}")
         if not is_plain and weight.plan == (row, None) and not is_turned:
             raise OperandError(f"{self._how.owner}: {_ROWS_ALONE}")
         if not is_plain and (weight.plan.rowwise != row or not is_turned):
@@ -449,6 +451,10 @@ _STORED_TWICE = (
     "the weight is stored quantized already, and the recipe of autocast quantizes weights to "
     "storages of its own. Create the layer without quantized_model_init, or choose the recipe that "
     "stored the weight."
+)
+_BESIDE_VALUE = (
+    "its weight holds a value in high precision beside an operand, which no product reads as a "
+    "weight. Keep the parameter in high precision: a recipe casts it with the same HybridQuantizer."
 )
 _ROWS_ALONE = (
     "the gradient of its input is asked for, and its weight is stored for inference, in rows "

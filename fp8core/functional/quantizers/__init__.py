@@ -16,7 +16,7 @@ import torch.distributed
 from fp8core import formats
 from fp8core.backend_api import AmaxDesc, OperandSpec, QuantizeDesc
 from fp8core.dispatch import table
-from fp8core.errors import OperandError, RecipeError, UnsupportedError
+from fp8core.errors import OperandError, RecipeError
 from fp8core.formats import DType, dtype_of, format_of
 from fp8core.functional.quantizers.base import PlannedQuantizer, Quantizer
 from fp8core.recipe.plan import TensorPlan
@@ -474,8 +474,9 @@ class IdentityQuantizer(Quantizer):
 class HybridQuantizer(PlannedQuantizer):
     """Quantizes rowwise as one quantizer does, and columnwise as another.
 
-    The result's ``rowwise_sub_storage`` and ``columnwise_sub_storage`` are its parts. Where what is
-    used are orientations of :class:`IdentityQuantizer`, it returns the tensor itself, as that does.
+    The result's ``rowwise_sub_storage`` and ``columnwise_sub_storage`` are its parts; that of an
+    :class:`IdentityQuantizer` beside a quantized one is a plain copy of the value. Where what is
+    used are orientations of identities alone, it returns the tensor itself, as those do.
 
     Args:
         rowwise_quantizer, columnwise_quantizer: quantizers whose plans say all that they do; their
@@ -484,14 +485,11 @@ class HybridQuantizer(PlannedQuantizer):
             ``"rowwise_dequantized"`` the value of its rowwise operand, so that both orientations
             are roundings of that value. A layer then calls the quantizer, as an object of a user;
             where an :class:`IdentityQuantizer` has the columns, it computes as with
-            ``backward_override="dequantized"``, and what the quantizer returns has rows alone,
-            whose ``dequantize()`` is the columns.
+            ``backward_override="dequantized"``.
 
     Raises:
         OperandError: a quantizer has a state or code of its own.
         RecipeError: another source; or two IdentityQuantizers of different dtypes.
-        UnsupportedError: when called, one operand would be the value in high precision beside a
-            quantized one.
     """
 
     def __init__(
@@ -531,19 +529,28 @@ class HybridQuantizer(PlannedQuantizer):
     @property
     def columns_of(self) -> OperandSpec | None:
         """How the rows are stored, if they are the source of the columns."""
-        is_source = self.columnwise_source == "rowwise_dequantized" and self.plan.columnwise
+        is_source = self.columnwise_source == "rowwise_dequantized"
         return storage_plan(self.plan).rowwise if is_source else None
 
     @property
     def dequantizes(self) -> bool:
         """Whether the columns are the value of the rows, in high precision."""
-        is_source = self.columnwise_source == "rowwise_dequantized"
-        return is_source and self.plan.rowwise is not None and self.plan.columnwise is None
+        return self.columns_of is not None and self.plan.columnwise is None
+
+    @property
+    def casting(self) -> Casting:
+        """How a value is cast besides by the plan, and whether the result holds it as well."""
+        is_mixed = (self.plan.rowwise is None) != (self.plan.columnwise is None)
+        keeps_value = is_mixed and self.rowwise_usage and self.columnwise_usage
+        identity = self.columnwise_quantizer if self.plan.rowwise else self.rowwise_quantizer
+        dtype = identity.dtype if isinstance(identity, IdentityQuantizer) else None
+        return Casting(columns_of=self.columns_of, keeps_value=keeps_value, value_dtype=dtype)
 
     @property
     def cell(self) -> TensorPlan | None:
         """The plan; None where the columnwise operand is of another value, which no plan says."""
-        return None if self.columns_of or self.parameter_casting is None else self.plan
+        is_cast_twice = self.columns_of is not None and self.plan.columnwise is not None
+        return None if is_cast_twice or self.parameter_casting is None else self.plan
 
     @property
     def parameter_casting(self) -> Casting | None:
@@ -584,32 +591,17 @@ class HybridQuantizer(PlannedQuantizer):
             return tensor
         return PlannedQuantizer(self.plan, columnwise=False)(tensor).dequantize()
 
-    @property
-    def used_plan(self) -> TensorPlan:
-        """The plan of the orientations that are used, None for the others.
-
-        Raises:
-            OperandError: neither is used.
-            UnsupportedError: both are used, one of them in high precision.
-        """
-        is_mixed = (self.plan.rowwise is None) != (self.plan.columnwise is None)
-        if is_mixed and not self.dequantizes and self.rowwise_usage and self.columnwise_usage:
-            high, low = ("column", "row") if self.plan.rowwise else ("row", "column")
-            raise UnsupportedError(
-                f"{self} with both usages: its {high}s are the value in high precision, which no "
-                f"QuantizedTensor holds beside {low}s. Keep the tensor itself for the {high}s, and "
-                f"set_usage({high}wise=False) for the {low}s; a recipe takes both usages."
-            )
-        return super().used_plan
-
 
 def quantizer_of(plan: TensorPlan, casting: Casting = BY_VALUE) -> Quantizer:
     """Return a quantizer that stores tensors by ``plan``, in its orientations, and by
     ``casting``."""
-    quantizer, row = _by_plan(plan, casting.slot), casting.columns_of
+    row = casting.columns_of
+    source = "original" if row is None else "rowwise_dequantized"
+    if casting.keeps_value:
+        return _hybrid(plan, source)
+    quantizer = _by_plan(plan, casting.slot)
     if row is not None and plan.columnwise is not None:
-        source = {"columnwise_source": "rowwise_dequantized"}
-        quantizer = _hybrid(TensorPlan(row, plan.columnwise), **source)
+        quantizer = _hybrid(TensorPlan(row, plan.columnwise), source)
     pairs = zip(plan, storage_plan(quantizer.plan), strict=True)
     if any(spec not in (None, stored) for spec, stored in pairs):
         quantizer = PlannedQuantizer(plan)
@@ -623,7 +615,7 @@ def _by_plan(plan: TensorPlan, slot: Slot | None) -> Quantizer:
     spec = row or column
     assert spec is not None
     if is_hybrid(plan):
-        return _hybrid(plan)
+        return _hybrid(plan, "original")
     dtype = dtype_of(spec.format)
     options: dict[str, Any] = {
         "force_pow_2_scales": spec.power_of_two,
@@ -654,9 +646,13 @@ def _by_plan(plan: TensorPlan, slot: Slot | None) -> Quantizer:
     return PlannedQuantizer(plan)
 
 
-def _hybrid(plan: TensorPlan, **source: str) -> HybridQuantizer:
-    rowwise, columnwise = (_by_plan(TensorPlan(each, each), None) for each in plan)
-    return HybridQuantizer(rowwise_quantizer=rowwise, columnwise_quantizer=columnwise, **source)
+def _hybrid(plan: TensorPlan, source: str) -> HybridQuantizer:
+    rowwise, columnwise = (
+        _by_plan(TensorPlan(each, each), None) if each else IdentityQuantizer() for each in plan
+    )
+    return HybridQuantizer(
+        rowwise_quantizer=rowwise, columnwise_quantizer=columnwise, columnwise_source=source
+    )
 
 
 set_quantizers(quantizer_of)

@@ -132,6 +132,11 @@ class Quantizer:
         return None
 
     @property
+    def casting(self) -> Casting:
+        """How a value is cast, besides by the plan, a state and a reduction."""
+        return Casting(columns_of=self.columns_of)
+
+    @property
     def dequantizes(self) -> bool:
         """Whether the columns are the value of the rows, in high precision."""
         return False
@@ -195,7 +200,8 @@ class Quantizer:
         return QuantizedTensor.of(tensor, self.used_plan, self._casting_on(tensor.device))
 
     def _casting_on(self, device: torch.device) -> Casting:
-        return Casting(self._slot_on(device), self.reduce_amax, self.columns_of)
+        slot = self._slot_on(device)
+        return self.casting._replace(slot=slot, reduce_amax=self.reduce_amax)
 
     def _slot_on(self, device: torch.device) -> Slot | None:
         slot = self.slot
@@ -279,7 +285,7 @@ class Quantizer:
         if pin_memory and where.type != "cpu":
             raise OperandError(f"make_empty(pin_memory=True, device={where}): only CPU memory is.")
         zeros = torch.zeros(tuple(shape), dtype=dtype, device=where)
-        casting, plan = Casting(columns_of=self.columns_of), self.used_plan
+        casting, plan = self.casting, self.used_plan
         if not any(plan) and self.cell is not None:  # a value in high precision
             value: Any = self.quantize(zeros, dtype=dtype)
             value = value.pin_memory() if pin_memory else value
@@ -314,8 +320,11 @@ class Quantizer:
 
         Raises:
             OperandError: neither orientation is used, or ``shape`` has something else than counts.
-            UnsupportedError: blocks do not divide the sizes.
+            UnsupportedError: blocks do not divide the sizes; or it would hold a value, whose dtype
+                is that of what is quantized.
         """
+        if self.casting.keeps_value:
+            raise UnsupportedError(f"inner_tensor_specs of {self}: its value has any dtype.")
         plan, sizes = (
             storage_plan(self.used_plan),
             matrix_shape(counted("inner_tensor_specs", shape)),

@@ -201,6 +201,8 @@ class _Name(TensorMeta):
     def __instancecheck__(cls, instance: object) -> bool:
         if not isinstance(instance, QuantizedTensor):
             return False
+        if instance._value is not None:
+            return cls is HybridQuantizedTensor
         spec = instance.plan.rowwise or instance.plan.columnwise
         return spec is not None and cls.describes(instance.plan, spec)
 
@@ -305,7 +307,8 @@ class HybridQuantizedTensor(QuantizedTensor, metaclass=_Name):
     """A QuantizedTensor whose two operands have different formats.
 
     ``HybridQuantizedTensor(rowwise_storage=, columnwise_storage=)`` returns the QuantizedTensor of
-    the parts that ``rowwise_sub_storage`` and ``columnwise_sub_storage`` return.
+    the parts that ``rowwise_sub_storage`` and ``columnwise_sub_storage`` return, one of which may
+    be a plain tensor, the value in high precision.
     """
 
     constructor = staticmethod(of_parts)

@@ -13,7 +13,7 @@ from fp8core.backend_api import OperandSpec
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.formats import DType, format_of
 from fp8core.recipe.plan import TensorPlan
-from fp8core.tensors.checks import fit_codes
+from fp8core.tensors.checks import fit_codes, value_from
 from fp8core.tensors.layouts import outer_scale, scales_from, shape_of
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations
@@ -323,33 +323,40 @@ def _is_several(amax: Any) -> bool:
 def of_parts(
     dtype: torch.dtype | None = None,
     *,
-    rowwise_storage: QuantizedTensor | None = None,
-    columnwise_storage: QuantizedTensor | None = None,
+    rowwise_storage: torch.Tensor | None = None,
+    columnwise_storage: torch.Tensor | None = None,
     quantizer: Any = None,
 ) -> QuantizedTensor:
-    """Return the tensor of the rowwise operand of one part and the columnwise one of the other.
+    """Return the tensor of the rowwise operand of one part and the columnwise one of the other,
+    without a copy; a plain tensor is the value in high precision.
 
     The parts say how they are stored, ``quantizer`` what later writes make the columns of.
 
     Raises:
-        OperandError: a part lacks its operand, or the parts differ in shape or device.
+        OperandError: a part lacks its operand, none has one, or they differ in shape or device.
     """
     owner = "HybridQuantizedTensor"
     parts = {"rowwise": rowwise_storage, "columnwise": columnwise_storage}
+    plain = {way: part for way, part in parts.items() if type(part) is torch.Tensor}
     for way, part in parts.items():
-        if part is not None and not (isinstance(part, QuantizedTensor) and getattr(part.plan, way)):
+        is_stored = isinstance(part, QuantizedTensor) and getattr(part.plan, way)
+        if part is not None and not (is_stored or (len(plain) == 1 and way in plain)):
             raise OperandError(
                 f"{owner}({way}_storage={part!r}): expected a QuantizedTensor that holds {way}."
             )
-    storages = [part for part in parts.values() if part is not None]
-    if len({(part.shape, part.device) for part in storages}) != 1:
+    storages = [part for part in parts.values() if isinstance(part, QuantizedTensor)]
+    places = {(part.shape, part.device) for part in parts.values() if part is not None}
+    if len(places) != 1 or not storages:
         raise OperandError(f"{owner} of {parts}: expected a part, or two of one shape and device.")
     none = Orientations(None, None), TensorPlan(None, None)
     (rows, row), (columns, column) = (
-        none if part is None else (part.operands, part.plan) for part in parts.values()
+        (part.operands, part.plan) if isinstance(part, QuantizedTensor) else none
+        for part in parts.values()
     )
     plan = TensorPlan(row.rowwise, column.columnwise)
     nominal, shape = dtype or storages[0].dtype, storages[0].shape
     tensor = QuantizedTensor(rows.rowwise, columns.columnwise, plan, nominal, shape=shape)
     tensor._casting = Casting(columns_of=getattr(quantizer, "columns_of", None))
+    for value in plain.values():
+        tensor._value = value_from(value, tensor)
     return tensor

@@ -485,7 +485,7 @@ def _dispatched_codes(
 ) -> tuple[QuantizedTensor, Optional]:
     """Return the rows of a route in the codes of ``x``, zeros where there is none."""
     column = x.plan.columnwise
-    rows = x if column is None or is_square(column) else x.rowwise_sub_storage
+    rows = x if column is not None and is_square(column) else x.rowwise_sub_storage
     assert rows is not None
     absent, sources = sources < 0, sources.clamp(min=0).long()
     permuted = None
