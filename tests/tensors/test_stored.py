@@ -496,5 +496,5 @@ def test_a_stored_slot_that_is_none_is_refused(name: str) -> None:
     parts, specs = [saved[part] for part in PARTS], [saved["row"], saved["column"]]
     stored = ([*parts, *SLOTS[name]], specs, torch.float32, False, False, [64, 96])
     for make in (_rebuild, lambda *arguments: _rebuild_part(arguments)):
-        with pytest.raises(OperandError, match="has the (delayed scale|value)"):
+        with pytest.raises(OperandError, match=r"has the (delayed scale|value)"):
             make(*stored)
