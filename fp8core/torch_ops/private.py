@@ -130,8 +130,8 @@ try:
     # Counts no write to a tensor while it is open.
     preserved_versions: Callable[[Any], Any] = grad_mode._unsafe_preserve_version_counter
 
-    # Copies a list of tensors into another in one call.
-    copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+    # Copies a list of tensors into another in one call; ``non_blocking`` as of Tensor.copy_.
+    copy_all: Callable[..., None] = torch._foreach_copy_
 
     # The product of each tensor of a list and a number, or a tensor of one element, in one call.
     foreach_mul: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_mul
@@ -241,6 +241,14 @@ def is_compiled(module: torch.nn.Module) -> bool:
     dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing is compiled
     is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return is_wrapper or module._compiled_call_impl is not None
+
+
+def at_static_address(memory: torch.Tensor) -> torch.Tensor:
+    """Return ``memory``, which is then no argument that CUDA graphs of torch.compile copy, and must
+    not write; as torch._dynamo.mark_static_address, which imports the compiler."""
+    if not torch.compiler.is_compiling():
+        memory._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+    return memory
 
 
 def is_capturing() -> bool:

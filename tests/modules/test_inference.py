@@ -344,7 +344,7 @@ def test_a_layer_that_was_left_out_is_named() -> None:
             cache.step(**keys_and_values(layer_number=2))
 
 
-class _Failing(TorchDispatchMode):
+class Failing(TorchDispatchMode):
     """Has the operation ``at`` fail, counted from 0, before it runs or ``after`` it."""
 
     def __init__(self, at: int, *, after: bool) -> None:
@@ -372,7 +372,7 @@ def test_a_step_whose_operation_failed_is_made_again_or_refused(kind: str, after
         new_k = torch.randn(3, 1, HEADS, K_SIZE, dtype=F64)
         step = keys_and_values(new_k=new_k, new_v=new_k[..., :V_SIZE])
         ends = False
-        with contextlib.suppress(MemoryError), _Failing(at, after=after):
+        with contextlib.suppress(MemoryError), Failing(at, after=after):
             cache.step(**step)
             ends = True
         with contextlib.suppress(OperandError):

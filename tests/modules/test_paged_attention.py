@@ -324,19 +324,32 @@ def test_gradients_through_a_cache_of_codes_are_refused_as_without() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("kind", PAGES)
-def test_compiled_steps_store_codes(kind: str) -> None:
+def test_compiled_steps_store_codes(kind: str, on_device: bool) -> None:
+    def on_host(qkv: list[torch.Tensor], cache: InferenceParams) -> torch.Tensor:
+        y: torch.Tensor = layer(*qkv, inference_params=cache)
+        return y
+
+    def with_pre_step(qkv: list[torch.Tensor], cache: InferenceParams) -> torch.Tensor:
+        cache.pre_step(ones)
+        return on_host(qkv, cache)
+
     torch._dynamo.reset()
+    ones = torch.ones(2, dtype=torch.int32, device=DEVICE)
     layer, sequences = layer_of("bshd"), random_sequences([(2, 2), (1, 1)], BF16)
     results = []
-    for run in (layer, torch.compile(layer, backend="eager", fullgraph=True)):
+    for compiles in (False, True):
         cache = cache_for(kind, BF16, storage_format="e4m3")
         results.append([])
         for span in (slice(0, 2), slice(2, 3)):
-            cache.pre_step({0: span.stop - span.start, 1: span.stop - span.start})
+            step = with_pre_step if on_device and span.start else on_host
+            run = torch.compile(step, backend="aot_eager", fullgraph=True) if compiles else step
+            if step is on_host:
+                cache.pre_step({0: span.stop - span.start, 1: span.stop - span.start})
             qkv = [torch.stack([one[part][span] for one in sequences]) for part in range(3)]
             with torch.no_grad():
-                results[-1].append(run(*qkv, inference_params=cache))
+                results[-1].append(run(qkv, cache))
         parts = cache.cache_manager.cache[1]
         results[-1] += [part.flatten(0, 1)[:3] for part in parts]
     for eager, compiled in zip(*results, strict=True):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import itertools
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,9 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8core import DotProductAttention, InferenceParams, OperandError, UnsupportedError
+from fp8core import (
+    DotProductAttention,
+    InferenceParams,
+    KVCacheManager,
+    OperandError,
+    UnsupportedError,
+)
 from fp8core.context.capture import Graph, Pass
 from fp8core.modules.sequences import inference, kv_cache
 from fp8core.modules.sequences.inference import restored_caches
@@ -22,7 +34,8 @@ from fp8core.modules.sequences.kv_cache import NonPagedKVCacheManager
 from fp8core.modules.sequences.rotary import Spans
 from tests.device import DEVICE
 from tests.modules.test_attention_cache import F64, K_SIZE, LAYOUTS, PAGES, Model, cache_for
-from tests.modules.test_inference import KINDS, Lists, make
+from tests.modules.test_inference import KINDS, Failing, Lists, make
+from tests.pairs import pairs
 
 
 class Recording(TorchDispatchMode):
@@ -187,15 +200,15 @@ def test_numbers_that_change_between_replays_store_what_they_say(kind: str, layo
             ):
                 row[: len(part)] = part
         step.replay()
-        for layer, pairs in lists.held.items():
-            for at, (name, (keys, values)) in enumerate(pairs.items()):
-                pairs[name] = torch.cat((keys, parts[0][at])), torch.cat((values, parts[1][at]))
+        for layer, both in lists.held.items():
+            for at, (name, (keys, values)) in enumerate(both.items()):
+                both[name] = torch.cat((keys, parts[0][at])), torch.cat((values, parts[1][at]))
                 got = results[layer]
-                assert torch.equal(got.k_cache[at, : len(pairs[name][0])], pairs[name][0])
-                assert torch.equal(got.v_cache[at, : len(pairs[name][1])], pairs[name][1])
+                assert torch.equal(got.k_cache[at, : len(both[name][0])], both[name][0])
+                assert torch.equal(got.v_cache[at, : len(both[name][1])], both[name][1])
                 assert not got.k_cache.isnan().any()
             assert results[layer].cu_seqlens_kv.diff().tolist() == [
-                len(keys) for keys, _ in pairs.values()
+                len(keys) for keys, _ in both.values()
             ]
             assert results[layer].cu_seqlens_q.diff().tolist() == [*steps.values()]
     lists.step(cache, {"b": 1, "c": 2}, layout)
@@ -428,13 +441,12 @@ def test_tokens_are_taken_back() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_length_above_what_a_cache_has_is_refused_once(kind: str) -> None:
-    """Where the host reads it, or in a step on the device; lower ones up to it can rise again."""
+    """Where the host reads it, or in a step on the device; until then lower ones can rise again."""
     for length in (6, 17, -1, -(2**31)):
         for is_step in (False, True):
             cache, lists = make(kind), Lists((1,))
             lists.step(cache, {"a": 5, "b": 2}, "bshd")
             cache.seqlens[0] = 3
-            assert cache.sequences == {"a": 3, "b": 2}
             cache.seqlens[0] = 5
             assert cache.sequences == {"a": 5, "b": 2}
             before = [part.clone() for part in cache.cache_manager.cache[1]]
@@ -452,10 +464,24 @@ def test_a_length_above_what_a_cache_has_is_refused_once(kind: str) -> None:
             lists.step(cache, {"a": 1, "b": 1}, "bshd")
             cache.seqlens.sub_(1)  # behind the batch too, where nothing reads it
             assert cache.sequences == {"a": 5, "b": 2}
-            cache.pre_step(torch.zeros(2, dtype=torch.int32, device=DEVICE))
-            cache.seqlens[0] = 6  # which the last step left behind
+            if is_step:
+                cache.pre_step(torch.zeros(2, dtype=torch.int32, device=DEVICE))
+            cache.seqlens[0] = 6  # which was taken back
             with pytest.raises(OperandError, match="'a' of 6 tokens began at a length"):
                 cache.reset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_that_fail_between_layers_are_taken_back_again_and_again(kind: str) -> None:
+    cache, lists = make(kind), Lists((1, 2))
+    lists.step(cache, {"a": 4, "b": 2}, "bshd")
+    new = torch.ones(2, 1, 2, 4, dtype=F64)
+    for counts in (ONES, ONES * 0, {"a": 1, "b": 1}, ONES, ONES):
+        cache.pre_step(counts)
+        cache.step(1, new, new[..., :3], "bshd")  # and layer 2 not
+        cache.seqlens[:2] = torch.tensor([4, 2])
+        assert cache.sequences == {"a": 4, "b": 2}
+    lists.step(cache, {"a": 1, "b": 0}, "bshd")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -499,6 +525,134 @@ def test_a_graph_of_packed_tokens_reads_memory_that_stays() -> None:
             cache.reset()
     assert made[0] == made[1]
     assert made[-1] == made[2] | made[0]
+
+
+@pytest.mark.parametrize(("kind", "layout"), pairs(PAGES, LAYOUTS))
+def test_a_step_is_compiled_once_for_all_lengths_and_sequences(kind: str, layout: str) -> None:
+    """As one graph, which goes on from eager steps and steps of numbers on the host."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model, cache, words = begun(kind, layout)
+    judge = copy.deepcopy(cache)
+    step = torch.compile(next_step, fullgraph=True, backend=counter)
+    eager = next_step
+    for names in ("abc", "bda"):
+        for run in (step, step, eager, step):
+            second = next_step(model, judge, words)
+            words = run(model, cache, words)
+            assert torch.equal(words, second)
+        assert cache.sequences == judge.sequences
+        prompt = torch.randint(50, (2, 3))
+        for each in (cache, judge):
+            each.pre_step({names[1]: 3, names[2]: 3})
+            with torch.no_grad():
+                model({"bshd": prompt, "sbhd": prompt.t(), "thd": prompt.flatten()}[layout], each)
+    assert counter.frame_count == 1
+    cache.seqlens[0] = 16
+    hold(cache, 0, 16)
+    step(model, cache, words)
+    with pytest.raises(OperandError, match="sequence 'd' of 16 tokens is full"):
+        cache.pre_step({"a": 1})
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_a_compiled_step_writes_to_memory_whose_address_stays(kind: str) -> None:
+    """Else torch captures no CUDA graph of it, with mode="reduce-overhead"."""
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def noted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        inputs = torch._guards.TracingContext.get().fw_metadata
+        seen.append((inputs.mutated_inp_runtime_indices, inputs.static_input_indices))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    model, cache, words = begun(kind, "bshd")
+    cache = copy.deepcopy(cache)
+    backend = aot_autograd(fw_compiler=noted)
+    torch.compile(next_step, fullgraph=True, backend=backend)(model, cache, words)
+    ((written, static),) = seen
+    assert len(written) >= 5
+    assert {*written} <= {*static}
+
+
+def values(item: Any, path: str = "") -> dict[str, Any]:
+    """What a cache has on the host and on the device, in plain numbers by its path."""
+    if isinstance(item, torch.Tensor):
+        return {path: item.tolist()}
+    if isinstance(item, InferenceParams | KVCacheManager):
+        kept = {"read_length": 0, **vars(item)}
+        item = {name: one for name, one in kept.items() if name != "_layers"}
+    if isinstance(item, tuple | list):
+        item = dict(enumerate(item))
+    if not isinstance(item, dict):
+        return {path: item}
+    parts = [values(one, f"{path}.{name}") for name, one in item.items()]
+    return {path: [*item], **dict(itertools.chain(*map(dict.items, parts)))}
+
+
+def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The paths at which two caches differ."""
+    return [path for path in {**one, **other} if one.get(path) != other.get(path)]
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt before the line ``at`` of the modules of caches, counted from 0."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(("inference.py", "kv_cache.py")):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == -1:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self) -> None:
+        sys.settrace(self)
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("kind", ["rows", "few pages"])
+def test_an_interrupt_leaves_a_step_that_has_begun_or_none(kind: str, on_device: bool) -> None:
+    """Before any line, and before or behind any operation; then the cache goes on."""
+
+    def begun() -> tuple[InferenceParams, Lists]:
+        torch.manual_seed(0)
+        cache, lists = make(kind), Lists((1,))
+        lists.step(cache, {"a": 2, "b": 4}, "bshd")
+        lists.step(cache, {"b": 1, "a": 1}, "bshd")
+        return cache, lists
+
+    given: Any = torch.tensor([2, 1], device=DEVICE) if on_device else {"c": 1, "a": 2, "b": 1}
+    most = 2 if on_device else None
+    before, after = (begun()[0] for _ in range(2))
+    after.pre_step(given, most)
+    states = [values(before), values(after)]
+    assert different(*states)
+    seen = set()
+    for interrupts in (Interrupt, partial(Failing, after=False), partial(Failing, after=True)):
+        for at in itertools.count():
+            cache, lists = begun()
+            ends = False
+            raised = contextlib.suppress(KeyboardInterrupt, MemoryError)
+            with torch.enable_grad(), raised, interrupts(at):  # else the mode of within is left
+                cache.pre_step(given, most)
+                ends = True
+            paths = [different(values(cache), state) for state in states]
+            assert [] in paths, min(paths, key=len)
+            seen.add(paths.index([]))
+            if ends:
+                break
+            if at % 7 == 0 and not paths[0]:
+                lists.step(cache, {"a": 1, "b": 2, "d": 1}, "bshd")
+    assert seen == {0, 1}
 
 
 def test_numbers_that_make_no_step_are_named() -> None:

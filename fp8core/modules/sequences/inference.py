@@ -23,8 +23,11 @@ from fp8core.modules.sequences.kv_cache import (
     NonPagedKVCacheManager,
     PagedKVCacheManager,
     Sequences,
+    Writes,
     first_fault,
     refuse_capture,
+    write,
+    zeros,
 )
 from fp8core.tensors.parameter import DTYPES
 from fp8core.tensors.storage import FLOATS
@@ -168,10 +171,7 @@ class InferenceParams:
         # Rows: sums of new tokens, sums of lengths, lengths before the step and behind it, what
         # steps on the device found wrong, and the lengths that steps left, as users write to the
         # fourth. The host writes all by one copy a step.
-        with torch.inference_mode(False):
-            self._lengths = torch.zeros(
-                6, max_batch_size + 1, dtype=torch.int32, device=self.device
-            )
+        self._lengths = zeros((6, max_batch_size + 1), torch.int32, self.device)
         self._starts: dict[tuple[int, int], torch.Tensor] = {}
         self._is_on_device = False  # lengths may have changed there, since a step or a replay
         self._layers: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
@@ -356,6 +356,11 @@ class InferenceParams:
         self.batch_size = self.max_seqlen_q = self.max_seqlen_kv = self._num_tokens = 0
         self._views = self._views_of(0)
 
+    @property
+    def _step_views(self) -> _Views:
+        """The lengths of the step; in a graph, which may write them, views made there."""
+        return self._views_of(self.batch_size) if torch.compiler.is_compiling() else self._views
+
     def _views_of(self, batch: int) -> _Views:
         """Return the lengths of the first ``batch`` sequences."""
         with torch.inference_mode(False):
@@ -408,11 +413,31 @@ class InferenceParams:
                 )
         refuse_capture("pre_step() of numbers on the host", "Give it a tensor of them")
         self._catch_up()
-        self._begin(steps)
+        self._begin(partial(self._begun, steps))
+        if self._is_on_device:
+            self._built_in.settle()
 
-    def _begin(self, steps: Sequences) -> None:
-        """Begin a step of numbers on the host."""
-        lengths = self.cache_manager.pre_step(steps)
+    def _begin(self, begun: Callable[[], Writes]) -> None:
+        """Begin a step by ``begun``, which notes it on the host and returns what the device gets;
+        all of it, or nothing if an exception, of any kind, comes before the device gets some."""
+        earlier = [(each, dict(vars(each))) for each in (self, self.cache_manager)]
+        writes: Writes = []
+        try:
+            writes = begun()
+            write(writes)
+        except BaseException:
+            if writes:
+                write(writes)
+            else:
+                for each, fields in earlier:
+                    vars(each).update(fields)
+            raise
+
+    def _begun(self, steps: Sequences) -> Writes:
+        """Begin a step of numbers on the host but for what the device gets, which is returned."""
+        manager = self.cache_manager
+        writes = self._built_in.begin(steps) if self._is_built_in else []
+        lengths = manager.sequences if self._is_built_in else manager.pre_step(steps)
         if list(lengths) != list(steps):
             raise OperandError(
                 f"KV cache: {type(self.cache_manager).__name__}.pre_step returned the sequences "
@@ -438,13 +463,11 @@ class InferenceParams:
         rows.append([*lengths.values(), *[-1] * behind])
         rows += [[0] * size, [*lengths.values(), *[0] * behind]]
         numbers = torch.tensor(rows, dtype=torch.int32, device="cpu")
-        self._lengths.copy_(numbers, non_blocking=True)
-        if self._is_on_device:
-            self._built_in.settle()
+        return [*writes, (self._lengths, numbers)]
 
     def _advance(self, counts: torch.Tensor, most: int) -> None:
         """Begin a step on the device, of at most ``most`` new tokens of a sequence."""
-        manager, batch, lengths = self._built_in, self.batch_size, self._lengths
+        manager, batch = self._built_in, self.batch_size
         limit = self.max_sequence_length if self.max_ctx_len is None else self.max_ctx_len
         if check_size("KV cache: pre_step", "max_seqlen_q", most) > limit:
             raise OperandError(
@@ -458,15 +481,24 @@ class InferenceParams:
                 f"expected int32 [{batch}] on {self.device}, a number for each sequence of the "
                 f"step before, which begins them by a number for each id."
             )
+        if torch.compiler.is_compiling():
+            for memory, value in self._advanced(counts, most, stores=True):
+                memory.copy_(value)
+            return
         watched = None if is_capturing() else _WATCHED.get()
         if watched is not None and self not in watched:
             pages = [manager.page_table] if isinstance(manager, PagedKVCacheManager) else []
-            watched[self] = [(memory, memory.clone()) for memory in (lengths, *pages)]
-        self._is_on_device = True
+            watched[self] = [(memory, memory.clone()) for memory in (self._lengths, *pages)]
+        self._begin(partial(self._advanced, counts, most, stores=watched is None))
+
+    def _advanced(self, counts: torch.Tensor, most: int, *, stores: bool) -> Writes:
+        """Begin a step on the device but for the memory there; return what that gets."""
         with torch.no_grad():
-            manager.advance(lengths, counts, most, stores=watched is None)
-        self.max_seqlen_q, self._num_tokens = most, batch * most
+            writes = self._built_in.advance(self._lengths, counts, most, stores=stores)
+        self._is_on_device = True
+        self.max_seqlen_q, self._num_tokens = most, self.batch_size * most
         self.max_seqlen_kv = self.max_sequence_length
+        return writes
 
     def _catch_up(self) -> None:
         """Read the lengths on the device, if steps may have changed them there.
@@ -479,17 +511,17 @@ class InferenceParams:
         before, after, faults, longest = self._lengths[2:, :-1].tolist()
         names = list(self._sequences)
         lengths = [n if 0 <= n <= most else most for n, most in zip(after, longest, strict=True)]
-        del lengths[len(names) :]
-        self._sequences.update(zip(names, lengths, strict=True))
+        num = len(names)
+        self._sequences.update(zip(names, lengths[:num], strict=True))
         self._sequences_pre_step.update(zip(names, before, strict=False))
-        self._built_in.catch_up(lengths)
-        for at, length in enumerate(lengths):
-            faults[at] |= length != after[at]  # the first of FAULTS
+        self._built_in.catch_up(before[:num], lengths[:num])
+        for at in range(num):
+            faults[at] |= lengths[at] != after[at]  # the first of FAULTS
+        if any(faults) or lengths[:num] != longest[:num]:  # tokens that were taken back are gone
+            rows = [[*lengths[:num], *after[num:]], [0] * len(after), lengths]
+            self._lengths[3:, :-1].copy_(torch.tensor(rows, dtype=torch.int32, device="cpu"))
         if not any(faults):
             return
-        numbers = torch.tensor(lengths, dtype=torch.int32, device="cpu")
-        self._lengths[3, : len(names)].copy_(numbers)
-        self._lengths[4].zero_()
         texts = [
             f"sequence {names[at]!r} of {after[at]} tokens {first_fault(bits)}"
             if at < len(names)
@@ -506,7 +538,7 @@ class InferenceParams:
     def get_seqlens_pre_step(self) -> torch.Tensor:
         """Return how many tokens each sequence of the step had before it, int32 ``[b]``: the
         positions at which the new ones start."""
-        return self._views.before
+        return self._step_views.before
 
     @property
     def form(self) -> tuple[int, ...]:
@@ -520,7 +552,7 @@ class InferenceParams:
     def step_cu_seqlens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums of the numbers of new tokens and of the lengths of the step's sequences, int32
         ``[b + 1]``."""
-        return self._views[:2]
+        return self._step_views[:2]
 
     def starts(self, capacity: int) -> torch.Tensor:
         """Return where the sequences of the step begin among rows that have ``capacity`` each,
@@ -575,7 +607,7 @@ class InferenceParams:
                 "Compute all tokens at once, without inference_params."
             )
             keys, values = without_gradient(error, (keys, values), (new_k, new_v))
-        sums_q, sums_kv, _ = self._views
+        sums_q, sums_kv = self.step_cu_seqlens
         return CachedKeys(keys, values, sums_q, sums_kv, self.max_seqlen_kv, self.output_qkv_format)
 
     def step_in_pages(
@@ -633,7 +665,7 @@ class InferenceParams:
     def _store(
         self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        sums_q, sums_kv, _ = self._views
+        sums_q, sums_kv = self.step_cu_seqlens
         new = new_k.detach(), new_v.detach()
         return self.cache_manager.step(layer_number, *new, sums_q, sums_kv, qkv_format)
 

@@ -18,18 +18,22 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.nn.functional import pad
 from typing_extensions import override
 
 from fp8core.chain.attention.pages import Pages, codes_of
 from fp8core.errors import OperandError
 from fp8core.modules.calls.parameters import resolve_device
-from fp8core.torch_ops.private import is_capturing
+from fp8core.torch_ops.private import at_static_address, copy_all, is_capturing
 
 Sequences: TypeAlias = "OrderedDict[Hashable, int]"
 """A number of tokens for each sequence of the batch, by the sequence's id, in the batch's order."""
+
+Writes: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
+"""Memory, and the values that it gets."""
 
 FAULTS = (
     "began at a length that is not from 0 to the number of tokens that the cache has of it",
@@ -122,8 +126,8 @@ class _Tokens(NamedTuple):
 class _ManagerBase(KVCacheManager):
     """The base of the managers of this module."""
 
-    spare = 0
-    """The slot of tokens that have no place, behind all others."""
+    spare, num_spare = 0, 1
+    """The slot of tokens that have no place, behind all others, and how many are behind them."""
 
     stores_codes = False
     """Whether ``cache`` has e4m3 codes of keys and values, uint8, and behind them the scales of
@@ -147,9 +151,13 @@ class _ManagerBase(KVCacheManager):
         self.device = None if device is None else resolve_device(device)
         # By layer, the sequences whose tokens it holds and how many, in the order of its last step.
         self._stored: dict[int, Sequences] = {}
-        self._before: Mapping[Hashable, int] = {}
-        # The sequences of a layer that took part in the last step, if their slots stay the same.
-        self._settled: Sequences | None = None
+        self._before: Sequences = OrderedDict()
+        # The sequences of a layer that took part in the last step, and whether its slots stay.
+        self._last: Sequences = OrderedDict()
+        self._keeps, self._batch = False, 0
+        self._num_unread = 0  # steps on the device since the host knew lengths
+        # By layer what ``cache`` has, as one dimension of slots, and the spare ones behind them.
+        self._memory: dict[int, tuple[torch.Tensor, ...]] = {}
         self._tokens: _Tokens | None = None
         self._numbers: torch.Tensor | None = None
         self._order: torch.Tensor | None = None  # 0, 1, ..., on the device
@@ -158,8 +166,8 @@ class _ManagerBase(KVCacheManager):
     def reset(self) -> None:
         super().reset()
         self._stored = {}
-        self._before = {}
-        self._settled = None
+        self._before = OrderedDict()
+        self._last, self._keeps = self.sequences, False
         self._tokens = None
 
     def pre_step(self, step_dict: Sequences) -> Sequences:
@@ -170,19 +178,27 @@ class _ManagerBase(KVCacheManager):
         Raises:
             OperandError: the cache is full, or a number of tokens makes no sense. Nothing changed.
         """
+        write(self.begin(step_dict))
+        return self.sequences
+
+    def begin(self, step_dict: Sequences) -> Writes:
+        """As :meth:`pre_step` on the host; return what brings the memory of slots there."""
         steps = OrderedDict(step_dict)
         before = OrderedDict((name, self.sequences.get(name, 0)) for name in steps)
         after = OrderedDict((name, before[name] + count) for name, count in steps.items())
         self._check(steps, before)
-        tokens = self._laid_out(steps, before, after)
+        tokens, writes = self._laid_out(steps, before, after)
         # An id that ended and begins again: a layer that took no part since holds other tokens.
         for layer, stored in self._stored.items():
             if stored is not self.sequences:
-                lengths = ((name, n if name in self.sequences else 0) for name, n in stored.items())
+                now = self.sequences  # also of tokens that were taken back
+                lengths = ((name, min(n, now.get(name, 0))) for name, n in stored.items())
                 self._stored[layer] = OrderedDict(lengths)
-        self._settled = self.sequences if self._keeps_slots(before, after) else None
-        self.sequences, self._before, self._tokens = after, before, tokens
-        return after
+        self._keeps = self._keeps_slots(before, after)
+        self._last, self.sequences = self.sequences, after
+        self._before, self._tokens, self._batch = before, tokens, len(after)
+        self._num_unread = 0
+        return writes
 
     @override
     def step(
@@ -197,23 +213,23 @@ class _ManagerBase(KVCacheManager):
         tokens, stored = self._tokens, self._stored.get(layer_number, OrderedDict())
         if tokens is None:
             raise OperandError("KV cache: step() without a pre_step() that says what it brings.")
-        is_settled = stored is self._settled
-        if not is_settled:
+        if stored is not self._last:
             self._check_earlier(layer_number, stored)
         if layer_number not in self.cache:
             refuse_capture(f"the first step of layer {layer_number}", "Make a step with it before")
             self.allocate_memory(layer_number)
         with torch.no_grad():
-            if not is_settled:
+            if stored is not self._last or not self._keeps:
                 self._arrange(layer_number, stored)
-                self._stored[layer_number] = OrderedDict(self._before)
+                self._stored[layer_number] = self._before
             new = [tokens.of(each, qkv_format) for each in (new_k, new_v)]
             if self.stores_codes:
                 excluded = None if tokens.row is None else tokens.slot == self.spare
                 new = [*itertools.chain(*zip(*(codes_of(x, excluded) for x in new), strict=True))]
-            for cache, part in zip(self.cache[layer_number], new, strict=True):
-                slots = cache.flatten(0, 1)
-                slots = slots if tokens.row is None else _with_spare(slots)
+            is_on_device = tokens.row is not None
+            memory = (self._memory if is_on_device else self.cache)[layer_number]
+            for slots, part in zip(memory, new, strict=True):
+                slots = slots if is_on_device else slots.flatten(0, 1)
                 slots.index_copy_(0, tokens.slot, part)
         self._stored[layer_number] = self.sequences
         keys, values, *_ = self._of_layer(layer_number)
@@ -242,47 +258,56 @@ class _ManagerBase(KVCacheManager):
 
     def advance(
         self, state: torch.Tensor, counts: torch.Tensor, most: int, *, stores: bool
-    ) -> None:
+    ) -> Writes:
         """Begin a step of the sequences of the last one, which get ``counts [b]`` new tokens each,
-        at most ``most``, and bring ``state`` there. The host reads neither.
+        at most ``most``; return what brings ``state`` and the memory of slots there. The host reads
+        nothing.
 
         ``state`` int32 ``[6, > b]``: sums of new tokens and of lengths, from 0; lengths before and
         after the step, of which users may lower the latter; bits of :data:`FAULTS` of sequences
         that brought nothing; how many tokens the cache has. Without ``stores`` all tokens go to the
         spare slot.
         """
-        batch = len(counts)
-        lengths, longest = state[3:6:2, :batch].unbind(0)
+        batch, order = len(counts), self._order
+        assert order is not None
+        _, lengths, faults, longest = state[2:, :batch].unbind(0)
         if counts.dtype == torch.int64:
             counts = counts.clamp(-1, most + 1)  # which int32 holds
         is_wrong = lengths != lengths.clamp(min=0).minimum(longest)
         tokens, before = counts.clamp(0, most).int(), torch.where(is_wrong, longest, lengths)
         ends = before + tokens
-        faults = is_wrong + 2 * (tokens != counts) + 4 * (ends > self.max_seqlen)
-        faults = self._placed_on_device(before, ends, most, faults)
-        fits = faults == 0
+        faulty = is_wrong + 2 * (tokens != counts) + 4 * (ends > self.max_seqlen)
+        faulty, table, writes = self._placed_on_device(before, ends, most, faulty)
+        fits = faulty == 0
         stored = tokens * fits
-        torch.mul(before, fits, out=state[2, :batch])
-        seen = state[2, :batch] + stored
-        torch.add(before, stored, out=longest)
-        torch.add(lengths, stored, out=lengths)
-        sums = state[:2, 1:]
-        torch.cumsum(torch.stack((tokens, seen)), 1, dtype=sums.dtype, out=sums[:, :batch])
-        sums[:, batch:] = sums[:, batch - 1 : batch]
-        state[4, :batch] |= faults
-        order = self._order
-        assert order is not None
+        seen = before * fits
+        sums = torch.stack((tokens, seen + stored))
+        sums = pad(sums, (0, state.shape[1] - 1 - batch)).cumsum(1, dtype=state.dtype)
+        rows = torch.stack((seen, lengths + stored, faults | faulty, before + stored))
+        writes += [(state[2:, :batch], rows), (state[:2, 1:], sums)]
         sequence, offset = order[:batch, None], order[:most]
-        slots = self._slots_of(sequence, before[:, None] + offset)
+        slots = self._slots_of(sequence, before[:, None] + offset, table)
         slots.masked_fill_(offset >= stored[:, None] if stores else sequence >= 0, self.spare)
-        rows = state[0, :batch, None] + offset
-        places = slots, sequence.expand_as(slots), offset.expand_as(slots), rows
+        in_thd = (sums[0, :batch] - tokens)[:, None] + offset
+        places = slots, sequence.expand_as(slots), offset.expand_as(slots), in_thd
         self._tokens = _Tokens(*[place.flatten() for place in places])
-        self._before = self.sequences  # and more, which a layer lacks that leaves the step out
-        self.sequences = OrderedDict((name, n + 1) for name, n in self._before.items())
+        self._last = self.sequences
+        if not torch.compiler.is_compiling():  # where this stays as it is in a replay
+            self._num_unread += 1
+            self._before = self.sequences  # and more, which a layer lacks that leaves the step out
+            self.sequences = OrderedDict((name, n + 1) for name, n in self._before.items())
+        return writes
 
-    def catch_up(self, lengths: Sequence[int]) -> None:
-        """Note the lengths of the sequences after steps on the device, which every layer took."""
+    def catch_up(self, before: Sequence[int], lengths: Sequence[int]) -> None:
+        """Note the lengths of the sequences before and after the last of steps on the device."""
+        if self._num_unread:
+            self._last.update(zip(self._last, before, strict=True))
+            for layer, stored in self._stored.items():
+                if stored is not self._last and stored is not self.sequences:
+                    # Of layers that a step before the last one left out nobody knows what is left.
+                    left = ((name, min(n, self._last.get(name, 0))) for name, n in stored.items())
+                    self._stored[layer] = OrderedDict(left if self._num_unread == 1 else ())
+        self._num_unread = 0
         self.sequences.update(zip(self.sequences, lengths, strict=True))
 
     def settle(self) -> None:
@@ -297,32 +322,52 @@ class _ManagerBase(KVCacheManager):
 
     def _placed_on_device(
         self, before: torch.Tensor, ends: torch.Tensor, most: int, faults: torch.Tensor
-    ) -> torch.Tensor:
-        """Make room for the tokens from ``before`` to ``ends`` of sequences without faults, and
-        note what layers have to arrange; return the faults with those of sequences without room."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Writes]:
+        """Find room for the tokens from ``before`` to ``ends`` of sequences without faults, and
+        note what layers have to arrange; return the faults with those of sequences without room,
+        the pages of each sequence, if there are pages, and what notes all that on the device."""
         raise NotImplementedError
 
-    def _slots_of(self, sequence: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _slots_of(
+        self, sequence: torch.Tensor, positions: torch.Tensor, table: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return the slots of ``positions [b, n]``, anything for such that have none."""
         raise NotImplementedError
 
-    def _allocated(self, *sizes: int, spare: int) -> tuple[torch.Tensor, ...]:
-        """Return zeros for keys and for values, ``[*sizes, heads, head size]``, and for their
-        scales, and behind them the memory of ``spare`` tokens.
+    def _allocate(self, layer_number: int, *sizes: int) -> None:
+        """Have zeros for keys and for values of a layer, ``[*sizes, heads, head size]``, and for
+        their scales, and behind them the memory of ``num_spare`` tokens.
 
         Ordinary tensors also within inference_mode, so that later writes outside of it are allowed.
         """
-        count, heads, device = math.prod(sizes), self.num_heads, self._on()
+        count = math.prod(sizes)
         dtype = torch.uint8 if self.stores_codes else self.dtype
         parts = [(self.head_dim_k, dtype), (self.head_dim_v, dtype)]
         parts += [(1, torch.float32)] * (2 * self.stores_codes)
+        rows = count + self.num_spare, self.num_heads
+        memory = [zeros((*rows, size), dtype, self._on()) for size, dtype in parts]
         with torch.inference_mode(False):
-            return tuple(
-                torch.zeros(count + spare, heads, size, dtype=dtype, device=device)[:count].view(
-                    *sizes, heads, size
-                )
-                for size, dtype in parts
-            )
+            views = [part[:count].view(*sizes, *part.shape[1:]) for part in memory]
+        self._memory[layer_number], self.cache[layer_number] = tuple(memory), tuple(views)
+
+    def _in_rows(self, layer_number: int, count: int, length: int) -> list[torch.Tensor]:
+        """Return ``cache`` of a layer as ``count`` rows of ``length`` tokens; in a step on the
+        device of the memory that has the spare ones too."""
+        if self._tokens is None or self._tokens.row is None:
+            return list(self.cache[layer_number])
+        sizes, num = (count, length), count * length
+        return [part[:num].view(*sizes, *part.shape[1:]) for part in self._memory[layer_number]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_memory": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for layer, parts in self.cache.items():
+            slots = [part.flatten(0, 1) for part in parts]
+            sizes = [(len(part) + self.num_spare, *part.shape[1:]) for part in slots]
+            memory = map(torch.Tensor.as_strided, slots, sizes, map(torch.Tensor.stride, slots))
+            self._memory[layer] = tuple(map(at_static_address, memory))
 
     def _on(self) -> torch.device:
         return resolve_device(self.device)
@@ -341,8 +386,10 @@ class _ManagerBase(KVCacheManager):
                     f"{count} more, and max_sequence_length is {self.max_seqlen}."
                 )
 
-    def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
-        """Choose the slots of the new tokens; the last thing before the step counts as begun."""
+    def _laid_out(
+        self, steps: Sequences, before: Sequences, after: Sequences
+    ) -> tuple[_Tokens, Writes]:
+        """Choose the slots of the new tokens; return these, and what notes them on the device."""
         raise NotImplementedError
 
     def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
@@ -354,25 +401,24 @@ class _ManagerBase(KVCacheManager):
         """Return a tensor of the CPU on the device of the cache, without waiting for that."""
         return numbers.to(self._on(), non_blocking=True)
 
-    def _refreshed(self, last: torch.Tensor | None, numbers: torch.Tensor) -> torch.Tensor:
-        """Return :meth:`_uploaded` numbers, in the memory of ``last`` if they are as many: there a
-        captured graph of a step finds them."""
-        if last is None or last.shape != numbers.shape:
-            with torch.inference_mode(False):
-                last = torch.empty(numbers.shape, dtype=numbers.dtype, device=self._on())
-        return last.copy_(numbers, non_blocking=True)
+    def _ordinary(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return memory for numbers on the CPU, in which later steps may write."""
+        with torch.inference_mode(False):
+            return torch.empty(numbers.shape, dtype=numbers.dtype, device=self._on())
 
-    def _placed(self, numbers: torch.Tensor) -> _Tokens:
-        """Return the new tokens whose fields are the rows of ``numbers``, on the CPU."""
-        self._numbers = self._refreshed(self._numbers, numbers)
+    def _placed(self, numbers: torch.Tensor) -> tuple[_Tokens, Writes]:
+        """Return the new tokens whose fields are the rows of ``numbers``, on the CPU, in the memory
+        of those before if they are as many, as a captured graph of a step finds them there."""
+        if self._numbers is None or self._numbers.shape != numbers.shape:
+            self._numbers = self._ordinary(numbers)
         if self._order is None:
             order = torch.arange(max(self.max_batch_size, self.max_seqlen) + 1, device="cpu")
-            self._order = self._refreshed(None, order)
-        return _Tokens(*self._numbers.unbind(0))
+            self._order = self._ordinary(order).copy_(order, non_blocking=True)
+        return _Tokens(*self._numbers.unbind(0)), [(self._numbers, numbers)]
 
-    def _of_layer(self, layer_number: int) -> tuple[torch.Tensor, ...]:
+    def _of_layer(self, layer_number: int) -> Sequence[torch.Tensor]:
         """Return the keys and values of a layer, and their scales."""
-        return self.cache[layer_number]
+        raise NotImplementedError
 
 
 def _places(steps: Sequences, before: Sequences) -> tuple[torch.Tensor, ...]:
@@ -422,9 +468,11 @@ class NonPagedKVCacheManager(_ManagerBase):
 
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate the layer's keys and values, ``[max_batch_size, max_seqlen, heads, size]``."""
-        self.cache[layer_number] = self._allocated(self.max_batch_size, self.max_seqlen, spare=1)
+        self._allocate(layer_number, self.max_batch_size, self.max_seqlen)
 
-    def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
+    def _laid_out(
+        self, steps: Sequences, before: Sequences, after: Sequences
+    ) -> tuple[_Tokens, Writes]:
         batch, offset, position = _places(steps, before)
         slot = batch * self.max_seqlen + position
         self._changes = None
@@ -435,12 +483,14 @@ class NonPagedKVCacheManager(_ManagerBase):
     @override
     def _placed_on_device(
         self, before: torch.Tensor, ends: torch.Tensor, most: int, faults: torch.Tensor
-    ) -> torch.Tensor:
-        self._settled, self._changes, self.read_length = self.sequences, None, 0
-        return faults
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Writes]:
+        self._keeps, self._changes, self.read_length = True, None, 0
+        return faults, None, []
 
     @override
-    def _slots_of(self, sequence: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _slots_of(
+        self, sequence: torch.Tensor, positions: torch.Tensor, table: torch.Tensor | None
+    ) -> torch.Tensor:
         return torch.add(positions, sequence, alpha=self.max_seqlen)
 
     def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
@@ -472,17 +522,18 @@ class NonPagedKVCacheManager(_ManagerBase):
         cleared = self._uploaded(torch.tensor(rows_to_clear, dtype=torch.int64, device="cpu"))
         return _Changes(stored, cleared, *self._uploaded(pairs).unbind(1))
 
-    def _of_layer(self, layer_number: int) -> tuple[torch.Tensor, ...]:
-        return tuple(part[: len(self.sequences)] for part in self.cache[layer_number])
+    def _of_layer(self, layer_number: int) -> Sequence[torch.Tensor]:
+        parts = self._in_rows(layer_number, self.max_batch_size, self.max_seqlen)
+        return [part[: self._batch] for part in parts]
 
     @override
     def in_pages(self, layer_number: int) -> Pages:
         """Return the rows of a layer, each of which is a page."""
         if self._table is None:
             rows = torch.arange(self.max_batch_size, dtype=torch.int32, device="cpu")
-            self._table = self._refreshed(None, rows[:, None])
-        keys, values, *scales = self.cache[layer_number]
-        return Pages(keys, values, self._table[: len(self.sequences)], *scales)
+            self._table = self._ordinary(rows[:, None]).copy_(rows[:, None], non_blocking=True)
+        keys, values, *scales = self._in_rows(layer_number, self.max_batch_size, self.max_seqlen)
+        return Pages(keys, values, self._table[: self._batch], *scales)
 
 
 class PagedKVCacheManager(_ManagerBase):
@@ -509,7 +560,7 @@ class PagedKVCacheManager(_ManagerBase):
         limits = max_batch_size, max_seqlen
         super().__init__(num_heads, (head_dim_k, head_dim_v), dtype, limits, device)
         self.total_num_pages = total_num_pages
-        self.page_size = page_size
+        self.page_size = self.num_spare = page_size
         self.spare = total_num_pages * page_size
         self.max_pages_per_seq = max_seqlen // page_size
         self._pages: dict[Hashable, list[int]] = {}
@@ -524,8 +575,7 @@ class PagedKVCacheManager(_ManagerBase):
         """The pages of each sequence of the batch; the same tensor in every step."""
         if self._table is None:
             sizes = (self.max_batch_size, self.max_pages_per_seq)
-            with torch.inference_mode(False):
-                self._table = torch.zeros(sizes, dtype=torch.int32, device=self._on())
+            self._table = zeros(sizes, torch.int32, self._on())
         return self._table
 
     def reset(self) -> None:
@@ -538,13 +588,14 @@ class PagedKVCacheManager(_ManagerBase):
 
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate the layer's keys and values, ``[total_num_pages, page_size, heads, size]``."""
-        size = self.page_size
-        self.cache[layer_number] = self._allocated(self.total_num_pages, size, spare=size)
+        self._allocate(layer_number, self.total_num_pages, self.page_size)
 
     def _keeps_slots(self, before: Sequences, after: Sequences) -> bool:
         return super()._keeps_slots(before, after) and self._new_pages is None
 
-    def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
+    def _laid_out(
+        self, steps: Sequences, before: Sequences, after: Sequences
+    ) -> tuple[_Tokens, Writes]:
         pages = self._with_new_pages(after)
         rows = [
             [*numbers, *[0] * (self.max_pages_per_seq - len(numbers))] for numbers in pages.values()
@@ -554,10 +605,10 @@ class PagedKVCacheManager(_ManagerBase):
         batch, offset, position = _places(steps, before)
         slot = table[batch, position // self.page_size] * self.page_size
         slot += position % self.page_size
-        tokens = self._placed(torch.stack((slot, batch, offset)))
-        self.page_table[: len(rows)].copy_(table, non_blocking=True)
+        tokens, writes = self._placed(torch.stack((slot, batch, offset)))
         read = self._read_pages(pages.values())
-        self._reading(len(rows))[:, : read.shape[1]].copy_(read, non_blocking=True)
+        writes.append((self.page_table[: len(rows)], table))
+        writes.append((self._reading(len(rows))[:, : read.shape[1]], read))
         self.read_length = read.shape[1] * self.page_size
         new = (numbers[len(self._pages.get(name, ())) :] for name, numbers in pages.items())
         new_pages = [*itertools.chain.from_iterable(new)]
@@ -565,7 +616,7 @@ class PagedKVCacheManager(_ManagerBase):
             self._uploaded(torch.tensor(new_pages, device="cpu")) if new_pages else None
         )
         self._pages = pages
-        return tokens
+        return tokens, writes
 
     def _read_pages(self, pages: Collection[Sequence[int]]) -> torch.Tensor:
         """Return the pages of each sequence, int32 ``[b, n]`` on the CPU, the last one repeated: a
@@ -582,14 +633,13 @@ class PagedKVCacheManager(_ManagerBase):
     def _reading(self, batch: int) -> torch.Tensor:
         """Return the memory of the pages that attention reads of the first ``batch`` sequences."""
         if self._read is None or self._read.dtype != torch.int32:  # of an earlier pickle
-            with torch.inference_mode(False):
-                self._read = torch.zeros_like(self.page_table)
+            self._read = zeros(self.page_table.shape, torch.int32, self._on())
         return self._read[:batch]
 
     @override
     def _placed_on_device(
         self, before: torch.Tensor, ends: torch.Tensor, most: int, faults: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Writes]:
         size, pages = self.page_size, self.total_num_pages  # which is the number of the spare page
         assert self._order is not None
         table, columns = self.page_table[: len(before)], self._order[: self.max_pages_per_seq]
@@ -612,26 +662,28 @@ class PagedKVCacheManager(_ManagerBase):
         new = chosen(numbers)
         faults = faults + 16 * (new == pages).any(1)
         fits = (faults == 0)[:, None]
-        table.copy_(torch.where((numbers > 0) & (numbers <= num_new) & fits, new, table))
+        gets_page = (numbers > 0) & (numbers <= num_new) & fits
+        after = torch.where(gets_page, new, table).to(table.dtype)
         numbers = self._order[1 : 1 - (-most // size)]
         is_new = (numbers <= num_new) & fits
         self._new_pages = chosen(numbers).masked_fill_(~is_new, pages).flatten()
-        last = table.gather(1, (num_all - 1).clamp(0, len(columns) - 1).long())
-        read = torch.where(columns < num_all, table, last).masked_fill_(~fits, pages)
-        self._reading(len(table)).copy_(read)
+        last = after.gather(1, (num_all - 1).clamp(0, len(columns) - 1).long())
+        read = torch.where(columns < num_all, after, last).masked_fill_(~fits, pages)
         self.read_length = len(columns) * size
-        self._settled = None  # the layers clear pages
-        return faults
+        self._keeps = False  # the layers clear pages
+        return faults, after, [(table, after), (self._reading(len(table)), read)]
 
     @override
-    def _slots_of(self, sequence: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _slots_of(
+        self, sequence: torch.Tensor, positions: torch.Tensor, table: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert table is not None
         columns = (positions // self.page_size).clamp_(max=self.max_pages_per_seq - 1)
-        pages = self.page_table.gather(1, columns)
-        return torch.add(positions % self.page_size, pages, alpha=self.page_size)
+        return torch.add(positions % self.page_size, table.gather(1, columns), alpha=self.page_size)
 
     @override
-    def catch_up(self, lengths: Sequence[int]) -> None:
-        super().catch_up(lengths)
+    def catch_up(self, before: Sequence[int], lengths: Sequence[int]) -> None:
+        super().catch_up(before, lengths)
         rows = self.page_table[: len(lengths)].tolist()
         self._pages = {
             name: row[: -(-length // self.page_size)]
@@ -640,21 +692,19 @@ class PagedKVCacheManager(_ManagerBase):
 
     def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
         if self._new_pages is not None:
-            for cache in self._pages_of(layer_number):
+            for cache in self._of_layer(layer_number):
                 cache.index_fill_(0, self._new_pages, 0)
 
-    def _pages_of(self, layer_number: int) -> list[torch.Tensor]:
-        """Return the pages of the keys and of the values of a layer, in a step on the device with
-        the spare one behind them."""
-        is_on_device = self._tokens is not None and self._tokens.row is not None
-        return [_with_spare(part) if is_on_device else part for part in self.cache[layer_number]]
+    def _of_layer(self, layer_number: int) -> Sequence[torch.Tensor]:
+        """Return the pages of a layer, in a step on the device with the spare one behind them."""
+        return self._in_rows(layer_number, self.total_num_pages + 1, self.page_size)
 
     @override
     def in_pages(self, layer_number: int) -> Pages:
         """Return the pages of a layer, of which attention reads :attr:`read_length` tokens: those
         of a power of two of pages, so that it meets few sizes while sequences grow."""
-        keys, values, *scales = self._pages_of(layer_number)
-        return Pages(keys, values, self._reading(len(self.sequences)), *scales)
+        keys, values, *scales = self._of_layer(layer_number)
+        return Pages(keys, values, self._reading(self._batch), *scales)
 
     def _with_new_pages(self, after: Sequences) -> dict[Hashable, list[int]]:
         """Return the pages of each sequence after this step."""
@@ -679,10 +729,17 @@ def _power_of_two(count: int, most: int) -> int:
     return min(1 << max(0, count - 1).bit_length(), most)
 
 
-def _with_spare(memory: torch.Tensor) -> torch.Tensor:
-    """Return slots or pages with the spare one, whose memory is behind theirs."""
-    size = len(memory) + 1, *memory.shape[1:]
-    return memory.as_strided(size, memory.stride(), memory.storage_offset())
+def zeros(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory that steps write, also outside of inference_mode, and graphs of torch.compile,
+    which take its address for a constant."""
+    with torch.inference_mode(False):
+        return at_static_address(torch.zeros(tuple(sizes), dtype=dtype, device=device))
+
+
+def write(writes: Writes) -> None:
+    """Have memory get its values, all in one call, without waiting for a device."""
+    if writes:
+        copy_all(*map(list, zip(*writes, strict=True)), non_blocking=True)
 
 
 def first_fault(bits: int) -> str:
