@@ -582,6 +582,23 @@ def test_a_weight_stored_with_columns_of_its_rows_is_that_which_a_layer_casts(ki
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_weight_that_forward_reads_in_high_precision_stays_a_plain_parameter(kind: str) -> None:
+    def factory(role: recipe.QuantizerRole) -> Any:
+        if role.tensor_type == "grad_output":
+            return fp8core.MXFP8Quantizer("e4m3")
+        return BESIDE["rows"]()
+
+    chosen = recipe.CustomRecipe(qfactory=factory)
+    pairs = zip(
+        step_of(chosen, kind, is_stored=True), step_of(chosen, kind, is_stored=False), strict=True
+    )
+    for mine, theirs in pairs:
+        assert mine is not None
+        assert theirs is not None
+        assert torch.equal(mine, theirs)
+
+
 def test_a_stored_weight_keeps_columns_of_its_rows() -> None:
     chosen = recipe.CustomRecipe(qfactory=rows_of_the_weight)
     with fp8core.quantized_model_init(recipe=chosen):

@@ -160,7 +160,7 @@ def make_weight(
     """Return an unfilled weight ``[n, k]``, quantized inside :class:`quantized_model_init`.
 
     ``dtype`` is torch's default if None. It is a plain parameter if the recipe keeps this layer's
-    weight in high precision.
+    weight in high precision in forward; columns of it are cast in each step.
 
     Raises:
         OperandError: see :func:`parameter_dtype`.
@@ -180,7 +180,7 @@ def make_weight(
             f"{type(maker).__name__}, an object with a state or code of its own, and a stored "
             f"weight is written by its format alone. {OUTSIDE_OF_INIT}"
         )
-    if plan.rowwise is None and plan.columnwise is None:
+    if plan.rowwise is None:
         return torch.nn.Parameter(value)
     if not torch.is_grad_enabled():
         plan = TensorPlan(plan.rowwise, None)
