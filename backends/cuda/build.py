@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import importlib.resources
 import importlib.util
 import itertools
@@ -30,7 +31,7 @@ import torch
 
 from fp8core.backend_api import UnsupportedError
 from fp8core.errors import did_you_mean
-from fp8core_backends.cuda import cache, settings
+from fp8core_backends.cuda import cache, origin, settings
 from fp8core_backends.cuda.tiers import TIERS
 
 MODULE = "fp8core_cuda"
@@ -79,6 +80,8 @@ _VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
 """Sources that are compiled several times, side by side, and with which macros each time."""
 
 _FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-Wall,-Wextra,-fvisibility=hidden")
+_FOLDERS_OF_CUDA_12 = ("cublas", "cuda_runtime")
+_NEWEST_SCALE = "CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F"
 _DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
 _ANSWER_S = 60.0  # how long nvcc may take to say its version
 _TAIL = 3000  # characters of a compiler's output that go into a message
@@ -86,9 +89,11 @@ _TAIL = 3000  # characters of a compiler's output that go into a message
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """The tools of a build: the compiler, folders of headers, and cuBLASLt to link with."""
+    """The tools of a build: the compiler and its release, folders of headers, and cuBLASLt to link
+    with."""
 
     nvcc: Path
+    release: str
     includes: tuple[Path, ...]
     cublaslt: Path
 
@@ -123,10 +128,9 @@ def find_toolchain() -> Toolchain | str:
     release = re.search(r"release (\d+)\.(\d+)", text)
     if release is None:
         return f"{nvcc} --version names no release"
-    version = (int(release[1]), int(release[2]))
-    if torch.version.cuda and version[0] != int(torch.version.cuda.split(".")[0]):
-        return f"{nvcc} is {version[0]}.{version[1]}, torch uses CUDA {torch.version.cuda}"
-    return _libraries(nvcc, version[0])
+    if torch.version.cuda and release[1] != torch.version.cuda.split(".")[0]:
+        return f"{nvcc} is {release[1]}.{release[2]}, torch uses CUDA {torch.version.cuda}"
+    return _libraries(nvcc, release[1], release[2])
 
 
 def _packages() -> list[Path]:
@@ -169,12 +173,14 @@ def _version_text(nvcc: Path) -> str:
     return text
 
 
-def _libraries(nvcc: Path, major: int) -> Toolchain | str:
+def _libraries(nvcc: Path, major: str, minor: str) -> Toolchain | str:
     """Find headers and cuBLASLt: those of the packages that torch runs with, or the toolkit's."""
     torch_root = Path(torch.__file__).parent
     # A script named nvcc may lie outside of the toolkit that it calls.
     toolkits = [at.resolve().parent.parent for at in (nvcc, _DEFAULT_NVCC)]
-    packages = [at / f"cu{major}" for at in _packages()]
+    # Of CUDA 12, each package has a folder of its own.
+    names = _FOLDERS_OF_CUDA_12 if major == "12" else (f"cu{major}",)
+    packages = [at / name for at in _packages() for name in names]
     library = f"libcublasLt.so.{major}"
     places = {
         "cublasLt.h": [*(at / "include" for at in packages), *(at / "include" for at in toolkits)],
@@ -184,12 +190,29 @@ def _libraries(nvcc: Path, major: int) -> Toolchain | str:
     }
     folders = {}
     for name, candidates in places.items():
-        folder = next((folder for folder in candidates if (folder / name).is_file()), None)
-        if folder is None:
+        holders = [folder for folder in candidates if (folder / name).is_file()]
+        if not holders:
             return f"no {name} in {', '.join(map(str, candidates))}"
-        folders[name] = folder
+        serving = [folder for folder in holders if _is_new_enough(folder / name)]
+        if not serving:
+            return (
+                f"{holders[0] / name} is of a cuBLAS before 12.9, and the kernels take later ones"
+            )
+        folders[name] = serving[0]
     link = folders.pop(library) / library
-    return Toolchain(nvcc, tuple(folders.values()), link)
+    runtimes = [at / "include" for at in packages if at.name == "cuda_runtime" and at.is_dir()]
+    return Toolchain(nvcc, f"{major}.{minor}", (*folders.values(), *runtimes[:1]), link)
+
+
+def _is_new_enough(file: Path) -> bool:
+    """Whether a file is no header of a cuBLAS that lacks float32 scales of rows and blocks."""
+    return file.name != "cublasLt.h" or _NEWEST_SCALE in file.read_text("utf-8", "replace")
+
+
+def origin_of(cuda: str | None, architectures: Sequence[str]) -> origin.Origin:
+    """Return the origin of a library of these sources."""
+    version = importlib.metadata.version("fp8core")
+    return origin.Origin(version, source_hash(), tuple(architectures), cuda or "")
 
 
 @functools.lru_cache(maxsize=1)
@@ -241,7 +264,7 @@ def build(architectures: Sequence[str] | None = None, *, output: Path | None = N
     """Compile for ``architectures``, such as ``("90a",)``, unless that was done; return the file.
 
     None means those of this machine's devices. Progress goes to stderr. With ``output``, a folder,
-    the extension is copied there as well.
+    the libraries are copied there, and beside them a file that says what they were made of.
 
     Raises:
         UnsupportedError: an architecture that the sources are not written for, no toolchain, the
@@ -265,6 +288,8 @@ def build(architectures: Sequence[str] | None = None, *, output: Path | None = N
             output.mkdir(parents=True, exist_ok=True)
             for library in _libraries_of(path):
                 shutil.copy2(library, output / library.name)
+            text = origin_of(toolchain.release, architectures).text()
+            (output / origin.NAME).write_text(text, "utf-8")
         except OSError as error:
             raise UnsupportedError(
                 f"cuda: no copy in {output}, as --output asks: {error}"

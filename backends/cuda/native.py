@@ -1,9 +1,10 @@
 """Finds the native library: an installed one, one built earlier, or one built now.
 
-In this order: a module ``fp8core_cuda`` that is installed beside these files, or by the package
-``fp8core-cuda``; the cache of earlier builds; a build with nvcc (``FP8CORE_BUILD=0`` forbids it).
-Where none is to be had, the backend computes with torch's own kernels, and says so. A process loads
-one, for all of its devices.
+In this order: a module ``fp8core_cuda`` that is installed beside these files, or by a distribution
+of origin.py; the cache of earlier builds; a build with nvcc (``FP8CORE_BUILD=0`` forbids it). An
+installed one that does not suit is passed over, for a reason that the doctor and the build name; it
+is an error where no other is to be had. Where none is installed either, the backend computes with
+torch's own kernels, and says so. A process loads one, for all of its devices.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import UnsupportedError
-from fp8core_backends.cuda import build, settings
+from fp8core_backends.cuda import build, cache, origin, settings, tiers
 
 
 class _Source(NamedTuple):
@@ -83,31 +84,59 @@ def status() -> str:
 @functools.cache
 def _source(architectures: Sequence[str], chosen: settings.Settings) -> _Source:
     """Return where the library for these architectures is, or will be."""
-    if (installed := _installed()) is not None:
+    cuda, first = tiers.cuda_of_torch(), min(tiers.FIRST_CUDA.values())
+    if cuda is not None and cuda < first:
+        why = f"torch uses CUDA {tiers.text(cuda)}, the kernels {tiers.text(first)} or later"
+        return _Source(None, "", why)
+    problems = {path: _problem(path, architectures) for path in _installed()}
+    installed = next((path for path, problem in problems.items() if problem is None), None)
+    if installed is not None:
         return _Source(installed, f"installed: {installed}", None)
+    unsuited = "; ".join(f"{path} is installed, but {why}" for path, why in problems.items())
+    besides = f" ({unsuited})" if unsuited else ""
     try:
         built = build.find(architectures)
     except UnsupportedError as error:
         return _Source(None, f"refused: {error}", None, str(error))
     if built is not None:
-        return _Source(built, f"built earlier: {built}", None)
+        return _Source(built, f"built earlier: {built}{besides}", None)
     if not chosen.builds:
-        return _Source(None, "", "FP8CORE_BUILD=0 forbids building it")
+        return _Source(None, "", f"FP8CORE_BUILD=0 forbids building it{besides}")
     toolchain = build.find_toolchain()
-    if isinstance(toolchain, str):
+    if not isinstance(toolchain, str):
+        return _Source(None, f"built with {toolchain.nvcc} on first use{besides}", None)
+    if not unsuited:
         return _Source(None, "", toolchain)
-    return _Source(None, f"built with {toolchain.nvcc} on first use", None)
+    refused = (
+        f"cuda: {unsuited}. None can be built: {toolchain}. FP8CORE_BUILD=0 uses torch's kernels."
+    )
+    return _Source(None, f"refused: {refused}", None, refused)
 
 
-def _installed() -> Path | None:
-    """Return the installed library for this Python, which is as trustworthy as these files
-    themselves; None if there is none."""
-    package = importlib.util.find_spec(build.MODULE)
+def _installed() -> list[Path]:
+    """Return where the installed libraries have the extension for this Python, or would have it.
+
+    They are as trustworthy as these files themselves.
+    """
+    specs = [importlib.util.find_spec(origin.package(major)) for major in origin.DISTRIBUTIONS]
     folders = [Path(__file__).parent]
-    if package is not None:
-        folders += map(Path, package.submodule_search_locations or ())
+    folders += [Path(at) for spec in specs if spec for at in spec.submodule_search_locations or ()]
     name = f"{build.MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    return next((at / name for at in folders if (at / name).is_file()), None)
+    return [at / name for at in folders if (at / name).is_file() or (at / build.KERNELS).is_file()]
+
+
+def _problem(path: Path, architectures: Sequence[str]) -> str | None:
+    """Say why the installed library at ``path`` is of no use here, None if it may be."""
+    if not path.is_file():
+        served = sorted(at.name.partition(".")[2] for at in path.parent.glob(f"{build.MODULE}.*"))
+        suffix = path.name.partition(".")[2]
+        return f"has no extension for this Python ({suffix}), only {', '.join(served) or 'none'}"
+    try:
+        source = origin.read(path.parent)
+    except UnsupportedError as error:
+        return str(error)
+    needed = build.origin_of(torch.version.cuda, architectures)
+    return None if source is None else source.problem(needed)
 
 
 def _load(architectures: Sequence[str]) -> Any:
@@ -116,8 +145,10 @@ def _load(architectures: Sequence[str]) -> Any:
         raise UnsupportedError(f"cuda: no native library: {source.why_not}")
     if source.refused is not None:
         raise UnsupportedError(source.refused)
+    if source.path is None:
+        cache.say(f"the native library is {source.description}")
     path = build.build(architectures) if source.path is None else source.path
-    if path != _installed():
+    if path not in _installed():
         build.check(path)  # again: another file may have taken its name since
     module = _import(path)
     built_from = getattr(module, "SOURCE_HASH", "unknown")
@@ -142,9 +173,14 @@ def _import(path: Path) -> Any:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
+        remedy = (
+            "Delete it to have it built anew. From a file system that is mounted noexec nothing is "
+            "loaded: name another folder in FP8CORE_CACHE_DIR."
+        )
+        if str(error).startswith(("libcudart", "libcublasLt")):
+            cuda = f"those of CUDA {torch.version.cuda}" if torch.version.cuda else "none"
+            remedy = f"CUDA's libraries come with torch, and torch {torch.__version__} has {cuda}."
         raise UnsupportedError(
-            f"cuda: the native library {path} cannot be loaded: {error}. "
-            f"Delete it to have it built anew. From a file system that is mounted noexec nothing "
-            f"is loaded: name another folder in FP8CORE_CACHE_DIR."
+            f"cuda: the native library {path} cannot be loaded: {error}. {remedy}"
         ) from None
     return module

@@ -60,6 +60,21 @@ PRODUCTS = {
 """Products, in words, by what a scale covers."""
 
 
+FIRST_CUDA = dict.fromkeys(_BYTES, (12, 8)) | dict.fromkeys(_FLOATS, (12, 9))
+"""The CUDA whose cuBLASLt first has a product, by what a scale covers.
+
+Source: cuBLAS's release notes; before 12.8 what a scale covers was no attribute.
+"""
+
+
+def cuda_of_torch() -> tuple[int, int] | None:
+    """Return the version of CUDA whose libraries torch brings, None for a torch without CUDA."""
+    if torch.version.cuda is None:
+        return None
+    major, minor = torch.version.cuda.split(".")[:2]
+    return int(major), int(minor)
+
+
 def tier_of(capability: Capability) -> Tier:
     """Return the tier of a compute capability; of an unlisted one, what torch has there."""
     unlisted = Tier("", modes=_TENSOR if capability >= (8, 9) else frozenset())
@@ -72,13 +87,16 @@ def tier_at(device: torch.device) -> Tier:
 
 
 def products_problem(modes: Iterable[str | None], device: torch.device) -> str | None:
-    """Say which compute capability products of operands with scales of ``modes`` need; None if the
-    device has it."""
-    tier = tier_at(device)
+    """Say which compute capability, or which CUDA, products of operands with scales of ``modes``
+    need; None if they are there."""
+    tier, cuda = tier_at(device), cuda_of_torch()
     for mode in modes:
         if mode is not None and mode not in tier.modes:
             have = [text(capability) for capability, entry in TIERS.items() if mode in entry.modes]
             return f"{PRODUCTS[mode]}: products need compute capability {' or '.join(have)}"
+        if mode is not None and cuda is not None and cuda < FIRST_CUDA[mode]:
+            first = text(FIRST_CUDA[mode])
+            return f"{PRODUCTS[mode]}: products need CUDA {first}, torch uses {text(cuda)}"
     return None
 
 

@@ -1,4 +1,5 @@
-"""Builds the wheel ``fp8core-cuda``: the library of kernels, and an extension for each Python.
+"""Builds the wheel ``fp8core-cuda``, of CUDA 12 ``fp8core-cuda-cu12``: the library of kernels, and
+an extension for each Python.
 
     python -m fp8core_backends.cuda.wheel --output dist --python python3.10 python3.11 python3.12
 
@@ -14,9 +15,9 @@ import argparse
 import base64
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8core.backend_api import UnsupportedError
-from fp8core_backends.cuda import build
+from fp8core_backends.cuda import build, origin
 
 MOST_BYTES = 60_000_000
 """What a wheel may have: an index has limits, and a first install should not take minutes."""
@@ -53,7 +54,8 @@ def python_of(executable: str) -> Python:
     """Return what the interpreter ``executable`` says of itself.
 
     Raises:
-        UnsupportedError: it cannot be run, is no Python, or has no headers.
+        UnsupportedError: it cannot be run, is no Python, one of another kind of processor, or has
+            no headers.
     """
     try:
         ran = subprocess.run(
@@ -68,6 +70,12 @@ def python_of(executable: str) -> Python:
             f"cuda: {executable} is no Python: asked where its headers are, it prints "
             f"{ran.stdout[:100]!r}."
         ) from None
+    if platform.machine() not in suffix:
+        raise UnsupportedError(
+            f"cuda: {executable} ends its extensions in {suffix}, and this machine is "
+            f"{platform.machine()}. A wheel is made on a machine of its own kind: nothing here is "
+            f"compiled for another."
+        )
     if not (Path(include) / "Python.h").is_file():
         raise UnsupportedError(
             f"cuda: {executable} has no Python.h in {include}. Install its headers, as a package "
@@ -95,6 +103,8 @@ def build_wheel(
     if isinstance(toolchain, str):
         raise UnsupportedError(f"cuda: cannot build the native library: {toolchain}.")
     build.check_architectures(architectures)
+    package = origin.package(toolchain.release)
+    source = build.origin_of(toolchain.release, architectures)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         kernels = build.Compiler(toolchain, architectures, folder).kernels()
@@ -110,7 +120,7 @@ def build_wheel(
             files = {build.KERNELS: kernels, **dict(pool.map(binding, pythons))}
         audited = folder / "audited"
         audited.mkdir()
-        repaired = (repair or _repaired)(_written(folder, files), audited)
+        repaired = (repair or _repaired)(_written(folder, package, files, source), audited)
         size = repaired.stat().st_size
         if size > MOST_BYTES:
             raise UnsupportedError(
@@ -121,29 +131,29 @@ def build_wheel(
         return Path(shutil.move(repaired, output / repaired.name))
 
 
-def _written(folder: Path, files: dict[str, Path]) -> Path:
-    """Return a wheel of ``files``, by their names in the package.
+def _written(folder: Path, package: str, files: dict[str, Path], source: origin.Origin) -> Path:
+    """Return a wheel of ``package``, which has ``files``, by their names there, of an origin.
 
     Source: PyPA specifications, binary distribution format.
     """
-    version = importlib.metadata.version("fp8core")
-    name = f"fp8core_cuda-{version}"
-    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    tag, info = f"py3-none-{platform}", f"{name}.dist-info"
+    name, cuda = f"{package}-{source.version}", source.cuda.partition(".")[0]
+    system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    tag, info = f"py3-none-{system}", f"{name}.dist-info"
     texts = {
-        f"{build.MODULE}/__init__.py": '"""The prebuilt native library of fp8core\'s backend."""\n',
+        f"{package}/__init__.py": '"""The prebuilt native library of fp8core\'s backend."""\n',
+        f"{package}/{origin.NAME}": source.text(),
         f"{info}/METADATA": (
-            f"Metadata-Version: 2.4\nName: fp8core-cuda\nVersion: {version}\n"
-            f"Summary: Prebuilt kernels of fp8core for NVIDIA GPUs\n"
+            f"Metadata-Version: 2.4\nName: {package.replace('_', '-')}\nVersion: {source.version}\n"
+            f"Summary: Prebuilt kernels of fp8core for NVIDIA GPUs, by CUDA {cuda}\n"
             f"License-Expression: Apache-2.0\nRequires-Python: >=3.10\n"
-            f"Requires-Dist: fp8core=={version}\n"
+            f"Requires-Dist: fp8core=={source.version}\n"
         ),
         f"{info}/WHEEL": (
             f"Wheel-Version: 1.0\nGenerator: fp8core\nRoot-Is-Purelib: false\nTag: {tag}\n"
         ),
     }
     contents = {name: text.encode() for name, text in texts.items()}
-    contents |= {f"{build.MODULE}/{name}": path.read_bytes() for name, path in files.items()}
+    contents |= {f"{package}/{name}": path.read_bytes() for name, path in files.items()}
     record = f"{info}/RECORD"
     lines = [*_record(contents), f"{record},,"]
     contents[record] = ("\n".join(lines) + "\n").encode()

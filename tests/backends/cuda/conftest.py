@@ -29,7 +29,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     nvcc = folder / "nvcc"
     nvcc.write_text(FAKE_NVCC.format(log=folder / "log", folder=folder))
     nvcc.chmod(0o755)
-    found = build.Toolchain(nvcc, (folder,), folder / "libcublasLt.so")
+    found = build.Toolchain(nvcc, "13.0", (folder,), folder / "libcublasLt.so")
     monkeypatch.setattr(build, "find_toolchain", lambda: found)
     monkeypatch.setenv("FP8CORE_CACHE_DIR", str(tmp_path / "cache"))
     return folder

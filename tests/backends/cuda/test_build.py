@@ -19,14 +19,14 @@ import torch
 
 from fp8core import UnsupportedError
 from fp8core.errors import RecipeError
-from fp8core_backends.cuda import build, native, settings
+from fp8core_backends.cuda import build, native, origin, settings
 from tests import forked
 
 BUILDING = """
 import pathlib, sys
 from fp8core_backends.cuda import build
 folder = pathlib.Path(sys.argv[1])
-found = build.Toolchain(folder / "nvcc", (folder,), folder / "lib")
+found = build.Toolchain(folder / "nvcc", "13.0", (folder,), folder / "lib")
 build.find_toolchain = lambda: found
 print(build.build(("90a",)))
 """
@@ -380,6 +380,36 @@ def test_a_compiler_that_does_not_answer_is_named_and_ended(
 def test_a_compiler_that_is_a_dangling_link_is_named(toolkit: Path, tmp_path: Path) -> None:
     toolkit.symlink_to(tmp_path / "gone")
     assert found() == f"{toolkit} is no file"
+
+
+def test_a_compiler_of_cuda_12_takes_headers_of_a_cublas_that_has_all_products(
+    toolkit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toolkit.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'")
+    toolkit.chmod(0o755)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    packages = tmp_path / "nvidia"
+    monkeypatch.setattr(build, "_packages", lambda: [packages])
+    for name in ("cublas/include", "cublas/lib", "cuda_runtime/include"):
+        (packages / name).mkdir(parents=True)
+    library = packages / "cublas" / "lib" / "libcublasLt.so.12"
+    library.touch()
+    header = packages / "cublas" / "include" / "cublasLt.h"
+    header.write_text("CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0")
+    assert f"{header} is of a cuBLAS before 12.9" in str(found())
+    header.write_text("CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F")
+    toolchain = found()
+    assert isinstance(toolchain, build.Toolchain)
+    assert (toolchain.nvcc, toolchain.release) == (toolkit, "12.4")
+    assert toolchain.cublaslt == library
+    assert {header.parent, packages / "cuda_runtime" / "include"} <= set(toolchain.includes)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert found() == f"{toolkit} is 12.4, torch uses CUDA 13.0"
+
+
+def test_a_copy_says_what_it_was_made_of(compiler: Path, tmp_path: Path) -> None:
+    build.build(("90a", "80"), output=tmp_path / "out")
+    assert origin.read(tmp_path / "out") == build.origin_of("13.0", ("90a", "80"))
 
 
 def test_a_compiler_that_goes_away_is_named(compiler: Path) -> None:

@@ -125,3 +125,20 @@ def test_torch_takes_what_the_table_says_without_the_library(capability: tuple[i
     plan = recipe.by_name("current").plan(LayerRole("linear"), torch.bfloat16).fprop
     said = scaled_mm.unsupported(GemmDesc(plan.a, plan.b, torch.bfloat16), CUDA)
     assert (said is None) == ("tensor" in tiers.tier_of(capability).modes)
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block", "current"])
+def test_products_that_cublas_lt_has_since_cuda_12_9_are_refused_before(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    monkeypatch.setattr(native, "missing", lambda device: None)
+    gemm = recipe.by_name(name).plan(LayerRole("linear"), torch.bfloat16).fprop
+    desc = GemmDesc(gemm.a, gemm.b, torch.bfloat16)
+    for cuda in ("12.8", "12.9", "13.0"):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        said = CudaBackend().unsupported(desc, CUDA)
+        if cuda == "12.8" and name != "current":
+            assert str(said).endswith("products need CUDA 12.9, torch uses 12.8")
+        else:
+            assert said is None

@@ -3,7 +3,9 @@ puts it."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import platform
 import shutil
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fp8core import UnsupportedError
-from fp8core_backends.cuda import build, native, settings, wheel
+from fp8core_backends.cuda import build, native, origin, settings, wheel
 
 VERSION = importlib.metadata.version("fp8core")
 SUFFIXES = (sysconfig.get_config_var("EXT_SUFFIX"), ".cpython-399-x86_64-linux-gnu.so")
@@ -70,14 +72,45 @@ def test_the_library_of_the_wheel_is_found_before_any_build(
     monkeypatch.setattr(build, "find_toolchain", lambda: "no nvcc in sight")
     expected = tmp_path / "site" / build.MODULE / f"{build.MODULE}{SUFFIXES[0]}"
     source = native._source.__wrapped__(("90a",), settings.read())
+    assert origin.read(expected.parent) == build.origin_of("13.0", ("90a",))
     assert source == native._Source(expected, f"installed: {expected}", None)
+
+
+@pytest.mark.parametrize(
+    ("release", "name"), [("12.9", "fp8core-cuda-cu12"), ("13.2", "fp8core-cuda")]
+)
+def test_the_compiler_s_cuda_is_in_the_name(
+    release: str, name: str, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toolchain = dataclasses.replace(build.find_toolchain(), release=release)
+    monkeypatch.setattr(build, "find_toolchain", lambda: toolchain)
+    made = wheel.build_wheel(tmp_path / "dist", ("80",), [], unchanged)
+    package = name.replace("-", "_")
+    assert made.name.startswith(f"{package}-{VERSION}-py3-none-linux_")
+    with zipfile.ZipFile(made) as archive:
+        archive.extractall(tmp_path / "site")
+    assert origin.read(tmp_path / "site" / package) == build.origin_of(release, ("80",))
+    (info,) = importlib.metadata.distributions(name=name, path=[str(tmp_path / "site")])
+    assert info.requires == [f"fp8core=={VERSION}"]
+
+
+def test_a_cuda_without_a_distribution_is_refused_before_anything_is_compiled(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toolchain = dataclasses.replace(build.find_toolchain(), release="14.0")
+    monkeypatch.setattr(build, "find_toolchain", lambda: toolchain)
+    with pytest.raises(UnsupportedError, match=r"no prebuilt library for CUDA 14\.0.* 12 and 13"):
+        wheel.build_wheel(tmp_path / "dist", ("80",), [], unchanged)
+    assert not (compiler / "log").exists()
 
 
 def test_the_same_files_make_the_same_bytes(tmp_path: Path) -> None:
     library = tmp_path / "library.so"
     library.write_bytes(b"kernels")
-    first = wheel._written(tmp_path, {build.KERNELS: library}).read_bytes()
-    assert wheel._written(tmp_path, {build.KERNELS: library}).read_bytes() == first
+    made = build.origin_of("13.0", ("90a",))
+    files = {build.KERNELS: library}
+    first = wheel._written(tmp_path, "fp8core_cuda", files, made).read_bytes()
+    assert wheel._written(tmp_path, "fp8core_cuda", files, made).read_bytes() == first
 
 
 def test_a_wheel_that_is_too_large_is_refused(
@@ -122,8 +155,12 @@ def test_what_is_no_python_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"echo is no Python.* prints .-c import json"):
         wheel.python_of("echo")
     other = tmp_path / "python"
-    other.write_text('#!/bin/sh\necho \'["/nowhere", ".so"]\'\n')
-    other.chmod(0o755)
+    for machine in ("riscv128", platform.machine()):
+        other.write_text(f'#!/bin/sh\necho \'["/nowhere", ".{machine}.so"]\'\n')
+        other.chmod(0o755)
+        if machine == "riscv128":
+            with pytest.raises(UnsupportedError, match=r"riscv128\.so, and this machine is"):
+                wheel.python_of(str(other))
     with pytest.raises(UnsupportedError, match=r"no Python\.h in /nowhere"):
         wheel.python_of(str(other))
 
