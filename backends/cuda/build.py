@@ -200,8 +200,12 @@ def _libraries(nvcc: Path, major: str, minor: str) -> Toolchain | str:
             )
         folders[name] = serving[0]
     link = folders.pop(library) / library
-    runtimes = [at / "include" for at in packages if at.name == "cuda_runtime" and at.is_dir()]
-    return Toolchain(nvcc, f"{major}.{minor}", (*folders.values(), *runtimes[:1]), link)
+    includes = [*folders.values()]
+    if major == "12":
+        includes += [at / "include" for at in packages if at.name == "cuda_runtime"]
+        # Last, where nvcc itself would have it first: its cuBLAS may be older than the package's.
+        includes.append(toolkits[0] / "include")
+    return Toolchain(nvcc, f"{major}.{minor}", tuple(includes), link)
 
 
 def _is_new_enough(file: Path) -> bool:

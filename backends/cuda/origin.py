@@ -81,7 +81,8 @@ def read(folder: Path) -> Origin | None:
     path = folder / NAME
     try:
         said = json.loads(path.read_text("utf-8"))
-        return Origin(**said)._replace(architectures=tuple(said["architectures"]))
+        version, sources, cuda = (str(said[name]) for name in ("version", "sources", "cuda"))
+        return Origin(version, sources, tuple(map(str, said["architectures"])), cuda)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:

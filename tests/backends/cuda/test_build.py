@@ -402,7 +402,11 @@ def test_a_compiler_of_cuda_12_takes_headers_of_a_cublas_that_has_all_products(
     assert isinstance(toolchain, build.Toolchain)
     assert (toolchain.nvcc, toolchain.release) == (toolkit, "12.4")
     assert toolchain.cublaslt == library
-    assert {header.parent, packages / "cuda_runtime" / "include"} <= set(toolchain.includes)
+    assert toolchain.includes[0] == header.parent
+    assert toolchain.includes[-2:] == (
+        packages / "cuda_runtime" / "include",
+        toolkit.parent.parent / "include",
+    )
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert found() == f"{toolkit} is 12.4, torch uses CUDA 13.0"
 

@@ -163,7 +163,7 @@ def test_the_kernels_take_no_torch_of_an_older_cuda(
 
 
 @pytest.mark.usefixtures("compiler", "torch_of")
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', "{'no': json}"])
+@pytest.mark.parametrize("text", ["", "[]", "7", "{}", '{"version": 1}', "{'no': json}"])
 def test_a_damaged_origin_is_named(
     text: str, install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
