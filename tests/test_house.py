@@ -36,7 +36,7 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 74_128,
+    "lines of fp8core": 74_132,
     "files": 263,
     "files under 100 lines": 39,
     "modules that list names": 0,

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from fp8core.backend_api import AttentionDesc, SingleQueryDesc
 from fp8core.chain.alone import needs_node, offered
@@ -49,6 +51,8 @@ def attended(
         return None
     if sdpa is not getattr(sys.modules.get(_SDPA), "sdpa_attention_forward", None):
         return None  # the user has registered another one
+    if not isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType):
+        return None  # or replaced torch's, which it calls
     for name, value in keywords.items():
         if name not in _WITHOUT_EFFECT and value is not None and value is not False:
             return None
@@ -74,7 +78,7 @@ def _is_plain(attention: Any, operands: Operands) -> bool:
             return False
     batch, heads, _, head_dim = q.shape
     groups = heads // getattr(attention, "num_key_value_groups", 1)
-    if k.dim() != 4 or k.shape != v.shape or k.shape[2] == 0:
+    if k.dim() != 4 or k.shape != v.shape or batch == 0 or k.shape[2] == 0:
         return False
     if k.shape[0] != batch or k.shape[1] != groups or k.shape[3] != head_dim:
         return False

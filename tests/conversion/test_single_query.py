@@ -28,6 +28,7 @@ from fp8core.backend_api import (
     OpDesc,
     SingleQueryDesc,
 )
+from fp8core.conversion.single_query import Operands, attended
 from fp8core.dispatch import plugins
 from tests.backends.cuda.cuda_cases import backend
 from tests.conversion.hugging_face import SIZES, TOKENS, llama
@@ -227,6 +228,31 @@ def test_an_attention_that_the_user_registered_is_called(
     with torch.no_grad():
         model(TOKENS[:, :1], **{CACHE: cache})
     assert (len(seen), reading.calls) == (2, [])
+
+
+def test_an_attention_in_the_place_of_torch_s_is_called(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As other libraries bring theirs, by assignment to torch.nn.functional."""
+    model, cache, _ = prompted()
+    own, seen = nn.functional.scaled_dot_product_attention, []
+
+    def noting(*given: Any, **named: Any) -> torch.Tensor:
+        seen.append(named)
+        return own(*given, **named)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", noting)
+    with torch.no_grad():
+        model(TOKENS[:, :1], **{CACHE: cache})
+    assert (len(seen), reading.calls) == (2, [])
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_kernel_is_asked_for_no_batch_of_none(batch: int, reading: Reading) -> None:
+    attention = llama().eval().model.layers[0].self_attn
+    q, k = torch.randn(batch, 4, 1, 8), torch.randn(batch, 2, 5, 8)
+    y = attended(attention, Operands(q, k, k, None), {}, SDPA)
+    assert (y is None, len(reading.calls)) == (not batch, min(batch, 1))
 
 
 def test_a_hook_on_attention_sees_it(reading: Reading) -> None:
