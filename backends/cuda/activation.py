@@ -21,10 +21,12 @@ class _Function(NamedTuple):
 
 
 _GELU, _SIGMOID = _Function("gelu"), _Function("sigmoid")
+_ERF_GELU = _Function("erf_gelu")
 _RELU, _SQUARED_RELU = _Function("relu"), _Function("squared_relu")
 _SILU, _QUICK_GELU = _Function("swish", 1.0), _Function("swish", 1.702)
 
 _FUNCTIONS = {
+    "erfgelu": _ERF_GELU,
     "gelu": _GELU,
     "geglu": _GELU,
     "glu": _SIGMOID,

@@ -3,6 +3,7 @@ float64), rounded once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -100,6 +101,12 @@ def _gelu_slope(x: torch.Tensor) -> torch.Tensor:
     return slope
 
 
+def _erf_gelu_slope(x: torch.Tensor) -> torch.Tensor:
+    density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    slope: torch.Tensor = torch.special.ndtr(x) + x * density
+    return slope
+
+
 def _swish(beta: float) -> _Function:
     """``x sigmoid(beta x)``: SiLU for 1, QuickGELU for 1.702."""
 
@@ -117,11 +124,14 @@ def _sigmoid_slope(x: torch.Tensor) -> torch.Tensor:
 
 
 _GELU = _Function(_gelu, _gelu_slope)
+# By the distribution function, which has the digits that 1 + erf loses far below 0.
+_ERF_GELU = _Function(lambda x: x * torch.special.ndtr(x), _erf_gelu_slope)
 _SIGMOID = _Function(torch.sigmoid, _sigmoid_slope)
 _RELU = _Function(torch.relu, lambda x: (x > 0).to(x.dtype))
 _SQUARED_RELU = _Function(lambda x: torch.relu(x).square(), lambda x: 2 * torch.relu(x))
 
 _PLAIN = {
+    "erfgelu": _ERF_GELU,
     "gelu": _GELU,
     "qgelu": _swish(1.702),
     "relu": _RELU,

@@ -62,6 +62,7 @@ void register_activation(py::module_& module) {
   py::enum_<ActivationFunction>(module, "ActivationFunction")
       .value("swish", ActivationFunction::kSwish)
       .value("gelu", ActivationFunction::kGelu)
+      .value("erf_gelu", ActivationFunction::kErfGelu)
       .value("sigmoid", ActivationFunction::kSigmoid)
       .value("relu", ActivationFunction::kRelu)
       .value("squared_relu", ActivationFunction::kSquaredRelu)

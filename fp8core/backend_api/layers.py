@@ -236,9 +236,9 @@ def column_sums(desc: ColumnSumsDesc, x: torch.Tensor) -> ResultShape:
 
 ACTIVATIONS: tuple[str, ...] = (
     *("gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu"),
-    *("silu", "swiglu", "clamped_swiglu"),
+    *("silu", "swiglu", "clamped_swiglu", "erfgelu"),
 )
-"""Transformer Engine's activations; gelu is the tanh approximation."""
+"""Transformer Engine's activations, where gelu is the tanh approximation, and GELU itself."""
 
 GATED = frozenset({"geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"})
 """The gated functions of :data:`ACTIVATIONS`."""

@@ -63,6 +63,10 @@ class GELU(_Named):
     """GELU, tanh approximation."""
 
 
+class ErfGELU(_Named):
+    """``x P(x)``, with the normal distribution function ``P``: GELU itself."""
+
+
 class GEGLU(_Named):
     """``gelu(a) * b`` of the two halves of each row."""
 

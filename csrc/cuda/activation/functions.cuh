@@ -93,6 +93,33 @@ struct Gelu {
   }
 };
 
+// x P(x), with the normal distribution function P = P(-|x|) or 1 - P(-|x|), where
+//
+//     P(-|x|) = exp(-x^2 / 2) t Q(t), t = 1 / (1 + 0.28 |x|)
+//
+// and Q is fitted for the least relative error, 1.8e-7 for any x; float32 adds 3e-7 where P is not
+// tiny.
+struct ErfGelu {
+  __device__ explicit ErfGelu(const FunctionParams&) {}
+  __device__ float value(float x) const { return curve(x).value; }
+  __device__ Curve curve(float x) const {  // the slope is P(x) + x exp(-x^2 / 2) / sqrt(2 pi)
+    const float density = exp2_approx(__fmul_rn(__fmul_rn(x, x), -0.7213475204444817f));
+    const float t = reciprocal_approx(__fmaf_rn(0.28f, fabsf(x), 1.0f));
+    float q = 0.024719959124922752f;
+    q = __fmaf_rn(q, t, -0.093593068420887f);
+    q = __fmaf_rn(q, t, 0.09242803603410721f);
+    q = __fmaf_rn(q, t, -0.006449117790907621f);
+    q = __fmaf_rn(q, t, 0.0727749839425087f);
+    q = __fmaf_rn(q, t, 0.08363080024719238f);
+    q = __fmaf_rn(q, t, 0.10308466106653214f);
+    q = __fmaf_rn(q, t, 0.11169980466365814f);
+    q = __fmaf_rn(q, t, 0.11170385777950287f);
+    const float tail = __fmul_rn(__fmul_rn(t, q), density);
+    const float p = x < 0.0f ? tail : __fadd_rn(1.0f, -tail);
+    return {__fmul_rn(x, p), __fmaf_rn(__fmul_rn(x, 0.3989422804014327f), density, p)};
+  }
+};
+
 struct Sigmoid {
   __device__ explicit Sigmoid(const FunctionParams&) {}
   __device__ float value(float x) const {
@@ -164,6 +191,7 @@ __device__ void with_function(const FunctionParams& p, const Run& run) {
       if (p.function == ActivationFunction::kGelu) return run(Gelu(p));
     }
     switch (p.function) {
+      case ActivationFunction::kErfGelu: return run(ErfGelu(p));
       case ActivationFunction::kSigmoid: return run(Sigmoid(p));
       case ActivationFunction::kRelu: return run(Relu(p));
       case ActivationFunction::kSquaredRelu: return run(SquaredRelu(p));

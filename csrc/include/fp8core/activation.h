@@ -9,6 +9,7 @@ namespace fp8core FP8CORE_EXPORTED {
 enum class ActivationFunction {
   kSwish,  // x sigmoid(beta x)
   kGelu,   // its tanh approximation
+  kErfGelu,
   kSigmoid,
   kRelu,
   kSquaredRelu,

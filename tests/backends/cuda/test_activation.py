@@ -30,7 +30,10 @@ pytestmark = pytest.mark.needs_accelerator("cuda")
 CPU, F64 = torch.device("cpu"), torch.float64
 PARAMS = {"clamped_swiglu": (7.0, 1.702, 1.0)}
 # One for each function; the others differ in beta alone.
-FUNCTIONS = ("gelu", "qgelu", "relu", "srelu", "geglu", "glu", "swiglu", "clamped_swiglu")
+FUNCTIONS = (
+    *("gelu", "erfgelu", "qgelu", "relu", "srelu", "geglu", "glu", "swiglu"),
+    "clamped_swiglu",
+)
 
 
 def forward(name: str, dtype: torch.dtype, out_dtype: torch.dtype) -> ActivationDesc:
@@ -84,7 +87,7 @@ def test_slopes_far_out_are_exactly_0_and_1(name: str) -> None:
     assert torch.equal(ours[far].nan_to_num(), theirs[far].nan_to_num())
 
 
-@pytest.mark.parametrize("name", ["gelu", "swiglu", "clamped_swiglu"])
+@pytest.mark.parametrize("name", ["gelu", "erfgelu", "swiglu", "clamped_swiglu"])
 def test_nan_and_inf_of_the_gradient_reach_the_result(name: str) -> None:
     # Far out a slope is 0 in float64 and tiny in float32, and inf times the two differs.
     x = drawn(20, columns(name, 24), torch.float16, 10).clamp(-3, 3)

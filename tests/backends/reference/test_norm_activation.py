@@ -31,6 +31,7 @@ CLAMPED = (1.5, 1.702, 1.0)
 SIZES = [(1, 1), (3, 5), (7, 33), (0, 4)]
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "erfgelu": functional.gelu,
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
     "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": functional.relu,
@@ -97,7 +98,7 @@ def test_activation_values_and_gradients(name: str) -> None:
         assert close(got, want, BOUND_64), (rows, n)
 
 
-SMOOTH = ("gelu", "qgelu", "silu", "geglu", "qgeglu", "swiglu", "clamped_swiglu")
+SMOOTH = ("erfgelu", "gelu", "qgelu", "silu", "geglu", "qgeglu", "swiglu", "clamped_swiglu")
 
 
 @pytest.mark.parametrize("name", SMOOTH)

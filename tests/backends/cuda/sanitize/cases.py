@@ -179,7 +179,7 @@ def transposed_codes() -> None:
 def fused_activations() -> None:
     """Activate, or differentiate, and cast: whole and partial tiles, both orientations and one."""
     for name, own, dtype in itertools.product(
-        ("swiglu", "gelu", "clamped_swiglu", "srelu"),
+        ("swiglu", "gelu", "erfgelu", "clamped_swiglu", "srelu"),
         (*map(spec, ("delayed", "current", "rowwise", "vector")), MX, FP4),
         (torch.bfloat16, torch.float16),
     ):
