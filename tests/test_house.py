@@ -36,8 +36,8 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 74_132,
-    "files": 263,
+    "lines of fp8core": 74_523,
+    "files": 264,
     "files under 100 lines": 39,
     "modules that list names": 0,
     "protocols": 14,

@@ -1,207 +1,148 @@
-"""Decoder layers of transformers as two chains: norm and projections to queries, keys and values;
-output projection, sum, norm and gated feed-forward block, added to that sum.
+"""Transformer layers of transformers as two chains: norm and projections to queries, keys and
+values; output projection, sum, norm and feed-forward block, added to that sum.
 
-Llama, Qwen2, Qwen3, Mistral, Gemma and whoever else composes a layer so: the class is compared with
-:func:`plain` on a few numbers, never known by its name. Another block, as Mixtral's experts, runs
-by itself behind the sum. Between the two chains the library rotates queries and keys, and
-transformers' own ``sdpa`` attends, or by one query a sequence a kernel. With another attention, and
-where somebody has to see a module inside, the layer computes as its class says.
+Whoever composes a layer as a row of :mod:`fp8core.conversion.structure` says is found by the names
+of its modules, and compared on a few numbers, never known by its class. Another block, as Mixtral's
+experts, runs by itself behind the sum. Between the two chains the library rotates queries and keys,
+where the layer does, and transformers' own ``sdpa`` attends, or by one query a sequence a kernel.
+With another attention, and where somebody has to see a module inside, the layer computes as its
+class says.
 """
 
 from __future__ import annotations
 
-import copy
+import inspect
 import sys
 import weakref
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.nn import functional
 
 from fp8core.chain.activation import activation_shape
 from fp8core.chain.residual import AddShape
-from fp8core.conversion.layers import (
-    RECORD,
-    Conversion,
-    Converted,
-    Record,
-    derived,
-    in_step,
-    stand_in,
-)
+from fp8core.conversion.layers import RECORD, Conversion, Converted, Record, derived, in_step
 from fp8core.conversion.single_query import Operands, attended
-from fp8core.dispatch.isolation import Failure, attempt
+from fp8core.conversion.structure import (
+    HEAD_NORMS,
+    FeedForward,
+    Layer,
+    Structure,
+    activation_of,
+    at,
+    block_output,
+    computes_plainly,
+    containers,
+    dropped,
+    feed_of,
+    inside,
+    structure_of,
+    summed,
+    turned,
+)
 from fp8core.modules.composition import is_seen
 from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
 from fp8core.modules.splice import Part, Splice
 from fp8core.torch_ops.private import is_capturing
 
-_SPLICES = "_fp8core_splices"
-_FIRST_NORM, _SECOND_NORM = "input_layernorm", "post_attention_layernorm"
-_CHILDREN = {_FIRST_NORM, _SECOND_NORM, "self_attn", "mlp"}
-_PROJECTIONS, _HEAD_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
-_MLP = ("gate_proj", "up_proj", "down_proj")
+_CHAINS = "_fp8core_splices"
 _CACHES = ("cache", "past_key_values", "past_key_value")
+_OF_ATTENTION = (*_CACHES, "attention_mask", "position_embeddings")
+_OF_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
 
 Turn: TypeAlias = "tuple[torch.Tensor, str, torch.Tensor | None]"
 """What :func:`apply_rotary_pos_emb` takes behind a tensor."""
 
 
-def _inside(module: torch.nn.Module) -> set[str]:
-    """Return the names of the modules in ``module``, without those that are None."""
-    return {name for name, _ in module.named_children()}
+class FeedChains(NamedTuple):
+    """The chains of a feed-forward block composed as ``feed``: of all of it, and up to its
+    activation, behind which dropout may be active."""
+
+    feed: FeedForward
+    whole: Splice
+    activated: Splice
 
 
-def looks_like_decoder(module: torch.nn.Module) -> bool:
-    """Return whether the modules inside ``module`` are named as those of such a decoder layer."""
-    if _inside(module) != _CHILDREN:
-        return False
-    attention: Any = module._modules["self_attn"]
-    return _inside(attention) >= {*_PROJECTIONS, "o_proj"}
+class LayerChains(NamedTuple):
+    """The chains of a layer composed as ``layer``: in front of attention, behind it, and of its
+    feed-forward block with the norm in front; None of what it has not, or what runs by itself.
+
+    ``arguments`` are the names of its positional arguments, ``dropouts`` the paths of all modules
+    for dropout, and ``of_block`` those behind its block and behind the activation in that.
+    """
+
+    layer: Layer
+    arguments: tuple[str, ...]
+    dropouts: tuple[str, ...]
+    of_block: tuple[str, str]
+    before: Splice | None
+    behind: Splice
+    block: Splice | None
 
 
-def _obstacle(module: Any) -> str:
-    """Return why a layer that :func:`looks_like_decoder` stays apart; empty if it does not."""
-    attention = module.self_attn
-    layers = {name: getattr(attention, name) for name in (*_PROJECTIONS, "o_proj")}
-    reason = _unlike(layers | {_FIRST_NORM: module.input_layernorm}, {"self_attn": attention})
-    if reason:
-        return reason
+def _obstacle(module: Any, structure: Structure) -> str:
+    """Return why ``module`` stays apart, which has the modules of ``structure``; empty if it does
+    not."""
     if "forward" in vars(module):
         return "its forward was replaced on the object"
-    for name in ("head_dim", "scaling", "attention_dropout"):
-        if not isinstance(getattr(attention, name, None), int | float):
-            return f"its attention has no {name}"
-    return ""
-
-
-def _obstacle_of_mlp(mlp: Any, norm: object = None) -> str:
-    """Return why a feed-forward block behind ``norm``, or alone, is no chain; empty if it is."""
-    if not _looks_like_mlp(mlp):
-        return f"it is a {type(mlp).__name__}"
-    layers = {name: getattr(mlp, name) for name in _MLP}
-    if norm is not None:
-        layers[_SECOND_NORM] = norm
-    reason = _unlike(layers, {"mlp": mlp, "act_fn": mlp.act_fn})
-    if reason or _activation_of(mlp) is not None:
-        return reason
-    return f"its activation is {type(mlp.act_fn).__name__}"
-
-
-def _looks_like_mlp(module: torch.nn.Module) -> bool:
-    return _inside(module) == {*_MLP, "act_fn"}
-
-
-def _unlike(layers: Mapping[str, Any], blocks: Mapping[str, Any]) -> str:
-    """Return which of ``layers`` is not converted, or has to be seen, as may one of ``blocks``."""
-    for name, layer in layers.items():
-        if not isinstance(layer, Converted) or layer.link_names() is None:
-            return f"its {name} is not converted"
-    seen = [name for name, child in {**blocks, **layers}.items() if is_seen(child)]
-    return f"its {seen[0]} has a hook, or a forward of its own" if seen else ""
-
-
-def _activation_of(mlp: Any) -> str | None:
-    """Return the name here of the gated activation of ``mlp``, None if there is none."""
-    x = torch.linspace(-4, 4, 33, device="cpu")
-    y = attempt(lambda: mlp.act_fn(x))
-    if isinstance(y, Failure) or not isinstance(y, torch.Tensor):
-        return None
-    values = {
-        "swiglu": functional.silu(x),
-        "geglu": functional.gelu(x, approximate="tanh"),
-        "reglu": functional.relu(x),
-    }
-    names = [name for name, value in values.items() if torch.allclose(y, value, 1e-6, 1e-7)]
-    return names[0] if names else None
-
-
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return the heads of ``x [b, s, heads, d]`` rotated as transformers' Llama does, rounded after
-    each operation; ``cos`` and ``sin`` are ``[1 or b, s, d]``."""
-    first, second = x.chunk(2, -1)
-    turned_half = torch.cat((-second, first), -1)
-    return x * cos.unsqueeze(2) + turned_half * sin.unsqueeze(2)
-
-
-def plain(module: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return what a decoder layer computes that may be two chains, by its modules."""
-    attention = module.self_attn
-    normalized = module.input_layernorm(x)
-    q, k, v = (
-        getattr(attention, name)(normalized).unflatten(-1, (-1, attention.head_dim))
-        for name in _PROJECTIONS
-    )
-    if getattr(attention, "q_norm", None) is not None:
-        q, k = attention.q_norm(q), attention.k_norm(k)
-    q, k = turned(q, cos, sin), turned(k, cos, sin)
-    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    attended = functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=True
-    )
-    x = x + attention.o_proj(attended.transpose(1, 2).flatten(-2))
-    y: torch.Tensor = x + _fed_forward(module.mlp, module.post_attention_layernorm(x))
-    return y
-
-
-def _fed_forward(mlp: Any, x: torch.Tensor) -> Any:
-    if isinstance(mlp, torch.nn.Linear):  # stands for another block
-        return mlp(x)
-    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
-
-
-def _computes_plainly(module: Any) -> bool:
-    """Return whether a decoder layer computes as :func:`plain`, in training too, or a feed-forward
-    block so: on five tokens of small sizes, with layers of torch inside.
-
-    Each is asked: a number on the layer, or its place in the model, may choose what a class does.
-    """
-    options: tuple[bool, ...] = ()
-    if looks_like_decoder(module):
-        has_norms = getattr(module.self_attn, "q_norm", None) is not None
-        options = has_norms, not _obstacle_of_mlp(module.mlp, module.post_attention_layernorm)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        torch.default_generator.manual_seed(0)  # torch's own function would seed devices too
-        return attempt(lambda: _is_plain(module, *options)) is True
-
-
-def _is_plain(module: Any, *options: Any) -> bool:
-    x = torch.randn(2, 5, 8)
-    if options:
-        small = _small_decoder(module, *options)
-        angles = torch.randn(1, 5, 2).repeat(1, 1, 2)
-        pair = angles.cos(), angles.sin()
-        keywords = {"attention_mask": None, "position_embeddings": pair}
-        y, expected = type(module).forward(small, x, **keywords), plain(small, x, *pair)
+    if isinstance(structure, Layer):
+        reason = _obstacle_of_layer(module, structure)
     else:
-        small = _small_mlp(module)
-        y, expected = type(module).forward(small, x), _fed_forward(small, x)
-    return y.shape == expected.shape and torch.allclose(y, expected, 1e-4, 1e-5)
+        reason = _obstacle_of_feed(module, structure)
+    if reason or computes_plainly(module, structure):
+        return reason
+    return "its class computes otherwise"
 
 
-def _small_decoder(module: Any, has_norms: bool, is_gated: bool) -> Any:
-    """Return an object of the class of ``module``, and of those of its blocks, with 2 query heads
-    of 4 columns that share keys and values, on the CPU."""
-    linear, norm = torch.nn.Linear, torch.nn.RMSNorm
-    sizes = {"q_proj": (8, 8), "k_proj": (8, 4), "v_proj": (8, 4), "o_proj": (8, 8)}
-    inside: dict[str, Any] = {name: linear(*size) for name, size in sizes.items()}
-    inside |= {name: norm(4, 1e-6) for name in _HEAD_NORMS if has_norms}
-    attention = stand_in(module.self_attn, _modules=inside, training=True)
-    vars(attention).update(head_dim=4, num_key_value_groups=2, attention_dropout=0.0)
-    if hasattr(attention, "config"):
-        attention.config = copy.copy(attention.config)
-        attention.config._attn_implementation = "sdpa"
-    mlp = _small_mlp(module.mlp) if is_gated else linear(8, 8)
-    norms = {name: norm(8, 1e-6) for name in (_FIRST_NORM, _SECOND_NORM)}
-    children = {**norms, "self_attn": attention, "mlp": mlp}
-    return stand_in(module, _modules=children, training=True)
+def _obstacle_of_layer(module: Any, layer: Layer) -> str:
+    """Return why a ``layer`` is no chain; empty if it is at least one."""
+    besides = inside(module) - {path.split(".")[0] for path in layer.paths}
+    if besides:
+        return f"it has a {min(besides)} besides"
+    if layer.attention:
+        paths = [*layer.linears, *filter(None, (layer.norm,))]
+        reason = _unlike(module, paths, containers(layer.linears))
+        if reason:
+            return reason
+        attention = at(module, layer.attention)
+        for name in layer.numbers:
+            number = getattr(attention, name, None)
+            if not isinstance(number, int | float | torch.nn.Dropout):
+                return f"its attention has no {name}"
+    # What no chain of attention goes on to, or goes around, is all of the layer.
+    return _obstacle_of_block(module, layer) if layer.last_norm or not layer.attention else ""
 
 
-def _small_mlp(mlp: Any) -> Any:
-    columns = {"gate_proj": (8, 12), "up_proj": (8, 12), "down_proj": (12, 8)}
-    inside = {name: torch.nn.Linear(*size) for name, size in columns.items()}
-    return stand_in(mlp, _modules={**inside, "act_fn": mlp.act_fn}, training=True)
+def _obstacle_of_block(module: Any, layer: Layer) -> str:
+    """Return why the feed-forward block of a ``layer`` is in no chain; empty if it is."""
+    feed, mlp = feed_of(module, layer), at(module, layer.mlp)
+    if feed is None:
+        return f"it is a {type(mlp).__name__}"
+    norms = [path for path in (layer.second_norm, layer.last_norm) if path]
+    blocks = [layer.mlp] if layer.mlp else []
+    return _unlike(module, norms, blocks) or _obstacle_of_feed(mlp, feed)
+
+
+def _obstacle_of_feed(mlp: Any, feed: FeedForward) -> str:
+    """Return why a feed-forward block is no chain; empty if it is."""
+    reason = _unlike(mlp, feed.linears, [*containers(feed.paths), feed.activation])
+    if reason or _activation_in(mlp, feed):
+        return reason
+    return f"its activation is {type(at(mlp, feed.activation)).__name__}"
+
+
+def _activation_in(mlp: Any, feed: FeedForward) -> str | None:
+    return activation_of(at(mlp, feed.activation), is_gated=len(feed.first) > 1)
+
+
+def _unlike(module: Any, layers: Sequence[str], blocks: Sequence[str]) -> str:
+    """Return which of ``layers`` is not converted, or has to be seen, as may one of ``blocks``; all
+    are paths in ``module``."""
+    for path in layers:
+        if not isinstance(at(module, path), Converted):
+            return f"its {path} is not converted"
+    seen = [path for path in (*blocks, *layers) if is_seen(at(module, path))]
+    return f"its {seen[0]} has a hook, or a forward of its own" if seen else ""
 
 
 class ConvertedBlock(torch.nn.Module):
@@ -214,71 +155,122 @@ class ConvertedBlock(torch.nn.Module):
         return in_step(self, self._compute, *arguments, **keywords)
 
     def _compute(self, *arguments: Any, **keywords: Any) -> Any:
-        output = self._in_chains(*arguments, keywords) if len(arguments) == 1 else None
+        output = self._in_chains(arguments, keywords)
         return super().forward(*arguments, **keywords) if output is None else output
 
-    def _in_chains(self, x: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor | None:
+    def _in_chains(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> torch.Tensor | None:
         """Return the output, None for a call that the class has to compute."""
         raise NotImplementedError
 
 
 class ConvertedMLP(ConvertedBlock):
-    """Base of a converted gated feed-forward block, which is one chain."""
+    """Base of a converted feed-forward block, which is one chain."""
 
-    def _in_chains(self, x: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor | None:
-        chain: Splice = vars(self)[_SPLICES]
-        return None if keywords else chain.run(x)
+    def _in_chains(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> torch.Tensor | None:
+        if keywords or len(arguments) != 1:
+            return None
+        feed, whole, activated = vars(self)[_CHAINS]
+        if not _is_dropping(self, feed.inner_dropout):
+            y = whole.run(*arguments)
+        else:
+            y = activated.run(*arguments)
+            if y is None or at(self, feed.second).weight.dtype != y.dtype:
+                return None
+            y = at(self, feed.second)(dropped(self, feed.inner_dropout, y))
+        return None if y is None else dropped(self, feed.dropout, y)
 
 
 class ConvertedDecoder(ConvertedBlock):
-    """Base of a converted decoder layer, which is two chains."""
+    """Base of a converted layer, which is two chains, or a residual block, which is one."""
 
-    def _in_chains(self, x: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor | None:
+    def _in_chains(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> torch.Tensor | None:
+        chains: LayerChains = vars(self)[_CHAINS]
+        if len(arguments) != 1:
+            if not arguments or len(arguments) > len(chains.arguments):
+                return None
+            keywords = {**dict(zip(chains.arguments[1:], arguments[1:], strict=False)), **keywords}
+        x = arguments[0]
         if type(x) is not torch.Tensor or x.dim() != 3:
             return None
+        if chains.before is None:
+            return None if keywords else self._behind(chains, x)
+        columns = self._attend(chains, x, keywords)
+        return None if columns is None else self._behind(chains, columns, x)
+
+    def _attend(
+        self, chains: LayerChains, x: torch.Tensor, keywords: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Return what attention returns for ``x [b, s, h]``, before it is projected."""
+        layer = chains.layer
+        attention = at(self, layer.attention)
         caches = [keywords[name] for name in _CACHES if keywords.get(name) is not None]
         cache = caches[0] if caches else None
-        pair, attend = keywords.get("position_embeddings"), _sdpa_of(self)
-        # Where transformers hands positions on, another cache takes them.
+        pair, attend = keywords.get("position_embeddings"), _sdpa_of(attention)
+        # Where transformers hands positions on, another cache takes them; one of an encoder's keys
+        # and values holds another.
         is_plain = "cache_position" not in keywords or type(cache).__name__ == "DynamicCache"
-        is_plain |= cache is None
-        module: Any = self
-        attention = module.self_attn
-        if pair is None or attend is None or not is_plain:
+        is_plain = (is_plain or cache is None) and not hasattr(cache, "is_updated")
+        if attend is None or not is_plain or (pair is not None) is not layer.rotates:
             return None
-        if pair[0].dim() != 3 or pair[0].shape[-1] != attention.head_dim:
+        if any([keywords.get(name) is not None for name in _OF_ENCODER]):
+            return None
+        columns, scaling, dropout = [getattr(attention, name) for name in layer.numbers]
+        if pair is not None and (pair[0].dim() != 3 or pair[0].shape[-1] != columns):
             return None  # some elements of a head are rotated, or by other positions
-        before, behind = vars(self)[_SPLICES]
-        rows = before.run(x)
+        assert chains.before is not None
+        rows = chains.before.run(x)
         if rows is None:
             return None
-        by_head = _heads(attention, rows, pair, vars(self)[RECORD].conversion)
-        q, k, v = (each.transpose(1, 2) for each in by_head)
+        module: Any = self
+        heads = _heads(attention, rows, layer, pair, vars(module)[RECORD].conversion)
+        q, k, v = (each.transpose(1, 2) for each in heads)
         if cache is not None:
             k, v = cache.update(k, v, attention.layer_idx)
-        rest = {name: value for name, value in keywords.items() if name not in _OF_ATTENTION}
+        excluded = (*_OF_ATTENTION, *_OF_ENCODER)
+        rest = {name: value for name, value in keywords.items() if name not in excluded}
         operands = Operands(q, k, v, keywords.get("attention_mask"))
-        heads = attended(attention, operands, rest, attend)
-        if heads is None:
-            dropout = attention.attention_dropout if attention.training else 0.0
-            more = {"dropout": dropout, "scaling": attention.scaling, **rest}
-            heads = attend(attention, *operands, **more)[0]
-        columns = heads.flatten(-2)
-        output: torch.Tensor | None = behind.run(columns, x)
-        if output is None:
-            output = x + attention.o_proj(columns)
-        elif isinstance(behind.parts[-1], list):
-            return output
-        y: torch.Tensor = output + module.mlp(module.post_attention_layernorm(output))
-        return y
+        probability = getattr(dropout, "p", dropout) if attention.training else 0.0
+        result = None if probability else attended(attention, operands, scaling, rest, attend)
+        if result is None:
+            more = {"dropout": probability, "scaling": scaling, **rest}
+            result = attend(attention, *operands, **more)[0]
+        return result.flatten(-2)
+
+    def _behind(self, chains: LayerChains, *tensors: torch.Tensor) -> torch.Tensor:
+        """Return the output for what attention returned, if the layer attends, and its input."""
+        layer, total = chains.layer, tensors[-1]
+        is_dropping = any([_is_dropping(self, path) for path in chains.dropouts])
+        output = None if is_dropping else chains.behind.run(*tensors)
+        if output is not None:
+            if chains.block is not None:
+                return output
+            total = output
+        elif layer.attention:
+            projected = at(self, layer.output)(tensors[0])
+            total = total + dropped(self, layer.dropouts[0], projected)
+            total = at(self, layer.second_norm)(total) if layer.last_norm else total
+        behind, within = chains.of_block
+        if chains.block is None or _is_dropping(self, within):
+            fed = None
+        else:
+            fed = chains.block.run(total)
+        if fed is None:
+            normalized = total if layer.last_norm else at(self, layer.second_norm)(total)
+            fed = block_output(self, layer, normalized)
+        else:
+            fed = dropped(self, behind, fed)
+        return summed(self, layer, fed, total)
 
 
-_OF_ATTENTION = (*_CACHES, "attention_mask", "position_embeddings")
+def _is_dropping(module: torch.nn.Module, path: str) -> bool:
+    """Return whether there is dropout at ``path`` that draws numbers in this call."""
+    dropout = at(module, path) if path else None
+    return dropout is not None and dropout.training and getattr(dropout, "p", 0) > 0
 
 
-def _sdpa_of(module: Any) -> Any:
-    """Return transformers' attention by torch if ``module`` attends by it, else None."""
-    config = getattr(module.self_attn, "config", None)
+def _sdpa_of(attention: Any) -> Any:
+    """Return transformers' attention by torch if ``attention`` is by it, else None."""
+    config = getattr(attention, "config", None)
     if getattr(config, "_attn_implementation", None) != "sdpa":
         return None
     functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
@@ -286,17 +278,22 @@ def _sdpa_of(module: Any) -> Any:
 
 
 def _heads(
-    attention: Any, rows: Any, pair: tuple[Any, Any], conversion: Conversion
+    attention: Any, rows: Any, layer: Layer, pair: tuple[Any, Any] | None, conversion: Conversion
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries, keys and values ``[b, s, heads, d]`` of the projections ``rows``, the first
-    two normalized, if the layer does that, and rotated."""
-    counts = [getattr(attention, name).out_features // attention.head_dim for name in _PROJECTIONS]
+    two normalized and rotated, if the layer does that."""
+    columns = getattr(attention, layer.numbers[0])
+    counts = [getattr(attention, name).out_features // columns for name in layer.projections]
+    if len(counts) == 1:
+        counts = [counts[0] // 3] * 3
     # A view: Dynamo cannot trace unflatten under torch's default device.
-    by_head = rows.view(*rows.shape[:-1], sum(counts), attention.head_dim)
+    by_head = rows.view(*rows.shape[:-1], sum(counts), columns)
     q, k, v = by_head.split(counts, -2)
+    if pair is None:
+        return q, k, v
     if torch.is_grad_enabled():
         v = v.contiguous()  # which would hold the others for backward
-    has_norms = getattr(attention, "q_norm", None) is not None
+    has_norms = getattr(attention, HEAD_NORMS[0], None) is not None
     if has_norms:
         q, k = attention.q_norm(q), attention.k_norm(k)
     turn = _turn_of(pair, conversion, attention)
@@ -347,28 +344,28 @@ def _turn_by(cos: torch.Tensor, sin: torch.Tensor) -> Turn:
 
 
 def fuse(model: torch.nn.Module, conversion: Conversion) -> tuple[dict[str, str], dict[str, str]]:
-    """Have the decoder layers of ``model``, whose layers are converted, run as two chains, and
-    gated feed-forward blocks as one. Return by path what of each does not, empty if all of it does,
-    and of the others why they stay apart."""
+    """Have the layers of ``model``, whose linears and norms are converted, run as two chains, and
+    feed-forward blocks as one. Return by path what of each does not, empty if all of it does, and
+    of the others why they stay apart."""
     conversion.rotates = _rotates(model)
     fused, apart = {}, {}
-    inside: set[torch.nn.Module] = set()
+    within: set[torch.nn.Module] = set()
     for path, module in model.named_modules():
-        is_decoder = looks_like_decoder(module)
-        if not (is_decoder or _looks_like_mlp(module)):
+        structure = structure_of(module)
+        if structure is None:
             continue
-        reason = _obstacle(module) if is_decoder else _obstacle_of_mlp(module)
-        if not reason and not _computes_plainly(module):
-            reason = "its class computes otherwise"
+        reason = _obstacle(module, structure)
         if reason:
             apart[path] = reason
-        elif is_decoder:
-            fused[path] = _adopt(module, conversion)
-            inside |= {module.mlp} if not fused[path] else set()
+        elif isinstance(structure, Layer):
+            fused[path] = _adopt(module, structure, conversion)
+            within |= {at(module, structure.mlp)} if not fused[path] else set()
         else:
-            splice = Splice(_parts_of(module), (module, module.act_fn))
-            _swap(module, ConvertedMLP, splice, conversion)
-            if module not in inside:
+            blocks = (module, *_at(module, structure.rest))
+            parts = _parts_of(module, structure)
+            chains = FeedChains(structure, Splice(parts, blocks), Splice(parts[:-1], blocks))
+            _swap(module, ConvertedMLP, chains, conversion)
+            if module not in within:
                 fused[path] = ""
     return fused, apart
 
@@ -385,30 +382,59 @@ def _rotates(model: torch.nn.Module) -> bool:
     return bool(scalings) and all(isinstance(s, int | float) and s == 1 for s in scalings)
 
 
-def _adopt(module: Any, conversion: Conversion) -> str:
-    """Have a decoder layer run as two chains; return why its feed-forward block is in none of them,
-    empty if it is."""
-    attention, mlp, norm = module.self_attn, module.mlp, module.post_attention_layernorm
-    projections = tuple([getattr(attention, name) for name in _PROJECTIONS])
-    before: list[Part] = [module.input_layernorm, projections]
-    behind: list[Part] = [attention.o_proj, AddShape()]
-    inside: tuple[torch.nn.Module, ...] = (module, attention)
-    blocks = inside
-    reason = _obstacle_of_mlp(mlp, norm)
+def _adopt(module: Any, layer: Layer, conversion: Conversion) -> str:
+    """Have a layer run as two chains; return why its feed-forward block is in none of them, empty
+    if it is."""
+    reason, mlp, feed = _obstacle_of_block(module, layer), at(module, layer.mlp), None
+    second_norm = at(module, layer.second_norm)
+    blocks = [module, *_at(module, containers(layer.paths))]
+    before, block, of_block = None, None, ("", "")
+    behind: list[Part] = []
+    if layer.attention:
+        *projections, output = _at(module, layer.linears)
+        first = _at(module, [layer.norm] if layer.norm else [])
+        before = Splice([*first, _together(projections)], (*blocks,))
+        behind += [output, AddShape()]
+    blocks += _at(module, filter(None, layer.dropouts))
     if not reason:
-        behind.append([norm, *_parts_of(mlp)])
-        blocks = (*inside, mlp, mlp.act_fn)
-    _swap(module, ConvertedDecoder, (Splice(before, inside), Splice(behind, blocks)), conversion)
+        feed = feed_of(module, layer)
+        assert feed is not None
+        parts = _parts_of(mlp, feed)
+        blocks += [*([mlp] if layer.mlp else []), *_at(mlp, feed.rest)]
+        if layer.last_norm:
+            behind += [second_norm, parts, at(module, layer.last_norm)]
+        else:
+            parts = [second_norm, *parts]
+            behind.append(parts)
+        block = Splice(parts, blocks)
+        start = f"{layer.mlp}." if layer.mlp else ""
+        of_block = _under(start, feed.dropout), _under(start, feed.inner_dropout)
+    dropouts = (*filter(None, (*layer.dropouts, *of_block)),)
+    names = (*inspect.signature(type(module).forward).parameters,)[1:]
+    chains = LayerChains(layer, names, dropouts, of_block, before, Splice(behind, blocks), block)
+    _swap(module, ConvertedDecoder, chains, conversion)
     return f"but its feed-forward block, as {reason}" if reason else ""
 
 
-def _parts_of(mlp: Any) -> list[Part]:
-    activation = activation_shape(_activation_of(mlp) or "")
-    return [(mlp.gate_proj, mlp.up_proj), activation, mlp.down_proj]
+def _at(module: Any, paths: Iterable[str]) -> list[Any]:
+    return [at(module, path) for path in paths]
 
 
-def _swap(module: Any, base: type[ConvertedBlock], splices: object, conversion: Conversion) -> None:
+def _under(start: str, path: str) -> str:
+    return start + path if path else ""
+
+
+def _together(linears: Sequence[Any]) -> Part:
+    return tuple(linears) if len(linears) > 1 else linears[0]
+
+
+def _parts_of(mlp: Any, feed: FeedForward) -> list[Part]:
+    activation = activation_shape(_activation_in(mlp, feed) or "")
+    return [_together(_at(mlp, feed.first)), activation, at(mlp, feed.second)]
+
+
+def _swap(module: Any, base: type[ConvertedBlock], chains: object, conversion: Conversion) -> None:
     attributes, original = vars(module), type(module)
-    attributes[_SPLICES] = splices
-    attributes[RECORD] = Record(conversion, original, (_SPLICES,), {})
+    attributes[_CHAINS] = chains
+    attributes[RECORD] = Record(conversion, original, (_CHAINS,), {})
     module.__class__ = derived(base, original)

@@ -41,11 +41,11 @@ class Operands(NamedTuple):
 
 
 def attended(
-    attention: Any, operands: Operands, keywords: Mapping[str, Any], sdpa: Any
+    attention: Any, operands: Operands, scaling: float, keywords: Mapping[str, Any], sdpa: Any
 ) -> torch.Tensor | None:
     """Return the result ``[b, 1, heads, head size]`` of the module ``attention``, which would call
-    ``sdpa`` with ``keywords`` as well; None for a call that it has to compute so, or that no kernel
-    does."""
+    ``sdpa`` with ``keywords`` as well, without dropout; None for a call that it has to compute so,
+    or that no kernel does."""
     q, k, v, mask = operands
     if q.shape[2] != 1 or needs_node(q, k, v) or not _is_plain(attention, operands):
         return None
@@ -56,11 +56,9 @@ def attended(
     for name, value in keywords.items():
         if name not in _WITHOUT_EFFECT and value is not None and value is not False:
             return None
-    if attention.training and attention.attention_dropout:
-        return None
     sharing = getattr(attention, "num_key_value_groups", 1)
     heads, head_dim = q.shape[1], q.shape[3]
-    plain = (q.dtype, "bshd", heads, heads // sharing, head_dim, head_dim, attention.scaling)
+    plain = (q.dtype, "bshd", heads, heads // sharing, head_dim, head_dim, scaling)
     masked = (*plain, (-1, -1), False, False, mask is not None)  # the rest of a descriptor so far
     run = offered(SingleQueryDesc, masked, (AttentionDesc, plain), q)
     if run is None:

@@ -91,12 +91,8 @@ class Splice:
             return self._run_in_graph(x, brought)
         if [*map(type, self.layers)] != self._kinds:
             return None
-        rest = iter(brought)
         try:
-            params = [
-                next(rest) if layer is None else layer._parameters[name]
-                for layer, name in self._names
-            ]
+            params = self._params(brought)
         except KeyError:  # a view of a flat parameter, for one
             return None
         output, memo = None, self._memo
@@ -111,6 +107,19 @@ class Splice:
                 copy_all(targets, sources)
         return output
 
+    def _params(self, brought: Sequence[torch.Tensor]) -> list[Any]:
+        """Return the parameters of the chain; each layer that computes its own does so once."""
+        params: list[Any] = []
+        rest = iter(brought)
+        for layer, name in self._names:
+            if layer is None:
+                params.append(next(rest))
+            elif name is None:
+                params += layer.link_params()
+            else:
+                params.append(layer._parameters[name])
+        return params
+
     def _run_in_graph(
         self, x: torch.Tensor, brought: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
@@ -122,10 +131,7 @@ class Splice:
         for block, inside in zip(self.blocks, self._inside, strict=True):  # guards the modules
             if any([block._modules[name] is not module for name, module in inside.items()]):
                 return None
-        rest = iter(brought)
-        params: list[Any] = [
-            next(rest) if layer is None else layer._parameters[name] for layer, name in self._names
-        ]
+        params = self._params(brought)
         if any([each.dtype != x.dtype for each in params]):
             return None
         bounds = [bind(layer, x.device, x.dtype) for layer in self.layers]
@@ -137,7 +143,7 @@ class Splice:
 
     def is_whole_in_graph(self) -> bool:
         """Return whether nobody has to see a call of one of the layers, while torch traces."""
-        names = [name in layer._parameters for layer, name in self._names if layer is not None]
+        names = [name in layer._parameters for layer, name in self._names if name is not None]  # type: ignore[union-attr]  # a shape's have no name
         return all(names) and [*map(type, self.layers)] == self._kinds and not self._is_seen()
 
     def captured(
@@ -257,15 +263,17 @@ _Followers: TypeAlias = "tuple[list[torch.Tensor], list[torch.Tensor]]"
 """Amaxes of casts, and those of tensors that were cast by these casts for other layers."""
 
 
-def _names_of(parts: Sequence[Part]) -> Iterator[tuple[LowPrecisionModule | None, str]]:
-    """Yield the layer and the name of each parameter of the chain; None for one of a shape."""
+def _names_of(parts: Sequence[Part]) -> Iterator[tuple[LowPrecisionModule | None, str | None]]:
+    """Yield the layer and the name of each parameter of the chain: no layer for one of a shape, no
+    name for all those of a layer that computes them."""
     for part in parts:
         if isinstance(part, list | tuple):
             yield from _names_of(part)
         elif isinstance(part, LowPrecisionModule):
-            yield from [(part, "".join(names)) for names in part.link_names() or ()]
+            names = part.link_names()
+            yield from [(part, None)] if names is None else [(part, "".join(n)) for n in names]
         elif part.num_params:
-            yield None, ""
+            yield None, None
 
 
 def _context(bounds: dict[LowPrecisionModule, Bound], binding: Binding, owner: str) -> BindContext:

@@ -1,0 +1,369 @@
+"""Layers of GPT-2, ViT, CLIP, BERT and T5 as chains: which, how near, and what stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fp8core
+from fp8core import recipe
+from fp8core.chain.run import _captured as captured_links
+from fp8core.chain.series import Chain
+from tests.conversion.test_decoder import count_runs
+from tests.device import DEVICE
+
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+TOKENS = torch.arange(3, 35).reshape(2, 16)
+PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+SIZES |= {"intermediate_size": 48}
+IMAGES = {"image_size": 16, "patch_size": 4}
+
+
+class Family(NamedTuple):
+    """A model of a family, its inputs, and how its config names dropouts and the activation."""
+
+    model: str
+    config: str
+    sizes: dict[str, Any]
+    inputs: dict[str, Any]
+    dropouts: tuple[str, ...]
+    activation: str
+    fused: tuple[str, ...]
+    runs: int
+    """Calls of chains in a forward without dropout."""
+
+
+TEXT = {"input_ids": TOKENS}
+FAMILIES = {
+    "GPT-2": Family(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, **IDS},
+        TEXT | {"labels": TOKENS},
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        "activation_function",
+        ("transformer.h.0", "transformer.h.1"),
+        4,
+    ),
+    "ViT": Family(
+        "ViTForImageClassification",
+        "ViTConfig",
+        SIZES | IMAGES,
+        {"pixel_values": PIXELS, "labels": torch.tensor([0, 1])},
+        ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        "hidden_act",
+        ("vit.layers.0", "vit.layers.1"),
+        4,
+    ),
+    "CLIP": Family(
+        "CLIPVisionModelWithProjection",
+        "CLIPVisionConfig",
+        SIZES | IMAGES | {"projection_dim": 16},
+        {"pixel_values": PIXELS},
+        ("attention_dropout",),
+        "hidden_act",
+        ("vision_model.encoder.layers.0", "vision_model.encoder.layers.1"),
+        4,
+    ),
+    "BERT": Family(
+        "BertForMaskedLM",
+        "BertConfig",
+        SIZES | {"vocab_size": 64, "max_position_embeddings": 32, "pad_token_id": 0},
+        TEXT | {"labels": TOKENS, "attention_mask": torch.ones_like(TOKENS).tril(13)},
+        ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        "hidden_act",
+        ("bert.encoder.layer.0", "bert.encoder.layer.1"),
+        4,
+    ),
+    "T5": Family(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            **{"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1},
+            **{"num_heads": 4, "decoder_start_token_id": 0, "eos_token_id": 2, "pad_token_id": 0},
+        },
+        TEXT | {"labels": TOKENS},
+        ("dropout_rate",),
+        "feed_forward_proj",
+        ("encoder.block.0.layer.1", "decoder.block.0.layer.2"),
+        2,
+    ),
+}
+FAMILIES["T5 v1.1"] = FAMILIES["T5"]._replace(
+    sizes=FAMILIES["T5"].sizes | {"feed_forward_proj": "gated-gelu"}
+)
+
+
+def model_of(family: str, dropout: float = 0.0, **others: Any) -> Any:
+    row = FAMILIES[family]
+    torch.manual_seed(0)
+    options = row.sizes | dict.fromkeys(row.dropouts, dropout) | others
+    model = getattr(transformers, row.model)(getattr(transformers, row.config)(**options))
+    for name, parameter in model.named_parameters():
+        if "norm" in name.lower() or "ln_" in name:
+            nn.init.normal_(parameter, 0.0 if name.endswith("bias") else 1.0, 0.1)
+        elif name.endswith("bias"):
+            nn.init.normal_(parameter, 0.0, 0.1)
+    return model.train()
+
+
+def output_of(model: Any, family: str) -> torch.Tensor:
+    """Return a number that depends on all of the model's output, from seed 0."""
+    torch.manual_seed(0)
+    result = model(**FAMILIES[family].inputs)
+    loss: torch.Tensor | None = getattr(result, "loss", None)
+    return result[0].float().square().mean() if loss is None else loss
+
+
+def trained(model: Any, family: str) -> list[torch.Tensor]:
+    """Return a loss and all gradients."""
+    loss = output_of(model, family)
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return [loss.detach(), *gradients]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [*FAMILIES][:-1])  # a gated activation rounds
+@pytest.mark.usefixtures("first_algorithms")
+def test_chains_compute_what_the_layers_do_bit_for_bit(
+    family: str, dtype: torch.dtype, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an activation that rounds nothing: loss and gradients of a step with the same dropout,
+    and an evaluation. BERT has the gradients of q, k and v added up before that of the sum."""
+    ran, results = count_runs(monkeypatch), []
+    row = FAMILIES[family]
+    for fuse in (True, False):
+        model = model_of(family, dropout, **{row.activation: "relu"}).to(dtype)
+        inputs = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in row.inputs.items()
+        }
+        monkeypatch.setitem(FAMILIES, family, row._replace(inputs=inputs))
+        report = fp8core.convert(model, "current", fuse=fuse, rms_norms=True)
+        assert tuple(entry.name for entry in report.fused) == (row.fused if fuse else ())
+        result = trained(model, family)
+        if fuse and not dropout:
+            assert ran == [True] * row.runs
+        elif fuse:
+            assert ran
+            assert all(ran)
+        with torch.no_grad():
+            results.append([*result, output_of(model.eval(), family)])
+    forward = [[each[0], each[-1]] for each in results]
+    assert all(map(torch.equal, *forward))
+    # On a GPU embeddings and attention add gradients up in any order.
+    is_exact = family != "BERT" and DEVICE.type == "cpu"
+    bound = 0.0 if is_exact else 4 * torch.finfo(dtype).eps
+    largest = max(each.norm() for each in results[1])
+    for pair in zip(*results, strict=True):
+        assert (pair[0] - pair[1]).norm() <= bound * largest
+
+
+@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_train_alike(family: str, name: str) -> None:
+    losses: list[list[float]] = []
+    for fuse in (True, False):
+        model = model_of(family, 0.1)
+        fp8core.convert(model, name, fuse=fuse, rms_norms=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([])
+        for _ in range(3):
+            loss = output_of(model, family)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], abs=3e-3)
+    assert losses[0][2] < losses[0][0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_is_as_near_to_float64_as_the_model_own(family: str) -> None:
+    """In bfloat16, with the products of both in one and the same low precision."""
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 64, 32, generator=source).bfloat16()
+    path = FAMILIES[family].fused[0]
+    keywords = {} if family.startswith("T5") else {"attention_mask": None}
+    exact = model_of(family).bfloat16().double().get_submodule(path)
+    want = exact(x.double(), **keywords)
+    errors = []
+    for fuse in (True, False):
+        model = model_of(family).bfloat16()
+        fp8core.convert(model, recipe.Float8CurrentScaling(), fuse=fuse)
+        y = model.get_submodule(path)(x, **keywords)
+        errors.append((y.double() - want).norm(dim=-1).max())
+    assert errors[0] <= 1.05 * errors[1]
+
+
+# `activation_checkpointing_enable` is its name from transformers 5 on.
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointed_layers_repeat_their_bits(family: str) -> None:
+    results = []
+    for is_checkpointed in (False, True):
+        model = model_of(family, 0.2)
+        model.config.use_cache = False  # with one sdpa gets other memory
+        fp8core.convert(model, "delayed")
+        if is_checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        results.append(trained(model, family))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_classes_and_files_are_those_of_the_model(family: str, tmp_path: Any) -> None:
+    model, plain = model_of(family).eval(), model_of(family).eval()
+    fp8core.convert(model, "current")
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    expected = output_of(model, family)
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(output_of(again, family), expected)
+    assert torch.equal(output_of(copy.deepcopy(model), family), expected)
+    model.save_pretrained(tmp_path)
+    loaded = type(plain).from_pretrained(tmp_path).eval()
+    assert torch.equal(output_of(loaded, family), output_of(plain, family))
+    fp8core.unconvert(model)
+    kinds = [[type(module) for module in each.modules()] for each in (model, plain)]
+    assert kinds[0] == kinds[1]
+    path = FAMILIES[family].fused[0]
+    attributes = [vars(each.get_submodule(path)).keys() for each in (model, plain)]
+    assert attributes[0] == attributes[1]
+    assert torch.equal(output_of(model, family), output_of(plain, family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_hook_inside_a_layer_is_called(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of modules for dropout, and with the tensors that the model passes."""
+    model = model_of(family).eval()
+    fp8core.convert(model, "current")
+    want = output_of(model, family)
+    layer = model.get_submodule(FAMILIES[family].fused[0])
+    unused = ("attn_dropout", "attention.self.dropout")
+    seen: list[nn.Module] = []
+    for path, module in layer.named_modules():
+        if not path or path.endswith(unused):
+            continue
+        hook = module.register_forward_hook(lambda module, *rest: seen.append(module))
+        torch.testing.assert_close(output_of(model, family), want, rtol=2e-3, atol=2e-3)
+        assert seen == [module] * (2 if family == "ViT" and path == "dropout" else 1), path
+        seen.clear()
+        hook.remove()
+    ran = count_runs(monkeypatch)
+    assert torch.equal(output_of(model, family), want)
+    assert ran
+    assert all(ran)
+
+
+@pytest.mark.parametrize("family", ["GPT-2", "T5"])
+def test_generation_gives_the_tokens_of_the_model(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(TOKENS)}
+    options["attention_mask"][0, :3] = 0
+    model = model_of(family).eval()
+    plain = model.generate(TOKENS, **options)
+    for name in (None, "mxfp8"):
+        tokens = []
+        for fuse in (True, False):
+            fp8core.convert(model, name, fuse=fuse)
+            ran = count_runs(monkeypatch)
+            tokens.append(model.generate(TOKENS, **options))
+            assert (True in ran) is (fuse and name is not None)
+            monkeypatch.undo()
+            fp8core.unconvert(model)
+        assert torch.equal(*tokens)
+        assert name is not None or torch.equal(tokens[0], plain)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.parametrize(
+    ("family", "target"), [("GPT-2", "c_attn"), ("BERT", "value"), ("T5", "wi"), ("ViT", "fc2")]
+)
+def test_an_adapter_is_not_passed_over(family: str, target: str) -> None:
+    """Added before the conversion or behind it, with the gradients of both."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=[target], init_lora_weights=False)
+    results = []
+    for is_first in (True, False):
+        model = model_of(family)
+        if not is_first:
+            fp8core.convert(model, "current")
+        torch.manual_seed(5)
+        adapted = peft.get_peft_model(model, config)
+        if is_first:
+            fp8core.convert(adapted, "current")
+        output_of(adapted, family).backward()
+        results.append([p.grad for name, p in adapted.named_parameters() if "lora_A" in name])
+    assert results[0]
+    assert all(map(torch.Tensor.any, results[0]))
+    for first, later in zip(*results, strict=True):
+        torch.testing.assert_close(first, later, rtol=1e-2, atol=1e-3)
+
+
+def test_dropout_that_is_switched_on_later_is_active() -> None:
+    model = model_of("BERT")
+    fp8core.convert(model, "current")
+    before = output_of(model, "BERT")
+    model.bert.encoder.layer[0].output.dropout.p = 0.5
+    assert output_of(model, "BERT") != before
+    assert torch.equal(output_of(model.eval(), "BERT"), before)
+
+
+def test_another_attention_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = count_runs(monkeypatch)
+    model = model_of("BERT", attn_implementation="eager")
+    fp8core.convert(model, "current")
+    model(TOKENS, output_attentions=True)
+    assert not ran
+
+
+def test_what_stays_apart_is_in_the_report() -> None:
+    model = model_of("GPT-2", add_cross_attention=True)
+    report = fp8core.convert(model, "current")
+    assert {entry.reason for entry in report.apart} == {"it has a crossattention besides"}
+    assert [entry.name for entry in report.fused] == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
+    model = model_of("BERT", hidden_act="tanh")
+    report = fp8core.convert(model, "current")
+    assert {entry.reason for entry in report.apart} == {"its activation is Tanh"}
+    model = model_of("BERT")
+
+    class Scaled(type(model.bert.encoder.layer[0])):  # type: ignore[misc]  # a class
+        def feed_forward_chunk(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = 2 * super().feed_forward_chunk(x)
+            return y
+
+    model.bert.encoder.layer[0].__class__ = Scaled
+    report = fp8core.convert(model, "current")
+    assert [entry.reason for entry in report.apart] == ["its class computes otherwise"]
+    assert "1 Scaled (bert.encoder.layer.0)" in str(report)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("family", ["GPT-2", "BERT"])
+def test_compiled_layers_run_as_the_chains_of_eager(family: str) -> None:
+    torch._dynamo.reset()
+    model = model_of(family, **{FAMILIES[family].activation: "relu"})
+    fp8core.convert(model, "current")
+    model.config.use_cache = False
+    expected = trained(model, family)
+    entries = len(captured_links)
+    for path in FAMILIES[family].fused:
+        model.get_submodule(path).compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    assert all(map(torch.equal, trained(model, family), expected))
+    chains = [links for links in captured_links[entries:] if isinstance(links, Chain)]
+    lengths = [2, 3] if family == "GPT-2" else [5]  # q, k and v of BERT are one link
+    assert [len(links) for links in chains if len(links) > 1] == lengths
+    torch._dynamo.reset()
