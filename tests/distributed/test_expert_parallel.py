@@ -297,13 +297,17 @@ def expected(recipe: str, kind: str, *, bias: bool = False) -> dict[str, Any]:
 
 
 def assert_same(found: torch.Tensor, want: torch.Tensor) -> None:
-    """Assert the same bits on the CPU. A GPU adds up groups of other sizes in another order, so
-    that here and there a code between two products rounds the other way."""
+    """Assert the same bits on the CPU.
+
+    A GPU adds up groups of other sizes in another order, which moves a bfloat16 by a step at most,
+    2^-8. One of 2^6 codes of e5m2 between two products then rounds the other way, by 2^-2, which is
+    2^-5 of the norm (two H100: 1/235).
+    """
     if found.is_cpu:
         assert torch.equal(found, want)
         return
     error, whole = (one.double().norm() for one in (found - want, want))
-    assert error <= whole / 256
+    assert error <= whole / 32
 
 
 def assert_same_weights(found: dict[str, Any], want: dict[str, Any], rank: int) -> None:
