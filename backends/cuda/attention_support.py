@@ -37,15 +37,21 @@ _LARGEST_HEAD = 256
 _HEAD_STEP = 8  # elements: 16 bytes
 _FP8_HEAD_STEP = 16
 _SEEN_IN_FP8: Mapping[tuple[int, int], Collection[str]] = {
-    (64, 64): ("open", "causal", "causal, padding", "two-sided", "two-sided, padding"),
-    **dict.fromkeys([(16, 16), (32, 32), (64, 128), (128, 128)], ("causal",)),
+    **dict.fromkeys(
+        [(64, 64), (64, 128)],
+        ("open", "causal", "causal, padding", "two-sided", "two-sided, padding"),
+    ),
+    (128, 128): ("causal", "causal, padding"),
+    **dict.fromkeys([(16, 16), (32, 32)], ("causal",)),
 }
 """The FP8 attention that gave right results on Hopper, by head sizes; what opens others.
 
 cuDNN's check of support also accepts kinds whose kernels crash. In a probe on an H200 (cuDNN 9.19,
 frontend 1.23, 2026-11-27) padding without a mask, heads of 128, did not end with an empty sequence,
-and was right with none, in one case. Results and gradients in bfloat16 and float16 cuDNN refuses
-there itself, as Blackwell's alone."""
+and was right with none, in one case. On an H100 (2026-11-28, 11 pairs of lengths) statistics of
+heads of 128 were off by 0.0024 without a mask or padding, and each of the others by less than the
+tests' bound. Results and gradients in bfloat16 and float16 cuDNN refuses there itself, as
+Blackwell's alone."""
 
 
 def attention_backward_problem(desc: AttentionBackwardDesc, device: torch.device) -> str | None:

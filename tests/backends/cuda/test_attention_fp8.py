@@ -111,6 +111,16 @@ def test_any_lengths_are_within_the_noise(name: str) -> None:
         check(desc, *call(desc, *lengths))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [*(((64, 128), name) for name in OPTIONS), ((128, 128), "padding")],
+)
+def test_any_lengths_of_other_heads_are_within_the_noise(sizes: tuple[int, int], name: str) -> None:
+    desc = desc_of(name, head_dim=sizes[0], head_dim_v=sizes[1])
+    for lengths in LENGTHS:
+        check(desc, *call(desc, *lengths))
+
+
 @pytest.mark.parametrize("sizes", HEAD_SIZES)
 def test_any_head_sizes_are_within_the_noise(sizes: tuple[int, int]) -> None:
     for groups in (1, 4):
