@@ -251,7 +251,7 @@ def test_an_attention_in_the_place_of_torch_s_is_called(
 def test_a_kernel_is_asked_for_no_batch_of_none(batch: int, reading: Reading) -> None:
     attention = llama().eval().model.layers[0].self_attn
     q, k = torch.randn(batch, 4, 1, 8), torch.randn(batch, 2, 5, 8)
-    y = attended(attention, Operands(q, k, k, None), {}, SDPA)
+    y = attended(attention, Operands(q, k, k, None), attention.scaling, {}, SDPA)
     assert (y is None, len(reading.calls)) == (not batch, min(batch, 1))
 
 
