@@ -88,8 +88,8 @@ class QuantizeDesc:
 
     def halves(self) -> tuple[QuantizeDesc, QuantizeDesc]:
         """Return the descriptors of the rowwise and of the columnwise half alone."""
-        whole = replace(self, chunked=False)
-        return replace(whole, columnwise=None), replace(whole, rowwise=None)
+        rowwise = replace(self, columnwise=None, chunked=False)
+        return rowwise, replace(self, rowwise=None, chunked=False)
 
     def __str__(self) -> str:
         start = f"{dtype_text(self.dtype)} -> rowwise={self.rowwise}"

@@ -217,6 +217,8 @@ def _producers(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[Ca
             (linear, shape, linear),
             (with_bias, shape, linear),
         )
+        if shape not in (*fused, *zero_centered):
+            chains = chains[::2]  # such an activation is the same in the others
         for chain in chains:
             for entry in _entries(prefix, chain, plan, dtype):
                 if shape in fused or not isinstance(entry.desc, FusedDesc):

@@ -63,10 +63,10 @@ class LowPrecision(TensorQuantizer):
         whole = resolve(desc)
         halves = desc.halves()
         rowwise, columnwise = (self.with_slot(resolve(half).run) for half in halves)
-        descs = [replace(each, sums=True) for each in (desc, *halves)]
-        descs += [replace(desc, chunked=True), replace(desc, chunked=True, sums=True)]
         variants: dict[Variant, Callable[..., Any]] = {}
         if resolve_variant is not None and not desc.grouped:
+            descs = [replace(each, sums=True) for each in (desc, *halves)]
+            descs += [replace(desc, chunked=True), replace(desc, chunked=True, sums=True)]
             for each in descs:
                 resolved = resolve_variant(each, backend=whole.choice.backend)
                 if resolved is not None:
