@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -243,25 +244,31 @@ def layers() -> Each:
 
 
 class Compared:
-    """A model, its file, and what both give for three inputs in a row; the file is written once."""
+    """A model, its files, and what both give for three inputs in a row; the files are written once.
 
-    def __init__(self, model: Each, path: Path) -> None:
-        self.model, self.path = model, path
-        before, generator = bits_of(model), torch.get_rng_state()
-        to_onnx(model, (torch.ones(32, 64),), path)
-        self.is_unchanged = is_as_before(model, before)
-        self.draws_nothing = torch.equal(torch.get_rng_state(), generator)
+    Each file holds eight layers: onnxscript looks through all nodes of a file for each of them.
+    """
+
+    def __init__(self, model: Each, folder: Path) -> None:
+        self.model, names = model, list(model.parts)
         self.inputs = [(torch.randn(32, 64),) for _ in range(3)]
-        names = list(model.parts)
         with torch.no_grad(), te.use_backend("reference"):
             self.wants = [dict(zip(names, model(*one), strict=True)) for one in self.inputs]
-        self.results = [dict(zip(names, one, strict=True)) for one in run(path, self.inputs)]
+        before, generator = bits_of(model), torch.get_rng_state()
+        eights = [names[start : start + 8] for start in range(0, len(names), 8)]
+        self.paths = [folder / f"{some[0]}.onnx" for some in eights]
+        for some, path in zip(eights, self.paths, strict=True):
+            part = Each({name: model.parts[name] for name in some}, model.recipes)
+            to_onnx(part.eval(), (torch.ones(32, 64),), path)
+        self.is_unchanged = is_as_before(model, before)
+        self.draws_nothing = torch.equal(torch.get_rng_state(), generator)
+        by_file = zip(*(run(path, self.inputs) for path in self.paths), strict=True)
+        self.results = [dict(zip(names, chain(*one), strict=True)) for one in by_file]
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
-    path = tmp_path_factory.mktemp("layers") / "layers.onnx"
-    return Compared(layers(), path)
+    return Compared(layers(), tmp_path_factory.mktemp("layers"))
 
 
 def test_layers_equal_forward_for_inputs_in_a_row(compared: Compared) -> None:
@@ -294,7 +301,7 @@ def test_no_random_numbers_are_drawn(compared: Compared) -> None:
 
 
 def test_weights_are_stored_as_codes_alone(compared: Compared) -> None:
-    held = {one.name: one.data_type for one in onnx.load(compared.path).graph.initializer}
+    held = {one.name: one.data_type for one in onnx.load(compared.paths[0]).graph.initializer}
     weights = {name: kind for name, kind in held.items() if "linear_mxfp8.weight" in name}
     kinds = {name.rpartition("weight_")[2]: kind for name, kind in weights.items()}
     float8, float32 = onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.FLOAT
@@ -302,7 +309,7 @@ def test_weights_are_stored_as_codes_alone(compared: Compared) -> None:
 
 
 def test_inputs_are_quantized_by_nodes(compared: Compared) -> None:
-    kinds = {node.op_type for node in onnx.load(compared.path).graph.node}
+    kinds = {node.op_type for node in onnx.load(compared.paths[0]).graph.node}
     assert {"QuantizeLinear", "DequantizeLinear", "MatMul"} <= kinds
 
 

@@ -137,6 +137,7 @@ def lower(program: ExportedProgram) -> ExportedProgram:
     Raises:
         UnsupportedError: the program holds an operation without a translation, or writes a buffer.
     """
+    _forget_sources(program)
     _drop_seeds(program)
     program = _functional(program)
     _refuse_writes(program)
@@ -148,8 +149,17 @@ def lower(program: ExportedProgram) -> ExportedProgram:
         if name is not None:
             node.target = operands.LOWERED[name]
     program.graph_module.recompile()
+    _forget_sources(program)
     result: ExportedProgram = program.run_decompositions(operands.DECOMPOSITIONS)
+    _forget_sources(result)
     return result
+
+
+def _forget_sources(program: ExportedProgram) -> None:
+    """Drop which nodes of earlier passes each node is from: no file holds it, and every pass of
+    torch copies it for each node."""
+    for node in program.graph.nodes:
+        node.meta.pop("from_node", None)
 
 
 def _operator_name(node: Node) -> str | None:
