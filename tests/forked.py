@@ -2,7 +2,8 @@
 
 Importing torch and fp8core takes seconds of processor time, a fork milliseconds. A fork has what
 ``import fp8core`` gives a new interpreter, imported with warnings as errors: no plug-in, no test.
-Forks that need more modules share those as well, if the caller names them.
+Forks that need more modules share those as well, if the caller names them: the process that has
+imported those is a fork, too.
 Tests of what an interpreter does while it starts or imports use ``subprocess``.
 
     done = forked.run([sys.executable, "-c", "import fp8core; print(fp8core.__version__)"])
@@ -25,7 +26,7 @@ import types
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 POLL_S = 0.01
@@ -35,10 +36,18 @@ ERROR = ("error", None, Warning, None, 0)
 Job = dict[str, Any]
 
 
+class Server(NamedTuple):
+    """A process that forks: where it reads and writes, and the first one's own handle."""
+
+    requests: IO[str]
+    answers: IO[str]
+    process: subprocess.Popen[str] | None
+
+
 class Child:
     """A forked process, with the methods of ``subprocess.Popen`` that tests use."""
 
-    def __init__(self, pid: int, server: subprocess.Popen[str]) -> None:
+    def __init__(self, pid: int, server: Server) -> None:
         self.pid, self._server = pid, server
         self.returncode: int | None = None
 
@@ -75,8 +84,7 @@ def start(
 
     ``command`` is ``[sys.executable, "-W", "error", "-c", code, *arguments]``, where the warnings
     may be left out and ``-m module`` or a path may stand for the code. The streams are named files.
-    ``imports`` are the modules beside fp8core that the process finds imported: one process a tuple
-    of them imports them once and forks.
+    ``imports`` are the modules beside fp8core that the process finds imported, in their order.
     """
     assert command[0] == sys.executable, command
     assert stdin == subprocess.DEVNULL
@@ -112,38 +120,50 @@ def run(
     return subprocess.CompletedProcess(command, status, *texts)
 
 
-_servers: list[subprocess.Popen[str]] = []
+_servers: list[Server] = []
 
 
 def close() -> None:
     """End the processes that fork, if there are any; their forks go on."""
     while _servers:
-        with _servers.pop() as process:
-            assert process.stdin is not None
-            process.stdin.close()
+        server = _servers.pop()  # the first one last
+        server.requests.close()
+        server.answers.close()
+        if server.process is not None:
+            server.process.wait()
     _server.cache_clear()
 
 
 @functools.cache
-def _server(imports: tuple[str, ...]) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "tests.forked", *imports],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    _servers.append(process)
-    return process
+def _server(imports: tuple[str, ...]) -> Server:
+    """Return the process that has imported ``imports``, a fork of that without the last of them."""
+    if imports:
+        with tempfile.TemporaryDirectory() as folder:
+            pipes = [os.path.join(folder, name) for name in ("requests", "answers")]
+            for pipe in pipes:
+                os.mkfifo(pipe)
+            _answer(_server(imports[:-1]), {"import": imports[-1], "pipes": pipes})
+            server = Server(open(pipes[0], "w"), open(pipes[1]), None)  # noqa: SIM115  until close()
+    else:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tests.forked"],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        server = Server(process.stdin, process.stdout, process)
+    _servers.append(server)
+    return server
 
 
-def _answer(process: subprocess.Popen[str], request: Job) -> Any:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(json.dumps(request) + "\n")
-    process.stdin.flush()
-    line = process.stdout.readline()
+def _answer(server: Server, request: Job) -> Any:
+    server.requests.write(json.dumps(request) + "\n")
+    server.requests.flush()
+    line = server.answers.readline()
     assert line, "the process that forks has ended; its error is above"
     return json.loads(line)
 
@@ -151,11 +171,10 @@ def _answer(process: subprocess.Popen[str], request: Job) -> Any:
 # --- in the process that forks ---
 
 
-def serve() -> Job | None:
-    """Fork as asked, until the input ends; return the job in a fork, None in this process."""
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # what an import prints is no answer
-        while line := sys.stdin.readline():
+def serve(requests: IO[str], answers: IO[str]) -> Job | None:
+    """Fork as asked, until the input ends; return the request in a fork, None in this process."""
+    with requests, answers:
+        while line := requests.readline():
             request = json.loads(line)
             if "poll" in request:
                 pid, status = os.waitpid(request["poll"], os.WNOHANG)
@@ -208,9 +227,13 @@ if __name__ == "__main__":
     import fp8core  # noqa: F401  what the forks share
 
     torch.set_num_threads(1)
-    for name in sys.argv[1:]:
-        importlib.import_module(name)
     gc.freeze()
-    asked = serve()
+    streams = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an import prints is no answer
+    while (asked := serve(*streams)) is not None and "import" in asked:
+        read, write = asked["pipes"]
+        streams = open(read), open(write, "w")  # noqa: SIM115  serve closes them
+        importlib.import_module(asked["import"])
+        gc.freeze()
     if asked is not None:
         become(asked)
