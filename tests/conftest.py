@@ -86,9 +86,13 @@ def pytest_sessionstart() -> None:
 LONG = (
     *("backends/ascend/test_npu.py", "backends/cuda/test_attention_host.py"),
     *("chain/test_differentiable.py", "conformance/test_broken_backends.py"),
+    *("conformance/test_command.py", "conformance/test_pytest_plugin.py"),
     *("conformance/test_reference.py", "distributed/test_state_of_ranks.py", "docs/test_pages.py"),
-    *("doctor/test_collectives.py", "doctor/test_command.py", "integrations/test_megatron.py"),
-    *("interchange/test_onnx_file.py", "test_compile.py", "test_ways.py"),
+    *("doctor/test_collectives.py", "doctor/test_command.py", "integrations/test_frameworks.py"),
+    *("integrations/test_huggingface.py", "integrations/test_megatron.py"),
+    *("interchange/test_loading.py", "interchange/test_onnx_file.py"),
+    *("interchange/test_programs.py", "test_compile.py", "test_compile_delayed.py"),
+    *("test_layering.py", "test_public_names.py", "test_ways.py"),
 )
 """Files that take ten seconds of processor time and more."""
 

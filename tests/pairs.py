@@ -25,8 +25,12 @@ def pairs(*axes: Iterable[Any], keep: Callable[..., bool] | None = None) -> list
     columns = [[*axis] for axis in axes]
     cross = [
         indices
-        for indices in itertools.product(*(range(len(column)) for column in columns))
-        if keep is None or keep(*values_at(columns, indices))
+        for indices, values in zip(
+            itertools.product(*(range(len(column)) for column in columns)),
+            itertools.product(*columns),
+            strict=True,
+        )
+        if keep is None or keep(*values)
     ]
     for axis, values in enumerate(columns):
         if lost := set(range(len(values))) - {indices[axis] for indices in cross}:

@@ -66,7 +66,10 @@ class Layer(NamedTuple):
 
 
 def merged(values: Sequence[Options]) -> Options:
-    return {name: value for each in values for name, value in each.items()}
+    result: Options = {}
+    for each in values:
+        result.update(each)
+    return result
 
 
 def axis(name: str, *values: Any) -> list[Options]:
