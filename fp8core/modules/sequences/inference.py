@@ -413,21 +413,25 @@ class InferenceParams:
                 )
         refuse_capture("pre_step() of numbers on the host", "Give it a tensor of them")
         self._catch_up()
-        self._begin(partial(self._begun, steps))
-        if self._is_on_device:
-            self._built_in.settle()
+        self._begin(partial(self._begun, steps), settles=self._is_on_device)
 
-    def _begin(self, begun: Callable[[], Writes]) -> None:
+    def _begin(self, begun: Callable[[], Writes], *, settles: bool = False) -> None:
         """Begin a step by ``begun``, which notes it on the host and returns what the device gets;
         all of it, or nothing if an exception, of any kind, comes before the device gets some."""
         earlier = [(each, dict(vars(each))) for each in (self, self.cache_manager)]
         writes: Writes = []
+
+        def to_device() -> None:
+            write(writes)
+            if settles:
+                self._built_in.settle()
+
         try:
             writes = begun()
-            write(writes)
+            to_device()
         except BaseException:
             if writes:
-                write(writes)
+                to_device()
             else:
                 for each, fields in earlier:
                     vars(each).update(fields)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -502,10 +502,15 @@ class NonPagedKVCacheManager(_ManagerBase):
         length = max(self._before.values())
         parts = self.cache[layer_number]
         moved = [part[source, :length] for part in parts]
-        self._stored[layer_number] = OrderedDict()  # whoever interrupts this leaves no layer in use
-        for part, rows in zip(parts, moved, strict=True):
-            part.index_fill_(0, cleared, 0)
-            part[target, :length] = rows
+
+        def move() -> None:
+            self._stored[layer_number] = OrderedDict()  # a move that fails leaves no layer in use
+            for part, rows in zip(parts, moved, strict=True):
+                part.index_fill_(0, cleared, 0)
+                part[target, :length] = rows
+            self._stored[layer_number] = self._before
+
+        finish(move)
 
     def _changes_since(self, stored: Mapping[Hashable, int]) -> _Changes:
         """Return the changes of the rows of layers that have ``stored``."""
@@ -734,6 +739,15 @@ def zeros(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     which take its address for a constant."""
     with torch.inference_mode(False):
         return at_static_address(torch.zeros(tuple(sizes), dtype=dtype, device=device))
+
+
+def finish(run: Callable[[], None]) -> None:
+    """Do what can be done twice, and once more if an exception, of any kind, came in between."""
+    try:
+        run()
+    except BaseException:
+        run()
+        raise
 
 
 def write(writes: Writes) -> None:
