@@ -34,8 +34,8 @@ struct SingleQueryArguments {
   // [batch + 1], of no query or of one, and of keys; both null: of one and of `capacity`.
   const std::int32_t* cu_seqlens_q = nullptr;
   const std::int32_t* cu_seqlens_kv = nullptr;
-  void* out = nullptr;                          // [rows, heads, head_size], whole
-  float* stats = nullptr;                       // [rows, heads]: the logarithms of the sums
+  void* out = nullptr;     // [rows, heads, head_size], whole
+  float* stats = nullptr;  // [rows, heads]: the logarithms of the sums
 
   // Optional from here on: where the rows of q and out follow one another without gaps, the first
   // row of each sequence, [batch + 1], and their number. A sequence without a query writes nothing.
