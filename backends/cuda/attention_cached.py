@@ -202,17 +202,23 @@ class CachedAttention(GraphAttention):
         return self._single(q, rows, lengths, views[0].shape[2])
 
 
-class SingleQueryAttention:
-    """``(out, stats, None)``; see SingleQueryDesc. Keys, values and mask are read by the kernel."""
+class _OfSingleQueries:
+    """Attention by the kernel of one query alone."""
 
     __slots__ = ("_single", "desc", "device")
 
-    kernel = "fp8core::attend_once of another library's cache"
-
-    def __init__(self, desc: SingleQueryDesc, device: torch.device, native: Any) -> None:
+    def __init__(self, desc: AttentionDesc, device: torch.device, native: Any) -> None:
         index = index_of(device)
         self.desc, self.device = desc, torch.device("cuda", index)
         self._single = _SingleQueries(desc, index, native)
+
+
+class SingleQueryAttention(_OfSingleQueries):
+    """``(out, stats, None)``; see SingleQueryDesc. Keys, values and mask are read by the kernel."""
+
+    __slots__ = ()
+
+    kernel = "fp8core::attend_once of another library's cache"
 
     def __call__(
         self,
@@ -262,17 +268,13 @@ class SingleQueryAttention:
         return rows.expand(batch, capacity)
 
 
-class PagedAttention:
+class PagedAttention(_OfSingleQueries):
     """``(out, stats, None)``; see PagedAttentionDesc. Lengths and pages are read by the kernel."""
 
-    __slots__ = ("_single", "desc", "device")
+    __slots__ = ()
 
+    desc: PagedAttentionDesc
     kernel = "fp8core::attend_once of pages"
-
-    def __init__(self, desc: PagedAttentionDesc, device: torch.device, native: Any) -> None:
-        index = index_of(device)
-        self.desc, self.device = desc, torch.device("cuda", index)
-        self._single = _SingleQueries(desc, index, native)
 
     def __call__(
         self,
