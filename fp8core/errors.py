@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
 
 
 class Fp8CoreError(Exception):
@@ -110,6 +111,34 @@ def did_you_mean(
     """
     meant = (synonyms or {}).get(word.lower()) or nearest(word, candidates)
     return "" if meant is None else f" Did you mean {meant!r}?"
+
+
+_Choice = TypeVar("_Choice")
+
+
+def checked_choice(
+    owner: object,
+    name: str,
+    value: _Choice,
+    choices: Collection[_Choice],
+    error: type[Fp8CoreError] = OperandError,
+) -> _Choice:
+    """Return ``value``, the argument ``name`` of ``owner``, which is one of ``choices``.
+
+    Raises:
+        OperandError: it is another one; or the ``error`` that is given instead.
+
+    >>> checked_choice("f", "mode", "row", ["row", "column"])
+    'row'
+    >>> checked_choice("f", "mode", "rows", ["row", None])
+    Traceback (most recent call last):
+    fp8core.errors.OperandError: f(mode='rows'): expected one of 'row', None. Did you mean 'row'?
+    """
+    if value in [*choices]:  # of a mapping too, whose keys a list cannot be compared with
+        return value
+    hint = did_you_mean(str(value), [choice for choice in choices if isinstance(choice, str)])
+    expected = ", ".join(map(repr, choices))
+    raise error(f"{owner}({name}={value!r}): expected one of {expected}.{hint}")
 
 
 def no_argument(

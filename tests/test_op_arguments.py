@@ -106,7 +106,7 @@ REFUSED: dict[str, Refusal] = {
     },
     "a mode of no linear": (
         lambda: ops.Linear(8, 8, tensor_parallel_mode="both"),
-        *(OperandError, "expected 'column', 'row' or None"),
+        *(OperandError, "expected one of 'column', 'row', None"),
     ),
     **{
         f"a probability of {p}": (partial(ops.Dropout, p), OperandError, f"p={p}")

@@ -319,7 +319,7 @@ ERRORS: dict[str, Any] = {
     "probs is [7]": lambda: moe_sort_chunks_by_index_with_probs(
         rand(0, 4), torch.rand(7), torch.zeros(1, dtype=torch.int64), torch.tensor([0])
     ),
-    "expected one of mask, index. Did you mean 'mask'?": lambda: moe_permute(
+    "expected one of 'mask', 'index'. Did you mean 'mask'?": lambda: moe_permute(
         rand(3, 4), routing(3), 6, map_type="masks"
     ),
     "row_id_map has row 5, and inp 4 rows": lambda: moe_unpermute(

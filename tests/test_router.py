@@ -380,7 +380,7 @@ def test_histogram_in_a_compiled_graph() -> None:
     [
         ({"qb_histogram": None}, "qb_histogram is None"),
         ({"qb_bin_bounds": None, "qb_histogram_mode": None}, "qb_bin_bounds and qb_histogram_mode"),
-        ({"qb_histogram_mode": "fused"}, "expected one of two_kernel, fused_atomic"),
+        ({"qb_histogram_mode": "fused"}, "expected one of 'two_kernel', 'fused_atomic'"),
         ({"score_function": "softmax"}, "expected score_function='sigmoid'"),
         ({"num_groups": 2, "group_topk": 1}, "without groups"),
         ({"topk": 8}, "topk below the number of experts"),

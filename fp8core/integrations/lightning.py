@@ -16,7 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from fp8core.context.autocast import autocast
 from fp8core.conversion.convert import convert
 from fp8core.conversion.layers import RECORD
-from fp8core.errors import RecipeError
+from fp8core.errors import RecipeError, checked_choice
 from fp8core.recipe import Recipe
 from fp8core.recipe.data import from_data
 from fp8core.reporting import logger
@@ -57,11 +57,7 @@ class Fp8CorePrecision(Precision):
         rms_norms: bool | None = None,
     ) -> None:
         for name, dtype in (("weights_dtype", weights_dtype), ("compute_dtype", compute_dtype)):
-            if dtype not in _DTYPES:
-                raise RecipeError(
-                    f"Fp8CorePrecision({name}={dtype!r}): expected one of "
-                    f"{', '.join(map(str, _DTYPES))}."
-                )
+            checked_choice("Fp8CorePrecision", name, dtype, _DTYPES, RecipeError)
         chosen = from_data(recipe, "Fp8CorePrecision(recipe=...)")
         if chosen is None:
             raise RecipeError(

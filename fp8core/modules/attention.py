@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from typing_extensions import override
 
+from fp8core.backend_api import ATTENTION_LAYOUTS
 from fp8core.chain import run as chain
 from fp8core.chain.attention.pages import CODES, Pages
 from fp8core.chain.attention.shape import AttentionShape
@@ -24,7 +25,7 @@ from fp8core.chain.shape import LinkShape
 from fp8core.chain.unwrap import PLAIN
 from fp8core.collectives import named
 from fp8core.context.recompute import checkpoint
-from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
+from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError, checked_choice
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound
 from fp8core.modules.calls.parameters import check_probability, fill, resolve_device
@@ -38,7 +39,6 @@ from fp8core.modules.sequences.attention_arguments import (
     Mask,
     alibi_slopes_of,
     bias_kind,
-    checked_choice,
     checked_heads,
     checked_scale,
     checked_softcap,
@@ -54,7 +54,6 @@ from fp8core.modules.sequences.attention_inputs import (
     Qkv,
     batch_of,
     check_bias,
-    check_layout,
     check_mask,
     check_pad_between,
     check_unread_lengths,
@@ -281,7 +280,7 @@ class DotProductAttention(ParallelModule):
         sizes = num_attention_heads, num_gqa_groups, kv_channels
         self.heads = checked_heads(owner, self.parallel, *sizes)
         self.attention_dropout = check_probability(owner, "attention_dropout", attention_dropout)
-        self.qkv_format = check_layout(owner, qkv_format)
+        self.qkv_format = checked_choice(owner, "qkv_format", qkv_format, ATTENTION_LAYOUTS)
         self.attn_mask_type = mask_type_of(owner, attn_mask_type)
         self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
         mask_of(owner, self.attn_mask_type, window_size, bottom_right_diagonal, has_alibi=False)
@@ -439,7 +438,8 @@ class DotProductAttention(ParallelModule):
         new = qkv = unpacked(owner, tensors, *packed, options.qkv_interleave_dim)
         attention_mask, mask_type = options.attention_mask, options.attn_mask_type
         bottom_right = options.bottom_right_diagonal
-        layout = check_layout(owner, options.qkv_format or self.qkv_format)
+        layout = options.qkv_format or self.qkv_format
+        checked_choice(owner, "qkv_format", layout, ATTENTION_LAYOUTS)
         qkv = checked_qkv(owner, self.heads, layout, qkv)
         if cache is not None:
             mask_type = mask_type_of(owner, mask_type or self.attn_mask_type)

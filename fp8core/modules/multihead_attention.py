@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp8core.chain.packed_attention import HeadSizes
-from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
+from fp8core.errors import OperandError, RecipeError, UnsupportedError, checked_choice
 from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.calls.parameters import InitMethod, refuse_arguments
 from fp8core.modules.composition import (
@@ -155,10 +155,10 @@ class MultiheadAttention(ComposedLayer):
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        arguments = locals()
+        owner, arguments = "MultiheadAttention", locals()
         refuse_arguments(MultiheadAttention.__init__, arguments, _NOT_OFFERED)
-        _check_attention_type(attention_type)
-        check_main_grad("MultiheadAttention", fuse_wgrad_accumulation, fuse_qkv_params)
+        checked_choice(owner, "attention_type", attention_type, ATTENTION_TYPES, RecipeError)
+        check_main_grad(owner, fuse_wgrad_accumulation, fuse_qkv_params)
         self.name, self.qkv_format, self.attention_type = name, qkv_format, attention_type
         self.layer_number = 1 if layer_number is None else layer_number
         self.return_bias, self.input_layernorm = return_bias, input_layernorm
@@ -513,14 +513,6 @@ ARGUMENTS = tuple(inspect.signature(MultiheadAttention.forward).parameters)[2:]
 
 _OF_CALLS = tuple(name for name in ARGUMENTS if name in AttentionOptions._fields[1:])
 """Those that attention takes as they are, besides the mask."""
-
-
-def _check_attention_type(attention_type: str) -> None:
-    if attention_type not in ATTENTION_TYPES:
-        raise RecipeError(
-            f"MultiheadAttention(attention_type={attention_type!r}): types are "
-            f"{', '.join(ATTENTION_TYPES)}.{did_you_mean(str(attention_type), ATTENTION_TYPES)}"
-        )
 
 
 def _without_its_neighbours(value: torch.Tensor) -> torch.Tensor:

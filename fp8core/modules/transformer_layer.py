@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp8core.chain.node import is_under_torch_autocast
-from fp8core.errors import OperandError, RecipeError, did_you_mean
+from fp8core.errors import OperandError, RecipeError, checked_choice
 from fp8core.modules.calls.inputs import check_kind
 from fp8core.modules.calls.parameters import InitMethod, check_probability, refuse_arguments
 from fp8core.modules.composition import (
@@ -411,11 +411,7 @@ def _check_options(arguments: Mapping[str, Any]) -> None:
     """Refuse what is not offered, an unknown layer type, and options that exclude each other."""
     refuse_arguments(TransformerLayer.__init__, arguments, _NOT_OFFERED)
     layer_type = arguments["layer_type"]
-    if layer_type not in LAYER_TYPES:
-        raise RecipeError(
-            f"TransformerLayer(layer_type={layer_type!r}): types are {', '.join(LAYER_TYPES)}."
-            f"{did_you_mean(str(layer_type), LAYER_TYPES)}"
-        )
+    checked_choice("TransformerLayer", "layer_type", layer_type, LAYER_TYPES, RecipeError)
     if arguments["parallel_attention_mlp"]:
         _check_parallel(arguments)
     check_main_grad(

@@ -17,6 +17,7 @@ from fp8core.errors import (
     FrozenFieldError,
     RecipeError,
     UnsupportedError,
+    checked_choice,
     did_you_mean,
     no_argument,
 )
@@ -390,9 +391,7 @@ def attention_plan(
 
 def check_choice(recipe: Any, field: str, choices: Collection[object]) -> None:
     """Raise RecipeError unless ``field`` of ``recipe`` is one of ``choices``."""
-    value = getattr(recipe, field)
-    if value not in choices:
-        raise RecipeError(f"{type(recipe).__name__}({field}={value!r}): expected one of {choices}.")
+    checked_choice(type(recipe).__name__, field, getattr(recipe, field), choices, RecipeError)
 
 
 def check_attention(recipe: Any) -> None:
@@ -478,7 +477,7 @@ def check_common(recipe: Any, overrides: tuple[str | None, ...] = _OVERRIDES) ->
         raise RecipeError(
             f"{owner}(requantize_weights={recipe.requantize_weights!r}): expected True or False."
         )
-    check_choice(recipe, "holding", tuple(HOLDING))
+    check_choice(recipe, "holding", HOLDING)
     for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
         params = getattr(recipe, name, SPLIT)
         if not isinstance(params, MMParams):

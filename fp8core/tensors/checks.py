@@ -18,7 +18,7 @@ from fp8core import formats
 from fp8core.backend_api import TRANSFORMS, Operand, OperandSpec
 from fp8core.backend_api.descriptors import operand_shapes
 from fp8core.backend_api.operand_spec import codes_per_byte
-from fp8core.errors import OperandError, RecipeError
+from fp8core.errors import OperandError, RecipeError, checked_choice
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import LINEAR_TENSORS, plan_of
 from fp8core.recipe.named import recipe_from
@@ -310,10 +310,7 @@ def tensor_plan(by: Any, tensor: str, dtype: torch.dtype) -> TensorPlan:
         RecipeError: it is none of these, leaves the tensor in high precision, or has an object of
             the user's quantize it.
     """
-    if tensor not in LINEAR_TENSORS:
-        raise RecipeError(
-            f"quantize or from_codes of {tensor!r}: expected one of {', '.join(LINEAR_TENSORS)}."
-        )
+    checked_choice("quantize or from_codes", "tensor", tensor, LINEAR_TENSORS, RecipeError)
     plan: Any = by
     if isinstance(by, OperandSpec):
         plan = TensorPlan(by, by)

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8core.backend_api import SCORE_FUNCTIONS, RouterBackwardDesc, RouterDesc
 from fp8core.chain.alone import bound, derivatives, in_torch, is_transformed, needs_node, plain
-from fp8core.errors import OperandError, did_you_mean, elsewhere
+from fp8core.errors import OperandError, checked_choice, did_you_mean, elsewhere
 from fp8core.torch_ops import private
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -212,11 +212,7 @@ def _format_of(owner: str, value: str | RoutingMapFormat | int) -> RoutingMapFor
 
 def _check_logits(owner: str, logits: torch.Tensor, topk: int, score_function: str) -> int:
     """Return the number of experts, or refuse the arguments."""
-    if score_function not in SCORE_FUNCTIONS:
-        raise OperandError(
-            f"{owner}(score_function={score_function!r}): expected one of "
-            f"{', '.join(SCORE_FUNCTIONS)}.{did_you_mean(str(score_function), SCORE_FUNCTIONS)}"
-        )
+    checked_choice(owner, "score_function", score_function, SCORE_FUNCTIONS)
     if not isinstance(logits, torch.Tensor) or logits.dtype not in _FLOATS or not logits.dim():
         is_tensor = isinstance(logits, torch.Tensor)
         shown = f"{logits.dtype} {list(logits.shape)}" if is_tensor else type(logits).__name__
@@ -314,11 +310,7 @@ def _check_histogram(
             f"none of them."
         )
     counts, bounds, mode = balancing
-    if mode not in _MODES:
-        raise OperandError(
-            f"{owner}(qb_histogram_mode={mode!r}): expected one of {', '.join(_MODES)}."
-            f"{did_you_mean(str(mode), _MODES)}"
-        )
+    checked_choice(owner, "qb_histogram_mode", mode, _MODES)
     experts = logits.shape[-1]
     if not is_plain or topk == experts:
         raise OperandError(

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 CONSTRUCTED = {
     "heads are no multiple of the groups; expected one of 1, 2, 4": {"num_gqa_groups": 3},
     r"Did you mean 'causal'": {"attn_mask_type": "causl"},
-    r"qkv_format='hsbd'; expected one of 'sbhd', 'bshd', 'thd'": {"qkv_format": "hsbd"},
+    r"qkv_format='hsbd'\): expected one of 'sbhd', 'bshd', 'thd'": {"qkv_format": "hsbd"},
     "window_size=\\(1,\\); expected \\(left, right\\)": {"window_size": (1,)},
     "window_size=\\(-2, 0\\)": {"window_size": (-2, 0)},
     "Put the window into attention_mask": {"window_size": (2, 2), "attn_mask_type": "arbitrary"},

@@ -444,7 +444,7 @@ ONE = torch.ones(2, dtype=torch.int64)
 GOOD = RotaryPositionEmbedding(8)(16)
 T, TOKENS = torch.zeros(5, 2, 3, 8), torch.zeros(10, 3, 8)
 DENSE: list[tuple[dict[str, Any], str]] = [
-    ({"tensor_format": "bhsd"}, "tensor_format='bhsd'.*sbhd, bshd, thd"),
+    ({"tensor_format": "bhsd"}, "tensor_format='bhsd'.*'sbhd', 'bshd', 'thd'"),
     ({"t": torch.zeros(5, 3, 8)}, r"t is \[5, 3, 8\]; expected s, b, h, d"),
     ({"t": torch.zeros(5, 2, 0, 8)}, r"t is \[5, 2, 0, 8\]"),
     ({"t": torch.zeros(5, 2, 3, 8, dtype=torch.int32)}, "int32"),

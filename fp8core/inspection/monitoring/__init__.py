@@ -16,7 +16,13 @@ import torch
 import torch.distributed
 
 from fp8core import formats
-from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
+from fp8core.errors import (
+    OperandError,
+    RecipeError,
+    UnsupportedError,
+    checked_choice,
+    did_you_mean,
+)
 from fp8core.inspection.monitoring.observe import LayerWatch
 from fp8core.inspection.monitoring.record import (
     EXPONENTS,
@@ -445,11 +451,7 @@ def monitor(
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise RecipeError(f"monitor(every={every!r}): expected a number of steps, 1 or more.")
-    if on_nonfinite not in _ON_NONFINITE:
-        raise RecipeError(
-            f"monitor(on_nonfinite={on_nonfinite!r}): expected one of {_ON_NONFINITE}."
-            f"{did_you_mean(str(on_nonfinite), _ON_NONFINITE)}"
-        )
+    checked_choice("monitor", "on_nonfinite", on_nonfinite, _ON_NONFINITE, RecipeError)
     layers = watched_layers(model, "monitor")
     recorder = Recorder(raises=on_nonfinite == "raise", keeps=keep_tensors)
     inventory.claim(layers)

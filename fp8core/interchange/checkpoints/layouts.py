@@ -30,7 +30,7 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import Operand, OperandSpec
-from fp8core.errors import OperandError, RecipeError, UnsupportedError
+from fp8core.errors import OperandError, RecipeError, UnsupportedError, checked_choice
 from fp8core.interchange.checkpoints.files import Header
 from fp8core.modules.models.inventory import experts_of
 
@@ -168,8 +168,7 @@ def layout_of(spec: OperandSpec, method: str | None = None) -> Layout:
         RecipeError: an unknown method.
         UnsupportedError: no layout of other libraries holds such codes.
     """
-    if method is not None and method not in METHODS:
-        raise RecipeError(f"method={method!r}: expected one of {', '.join(METHODS)}.")
+    checked_choice("save_pretrained", "method", method, (*METHODS, None), RecipeError)
     for layout in LAYOUTS:
         if method in (None, layout.method) and layout.accepts(spec):
             return layout

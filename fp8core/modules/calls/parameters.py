@@ -17,7 +17,7 @@ import torch
 
 from fp8core.collectives.base import is_process_group
 from fp8core.dispatch import policy, select
-from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
+from fp8core.errors import OperandError, RecipeError, UnsupportedError, checked_choice
 from fp8core.tensors.parameter import parameter_dtype
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.private import DeviceContext, function_modes
@@ -139,11 +139,7 @@ def check_normalization(owner: str, name: str) -> str:
     Raises:
         RecipeError: another name; lists these.
     """
-    if name not in NORMALIZATIONS:
-        raise RecipeError(
-            f"{owner}(normalization={name!r}): normalizations are {', '.join(NORMALIZATIONS)}."
-            f"{did_you_mean(str(name), NORMALIZATIONS)}"
-        )
+    checked_choice(owner, "normalization", name, NORMALIZATIONS, RecipeError)
     return NORMALIZATIONS[name]
 
 

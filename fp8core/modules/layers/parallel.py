@@ -26,7 +26,7 @@ from fp8core.chain.shape import LinkShape
 from fp8core.chain.simple import BiasShape, OutputShape
 from fp8core.collectives import Communicator, named, of_group
 from fp8core.collectives.base import is_process_group
-from fp8core.errors import OperandError
+from fp8core.errors import OperandError, checked_choice
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.parameters import InitMethod, fill, make_parameter, resolve_device
 from fp8core.modules.layers.norm import (
@@ -206,10 +206,7 @@ class ParallelModule(LowPrecisionModule):
         """Set what Transformer Engine's arguments ask for; ``arguments`` are tp_group, tp_size and
         sequence_parallel."""
         owner = type(self).__name__
-        if mode not in _MODES:
-            raise OperandError(
-                f"{owner}(parallel_mode={mode!r}): expected 'column', 'row' or None."
-            )
+        checked_choice(owner, "parallel_mode", mode, _MODES)
         if tracker is not None and not callable(tracker):
             raise OperandError(
                 f"{owner}(get_rng_state_tracker={tracker!r}): expected a function that returns a "

@@ -12,7 +12,7 @@ import torch
 
 from fp8core.chain.attention.pages import Pages
 from fp8core.chain.attention.spec import in_layout
-from fp8core.errors import OperandError, UnsupportedError, did_you_mean
+from fp8core.errors import OperandError, UnsupportedError, checked_choice
 from fp8core.modules.calls.inputs import check_is_whole, check_kind
 from fp8core.modules.calls.parameters import check_size, is_number
 from fp8core.modules.layers.parallel import Parallel
@@ -251,9 +251,7 @@ def bias_kind(
     owner: object, name: str, bias: torch.Tensor | None, slopes: torch.Tensor | None
 ) -> str | None:
     """Return the descriptor's word for a type of bias, and check that its tensors are given."""
-    if name not in _BIAS_TYPES:
-        types = ", ".join(map(repr, _BIAS_TYPES))
-        raise OperandError(f"{owner}: core_attention_bias_type={name!r}; expected one of {types}.")
+    checked_choice(owner, "core_attention_bias_type", name, _BIAS_TYPES)
     if slopes is not None and name != "alibi":
         raise OperandError(
             f"{owner}: alibi_slopes with core_attention_bias_type={name!r}; expected 'alibi'."
@@ -364,13 +362,8 @@ def mask_type_of(owner: object, name: str) -> str:
     Raises:
         OperandError: the mask type is unknown.
     """
-    mask_type = _ALIASES.get(name, name) if isinstance(name, str) else None
-    if mask_type is None or mask_type not in MASK_TYPES:
-        raise OperandError(
-            f"{owner}: attn_mask_type={name!r}; expected one of {', '.join(MASK_TYPES)}."
-            f"{did_you_mean(str(name), MASK_TYPES)}"
-        )
-    return mask_type
+    mask_type = _ALIASES.get(name, name) if isinstance(name, str) else name
+    return checked_choice(owner, "attn_mask_type", mask_type, MASK_TYPES)
 
 
 def mask_of(
@@ -457,12 +450,3 @@ def checked_softcap(owner: object, softcap: float) -> float:
     if not is_number(softcap) or not 0 <= softcap < math.inf:
         raise OperandError(f"{owner}: softcap={softcap!r}; expected a finite number, 0 for none.")
     return float(softcap)
-
-
-def checked_choice(owner: object, name: str, value: str, choices: Sequence[str]) -> str:
-    """Return ``value``, one of ``choices``."""
-    if value not in choices:
-        raise OperandError(
-            f"{owner}({name}={value!r}): expected one of {', '.join(map(repr, choices))}."
-        )
-    return value

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from fp8core.backend_api import ATTENTION_LAYOUTS
 from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
@@ -49,18 +48,6 @@ class Lengths(NamedTuple):
     def offsets(self) -> dict[str, torch.Tensor | None]:
         """The four cu_seqlens by name."""
         return dict(zip(Lengths._fields, self[:4], strict=False))
-
-
-def check_layout(owner: object, layout: str) -> str:
-    """Return ``layout``.
-
-    Raises:
-        OperandError: the layout is unknown.
-    """
-    if layout not in ATTENTION_LAYOUTS:
-        layouts = ", ".join(map(repr, ATTENTION_LAYOUTS))
-        raise OperandError(f"{owner}: qkv_format={layout!r}; expected one of {layouts}.")
-    return layout
 
 
 def unpacked(

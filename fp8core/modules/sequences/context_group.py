@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fp8core.chain.attention.shape import CONTEXT_WAYS, AttentionShape
 from fp8core.collectives import of_group
 from fp8core.collectives.base import is_process_group
-from fp8core.errors import OperandError, UnsupportedError, did_you_mean
+from fp8core.errors import OperandError, UnsupportedError, checked_choice
 from fp8core.modules.sequences.attention_inputs import Lengths, Qkv
 
 
@@ -40,11 +40,7 @@ class ContextGroup(NamedTuple):
         Raises:
             OperandError: no such way, no such group, or other ranks than ``global_ranks``.
         """
-        if way not in CONTEXT_WAYS:
-            raise OperandError(
-                f"{owner}(cp_comm_type={way!r}): expected one of "
-                f"{', '.join(map(repr, CONTEXT_WAYS))}.{did_you_mean(str(way), CONTEXT_WAYS)}"
-            )
+        checked_choice(owner, "cp_comm_type", way, CONTEXT_WAYS)
         if group is None:
             return cls(way)
         count = 2 if way == "a2a+p2p" else 1

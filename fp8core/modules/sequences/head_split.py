@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8core.chain.packed_attention import HeadSizes
-from fp8core.errors import OperandError, RecipeError, did_you_mean
+from fp8core.errors import OperandError, RecipeError, checked_choice
 from fp8core.modules.calls.parameters import check_size
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
 from fp8core.modules.layers.operation import L2Normalization
@@ -37,12 +37,8 @@ def make_qk_norms(
         return None, None
     if kind == "L2Normalization":
         return L2Normalization(eps=eps), L2Normalization(eps=eps)
-    if kind not in _WITH_WEIGHT:
-        kinds = ("L2Normalization", *_WITH_WEIGHT)
-        raise RecipeError(
-            f"MultiheadAttention(qk_norm_type={kind!r}): kinds are None, {', '.join(kinds)}."
-            f"{did_you_mean(str(kind), kinds)}"
-        )
+    kinds = (None, "L2Normalization", *_WITH_WEIGHT)
+    checked_choice("MultiheadAttention", "qk_norm_type", kind, kinds, RecipeError)
     norms = (
         _WITH_WEIGHT[kind](
             head_dim,

@@ -17,7 +17,7 @@ from fp8core.chain.sequence_chunks import Chunks
 from fp8core.chain.series import Chain
 from fp8core.chain.simple import RotaryLink, RotaryShape
 from fp8core.chain.unwrap import PLAIN, as_readable, unwrap
-from fp8core.errors import OperandError, UnsupportedError, did_you_mean, elsewhere
+from fp8core.errors import OperandError, UnsupportedError, checked_choice, elsewhere
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
 from fp8core.modules.calls.bound import Bound
@@ -470,12 +470,7 @@ def _rotary(tensor_format: str, interleaved: bool, t: torch.Tensor) -> Rotary:
 
 
 def _checked_format(owner: str, tensor_format: str) -> str:
-    if tensor_format in ATTENTION_LAYOUTS:
-        return tensor_format
-    raise OperandError(
-        f"{owner}(tensor_format={tensor_format!r}): expected one of {', '.join(ATTENTION_LAYOUTS)}."
-        f"{did_you_mean(str(tensor_format), ATTENTION_LAYOUTS)}"
-    )
+    return checked_choice(owner, "tensor_format", tensor_format, ATTENTION_LAYOUTS)
 
 
 def _check_freqs(label: str, t: torch.Tensor, freqs: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from fp8core.backend_api import CombineBackwardDesc, CombineDesc, DispatchDesc, RouteDesc
 from fp8core.chain.alone import bound, derivatives, in_torch, is_transformed, needs_node, plain
-from fp8core.errors import OperandError, did_you_mean, elsewhere
+from fp8core.errors import OperandError, checked_choice, elsewhere
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import is_square
 from fp8core.torch_ops.capture import is_captured
@@ -60,7 +60,7 @@ def moe_permute(
         OperandError: shapes, dtypes or devices that do not fit.
     """
     owner = "moe_permute"
-    check_map_type(owner, map_type)
+    checked_choice(owner, "map_type", map_type, _MAP_TYPES)
     inp = _rows_or_codes(owner, inp)
     check_map(owner, inp, routing_map)
     rows = check_count(owner, num_out_tokens)
@@ -176,7 +176,7 @@ def moe_unpermute(
             does not have.
     """
     owner = "moe_unpermute"
-    check_map_type(owner, map_type)
+    checked_choice(owner, "map_type", map_type, _MAP_TYPES)
     inp = check_rows(owner, "inp", inp)
     if probs is not None:
         if merging_probs is not None:
@@ -281,15 +281,6 @@ _MAP_TYPES = ("mask", "index")
 def is_readable(x: torch.Tensor) -> bool:
     """Say whether the host knows the values of ``x`` without waiting for a device."""
     return x.device.type == "cpu" and not (is_captured(x) or is_transformed())
-
-
-def check_map_type(owner: str, map_type: str) -> None:
-    """Refuse ``map_type`` unless it is one of the two."""
-    if map_type not in _MAP_TYPES:
-        raise OperandError(
-            f"{owner}(map_type={map_type!r}): expected one of {', '.join(_MAP_TYPES)}."
-            f"{did_you_mean(str(map_type), _MAP_TYPES)}"
-        )
 
 
 def check_rows(owner: str, name: str, x: torch.Tensor) -> torch.Tensor:
