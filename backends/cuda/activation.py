@@ -79,19 +79,27 @@ def native_activation(
     )
 
 
-@runs(ActivationDesc, refuses=activation_problem, is_recorded=True)
-class Activation:
-    """``y [rows, n]`` from ``x [rows, n]``, or ``[rows, 2 n]`` for a gated one."""
+class _Activation:
+    """Base of forward and backward: the native activation, and memory for results."""
 
     __slots__ = ("_dtypes", "_empty", "_index", "_native_activation", "_num_parts", "kernel")
 
-    def __init__(self, desc: ActivationDesc, device: torch.device, native: Any) -> None:
+    def __init__(
+        self, desc: ActivationDesc | ActivationBackwardDesc, device: torch.device, native: Any
+    ) -> None:
         self.kernel = "fp8core::activation_vectors"
         self._index = index_of(device)
         self._native_activation = native_activation(desc, self._index, native)
         self._empty = allocator(self._index)
         self._dtypes = (desc.dtype, desc.out_dtype)
         self._num_parts = 2 if desc.name in GATED else 1
+
+
+@runs(ActivationDesc, refuses=activation_problem, is_recorded=True)
+class Activation(_Activation):
+    """``y [rows, n]`` from ``x [rows, n]``, or ``[rows, 2 n]`` for a gated one."""
+
+    __slots__ = ()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Activate ``x``.
@@ -113,18 +121,10 @@ class Activation:
 
 
 @runs(ActivationBackwardDesc, refuses=activation_problem, is_recorded=True)
-class ActivationBackward:
+class ActivationBackward(_Activation):
     """``grad_x`` of the shape of ``x`` from ``grad_output [rows, n]``."""
 
-    __slots__ = ("_dtypes", "_empty", "_index", "_native_activation", "_num_parts", "kernel")
-
-    def __init__(self, desc: ActivationBackwardDesc, device: torch.device, native: Any) -> None:
-        self.kernel = "fp8core::activation_vectors"
-        self._index = index_of(device)
-        self._native_activation = native_activation(desc, self._index, native)
-        self._empty = allocator(self._index)
-        self._dtypes = (desc.dtype, desc.out_dtype)
-        self._num_parts = 2 if desc.name in GATED else 1
+    __slots__ = ()
 
     def __call__(self, grad_output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Differentiate at ``x``.

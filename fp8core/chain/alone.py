@@ -19,6 +19,9 @@ from fp8core.torch_ops.private import forward_mode_level, is_transform_active
 
 Run: TypeAlias = Callable[..., Any]
 
+Described: TypeAlias = "tuple[type[Any], tuple[Any, ...]]"
+"""A descriptor by its class and its values, which torch.compile can hand over as constants."""
+
 
 def bound(kind: type[Any], values: tuple[Any, ...], x: torch.Tensor) -> Run:
     """Return what runs the descriptor ``kind(*values)`` for ``x`` under the thread's policy.
@@ -28,63 +31,44 @@ def bound(kind: type[Any], values: tuple[Any, ...], x: torch.Tensor) -> Run:
     Raises:
         UnsupportedError, RecipeError, PluginError: as :func:`fp8core.dispatch.table.resolve`.
     """
+    run = offered(kind, values, None, x)
+    assert run is not None  # without another descriptor it is resolved, or refused
+    return run
+
+
+def offered(
+    kind: type[Any], values: tuple[Any, ...], plain: Described | None, x: torch.Tensor
+) -> Run | None:
+    """Return what :func:`bound` does, of an optional descriptor: by the backend that is chosen for
+    the descriptor ``plain``; None if that backend does not offer it."""
     backends, device = policy.current(), x.device
     if is_captured(x):  # a kernel would read its address
         # torch.compile takes a text as a constant, and reads what makes a call of it.
-        text = _captured(kind, values, device, backends.values())
-        return functools.partial(OPERATORS[kind.op], text)
+        text = _captured(kind, values, device, backends.values(), plain)
+        return functools.partial(OPERATORS[kind.op], text) if text else None
     registry = plugins.load()
-    return _bound((kind, values), device, backends, registry, len(registry.rows))
+    return _bound((kind, values, plain), device, backends, registry, len(registry.rows))
 
 
 @functools.lru_cache(maxsize=1024)
 def _bound(
-    described: tuple[Any, tuple[Any, ...]],
-    device: torch.device,
-    backends: policy.Policy,
-    registry: Registry,
-    num_plugins: int,
-) -> Run:
-    kind, values = described
-    return table.resolve(kind(*values), device).run
-
-
-def offered(
-    kind: type[Any],
-    values: tuple[Any, ...],
-    plain: tuple[type[Any], tuple[Any, ...]],
-    x: torch.Tensor,
-) -> Run | None:
-    """Return what :func:`bound` does, of an optional descriptor: by the backend that is chosen for
-    the descriptor ``plain``, its class and values; None if that backend does not offer it."""
-    backends, device = policy.current(), x.device
-    if is_captured(x):
-        text = _captured(kind, values, device, backends.values(), plain)
-        return functools.partial(OPERATORS[kind.op], text) if text else None
-    registry = plugins.load()
-    return _offered((kind, values, plain), device, backends, registry, len(registry.rows))
-
-
-@functools.lru_cache(maxsize=1024)
-def _offered(
-    described: tuple[Any, tuple[Any, ...], tuple[Any, tuple[Any, ...]]],
+    described: tuple[type[Any], tuple[Any, ...], Described | None],
     device: torch.device,
     backends: policy.Policy,
     registry: Registry,
     num_plugins: int,
 ) -> Run | None:
-    resolved = _optional(*described, device)
+    resolved = _resolved(*described, device)
     return None if resolved is None else resolved.run
 
 
-def _optional(
-    kind: type[Any],
-    values: tuple[Any, ...],
-    plain: tuple[type[Any], tuple[Any, ...]],
-    device: torch.device,
+def _resolved(
+    kind: type[Any], values: tuple[Any, ...], plain: Described | None, device: torch.device
 ) -> table.Resolved | None:
-    """Return the optional ``kind(*values)`` by the backend chosen for ``plain``; of that choice
+    """Return ``kind(*values)``, an optional one by the backend chosen for ``plain``; of that choice
     nothing is said, as nothing runs by it."""
+    if plain is None:
+        return table.resolve(kind(*values), device)
     try:
         choice = select.choose(plain[0](*plain[1]), device, policy.current())
     except UnsupportedError:
@@ -97,18 +81,15 @@ def _captured(
     values: tuple[Any, ...],
     device: torch.device,
     backends: policy.Values,
-    plain: tuple[type[Any], tuple[Any, ...]] | None = None,
+    plain: Described | None,
 ) -> str:
     """Return the text of the operation, while torch compiles or exports; empty of an optional one
     that is not offered, as :func:`offered` has it with ``plain``."""
     with policy.activated(policy.Policy(*backends)), table.capturing():
-        if plain is None:
-            resolved: table.Resolved | None = table.resolve(kind(*values), device)
-        else:
-            resolved = _optional(kind, values, plain, device)
-    if resolved is None:
-        return ""
-    return encode(Operation(resolved.choice.backend, resolved.choice.desc))
+        resolved = _resolved(kind, values, plain, device)
+    return (
+        "" if resolved is None else encode(Operation(resolved.choice.backend, resolved.choice.desc))
+    )
 
 
 constant_in_graph(_captured)
