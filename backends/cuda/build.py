@@ -176,12 +176,14 @@ def _version_text(nvcc: Path) -> str:
 def _libraries(nvcc: Path, major: str, minor: str) -> Toolchain | str:
     """Find headers and cuBLASLt: those of the packages that torch runs with, or the toolkit's."""
     torch_root = Path(torch.__file__).parent
+    library = f"libcublasLt.so.{major}"
     # A script named nvcc may lie outside of the toolkit that it calls.
-    toolkits = [at.resolve().parent.parent for at in (nvcc, _DEFAULT_NVCC)]
+    toolkit, default = (at.resolve().parent.parent for at in (nvcc, _DEFAULT_NVCC))
+    is_of_this_major = (default / "lib64" / library).is_file()
+    toolkits = [toolkit, default] if is_of_this_major else [toolkit]
     # Of CUDA 12, each package has a folder of its own.
     names = _FOLDERS_OF_CUDA_12 if major == "12" else (f"cu{major}",)
     packages = [at / name for at in _packages() for name in names]
-    library = f"libcublasLt.so.{major}"
     places = {
         "cublasLt.h": [*(at / "include" for at in packages), *(at / "include" for at in toolkits)],
         "pybind11/pybind11.h": [torch_root / "include"],

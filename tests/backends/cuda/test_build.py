@@ -396,6 +396,11 @@ def test_a_compiler_of_cuda_12_takes_headers_of_a_cublas_that_has_all_products(
     library.touch()
     header = packages / "cublas" / "include" / "cublasLt.h"
     header.write_text("CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0")
+    other = tmp_path / "cuda-13"  # where nvcc is by default, of another CUDA
+    for file in ("bin/nvcc", "lib64/libcublasLt.so.13", "include/cublasLt.h"):
+        (other / file).parent.mkdir(parents=True)
+        (other / file).write_text("CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F")
+    monkeypatch.setattr(build, "_DEFAULT_NVCC", other / "bin" / "nvcc")
     assert f"{header} is of a cuBLAS before 12.9" in str(found())
     header.write_text("CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F")
     toolchain = found()
