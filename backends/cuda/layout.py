@@ -174,11 +174,14 @@ def scales(mode: str, scale_inv: torch.Tensor) -> torch.Tensor:
     )
     if fits and scale_inv.data_ptr() % ALIGNMENT == 0:
         return scale_inv
-    if mode == "vec128" and rows % 4 == 0:
-        return scale_inv.t().clone(memory_format=torch.contiguous_format).t()
-    length = (rows - 1) * expected_strides[0] + (blocks - 1) * expected_strides[1] + 1
-    copy = torch.empty(round_up(length, 4), dtype=torch.float32, device=scale_inv.device)
-    return copy.as_strided((rows, blocks), expected_strides).copy_(scale_inv)
+    # By operators that a recording of the call repeats.
+    lines = scale_inv if mode == "block128" else scale_inv.t()
+    length = lines.shape[1]
+    if length % 4:
+        copy = torch.nn.functional.pad(lines, (0, -length % 4))[:, :length]
+    else:
+        copy = lines.clone(memory_format=torch.contiguous_format)
+    return copy if mode == "block128" else copy.t()
 
 
 def row_stride(x: torch.Tensor) -> int | None:

@@ -36,7 +36,7 @@ passed."""
 _WIDE_VIEW = _aten.as_strided.default
 """A view that may end behind its tensor, in memory that another call's tensor need not have."""
 
-_REPEATED = frozenset((_aten._to_copy.default, _aten.clone.default))
+_REPEATED = frozenset((_aten._to_copy.default, _aten.clone.default, _aten.constant_pad_nd.default))
 """Operators that a repeat calls again: functions of their arguments alone, whose result is a new
 tensor."""
 

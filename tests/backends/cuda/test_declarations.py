@@ -476,12 +476,13 @@ def test_scales_are_laid_out_for_the_library() -> None:
         *(("tensor", (1, 1)), ("row", (37, 1)), ("vec128", (37, 3)), ("vec128", (64, 1))),
         *(("block128", (3, 5)), ("block128", (1, 1))),
     ):
-        own = torch.randn(shape)
-        made = scales(mode, own)
-        assert torch.equal(made, own)
-        assert made.data_ptr() % 16 == 0
         rows, blocks = shape
-        wanted = scale_strides(mode, rows, blocks * 128)
-        for size, stride, want in zip(made.shape, made.stride(), wanted, strict=True):
-            assert size == 1 or stride == want, (mode, shape)
-        assert scales(mode, made) is made
+        misaligned = torch.randn(rows * blocks + 1)[1:].view(shape)
+        for own in (torch.randn(shape), torch.randn(shape[::-1]).t(), misaligned):
+            made = scales(mode, own)
+            assert torch.equal(made, own)
+            assert made.data_ptr() % 16 == 0
+            wanted = scale_strides(mode, rows, blocks * 128)
+            for size, stride, want in zip(made.shape, made.stride(), wanted, strict=True):
+                assert size == 1 or stride == want, (mode, shape)
+            assert scales(mode, made) is made

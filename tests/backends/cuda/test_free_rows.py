@@ -327,7 +327,8 @@ CODES = FEATURES * FEATURES  # bytes; twice what a product may take as workspace
 
 
 class Pads(TorchDispatchMode):
-    """Takes down the operators of torch that pad, and how many elements their results have."""
+    """Takes down the operators of torch that pad values or codes, and how many elements their
+    results have. Scales, a 128th of them and in float32, are copied into a product's layout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +338,8 @@ class Pads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if "pad" in func.name() or "new_empty" in func.name():  # memory for a padded copy
+        is_memory = "pad" in func.name() or "new_empty" in func.name()  # for a padded copy
+        if is_memory and result.dtype != torch.float32:
             self.found.append(func.name())
             self.elements.append(result.numel())
             self.dtypes.add(result.dtype)

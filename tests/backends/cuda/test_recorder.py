@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp8core_backends.cuda import memory, recorder
+from fp8core_backends.cuda.layout import scales
 
 SIZE, STRIDE = (4, 8), (8, 1)
 
@@ -251,6 +252,20 @@ def test_an_operator_on_a_view_is_called_on_that_view_again(library: Library) ->
     (function,) = [one[2] for one in program.added if one[0] == "call"]
     other = torch.rand(SIZE)
     assert torch.equal(function(other), other[1:, 2:].t())
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape", "padding"), [("block128", (3, 6), 2), ("vec128", (37, 3), 3)]
+)
+def test_scales_are_brought_into_the_layout_of_products_again(
+    mode: str, shape: tuple[int, int], padding: int, library: Library
+) -> None:
+    given = torch.rand(shape)
+    program, problem = record(library, lambda: [scales(mode, given).clone()], (given,))
+    assert problem is None
+    pad, clone = [one[2] for one in program.added if one[0] == "call"]
+    other = torch.rand(shape)
+    assert torch.equal(clone(pad(other, [0, padding], 0.0)), other)
 
 
 @pytest.mark.parametrize("is_given", [False, True])
