@@ -272,7 +272,7 @@ def test_scales_of_another_form_are_refused() -> None:
         ({"softmax": "off-by-one"}, "no plan for a sink"),
         ({"max_logit": True}, "largest logits are wrong"),
         ({"head_dim": 96, "head_dim_v": 96}, "not seen to pass"),
-        ({"head_dim": 128, "head_dim_v": 128, "padding": True}, "not seen to pass"),
+        ({"head_dim": 128, "head_dim_v": 128, "window": (-1, -1)}, "not seen to pass"),
         ({"window": (-1, -1), "arbitrary": True}, "no arbitrary mask"),
         ({"qkv": dataclasses.replace(SPEC, format="e5m2")}, "tensorwise e4m3"),
     ],
