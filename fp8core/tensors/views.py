@@ -133,46 +133,67 @@ def _refuse(func: Any, tensor: Any, change: str) -> UnsupportedError:
     )
 
 
-def _strides(tensor: Any, shape: Sequence[int]) -> Sequence[int] | None:
-    """Return the strides of the view ``shape``, None for a contiguous view.
-
-    Raises:
-        RuntimeError: ``tensor`` is a view with gaps that are not between its new dimensions.
-    """
-    if tensor.is_contiguous():
-        return None
-    plain = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
-    return plain.view(list(shape)).stride()
-
-
-def _size(shape: Sequence[int], count: int) -> list[int]:
-    """Return the sizes ``shape``, -1 replaced by what is left of ``count`` elements."""
-    sizes = list(shape)
-    if -1 in sizes:
-        product = math.prod(size for size in sizes if size != -1)
-        sizes[sizes.index(-1)] = count // product if product else 0
-    return sizes
-
-
 def _view(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    if not isinstance(args[1], (list, tuple, torch.Size)):
+    """Return the view ``func``, or the views, of a tensor. Torch says which elements these have and
+    how they lie, of tensors of its sizes without memory: one whose elements follow each other, and,
+    where its own do not, one of its strides."""
+    tensor, *rest = args
+    if rest and isinstance(rest[0], torch.dtype):
         raise UnsupportedError(
-            f"{func} of {tensor} to {args[1]}: its codes are {tensor.tensors()[0].dtype}. "
+            f"{func} of {tensor} to {rest[0]}: its codes are {tensor.tensors()[0].dtype}. "
             f"Use dequantize(dtype), or to_torch() for torch's FP8 tensors."
         )
-    shape = _size(args[1], tensor.numel())
-    if math.prod(shape) != tensor.numel():
-        raise RuntimeError(f"shape '{list(args[1])}' is invalid for {tensor}")
-    if matrix_shape(shape) == matrix_shape(tensor.shape):
-        return tensor.rebuilt(*tensor.stored, shape, strides=_strides(tensor, shape))
-    return _refolded(func, tensor, shape)
+    places = func(torch.empty(tensor.shape, device="meta"), *rest, **kwargs)
+    views = places
+    if not tensor.is_contiguous():
+        like = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+        views = func(like, *rest, **kwargs)
+    if isinstance(places, torch.Tensor):
+        return _part(func, tensor, places, views.stride())
+    pairs = zip(places, views, strict=True)
+    return [_part(func, tensor, place, view.stride()) for place, view in pairs]
 
 
-def _refolded(func: Any, tensor: Any, shape: Sequence[int]) -> Any:
+def _part(func: Any, tensor: Any, place: torch.Tensor, strides: Sequence[int]) -> Any:
+    """Return the elements of ``place``, a view of a contiguous tensor of the sizes of ``tensor``:
+    whole rows, the same columns of all rows, or all elements in other dimensions."""
+    shape, start, size = list(place.shape), place.storage_offset(), matrix_shape(tensor.shape)
+    is_whole = place.numel() == tensor.numel() and place.is_contiguous()
+    if is_whole and matrix_shape(shape) == size:
+        return tensor.rebuilt(*tensor.stored, shape, strides=strides)
+    is_last, span = False, None
+    if shape[-1:] == [size[1]] and place.stride(-1) == 1:
+        span = _rows(place)
+    elif shape[:-1] == [*tensor.shape[:-1]] and shape[-1:] < [size[1]]:
+        step = place.stride(-1)
+        is_last, span = True, range(start, start + shape[-1] * step, step)
+    elif is_whole:
+        return _refolded(func, tensor, shape, strides)
+    part = None if span is None else _cut(tensor, span, is_last=is_last)
+    if part is None:
+        raise _refuse(func, tensor, f"a part {shape}")
+    operands, is_shared = part
+    return tensor.rebuilt(*operands, shape, strides=strides, shares_scales=is_shared or None)
+
+
+def _rows(place: torch.Tensor) -> range | None:
+    """Return the numbers of the rows of ``place``; None if they do not lie equally far apart."""
+    columns, count, step = max(place.shape[-1], 1), 1, 1
+    for size, stride in zip(place.shape[-2::-1], place.stride()[-2::-1], strict=True):
+        if size == 1:
+            continue
+        if count == 1:
+            step = stride // columns
+        elif stride != count * step * columns:
+            return None
+        count *= size
+    start = place.storage_offset() // columns
+    return range(start, start + count * step, step)
+
+
+def _refolded(func: Any, tensor: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
     """Return the view ``[shape]``, whose last dimension is another one: quantized where no block is
     cut, else, of one dimension, its values."""
-    strides = _strides(tensor, shape)
     (rowwise, columnwise), (row, column) = tensor.stored, tensor.plan
     is_view = column is None or columnwise is None
     folded = None
@@ -185,20 +206,11 @@ def _refolded(func: Any, tensor: Any, shape: Sequence[int]) -> Any:
     return tensor.rebuilt(folded, None, shape, strides=strides)
 
 
-def _cut_rows(tensor: Any, dim: int, span: range) -> tuple[list[Operand | None], bool] | None:
-    """Return the operands of the part ``span`` along ``dim``, and whether parts share scales.
-
-    None where a block is cut, or where the part is no range of rows.
-    """
-    shape = tensor.shape
-    is_last = dim == len(shape) - 1
-    inner = 1
-    if not is_last:
-        inner = math.prod(shape[dim + 1 : -1])
-        if math.prod(shape[:dim]) != 1 or (span.step != 1 and inner != 1):
-            return None
-    along, rows = _along(is_last), range(span.start * inner, span.stop * inner, span.step)
-    operands = _of_each(tensor, along, lambda operand, spec, at: cut(operand, spec, at, rows))
+def _cut(tensor: Any, span: range, *, is_last: bool) -> tuple[list[Operand | None], bool] | None:
+    """Return the operands of the rows ``span``, or of such elements along the last dimension, and
+    whether parts share scales; None where a block is cut."""
+    along = _along(is_last)
+    operands = _of_each(tensor, along, lambda operand, spec, at: cut(operand, spec, at, span))
     if operands is None:
         return None
     specs = zip((*tensor.plan, tensor._casting.columns_of), (*along, along[0]), strict=True)
@@ -227,104 +239,19 @@ def _of_each(
     return operands
 
 
-def _part(func: Any, tensor: Any, dim: int, span: range, *, drops: bool = False) -> Any:
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    start, stop, step = span.start, span.stop, span.step
-    if drops and dim == len(shape) - 1:
-        raise _refuse(func, tensor, f"index {start} along the last dimension")
-    is_whole = (start, stop, step) == (0, shape[dim], 1)
-    shape[dim] = len(span)
-    strides[dim] *= step
-    if drops:
-        del shape[dim], strides[dim]
-    if is_whole:
-        return tensor.rebuilt(*tensor.stored, shape, strides=strides)
-    part = _cut_rows(tensor, dim, span)
-    if part is None:
-        raise _refuse(func, tensor, f"{start}:{stop}:{step} along dimension {dim}")
-    operands, is_shared = part
-    return tensor.rebuilt(*operands, shape, strides=strides, shares_scales=is_shared or None)
-
-
-def _argument(args: Arguments, kwargs: dict[str, Any], at: int, name: str, default: Any) -> Any:
-    return args[at] if len(args) > at else kwargs.get(name, default)
-
-
 def _dim(tensor: Any, dim: int) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
         raise IndexError(f"dimension {dim} of {tensor}")
     return dim % int(tensor.dim())
 
 
-def _slice(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    dim = _dim(tensor, _argument(args, kwargs, 1, "dim", 0))
-    start = _argument(args, kwargs, 2, "start", None)
-    end = _argument(args, kwargs, 3, "end", None)
-    step = _argument(args, kwargs, 4, "step", 1)
-    start, stop, step = slice(start, end, step).indices(tensor.shape[dim])
-    return _part(func, tensor, dim, range(start, max(start, stop), step))
-
-
-def _select(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    dim = _dim(tensor, _argument(args, kwargs, 1, "dim", 0))
-    index = int(_argument(args, kwargs, 2, "index", 0))
-    length = tensor.shape[dim]
-    if not -length <= index < length:
-        raise IndexError(f"index {index} of {tensor} along dimension {dim}")
-    index %= length
-    return _part(func, tensor, dim, range(index, index + 1), drops=True)
-
-
-def _split(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    tensor, sizes = args[:2]
-    dim = _dim(tensor, _argument(args, kwargs, 2, "dim", 0))
-    length = tensor.shape[dim]
-    if not isinstance(sizes, (list, tuple)):
-        sizes = [min(sizes, length - start) for start in range(0, max(length, 1), max(sizes, 1))]
-    elif sum(sizes) != length:
-        raise RuntimeError(f"split sizes {list(sizes)} do not add up to {length} of {tensor}")
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(_part(func, tensor, dim, range(start, start + size)))
-        start += size
-    return parts
-
-
-def _unbind(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    dim = _dim(tensor, _argument(args, kwargs, 1, "dim", 0))
-    spans = (range(at, at + 1) for at in range(tensor.shape[dim]))
-    return [_part(func, tensor, dim, span, drops=True) for span in spans]
-
-
-def _unsqueeze(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    tensor, dim = args[:2]
-    at = dim if dim >= 0 else dim + tensor.dim() + 1
-    shape = list(tensor.shape)
-    shape.insert(at, 1)
-    return _view(func, (tensor, shape), kwargs)
-
-
-def _squeeze(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    dims = _argument(args, kwargs, 1, "dim", range(tensor.dim()))
-    chosen = {_dim(tensor, dim) for dim in ([dims] if isinstance(dims, int) else dims)}
-    shape = [size for at, size in enumerate(tensor.shape) if size != 1 or at not in chosen]
-    return _view(func, (tensor, shape), kwargs)
-
-
-VIEWS: dict[Any, Callable[[Any, Arguments, dict[str, Any]], Any]] = {
-    _aten.view: _view,
-    _aten.slice: _slice,
-    _aten.select: _select,
-    _aten.split: _split,
-    _aten.split_with_sizes: _split,
-    _aten.unbind: _unbind,
-    _aten.unsqueeze: _unsqueeze,
-    _aten.squeeze: _squeeze,
-}
+VIEWS: dict[Any, Callable[[Any, Arguments, dict[str, Any]], Any]] = dict.fromkeys(
+    (
+        *(_aten.view, _aten.slice, _aten.select, _aten.split, _aten.split_with_sizes),
+        *(_aten.unbind, _aten.unsqueeze, _aten.squeeze),
+    ),
+    _view,
+)
 """Operators whose result shares memory with the tensor: quantized, or an error."""
 
 
@@ -340,7 +267,7 @@ def _cat(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     )
     if not is_uniform:
         return None
-    dim = _dim(first, _argument(args, kwargs, 1, "dim", 0))
+    dim = _dim(first, args[1] if len(args) > 1 else kwargs.get("dim", 0))
     shape = list(first.shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
     is_last = dim == first.dim() - 1

@@ -105,6 +105,17 @@ def test_a_view_stays_quantized_and_a_write_reaches_the_base_or_is_refused(
     assert torch.equal(tensor.dequantize(), expected)
 
 
+@pytest.mark.parametrize("name", ["tensor", "mx", "nv_row"])
+def test_rows_that_lie_equally_far_apart_stay_quantized(name: str) -> None:
+    tensor = quantized(name, "rowwise", value(4, 128, 256))
+    for cut in (lambda x: x[:, -1], lambda x: x[1:, 5:6], lambda x: x.unbind(1)[3].unsqueeze(1)):
+        part = cut(tensor)
+        assert isinstance(part, QuantizedTensor)
+        assert torch.equal(part.dequantize(), cut(tensor.dequantize()))
+    with pytest.raises(UnsupportedError, match="cuts a block"):
+        tensor[:, :2]
+
+
 @pytest.mark.parametrize("name", ["mx", "nv_row", "block"])
 def test_rows_of_a_rowwise_tensor_are_written_one_by_one(name: str) -> None:
     x = value(8, 256)
