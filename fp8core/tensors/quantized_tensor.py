@@ -561,8 +561,9 @@ def _turned(
     return turn(operand), spec
 
 
-_turns = threading.Lock()
-"""Lets one cast run at a time: usages are set on the object, which layers may share."""
+_turns = threading.RLock()
+"""Lets one thread cast at a time, as usages are set on the object, which layers may share, and so
+may be the memory of what it makes. The code of an object may run layers that cast."""
 
 
 def object_quantizer(
@@ -590,13 +591,14 @@ def _cast_by(
     columnwise: bool = True,
     rng: torch.Tensor | None = None,
 ) -> Orientations:
-    with _turns, torch.no_grad():
-        maker.set_usage(rowwise=rowwise, columnwise=columnwise)
-        quantized = maker(x)
     ways = {"rowwise": rowwise, "columnwise": columnwise}
-    if not any(plan):
-        if is_users(quantized):
+    with _turns:
+        with torch.no_grad():
+            maker.set_usage(**ways)
+            quantized = maker(x)
+        if not any(plan) and is_users(quantized):
             return operands_of(quantized, x, **ways, is_split=is_split)
+    if not any(plan):
         raise OperandError(
             f"{role} returned {type(quantized).__name__}, no QuantizedTensorStorage of its own."
         )

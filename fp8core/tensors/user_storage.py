@@ -9,6 +9,7 @@ No backend reads them. They travel through a chain as every operand does: as its
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeGuard
@@ -19,7 +20,7 @@ from fp8core.backend_api import Operand
 from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import Orientations
-from fp8core.torch_ops.private import make_wrapper, no_torch_function
+from fp8core.torch_ops.private import make_wrapper, no_torch_function, pytree
 
 _KEEPS_CONTENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -103,26 +104,41 @@ class Codes:
     """
 
     def __init__(self, storage: QuantizedTensorStorage) -> None:
-        attributes = vars(storage)
+        attributes = _attributes_of(storage)
         # Others may be the quantizer's, as a history of amaxes; without these all are read.
-        names = [name for name in _READ_BY_QGEMM if name in attributes] or attributes
-        tensors = [attributes[name] for name in names if isinstance(attributes[name], torch.Tensor)]
-        self._versions = [(weakref.ref(t), t._version) for t in tensors if not t.is_inference()]
+        read = {name: attributes[name] for name in _READ_BY_QGEMM if name in attributes}
+        leaves = pytree.tree_leaves(read or attributes)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._written = [(weakref.ref(t), _state_of(t)) for t in tensors if not t.is_inference()]
         self._is_replaced = False
 
     @property
     def are_written(self) -> bool:
         """Whether one of them was written since, or a later cast put others into the storage."""
-        tensors = [(ref(), version) for ref, version in self._versions]
-        is_written = any(t is not None and t._version != version for t, version in tensors)
+        tensors = [(ref(), state) for ref, state in self._written]
+        is_written = any(t is not None and _state_of(t) != state for t, state in tensors)
         return self._is_replaced or is_written
 
     def follow(self, earlier: Codes) -> None:
         """Have ``earlier``, of a cast that returned the same storage, know whether these are
         others."""
-        pairs = zip(self._versions, earlier._versions, strict=False)
-        is_same = all(t() is old() and v == version for (t, v), (old, version) in pairs)
-        earlier._is_replaced |= not is_same or len(self._versions) != len(earlier._versions)
+        pairs = zip(self._written, earlier._written, strict=False)
+        is_same = all(t() is old() and now == before for (t, now), (old, before) in pairs)
+        earlier._is_replaced |= not is_same or len(self._written) != len(earlier._written)
+
+
+def _attributes_of(storage: QuantizedTensorStorage) -> dict[str, Any]:
+    """Return the attributes of ``storage``, those in slots of its class too."""
+    declared = [vars(cls).get("__slots__", ()) for cls in type(storage).__mro__]
+    slots = [(names,) if isinstance(names, str) else names for names in declared]
+    present = (name for name in itertools.chain(*slots) if hasattr(storage, name))
+    return {**vars(storage), **{name: getattr(storage, name) for name in present}}
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the version of ``tensor`` and, as ``tensor.data = other`` raises none, its address."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return tensor._version, tensor.data_ptr() if is_plain else 0
 
 
 _latest: weakref.WeakValueDictionary[int, Codes] = weakref.WeakValueDictionary()

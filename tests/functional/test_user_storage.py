@@ -406,6 +406,105 @@ def test_codes_that_a_later_cast_has_overwritten_are_refused(
         y.sum().backward()
 
 
+class Elsewhere(fp8core.QuantizedTensorStorage):
+    """One whose tensors are not in its dict."""
+
+    def __init__(self, codes: Codes) -> None:
+        self.codes, self._quantizer = (
+            {"all": [codes.data, codes.data_t, codes.scale]},
+            codes._quantizer,
+        )
+
+    data = property(lambda self: self.codes["all"][0])
+    data_t = property(lambda self: self.codes["all"][1])
+    scale = scale_t = property(lambda self: self.codes["all"][2])
+
+
+class Slotted(fp8core.QuantizedTensorStorage):
+    __slots__ = ("data", "data_t", "scale", "scale_t")
+
+    def __init__(self, codes: Codes) -> None:
+        for name in Slotted.__slots__:
+            setattr(self, name, getattr(codes, name))
+        self._quantizer = codes._quantizer
+
+
+@pytest.mark.parametrize("kept", ["in slots", "in containers", "in memory of another tensor"])
+def test_codes_are_refused_wherever_a_storage_has_them(kept: str) -> None:
+    class Writing(Multiplying):
+        buffer: Any = None
+
+        def quantize(self, tensor: torch.Tensor, **unused: Any) -> Any:
+            codes = super().quantize(tensor)
+            if tensor.shape == (16, 32):
+                self.buffer = torch.empty_like(codes.data_t) if self.buffer is None else self.buffer
+                if kept == "in memory of another tensor":
+                    self.buffer.data = codes.data_t
+                else:
+                    self.buffer.copy_(codes.data_t)
+                codes.data_t = self.buffer
+            return {"in slots": Slotted, "in containers": Elsewhere}.get(kept, lambda c: c)(codes)
+
+    layer, chosen = linear(params_dtype=torch.float32), CustomRecipe(qfactory=Factory(Writing))
+    inputs = [torch.randn(16, 32, device=DEVICE, requires_grad=True) for _ in range(2)]
+    with fp8core.autocast(recipe=chosen):
+        first, second = map(layer, inputs)
+    second.sum().backward()
+    with pytest.raises(OperandError, match="whose tensors a later cast"):
+        first.sum().backward()
+
+
+def test_a_cast_in_another_thread_comes_after_what_codes_were_noted() -> None:
+    """Else the codes of that cast would be taken for those of the first."""
+    others: list[threading.Thread] = []
+
+    def cast_elsewhere(run: Any) -> None:
+        if not others:
+            others.append(threading.Thread(target=run))
+            others[0].start()
+            others[0].join(0.5)
+
+    class Waiting(Codes):
+        def update_usage(self, **usages: Any) -> None:
+            cast_elsewhere(lambda: forward(2))
+            super().update_usage(**usages)
+
+    class Writing(Reusing):
+        storage = Waiting
+        reused = "data_t"
+
+    layer, chosen = linear(params_dtype=torch.float32), CustomRecipe(qfactory=Factory(Writing))
+
+    def forward(scale: float) -> torch.Tensor:
+        with fp8core.autocast(recipe=chosen):
+            return layer(scale * torch.randn(16, 32, device=DEVICE))  # type: ignore[no-any-return]
+
+    y = forward(1)
+    others[0].join()
+    with pytest.raises(OperandError, match="whose tensors a later cast"):
+        y.sum().backward()
+
+
+def test_a_quantizer_may_run_layers_of_its_own() -> None:
+    inner, results = linear(), []
+
+    class Running(Multiplying):
+        def quantize(self, tensor: torch.Tensor, **unused: Any) -> Any:
+            if tensor.shape == (16, 32):
+                with fp8core.autocast(recipe=CustomRecipe(Factory())):
+                    inner(tensor)
+            return super().quantize(tensor)
+
+    def train() -> None:
+        results.extend(trained(linear(), CustomRecipe(Factory(Running))))
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert same(results, trained(linear(), CustomRecipe(Factory())))
+
+
 def test_a_storage_that_is_returned_again_as_it_is_is_read() -> None:
     class Caching(Multiplying):
         before: Any = None
