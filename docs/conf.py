@@ -60,7 +60,7 @@ nitpick_ignore_regex = [
     (
         "py:.*",
         r"(torch|collections|os|pathlib|pluggy|typing"
-        r"|fp8core\.(modules\.calls\.inputs|inspection\.monitoring\.record|tensors\.(quantizer|storage)))\..*",
+        r"|fp8core\.(modules\.calls\.inputs|inspection\.monitoring\.record|tensors\.quantizer))\..*",
     ),
     (
         "py:class",

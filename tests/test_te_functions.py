@@ -371,9 +371,21 @@ def test_a_value_beside_an_operand_is_a_copy_of_any_shape_and_dtype(way: str) ->
     assert torch.equal(value, want)
     assert saved(tensor).get_data_tensors()[way != "rows"].equal(value)
     assert {part.device.type for part in tensor.to("meta").tensors()} == {"meta"}
+    again = tensor._get_quantizer()(torch.randn(2, 32, 64))
+    assert [part.dtype for part in again.tensors()] == [part.dtype for part in tensor.tensors()]
     compiled = torch.compile(lambda y: quantizer(y).dequantize(), backend="aot_eager")
     y = torch.randn(2, 32, 64)
     assert torch.equal(compiled(y), quantizer(y).dequantize())
+
+
+def test_one_number_beside_its_value() -> None:
+    quantizer = fp8core.HybridQuantizer(
+        rowwise_quantizer=fp8core.Float8CurrentScalingQuantizer("e4m3", None),
+        columnwise_quantizer=fp8core.IdentityQuantizer(),
+    )
+    tensor = quantizer(torch.tensor(1.5))
+    for like in (tensor.make_like(tensor), tensor.to_dtype(torch.bfloat16)):
+        assert (like.shape, like.columnwise_sub_storage.item()) == ((), 1.5)
 
 
 @pytest.mark.parametrize("way", BESIDE)

@@ -56,7 +56,8 @@ class OperandTensor(torch.Tensor):
     _keeps_initial_value: bool
     # By what a written value is quantized, as the delayed scale of a Float8Quantizer.
     _casting: Casting
-    # Whether it has such a scale elsewhere: torch rebuilt it for a graph, from its operands alone.
+    # Whether it has such a scale elsewhere: torch rebuilt it for a graph, from its operands alone,
+    # or it is of parts that have theirs.
     _lacks_slot: bool
     # Whether scales cover more than this tensor: it is a part of another one.
     _shares_scales: bool
@@ -314,7 +315,9 @@ class OperandTensor(torch.Tensor):
                 rowwise, columnwise, self.plan, self.dtype, shape=shape, strides=strides
             )
         tensor._shares_scales = self._shares_scales if shares_scales is None else shares_scales
-        tensor._written_as(self)._value = None if self._value is None else self._value.view(*shape)
+        tensor._written_as(self)._value = (
+            None if self._value is None else self._value.view(tuple(shape))
+        )
         return tensor
 
     def _written_as(self: _Self, tensor: OperandTensor) -> _Self:

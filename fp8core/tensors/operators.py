@@ -53,8 +53,9 @@ def write(tensor: OperandTensor, value: torch.Tensor, casting: Casting | None = 
     casting = casting._replace(slot=casting.slot or tensor._casting.slot)
     if casting.slot is None and tensor._lacks_slot:
         raise UnsupportedError(
-            f"a write in a graph to {tensor}, whose scale a Float8Quantizer holds: the graph has "
-            f"the operands alone. Write outside of torch.compile."
+            f"a write to {tensor}, whose scale a Float8Quantizer holds: in a graph it has the "
+            f"operands alone, and as a HybridQuantizedTensor those of its parts. Write outside of "
+            f"torch.compile, or to the parts."
         )
     assign(tensor, make_operands(value, tensor.plan, casting))
     if casting.columns_of is not None and tensor._value is not None:
@@ -193,14 +194,15 @@ def _refuse_arithmetic(func: Any, target: OperandTensor) -> None:
 
 def _warn_of_rounding(func: Any, target: OperandTensor) -> None:
     """Log once what arithmetic in place loses in the format of ``target``."""
+    spec = target.plan.rowwise or target.plan.columnwise
     if target.is_of_parameter:
         log_once(
-            f"parameters stored as {target.plan.rowwise} are updated in place, as by an optimizer: "
+            f"parameters stored as {spec} are updated in place, as by an optimizer: "
             f"a step smaller than half a unit of that format is lost. {_MASTERS}"
         )
         return
     log_once(
-        f"{func.overloadpacket} computes in place on tensors stored as {target.plan.rowwise}, and "
+        f"{func.overloadpacket} computes in place on tensors stored as {spec}, and "
         f"rounds the result: a change of less than half a unit is lost. {_KEEPING}"
     )
 
@@ -278,7 +280,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     assign(moved, tensor.operands)
     moved._initial_value = tensor._initial_value
     moved._value = None if tensor._value is None else tensor._value.to(device)
-    slot = tensor._casting.slot
+    slot, moved._lacks_slot = tensor._casting.slot, tensor._lacks_slot
     if slot is not None:  # a copy of its own, as its codes are
         amax = None if slot.amax is None else slot.amax.to(device)
         moved.bound_to(Slot(slot.scale.to(device), amax))
@@ -365,8 +367,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     shared = {id(part) for part in tensor.tensors()}
     copies = [part if part is None or id(part) not in shared else part.clone() for part in parts]
     padded: OperandTensor = type(tensor)(*split(copies), tensor.plan, tensor.dtype)
-    padded._casting = Casting(columns_of=tensor._casting.columns_of)
-    return padded
+    return padded._written_as(tensor)
 
 
 _aten = torch.ops.aten

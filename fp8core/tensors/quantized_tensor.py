@@ -302,9 +302,14 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
             OperandError: its delayed scale is elsewhere.
         """
         if self._lacks_slot:
-            raise OperandError(f"{self} has its delayed scale outside of the graph.")
-        keeps_value = self._value is not None
-        return _quantizers[0](self.plan, self._casting._replace(keeps_value=keeps_value))
+            raise OperandError(
+                f"{self} has its delayed scale outside of the graph, or in its parts."
+            )
+        dtype = None if self._value is None else self._value.dtype
+        casting = self._casting._replace(keeps_value=dtype is not None)
+        # Another dtype is that of an IdentityQuantizer.
+        casting = casting._replace(value_dtype=None if dtype == self.dtype else dtype)
+        return _quantizers[0](self.plan, casting)
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the keyword arguments by which its class of Transformer Engine's,

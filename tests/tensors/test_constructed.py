@@ -214,6 +214,26 @@ def test_hybrid_tensors_have_parts_and_are_of_parts() -> None:
     assert not again.dequantize().any()
 
 
+def test_a_tensor_of_parts_with_a_delayed_scale_is_for_reading() -> None:
+    """A write to it would take a scale from the amax, also for the part."""
+    slot = torch.tensor([2.0]), torch.zeros(1)
+    row = fp8core.Float8Quantizer(*slot, E4M3, columnwise=False)(value(64, 128))
+    others = {"a value": value(64, 128), "codes": MXFP8Quantizer(E4M3)(value(64, 128))}
+    for name, column in others.items():
+        whole = fp8core.HybridQuantizedTensor(rowwise_storage=row, columnwise_storage=column)
+        assert torch.equal(whole.dequantize(), row.dequantize())
+        for tensor in (whole, whole.clone(), whole.to_dtype(torch.bfloat16)):
+            with pytest.raises(UnsupportedError, match="or to the parts"):
+                tensor.copy_(value(64, 128))
+            with pytest.raises(OperandError, match="in its parts"):
+                tensor.get_metadata()
+        row.copy_(8 * value(64, 128))
+        assert row._scale_inv.item() == 0.5, name
+    moved = whole.to("meta")
+    with pytest.raises(UnsupportedError, match="or to the parts"):
+        moved.copy_(moved.dequantize())
+
+
 def test_parts_that_do_not_fit_are_named() -> None:
     row = MXFP8Quantizer(E4M3, columnwise=False)(value())
     arguments: list[dict[str, Any]] = [

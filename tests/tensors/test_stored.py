@@ -472,6 +472,14 @@ def test_a_delayed_scale_moves_with_its_tensor() -> None:
         assert moved._get_quantizer().amax.is_meta
 
 
+def test_a_padded_tensor_is_written_by_the_delayed_scale_of_the_other() -> None:
+    value = torch.randn(128, 96)
+    padded = torch.nn.functional.pad(delayed(2.0)(value[:64]), (0, 0, 0, 64))
+    with torch.no_grad():
+        padded.copy_(4 * value)
+    assert torch.equal(padded.dequantize(), delayed(2.0)(4 * value).dequantize())
+
+
 def freed() -> torch.Tensor:
     tensor = torch.ones(1)
     tensor.untyped_storage().resize_(0)

@@ -538,7 +538,7 @@ class HybridQuantizer(PlannedQuantizer):
         return self.columns_of is not None and self.plan.columnwise is None
 
     @property
-    def casting(self) -> Casting:
+    def _casting(self) -> Casting:
         """How a value is cast besides by the plan, and whether the result holds it as well."""
         is_mixed = (self.plan.rowwise is None) != (self.plan.columnwise is None)
         keeps_value = is_mixed and self.rowwise_usage and self.columnwise_usage
@@ -550,10 +550,10 @@ class HybridQuantizer(PlannedQuantizer):
     def cell(self) -> TensorPlan | None:
         """The plan; None where the columnwise operand is of another value, which no plan says."""
         is_cast_twice = self.columns_of is not None and self.plan.columnwise is not None
-        return None if is_cast_twice or self.parameter_casting is None else self.plan
+        return None if is_cast_twice or self._parameter_casting is None else self.plan
 
     @property
-    def parameter_casting(self) -> Casting | None:
+    def _parameter_casting(self) -> Casting | None:
         """By what a parameter is written, of which a class with code of its own says nothing."""
         mine = (type(self).quantize, type(self).quantize_impl, type(self).__call__)
         theirs = (HybridQuantizer.quantize, HybridQuantizer.quantize_impl, Quantizer.__call__)
@@ -598,7 +598,7 @@ def quantizer_of(plan: TensorPlan, casting: Casting = BY_VALUE) -> Quantizer:
     row = casting.columns_of
     source = "original" if row is None else "rowwise_dequantized"
     if casting.keeps_value:
-        return _hybrid(plan, source)
+        return _hybrid(plan, source, casting.value_dtype)
     quantizer = _by_plan(plan, casting.slot)
     if row is not None and plan.columnwise is not None:
         quantizer = _hybrid(TensorPlan(row, plan.columnwise), source)
@@ -646,9 +646,10 @@ def _by_plan(plan: TensorPlan, slot: Slot | None) -> Quantizer:
     return PlannedQuantizer(plan)
 
 
-def _hybrid(plan: TensorPlan, source: str) -> HybridQuantizer:
+def _hybrid(plan: TensorPlan, source: str, dtype: torch.dtype | None = None) -> HybridQuantizer:
+    identity = IdentityQuantizer(dtype=dtype)
     rowwise, columnwise = (
-        _by_plan(TensorPlan(each, each), None) if each else IdentityQuantizer() for each in plan
+        _by_plan(TensorPlan(each, each), None) if each else identity for each in plan
     )
     return HybridQuantizer(
         rowwise_quantizer=rowwise, columnwise_quantizer=columnwise, columnwise_source=source

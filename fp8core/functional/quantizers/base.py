@@ -111,7 +111,7 @@ class Quantizer:
         return plan if any(plan) or type(self).plan is not Quantizer.plan else None
 
     @property
-    def parameter_casting(self) -> Casting | None:
+    def _parameter_casting(self) -> Casting | None:
         """By what a parameter is written that is stored by this plan; None where a state or code of
         the quantizer would have to."""
         return None if self.cell is None else BY_VALUE
@@ -132,7 +132,7 @@ class Quantizer:
         return None
 
     @property
-    def casting(self) -> Casting:
+    def _casting(self) -> Casting:
         """How a value is cast, besides by the plan, a state and a reduction."""
         return Casting(columns_of=self.columns_of)
 
@@ -201,7 +201,7 @@ class Quantizer:
 
     def _casting_on(self, device: torch.device) -> Casting:
         slot = self._slot_on(device)
-        return self.casting._replace(slot=slot, reduce_amax=self.reduce_amax)
+        return self._casting._replace(slot=slot, reduce_amax=self.reduce_amax)
 
     def _slot_on(self, device: torch.device) -> Slot | None:
         slot = self.slot
@@ -285,7 +285,7 @@ class Quantizer:
         if pin_memory and where.type != "cpu":
             raise OperandError(f"make_empty(pin_memory=True, device={where}): only CPU memory is.")
         zeros = torch.zeros(tuple(shape), dtype=dtype, device=where)
-        casting, plan = self.casting, self.used_plan
+        casting, plan = self._casting, self.used_plan
         if not any(plan) and self.cell is not None:  # a value in high precision
             value: Any = self.quantize(zeros, dtype=dtype)
             value = value.pin_memory() if pin_memory else value
@@ -323,7 +323,7 @@ class Quantizer:
             UnsupportedError: blocks do not divide the sizes; or it would hold a value, whose dtype
                 is that of what is quantized.
         """
-        if self.casting.keeps_value:
+        if self._casting.keeps_value:
             raise UnsupportedError(f"inner_tensor_specs of {self}: its value has any dtype.")
         plan, sizes = (
             storage_plan(self.used_plan),

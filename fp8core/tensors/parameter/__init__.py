@@ -173,7 +173,7 @@ def make_weight(
         return torch.nn.Parameter(value)
     whole = plan_of(LinearPlan, init._recipe, role, value.dtype)
     plan, maker = whole.weight, dict(whole.makers).get("weight")
-    casting = BY_VALUE if maker is None else getattr(maker, "parameter_casting", None)
+    casting = BY_VALUE if maker is None else getattr(maker, "_parameter_casting", None)
     if not isinstance(casting, Casting):
         raise UnsupportedError(
             f"quantized_model_init: the recipe has the weight of {role.kind} quantized by "

@@ -357,6 +357,7 @@ def of_parts(
     nominal, shape = dtype or storages[0].dtype, storages[0].shape
     tensor = QuantizedTensor(rows.rowwise, columns.columnwise, plan, nominal, shape=shape)
     tensor._casting = Casting(columns_of=getattr(quantizer, "columns_of", None))
+    tensor._lacks_slot = any(part._casting.slot or part._lacks_slot for part in storages)
     for value in plain.values():
         tensor._value = value_from(value, tensor)
     return tensor
