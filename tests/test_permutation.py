@@ -468,6 +468,38 @@ def test_rows_are_permuted_in_codes_beside_columns(name: str, columns: str) -> N
     assert torch.equal(grad, of_values)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own
+@pytest.mark.parametrize("place", ["before", "within"])
+@pytest.mark.parametrize("name", [each for each in PERMUTING if "pad" not in each])
+def test_codes_are_permuted_in_one_graph(name: str, place: str) -> None:
+    """The padded rows are counted on the host."""
+    quantizer = fp8core.MXFP8Quantizer("e4m3")
+    mask, probs = torch.randint(2, (32, 4), dtype=torch.int32), torch.rand(32, 4)
+
+    def permuted(x: torch.Tensor) -> torch.Tensor:
+        rows = PERMUTING[name](quantizer(x) if place == "within" else x, mask, probs)[0]
+        assert isinstance(rows, fp8core.QuantizedTensor)
+        return rows.dequantize()
+
+    x = torch.randn(32, 64, requires_grad=True)
+    given = x if place == "within" else quantizer(x)
+    expected = permuted(given)
+    (want,) = torch.autograd.grad(expected.square().sum(), x, retain_graph=True)
+    y = torch.compile(permuted, fullgraph=True, backend="aot_eager")(given)
+    assert torch.equal(y, expected)
+    assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], want)
+
+
+def test_codes_of_no_experts_are_no_rows() -> None:
+    x = fp8core.MXFP8Quantizer("e4m3")(torch.randn(32, 64))
+    mask = torch.empty(32, 0, dtype=torch.int32)
+    assert torch.equal(moe_permute(x, mask, 5)[0], torch.zeros(5, 64))
+    rows, probs, _ = moe_permute_with_probs(x, torch.empty(32, 0), mask, 5)
+    assert not rows.any()
+    assert torch.equal(probs, torch.zeros(5))
+
+
 def test_a_quantized_tensor_whose_rows_cannot_be_selected_is_permuted_by_its_values() -> None:
     quantizer = fp8core.MXFP8Quantizer(fp8core.DType.kFloat8E4M3, with_2d_quantization=True)
     quantized = quantizer(torch.randn(32, 64).bfloat16())

@@ -21,7 +21,7 @@ from fp8core.chain.alone import bound, derivatives, in_torch, is_transformed, ne
 from fp8core.errors import OperandError, checked_choice, elsewhere
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import is_square
-from fp8core.torch_ops.capture import is_captured
+from fp8core.torch_ops.capture import constant_in_graph, is_captured
 from fp8core.torch_ops.companions import Companions
 
 __all__ = [
@@ -457,7 +457,9 @@ def _dispatched(
     x: torch.Tensor, probs: Optional, index: torch.Tensor, sources: torch.Tensor, skips: bool
 ) -> tuple[torch.Tensor, Optional]:
     if isinstance(x, QuantizedTensor):
-        return _dispatched_codes(x, probs, index, sources, skips)
+        if index.shape[1]:
+            return _dispatched_codes(x, probs, index, sources, skips)
+        x = x.decoded()  # of which no row goes to any of no experts
     run = bound(DispatchDesc, (x.dtype, skips), x)
     y, permuted = run(x, index, sources, **_there(probs=probs))
     return y, permuted
@@ -465,10 +467,16 @@ def _dispatched(
 
 def _rows_or_codes(owner: str, inp: torch.Tensor) -> torch.Tensor:
     """Return ``inp``, dequantized where a block of its codes is of several rows."""
-    spec = inp.plan.rowwise if isinstance(inp, QuantizedTensor) else None
-    if spec is None or spec.block[0] > 1 or inp.dim() != 2 or not len(inp):
+    if not isinstance(inp, QuantizedTensor) or inp.dim() != 2 or not len(inp):
         return check_rows(owner, "inp", inp)
-    return inp
+    if torch.compiler.is_compiling():
+        _allow_in_graph()
+    return _codes_or_values(inp)
+
+
+def _codes_or_values(x: QuantizedTensor) -> torch.Tensor:
+    spec = x.plan.rowwise
+    return x if spec is not None and spec.block[0] <= 1 else x.dequantize()
 
 
 def _dispatched_codes(
@@ -490,6 +498,16 @@ def _dispatched_codes(
         if operand is not None:
             operand.data.masked_fill_(positions, 0)
     return y, permuted
+
+
+def _allow_in_graph() -> bool:
+    """Have torch.compile record what reads codes by its operators, as it knows no plan."""
+    for function in (_codes_or_values, _dispatched_codes):
+        torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return True
+
+
+constant_in_graph(_allow_in_graph)
 
 
 def _there(**tensors: Optional) -> dict[str, torch.Tensor]:
