@@ -538,6 +538,43 @@ def test_a_quantized_gradient_is_multiplied_by_dequantized_rows() -> None:
     torch.testing.assert_close(layer.weight.grad, turned.t() @ rows["x"].dequantize())
 
 
+class Overriding(fp8core.HybridQuantizer):
+    """One with code of its own, so that a layer calls it."""
+
+    def quantize(self, tensor: torch.Tensor, **options: Any) -> Any:
+        return super().quantize(tensor, **options)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize(
+    ("tensors", "way"),
+    [(tensors, way) for tensors in ("input", "weight", "input weight") for way in BESIDE]
+    + [("grad_output", "rows"), ("grad_output", "columns")],
+)
+def test_an_object_of_one_orientation_leaves_the_other_in_high_precision(
+    tensors: str, way: str, kind: str
+) -> None:
+    """As its plan does where the layer casts by that."""
+    high, low = fp8core.IdentityQuantizer(), fp8core.MXFP8Quantizer("e4m3")
+    row, column = (high, low) if way == "rows" else (low, high)
+    source = "rowwise_dequantized" if way == "columns of rows" else "original"
+    steps = []
+    for cls in (Overriding, fp8core.HybridQuantizer):
+        quantizer = cls(
+            rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source=source
+        )
+        given: dict[str, Any] = {
+            **dict.fromkeys(("input", "weight", "grad_output"), low),
+            **dict.fromkeys(tensors.split(), quantizer),
+        }
+        chosen = recipe.CustomRecipe(qfactory=lambda role, given=given: given[role.tensor_type])
+        steps.append(step_of(chosen, kind, is_stored=False))
+    for found, expected in zip(*steps, strict=True):
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found, expected)
+
+
 def test_columns_of_one_tensor_alone_or_of_the_gradient_are_refused() -> None:
     high = fp8core.IdentityQuantizer()
     layer, x = fp8core.Linear(64, 96), torch.randn(64, 64)

@@ -220,6 +220,21 @@ def rowwise_twice(quantizer: TensorQuantizer) -> TensorQuantizer:
     return TensorQuantizer((both, rowwise, columnwise), quantizer.choices)
 
 
+def completed(
+    low: TensorQuantizer, high: TensorQuantizer, plan: TensorPlan, *, dequantizes: bool
+) -> TensorQuantizer:
+    """Return ``low``, with the one orientation that ``plan`` leaves in high precision by ``high``.
+
+    With ``dequantizes``, a columnwise operand in high precision is the rowwise one of ``low``.
+    """
+    row, column = plan
+    if row is None and column is not None:
+        return mixed(high, low)
+    if row is not None and column is None:
+        return rowwise_twice(low) if dequantizes else mixed(low, high)
+    return low
+
+
 def observed(
     quantizer: TensorQuantizer, amax: Callable[..., torch.Tensor], recorded: torch.Tensor
 ) -> TensorQuantizer:

@@ -39,9 +39,8 @@ from fp8core.tensors.quantizer import (
     Slot,
     TensorQuantizer,
     Variant,
-    mixed,
+    completed,
     observed,
-    rowwise_twice,
 )
 from fp8core.torch_ops.repeats import called_in_repeats
 
@@ -298,11 +297,7 @@ def bind_quantizer(
         optional = binding.resolver.resolve_optional
         variant = partial(optional, device=binding.device, purpose=purpose)
         low = LowPrecision(desc, resolve, slot, nonfinite, variant if is_gradient else None)
-    if plan.rowwise is None:
-        return mixed(high, low)
-    if plan.columnwise is None:
-        return rowwise_twice(low) if dequantizes else mixed(low, high)
-    return low
+    return completed(low, high, plan, dequantizes=dequantizes)
 
 
 def casts_padded(desc: QuantizeDesc, step: int, binding: Binding, purpose: Purpose) -> bool:

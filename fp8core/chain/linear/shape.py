@@ -31,7 +31,7 @@ from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import HIGH_PRECISION
 from fp8core.tensors.delayed_state import DelayedState, LayerStates
 from fp8core.tensors.quantized_tensor import object_quantizer
-from fp8core.tensors.quantizer import HighPrecision, Slot, TensorQuantizer
+from fp8core.tensors.quantizer import HighPrecision, Slot, TensorQuantizer, completed
 from fp8core.tensors.quantizer_binding import (
     MaximumOverShards,
     bind_by_amax,
@@ -390,7 +390,10 @@ class _Tensors(NamedTuple):
             role = f"{context.owner}: the {type(maker).__name__} of its {tensor}"
             # Of the input one orientation is held until backward.
             is_split = tensor == "input"
-            return object_quantizer(maker, plan.tensors[tensor], role, is_split=is_split)
+            planned = plan.tensors[tensor]
+            low = object_quantizer(maker, planned, role, is_split=is_split)
+            high = HighPrecision(context.binding.activation_dtype)
+            return completed(low, high, planned, dequantizes=self._dequantizes)
         is_weight = tensor == "weight"  # each is cast alone, and whole
         ranks = None if is_weight else context.moved_over(tensor, "gathered")
         return bind_quantizer(
