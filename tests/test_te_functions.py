@@ -378,6 +378,17 @@ def test_a_value_beside_an_operand_is_a_copy_of_any_shape_and_dtype(way: str) ->
     assert torch.equal(compiled(y), quantizer(y).dequantize())
 
 
+@pytest.mark.parametrize("way", BESIDE)
+def test_a_value_beside_an_operand_is_made_by_to_empty(way: str) -> None:
+    """Else a module made on meta would have lost both parts for a plain parameter."""
+    x, module = torch.randn(64, 64), torch.nn.Module()
+    module.weight = torch.nn.Parameter(BESIDE[way]()(torch.randn(64, 64)))
+    empty = copy.deepcopy(module).to("meta").to_empty(device="cpu")
+    state = {"weight": BESIDE[way]()(x)}
+    empty.load_state_dict(state)
+    assert is_beside(way, empty.weight, x)
+
+
 def test_one_number_beside_its_value() -> None:
     quantizer = fp8core.HybridQuantizer(
         rowwise_quantizer=fp8core.Float8CurrentScalingQuantizer("e4m3", None),
@@ -570,6 +581,24 @@ def test_an_object_of_one_orientation_leaves_the_other_in_high_precision(
         chosen = recipe.CustomRecipe(qfactory=lambda role, given=given: given[role.tensor_type])
         steps.append(step_of(chosen, kind, is_stored=False))
     for found, expected in zip(*steps, strict=True):
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found, expected)
+
+
+def test_a_stored_weight_is_dequantized_where_backward_takes_high_precision() -> None:
+    """There is no other value of it; with rows alone, as where a recipe has backward_override."""
+    named, results = recipe.MXFP8BlockScaling(backward_override="high_precision"), []
+    mine = recipe.CustomRecipe(
+        qfactory=lambda role: (
+            fp8core.IdentityQuantizer()
+            if role.tensor_type == "grad_output"
+            else dequantizing("original")
+        )
+    )
+    for chosen in (named, mine):
+        results.append(step_of(chosen, "linear", is_stored=True))
+    for found, expected in zip(*results, strict=True):
         assert found is not None
         assert expected is not None
         assert torch.equal(found, expected)

@@ -275,7 +275,8 @@ def slot_from(stored: list[Any], device: torch.device) -> Slot:
 
 
 def value_from(stored: Any, tensor: Any) -> torch.Tensor:
-    """Return the value in high precision that ``stored`` is, as a checkpoint has it, of ``tensor``.
+    """Return the value in high precision that ``stored`` is, as a checkpoint or a caller has it, of
+    ``tensor``.
 
     Raises:
         OperandError: it is no plain value of its size, or ``tensor`` lacks no orientation.
@@ -284,7 +285,11 @@ def value_from(stored: Any, tensor: Any) -> torch.Tensor:
     is_value = is_value and stored.is_floating_point() and stored.is_contiguous()
     is_value = is_value and None in tensor.plan
     if not is_value or stored.shape != tensor.shape or stored.device != tensor.device:
-        raise OperandError(f"a stored {tensor} has the value {shown(stored)}. The file is damaged.")
+        raise OperandError(
+            f"{tensor} has the value {shown(stored)}; expected a contiguous floating-point tensor "
+            f"of its shape and device, for the orientation that it lacks. A file is damaged, of a "
+            f"tensor take contiguous()."
+        )
     value: torch.Tensor = stored.detach()
     return value
 

@@ -296,6 +296,8 @@ def _like(tensor: OperandTensor, device: torch.device) -> OperandTensor:
     like = with_room(type(tensor)(*stored, tensor.plan, tensor.dtype, shape=tensor.shape))
     like._keeps_initial_value = tensor._keeps_initial_value
     like._casting = Casting(columns_of=tensor._casting.columns_of)
+    if tensor._value is not None:
+        like._value = zeros.new_zeros(tensor.shape, dtype=tensor._value.dtype)
     return like
 
 
@@ -372,7 +374,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
 
 _aten = torch.ops.aten
 # What acts on a tensor with a value in high precision beside its operand.
-_WHOLE = (_copy, _detach, _clone, _to_copy, _record_stream)
+_WHOLE = (_copy, _detach, _clone, _to_copy, _new, _record_stream)
 # Operators that write values which do not depend on the present values.
 _SETTERS = {
     *(_aten.zero_, _aten.fill_, _aten.normal_, _aten.uniform_, _aten.random_, _aten.bernoulli_),

@@ -84,6 +84,10 @@ class quantized_model_init(contextlib.ContextDecorator):
     stores weights in the same way; outside any it runs in high precision, on the dequantized
     weight.
 
+    Where backward takes the weight in high precision, it takes the dequantized one, as of a
+    HybridQuantizer whose columnwise half is an IdentityQuantizer, of which Transformer Engine keeps
+    the value too. A recipe that leaves its rows in high precision keeps a plain parameter.
+
     A weight that is created while gradients are off, under ``torch.no_grad()``, holds the operand
     of forward alone; a call that needs the gradient of its input is refused.
 
