@@ -43,6 +43,7 @@ from fp8core.conversion.structure import (
 from fp8core.modules.composition import is_seen
 from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
 from fp8core.modules.splice import Part, Splice
+from fp8core.torch_ops.capture import constant_in_graph
 from fp8core.torch_ops.private import is_capturing
 
 _CHAINS = "_fp8core_splices"
@@ -67,14 +68,16 @@ class LayerChains(NamedTuple):
     """The chains of a layer composed as ``layer``: in front of attention, behind it, and of its
     feed-forward block with the norm in front; None of what it has not, or what runs by itself.
 
-    ``arguments`` are the names of its positional arguments, ``dropouts`` the paths of all modules
-    for dropout, and ``of_block`` those behind its block and behind the activation in that.
+    ``arguments`` are the names of its positional arguments, ``attention`` the module, ``dropouts``
+    all modules for dropout, and ``of_block`` those behind its block and behind the activation in
+    that, or None. Where one is another by now, no chain runs.
     """
 
     layer: Layer
     arguments: tuple[str, ...]
-    dropouts: tuple[str, ...]
-    of_block: tuple[str, str]
+    attention: Any
+    dropouts: tuple[torch.nn.Module, ...]
+    of_block: tuple[Any, Any]
     before: Splice | None
     behind: Splice
     block: Splice | None
@@ -120,7 +123,10 @@ def _obstacle_of_block(module: Any, layer: Layer) -> str:
         return f"it is a {type(mlp).__name__}"
     norms = [path for path in (layer.second_norm, layer.last_norm) if path]
     blocks = [layer.mlp] if layer.mlp else []
-    return _unlike(module, norms, blocks) or _obstacle_of_feed(mlp, feed)
+    reason = _unlike(module, norms, blocks) or _obstacle_of_feed(mlp, feed)
+    if reason or layer.feed is not None or computes_plainly(mlp, feed):
+        return reason
+    return f"its {type(mlp).__name__} computes otherwise"
 
 
 def _obstacle_of_feed(mlp: Any, feed: FeedForward) -> str:
@@ -170,7 +176,7 @@ class ConvertedMLP(ConvertedBlock):
         if keywords or len(arguments) != 1:
             return None
         feed, whole, activated = vars(self)[_CHAINS]
-        if not _is_dropping(self, feed.inner_dropout):
+        if not _is_dropping(_dropout(self, feed.inner_dropout)):
             y = whole.run(*arguments)
         else:
             y = activated.run(*arguments)
@@ -201,8 +207,7 @@ class ConvertedDecoder(ConvertedBlock):
         self, chains: LayerChains, x: torch.Tensor, keywords: dict[str, Any]
     ) -> torch.Tensor | None:
         """Return what attention returns for ``x [b, s, h]``, before it is projected."""
-        layer = chains.layer
-        attention = at(self, layer.attention)
+        layer, attention = chains.layer, chains.attention
         caches = [keywords[name] for name in _CACHES if keywords.get(name) is not None]
         cache = caches[0] if caches else None
         pair, attend = keywords.get("position_embeddings"), _sdpa_of(attention)
@@ -239,7 +244,7 @@ class ConvertedDecoder(ConvertedBlock):
     def _behind(self, chains: LayerChains, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the output for what attention returned, if the layer attends, and its input."""
         layer, total = chains.layer, tensors[-1]
-        is_dropping = any([_is_dropping(self, path) for path in chains.dropouts])
+        is_dropping = any([_is_dropping(dropout) for dropout in chains.dropouts])
         output = None if is_dropping else chains.behind.run(*tensors)
         if output is not None:
             if chains.block is not None:
@@ -250,22 +255,22 @@ class ConvertedDecoder(ConvertedBlock):
             total = total + dropped(self, layer.dropouts[0], projected)
             total = at(self, layer.second_norm)(total) if layer.last_norm else total
         behind, within = chains.of_block
-        if chains.block is None or _is_dropping(self, within):
-            fed = None
-        else:
-            fed = chains.block.run(total)
+        fed = None if chains.block is None or _is_dropping(within) else chains.block.run(total)
         if fed is None:
             normalized = total if layer.last_norm else at(self, layer.second_norm)(total)
             fed = block_output(self, layer, normalized)
-        else:
-            fed = dropped(self, behind, fed)
+        elif behind is not None:
+            fed = behind(fed)
         return summed(self, layer, fed, total)
 
 
-def _is_dropping(module: torch.nn.Module, path: str) -> bool:
-    """Return whether there is dropout at ``path`` that draws numbers in this call."""
-    dropout = at(module, path) if path else None
-    return dropout is not None and dropout.training and getattr(dropout, "p", 0) > 0
+def _is_dropping(dropout: Any) -> bool:
+    """Return whether the module ``dropout``, None if there is none, has to run in this call: one of
+    torch that draws numbers, and any other."""
+    kind = type(dropout)
+    if kind is torch.nn.Dropout:
+        return bool(dropout.training and dropout.p > 0)
+    return dropout is not None and kind is not torch.nn.Identity
 
 
 def _sdpa_of(attention: Any) -> Any:
@@ -313,13 +318,13 @@ def _turn_of(
     """Return what :func:`apply_rotary_pos_emb` takes behind a tensor, by cosines and sines ``[1 or
     b, s, d]``, which the layers of a model get in one forward; None where the two are scaled."""
     cos, sin = pair
-    if not conversion.rotates or cos.requires_grad:
+    if cos.requires_grad or sin.requires_grad:
         return None
     # A graph keeps nothing from one layer to the next, whose graph may be another: a replay of that
     # would rotate by what the last replay of the first one left.
     if torch.compiler.is_compiling() or is_capturing():
         with torch.no_grad():
-            return _turn_by(cos, sin)
+            return _turn_by(cos, sin) if _rotates(conversion) else None
     # Writes to the two show in a version, but for those of a replay and of inference mode: a layer
     # that asks again is in the next forward.
     versions = [None if x.is_inference() else x._version for x in pair]
@@ -327,6 +332,8 @@ def _turn_of(
     sources, earlier, layers, turn = conversion.turn or ((), [], set(), None)
     is_same = all(source() is x for source, x in zip(sources, pair, strict=False))
     if turn is None or versions != earlier or not is_same or layer in layers:
+        if not _rotates(conversion):
+            return None
         with torch.inference_mode(False), torch.no_grad():  # a later call may be one of training
             turn, layers = _turn_by(cos, sin), set()
         conversion.turn = [*map(weakref.ref, pair)], versions, layers, turn
@@ -347,8 +354,9 @@ def fuse(model: torch.nn.Module, conversion: Conversion) -> tuple[dict[str, str]
     """Have the layers of ``model``, whose linears and norms are converted, run as two chains, and
     feed-forward blocks as one. Return by path what of each does not, empty if all of it does, and
     of the others why they stay apart."""
-    conversion.rotates = _rotates(model)
+    conversion.rotaries = _rotaries(model)
     fused, apart = {}, {}
+    accepted: list[tuple[Any, Structure, str]] = []
     within: set[torch.nn.Module] = set()
     for path, module in model.named_modules():
         structure = structure_of(module)
@@ -357,38 +365,84 @@ def fuse(model: torch.nn.Module, conversion: Conversion) -> tuple[dict[str, str]
         reason = _obstacle(module, structure)
         if reason:
             apart[path] = reason
-        elif isinstance(structure, Layer):
-            fused[path] = _adopt(module, structure, conversion)
-            within |= {at(module, structure.mlp)} if not fused[path] else set()
+            continue
+        if isinstance(structure, Layer):
+            reason = _obstacle_of_block(module, structure)
+            fused[path] = f"but its feed-forward block, as {reason}" if reason else ""
+            within |= {at(module, structure.mlp)} if not reason else set()
+        elif module not in within:
+            fused[path] = ""
+        accepted.append((module, structure, reason))
+    for module, structure, reason in reversed(
+        accepted
+    ):  # a splice notes the classes of those inside
+        if isinstance(structure, Layer):
+            _adopt(module, structure, conversion, has_block=not reason)
         else:
             blocks = (module, *_at(module, structure.rest))
             parts = _parts_of(module, structure)
             chains = FeedChains(structure, Splice(parts, blocks), Splice(parts[:-1], blocks))
             _swap(module, ConvertedMLP, chains, conversion)
-            if module not in within:
-                fused[path] = ""
     return fused, apart
 
 
-def _rotates(model: torch.nn.Module) -> bool:
-    """Return whether the cosines and sines of ``model`` are known to be those of angles: where its
-    rotary embedding is within it, and multiplies them by 1 for every kind of layers."""
-    scalings = [
-        value
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if name.endswith("attention_scaling")
-    ]
-    return bool(scalings) and all(isinstance(s, int | float) and s == 1 for s in scalings)
+class _Rotary:
+    """A rotary embedding and where a model has it, neither of which it keeps alive; a copy does not
+    know the place."""
+
+    def __init__(
+        self, module: torch.nn.Module | None, owner: torch.nn.Module | None = None, name: str = ""
+    ) -> None:
+        self._module = None if module is None else weakref.ref(module)
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._kind, self._name = type(module), name
+
+    def __reduce__(self) -> Any:
+        return _Rotary, (None if self._module is None else self._module(),)
+
+    def is_of_angles(self) -> bool:
+        """Return whether its cosines and sines are those of angles: whether it is still there, of
+        its class, unseen, and multiplies them by 1 for every kind of layers."""
+        module = None if self._module is None else self._module()
+        if module is None or type(module) is not self._kind or is_seen(module):
+            return False
+        if self._owner is not None:
+            owner = self._owner()
+            if owner is None or owner._modules.get(self._name) is not module:
+                return False
+        scalings = [vars(module)[name] for name in _scalings_in(module)]
+        return all(isinstance(s, int | float) and s == 1 for s in scalings)
 
 
-def _adopt(module: Any, layer: Layer, conversion: Conversion) -> str:
-    """Have a layer run as two chains; return why its feed-forward block is in none of them, empty
-    if it is."""
-    reason, mlp, feed = _obstacle_of_block(module, layer), at(module, layer.mlp), None
+def _scalings_in(module: torch.nn.Module) -> list[str]:
+    return [name for name in vars(module) if name.endswith("attention_scaling")]
+
+
+def _rotaries(model: torch.nn.Module) -> list[_Rotary]:
+    """Return the rotary embeddings in ``model``: what scales cosines and sines."""
+    rotaries = {module: _Rotary(module) for module in model.modules() if _scalings_in(module)}
+    for owner in model.modules():
+        for name, child in owner.named_children():
+            if child in rotaries:
+                rotaries[child] = _Rotary(child, owner, name)
+    return [*rotaries.values()]
+
+
+def _rotates(conversion: Conversion) -> bool:
+    """Return whether the cosines and sines that layers get are known to be those of angles: where
+    the model's rotary embeddings are within it, and compute such."""
+    return bool(conversion.rotaries) and all(each.is_of_angles() for each in conversion.rotaries)
+
+
+constant_in_graph(_rotates)
+
+
+def _adopt(module: Any, layer: Layer, conversion: Conversion, *, has_block: bool) -> None:
+    """Have a layer run as two chains, with its feed-forward block if it ``has_block`` for that."""
+    mlp, feed = at(module, layer.mlp), None
     second_norm = at(module, layer.second_norm)
     blocks = [module, *_at(module, containers(layer.paths))]
-    before, block, of_block = None, None, ("", "")
+    before, block, of_block = None, None, (None, None)
     behind: list[Part] = []
     if layer.attention:
         *projections, output = _at(module, layer.linears)
@@ -396,7 +450,7 @@ def _adopt(module: Any, layer: Layer, conversion: Conversion) -> str:
         before = Splice([*first, _together(projections)], (*blocks,))
         behind += [output, AddShape()]
     blocks += _at(module, filter(None, layer.dropouts))
-    if not reason:
+    if has_block:
         feed = feed_of(module, layer)
         assert feed is not None
         parts = _parts_of(mlp, feed)
@@ -407,21 +461,28 @@ def _adopt(module: Any, layer: Layer, conversion: Conversion) -> str:
             parts = [second_norm, *parts]
             behind.append(parts)
         block = Splice(parts, blocks)
-        start = f"{layer.mlp}." if layer.mlp else ""
-        of_block = _under(start, feed.dropout), _under(start, feed.inner_dropout)
-    dropouts = (*filter(None, (*layer.dropouts, *of_block)),)
+        of_block = _dropout(mlp, feed.dropout), _dropout(mlp, feed.inner_dropout)
+    dropouts = *(_dropout(module, path) for path in layer.dropouts), *of_block
     names = (*inspect.signature(type(module).forward).parameters,)[1:]
-    chains = LayerChains(layer, names, dropouts, of_block, before, Splice(behind, blocks), block)
+    chains = LayerChains(
+        layer,
+        names,
+        at(module, layer.attention),
+        tuple(each for each in dropouts if each is not None),
+        of_block,
+        before,
+        Splice(behind, blocks),
+        block,
+    )
     _swap(module, ConvertedDecoder, chains, conversion)
-    return f"but its feed-forward block, as {reason}" if reason else ""
 
 
 def _at(module: Any, paths: Iterable[str]) -> list[Any]:
     return [at(module, path) for path in paths]
 
 
-def _under(start: str, path: str) -> str:
-    return start + path if path else ""
+def _dropout(module: Any, path: str) -> Any:
+    return at(module, path) if path else None
 
 
 def _together(linears: Sequence[Any]) -> Part:

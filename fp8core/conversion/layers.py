@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
@@ -256,9 +256,9 @@ class Conversion:
 
     # Whether a call of a layer outside of a step is one.
     delimits = False
-    # Whether cosines and sines that decoder layers get are those of angles, and the rotation by the
-    # last ones, behind weak references to both, their versions, and the layers that took it.
-    rotates = False
+    # The model's rotary embeddings, and the rotation by the last cosines and sines, behind weak
+    # references to both, their versions, and the layers that took it.
+    rotaries: Sequence[Any] = ()
     turn: tuple[Any, Any, set[int], Any] | None = None
 
     def __init__(self, outside_autocast: Active | None) -> None:

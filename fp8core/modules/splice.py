@@ -55,7 +55,7 @@ class Splice:
     """The chain of ``parts`` within one module; a copy starts without what the last calls left.
 
     ``blocks`` are that module and those between it and the layers; of all but the first nobody may
-    want to see a call. Other layers than these in them, or layers of another class, as a
+    want to see a call. Other modules than these in them, or modules of another class, as a
     parametrization or an adapter makes, run by themselves.
     """
 
@@ -69,12 +69,17 @@ class Splice:
 
     def _forget(self) -> None:
         """Begin without chains, and without a call to replay."""
-        self._kinds = [*map(type, self.layers)]
+        self._kinds = self._kinds_now()
         self.text = repr(_shown(self.parts))
         self._memo: Memo | None = None
         self._followers: _Followers = ([], [])
         # By the addresses of what the layers are bound to, which is held beside the chain.
         self._chains: dict[tuple[int, ...], tuple[Chain | None, _Followers, Any]] = {}
+
+    def _kinds_now(self) -> list[type]:
+        """Return the classes of the layers and of all within the module, any of which may compute
+        otherwise by now."""
+        return [*map(type, self.layers), *map(type, self.blocks[1:])]
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("parts", "blocks", "layers", "_names", "_inside")
@@ -89,7 +94,7 @@ class Splice:
         None if one of its layers has to run by itself in this call."""
         if torch.compiler.is_compiling():
             return self._run_in_graph(x, brought)
-        if [*map(type, self.layers)] != self._kinds:
+        if self._kinds_now() != self._kinds:
             return None
         try:
             params = self._params(brought)
@@ -144,7 +149,7 @@ class Splice:
     def is_whole_in_graph(self) -> bool:
         """Return whether nobody has to see a call of one of the layers, while torch traces."""
         names = [name in layer._parameters for layer, name in self._names if name is not None]  # type: ignore[union-attr]  # a shape's have no name
-        return all(names) and [*map(type, self.layers)] == self._kinds and not self._is_seen()
+        return all(names) and self._kinds_now() == self._kinds and not self._is_seen()
 
     def captured(
         self, text: str, device: torch.device, dtype: torch.dtype, numbers: tuple[int, ...]

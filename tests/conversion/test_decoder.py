@@ -218,6 +218,52 @@ def test_scaled_cosines_and_sines_stay_scaled(part: str) -> None:
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
+@pytest.mark.parametrize("change", ["attribute", "module", "class", "hook"])
+def test_cosines_and_sines_that_are_scaled_later_stay_scaled(change: str, is_copied: bool) -> None:
+    """As by another rotary embedding for a longer context; the former one is still referred to."""
+
+    class Scaled(transformers.models.llama.modeling_llama.LlamaRotaryEmbedding):
+        def forward(self, *inputs: Any, **keywords: Any) -> Any:
+            return [1.5 * each for each in super().forward(*inputs, **keywords)]
+
+    outputs = []
+    for fuse in (True, False):
+        model = llama().eval()
+        for layer in model.model.layers:
+            nn.init.normal_(layer.self_attn.q_proj.weight)
+            nn.init.normal_(layer.self_attn.k_proj.weight)
+        fp8core.convert(model, "mxfp8", fuse=fuse, rms_norms=True)
+        with torch.no_grad():
+            before = model(TOKENS).logits
+            model = copy.deepcopy(model) if is_copied else model
+            assert torch.equal(model(TOKENS).logits, before)
+            embedding = model.model.rotary_emb
+            if change == "attribute":
+                embedding.attention_scaling = 1.5
+            elif change == "module":
+                model.model.rotary_emb = copy.deepcopy(embedding)
+                model.model.rotary_emb.attention_scaling = 1.5
+                del embedding  # the copy of a model does not know where it lies
+            elif change == "class":
+                embedding.__class__ = Scaled
+            else:
+                embedding.register_forward_hook(lambda *call: [1.5 * each for each in call[-1]])
+            outputs.append(model(TOKENS).logits)
+        assert (outputs[-1] - before).abs().max() > 5e-3
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+
+
+def test_sines_alone_get_a_gradient() -> None:
+    model, x = llama(), torch.randn(1, 16, 32)
+    fp8core.convert(model, "current")
+    cos, sin = model.model.rotary_emb(x, torch.arange(16)[None])
+    sin.requires_grad_()
+    model.model.layers[0](x, position_embeddings=(cos, sin), attention_mask=None).sum().backward()
+    assert sin.grad is not None
+    assert sin.grad.any()
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_padded_batch_and_generation_with_a_cache(
     cache: str, monkeypatch: pytest.MonkeyPatch
@@ -463,6 +509,26 @@ def test_a_class_that_computes_otherwise_stays_apart() -> None:
     report = fp8core.convert(model, "current")
     assert [entry.name for entry in report.fused] == ["model.layers.0", "model.layers.1.mlp"]
     assert [entry.reason for entry in report.apart] == ["its class computes otherwise"]
+
+
+def test_a_block_whose_class_computes_otherwise_runs_by_itself() -> None:
+    outputs = []
+    for fuse in (True, False):
+        model = llama().eval()
+
+        class Clamped(type(model.model.layers[0].mlp)):  # type: ignore[misc]  # a class
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y: torch.Tensor = super().forward(x).clamp(-0.01, 0.01)
+                return y
+
+        model.model.layers[1].mlp.__class__ = Clamped
+        report = fp8core.convert(model, "mxfp8", fuse=fuse, rms_norms=True)
+        if fuse:
+            reason = "but its feed-forward block, as its Clamped computes otherwise"
+            assert [entry.reason for entry in report.fused] == ["", reason]
+        with torch.no_grad():
+            outputs.append(model(TOKENS).logits)
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
 def test_gated_blocks_of_other_layers_are_a_chain_each(monkeypatch: pytest.MonkeyPatch) -> None:

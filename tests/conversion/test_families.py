@@ -249,10 +249,9 @@ def test_every_hook_inside_a_layer_is_called(family: str, monkeypatch: pytest.Mo
     fp8core.convert(model, "current")
     want = output_of(model, family)
     layer = model.get_submodule(FAMILIES[family].fused[0])
-    unused = ("attn_dropout", "attention.self.dropout")
     seen: list[nn.Module] = []
     for path, module in layer.named_modules():
-        if not path or path.endswith(unused):
+        if not path or path.endswith(UNUSED):
             continue
         hook = module.register_forward_hook(lambda module, *rest: seen.append(module))
         torch.testing.assert_close(output_of(model, family), want, rtol=2e-3, atol=2e-3)
@@ -263,6 +262,93 @@ def test_every_hook_inside_a_layer_is_called(family: str, monkeypatch: pytest.Mo
     assert torch.equal(output_of(model, family), want)
     assert ran
     assert all(ran)
+
+
+def tensor_of(model: Any, family: str) -> torch.Tensor:
+    """Return logits, or embeddings."""
+    result = model(**FAMILIES[family].inputs)
+    tensor: torch.Tensor = result["logits" if "logits" in result else "image_embeds"]
+    return tensor.detach()
+
+
+def times(factor: float, output: Any) -> Any:
+    """Return what a module returned, its first tensor multiplied."""
+    if isinstance(output, tuple):
+        return (factor * output[0], *output[1:])
+    return factor * output
+
+
+def of_subclass(module: nn.Module) -> type[nn.Module]:
+    """Return a subclass of the class of ``module`` that computes otherwise."""
+    kind = type(module)
+
+    def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return times(1.5, kind.forward(self, *arguments, **keywords))
+
+    return type(f"My{kind.__name__}", (kind,), {"forward": forward})
+
+
+class Within(nn.Module):
+    """What a user may put in the place of a module, without the names of modules in that."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.weight = getattr(module, "weight", None)  # whose dtype T5 asks for
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return times(1.5, self.module(*arguments, **keywords))
+
+
+UNUSED = ("attn_dropout", "attention.self.dropout")
+"""Modules whose probability alone is read."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_module_inside_is_called(family: str) -> None:
+    """Of another class since the conversion, or in the place of the former one."""
+    models = [model_of(family).eval() for _ in range(2)]
+    for model, fuse in zip(models, (True, False), strict=True):
+        fp8core.convert(model, "mxfp8", fuse=fuse, rms_norms=True)
+    before = tensor_of(models[0], family)
+    layers = [model.get_submodule(FAMILIES[family].fused[0]) for model in models]
+    for path, _ in [*layers[0].named_modules()][1:]:
+        if path.endswith(UNUSED):
+            continue
+        owner, _, name = path.rpartition(".")
+        pair = [layer.get_submodule(path) for layer in layers]
+        kinds = [*map(type, pair)]
+        for each in pair:
+            each.__class__ = of_subclass(each)
+        others = [tensor_of(model, family) for model in models]
+        assert (others[0] - before).abs().max() > 1e-4, path
+        torch.testing.assert_close(*others, rtol=1e-4, atol=1e-5, msg=path)
+        for each, kind, layer in zip(pair, kinds, layers, strict=True):
+            each.__class__ = kind
+            setattr(layer.get_submodule(owner), name, Within(each))
+        others = [tensor_of(model, family) for model in models]
+        assert (others[0] - before).abs().max() > 1e-4, path
+        torch.testing.assert_close(*others, rtol=1e-4, atol=1e-5, msg=path)
+        for each, layer in zip(pair, layers, strict=True):
+            setattr(layer.get_submodule(owner), name, each)
+    assert torch.equal(tensor_of(models[0], family), before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_subclass_inside_computes_what_it_says(family: str) -> None:
+    """Before the conversion, which decides whether the layer is one of its row."""
+    layer = model_of(family).get_submodule(FAMILIES[family].fused[0])
+    for path, module in [*layer.named_modules()][1:]:
+        if path.endswith(UNUSED) or isinstance(module, nn.Linear | nn.LayerNorm):
+            continue  # a subclass of which is not converted
+        outputs = []
+        for fuse in (True, False):
+            model = model_of(family).eval()
+            module = model.get_submodule(f"{FAMILIES[family].fused[0]}.{path}")
+            module.__class__ = of_subclass(module)
+            fp8core.convert(model, "mxfp8", fuse=fuse, rms_norms=True)
+            outputs.append(tensor_of(model, family))
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5, msg=path)
 
 
 @pytest.mark.parametrize("family", ["GPT-2", "T5"])
