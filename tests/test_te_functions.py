@@ -431,6 +431,11 @@ def test_what_holds_a_value_is_refused_where_it_would_be_lost() -> None:
             "what is left would be its value",
         ),
         "a weight": (multiply, OperandError, "holds a value in high precision beside an operand"),
+        "a product": (
+            lambda: fp8core.functional.gemm(tensor, value),
+            OperandError,
+            "holds no rowwise operand.*dequantize",
+        ),
         "sizes of inner tensors": (
             lambda: BESIDE["rows"]().inner_tensor_specs((64, 64)),
             UnsupportedError,

@@ -208,9 +208,10 @@ def check_pair(owner: str, a: torch.Tensor, b: torch.Tensor) -> None:
         raise OperandError(f"{owner}: a is {a.dtype}, b {b.dtype}. Convert one of them.")
     for role, operand in (("a", a), ("b", b)):
         if isinstance(operand, QuantizedTensor) and operand.plan.rowwise is None:
+            is_value = operand._value is not None
+            remedy = "Give its dequantize()" if is_value else "Quantize it with rowwise usage"
             raise OperandError(
-                f"{owner}: {role} holds no rowwise operand, which is the one along k. Quantize it "
-                f"with rowwise usage."
+                f"{owner}: {role} holds no rowwise operand, which is the one along k. {remedy}."
             )
 
 

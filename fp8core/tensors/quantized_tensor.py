@@ -439,7 +439,8 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
         specs = [None if spec is None else dataclasses.asdict(spec) for spec in planned]
         is_parameter = getattr(self, IS_PARAMETER, False)
         value = [] if self._value is None else [self._value]
-        parts = [*parts, *(self._casting.slot or ()), *value]
+        slot = (None, None) if self._lacks_slot else self._casting.slot or ()
+        parts = [*parts, *slot, *value]
         stored = (parts, specs, self.dtype, is_parameter, self.requires_grad)
         if self._shares_scales:
             return _rebuild_part, ((*stored, list(self.shape)),)
@@ -489,9 +490,9 @@ def _rebuild(
 ) -> torch.Tensor:
     """Return the tensor that ``torch.save`` stored as plain tensors and plain values.
 
-    Behind the ``parts`` are the delayed scale and its amax, by which values are written, and the
-    value in high precision, if it has them; a third of the ``specs`` is that of the rows whose
-    values the columns are of.
+    Behind the ``parts`` are the delayed scale and its amax, by which values are written, both None
+    where they are elsewhere, and the value in high precision, if it has them. A third of the
+    ``specs`` is that of the rows whose values the columns are of.
 
     Raises:
         OperandError: they are not those of a saved QuantizedTensor.
@@ -513,7 +514,9 @@ def _rebuild(
         tensor._casting = Casting(columns_of=plan_from([specs[2], None]).rowwise)
     if len(rest) % 2:
         tensor._value = value_from(rest.pop(), tensor)
-    if rest:
+    if len(rest) == 2 and rest[0] is None and rest[1] is None:
+        tensor._lacks_slot = True
+    elif rest:
         tensor.bound_to(slot_from(rest, tensor.device))
     if is_parameter is True:
         return torch.nn.Parameter(tensor, requires_grad is True)

@@ -222,7 +222,8 @@ def test_a_tensor_of_parts_with_a_delayed_scale_is_for_reading() -> None:
     for name, column in others.items():
         whole = fp8core.HybridQuantizedTensor(rowwise_storage=row, columnwise_storage=column)
         assert torch.equal(whole.dequantize(), row.dequantize())
-        for tensor in (whole, whole.clone(), whole.to_dtype(torch.bfloat16)):
+        copies = (copy.copy(whole), copy.deepcopy(whole), pickle.loads(pickle.dumps(whole)))
+        for tensor in (whole, whole.clone(), whole.to_dtype(torch.bfloat16), *copies):
             with pytest.raises(UnsupportedError, match="or to the parts"):
                 tensor.copy_(value(64, 128))
             with pytest.raises(OperandError, match="in its parts"):
