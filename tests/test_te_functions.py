@@ -591,6 +591,48 @@ def test_an_object_of_one_orientation_leaves_the_other_in_high_precision(
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    "sources", [("original", "rowwise_dequantized"), ("rowwise_dequantized", "original")]
+)
+def test_columns_of_other_values_than_the_recipe_s_are_not_taken(sources: tuple[str, str]) -> None:
+    """Their plans are the same; gradients would be those of the other recipe."""
+    quantizers = [
+        fp8core.HybridQuantizer(
+            rowwise_quantizer=fp8core.Float8CurrentScalingQuantizer("e4m3", None),
+            columnwise_quantizer=fp8core.MXFP8Quantizer("e4m3"),
+            columnwise_source=source,
+        )
+        for source in sources
+    ]
+    stored, chosen = (
+        recipe.CustomRecipe(
+            qfactory=lambda role, given=each: (
+                fp8core.MXFP8Quantizer("e4m3") if role.tensor_type == "grad_output" else given
+            )
+        )
+        for each in quantizers
+    )
+    with fp8core.quantized_model_init(recipe=stored):
+        layer = fp8core.Linear(64, 96)
+    x = torch.randn(64, 64, requires_grad=True)
+    with (
+        autocast(recipe=chosen),
+        pytest.raises(OperandError, match=r"the weight is stored as .*of the dequantized rows"),
+    ):
+        layer(x)
+    with torch.no_grad(), autocast(recipe=chosen):
+        rows = layer(x)
+    with torch.no_grad(), autocast(recipe=stored):
+        assert torch.equal(rows, layer(x))
+    plain, gradients = fp8core.Linear(64, 96), []
+    quantized = quantizers[0](x.detach())
+    for given in (quantized, quantized.dequantize()):
+        with autocast(recipe=chosen):
+            y = plain(given)
+        gradients.append(torch.autograd.grad(y.square().sum(), plain.weight)[0])
+    assert torch.equal(*gradients)
+
+
 def test_a_stored_weight_is_dequantized_where_backward_takes_high_precision() -> None:
     """There is no other value of it; with rows alone, as where a recipe has backward_override."""
     named, results = recipe.MXFP8BlockScaling(backward_override="high_precision"), []

@@ -44,6 +44,8 @@ def is_stored_as(
         return False
     if columnwise and x.shape[:-1].numel() % quantizer.row_step:  # it has no zeros
         return False
+    if columnwise and x._casting.columns_of != quantizer.columns_of:
+        return False
     reads = (rowwise, columnwise)
     pairs = zip(reads, nearest(x.plan), nearest(storage_plan(plan)), strict=True)
     return all(stored == cast for is_read, stored, cast in pairs if is_read)

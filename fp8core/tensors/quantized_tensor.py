@@ -585,7 +585,10 @@ def object_quantizer(
     """
     stored = storage_plan(plan)
     cast = partial(_cast_by, maker, stored, role, is_split)
-    return TensorQuantizer(each_way(cast), plan=stored if any(stored) else None)
+    columns_of = getattr(maker, "columns_of", None)
+    return TensorQuantizer(
+        each_way(cast), plan=stored if any(stored) else None, columns_of=columns_of
+    )
 
 
 def _cast_by(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fp8core.backend_api import OpDesc, Operand
+from fp8core.backend_api import OpDesc, Operand, OperandSpec
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
 from fp8core.recipe.plan import TensorPlan
@@ -72,14 +72,15 @@ class TensorQuantizer:
     ``choices`` says who computes them. ``variants`` are a backend's calls of more than that.
     ``plan`` is how a stored tensor has to be quantized to be taken as the result; None where none
     is taken: for an orientation in high precision, reduced amaxes, and NaN that propagates.
+    ``columns_of`` is how rows are stored whose values its columns are of, None for those of ``x``.
     ``constants`` are the tensors besides its argument that a cast reads and writes, if it is
     operations of backends and a reduction over ranks; None if it does more. ``row_step``: the
     columnwise operand has zeros up to a multiple of so many rows, of the tensor or of each group.
     """
 
     __slots__ = (
-        *("_both", "_columnwise", "_rowwise", "_variants", "choices", "constants", "plan"),
-        "row_step",
+        *("_both", "_columnwise", "_rowwise", "_variants", "choices", "columns_of", "constants"),
+        *("plan", "row_step"),
     )
 
     def __init__(
@@ -88,6 +89,7 @@ class TensorQuantizer:
         choices: tuple[Choice, ...] = (),
         *,
         plan: TensorPlan | None = None,
+        columns_of: OperandSpec | None = None,
         constants: tuple[torch.Tensor, ...] | None = None,
         variants: Mapping[Variant, Callable[..., Any]] | None = None,
         row_step: int = 1,
@@ -96,6 +98,7 @@ class TensorQuantizer:
         self._variants = variants or {}
         self.choices = choices
         self.plan = plan
+        self.columns_of = columns_of
         self.constants = constants
         self.row_step = row_step
 

@@ -365,7 +365,9 @@ class CachingWeightQuantizer(WeightQuantizer):
         is_high = column is None  # backward in high precision, from the dequantized weight
         if weight.plan.rowwise is None and row == column:
             weight = weight.turned_to_rows()
-        is_turned = is_high or not columnwise or weight.plan.columnwise == column
+        columns_of, expected = weight._casting.columns_of, self._quantizer.columns_of
+        is_turned = is_high or not columnwise
+        is_turned = is_turned or (weight.plan.columnwise, columns_of) == (column, expected)
         if is_plain and self._dtype is not None:
             raise OperandError(f"{self._how.owner}: {_STORED_TWICE}")
         if not is_plain and weight._value is not None:
@@ -375,7 +377,8 @@ class CachingWeightQuantizer(WeightQuantizer):
         if not is_plain and (weight.plan.rowwise != row or not is_turned):
             raise OperandError(
                 f"{self._how.owner}: the weight is stored as {weight.plan.rowwise} (columnwise "
-                f"{weight.plan.columnwise}), the recipe of autocast needs {row} ({column}).\n"
+                f"{weight.plan.columnwise}{_SOURCE if columns_of else ''}), the recipe of autocast "
+                f"needs {row} ({column}{_SOURCE if expected else ''}).\n"
                 f"  Use the recipe of quantized_model_init, or no autocast, which dequantizes it."
             )
         padded = weight if self._zeros is None else with_zeros(weight, *self._zeros)
@@ -392,6 +395,9 @@ class CachingWeightQuantizer(WeightQuantizer):
             value = padded.dequantize()
             turned = self._quantizer(value, rowwise=False, columnwise=True).columnwise
         return Orientations(rowwise, turned)
+
+
+_SOURCE = ", of the dequantized rows"
 
 
 def of_padded(
