@@ -319,10 +319,13 @@ class GatheredWeight:
             shard.writes.amaxes = torch.cat([cast.amaxes(shard.value) for cast in casts])
         return casts, shard.writes.amaxes
 
-    def is_left_out(self, memo: dict[int, Any]) -> bool:
-        """Say whether a deep copy with ``memo`` is of shards without their module, as of a state:
-        torch copies no sharded module."""
-        return self.shard() is not None and id(self.module()) not in memo
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatheredWeight:
+        """Copy nothing for shards alone, as of a state: torch copies no sharded module."""
+        if self.shard() is not None and id(self.module()) not in memo:
+            return self
+        memo[id(self)] = copied = copy.copy(self)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     # Methods that FSDP calls, by way of ShardedWeight
 

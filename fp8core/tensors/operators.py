@@ -337,11 +337,14 @@ def _copy_with_zeros(tensor: OperandTensor, rows: int, columns: int) -> OperandT
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    tensor, device = args[0], kwargs.get("device")
-    is_deferred = func.overloadpacket is _aten.empty_like and tensor.is_meta
-    if is_deferred and device is not None and device.type != "meta":  # Module.to_empty
-        return _like(tensor, device)
-    if func.overloadpacket is _aten.new_zeros and tensor.is_of_parameter:
+    tensor, device, op = args[0], kwargs.get("device"), func.overloadpacket
+    if op is _aten.empty_like and tensor.is_meta and device not in (None, tensor.device):
+        return _like(tensor, device)  # Module.to_empty
+    if op is _aten.new_empty and device and (*args[1],) == tensor.shape and "dtype" not in kwargs:
+        # So torch.distributed.checkpoint begins a copy of a state, and sets what the tensor has.
+        empty = [None if x is None else func(x, x.shape, device=device) for x in tensor.parts]
+        return type(tensor)(*split(empty), tensor.plan, tensor.dtype, shape=tensor.shape)  # type: ignore[no-any-return]
+    if op is _aten.new_zeros and tensor.is_of_parameter:
         log_once(
             f"zeros like the parameter {tensor} are a plain tensor. If fully_shard makes its "
             f"shards of them, the parameter becomes its dequantized value: call "

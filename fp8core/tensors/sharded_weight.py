@@ -42,9 +42,6 @@ class Gathering(Protocol):
 
     is_gathered_whole: bool
 
-    def is_left_out(self, memo: dict[int, Any]) -> bool:
-        """Say whether a deep copy with ``memo`` is one of shards alone, without their model."""
-
     def quantized(
         self, shard: ShardedWeight, mesh: Any, size: torch.Size
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -165,11 +162,6 @@ class ShardedWeight(torch.Tensor):
     ) -> ShardedWeight:
         return ShardedWeight(inner["value"], gathering)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self.gathering.is_left_out(memo):
-            memo = {**memo, id(self.gathering): self.gathering}
-        return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # torch's
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.value
         if getattr(self, IS_PARAMETER, False):
@@ -266,3 +258,4 @@ def plain_for_writing(tensor: torch.Tensor) -> torch.Tensor:
 
 _aten = torch.ops.aten
 _COPIES = {_aten.clone, _aten._to_copy, PIN_MEMORY, _aten.empty_like, _aten.new_zeros}
+_COPIES |= {_aten.new_empty}  # by which torch.distributed.checkpoint begins a copy of a state

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -315,3 +316,21 @@ def test_shards_are_loaded_where_forward_has_left_whole_weights() -> None:
         model(torch.ones(1, WIDTH))
     model.load_state_dict({key: own.clone() for key, own in other.state_dict().items()})
     assert torch.equal(*(local_part(layer.weight) for layer in (model, other)))
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("has_run", [False, True])
+def test_shards_are_copied_for_an_asynchronous_save(has_run: bool) -> None:
+    """``async_save`` writes such a copy while the model goes on."""
+    model = new_model(0)
+    if has_run:
+        run(model)
+    state: Any = model.state_dict()
+    expected = {key: local_part(part).clone() for key, part in state.items()}
+    copied = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert isinstance(local_part(state["0.weight"]), ShardedWeight)
+    for key, value in expected.items():
+        assert torch.equal(local_part(copied[key]), value)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import fp8core
 from fp8core import (
@@ -506,3 +507,37 @@ def test_a_stored_slot_that_is_none_is_refused(name: str) -> None:
     for make in (_rebuild, lambda *arguments: _rebuild_part(arguments)):
         with pytest.raises(OperandError, match=r"has the (delayed scale|value)"):
             make(*stored)
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "block", "mxfp8", "nvfp4"])
+def test_a_copy_of_a_state_for_an_asynchronous_save_holds_the_operands(name: str) -> None:
+    """``async_save`` writes such a copy while the model goes on."""
+    with fp8core.quantized_model_init(recipe=name, preserve_high_precision_init_val=True):
+        layer = fp8core.Linear(128, 64, params_dtype=torch.bfloat16, device="cpu")
+    weight: Any = layer.weight.data
+    part = weight[:32] if name in ("current", "delayed") else weight
+    state = {**layer.state_dict(), "part": part}
+    expected = {key: x.dequantize().clone() for key, x in state.items() if x.dim() == 2}
+    assert len(expected) == 2
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    for _ in range(2):  # the second time into the memory of the first
+        copied = stager.stage(state)
+    with torch.no_grad():
+        layer.weight.copy_(torch.ones(64, 128))
+    assert not torch.equal(state["weight"].dequantize(), expected["weight"])
+    for key, value in expected.items():
+        assert type(copied[key]) is QuantizedTensor
+        assert torch.equal(copied[key].dequantize(), value)
+        file = io.BytesIO()
+        torch.save(copied[key], file)
+        assert torch.equal(torch.load(io.BytesIO(file.getvalue())).dequantize(), value)
+
+
+def test_an_empty_tensor_like_a_quantized_one_is_plain_unless_its_device_is_named() -> None:
+    x: Any = MXFP8Quantizer("e4m3")(torch.ones(32, 64))
+    x.new_empty((32, 64), device="cpu").copy_(torch.zeros(32, 64))
+    assert torch.equal(x.dequantize(), torch.ones(32, 64))
+    others = [x.new_empty(32, 64), x.new_empty(64, 64, device="cpu"), torch.empty_like(x)]
+    others.append(x.new_empty((32, 64), dtype=torch.float16, device="cpu"))
+    assert [type(other) for other in others] == [torch.Tensor] * 4
+    assert x.new_empty((32, 64), device="meta").plan == x.plan
