@@ -185,6 +185,7 @@ def feed_of(module: torch.nn.Module, layer: Layer) -> FeedForward | None:
 def activation_of(act: Any, *, is_gated: bool) -> str | None:
     """Return the name here of the activation that ``act`` computes, None if there is none."""
     x = torch.linspace(-4, 4, 33, device="cpu", dtype=torch.float64)
+    x = torch.cat((x, 15e3 * x))  # as some have a limit
     with torch.no_grad():
         y = attempt(lambda: act(x))
     if isinstance(y, Failure) or not isinstance(y, torch.Tensor) or y.shape != x.shape:
@@ -275,7 +276,7 @@ def computes_plainly(module: Any, structure: Structure) -> bool:
 def _is_plain(module: Any, structure: Structure) -> bool:
     seed = torch.default_generator.manual_seed  # torch's own function would seed devices too
     seed(0)
-    x = torch.randn(2, 5, 8)
+    x = torch.randn(2, 5, 8) * torch.tensor([1.0, 1e3])[:, None, None]  # as some clamp
     keywords: dict[str, Any] = {}
     pair: Any = None
     small: Any

@@ -511,14 +511,16 @@ def test_a_class_that_computes_otherwise_stays_apart() -> None:
     assert [entry.reason for entry in report.apart] == ["its class computes otherwise"]
 
 
-def test_a_block_whose_class_computes_otherwise_runs_by_itself() -> None:
+@pytest.mark.parametrize("limit", [0.01, 10.0])
+def test_a_block_whose_class_computes_otherwise_runs_by_itself(limit: float) -> None:
     outputs = []
     for fuse in (True, False):
         model = llama().eval()
+        nn.init.normal_(model.model.layers[1].mlp.down_proj.weight, 0.0, 50.0)
 
         class Clamped(type(model.model.layers[0].mlp)):  # type: ignore[misc]  # a class
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                y: torch.Tensor = super().forward(x).clamp(-0.01, 0.01)
+                y: torch.Tensor = super().forward(x).clamp(-limit, limit)
                 return y
 
         model.model.layers[1].mlp.__class__ = Clamped

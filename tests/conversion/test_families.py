@@ -304,6 +304,16 @@ UNUSED = ("attn_dropout", "attention.self.dropout")
 """Modules whose probability alone is read."""
 
 
+@pytest.mark.parametrize("activation", ["relu6", "gelu_10"])
+def test_an_activation_with_a_limit_is_no_other(activation: str) -> None:
+    """Within the limit it computes what ReLU or GELU does."""
+    model = model_of("GPT-2", activation_function=activation)
+    report = fp8core.convert(model, "current")
+    name = type(model.transformer.h[0].mlp.act).__name__
+    reason = f"but its feed-forward block, as its activation is {name}"
+    assert [entry.reason for entry in report.fused] == [reason] * 2
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_module_inside_is_called(family: str) -> None:
     """Of another class since the conversion, or in the place of the former one."""
