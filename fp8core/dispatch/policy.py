@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from fp8core.backend_api import OPS
 from fp8core.dispatch import plugins, settings
 from fp8core.errors import RecipeError
+from fp8core.torch_ops.private import is_faked
 
 LeftOut: TypeAlias = "tuple[tuple[str, str, str], ...]"
 """Backends that are left out: each with an operation, and why."""
@@ -23,20 +24,21 @@ Values: TypeAlias = "tuple[str | None, tuple[tuple[str, str], ...], LeftOut]"
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The backends that the program names, for every operation and for single ones, and those that
-    it leaves out."""
+    it leaves out. ``is_faked``: FakeTensorMode has results without values computed."""
 
     backend: str | None = None
     op_backends: tuple[tuple[str, str], ...] = ()
     left_out: LeftOut = ()
+    is_faked: bool = False
 
     def values(self) -> Values:
-        """Return the fields: ``Policy(*values)`` is an equal policy."""
+        """Return the fields, of a graph: ``Policy(*values)`` is an equal policy."""
         return self.backend, self.op_backends, self.left_out
 
     def leaving_out(self, left_out: LeftOut) -> Policy:
         """Return the policy that also leaves these out."""
         added = [each for each in left_out if each not in self.left_out]
-        return Policy(self.backend, self.op_backends, (*self.left_out, *added))
+        return replace(self, left_out=(*self.left_out, *added))
 
     def why_left_out(self, backend: str, op: str) -> str | None:
         """Say why ``backend`` is left out of ``op``, or None."""
@@ -58,7 +60,8 @@ _active = _Active()
 
 def current() -> Policy:
     """Return the calling thread's policy."""
-    return _active.policy
+    chosen = _active.policy
+    return replace(chosen, is_faked=True) if is_faked() else chosen
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from fp8core.reporting import log_once
 from fp8core.torch_ops import definition, nonfinite, operators
 from fp8core.torch_ops.capture import in_plain_mode
 from fp8core.torch_ops.encoding import Operation
+from fp8core.torch_ops.private import is_faked
 
 _Key: TypeAlias = "tuple[policy.Policy, settings.Settings, Registry, int]"
 """The part of a choice's cache key that is read anew each time: the thread's policy, the settings,
@@ -56,7 +57,7 @@ class Resolved:
 
 
 class _Thread(threading.local):
-    is_capturing: bool | None = None  # None: torch.compiler.is_compiling() decides
+    is_capturing: bool | None = None  # None: torch's compiler and modes decide
 
 
 _thread = _Thread()
@@ -84,7 +85,9 @@ for callables that torch is to trace and differentiate, which it cannot do insid
 
 def _is_captured() -> bool:
     set_by_capture = _thread.is_capturing
-    return torch.compiler.is_compiling() if set_by_capture is None else set_by_capture
+    if set_by_capture is not None:
+        return set_by_capture
+    return torch.compiler.is_compiling() or is_faked()  # fake tensors have no memory for kernels
 
 
 def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -> Resolved:
@@ -92,7 +95,8 @@ def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -
 
     A substitution is logged, once a process. So is a backend that declines a product in low
     precision, or attention in any precision, and leaves the operation to another backend. While
-    torch compiles or exports, the callable is an operator of ``torch.ops.fp8core``.
+    torch compiles or exports, and under FakeTensorMode, the callable is an operator of
+    ``torch.ops.fp8core``.
 
     Raises:
         UnsupportedError, RecipeError, PluginError: see :func:`fp8core.dispatch.select.choose`.

@@ -264,6 +264,7 @@ def is_capturing() -> bool:
     return is_used and torch.cuda.is_current_stream_capturing()
 
 
+_FAKE: Final = torch._C._TorchDispatchModeKey.FAKE
 _PROXY: Final = torch._C._TorchDispatchModeKey.PROXY
 _PRE_DISPATCH: Final[Any] = torch._ops._mode_stack_state_for_pre_dispatch
 
@@ -271,6 +272,11 @@ _PRE_DISPATCH: Final[Any] = torch._ops._mode_stack_state_for_pre_dispatch
 def is_exporting() -> bool:
     """Return ``torch.compiler.is_exporting()``, which is True in any graph of torch 2.11."""
     return torch.compiler._is_exporting_flag
+
+
+def is_faked() -> bool:
+    """Return whether FakeTensorMode computes no values, outside of torch.compile."""
+    return not torch.compiler.is_compiling() and torch._C._get_dispatch_mode(_FAKE) is not None
 
 
 def is_traced() -> bool:

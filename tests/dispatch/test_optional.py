@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fp8core
 from fp8core.backend_api import (
@@ -125,6 +126,21 @@ def test_nan_and_inf_are_counted_with_a_cast_or_before_it(
     expected = plain.run(x, *groups)
     assert torch.equal(quantized.rowwise.data, expected.rowwise.data)
     assert torch.equal(resolved.run(x, *groups).rowwise.data, expected.rowwise.data)
+
+
+def test_fake_tensors_reach_no_backend() -> None:
+    """They have no memory that a kernel could read; the operators in graphs know their shapes."""
+    calls: list[str] = []
+    toys.register(toys.backend("toy", calls=calls))
+    x = torch.randn(8, 16).to(toys.QUANTIZE.dtype)
+    real = table.resolve(toys.QUANTIZE, CPU, backend="toy").run
+    with FakeTensorMode() as mode:
+        fake = table.resolve(toys.QUANTIZE, CPU, backend="toy").run(mode.from_tensor(x))
+    assert type(fake.rowwise.data) is FakeTensor
+    assert not calls
+    assert table.resolve(toys.QUANTIZE, CPU, backend="toy").run is real
+    assert real(x).rowwise.data.shape == fake.rowwise.data.shape
+    assert calls == ["quantize"]
 
 
 @pytest.mark.parametrize("has_variants", [True, False])
