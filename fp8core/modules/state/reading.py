@@ -126,7 +126,8 @@ def read_pickle(
             action(machine, argument)
     except OperandError:
         raise
-    except (ValueError, OverflowError) as error:  # pickletools' errors for damaged bytes
+    # pickletools' errors for damaged bytes, and a warning of Python 3.12 that a filter raises
+    except (ValueError, OverflowError, DeprecationWarning) as error:
         raise OperandError(f"it is damaged: {error}") from None
     return machine.result()
 
