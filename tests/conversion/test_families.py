@@ -190,9 +190,14 @@ def test_families_train_alike(family: str, name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_is_as_near_to_float64_as_the_model_own(family: str) -> None:
-    """In bfloat16, with the products of both in one and the same low precision."""
+    """In bfloat16, with the products of both in one and the same low precision.
+
+    A code of a cast that rounds the other way moves the error of a row, so that the worst of them
+    is up to a quarter larger or smaller from one input to the next: of inputs 0 to 23 the norms of
+    all errors differ by 4 % at most.
+    """
     source = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 64, 32, generator=source).bfloat16()
+    x = torch.randn(8, 64, 32, generator=source).bfloat16()
     path = FAMILIES[family].fused[0]
     keywords = {} if family.startswith("T5") else {"attention_mask": None}
     exact = model_of(family).bfloat16().double().get_submodule(path)
@@ -202,8 +207,9 @@ def test_a_layer_is_as_near_to_float64_as_the_model_own(family: str) -> None:
         model = model_of(family).bfloat16()
         fp8core.convert(model, recipe.Float8CurrentScaling(), fuse=fuse)
         y = model.get_submodule(path)(x, **keywords)
-        errors.append((y.double() - want).norm(dim=-1).max())
-    assert errors[0] <= 1.05 * errors[1]
+        errors.append((y.double() - want).norm(dim=-1))
+    assert errors[0].norm() <= 1.05 * errors[1].norm()
+    assert errors[0].max() <= 1.5 * errors[1].max()
 
 
 # `activation_checkpointing_enable` is its name from transformers 5 on.

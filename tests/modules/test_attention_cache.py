@@ -311,7 +311,8 @@ class Block(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, freqs: torch.Tensor, cache: InferenceParams | None, **given: Any
     ) -> torch.Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, K_SIZE))
+        rows = self.qkv(x)  # not unflatten: a graph takes none where a device is torch's default
+        heads = rows.view(*rows.shape[:-1], -1, K_SIZE)
         q, k, v = heads.split([HEADS, GROUPS, GROUPS], dim=-2)
         starts, cu_seqlens = None, given.get("cu_seqlens_q")
         if cache is not None:
