@@ -81,7 +81,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("LayerNormLinear", {"symmetric_ar_type": "multimem"}, UnsupportedError, "symmetric_ar_type"),
     (
         *("LayerNormLinear", {"normalization": "BatchNorm"}, RecipeError),
-        r"'BatchNorm'.*LayerNorm, RMSNorm",
+        r"'BatchNorm'.*'LayerNorm', 'RMSNorm'",
     ),
     *(
         (
@@ -103,9 +103,9 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ),
     (
         *("LayerNormMLP", {"normalization": "layer_norm"}, RecipeError),
-        r"'layer_norm'.*LayerNorm, RMSNorm",
+        r"'layer_norm'.*'LayerNorm', 'RMSNorm'",
     ),
-    ("MultiheadAttention", {"attention_type": "croos"}, RecipeError, "self, cross"),
+    ("MultiheadAttention", {"attention_type": "croos"}, RecipeError, "'self', 'cross'"),
     *(
         ("MultiheadAttention", {name: True}, UnsupportedError, rf"MultiheadAttention\({name}=True")
         for name in ("ub_overlap_ag", "ub_bulk_wgrad")
@@ -135,10 +135,14 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
             ({"attention_dropout": -0.1}, OperandError, r"attention_dropout=-0.1"),
             ({"drop_path_rate": 1.1}, OperandError, r"drop_path_rate=1.1"),
             ({"drop_path_rate": None}, OperandError, r"drop_path_rate=None"),
-            ({"layer_type": "decode"}, RecipeError, r"encoder, decoder.*Did you mean 'decoder'"),
-            ({"normalization": "rms"}, RecipeError, r"LayerNorm, RMSNorm"),
+            (
+                {"layer_type": "decode"},
+                RecipeError,
+                r"'encoder', 'decoder'.*Did you mean 'decoder'",
+            ),
+            ({"normalization": "rms"}, RecipeError, r"'LayerNorm', 'RMSNorm'"),
             ({"activation": "gulu"}, RecipeError, r"gelu"),
-            ({"qk_norm_type": "L2"}, RecipeError, r"L2Normalization, RMSNorm, LayerNorm"),
+            ({"qk_norm_type": "L2"}, RecipeError, r"'L2Normalization', 'RMSNorm', 'LayerNorm'"),
             ({"self_attn_mask_type": "casual"}, OperandError, r"causal"),
             ({"attn_input_format": "bhsd"}, OperandError, r"bshd"),
             ({"softmax_type": "soft"}, OperandError, r"vanilla"),
