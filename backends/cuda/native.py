@@ -173,9 +173,14 @@ def _import(path: Path) -> Any:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
-        remedy = (
-            "Delete it to have it built anew. From a file system that is mounted noexec nothing is "
-            "loaded: name another folder in FP8CORE_CACHE_DIR."
+        brings = {origin.package(major): name for major, name in origin.DISTRIBUTIONS.items()}
+        name = brings.get(path.parent.name)
+        remedy = "Delete it to have it built anew."
+        if name is not None:
+            remedy = f"Install it anew: pip install --force-reinstall --no-deps {name}."
+        remedy += (
+            " From a file system that is mounted noexec nothing is loaded: have another folder, as "
+            "FP8CORE_CACHE_DIR names one for what is built."
         )
         if str(error).startswith(("libcudart", "libcublasLt")):
             cuda = f"those of CUDA {torch.version.cuda}" if torch.version.cuda else "none"

@@ -236,6 +236,11 @@ def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
     broken.write_text("not a library")
     with pytest.raises(UnsupportedError, match=r"Delete it to have it built anew.*noexec"):
         native._import(broken)
+    installed = tmp_path / origin.package("12") / broken.name
+    installed.parent.mkdir()
+    installed.write_bytes(b"\x7fELF cut short")
+    with pytest.raises(UnsupportedError, match=r"--no-deps fp8core-cuda-cu12\. From a file"):
+        native._import(installed)
 
 
 @pytest.mark.slow
