@@ -373,9 +373,8 @@ def fuse(model: torch.nn.Module, conversion: Conversion) -> tuple[dict[str, str]
         elif module not in within:
             fused[path] = ""
         accepted.append((module, structure, reason))
-    for module, structure, reason in reversed(
-        accepted
-    ):  # a splice notes the classes of those inside
+    # The inner ones first: the splice of a layer notes the classes of those within.
+    for module, structure, reason in reversed(accepted):
         if isinstance(structure, Layer):
             _adopt(module, structure, conversion, has_block=not reason)
         else:

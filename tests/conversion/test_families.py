@@ -209,7 +209,7 @@ def test_a_layer_is_as_near_to_float64_as_the_model_own(family: str) -> None:
         y = model.get_submodule(path)(x, **keywords)
         errors.append((y.double() - want).norm(dim=-1))
     assert errors[0].norm() <= 1.05 * errors[1].norm()
-    assert errors[0].max() <= 1.5 * errors[1].max()
+    assert errors[0].max() <= 1.3 * errors[1].max()
 
 
 # `activation_checkpointing_enable` is its name from transformers 5 on.
