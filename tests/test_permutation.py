@@ -424,6 +424,7 @@ def test_a_quantized_tensor_is_permuted_in_its_codes(name: str, map_type: str) -
     assert torch.equal(back, moe_unpermute(want, row_id_map, map_type=map_type))
 
 
+CHUNKS = torch.tensor([20, 0, 12]), torch.tensor([2, 0, 1])
 PERMUTING: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
     "moe_permute": lambda x, mask, probs: moe_permute(x, mask, 60)[:1],
     "moe_permute_with_probs": lambda x, mask, probs: moe_permute_with_probs(x, probs, mask, 60)[:2],
@@ -431,12 +432,10 @@ PERMUTING: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
         x, probs, mask, mask.sum(0), 16
     )[:2],
     "moe_sort_chunks_by_index": lambda x, mask, probs: (
-        moe_sort_chunks_by_index(x, torch.tensor([20, 0, 12]), torch.tensor([2, 0, 1])),
+        moe_sort_chunks_by_index(x, *(part.to(x.device) for part in CHUNKS)),
     ),
     "moe_sort_chunks_by_index_with_probs": lambda x, mask, probs: (
-        moe_sort_chunks_by_index_with_probs(
-            x, probs[:, 0], torch.tensor([20, 0, 12]), torch.tensor([2, 0, 1])
-        )
+        moe_sort_chunks_by_index_with_probs(x, probs[:, 0], *(part.to(x.device) for part in CHUNKS))
     ),
 }
 

@@ -383,7 +383,7 @@ def test_a_value_beside_an_operand_is_made_by_to_empty(way: str) -> None:
     """Else a module made on meta would have lost both parts for a plain parameter."""
     x, module = torch.randn(64, 64), torch.nn.Module()
     module.weight = torch.nn.Parameter(BESIDE[way]()(torch.randn(64, 64)))
-    empty = copy.deepcopy(module).to("meta").to_empty(device="cpu")
+    empty = copy.deepcopy(module).to("meta").to_empty(device=x.device)
     state = {"weight": BESIDE[way]()(x)}
     empty.load_state_dict(state)
     assert is_beside(way, empty.weight, x)

@@ -43,7 +43,6 @@ from fp8core.conversion.structure import (
 from fp8core.modules.composition import is_seen
 from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
 from fp8core.modules.splice import Part, Splice
-from fp8core.torch_ops.capture import constant_in_graph
 from fp8core.torch_ops.private import is_capturing
 
 _CHAINS = "_fp8core_splices"
@@ -324,7 +323,7 @@ def _turn_of(
     # would rotate by what the last replay of the first one left.
     if torch.compiler.is_compiling() or is_capturing():
         with torch.no_grad():
-            return _turn_by(cos, sin) if _rotates(conversion) else None
+            return _turn_by(cos, sin) if conversion.rotates() else None
     # Writes to the two show in a version, but for those of a replay and of inference mode: a layer
     # that asks again is in the next forward.
     versions = [None if x.is_inference() else x._version for x in pair]
@@ -332,7 +331,7 @@ def _turn_of(
     sources, earlier, layers, turn = conversion.turn or ((), [], set(), None)
     is_same = all(source() is x for source, x in zip(sources, pair, strict=False))
     if turn is None or versions != earlier or not is_same or layer in layers:
-        if not _rotates(conversion):
+        if not conversion.rotates():
             return None
         with torch.inference_mode(False), torch.no_grad():  # a later call may be one of training
             turn, layers = _turn_by(cos, sin), set()
@@ -425,15 +424,6 @@ def _rotaries(model: torch.nn.Module) -> list[_Rotary]:
             if child in rotaries:
                 rotaries[child] = _Rotary(child, owner, name)
     return [*rotaries.values()]
-
-
-def _rotates(conversion: Conversion) -> bool:
-    """Return whether the cosines and sines that layers get are known to be those of angles: where
-    the model's rotary embeddings are within it, and compute such."""
-    return bool(conversion.rotaries) and all(each.is_of_angles() for each in conversion.rotaries)
-
-
-constant_in_graph(_rotates)
 
 
 def _adopt(module: Any, layer: Layer, conversion: Conversion, *, has_block: bool) -> None:

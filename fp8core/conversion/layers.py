@@ -41,6 +41,7 @@ from fp8core.tensors.operand_tensor import OperandTensor
 from fp8core.tensors.parameter import quantized_model_init
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import PARTS
+from fp8core.torch_ops.capture import constant_in_graph
 from fp8core.torch_ops.private import (
     IS_PARAMETER,
     MODULE_CALL,
@@ -271,6 +272,14 @@ class Conversion:
     def recipe(self) -> Recipe | None:
         """The recipe of the layers outside any autocast, None for high precision."""
         return None if self.outside_autocast is None else self.outside_autocast.quantize
+
+    def rotates(self) -> bool:
+        """Return whether the cosines and sines that layers get are known to be those of angles:
+        where the model's rotary embeddings are within it, and compute such."""
+        return bool(self.rotaries) and all(each.is_of_angles() for each in self.rotaries)
+
+    # A method: torch before 2.13 has no object passed to a constant, but for that of a method.
+    constant_in_graph(rotates)
 
 
 def with_attributes_of(old: torch.Tensor, new: torch.nn.Parameter) -> torch.nn.Parameter:

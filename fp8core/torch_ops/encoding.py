@@ -12,19 +12,14 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from fp8core.backend_api import (
-    AttentionPartBackwardDesc,
-    FusedDesc,
-    GroupedGemmDesc,
-    OpDesc,
-    OperandSpec,
-    SingleQueryDesc,
-)
+from fp8core import backend_api
+from fp8core.backend_api import FusedDesc, OpDesc, OperandSpec
 from fp8core.errors import RecipeError
 
-# Descriptors of operations, some that extend one of them, and what they hold.
-_EXTENDED = (AttentionPartBackwardDesc, GroupedGemmDesc, SingleQueryDesc)
-_CLASSES = {cls.__name__: cls for cls in (*get_args(OpDesc), *_EXTENDED, OperandSpec)}
+# Descriptors of operations, those that extend one of them, and what they hold.
+_KINDS = (*get_args(OpDesc), OperandSpec)
+_FACE = vars(backend_api).values()
+_CLASSES = {x.__name__: x for x in _FACE if isinstance(x, type) and issubclass(x, _KINDS)}
 
 
 class Operation(NamedTuple):

@@ -20,6 +20,7 @@ from fp8core.backend_api import (
     AttentionBackwardDesc,
     AttentionDesc,
     AttentionPartBackwardDesc,
+    CachedAttentionDesc,
     ColumnSumsDesc,
     CombineBackwardDesc,
     CombineDesc,
@@ -34,6 +35,7 @@ from fp8core.backend_api import (
     NormDesc,
     OpDesc,
     OperandSpec,
+    PagedAttentionDesc,
     QuantizeByAmaxDesc,
     QuantizeDesc,
     RotaryDesc,
@@ -41,6 +43,7 @@ from fp8core.backend_api import (
     RouterBackwardDesc,
     RouterDesc,
     ScaleUpdateDesc,
+    SingleQueryDesc,
 )
 from fp8core.conformance.catalogue import catalogue
 from fp8core.errors import RecipeError
@@ -51,7 +54,8 @@ BYTES = OperandSpec("e4m3", (1, 16), 448.0, scale_format="e4m3")
 FOUR_OVER_SIX = OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3", four_over_six="MSE")
 NORM = NormDesc("rmsnorm", BF16, BF16, 1e-5)
 CAST = QuantizeDesc(BF16, SPEC, BYTES)
-ATTENTION = AttentionDesc(BF16, "sbhd", 8, 2, 64, 128, 0.125)
+OF_ATTENTION = (BF16, "sbhd", 8, 2, 64, 128, 0.125)
+ATTENTION = AttentionDesc(*OF_ATTENTION)
 EXAMPLES: tuple[Any, ...] = (
     SPEC,
     BYTES,
@@ -73,6 +77,9 @@ EXAMPLES: tuple[Any, ...] = (
     ATTENTION,
     AttentionBackwardDesc(ATTENTION),
     AttentionPartBackwardDesc(ATTENTION),
+    CachedAttentionDesc(*OF_ATTENTION),
+    PagedAttentionDesc(*OF_ATTENTION, kv=SPEC),
+    SingleQueryDesc(*OF_ATTENTION),
     RouteDesc(torch.int32, "mask"),
     DispatchDesc(BF16),
     CombineDesc(BF16),
@@ -176,7 +183,10 @@ def test_every_descriptor_is_among_the_examples() -> None:
     assert {type(example) for example in EXAMPLES} == {
         OperandSpec,
         AttentionPartBackwardDesc,
+        CachedAttentionDesc,
         GroupedGemmDesc,
+        PagedAttentionDesc,
+        SingleQueryDesc,
         *typing.get_args(OpDesc),
     }
 

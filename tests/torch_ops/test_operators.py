@@ -52,6 +52,7 @@ from fp8core.conformance import laws, subject
 from fp8core.dispatch import plugins, table
 from fp8core.torch_ops.encoding import Operation, decode, encode
 from fp8core.torch_ops.operators import OPERATORS, call_of
+from tests.backend_api.test_descriptors import EXAMPLES
 from tests.pairs import turns
 
 CPU = torch.device("cpu")
@@ -334,18 +335,7 @@ def test_an_unknown_keyword_is_refused() -> None:
         call(rand(4, 8), rand(8), biases=rand(8))
 
 
-@pytest.mark.parametrize(
-    "desc",
-    [
-        QuantizeDesc(BF16, FP4, None, True),
-        QuantizeByAmaxDesc(BF16, FP4, None),
-        AmaxDesc(QuantizeDesc(BF16, ROWWISE, FP4)),
-        AddNormDesc(RMS),
-        GemmDesc(MX, None, BF16, True),
-        ROUTER,
-        AdamDesc(torch.float32, BF16, BF16),
-    ],
-)
+@pytest.mark.parametrize("desc", EXAMPLES, ids=str)
 def test_operation_is_read_back_equal(desc: OpDesc) -> None:
     operation = Operation("reference", desc, True)
     assert decode(encode(operation)) == operation
