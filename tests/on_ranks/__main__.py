@@ -11,6 +11,7 @@ and its row for docs/measured.md. The exit status is 0 if all did.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ PEERS = {
     "cpu": ("--size", "trial", "--seconds", "0", "--library", "torch", "fp8core"),
 }
 PYTEST = ("-m", "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider")
-PYTEST += ("-n", "10", "--dist", "loadfile")
+PYTEST += ("-n", str(max(10, 3 * len(os.sched_getaffinity(0)) // 4)), "--dist", "loadfile")
 TESTS = (
     *("tests/distributed", "tests/collectives", "tests/modules/test_amax_reduction.py"),
     *("tests/modules/test_overlap.py", "tests/modules/test_parallel.py"),

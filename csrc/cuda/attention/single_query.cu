@@ -33,15 +33,16 @@ template <typename S>
 void launch(single_query::Params p, int device, cudaStream_t stream) {
   constexpr auto kKernel = single_query::attend_once<S>;
   const DeviceGuard guard(device);
-  allow_shared<kKernel>(S::kShared, device);
   p.chunks = (p.group_heads + single_query::kHeads - 1) / single_query::kHeads;
   const std::int64_t blocks = p.args.batch * (p.heads / p.group_heads) * p.chunks;
   FP8CORE_CHECK(blocks < (std::int64_t{1} << 31), "single_query_attention: ", p.args.batch,
                 " sequences, more than a grid takes");
-  int split = 1;  // the lengths are on the device: by the capacity
+  // The lengths are on the device: by the capacity, and as long as no block waits for another's
+  // end.
+  int split = 1;
   const int most = has_clusters(device) ? kMostSplit : 1;
-  while (split < most && blocks * split < 2 * num_multiprocessors(device) &&
-         p.args.capacity >= 2 * split * kLeastKeys)
+  const int at_once = resident_blocks<kKernel>(single_query::kWarps, S::kShared, device);
+  while (split < most && 2 * split * blocks <= at_once && p.args.capacity >= 2 * split * kLeastKeys)
     split *= 2;
   const ClusterLaunch launch(dim3(static_cast<unsigned>(blocks), split), dim3(1, split),
                              single_query::kThreads, S::kShared, device, stream);

@@ -73,11 +73,11 @@ struct Shape {
   static constexpr int kShared = kRings > kSums ? kRings : kSums;
 };
 
-// Where a piece of a key lies in a stage: pieces of eight keys follow one another, in an order in
-// which neither those of eight keys nor eight of one key share banks.
+// Where a piece of a key lies in a stage: eight pieces of a key in 128 bytes, which a copy fills at
+// once, in an order in which those of eight keys do not share banks.
 template <typename S>
 __device__ int place(int tile, int piece, int row) {
-  return ((tile * S::kPieces + piece) * kRows + (row ^ piece % kRows)) * 16;
+  return ((piece / 8 * kKeys + tile * kRows + row) * 8 + (piece % 8 ^ row)) * 16;
 }
 
 // What exponentials relative to `from` are multiplied by to be relative to `to`, in powers of two;
