@@ -28,6 +28,7 @@ from fp8core.backend_api import (
     Alignment,
     AttentionDesc,
     BackendSpec,
+    CachedAttentionDesc,
     DequantizeDesc,
     GemmDesc,
     OpDesc,
@@ -60,14 +61,16 @@ KEYWORDS = {"cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded"}
 
 
 class Gathering:
-    """A backend that reads pages by the contract: gathered, then by the reference."""
+    """A backend that reads pages by the contract: gathered, then by the reference; or ``kind``."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.kind: type[AttentionDesc] = PagedAttentionDesc
+        self.bound: list[type[AttentionDesc]] = []
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         if isinstance(desc, AttentionDesc):
-            plain = type(desc) in (AttentionDesc, PagedAttentionDesc)
+            plain = type(desc) in (AttentionDesc, self.kind)
             return None if plain and not desc.low_precision else "no such attention"
         return "not attention"
 
@@ -77,7 +80,8 @@ class Gathering:
     def bind(self, desc: Any, device: torch.device) -> Any:
         values = {f.name: getattr(desc, f.name) for f in dataclasses.fields(AttentionDesc)}
         run = backend("reference").bind(AttentionDesc(**values), device)
-        if type(desc) is AttentionDesc:
+        self.bound.append(type(desc))
+        if type(desc) is not PagedAttentionDesc:
             return run
 
         def paged(q: Any, k: Any, v: Any, *, page_table: torch.Tensor, **given: Any) -> Any:
@@ -354,6 +358,31 @@ def test_compiled_steps_store_codes(kind: str, on_device: bool) -> None:
         results[-1] += [part.flatten(0, 1)[:3] for part in parts]
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(eager, compiled, atol=2**-8, rtol=2**-8)
+
+
+@pytest.mark.parametrize("kind", [CachedAttentionDesc, PagedAttentionDesc])
+def test_compiled_steps_read_a_cache_by_operators_or_copies(
+    kind: type[AttentionDesc], gathering: tuple[str, Gathering]
+) -> None:
+    """A graph has an operator of attention that reads rows, and none of one that reads pages."""
+    torch._dynamo.reset()
+    name, own = gathering
+    own.kind = kind
+    layer, sequences = layer_of("bshd"), random_sequences([(2, 2), (1, 1)], BF16)
+    results: list[list[torch.Tensor]] = []
+    for run in (layer, torch.compile(layer, backend="aot_eager")):
+        cache, results = cache_for("pages", BF16), [*results, []]
+        for span in (slice(0, 2), slice(2, 3)):
+            cache.pre_step({0: span.stop - span.start, 1: span.stop - span.start})
+            qkv = [torch.stack([one[part][span] for one in sequences]) for part in range(3)]
+            with torch.no_grad(), use_backend(name):
+                results[-1].append(run(*qkv, inference_params=cache))
+        if run is layer:
+            assert {*own.bound} == {AttentionDesc, kind}
+            own.bound.clear()
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(eager, compiled, atol=2**-8, rtol=2**-8)
+    assert {*own.bound} == ({kind} if kind is CachedAttentionDesc else {AttentionDesc})
 
 
 class Custom(KVCacheManager):

@@ -18,6 +18,7 @@ from fp8core.modules.calls.parameters import check_size, is_number
 from fp8core.modules.layers.parallel import Parallel
 from fp8core.modules.sequences.attention_inputs import Heads, Lengths, PaddingMask, Qkv
 from fp8core.modules.sequences.inference import InferenceParams
+from fp8core.torch_ops.capture import is_faked
 
 
 class AttentionOptions(NamedTuple):
@@ -172,8 +173,8 @@ def with_cache(
     :class:`~fp8core.backend_api.CachedAttentionDesc`, and the pages that they are, if they are.
 
     With ``at_capacity`` they are, where the cache keeps the rows behind sequences finite; else they
-    end with the longest sequence. Pages are handed over without gradients alone: later steps write
-    to them.
+    end with the longest sequence. Pages are handed over without gradients alone, as later steps
+    write to them, and not to operators of graphs, none of which reads pages.
 
     Raises:
         OperandError: tensors that do not fit the step of the cache, or another layer that has the
@@ -189,8 +190,8 @@ def with_cache(
     if not torch.compiler.is_compiling():
         cache.check_claim(number, layer)
     is_cached, pages = at_capacity and cache.clears_rows, None
-    is_traced = torch.compiler.is_compiling() or torch.is_grad_enabled()
-    if is_cached and cache.has_pages and not is_traced:
+    is_in_graph = torch.compiler.is_compiling() or is_faked()  # without operators that read pages
+    if is_cached and cache.has_pages and not is_in_graph and not torch.is_grad_enabled():
         pages = cache.step_in_pages(number, new.k, new.v, layout)
         keys, values, capacity = pages.keys, pages.values, cache.read_length
     else:

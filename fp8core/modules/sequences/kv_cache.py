@@ -426,7 +426,8 @@ def _places(steps: Sequences, before: Sequences) -> tuple[torch.Tensor, ...]:
     tokens and the position in the sequence, int64 ``[t]`` on the CPU."""
     counts = torch.tensor([*steps.values()], dtype=torch.int64, device="cpu")
     starts = torch.tensor([*before.values()], dtype=torch.int64, device="cpu")
-    batch = torch.arange(len(steps), device="cpu").repeat_interleave(counts)
+    places = torch.arange(len(steps), device="cpu")
+    batch = places.repeat_interleave(counts, output_size=sum(steps.values()))
     offset = torch.arange(len(batch), device="cpu") - (counts.cumsum(0) - counts)[batch]
     return batch, offset, starts[batch] + offset
 
