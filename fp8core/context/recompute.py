@@ -228,7 +228,7 @@ def checkpoint(
     ):
         if value:
             raise UnsupportedError(f"checkpoint({name}={value!r}) is not offered.")
-    active, chosen = active_name(), policy.current()
+    active, chosen = active_name(), policy.chosen()
     tape = Tape(torch.is_grad_enabled(), outer=current())
     is_first = True
     # Of a forward that raises, torch 2.11 leaves the hooks open for as long as the error lives.

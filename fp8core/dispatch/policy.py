@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -12,7 +13,8 @@ from typing import Any, TypeAlias
 from fp8core.backend_api import OPS
 from fp8core.dispatch import plugins, settings
 from fp8core.errors import RecipeError
-from fp8core.torch_ops.private import is_faked
+from fp8core.torch_ops.capture import is_faked
+from fp8core.torch_ops.private import FAKE, mode_of
 
 LeftOut: TypeAlias = "tuple[tuple[str, str, str], ...]"
 """Backends that are left out: each with an operation, and why."""
@@ -24,12 +26,13 @@ Values: TypeAlias = "tuple[str | None, tuple[tuple[str, str], ...], LeftOut]"
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The backends that the program names, for every operation and for single ones, and those that
-    it leaves out. ``is_faked``: FakeTensorMode has results without values computed."""
+    it leaves out. ``faked_in`` is the FakeTensorMode in which results have no values, if one is:
+    what is bound there may hold tensors of it."""
 
     backend: str | None = None
     op_backends: tuple[tuple[str, str], ...] = ()
     left_out: LeftOut = ()
-    is_faked: bool = False
+    faked_in: weakref.ReferenceType[Any] | None = None
 
     def values(self) -> Values:
         """Return the fields, of a graph: ``Policy(*values)`` is an equal policy."""
@@ -58,10 +61,16 @@ class _Active(threading.local):
 _active = _Active()
 
 
+def chosen() -> Policy:
+    """Return what the calling thread's program chose, in a FakeTensorMode or outside of one."""
+    return _active.policy
+
+
 def current() -> Policy:
-    """Return the calling thread's policy."""
-    chosen = _active.policy
-    return replace(chosen, is_faked=True) if is_faked() else chosen
+    """Return the calling thread's policy, on which depends what is bound now."""
+    if is_faked():
+        return replace(_active.policy, faked_in=weakref.ref(mode_of(FAKE)))
+    return _active.policy
 
 
 @contextlib.contextmanager
@@ -133,5 +142,5 @@ def leaving_out(backend: str, /, *ops: str, because: str) -> Iterator[None]:
     if not because:
         raise RecipeError(f"leaving_out({backend!r}): because is empty; say why.")
     left_out = tuple((backend, op, because) for op in ops or OPS)
-    with activated(current().leaving_out(left_out)):
+    with activated(chosen().leaving_out(left_out)):
         yield

@@ -33,9 +33,8 @@ from fp8core.dispatch.registry import Bound, Kernels, Registry, named_kernels
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.torch_ops import definition, nonfinite, operators
-from fp8core.torch_ops.capture import in_plain_mode
+from fp8core.torch_ops.capture import in_plain_mode, is_faked
 from fp8core.torch_ops.encoding import Operation
-from fp8core.torch_ops.private import is_faked
 
 _Key: TypeAlias = "tuple[policy.Policy, settings.Settings, Registry, int]"
 """The part of a choice's cache key that is read anew each time: the thread's policy, the settings,
@@ -83,7 +82,8 @@ in_eager = functools.partial(_resolving_to, is_captured=False)
 for callables that torch is to trace and differentiate, which it cannot do inside an operator."""
 
 
-def _is_captured() -> bool:
+def is_captured() -> bool:
+    """Return whether the calling thread resolves to operators of graphs."""
     set_by_capture = _thread.is_capturing
     if set_by_capture is not None:
         return set_by_capture
@@ -102,20 +102,20 @@ def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -
         UnsupportedError, RecipeError, PluginError: see :func:`fp8core.dispatch.select.choose`.
     """
     registry = plugins.load()
-    key = (policy.current(), settings.read(), registry, len(registry.rows))
-    return _resolve(desc, device, backend, _is_captured(), key)
+    key = (policy.chosen(), settings.read(), registry, len(registry.rows))
+    return _resolve(desc, device, backend, is_captured(), key)
 
 
 def resolve_optional(desc: OpDesc, device: torch.device, backend: str) -> Resolved | None:
     """Bind an optional operation by ``backend``, or return None if ``backend`` does not run it
     or is left out of it, or a graph that torch captures has no operator of it: there a fusion has
     to count NaN and inf."""
-    if variant_of(desc) is not None and _is_captured():
+    if variant_of(desc) is not None and is_captured():
         return None
-    if policy.current().why_left_out(backend, desc.op) is not None:
+    if policy.chosen().why_left_out(backend, desc.op) is not None:
         return None
     registry = plugins.load()
-    needed = counted(desc) if _is_captured() and isinstance(desc, FusedDesc) else desc
+    needed = counted(desc) if is_captured() and isinstance(desc, FusedDesc) else desc
     if registry.unsupported(registry.backends[backend], needed, device) is not None:
         return None
     return resolve(desc, device, backend=backend)
@@ -125,7 +125,7 @@ def transfers(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfe
     """Return the transfers of rows between ``ranks`` beside products, by the backend that
     multiplies tensors of ``dtype``. None if the backend has none, and in a graph, whose collectives
     are torch's."""
-    if _is_captured():
+    if is_captured():
         return None
     backend = resolve(GemmDesc(None, None, dtype), device).choice.backend
     registry = plugins.load()

@@ -28,6 +28,7 @@ from fp8core.modules.agreement import Agreement
 from fp8core.recipe import Recipe
 from fp8core.tensors.delayed_state import DelayedState, LayerStates, Order, new_order
 from fp8core.tensors.weights import WeightStore
+from fp8core.torch_ops.capture import is_faked
 from fp8core.torch_ops.nonfinite import new_counter
 from fp8core.torch_ops.private import (
     NO_BACKWARD_PASS,
@@ -303,11 +304,11 @@ class Bindings:
         """Return the int64 ``[1]`` in which the layer's casts on ``device`` count NaN and inf.
 
         It is entry 0 of the stored counter for calls that record gradients (``is_training``), and
-        entry 1 for the others: an evaluation between two steps is no part of a step. None on meta,
-        and where nobody has asked for a count. Called where a layer is bound, see
-        :func:`fp8core.torch_ops.capture.in_plain_mode`.
+        entry 1 for the others: an evaluation between two steps is no part of a step. None on meta
+        and under FakeTensorMode, and where nobody has asked for a count. Called where a layer is
+        bound, see :func:`fp8core.torch_ops.capture.in_plain_mode`.
         """
-        if device.type == "meta" or not self.is_counted:
+        if device.type == "meta" or not self.is_counted or is_faked():
             return None
         if device not in self.nonfinite:
             self.nonfinite[device] = new_counter(device)

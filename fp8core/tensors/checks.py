@@ -25,6 +25,7 @@ from fp8core.recipe.named import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.storage import FLOATS, PARTS, is_square, split, storage_plan, turn
+from fp8core.torch_ops.capture import has_no_values
 from fp8core.torch_ops.private import FakeTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -212,7 +213,7 @@ def _scale_errors(parts: Sequence[torch.Tensor | None], plan: TensorPlan) -> Ite
     values. Parts without values, on meta or while torch traces, pass.
     """
     for name, part in zip(PARTS, parts, strict=True):
-        if part is None or name.endswith("_data") or part.is_meta or isinstance(part, FakeTensor):
+        if part is None or name.endswith("_data") or has_no_values(part):
             continue
         spec = plan.columnwise if name.startswith("_columnwise") else plan.rowwise
         assert spec is not None

@@ -21,6 +21,7 @@ from fp8core.collectives.base import GroupReference
 from fp8core.reporting import collect
 from fp8core.tensors.delayed_state import DelayedState, GraphState
 from fp8core.tensors.reduced_amaxes import reduced_after_backward, reduced_after_forward
+from fp8core.torch_ops.capture import is_faked
 from fp8core.torch_ops.private import (
     copy_all,
     count_writes,
@@ -46,7 +47,8 @@ class _Batch:
         self._ordered = sorted(members, key=_order_of)
         self._scales = [state.scale for state in self._ordered]
         # On other devices a look at the amaxes would wait, and fake ones have no values.
-        self._reports = self._scales[0].is_cpu and type(self._scales[0]) is torch.Tensor
+        is_real = type(self._scales[0]) is torch.Tensor and not is_faked()
+        self._reports = self._scales[0].is_cpu and is_real
         self._advances: list[Callable[[], None]] = []
         self._by_user: list[DelayedState] = []
         for advance, states in _partition(self._ordered, _advance_of):

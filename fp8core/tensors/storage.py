@@ -150,9 +150,10 @@ def make_operands(
     is_traced = value.is_meta or is_captured(value)  # a graph's casts count by themselves
     count = None if is_traced else counter_of_writes(value.device)
     binding = Binding(value.device, value.dtype)
-    quantizer = bind_quantizer(
-        both, value.dtype, binding, nonfinite=count, slot=slot, reduce_amax=reduce_amax
-    )
+    with _resolving_for(value):
+        quantizer = bind_quantizer(
+            both, value.dtype, binding, nonfinite=count, slot=slot, reduce_amax=reduce_amax
+        )
     rng = None
     if any(spec is not None and spec.stochastic for spec in plan):
         rng = torch.randint(0, 2**62, (2,), device="cpu")
@@ -240,12 +241,17 @@ def decode_operand(operand: Operand, spec: OperandSpec, dtype: torch.dtype) -> t
 
 
 def resolve_for(desc: OpDesc, x: torch.Tensor) -> table.Resolved:
-    """Bind ``desc`` where ``x`` is, to an operator if ``x`` stands for a tensor of a graph.
+    """Bind ``desc`` where ``x`` is, to an operator if ``x`` stands for a tensor of a graph."""
+    with _resolving_for(x):
+        return table.resolve(desc, x.device)
+
+
+def _resolving_for(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Have operations resolve to operators if ``x`` stands for a tensor of a graph.
 
     torch dispatches to such tensors with is_compiling() off, and a kernel would read their address.
     """
-    with table.capturing() if is_captured(x) else contextlib.nullcontext():
-        return table.resolve(desc, x.device)
+    return table.capturing() if is_captured(x) else contextlib.nullcontext()
 
 
 def pad_operand(operand: Operand, spec: OperandSpec, rows: int, columns: int) -> Operand:

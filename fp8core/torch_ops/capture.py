@@ -11,10 +11,13 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 
 from fp8core.torch_ops.private import (
+    FAKE,
     MARKED_CONSTANT,
     PASSES_DATACLASSES,
+    FakeTensor,
     is_traced,
     is_transform_active,
+    mode_of,
     without_interpreters,
 )
 
@@ -35,6 +38,19 @@ def constant_in_graph(function: Callable[..., Any]) -> None:
     than the rest of ``import fp8core``.
     """
     setattr(function, MARKED_CONSTANT, True)
+
+
+def is_faked() -> bool:
+    """Return whether FakeTensorMode computes no values, outside of torch.compile."""
+    return mode_of(FAKE) is not None and not torch.compiler.is_compiling()
+
+
+constant_in_graph(is_faked)  # which cannot trace it, and has not to ask itself in each call
+
+
+def has_no_values(x: torch.Tensor) -> bool:
+    """Return whether there is nothing to read in ``x``, on meta or of FakeTensorMode."""
+    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def taking_dataclasses(function: Callable[P, R]) -> Callable[P, R]:

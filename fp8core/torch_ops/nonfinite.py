@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fp8core.torch_ops.capture import in_plain_mode
+from fp8core.torch_ops.capture import in_plain_mode, is_faked
 from fp8core.torch_ops.private import without_modes
 
 _counters: dict[torch.device, torch.Tensor] = {}
@@ -31,8 +31,8 @@ def ask() -> None:
 
 def counter_of_writes(device: torch.device, *, in_training: bool = True) -> torch.Tensor | None:
     """Return the counter of casts on ``device`` outside any layer, int64 ``[1]``; None where nobody
-    has asked. Not ``in_training`` are casts that no gradient passes."""
-    if not _writes_count:
+    has asked, and under FakeTensorMode. Not ``in_training`` are casts that no gradient passes."""
+    if not _writes_count or is_faked():
         return None
     return counter_of(device) if in_training else _both_of(device)[1:]
 

@@ -269,7 +269,8 @@ def is_capturing() -> bool:
     return is_used and torch.cuda.is_current_stream_capturing()
 
 
-_FAKE: Final = torch._C._TorchDispatchModeKey.FAKE
+FAKE: Final = torch._C._TorchDispatchModeKey.FAKE
+mode_of: Callable[[Any], Any] = torch._C._get_dispatch_mode
 _PROXY: Final = torch._C._TorchDispatchModeKey.PROXY
 _PRE_DISPATCH: Final[Any] = torch._ops._mode_stack_state_for_pre_dispatch
 
@@ -279,16 +280,11 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def is_faked() -> bool:
-    """Return whether FakeTensorMode computes no values, outside of torch.compile."""
-    return not torch.compiler.is_compiling() and torch._C._get_dispatch_mode(_FAKE) is not None
-
-
 def is_traced() -> bool:
     """Return whether make_fx or torch.jit.trace records operators, outside of torch.compile too."""
     return (
         torch._C._get_tracing_state() is not None
-        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or mode_of(_PROXY) is not None
         or _PRE_DISPATCH.get(0) is not None  # the slot of make_fx
     )
 

@@ -18,6 +18,7 @@ from fp8core.backend_api import SCORE_FUNCTIONS, RouterBackwardDesc, RouterDesc
 from fp8core.chain.alone import bound, derivatives, in_torch, is_transformed, needs_node, plain
 from fp8core.errors import OperandError, checked_choice, did_you_mean, elsewhere
 from fp8core.torch_ops import private
+from fp8core.torch_ops.capture import has_no_values
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _MODES = ("two_kernel", "fused_atomic")
@@ -339,9 +340,8 @@ def _check_counter(
 
 def _check_bounds(owner: str, bounds: Any) -> None:
     """Refuse ends of bins that hold none, once for each content: the device is waited for."""
-    has_no_values = bounds.is_meta or isinstance(bounds, private.FakeTensor)
     is_recorded = torch.compiler.is_compiling() or private.is_traced() or private.is_capturing()
-    if has_no_values or is_recorded:
+    if has_no_values(bounds) or is_recorded:
         return
     version = None if bounds.is_inference() else bounds._version
     if version is not None and _CHECKED.get(bounds) == version:

@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fp8core.collectives.base import is_process_group
 from fp8core.context.autocast import active
 from fp8core.dispatch import plugins
-from fp8core.dispatch.policy import LeftOut, activated, current
+from fp8core.dispatch.policy import LeftOut, activated, chosen
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.interchange.checkpoints.transformer_engine import (
     merge_states,
@@ -592,7 +592,7 @@ class DotProductAttention(
         draws = tracker().fork() if tracker is not None and self._draws_in_fork else None
         if draws is None and not self._engines:
             return super().forward(*args, **kwargs)
-        with activated(current().leaving_out(self._engines)):
+        with activated(chosen().leaving_out(self._engines)):
             if draws is None:
                 return super().forward(*args, **kwargs)
             with draws:

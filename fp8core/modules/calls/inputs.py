@@ -10,9 +10,11 @@ import torch
 from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.shape import input_columns_of
 from fp8core.chain.unwrap import PLAIN
+from fp8core.dispatch import table
 from fp8core.errors import OperandError, elsewhere
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.tensors.parameter import DTYPES
+from fp8core.torch_ops.private import FakeTensor
 
 
 def check_input(
@@ -24,8 +26,8 @@ def check_input(
 
     Raises:
         OperandError: no dense floating-point tensor, wrong last dimension, a DTensor where the
-            parameters are none, another device than they, or, outside torch.autocast, another
-            dtype.
+            parameters are none, a FakeTensor outside of its mode, another device than they, or,
+            outside torch.autocast, another dtype.
     """
     layout = getattr(input, "layout", None)
     if layout is not torch.strided or input.dtype not in DTYPES or input.is_nested:
@@ -37,6 +39,8 @@ def check_input(
             f"fprop of {layer.label}: input {list(input.shape)} {state}{of_weight}; "
             f"the layer takes [..., {size}]."
         )
+    if type(input) not in PLAIN or type(weight) not in PLAIN:
+        check_mode(layer.label, input, weight)
     if weight is None:
         return input.dtype
     if type(input) not in PLAIN and type(weight) in PLAIN:  # else both may be DTensors
@@ -51,6 +55,19 @@ def check_input(
             f"one, or run under torch.autocast({input.device.type!r}, dtype=...)."
         )
     return input.dtype
+
+
+def check_mode(label: object, *tensors: torch.Tensor | None) -> None:
+    """Refuse tensors of a FakeTensorMode outside of it, where kernels would read their memory.
+
+    Raises:
+        OperandError: one is of such a mode; says to enter it.
+    """
+    if any(isinstance(x, FakeTensor) for x in tensors) and not table.is_captured():
+        raise OperandError(
+            f"{label}: a FakeTensor outside of its mode, whose memory a kernel would read. Run "
+            f"the layer in it: with tensor.fake_mode: ..."
+        )
 
 
 def check_chained(owner: str, layers: Sequence[LowPrecisionModule], first: int = 0) -> None:

@@ -10,7 +10,7 @@ import torch
 from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
-from fp8core.modules.calls.inputs import check_is_whole, check_kind
+from fp8core.modules.calls.inputs import check_is_whole, check_kind, check_mode
 from fp8core.torch_ops.capture import is_captured
 from fp8core.torch_ops.private import is_transform_wrapped
 
@@ -116,6 +116,7 @@ def checked_qkv(owner: object, heads: Heads, layout: str, qkv: Qkv) -> Qkv:
     for (name, size), tensor in zip(sizes.items(), qkv, strict=True):
         check_kind(owner, name, tensor)
         check_is_whole(owner, name, tensor)
+        check_mode(owner, tensor)
         if tensor.dim() != num_dims or tuple(tensor.shape[-2:]) != size:
             dims = "t" if layout == "thd" else ", ".join(layout[:2])
             raise OperandError(

@@ -36,7 +36,12 @@ from fp8core.tensors.delayed_state import (
     read_meta,
 )
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.torch_ops.capture import constant_in_graph, in_plain_mode
+from fp8core.torch_ops.capture import (
+    constant_in_graph,
+    has_no_values,
+    in_plain_mode,
+    is_faked,
+)
 from fp8core.torch_ops.private import (
     CHECKPOINTED_MODULE,
     RENAMED_MODULES,
@@ -268,7 +273,7 @@ class DelayedModule(torch.nn.Module):
         """
         history = self._buffers["amax_history_fwd"]
         assert history is not None
-        if history.is_meta or (history.is_cuda and is_capturing()):
+        if is_faked() or history.is_meta or (history.is_cuda and is_capturing()):
             return
         if not bool(history.any()):
             warn_of_layer(
@@ -298,9 +303,10 @@ class DelayedModule(torch.nn.Module):
 
     def _stored_meta(self) -> str | None:
         stored = self._buffers.get(META)
-        if stored is None or stored.is_meta:
+        if stored is None or has_no_values(stored):
             return None
-        meta = read_meta(stored)
+        with without_modes():  # it is real, whatever a call is given
+            meta = read_meta(stored)
         return f"metadata that is not fp8core's, {META}" if meta is None else meta[0]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

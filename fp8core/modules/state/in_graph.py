@@ -63,7 +63,7 @@ class GraphStates:
     ) -> None:
         self._plan, self._request, self._groups = plan, request, groups
         self.refuse = refuse
-        self._policy = policy.current()
+        self._policy = policy.chosen()
         self._records = records
         self.number = len(_states)
         _states.append(self)

@@ -21,7 +21,7 @@ from fp8core.tensors.parameter.shared_grad import (
 )
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.sharded_weight import local_part
-from fp8core.torch_ops.capture import untraced
+from fp8core.torch_ops.capture import has_no_values, untraced
 
 
 def make_master(parameter: torch.nn.Parameter, name: str, stepping: Stepping) -> torch.Tensor:
@@ -80,6 +80,8 @@ _SCALE_MOVES = 8 * 2.0**-24
 @torch.no_grad()
 def is_rounded(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return whether writing ``value`` to ``parameter`` changes nothing; waits for the device."""
+    if has_no_values(value):
+        return True
     stored = parameter.detach()
     again = stored.clone()
     again.copy_(value)

@@ -16,6 +16,7 @@ from torch.optim.sgd import sgd
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.checks import is_sharded, misfit
 from fp8core.tensors.sharded_weight import ShardedWeight, as_part_of, local_part, plain_for_writing
+from fp8core.torch_ops.private import FakeTensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of parameters and gradients that operations step."""
@@ -243,7 +244,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 _REQUIRED: Any = object()
 _MOMENTUM: Final = "momentum_buffer"
 _OPTIONS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
-_STEPPED = (torch.Tensor, torch.nn.Parameter, ShardedWeight)
+_STEPPED = (torch.Tensor, torch.nn.Parameter, FakeTensor, ShardedWeight)
 
 
 class FusedSGD(FusedOptimizer):
