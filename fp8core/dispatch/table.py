@@ -34,7 +34,7 @@ from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.torch_ops import definition, nonfinite, operators
 from fp8core.torch_ops.capture import in_plain_mode, is_faked
-from fp8core.torch_ops.encoding import Operation
+from fp8core.torch_ops.encoding import Operation, decode
 
 _Key: TypeAlias = "tuple[policy.Policy, settings.Settings, Registry, int]"
 """The part of a choice's cache key that is read anew each time: the thread's policy, the settings,
@@ -224,16 +224,15 @@ def kernels_of(choice: select.Choice) -> Kernels:
     return named_kernels(run, f"{who} which")
 
 
-def _bind_named(backend: str, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
-    """Bind ``desc`` by the backend that was chosen when a graph was compiled or exported; its casts
-    count NaN and inf."""
-    return _bind_for(plugins.load(), backend, desc, device)
+def _bind_named(text: str, device: torch.device) -> Callable[..., Any]:
+    """Bind the operation encoded in ``text`` by the backend that was chosen when a graph was
+    compiled or exported; its casts count NaN and inf."""
+    return _bind_for(plugins.load(), text, device)
 
 
 @functools.lru_cache(maxsize=4096)
-def _bind_for(
-    registry: Registry, backend: str, desc: OpDesc, device: torch.device
-) -> Callable[..., Any]:
+def _bind_for(registry: Registry, text: str, device: torch.device) -> Callable[..., Any]:
+    backend, desc, *_ = decode(text)
     spec = registry.spec(backend, "a compiled graph")
     desc, plain = counted(desc), desc
     reason = registry.unsupported(spec, desc if isinstance(desc, FusedDesc) else plain, device)

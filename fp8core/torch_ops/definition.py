@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import OpDesc
 from fp8core.backend_api.record import ResultShape
 from fp8core.errors import OperandError
 from fp8core.torch_ops.capture import is_captured
-from fp8core.torch_ops.encoding import decode
 
-Binder = Callable[[str, OpDesc, torch.device], Callable[..., Any]]
+Binder = Callable[[str, torch.device], Callable[..., Any]]
 Tensors = Sequence[torch.Tensor]
 
 _LIBRARY: Any = torch.library.Library("fp8core", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -25,14 +23,13 @@ _implementations: dict[str, Callable[..., Any]] = {}
 
 
 def set_binder(binder: Binder) -> None:
-    """Bind the operations of graphs with ``binder(backend, desc, device)``."""
+    """Bind the operations of graphs with ``binder(text, device)``."""
     _binder[:] = [binder]
 
 
 def bound(text: str, device: torch.device) -> Callable[..., Any]:
     """Return the callable that runs the operation encoded in ``text`` on ``device``."""
-    operation = decode(text)
-    return _binder[0](operation.backend, operation.desc, device)
+    return _binder[0](text, device)
 
 
 def define(
@@ -72,13 +69,13 @@ def settle(result: torch.Tensor, shape: ResultShape) -> torch.Tensor:
     Raises:
         OperandError: a backend returned another dtype or a larger size.
     """
-    missing = [expected - size for expected, size in zip(shape.size, result.shape, strict=True)]
-    if result.dtype != shape.dtype or any(size < 0 for size in missing):
-        raise OperandError(
-            f"a backend returned {result.dtype} {list(result.shape)}, expected {shape.dtype} "
-            f"{list(shape.size)}."
-        )
-    if any(missing):
+    if result.shape != shape.size or result.dtype != shape.dtype:
+        missing = [expected - size for expected, size in zip(shape.size, result.shape, strict=True)]
+        if result.dtype != shape.dtype or any(size < 0 for size in missing):
+            raise OperandError(
+                f"a backend returned {result.dtype} {list(result.shape)}, expected {shape.dtype} "
+                f"{list(shape.size)}."
+            )
         result = torch.nn.functional.pad(result, (0, missing[1], 0, missing[0]))
     return result.t().contiguous().t() if shape.is_transposed else result.contiguous()
 
@@ -91,11 +88,14 @@ def settle_all(
     settled: list[torch.Tensor] = []
     memories: set[int] = set()
     present = [tensor for tensor in results if tensor is not None]
+    has_memory = len(present) > 1 and not is_captured(present[0])
     for tensor, shape in zip(present, shapes, strict=True):
         result = settle(tensor, shape)
-        if not is_captured(result):
-            if result.numel() and result.untyped_storage().data_ptr() in memories:
+        if has_memory:
+            memory = result.untyped_storage().data_ptr()
+            if memory in memories and result.numel():
                 result = result.clone()
-            memories.add(result.untyped_storage().data_ptr())
+                memory = result.untyped_storage().data_ptr()
+            memories.add(memory)
         settled.append(result)
     return settled

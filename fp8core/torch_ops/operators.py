@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from inspect import Parameter
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 import torch
 
@@ -47,6 +47,19 @@ _TYPES: dict[Any, str] = {
     int: "SymInt",
 }
 _NUMBERS = (float, bool, float | torch.Tensor)
+_MOST_LAYOUTS = 4096
+"""How many layouts an operator keeps, one for each operation and sizes."""
+
+
+class _Layout(NamedTuple):
+    """The ``shapes`` of the results of a call, whether it returns one that stands for itself, which
+    of them are casts whose columnwise operand is a view of the rowwise one, and the shapes of the
+    tensors that the operator returns."""
+
+    shapes: Sequence[Any]
+    is_single: bool
+    has_view: Sequence[bool]
+    flat: Sequence[ResultShape]
 
 
 class Operator:
@@ -105,6 +118,7 @@ class Operator:
         schema = (not writes_out and record.schema) or self._schema()
         register = define(schema, self._fake, name=record.name + "_out" * writes_out)
         self._operator = register(self._run)
+        self._layouts: dict[Any, _Layout] = {}
 
     def __call__(self, text: str, *arguments: Any, **keywords: Any) -> Any:
         """Return the results of the operation ``text``."""
@@ -190,10 +204,8 @@ class Operator:
         if self._writes:
             return None
         operation = decode(text)
-        positional, named = self.call(operation.desc, values)
-        shapes = self._shapes(operation, positional, named)
-        device = _device(values)
-        results = [shape.empty(device) for shape in self._flat_shapes(operation, shapes, named)]
+        layout = self._layout(operation, *self.call(operation.desc, values))
+        results = [shape.empty(_device(values)) for shape in layout.flat]
         return results if self._is_list else results[0]
 
     def _run(self, text: str, *values: Any) -> Any:
@@ -205,8 +217,13 @@ class Operator:
         if self._writes:
             run(*positional, **named)
             return None
-        shapes = self._shapes(operation, positional, named)
-        flat_shapes = self._flat_shapes(operation, shapes, named)
+        # Half of what a call costs the host, and the same for each call of a graph.
+        key = text, *map(_metadata, values)
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[key] = self._layout(operation, positional, named)
         recorded: list[torch.Tensor | None] = []
         for name in self._returned(operation):
             if name in named and name != "nonfinite_out":
@@ -218,25 +235,24 @@ class Operator:
             recorded.append(count)
         else:
             results = run(*positional, **named)
-        flat = _flat_results(_several(results), shapes, operation.transposes)
-        settled = settle_all([*flat, *recorded], flat_shapes)
+        results = (results,) if layout.is_single else results
+        settled = settle_all([*_flat_results(results, layout), *recorded], layout.flat)
         return settled if self._is_list else settled[0]
 
-    def _shapes(self, operation: Operation, positional: Sequence[Any], named: Any) -> Sequence[Any]:
-        return _several(self._record.shapes(operation.desc, *positional, **named))
-
-    def _flat_shapes(
-        self, operation: Operation, shapes: Iterable[Any], named: dict[str, Any]
-    ) -> list[ResultShape]:
-        """Return the shapes of the tensors that the operator returns."""
-        flat: list[ResultShape] = []
+    def _layout(
+        self, operation: Operation, positional: Sequence[Any], named: dict[str, Any]
+    ) -> _Layout:
+        """Return what a call with these arguments returns."""
+        recorded = self._record.shapes(operation.desc, *positional, **named)
+        shapes, flat = _several(recorded), list[ResultShape]()
         for shape in shapes:
             if isinstance(shape, CastShape):
                 flat += [*shape.rowwise(), *shape.columnwise(operation.transposes)]
             elif shape is not None:
                 flat.append(shape)
-        returned = self._returned(operation)
-        return [*flat, *(shape_of(named[name]) for name in returned if name in named)]
+        flat += [shape_of(named[name]) for name in self._returned(operation) if name in named]
+        is_view = [isinstance(x, CastShape) and x.has_view(operation.transposes) for x in shapes]
+        return _Layout(shapes, shapes is not recorded, is_view, flat)
 
     def _returned(self, operation: Operation) -> list[str]:
         """Return the names of the written arguments that the operator returns."""
@@ -332,14 +348,12 @@ def _several(results: Any) -> Sequence[Any]:
     return (results,) if is_single else results
 
 
-def _flat_results(
-    results: Iterable[Any], shapes: Iterable[Any], transposes: bool
-) -> list[torch.Tensor]:
+def _flat_results(results: Iterable[Any], layout: _Layout) -> list[torch.Tensor]:
     flat: list[torch.Tensor] = []
-    for result, shape in zip(results, shapes, strict=True):
+    for result, shape, has_view in zip(results, layout.shapes, layout.has_view, strict=True):
         if isinstance(shape, CastShape):
             flat += tensors(result.rowwise)
-            flat += [] if shape.has_view(transposes) else tensors(result.columnwise)
+            flat += [] if has_view else tensors(result.columnwise)
         elif shape is not None:
             flat.append(result)
     return flat
@@ -353,6 +367,15 @@ def _quantized(parts: tuple[int, int, bool], flat: Iterator[torch.Tensor]) -> Qu
     if has_view:
         columnwise = [tensor.t() for tensor in rowwise]
     return Quantized(*(Operand(*side) if side else None for side in (rowwise, columnwise)))
+
+
+def _metadata(value: Any) -> Any:
+    """Return what the shapes of results follow from, of an argument of an operator."""
+    if value is None or type(value) is float:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    return tuple(map(_metadata, value)) if type(value) is list else value
 
 
 def _device(values: Sequence[Any]) -> torch.device:
