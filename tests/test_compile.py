@@ -159,10 +159,16 @@ def test_a_graph_saves_requantized_weights_instead_of_codes(name: str, backend: 
 
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
-@pytest.mark.parametrize("asked", [CURRENT, recipe.DelayedScaling()], ids=["current", "delayed"])
-def test_a_graph_saves_no_codes_that_backward_can_make_again(
-    asked: recipe.Recipe, backend: str
+@pytest.mark.parametrize(
+    ("holding", "codes"),
+    [("least", 0), ("balanced", 64 + 96), ("fastest", 64 + 96 + (192 * 64 + 64 * 96) // 32)],
+)
+@pytest.mark.parametrize("scaling", [recipe.Float8CurrentScaling, recipe.DelayedScaling])
+def test_a_graph_saves_the_codes_that_the_recipe_holds(
+    scaling: type[recipe.Recipe], holding: str, codes: int, backend: str
 ) -> None:
+    """``codes`` are columns of 32 bytes: of both inputs, and of both weights."""
+    asked = scaling(holding=holding)  # type: ignore[call-arg]  # of both
     layer = te.LayerNormMLP(64, 96, params_dtype=BF16, bias=False, activation="swiglu")
     saved: list[torch.Tensor] = []
     x, fast = rand(32, 64).requires_grad_(), compiled(layer, backend)
@@ -174,11 +180,13 @@ def test_a_graph_saves_no_codes_that_backward_can_make_again(
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with te.autocast(recipe=asked), hooks:
         y = fast(x)
-    assert not [tensor for tensor in saved if tensor.dtype == torch.uint8]
+    held = [tensor.numel() for tensor in saved if tensor.dtype == torch.uint8]
+    assert sum(held) == 32 * codes
+    saved = [tensor for tensor in saved if tensor.dtype == BF16]
     rows = [tensor for tensor in saved if tensor.numel() >= x.numel() and tensor.shape[0] == 32]
     assert sum(tensor.shape[1] for tensor in rows) == 64 + 2 * 96  # the input, and fc1's output
     y.sum().backward()
-    if asked is CURRENT:  # two calls of one layer differ under delayed scaling
+    if scaling is not recipe.DelayedScaling:  # two calls of one layer differ under that
         with te.autocast(recipe=asked):
             assert_same(layer, fast, layer, x)
 

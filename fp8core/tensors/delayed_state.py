@@ -174,6 +174,11 @@ class GraphState:
         """The scale by which the next cast is, ``[slots]``; the first one notes the state."""
         return self.begin() if self._present is None else self._present
 
+    @property
+    def copies_scale(self) -> bool:
+        """Whether :attr:`scale` is a copy, as of every state that is noted."""
+        return self._note is not None
+
     def begin(self) -> torch.Tensor:
         """Note the state before a pass records in it, and return its scale."""
         scale = self._stored if self._note is None else self._note(self.amax_history, self._stored)
@@ -207,8 +212,9 @@ class GraphSlot(Slot):
         return cast_in_graph
 
     def present_scale(self) -> torch.Tensor:
-        """Return a copy of the scale, of the graph that calls this."""
-        return self.state.scale[self.entries].clone()
+        """Return the scale of the graph that calls this, which no later update changes."""
+        scale = self.state.scale[self.entries]
+        return scale if self.state.copies_scale else scale.clone()
 
 
 def update_desc(plan: DelayedPlan | None) -> ScaleUpdateDesc | None:

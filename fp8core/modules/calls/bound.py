@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -28,7 +27,7 @@ from fp8core.modules.agreement import agree
 from fp8core.modules.state.in_graph import GraphStates, graph_states
 from fp8core.recipe import PerLayer, Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.plan import HIGH_PRECISION, HOLDING, LayerRole, LinearPlan, Plan
+from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan, Plan
 from fp8core.reporting import log_once, some
 from fp8core.tensors.delayed_state import STATE_BUFFERS, LayerStates
 from fp8core.tensors.quantizer_binding import Binding
@@ -228,9 +227,6 @@ def bind_captured(
         if plan.delayed is not None:
             modes = {"records": is_grad_enabled, "is_compiled": is_compiled}
             states = _states(plan, shapes, request, **modes)
-        # Backward makes again what it can, and torch's partitioner chooses from what.
-        if is_compiled and isinstance(plan, LinearPlan) and not plan.makers:
-            plan = dataclasses.replace(plan, remade=HOLDING["least"])
         _check_offered(plan, shapes, is_watched)
         if binding.device.type != "meta":
             with without_modes():  # neither traced, nor recorded in a CUDA graph of torch's
