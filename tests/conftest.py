@@ -133,11 +133,11 @@ def missing_hardware(item: pytest.Item) -> str | None:
 
 
 _cuda_is_available = torch.cuda.is_available
-# For generators of devices that start later, torch.manual_seed formats the stack, a third of the
-# time of a short test.
-_seed = torch.manual_seed
+# For the generators of devices that start later, torch.manual_seed keeps the texts of three stacks,
+# which takes a third of the time of a short test, and of each call of a function that seeds.
 if torch.accelerator.current_accelerator(check_available=True) is None:
-    _seed = torch.default_generator.manual_seed
+    for devices in (torch.cuda, torch.mtia, torch.xpu):
+        devices.traceback = types.SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -146,7 +146,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     A test that asks for no accelerator sees none: layers are made on the best device there is.
     """
-    _seed(0)
+    torch.manual_seed(0)
     is_marked = item.get_closest_marker("needs_accelerator") is not None or DEVICE_TYPE == "cuda"
     torch.cuda.is_available = _cuda_is_available if is_marked else lambda: False
     if reason := missing_hardware(item) or device.reason_to_skip(item.nodeid):
