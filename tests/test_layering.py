@@ -8,6 +8,7 @@ floor fails: the place to add it is ``FLOORS``.
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -205,10 +206,17 @@ def part(name: str) -> str:
 
 def nodes(node: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.AST, bool]]:
     """Every node of a tree, and whether a function holds it."""
-    yield node, in_function
-    in_function |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    for child in ast.iter_child_nodes(node):
-        yield from nodes(child, in_function)
+    waiting = [(node, in_function)]
+    while waiting:
+        node, in_function = waiting.pop()
+        yield node, in_function
+        in_function |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        waiting += [(child, in_function) for child in ast.iter_child_nodes(node)][::-1]
+
+
+@functools.cache  # each rule asks for all
+def walked(tree: ast.Module) -> list[ast.AST]:
+    return [*ast.walk(tree)]
 
 
 def functions(tree: ast.Module) -> dict[str, Function]:
@@ -305,7 +313,7 @@ def backends(sources: Sources) -> Iterator[str]:
 def import_places(sources: Sources) -> Iterator[str]:
     """Imports are absolute and at the top of the file, except optional packages."""
     for source in sources.shipped():
-        for node in ast.walk(source.tree):
+        for node in walked(source.tree):
             if isinstance(node, ast.ImportFrom) and node.level:
                 yield f"{source.path}:{node.lineno}: relative import"
         floor = FLOOR_OF.get(unit(source.name), 0)
@@ -323,9 +331,7 @@ def faces(sources: Sources) -> Iterator[str]:
     for source in sources.shipped():
         if source.path.name == "__init__.py":
             continue
-        if any(
-            isinstance(node, ast.Name) and node.id == "__all__" for node in ast.walk(source.tree)
-        ):
+        if any(isinstance(node, ast.Name) and node.id == "__all__" for node in walked(source.tree)):
             yield f"{source.path}: __all__ in a module that is no room's face"
 
 
@@ -370,7 +376,7 @@ def private_names(sources: Sources) -> Iterator[str]:
 def torch_names(tree: ast.Module, known: set[str]) -> Iterator[tuple[str, int]]:
     """Yield the private names in a file that are torch's, or of nobody ``known``, with lines."""
     from_torch = {"torch"}
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
@@ -378,7 +384,7 @@ def torch_names(tree: ast.Module, known: set[str]) -> Iterator[tuple[str, int]]:
                     from_torch.add(alias.asname or alias.name)
                     if has_private_part(f"{module}{alias.name}"):
                         yield f"{module}{alias.name}", node.lineno
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Attribute) and has_private_part(node.attr):
             path = ast.unparse(node)
             is_torch = path.partition(".")[0] in from_torch
@@ -397,7 +403,7 @@ def has_private_part(path: str) -> bool:
 
 def defined(tree: ast.Module) -> Iterator[str]:
     """Yield the names that a file gives to functions, classes, variables, slots and attributes."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 yield name
@@ -434,6 +440,7 @@ def checkout() -> Iterator[Sources]:
     """All files, without Python's collector, which would visit each new tree many times."""
     gc.disable()
     yield Sources.read(ROOT)
+    walked.cache_clear()
     gc.enable()
 
 
