@@ -118,6 +118,7 @@ def _of_dtype(
     dtype: torch.dtype, recipes: Sequence[tuple[str, Recipe]]
 ) -> Iterator[CatalogueEntry]:
     """Yield the entries for activations of ``dtype``."""
+    roundings: set[object] = set()
     for name, chosen in recipes:
         dense, grouped = (
             plan_of(LinearPlan, chosen, LayerRole(kind, name="layer"), dtype)
@@ -128,7 +129,7 @@ def _of_dtype(
         product = plan_of(LinearPlan, WeightOnly(chosen), LayerRole(), dtype).fprop
         weight_only = GemmDesc(product.a, product.b, dtype)
         yield CatalogueEntry(f"{name}.weight_only.{_word(dtype)}", weight_only)
-        yield from _producers(name, dense, dtype)
+        yield from _producers(name, dense, dtype, roundings)
         yield from _quantized_attentions(name, chosen, dtype)
         update = update_desc(dense.delayed)
         if update is not None:
@@ -203,13 +204,25 @@ def _weights_of(shape: LinearShape) -> Iterator[LinearShape]:
             yield dataclasses.replace(shape, weight_dtype=weight_dtype, accumulates=accumulates)
 
 
-def _producers(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[CatalogueEntry]:
-    """Yield the operations of norms and activations, alone and next to linears."""
+def _producers(
+    prefix: str, plan: LinearPlan, dtype: torch.dtype, roundings: set[object]
+) -> Iterator[CatalogueEntry]:
+    """Yield the operations of norms and activations, alone and next to linears.
+
+    What fusions leave out differs by how linears round what it hands over, which ``roundings`` has
+    of the plans so far; this one's is added.
+    """
     add, linear = AddShape(), LinearShape(1, 1, dtype, None)
     with_bias = dataclasses.replace(linear, bias_dtype=dtype)
     norms = [NormShape(kind, 1, 1e-5, False, dtype) for kind in NORMS]
     zero_centered = [dataclasses.replace(norm, zero_centered=True) for norm in norms]
     fused = (*norms, *map(activation_shape, _FUSED_ACTIVATIONS))
+    rounding = tuple(
+        None if spec is None else spec.cast_first
+        for tensor in (plan.input, plan.grad_output)
+        for spec in tensor
+    )
+    is_repeated = rounding in roundings
     for shape in (*norms, *zero_centered, *map(activation_shape, ACTIVATIONS)):
         chains: tuple[Sequence[LinkShape], ...] = (
             (add, shape),
@@ -219,10 +232,15 @@ def _producers(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[Ca
         )
         if shape not in (*fused, *zero_centered):
             chains = chains[::2]  # such an activation is the same in the others
+        if roundings:
+            chains = chains[1:]  # without a linear under each recipe the same
+        if is_repeated and shape not in fused:
+            continue
         for chain in chains:
             for entry in _entries(prefix, chain, plan, dtype):
                 if shape in fused or not isinstance(entry.desc, FusedDesc):
                     yield entry
+    roundings.add(rounding)
 
 
 _ATTENTION = AttentionShape("sbhd", 4, 2, 64, 64, 0.125)

@@ -143,10 +143,12 @@ def checks(
     for each in laws:
         if not each.ops:
             yield Check(each, BACKEND, BACKEND, _bound(each, subject))
+    of_op = {op: [each for each in laws if op in each.ops] for op in EVERY_OP}
     for label, desc in declared:
-        for each in laws:
-            if op_of(desc) in each.ops and each.applies(desc):
-                yield Check(each, op_of(desc), label, _bound(each, subject, desc))
+        op = op_of(desc)
+        for each in of_op[op]:
+            if each.applies(desc):
+                yield Check(each, op, label, _bound(each, subject, desc))
 
 
 def _bound(each: Law, subject: Subject, *desc: OpDesc) -> Callable[[], float | None]:

@@ -75,28 +75,32 @@ def record(shapes: Sequence[LinkShape], plan: Plan, dtype: torch.dtype) -> list[
     return list(_recorded(tuple(shapes), plan, dtype))
 
 
-@functools.lru_cache(maxsize=256)  # each operation of a recipe is found among the same chains
+@functools.lru_cache(maxsize=2048)  # more than all recipes have, each chain of many operations
 def _recorded(shapes: tuple[LinkShape, ...], plan: Plan, dtype: torch.dtype) -> tuple[Request, ...]:
     recorder = _Recorder()
     binding = Binding(torch.device("meta"), dtype, resolver=recorder)
     bind_chain(shapes, BindContext.of(plan, binding, "a record"))
-    requests = [request for request in recorder.requests if request not in recorder.halves]
-    return tuple(sorted(dict.fromkeys(requests), key=lambda request: request.purpose.position))
+    distinct = dict.fromkeys(recorder.requests)
+    halves = {
+        Request(purpose, half)
+        for purpose, desc in distinct
+        if isinstance(desc, QuantizeDesc) and None not in (desc.rowwise, desc.columnwise)
+        for half in desc.halves()
+    }
+    requests = (request for request in distinct if request not in halves)
+    return tuple(sorted(requests, key=lambda request: request.purpose.position))
 
 
 class _Recorder(Resolver):
     """A resolver that records all requests and refuses the optional ones; no result can run."""
 
-    __slots__ = ("halves", "requests")
+    __slots__ = ("requests",)
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self.halves: set[Request] = set()
 
     def resolve(self, desc: OpDesc, device: torch.device, purpose: Purpose) -> Resolved:
         self.requests.append(Request(purpose, desc))
-        if isinstance(desc, QuantizeDesc) and None not in (desc.rowwise, desc.columnwise):
-            self.halves.update(Request(purpose, half) for half in desc.halves())
         choice = Choice(desc, device, "a record", "nothing runs", None, ())
         return Resolved(_cannot_run, None, choice, Alignment())
 
