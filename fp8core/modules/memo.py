@@ -138,7 +138,7 @@ def memo_of(
     ``layers`` are the module that was called and the others that took part; ``states`` those of
     delayed scaling. The other arguments are the attributes of a :class:`Memo`.
     """
-    if recompute.current() is not None or recompute.is_in_backward():
+    if recompute.current() is not None or recompute.is_in_backward() or is_faked():
         return None
     request, has_grad = active(outside), torch.is_grad_enabled()
     witnesses = [Witness.of(layer, is_called=not at) for at, layer in enumerate(layers)]

@@ -19,6 +19,7 @@ from fp8core.collectives.base import GroupReference
 from fp8core.dispatch import table
 from fp8core.recipe.plan import DelayedPlan, Plan, SlotNames
 from fp8core.tensors.quantizer import Slot
+from fp8core.torch_ops.capture import is_faked
 from fp8core.torch_ops.operators import in_slot
 
 Order: TypeAlias = "tuple[int, ...]"
@@ -89,6 +90,8 @@ class DelayedState:
         self.amax_history = amax_history
         # States with the same buffers have the same key, as long as one of them is alive.
         self.key = id(amax_history)
+        # Whether it is that of a FakeTensorMode, whose calls record no amax.
+        self.is_faked = is_faked()
         self.fp8_max = torch.tensor(maxima, dtype=torch.float32, device=scale.device)
         self.targets = self.fp8_max * 2.0**-plan.margin
         self.nonfinite = torch.zeros(1, dtype=torch.int64, device=scale.device)

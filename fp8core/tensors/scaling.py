@@ -21,13 +21,13 @@ from fp8core.collectives.base import GroupReference
 from fp8core.reporting import collect
 from fp8core.tensors.delayed_state import DelayedState, GraphState
 from fp8core.tensors.reduced_amaxes import reduced_after_backward, reduced_after_forward
-from fp8core.torch_ops.capture import is_faked
 from fp8core.torch_ops.private import (
     copy_all,
     count_writes,
     current_backward_pass,
     preserved_versions,
     queue_callback,
+    without_modes,
 )
 
 _Reduce: TypeAlias = Callable[[GroupReference, Sequence[DelayedState]], list[DelayedState]]
@@ -40,15 +40,18 @@ class _Batch:
     program.
     """
 
-    __slots__ = ("_advances", "_by_user", "_ordered", "_reports", "_scales", "members")
+    __slots__ = ("_advances", "_by_user", "_ordered", "_reported", "_scales", "members")
 
     def __init__(self, members: tuple[DelayedState, ...]) -> None:
         self.members = members
         self._ordered = sorted(members, key=_order_of)
         self._scales = [state.scale for state in self._ordered]
         # On other devices a look at the amaxes would wait, and fake ones have no values.
-        is_real = type(self._scales[0]) is torch.Tensor and not is_faked()
-        self._reports = self._scales[0].is_cpu and is_real
+        self._reported = [
+            state
+            for state in self._ordered
+            if state.scale.is_cpu and type(state.scale) is torch.Tensor
+        ]
         self._advances: list[Callable[[], None]] = []
         self._by_user: list[DelayedState] = []
         for advance, states in _partition(self._ordered, _advance_of):
@@ -73,8 +76,9 @@ class _Batch:
                     if communicator is not None:
                         _reduce_over_layer(states, communicator)
                 break
-        if self._reports:
-            _report_nonfinite(self._ordered)
+        if self._reported:
+            with without_modes():
+                _report_nonfinite(self._reported)
         # The user's functions may raise: nothing is written before the last of them has returned.
         writes = [_advanced_by_user(state) for state in self._by_user] if self._by_user else ()
         for advance in (*self._advances, *writes):

@@ -100,6 +100,30 @@ def test_a_real_layer_computes_as_before_after_calls_of_several_fake_modes(
         assert torch.equal(value, state[key]), key
 
 
+@pytest.mark.parametrize("order", ["fake, real", "real, fake"])
+@pytest.mark.parametrize("has_run", [True, False])
+def test_scales_follow_the_real_one_of_calls_in_one_autocast(has_run: bool, order: str) -> None:
+    """The update of a fake call stood for that of both, so that the scales stayed."""
+    layer, other, delayed = _linear(), _linear(), recipe.DelayedScaling()
+    if has_run:
+        _step(layer, X, "delayed")
+        _step(other, X, "delayed")
+    with fp8core.autocast(recipe=delayed):
+        for kind in order.split(", "):
+            if kind == "real":
+                got = layer(X)
+                continue
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                layer(mode.from_tensor(X))
+            with FakeTensorMode() as mode:
+                _linear()(mode.from_tensor(X))
+    with fp8core.autocast(recipe=delayed):
+        assert torch.equal(other(X), got)
+    state = other.state_dict()
+    for key, value in layer.state_dict().items():
+        assert torch.equal(value, state[key]), key
+
+
 @pytest.mark.parametrize("has_run", [True, False])
 @pytest.mark.parametrize("name", ["delayed", "block"])
 def test_a_functional_call_of_fake_parameters_leaves_nothing_behind(

@@ -143,7 +143,8 @@ def bind(
     if bound.states is not None and records:
         if is_transform_active():
             chain.refuse_transform(bound.links)  # before autocast notes a state to update
-        touch(bound.states.forward, bound.states.backward, requested.group)
+        if not bound.states.forward.is_faked:
+            touch(bound.states.forward, bound.states.backward, requested.group)
     return bound
 
 
