@@ -48,6 +48,7 @@ from fp8core.torch_ops.private import (
     always_called_hooks,
     forward_hooks,
     forward_pre_hooks,
+    without_modes,
 )
 
 ROOT = "_fp8core_conversion"
@@ -173,6 +174,7 @@ def stand_in(module: torch.nn.Module, **attributes: Any) -> Any:
     return result
 
 
+@without_modes()  # of FakeTensorMode too, in which nothing can be compared
 def similar_norm(module: torch.nn.Module) -> SimilarNorm | None:
     """Return the RMSNorm that ``module`` computes, or None if it computes something else.
 

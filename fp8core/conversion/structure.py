@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from fp8core.conversion.layers import stand_in
 from fp8core.dispatch.isolation import Failure, attempt
+from fp8core.torch_ops.private import without_modes
 
 HEAD_NORMS = ("q_norm", "k_norm")
 _P = 0.25  # of every dropout, where two layers are compared
@@ -182,6 +183,7 @@ def feed_of(module: torch.nn.Module, layer: Layer) -> FeedForward | None:
     return feed if isinstance(feed, FeedForward) else None
 
 
+@without_modes()  # of FakeTensorMode too, in which nothing can be compared
 def activation_of(act: Any, *, is_gated: bool) -> str | None:
     """Return the name here of the activation that ``act`` computes, None if there is none."""
     x = torch.linspace(-4, 4, 33, device="cpu", dtype=torch.float64)
@@ -266,6 +268,7 @@ def dropped(module: Any, path: str, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+@without_modes()
 def computes_plainly(module: Any, structure: Structure) -> bool:
     """Return whether ``module`` computes as its ``structure`` says: on five tokens of small sizes,
     in training, with layers of torch and dropout inside."""

@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fp8core
 from fp8core import OperandError, recipe
@@ -437,6 +438,20 @@ def test_the_default_dtype_decides_about_no_layer(dtype: torch.dtype) -> None:
     finally:
         torch.set_default_dtype(before)
     assert len(report.fused) == 2
+
+
+@pytest.mark.parametrize("family", ["GemmaForCausalLM", "GPT2LMHeadModel"])
+def test_fake_models_are_compared_as_real_ones(family: str) -> None:
+    """By real numbers; with fake ones the comparison ended in an error of torch."""
+    reports = []
+    for mode in (FakeTensorMode(), nullcontext()):
+        with mode:
+            kind = getattr(transformers, family)
+            model = kind(kind.config_class(**SIZES))
+            reports.append(str(fp8core.convert(model, "current")))
+            logits = model(torch.zeros(1, 4, dtype=torch.int64)).logits
+            assert type(logits) is (torch.Tensor if len(reports) == 2 else FakeTensor)
+    assert reports[0] == reports[1]
 
 
 def test_dropout_that_the_class_adds_in_training_is_noticed() -> None:
