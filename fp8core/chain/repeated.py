@@ -26,7 +26,7 @@ from fp8core.chain.protocol import (
 from fp8core.chain.unwrap import PLAIN
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.saving import is_noting
-from fp8core.tensors.scaling import update_after_backward
+from fp8core.tensors.scaling import update_all_after_backward
 from fp8core.torch_ops.repeats import Likeness, recording, sameness_to
 
 _FIRST = 1
@@ -147,8 +147,8 @@ class Repeated(Wrapper):
         direction = self._backward
         repeat, is_same = direction.repeat, direction.is_same
         if out is None and context is self._context and type(grad) is torch.Tensor:
-            for state in self._states:
-                update_after_backward(state, call.backward_pass)
+            if self._states:
+                update_all_after_backward(self._states, call.backward_pass)
             if repeat is None:
                 if direction.is_due():
                     return self._record_backward(grad, saved, context, call)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -236,23 +236,33 @@ def touch(
     that of the graph which runs, where ``phase`` of :func:`phase_in_graph` says so. To be called
     before ``forward`` records.
     """
+    touch_all(((forward, backward),), group, phase)
+
+
+def touch_all(
+    states: Sequence[tuple[DelayedState, DelayedState]],
+    group: GroupReference | None,
+    phase: str = "forward",
+) -> None:
+    """Enter the states of several layers, see :func:`touch`."""
     scopes, is_in_graph = _thread.scopes, phase != "forward"
     if is_in_graph:
         _thread.handled = id(sys.exc_info()[1])
     if _thread.in_graph and (phase == "begin" or (scopes and scopes[0].results is None)):
         _forget_graph()
-    if is_in_graph and not scopes:
-        _thread.in_graph[forward.key] = forward
-    elif scopes:
-        touched = scopes[-1].touched
-        if forward.key not in touched:
+    touched = scopes[-1].touched if scopes else None
+    for forward, backward in states:
+        if touched is None:
+            if is_in_graph:
+                _thread.in_graph[forward.key] = forward
+        elif forward.key not in touched:
             if len(scopes) > 1:
                 _keep_recorded(forward)
             touched[forward.key] = forward
-    if forward.group is not group:
-        if scopes:
-            scopes[-1].groups.setdefault(forward, (backward, forward.group))
-        forward.group = backward.group = group
+        if forward.group is not group:
+            if scopes:
+                scopes[-1].groups.setdefault(forward, (backward, forward.group))
+            forward.group = backward.group = group
 
 
 def _forget_graph() -> None:

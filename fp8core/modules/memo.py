@@ -10,9 +10,9 @@ same.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from functools import cache
-from operator import attrgetter
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, is_, methodcaller
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from fp8core.chain.run import Prepared
 from fp8core.chain.shape import Watch
 from fp8core.context import recompute
 from fp8core.context.autocast import Active, active
-from fp8core.context.scopes import touch
+from fp8core.context.scopes import touch_all
 from fp8core.dispatch import policy
 from fp8core.dispatch.policy import Policy
 from fp8core.modules.agreement import Agreement
@@ -32,57 +32,71 @@ from fp8core.torch_ops.capture import is_faked
 from fp8core.torch_ops.nonfinite import new_counter
 from fp8core.torch_ops.private import (
     NO_BACKWARD_PASS,
+    WATCHERS,
     current_backward_pass,
     forward_mode_level,
     has_global_hooks,
     is_traced,
     is_transform_active,
-    watchers_of,
 )
 from fp8core.torch_ops.repeats import Likeness
 
 
-class Witness(NamedTuple):
-    """A module as it was in a call.
+class Witnesses(NamedTuple):
+    """Modules as they were in a call, whose attributes are compared in a few calls, whatever their
+    number.
 
     Attributes:
-        module: None for the module that is called, which its own memo would keep alive.
-        fields: returns the attributes that decide how it runs, its ``call_fields``; of a module of
-            another library whether it trains.
+        equal: returns the attributes of :func:`_compared`, by value: what decides how each runs,
+            its ``call_fields``; of a module of another library whether it trains.
         values: what they were.
-        children: the modules within, by name.
-        parameters: its own dictionary of them, which a shallow copy of the module may replace.
-        last: the key and the links that a layer in low precision was bound to; None of others.
-        scope: the weights of the scope of frozen weights that was open, None if none was.
+        same: returns those that are compared by identity.
+        objects: what they were.
     """
 
-    module: Any
-    fields: Callable[[Any], Any]
-    values: Any
-    children: dict[str, torch.nn.Module | None]
-    parameters: dict[str, torch.nn.Parameter | None]
-    last: object
-    scope: object
+    equal: Callable[[Any], tuple[Any, ...]]
+    values: tuple[Any, ...]
+    same: Callable[[Any], tuple[Any, ...]]
+    objects: tuple[Any, ...]
 
     @classmethod
-    def of(cls, module: Any, *, is_called: bool) -> Witness:
-        """Return ``module`` as it is now."""
-        fields = _fields(getattr(module, "call_fields", ("training",)))
-        bindings = getattr(module, "_bindings", None)
-        return cls(
-            None if is_called else module,
-            fields,
-            fields(module),
-            dict(module._modules),
-            module._parameters,
-            None if bindings is None else bindings.last,
-            None if bindings is None else bindings.weights.scope,
-        )
+    def of(cls, root: object, modules: Mapping[str, Any]) -> Witnesses:
+        """Return ``modules`` as they are now, which lie in ``root`` by these prefixes."""
+        values, objects = [], []
+        for prefix, module in modules.items():
+            by_value, by_identity = _compared(module, is_called=not prefix)
+            values += [prefix + name for name in by_value]
+            objects += [prefix + name for name in by_identity]
+        equal, same = attrgetter(*values), attrgetter(*objects)
+        # Dictionaries of modules and hooks go on changing.
+        copies = [dict(each) if isinstance(each, dict) else each for each in equal(root)]
+        return cls(equal, tuple(copies), same, same(root))
+
+    def are_in(self, root: Any) -> bool:
+        """Return whether the modules in ``root`` are as they were."""
+        try:
+            return self.equal(root) == self.values and all(map(is_, self.same(root), self.objects))
+        except AttributeError:  # of another class by now
+            return False
 
 
-@cache  # one for each class of layers
-def _fields(names: tuple[str, ...]) -> Callable[[Any], Any]:
-    return attrgetter("__class__", *names)
+def _compared(module: Any, *, is_called: bool) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the names of a module's attributes that are compared by value, and by identity.
+
+    By value: the modules within, by name; what else runs in a call, but of the module that is
+    called, which has run already. By identity: its own dictionary of parameters, which a shallow
+    copy of the module may replace; of a layer in low precision the key and the links that it was
+    bound to, and the weights of the scope of frozen weights that was open, None if none was.
+    """
+    fields = getattr(module, "call_fields", ("training",))
+    bindings = getattr(module, "_bindings", None)
+    is_bound = bindings is not None and bindings.last is not None
+    bound = ("_bindings.last", "_bindings.weights.scope") if is_bound else ()
+    watchers = () if is_called else WATCHERS
+    return (*fields, "_modules", *watchers), ("__class__", "_parameters", *bound)
+
+
+_has_forward: Callable[[dict[str, Any]], bool] = methodcaller("__contains__", "forward")
 
 
 Sources: TypeAlias = "Sequence[tuple[dict[str, Any] | None, Sequence[str]]]"
@@ -95,7 +109,9 @@ class Memo(NamedTuple):
 
     Attributes:
         arguments: those besides the tensors that it computed from; equal ones say the same.
-        witnesses: the module that is called, then the others that take part.
+        witness: the module that is called, which its own memo would keep alive.
+        beside: the modules besides that take part, and what holds them; None without any.
+        forwards: the dictionaries of these, in which a forward of their own would be.
         outside: what the layer computes outside any autocast.
         request: what was active.
         backends: those that the program named.
@@ -108,7 +124,9 @@ class Memo(NamedTuple):
     """
 
     arguments: object
-    witnesses: Sequence[Witness]
+    witness: Witnesses
+    beside: tuple[Witnesses, object] | None
+    forwards: Sequence[dict[str, Any]]
     outside: Active | None
     request: Active
     backends: Policy
@@ -141,12 +159,21 @@ def memo_of(
     if recompute.current() is not None or recompute.is_in_backward() or is_faked():
         return None
     request, has_grad = active(outside), torch.is_grad_enabled()
-    witnesses = [Witness.of(layer, is_called=not at) for at, layer in enumerate(layers)]
+    called, *rest = layers
+    if any([getattr(module, name) for module in rest for name in WATCHERS]):
+        return None
+    beside: tuple[Witnesses, object] | None = None
+    if rest:
+        names = {f"m{at}": module for at, module in enumerate(rest)}
+        root = SimpleNamespace(**names)
+        beside = Witnesses.of(root, {f"{name}.": module for name, module in names.items()}), root
     records = has_grad or request.observe is not None
     recorded = [(each.forward, each.backward) for each in states if each is not None and records]
     return Memo(
         arguments,
-        witnesses,
+        Witnesses.of(called, {"": called}),
+        beside,
+        [vars(module) for module in rest],
         outside,
         request,
         policy.current(),
@@ -200,21 +227,15 @@ def replay(
         or is_transform_active()
         or is_traced()
         or forward_mode_level() >= 0
-        or (len(memo.witnesses) > 1 and has_global_hooks())
+        or not memo.witness.are_in(layer)
     ):
         return None
-    for module, fields, values, children, parameters, last, scope in memo.witnesses:
-        if module is not None and (any(watchers_of(module)) or "forward" in module.__dict__):
+    if memo.beside is not None:
+        witnesses, root = memo.beside
+        if has_global_hooks() or not witnesses.are_in(root):
             return None
-        witness: Any = layer if module is None else module
-        if fields(witness) != values or witness._modules != children:
+        if True in map(_has_forward, memo.forwards):
             return None
-        if witness._parameters is not parameters:
-            return None
-        if last is not None:
-            bindings = witness._bindings
-            if bindings.last is not last or bindings.weights.scope is not scope:
-                return None
     if params is None:
         if memo.sources is None:
             return None
@@ -240,8 +261,8 @@ def replay(
         or not all(map(memo.address, params))
     ):
         return None
-    for forward, backward in memo.states:
-        touch(forward, backward, request.group)
+    if memo.states:
+        touch_all(memo.states, request.group)
     return memo.run(input, *params)
 
 

@@ -99,17 +99,19 @@ class Splice:
         None if one of its layers has to run by itself in this call."""
         if torch.compiler.is_compiling():
             return self._run_in_graph(x, brought)
-        if self._kinds_now() != self._kinds:
+        output, memo = None, self._memo
+        if memo is None and self._kinds_now() != self._kinds:
             return None
         try:
             params = self._params(brought)
         except KeyError:  # a view of a flat parameter, for one
             return None
-        output, memo = None, self._memo
-        if memo is not None:
+        if memo is not None:  # which compares classes too
             output = replay(self.blocks[0], memo, x, params)
         if output is None:
             self._memo, self._followers = None, ([], [])
+            if memo is not None and self._kinds_now() != self._kinds:
+                return None
             output = self._run_anew(x, params, brought)
         sources, targets = self._followers
         if output is not None and targets:

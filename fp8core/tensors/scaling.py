@@ -292,15 +292,24 @@ def update_after_backward(
     """
     if isinstance(state, GraphState):  # the pass is that of the graph's run
         state.begin()
-        return
+    else:
+        update_all_after_backward((state,), backward_pass)
+
+
+def update_all_after_backward(
+    states: Iterable[DelayedState], backward_pass: int | None = None
+) -> None:
+    """Have each of ``states``, none of a graph, updated as :func:`update_after_backward` says."""
     task = current_backward_pass() if backward_pass is None else backward_pass
     running = _find_pass(task) or _join(task)
-    states = running.states
-    if state not in states:
+    recorded = running.states
+    for state in states:
+        if state in recorded:
+            continue
         if state.is_saved:
             running.saved += (state.scale, state.amax_history)
-        is_shared = len(_in_backward) > 1 and _is_recorded_elsewhere(state, states)
-        states[state] = state.newest.clone() if is_shared else None
+        is_shared = len(_in_backward) > 1 and _is_recorded_elsewhere(state, recorded)
+        recorded[state] = state.newest.clone() if is_shared else None
         if state.is_abandoned:
             state.is_abandoned = False
             if not is_shared:

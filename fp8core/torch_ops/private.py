@@ -189,10 +189,9 @@ has_global_hooks: Callable[[], object] = torch.nn.modules.module._has_any_global
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _hooks_of: Callable[[torch.nn.Module], tuple[Any, ...]] = attrgetter(*_HOOKS)
 
-watchers_of: Callable[[torch.nn.Module], tuple[Any, ...]] = attrgetter(
-    *_HOOKS, "_compiled_call_impl"
-)
-"""What runs in a call of a module besides its forward, each empty or None if nothing does."""
+WATCHERS: Final = (*_HOOKS, "_compiled_call_impl")
+"""The attributes that hold what runs in a call of a module besides its forward, each empty or None
+if nothing does."""
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
