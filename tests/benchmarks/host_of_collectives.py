@@ -4,12 +4,20 @@ Microseconds of the host for a forward and backward of
 
     parallel     a sequence-parallel LayerNormMLP of rank 0
     unrecorded   the same, whose chains go through Python in each call
+    silent       the same, whose collectives allocate their results, and do nothing else
     alone        the same shards on all tokens, without collectives
     c10d         the calls of the process group that ``parallel`` makes, by themselves
     within       the same calls, timed in a step of ``parallel``, where they are slower
 
-and the time of a collective beyond its call: ``(parallel - alone - c10d) / collectives``, and the
-same with ``within``. Ranks and devices rest before each step that is timed: behind several steps
+and what follows from these:
+
+    of a collective              (parallel - silent) / collectives
+    of it beyond c10d            (parallel - silent - c10d) / collectives, and with ``within``
+    of a split layer             silent - alone, a step: other casts and other fusions, as operands
+                                 of which a rank has some rows are cast before they are gathered
+    beyond c10d, all together    (parallel - alone - c10d) / collectives, which mixes the two
+
+Ranks and devices rest before each step that is timed: behind several steps
 that were enqueued the host waits for the device. The least of interleaved rounds, which other
 programs of the machine disturb least.
 
@@ -41,7 +49,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8core.chain import series
-from fp8core.collectives import of_group
+from fp8core.collectives import Communicator, Started, of_group, register
+from fp8core.torch_ops.repeats import called_in_repeats
 from tests.benchmarks import host_path
 from tests.benchmarks.measuring.command import run_ranks
 from tests.benchmarks.measuring.contest import step_of
@@ -108,11 +117,40 @@ class Timed(Calls):
             self.calls.seconds += time.perf_counter() - start
 
 
-def of_layer(name: str, *, is_alone: bool, device: torch.device = CPU) -> Step:
+class Silent(Communicator):
+    """A rank of a group whose collectives allocate their results, and do nothing else."""
+
+    def _start(
+        self, collective: str, _: str, x: torch.Tensor, *__: object, **___: object
+    ) -> Started:
+        rows = {"gather": x.shape[0] * self.size, "scatter": x.shape[0] // self.size}
+        size = rows.get(collective, x.shape[0]), *x.shape[1:]
+        return Started(called_in_repeats(functools.partial(torch.Tensor.new_empty, size=size), x))
+
+    def _nothing(self, *_: object, **__: object) -> None:
+        """Stand for what is called by collectives, and for comparisons."""
+
+    _compare = _gather = _scatter = _all_reduce = _exchange = _nothing  # type: ignore[assignment]
+
+
+@functools.cache
+def silent() -> Silent:
+    """Return the rank, which layers find by its name."""
+    communicator = Silent(RANKS, dist.get_rank(), "silent")
+    register(communicator)
+    return communicator
+
+
+def of_layer(
+    name: str, *, is_alone: bool = False, is_silent: bool = False, device: torch.device = CPU
+) -> Step:
     """Return a step of the MLP under a recipe."""
     group = None if is_alone else dist.group.WORLD
     ffn, rows = (FFN // RANKS, TOKENS) if is_alone else (FFN, TOKENS // RANKS)
     layer = swiglu_mlp("fp8core", HIDDEN, ffn, device, group)
+    if is_silent:
+        group = None
+        layer.set_tensor_parallel_group(silent())
     x, grad = (torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2))
     forward = under_recipe("fp8core", name, layer, group)
     return step_of(forward, x.requires_grad_(), grad, list(layer.parameters()))
@@ -146,7 +184,7 @@ def warmed_up(step: Step) -> Step:
 def unrecorded(name: str, device: torch.device) -> Step:
     """Return the parallel step whose chains are not recorded."""
     with patch.object(series, "Repeated", lambda program, *others: program):
-        return warmed_up(of_layer(name, is_alone=False, device=device))
+        return warmed_up(of_layer(name, device=device))
 
 
 def measure(
@@ -157,12 +195,13 @@ def measure(
     steps: dict[tuple[str, str], Step] = {}
     counts: dict[str, int] = {}
     for name in RECIPES:
-        parallel = warmed_up(of_layer(name, is_alone=False, device=device))
+        parallel = warmed_up(of_layer(name, device=device))
         calls = calls_of(unrecorded(name, device))
         counts[name] = len(calls.noted)
         steps |= {
             (name, "parallel"): parallel,
             (name, "unrecorded"): unrecorded(name, device),
+            (name, "silent"): warmed_up(of_layer(name, is_silent=True, device=device)),
             (name, "alone"): warmed_up(of_layer(name, is_alone=True, device=device)),
             (name, "c10d"): calls.repeat,
         }
@@ -181,18 +220,32 @@ def measure(
         for name in RECIPES:
             wait()
             within[name].append(seconds_within(steps[name, "parallel"]) * 1e6)
-    report = {}
-    for name in RECIPES:
-        us = {kind: min(times[name, kind]) for of, kind in steps if of == name}
-        us["within"] = min(within[name])
-        beyond = {
-            f"us beyond {calls}, {kind}": (us[kind] - us["alone"] - us[calls]) / counts[name]
-            for kind in ("parallel", "unrecorded")
-            for calls in ("c10d", "within")
+    return {
+        name: {
+            "collectives": counts[name],
+            **derived(
+                {kind: min(times[name, kind]) for of, kind in steps if of == name}
+                | {"within": min(within[name])},
+                counts[name],
+            ),
         }
-        rounded = {key: round(value, 1) for key, value in (us | beyond).items()}
-        report[name] = {"collectives": counts[name], **rounded}
-    return report
+        for name in RECIPES
+    }
+
+
+def derived(us: dict[str, float], count: int) -> dict[str, float]:
+    """Return the microseconds of steps, and what follows from them."""
+    of_collectives = us["parallel"] - us["silent"]
+    more = {
+        "of a collective": of_collectives / count,
+        "of it beyond c10d": (of_collectives - us["c10d"]) / count,
+        "of it beyond within": (of_collectives - us["within"]) / count,
+        "of a split layer": us["silent"] - us["alone"],
+    } | {
+        f"beyond c10d, all together, {kind}": (us[kind] - us["alone"] - us["c10d"]) / count
+        for kind in ("parallel", "unrecorded")
+    }
+    return {key: round(value, 1) for key, value in (us | more).items()}
 
 
 def report_of(us: dict[str, dict[str, float]], device: str) -> str:
@@ -221,7 +274,7 @@ def without_devices(rounds: int, profiled: str | None) -> None:
         if profiled is None:
             print(report_of(measure(rounds), f"{platform.machine()} CPU, 1 thread"))
         else:
-            print_functions(of_layer(profiled, is_alone=False), WARM_UP, PROFILED_CALLS)
+            print_functions(of_layer(profiled), WARM_UP, PROFILED_CALLS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
