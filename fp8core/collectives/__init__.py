@@ -182,7 +182,7 @@ class _GroupCommunicator(Communicator):
 
     def _scatter(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        if x.is_cpu:
+        if x.is_cpu and self._comparisons is not None:
             # A reduce-scatter of gloo, an all-reduce inside, waits as long as the group allows,
             # however long it is told to (torch 2.13): nobody could look meanwhile.
             whole, finish = self._all_reduce(x, "sum")

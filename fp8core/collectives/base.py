@@ -73,8 +73,9 @@ class Communicator(Ranks, ABC):
     they return the tensor that they are given, and of a tensor on meta they return one of the
     result's size, without the other ranks. A ``purpose`` is a word for the counts and for
     errors, such as ``"input"``. ``at_once`` says that the caller waits for the result at once, so
-    that nothing can run beside the collective: it may take the stream of the caller. ``reference``
-    is that of the process group, None where there is none.
+    that nothing can run beside the collective: it may take the stream of the caller, and the result
+    is complete when the call returns. ``reference`` is that of the process group, None where there
+    is none.
     """
 
     reference: GroupReference | None = None
@@ -171,7 +172,8 @@ class Communicator(Ranks, ABC):
 
     def sum(self, x: torch.Tensor, purpose: str = "", *, at_once: bool = False) -> Started:
         """Start to add up the ``x`` of all ranks; the result is a new tensor."""
-        return self._reduced("sum", purpose, x, at_once=at_once)
+        move = partial(self._all_reduce, op="sum")
+        return self._reduced("sum", purpose, x, move, at_once=at_once)
 
     def max(
         self,
@@ -179,29 +181,26 @@ class Communicator(Ranks, ABC):
         purpose: str = "",
         by: Maximum | None = None,
         *,
+        in_place: bool = False,
         at_once: bool = False,
     ) -> Started:
-        """Start to take the elementwise maximum over all ranks; the result is a new tensor.
+        """Start to take the elementwise maximum over all ranks; the result is a new tensor, or with
+        ``in_place`` it may be ``x``, written.
 
         ``by`` takes it in less time than a collective does, or returns None.
         """
+        reduce = partial(self._all_reduce, op="max", in_place=in_place)
         if by is None or is_captured(x) or (x.is_meta and by(x) is None):
-            return self._reduced("max", purpose, x, at_once=at_once)
+            return self._reduced("max", purpose, x, reduce, at_once=at_once)
 
         def move(sent: torch.Tensor) -> Moved:
             largest = by(sent)
             if largest is not None:
                 return largest, done
             self.traffic.note_way("max", purpose, PLAIN)
-            return self._all_reduce(sent, "max")
+            return reduce(sent)
 
-        return self._reduced_by("max", purpose, x, move, READ, at_once=at_once)
-
-    def max_into(self, x: torch.Tensor, purpose: str = "", *, at_once: bool = False) -> Started:
-        """Start to take the elementwise maximum over all ranks; the result is ``x``, written, or a
-        new tensor where that cannot be."""
-        move = partial(self._all_reduce, op="max", in_place=True)
-        return self._reduced_by("max", purpose, x, move, at_once=at_once)
+        return self._reduced("max", purpose, x, move, READ, at_once=at_once)
 
     def exchange(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], purpose: str = ""
@@ -320,11 +319,7 @@ class Communicator(Ranks, ABC):
     ) -> tuple[torch.Tensor, Finish]:
         """As :meth:`_gather`."""
 
-    def _reduced(self, op: str, purpose: str, x: torch.Tensor, *, at_once: bool) -> Started:
-        move = partial(self._all_reduce, op=op)
-        return self._reduced_by(op, purpose, x, move, at_once=at_once)
-
-    def _reduced_by(
+    def _reduced(
         self,
         op: str,
         purpose: str,
@@ -360,6 +355,8 @@ class Communicator(Ranks, ABC):
             return self._captured(collective, purpose, x, send, receive)
         is_coded = travels_as_bytes(collective, x.dtype)
         steps = Collective(self, collective, purpose, num_bytes, way, is_coded, at_once, move)
+        if at_once:
+            return Started(called_in_repeats(steps.complete, x))
         result = called_in_repeats(steps.begin, x)
         return Started(result, x, steps.end, steps.arrive if arrives_in_parts else None)
 

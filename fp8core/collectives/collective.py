@@ -105,45 +105,47 @@ class Traffic:
     captured graph are not counted.
     """
 
-    __slots__ = ("_counts", "_ways")
+    __slots__ = ("_counts",)
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], Count] = {}
-        self._ways: dict[tuple[str, str], str] = {}
+        # Calls, bytes and the way of the latest call: lists, as one is written in each collective.
+        self._counts: dict[tuple[str, str], list[Any]] = {}
 
     def add(self, collective: str, purpose: str, num_bytes: int, way: str = PLAIN) -> None:
         """Count one call, which ran in the given ``way``."""
-        key = collective, purpose
-        calls, sent = self._counts.get(key, (0, 0))
-        self._counts[key] = Count(calls + 1, sent + num_bytes)
-        self._ways[key] = way
+        count = self._counts.get((collective, purpose))
+        if count is None:
+            count = self._counts[collective, purpose] = [0, 0, way]
+        count[0] += 1
+        count[1] += num_bytes
+        count[2] = way
 
     def note_way(self, collective: str, purpose: str, way: str) -> None:
         """Note that the latest call of that purpose ran in another way than was counted."""
-        self._ways[collective, purpose] = way
+        self._counts[collective, purpose][2] = way
 
     def way(self, collective: str, purpose: str) -> str:
         """Return how the last collective of that purpose ran: :data:`PLAIN`, :data:`BESIDE`,
         :data:`IN_PARTS` or :data:`READ`."""
-        return self._ways.get((collective, purpose), PLAIN)
+        way: str = self._counts.get((collective, purpose), (0, 0, PLAIN))[2]
+        return way
 
     def clear(self) -> None:
         """Start again from zero."""
         self._counts.clear()
-        self._ways.clear()
 
     @property
     def total(self) -> Count:
         """All collectives together."""
-        return Count(*map(sum, zip(Count(), *self._counts.values(), strict=True)))
+        return Count(*map(sum, zip(Count(), *(count for _, count in self), strict=True)))
 
     def __getitem__(self, key: tuple[str, str]) -> Count:
         """Return the count of one collective and purpose; zeros if there was none."""
-        return self._counts.get(key, Count())
+        return Count(*self._counts.get(key, (0, 0))[:2])
 
     def __iter__(self) -> Iterator[tuple[tuple[str, str], Count]]:
         """Yield ``((collective, purpose), count)`` in the order of the first calls."""
-        return iter([*self._counts.items()])
+        return iter([(key, Count(*count[:2])) for key, count in self._counts.items()])
 
 
 Finish = Callable[[], object]
@@ -181,7 +183,7 @@ it in another, and has nothing but tensors in between."""
 class Collective:
     """A collective of ``communicator``, apart from its tensors; ``move`` starts it.
 
-    ``is_coded``: the tensor is sent as uint8. ``at_once``: its end follows its beginning.
+    ``is_coded``: the tensor is sent as uint8. ``at_once``: it is called to be complete.
     """
 
     communicator: _Counting
@@ -195,6 +197,32 @@ class Collective:
 
     def begin(self, x: torch.Tensor) -> torch.Tensor:
         """Start it; the result is complete after :meth:`end`."""
+        result, *moved = self._moved(x)
+        vars(result)[_UNDER_WAY] = moved
+        return result  # type: ignore[no-any-return]  # a tensor
+
+    def arrive(self, rank: int, result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Block until the rows of a rank are complete."""
+        *_, arrive = vars(result)[_UNDER_WAY]
+        _reported(partial(arrive, rank), partial(self.describe, x))
+        return result
+
+    def end(self, result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Block until all of ``result`` is complete."""
+        attributes = vars(result)
+        _reported(attributes[_UNDER_WAY][1], partial(self.describe, x))
+        del attributes[_UNDER_WAY]
+        return result
+
+    def complete(self, x: torch.Tensor) -> torch.Tensor:
+        """Start it, and block until its result is complete: one step of a recorded run."""
+        moved = self._moved(x)
+        if moved[2] is not done:
+            _reported(moved[2], partial(self.describe, x))
+        return moved[0]  # type: ignore[no-any-return]  # a tensor
+
+    def _moved(self, x: torch.Tensor) -> tuple[Any, ...]:
+        """Start it; its result, what is sent, and the rest of what moving returns."""
         communicator, is_coded = self.communicator, self.is_coded
         communicator.traffic.add(self.collective, self.purpose, self.num_bytes, self.way)
         communicator.begun += 1
@@ -202,29 +230,15 @@ class Collective:
         sent = x.detach() if x.requires_grad else x
         if not sent.is_contiguous():
             sent = sent.contiguous()
+        if is_coded:
+            sent = sent.view(torch.uint8)
         try:
-            result, finish, *arrive = self.move(sent.view(torch.uint8) if is_coded else sent)
+            result, *finish = self.move(sent)
         except RuntimeError as error:
             raise _named(error, self.describe(x)) from None
         finally:
             communicator.starting = None
-        if is_coded:
-            result = result.view(x.dtype)
-        vars(result)[_UNDER_WAY] = finish, arrive, sent
-        return result
-
-    def arrive(self, rank: int, result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Block until the rows of a rank are complete."""
-        _, (arrive,), _ = vars(result)[_UNDER_WAY]
-        _reported(partial(arrive, rank), partial(self.describe, x))
-        return result
-
-    def end(self, result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Block until all of ``result`` is complete."""
-        attributes = vars(result)
-        _reported(attributes[_UNDER_WAY][0], partial(self.describe, x))
-        del attributes[_UNDER_WAY]
-        return result
+        return result.view(x.dtype) if is_coded else result, sent, *finish
 
     def describe(self, x: torch.Tensor) -> str:
         """Return the collective of ``x`` in words, for an error."""

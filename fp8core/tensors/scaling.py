@@ -157,7 +157,7 @@ def _partition(
 def _reduce_over_layer(states: Sequence[DelayedState], communicator: Communicator) -> None:
     newest = [state.amax_history[0] for state in states]
     flat = newest[0] if len(newest) == 1 else torch.cat(newest)
-    reduced = communicator.max_into(flat, "delayed amax", at_once=True).wait()
+    reduced = communicator.max(flat, "delayed amax", in_place=True, at_once=True).wait()
     if reduced is not newest[0]:
         copy_all(newest, list(torch.split(reduced, [part.numel() for part in newest])))
 

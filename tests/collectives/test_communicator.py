@@ -56,7 +56,7 @@ def collectives(communicator: Communicator) -> dict[str, Any]:
         communicator.max(x.float(), "at once", at_once=True).wait(),
     ]
     into = x.float()
-    returned["max_into"] = [into, communicator.max_into(into).wait() is into]
+    returned["in place"] = [into, communicator.max(into, in_place=True).wait() is into]
     communicator.agree("the same", "their layers")
     with pytest.raises(OperandError) as caught:
         communicator.agree(f"recipe {communicator.rank}", "their recipes")
@@ -159,7 +159,7 @@ def test_inputs_are_not_written(ranks: list[dict[str, Any]]) -> None:
 
 def test_a_maximum_into_a_tensor_is_that_tensor(ranks: list[dict[str, Any]]) -> None:
     for one in ranks:
-        total, is_same = one["max_into"]
+        total, is_same = one["in place"]
         assert is_same
         assert torch.equal(total, one["max"])
 

@@ -456,6 +456,6 @@ def _amax_reduction(
     maximum = None if transfers is None else transfers.maximum
 
     def largest(amaxes: torch.Tensor) -> torch.Tensor:
-        return communicator.max(amaxes, "amax", maximum, at_once=True).wait()
+        return communicator.max(amaxes, "amax", maximum, in_place=True, at_once=True).wait()
 
     return MaximumOverShards(largest)
