@@ -128,6 +128,14 @@ class DelayedState:
         return self.group if self.plan.reduce_amax else None
 
     @property
+    def left_to_reduce(self) -> Communicator | None:
+        """The layer's ranks, unless they are that group, and have reduced the amaxes as it."""
+        communicator, over = self.communicator, self.reduced_over
+        if communicator is None or over is None:
+            return communicator
+        return None if communicator.reference is over else communicator
+
+    @property
     def newest(self) -> torch.Tensor:
         """The amaxes since the last update ``[slots]``, in the history's memory; torch counts no
         write to them, as it counts none of a kernel's."""

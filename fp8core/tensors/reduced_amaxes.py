@@ -30,6 +30,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fp8core.collectives import Communicator, of_group
 from fp8core.collectives.base import GroupReference, existing
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.delayed_state import DelayedState, Family, Order, family_of, num_created, shown
@@ -73,7 +74,8 @@ def reduced_after_backward(
     ways = _of_group(reference)
     if not ways.forward.is_captured(recorded):
         ways.forward.read_flags()
-        if ways.forward.defers_backward or (ways.is_in_autocast and ways.forward.has_peers):
+        forward = ways.forward
+        if forward.defers_backward or (ways.is_in_autocast and forward.communicator.size > 1):
             ways.waiting += map(weakref.ref, recorded)
             return []
     return ways.backward.reduce(recorded)
@@ -95,6 +97,12 @@ class _Layer(NamedTuple):
     def shown(self) -> str:
         """The layer in words."""
         return f"{self.owner} with {self.slots} amaxes, {shown(self.order)}"
+
+    @classmethod
+    def of(cls, state: DelayedState) -> _Layer:
+        """Return what the others have to know."""
+        slots = state.scale.numel() * state.part[1]
+        return cls(state.order, state.owner, slots, state.scale.device.type)
 
 
 class _Message(NamedTuple):
@@ -118,20 +126,28 @@ class _Reduction:
 
     def __init__(self, reference: GroupReference) -> None:
         self._reference = reference
+        self._communicator: Communicator | None = None
         # The latest state in which each layer of this rank has recorded, by its order.
         self._used: dict[Order, weakref.ref[DelayedState]] = {}
         self._agreed: list[_Layer] | None = None
         self._device_type = "cpu"
         self._is_announced = False
-        # The flags of the last reduction on a device, and what tells that they have arrived.
+        # The flags of the last reduction on a device, and what tells that they have arrived; the
+        # memory of both is that of each reduction.
         self._flags: tuple[torch.Tensor, torch.Event] | None = None
+        self._arriving: tuple[torch.Tensor, torch.Event] | None = None
+        # Flags that ranks have sent, on the device.
+        self._sent_flags: dict[tuple[bool, ...], torch.Tensor] = {}
         # Whether backward amaxes wait for the next reduction of forward ones, on all ranks.
         self.defers_backward = False
 
     @property
-    def has_peers(self) -> bool:
-        """Whether this process is not the only rank of the group."""
-        return dist.get_world_size(existing(self._reference, _USE)) > 1
+    def communicator(self) -> Communicator:
+        """The group's."""
+        group = existing(self._reference, _USE)
+        if self._communicator is None:
+            self._communicator = of_group(group)
+        return self._communicator
 
     def reduce(
         self, recorded: Sequence[DelayedState], *, is_waiting: bool = False
@@ -141,25 +157,25 @@ class _Reduction:
         ``recorded`` may have states of other groups, which have no part in it. ``is_waiting`` says
         that backward amaxes of this rank wait.
         """
-        group = existing(self._reference, _USE)
+        communicator = self.communicator
         members = [state for state in recorded if state.reduced_over is self._reference]
-        if dist.get_world_size(group) == 1:
+        if communicator.size == 1:
             return members
         for state in members:
             self._used[state.order] = weakref.ref(state)
         if self.is_captured(recorded):
-            return self._reduce_captured(members, group)
+            return self._reduce_captured(members, communicator)
         self.read_flags()
         if self._agreed is None or self._is_announced:
-            self._agreed = self._agree(group, is_waiting=is_waiting)
+            self._agreed = self._agree(is_waiting=is_waiting)
         foreign = {entry.order for entry in recorded if entry.reduced_over is not self._reference}
         flags = bool(members), not members, is_waiting
-        reduced = self._reduce_agreed(self._agreed, foreign, flags, group)
+        reduced = self._reduce_agreed(self._agreed, foreign, flags, communicator)
         if self._is_announced:  # known at once
-            self._agreed = self._agree(group, is_waiting=is_waiting)
-            reduced = self._reduce_agreed(self._agreed, foreign, flags, group)
-        # The ranks over which a layer is spread reduce next. One that they skipped may exist on one
-        # of them alone, as garbage: it keeps the amax for its next update.
+            self._agreed = self._agree(is_waiting=is_waiting)
+            reduced = self._reduce_agreed(self._agreed, foreign, flags, communicator)
+        # A layer that is spread over ranks, and that they skipped, may exist on one of them alone,
+        # as garbage: it keeps the amax for its next update.
         used = set(members)
         return [state for state in reduced if state.communicator is None or state in used]
 
@@ -186,7 +202,7 @@ class _Reduction:
         agreed: list[_Layer],
         foreign: set[Order],
         rank_flags: tuple[bool, ...],
-        group: dist.ProcessGroup,
+        communicator: Communicator,
     ) -> list[DelayedState]:
         """Reduce the layers ``agreed``, of which those of the orders ``foreign`` add nothing;
         ``rank_flags`` are those of this rank, besides the first."""
@@ -195,23 +211,26 @@ class _Reduction:
         members = [None if entry.order in foreign else states.get(entry.order) for entry in agreed]
         flags = self._flags_tensor((is_new, *rank_flags))
         sent = [
-            state.among_all() if state is not None and slots else flags.new_zeros(slots)
+            flags.new_zeros(slots) if state is None else state.among_all()
             for state, (_, _, slots, _) in zip(members, agreed, strict=True)
         ]
-        flags, *reduced = _largest([flags, *sent], group)
+        flags, *reduced = _largest([flags, *sent], communicator)
         _write(members, reduced)
         self._keep(flags)
         return [state for state in members if state is not None]
 
     def _flags_tensor(self, flags: tuple[bool, ...]) -> torch.Tensor:
         """Return ``flags`` on the device, where a copy from the host would wait for it."""
-        device = torch.device(self._device_type)
-        if device.type != "cpu":
-            device = torch.device(device.type, torch.accelerator.current_device_index())
-        values = torch.zeros(_NUM_FLAGS, dtype=torch.float32, device=device)
-        for at, flag in enumerate(flags):
-            if flag:
-                values[at].fill_(1.0)
+        values = self._sent_flags.get(flags)
+        if values is None:
+            device = torch.device(self._device_type)
+            if device.type != "cpu":
+                device = torch.device(device.type, torch.accelerator.current_device_index())
+            values = torch.zeros(_NUM_FLAGS, dtype=torch.float32, device=device)
+            for at, flag in enumerate(flags):
+                if flag:
+                    values[at].fill_(1.0)
+            self._sent_flags[flags] = values
         return values
 
     def _keep(self, flags: torch.Tensor) -> None:
@@ -219,37 +238,38 @@ class _Reduction:
         if flags.is_cpu:
             self._note(flags)
             return
-        copied = torch.empty(_NUM_FLAGS, dtype=torch.float32, device="cpu", pin_memory=True)
+        if self._arriving is None:
+            copied = torch.empty(_NUM_FLAGS, dtype=torch.float32, device="cpu", pin_memory=True)
+            self._arriving = copied, torch.Event(flags.device)
+        copied, arrived = self._flags = self._arriving
         copied.copy_(flags, non_blocking=True)
-        arrived = torch.Event(flags.device)
         arrived.record()
-        self._flags = copied, arrived
 
     def _reduce_captured(
-        self, members: list[DelayedState], group: dist.ProcessGroup
+        self, members: list[DelayedState], communicator: Communicator
     ) -> list[DelayedState]:
         """Reduce in a graph, which runs the same layers in each replay."""
-        slots = {entry.order: entry.slots for entry in self._agreed or ()}
+        agreed = {entry.order for entry in self._agreed or ()}
         for state in members:
-            if state.order not in slots:
+            if state.order not in agreed:
                 raise UnsupportedError(
                     f"{_USE}: a CUDA graph captures {state.owner} before the ranks have compared "
                     f"their layers. Run it once before the capture."
                 )
-        reducing = [state for state in members if slots[state.order]]
-        if reducing:
-            _write(reducing, _largest([state.among_all() for state in reducing], group))
+        if members:
+            _write(members, _largest([state.among_all() for state in members], communicator))
         return members
 
-    def _agree(self, group: dist.ProcessGroup, *, is_waiting: bool) -> list[_Layer]:
+    def _agree(self, *, is_waiting: bool) -> list[_Layer]:
         """Exchange the layers that the ranks have used since they agreed last, and return all.
 
         Layers that no rank has any more are left out. ``is_waiting`` is as in :meth:`reduce`.
         """
         states, agreed = self._states(), self._agreed or []
+        group = existing(self._reference, _USE)
         agreed_orders = {entry.order for entry in agreed}
         described = [
-            self._describe(states[order]) for order in sorted(states) if order not in agreed_orders
+            _Layer.of(states[order]) for order in sorted(states) if order not in agreed_orders
         ]
         exist = [entry.order in states for entry in agreed]
         said: list[Any] = [None] * dist.get_world_size(group)
@@ -278,20 +298,12 @@ class _Reduction:
         }
         return {state.order: state for state in _existing([*self._used.values()])}
 
-    def _describe(self, state: DelayedState) -> _Layer:
-        """Return what the others have to know; a layer whose own ranks, which are this group,
-        reduce its amaxes anyway has none here."""
-        communicator, scale = state.communicator, state.scale
-        is_reduced = communicator is not None and communicator.reference is self._reference
-        slots = 0 if is_reduced else scale.numel() * state.part[1]
-        return _Layer(state.order, state.owner, slots, scale.device.type)
 
-
-def _largest(parts: list[torch.Tensor], group: dist.ProcessGroup) -> Sequence[torch.Tensor]:
+def _largest(parts: list[torch.Tensor], communicator: Communicator) -> Sequence[torch.Tensor]:
     """Return the maximum of ``parts`` over the ranks; they travel as one tensor."""
     flat = torch.cat(parts)
-    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-    return torch.split(flat, [part.numel() for part in parts])
+    reduced = communicator.max(flat, "delayed amax", in_place=True, at_once=True).wait()
+    return reduced.split_with_sizes([part.numel() for part in parts])
 
 
 def _write(states: Sequence[DelayedState | None], reduced: Sequence[torch.Tensor]) -> None:

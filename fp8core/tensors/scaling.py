@@ -71,8 +71,8 @@ class _Batch:
     def update(self) -> None:
         """Reduce the newest amaxes over the ranks of each layer, and turn them into scales."""
         for state in self.members:
-            if state.communicator is not None:
-                for communicator, states in _partition(self._ordered, _communicator_of):
+            if state.left_to_reduce is not None:
+                for communicator, states in _partition(self._ordered, _left_to_reduce_of):
                     if communicator is not None:
                         _reduce_over_layer(states, communicator)
                 break
@@ -121,7 +121,7 @@ def _update(
 
 
 _order_of = attrgetter("order")
-_communicator_of = attrgetter("communicator")
+_left_to_reduce_of = attrgetter("left_to_reduce")
 _advance_of = attrgetter("advance")
 
 
@@ -159,7 +159,7 @@ def _reduce_over_layer(states: Sequence[DelayedState], communicator: Communicato
     flat = newest[0] if len(newest) == 1 else torch.cat(newest)
     reduced = communicator.max(flat, "delayed amax", in_place=True, at_once=True).wait()
     if reduced is not newest[0]:
-        copy_all(newest, list(torch.split(reduced, [part.numel() for part in newest])))
+        copy_all(newest, reduced.split_with_sizes([part.numel() for part in newest]))
 
 
 def _report_nonfinite(states: Sequence[DelayedState]) -> None:

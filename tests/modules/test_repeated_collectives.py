@@ -129,7 +129,13 @@ def step(
         y.backward(dy, retain_graph=at + 1 < times)
     grads = [one.grad for one in (x, *layer.parameters())]
     state = [one.clone() for one in (*layer.buffers(), *layer._bindings.nonfinite.values())]
-    sent = [torch.tensor([*count]) for _, count in communicator.traffic]
+    # Delayed amaxes travel with those of the group's other layers, as long as these exist, and
+    # again where a layer is new.
+    sent = [
+        torch.tensor([*count])
+        for (_, purpose), count in communicator.traffic
+        if purpose != "delayed amax"
+    ]
     return [y.detach(), *grads, *state, *sent]
 
 
