@@ -176,9 +176,10 @@ class _GroupCommunicator(Communicator):
         return self.reference() or existing(self.reference, "a collective of a layer")
 
     def _gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
-        result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        options = self._options[self._is_at_once]["gather"]
-        return result, self._end(start_all_gather(self.group, result, x, options), x)
+        rows, *sizes = x.shape
+        result = x.new_empty((self.size * rows, *sizes))
+        work = start_all_gather(self.group, result, x, self._options_of("gather"))
+        return result, self._end(work, x)
 
     def _scatter(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
@@ -187,16 +188,15 @@ class _GroupCommunicator(Communicator):
             # however long it is told to (torch 2.13): nobody could look meanwhile.
             whole, finish = self._all_reduce(x, "sum")
             return result, partial(_take_part, finish, whole, result, self.rank)
-        options = self._options[self._is_at_once]["scatter"]
-        return result, self._end(start_reduce_scatter(self.group, result, x, options), x)
+        work = start_reduce_scatter(self.group, result, x, self._options_of("scatter"))
+        return result, self._end(work, x)
 
     def _all_reduce(
         self, x: torch.Tensor, op: str, *, in_place: bool = False
     ) -> tuple[torch.Tensor, Finish]:
         result = x if in_place else x.clone()  # c10d reduces in place
         group: Any = self.group  # the stubs lack the options of allreduce
-        options = self._options[self._is_at_once][op]
-        return result, self._end(group.allreduce([result], options), x)
+        return result, self._end(group.allreduce([result], self._options_of(op)), x)
 
     def _exchange(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]
@@ -205,9 +205,9 @@ class _GroupCommunicator(Communicator):
         work = self.group.alltoall_base(result, x, list(receive), list(send))
         return result, self._end(work, x)
 
-    @property
-    def _is_at_once(self) -> bool:
-        return self.starting is not None and self.starting[0].at_once
+    def _options_of(self, collective: str) -> Any:
+        starting = self.starting
+        return self._options[starting is not None and starting[0].at_once][collective]
 
     def _end(self, work: Any, x: torch.Tensor) -> Finish:
         """Return what waits for ``work``, the latest collective, of ``x``."""
