@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -22,7 +28,7 @@ from fp8core.tensors.sharded_weight import ShardedWeight, local_part
 from tests.in_process import run_in_threads
 from tests.ranks import device, run_ranks
 
-HIDDEN, FFN = 64, 96
+HIDDEN, FFN, STEPS = 64, 96, 20
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 OPTIONS: dict[str, Any] = {"device": device(), "params_dtype": torch.bfloat16}
 
@@ -334,3 +340,53 @@ def test_shards_are_copied_for_an_asynchronous_save(has_run: bool) -> None:
     assert isinstance(local_part(state["0.weight"]), ShardedWeight)
     for key, value in expected.items():
         assert torch.equal(local_part(copied[key]), value.cpu())  # where such a copy is
+
+
+def saved_beside_training(_: int, folder: str) -> dict[str, Any]:
+    """What a checkpoint has that was written by a group of its own while training went on."""
+    group: Any = dist.new_group(backend="gloo")
+    model = new_model(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        run(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    saved = get_state_dict(model, optimizer)
+    expected = tensors_of(saved)
+    future: Any = dcp.async_save(dict(enumerate(saved)), checkpoint_id=folder, process_group=group)
+    for _ in range(STEPS):
+        step()
+    future.result()
+    went_on = tensors_of(get_state_dict(model, optimizer))
+    resumed = new_model(1)
+    again = torch.optim.AdamW(resumed.parameters(), lr=0.1)
+    loaded = dict(enumerate(get_state_dict(resumed, again)))
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(resumed, again, model_state_dict=loaded[0], optim_state_dict=loaded[1])
+    read = tensors_of(get_state_dict(resumed, again))
+    return {
+        "read": [torch.equal(value, read[key]) for key, value in expected.items()],
+        "went on": [torch.equal(value, went_on[key]) for key, value in expected.items()],
+    }
+
+
+def tensors_of(state: Any) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parts of the tensors in the states of a model and its optimizer."""
+    weights, of_optimizer = state
+    moments = {
+        f"{key} {kind}": value
+        for key, values in of_optimizer["state"].items()
+        for kind, value in values.items()
+    }
+    return {key: local_part(value).clone() for key, value in {**weights, **moments}.items()}
+
+
+def test_a_save_by_a_group_of_its_own_goes_on_beside_training(tmp_path: Path) -> None:
+    """Over the default group its thread's collectives would meet those of training."""
+    for rank in run_ranks(saved_beside_training, tmp_path, str(tmp_path / "checkpoint")):
+        assert len(rank["read"]) == 3 + 3 * 3
+        assert all(rank["read"])
+        assert not any(rank["went on"])
