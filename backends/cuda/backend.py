@@ -63,7 +63,7 @@ from fp8core_backends.cuda.recorder import Recorder, recorder
 from fp8core_backends.cuda.stream import index_of
 from fp8core_backends.cuda.tiers import products_problem, tier_at
 from fp8core_backends.cuda.transfers import Transfers, transfers_between
-from fp8core_backends.cuda.weight_only import WeightOnlyGemm, weight_only_problem
+from fp8core_backends.cuda.weight_only import WeightOnlyGemm, WeightOnlyGroups, weight_only_problem
 
 _K = 16
 """cuBLASLt's FP8 kernels read rows of k bytes in steps of 16."""
@@ -132,7 +132,8 @@ class CudaBackend:
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
         """Return the callable of ``desc``; the first call may build the native library."""
         if isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device and desc.low_precision:
-            return DeviceGroupedGemm(desc, device, native.load())
+            of_groups = WeightOnlyGroups if desc.a is None else DeviceGroupedGemm
+            return of_groups(desc, device, native.load())
         if isinstance(desc, GemmDesc):
             run = _bind_dense(desc, device)
             return bind_grouped_gemm(desc, run) if isinstance(desc, GroupedGemmDesc) else run
@@ -233,6 +234,8 @@ def _check_device_groups(
         return None
     if missing is not None:
         return f"no native library: {missing}"
-    if not tier_at(device).is_hopper:
+    if desc.a is None and not tier_at(device).shares_memory:
+        return "groups whose sizes only the device knows need 227 KiB of shared memory a block"
+    if desc.a is not None and not tier_at(device).is_hopper:
         return "groups whose sizes only the device knows need compute capability 9.0"
     return None

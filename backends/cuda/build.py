@@ -67,6 +67,10 @@ _VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("-DFP8CORE_A=kBFloat16",),
         ("-DFP8CORE_A=kFloat16",),
     ),
+    "cuda/gemm/few_rows_groups.cu": (
+        ("-DFP8CORE_A=kBFloat16",),
+        ("-DFP8CORE_A=kFloat16",),
+    ),
     "cuda/gemm/sm90_grouped.cu": (
         ("-DFP8CORE_A=kE4M3", "-DFP8CORE_B=kE4M3"),
         ("-DFP8CORE_A=kE4M3", "-DFP8CORE_B=kE5M2"),

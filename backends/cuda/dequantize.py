@@ -43,8 +43,9 @@ class Dequantize:
         )
         self.kernel = "fp8core::dequantize_units"
 
-    def __call__(self, operand: Operand) -> torch.Tensor:
-        """Return the values of ``operand``, ``[rows, k]`` in the dtype of the descriptor.
+    def __call__(self, operand: Operand, x: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the values of ``operand``, ``[rows, k]`` in the dtype of the descriptor, in ``x``
+        where that is given: contiguous memory of the caller's own.
 
         Raises:
             OperandError: scales that do not go with the codes, which would be read beyond an end.
@@ -52,7 +53,8 @@ class Dequantize:
         data, scale_inv, global_scale_inv = operand
         rows, width = data.shape
         k = width * self._per_byte
-        x = self._empty((rows, k), (k or 1, 1), self._desc.dtype)
+        if x is None:
+            x = self._empty((rows, k), (k or 1, 1), self._desc.dtype)
         if not (rows and k):
             return x
         scale_inv = self._checked_scales(operand, rows, k)

@@ -32,6 +32,7 @@ from fp8core_backends.cuda.layout import (
     group_pitch,
     round_up,
     scale_mode,
+    scale_shape,
     slots_of,
     wrong_dtype,
 )
@@ -208,14 +209,29 @@ def _cut_scales(operand: Operand, dim: int, sizes: Sequence[int], block: int) ->
 
 
 class DeviceGroupedGemm:
-    """The products of up to 64 groups in one launch; see GroupedGemmDesc."""
+    """The products of many groups in one launch, of ``b`` in low precision; see GroupedGemmDesc."""
 
-    __slots__ = ("_adds_after", "_desc", "_device", "_dtype", "_native_gemm", "_types", "kernel")
+    __slots__ = (
+        "_adds_after",
+        "_desc",
+        "_device",
+        "_dtype",
+        "_modes",
+        "_native_gemm",
+        "_types",
+        "kernel",
+    )
 
     kernel: str
 
-    def __init__(self, desc: GroupedGemmDesc, device: torch.device, native: Any) -> None:
-        assert desc.a is not None
+    def __init__(
+        self,
+        desc: GroupedGemmDesc,
+        device: torch.device,
+        native: Any,
+        a_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """``a_dtype``: of an ``a`` in high precision, by which there are rows of groups alone."""
         assert desc.b is not None
         self._desc = desc
         self._device = torch.device("cuda", index_of(device))
@@ -224,9 +240,10 @@ class DeviceGroupedGemm:
         self._dtype = torch.float32 if self._adds_after else desc.out_dtype
         types, modes = native.ElementType.__members__, native.ScaleMode.__members__
         self._types = types
-        names = [scale_mode(spec) for spec in (desc.a, desc.b)]
+        names = ["none" if desc.a is None else scale_mode(desc.a), scale_mode(desc.b)]
+        self._modes = names
         self._native_gemm = native.GroupedGemm(
-            types[desc.a.format],
+            types[DTYPES[a_dtype] if desc.a is None else desc.a.format],
             types[desc.b.format],
             *(modes[name] for name in names),
             types[DTYPES[self._dtype]],
@@ -235,7 +252,8 @@ class DeviceGroupedGemm:
             desc.fast_accumulation,
             self._device.index,
         )
-        self.kernel = f"fp8core::sm90::grouped_product, {names[0]} x {names[1]} scales"
+        kernel = "multiply_few_rows_of_groups" if desc.a is None else "sm90::grouped_product"
+        self.kernel = f"fp8core::{kernel}, {names[0]} x {names[1]} scales"
 
     def __call__(
         self,
@@ -253,7 +271,10 @@ class DeviceGroupedGemm:
         (m, k), n = a.data.shape, seconds[0].data.shape[0]
         outputs = None if out is None else [out] if isinstance(out, torch.Tensor) else list(out)
         self._check((m, n, k), seconds, groups, bias, outputs)
-        self._check_scales([a, *seconds] if desc.contract_groups else [a], groups)
+        if desc.a is None:
+            self._check_blocks(seconds, (n, k))
+        else:
+            self._check_scales([a, *seconds] if desc.contract_groups else [a], groups)
         d = self._outputs((m, n), groups if desc.contract_groups else 1, outputs)
         if m and n:
             copies: list[torch.Tensor] = []  # held until the launch
@@ -306,6 +327,15 @@ class DeviceGroupedGemm:
                 f"{self._desc}: a {[m, k]}, {len(seconds)} b {shapes}, {groups} groups, "
                 f"{None if bias is None else len(bias)} biases; expected {count} b [n, {k}] with n "
                 f"a multiple of {ALIGNMENT}, bias [n], out [m, n] of {self._desc.out_dtype}."
+            )
+
+    def _check_blocks(self, seconds: list[Operand], size: tuple[int, int]) -> None:
+        """Refuse operands without the scales that the kernel for few rows reads."""
+        mode, shapes = self._modes[1], {tuple(second.scale_inv.shape) for second in seconds}  # type: ignore[union-attr]  # quantized
+        expected = scale_shape(mode, size[0], -(-size[1] // 128))
+        if shapes != {expected}:
+            raise OperandError(
+                f"{self._desc}: operands with scales {sorted(shapes)}; expected {expected} each."
             )
 
     def _check_scales(self, operands: Sequence[Operand], groups: int) -> None:
@@ -368,20 +398,22 @@ def _fields(operands: Sequence[Operand], copies: list[torch.Tensor]) -> _Grouped
     they are are copied, and the copies added to ``copies``."""
     data = [operand.data for operand in operands]
     scales = [operand.scale_inv for operand in operands if operand.scale_inv is not None]
-    rows, k = data[0].shape
+    (rows, k), size = data[0].shape, data[0].itemsize
     pitch = data[0].stride(0) if rows > 1 else round_up(k, ALIGNMENT)
-    if pitch % ALIGNMENT or not all(_is_readable(part, pitch) for part in data):
+    if pitch * size % ALIGNMENT or not all(_is_readable(part, pitch) for part in data):
         pitch = round_up(max(k, 1), ALIGNMENT)
         data = [part.new_empty((rows, pitch))[:, :k].copy_(part) for part in data]
         copies.extend(data)
+    codes = [part.data_ptr() for part in data]
+    if not scales:  # of an operand in high precision
+        return codes, pitch * size, [], 0, 0, 0
     strides = scales[0].stride()
     if any(part.stride() != strides for part in scales):
         scales = [part.contiguous() for part in scales]
         copies.extend(scales)
         strides = scales[0].stride()
-    codes = [part.data_ptr() for part in data]
     scale_inv = [part.data_ptr() for part in scales]
-    return codes, pitch, scale_inv, strides[0], strides[1], scales[0].shape[1]
+    return codes, pitch * size, scale_inv, strides[0], strides[1], scales[0].shape[1]
 
 
 def _is_readable(data: torch.Tensor, pitch: int) -> bool:

@@ -22,6 +22,7 @@ from fp8core_backends.cuda.layout import (
     row_step,
     row_stride,
     scale_mode,
+    scale_shape,
     scale_strides,
     scales,
     with_rows,
@@ -34,15 +35,6 @@ from fp8core_backends.cuda.transposition import RowsAdjacent
 _MAX_PLANS = 4096  # of one descriptor
 FEW_ROWS = 64
 """Rows up to which there are kernels that read the weight once."""
-
-_SCALES: dict[str, Callable[[int, int], tuple[int, int]]] = {
-    "tensor": lambda rows, blocks: (1, 1),
-    "row": lambda rows, blocks: (rows, 1),
-    "vec128": lambda rows, blocks: (rows, blocks),
-    "block128": lambda rows, blocks: (-(-rows // 128), blocks),
-}
-"""The shape of an operand's scales, by the mode, from its rows and the blocks of 128 along k."""
-
 
 _UNSTRIDED = frozenset({"none", "tensor"}) | TILED
 """Modes whose scales are read without strides."""
@@ -250,9 +242,10 @@ class LowPrecisionGemm:
     def _with_rows(self, a: Operand, rows: int) -> Operand:
         """Return ``a`` with as many rows: its own, and after them whatever lies behind it."""
         (mode, _), k, scale_inv = self._modes, a.data.shape[1], a.scale_inv
-        if scale_inv is not None and mode not in ("tensor", *TILED):  # tiles are of 128 rows
-            count, _ = _SCALES[mode](rows, 0)
-            scale_inv = with_rows(scale_inv, count, scale_strides(mode, rows, k), self._empty)
+        shape = None if mode == "tensor" else scale_shape(mode, rows, 0)  # tiles are of 128 rows
+        if scale_inv is not None and shape is not None:
+            strides = scale_strides(mode, rows, k)
+            scale_inv = with_rows(scale_inv, shape[0], strides, self._empty)
         return Operand(with_rows(a.data, rows, (k, 1), self._empty), scale_inv)
 
     def planned_rows(self, rows: int) -> int:
@@ -396,8 +389,8 @@ def _scale_shapes(
 ) -> tuple[tuple[int, ...] | None, tuple[int, int] | None]:
     """Return the shape of an operand's scales, and the one that they must have; None: no scales."""
     (rows, k), scale_inv = operand.data.shape, operand.scale_inv
-    expected = _SCALES[mode](rows, -(-k // 128)) if mode in _SCALES else None
-    return None if scale_inv is None else tuple(scale_inv.shape), expected
+    shape = None if scale_inv is None else tuple(scale_inv.shape)
+    return shape, scale_shape(mode, rows, -(-k // 128))
 
 
 def _pitch_of_result(out: torch.Tensor) -> int | None:

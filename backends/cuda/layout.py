@@ -95,6 +95,18 @@ def row_step(mode: str) -> int:
     return ALIGNMENT if mode in TILED else 4 if mode == "vec128" else 1
 
 
+def scale_shape(mode: str | None, rows: int, blocks: int) -> tuple[int, int] | None:
+    """Return the shape of the float32 scales of an operand of ``rows``, with ``blocks`` of 128
+    along k; None for other scales."""
+    shapes = {
+        "tensor": (1, 1),
+        "row": (rows, 1),
+        "vec128": (rows, blocks),
+        "block128": (-(-rows // 128), blocks),
+    }
+    return shapes.get(mode or "")
+
+
 def scale_strides(mode: str, rows: int, k: int) -> tuple[int, int]:
     """Return the strides that the scales of an operand ``[rows, k]`` have."""
     if mode == "vec128":

@@ -15,13 +15,28 @@ bool is_aligned(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % kAlignment == 0;
 }
 
+// Codes in b alone.
+bool is_mixed(const GroupedGemmDesc& desc) { return desc.a_scale == ScaleMode::kNone; }
+
+int bytes_of_a(const GroupedGemmDesc& desc) { return is_mixed(desc) ? 2 : 1; }
+
+void check_mixed(const GroupedGemmDesc& desc) {
+  const bool is_16_bits = desc.a == ElementType::kBFloat16 || desc.a == ElementType::kFloat16;
+  FP8CORE_CHECK(is_16_bits && desc.b == ElementType::kE4M3 && desc.b_scale != ScaleMode::kNone &&
+                    !desc.contracts && !desc.accumulate,
+                "grouped_gemm: an operand without a scale has 16 bits, the other e4m3; their "
+                "products are neither added up nor contracted");
+}
+
 void check(const GroupedGemmDesc& desc) {
+  if (is_mixed(desc)) check_mixed(desc);
   FP8CORE_CHECK(desc.a != ElementType::kE5M2 || desc.b != ElementType::kE5M2,
                 "grouped_gemm: e5m2 by e5m2");
   for (const ScaleMode mode : {desc.a_scale, desc.b_scale})
-    FP8CORE_CHECK(mode == ScaleMode::kTensor || mode == ScaleMode::kRow || has_blocks(mode),
-                  "grouped_gemm: no kernels for this scale mode");
-  FP8CORE_CHECK(has_blocks(desc.a_scale) == has_blocks(desc.b_scale),
+    FP8CORE_CHECK(
+        mode == ScaleMode::kTensor || mode == ScaleMode::kRow || has_blocks(mode) || is_mixed(desc),
+        "grouped_gemm: no kernels for this scale mode");
+  FP8CORE_CHECK(is_mixed(desc) || has_blocks(desc.a_scale) == has_blocks(desc.b_scale),
                 "grouped_gemm: blocks along k in one operand alone");
   FP8CORE_CHECK(!desc.accumulate || desc.out == ElementType::kFloat32,
                 "grouped_gemm: accumulates into float32 alone");
@@ -31,7 +46,7 @@ void check(const GroupedGemmDesc& desc) {
 void check_counts(const GroupedGemmDesc& desc, const GroupedGemmArguments& given) {
   const auto groups = static_cast<std::size_t>(given.groups);
   const std::size_t per_group = desc.contracts ? 1 : groups, outputs = desc.contracts ? groups : 1;
-  FP8CORE_CHECK(given.a.data.size() == 1 && given.a.scale_inv.size() == 1 &&
+  FP8CORE_CHECK(given.a.data.size() == 1 && given.a.scale_inv.size() == (is_mixed(desc) ? 0 : 1) &&
                     given.b.data.size() == per_group && given.b.scale_inv.size() == per_group &&
                     given.d.size() == outputs &&
                     (given.bias.empty() || given.bias.size() == groups),
@@ -56,11 +71,13 @@ void check(const GroupedGemmDesc& desc, const GroupedGemmArguments& given) {
                 " groups; expected at least one group and sizes below ", kMostRows);
   FP8CORE_CHECK(given.n % 16 == 0, "grouped_gemm: n=", given.n, "; expected a multiple of 16");
   check_counts(desc, given);
-  FP8CORE_CHECK(given.a.pitch % 16 == 0 && given.b.pitch % 16 == 0 && given.a.pitch >= given.k &&
-                    given.b.pitch >= given.k,
+  check(desc);
+  FP8CORE_CHECK(given.a.pitch % 16 == 0 && given.b.pitch % 16 == 0 &&
+                    given.a.pitch >= given.k * bytes_of_a(desc) && given.b.pitch >= given.k,
                 "grouped_gemm: ", given.a.pitch, " and ", given.b.pitch,
                 " bytes between rows; expected multiples of 16 from k=", given.k, " on");
-  check(desc);
+  FP8CORE_CHECK(!is_mixed(desc) || (given.k > 0 && given.k % 16 == 0), "grouped_gemm: k=", given.k,
+                " by codes alone; expected a multiple of 16");
   FP8CORE_CHECK_ADDRESS(given.offsets, "grouped_gemm: group_offsets");
   check("a", given.a, given.m > 0 && given.k > 0);
   check("b", given.b, given.k > 0);

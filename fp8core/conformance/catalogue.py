@@ -129,6 +129,8 @@ def _of_dtype(
         product = plan_of(LinearPlan, WeightOnly(chosen), LayerRole(), dtype).fprop
         weight_only = GemmDesc(product.a, product.b, dtype)
         yield CatalogueEntry(f"{name}.weight_only.{_word(dtype)}", weight_only)
+        on_device = GroupedGemmDesc(product.a, product.b, dtype, offsets_on_device=True)
+        yield CatalogueEntry(f"{name}.grouped.weight_only.{_word(dtype)}.device", on_device)
         yield from _producers(name, dense, dtype, roundings)
         yield from _quantized_attentions(name, chosen, dtype)
         update = update_desc(dense.delayed)

@@ -10,6 +10,7 @@
 namespace fp8core {
 namespace {
 
+using few_rows::Cut;
 using few_rows::kCuts;
 using few_rows::kNumCuts;
 
@@ -75,23 +76,33 @@ Strides strides_of(ScaleMode mode, std::int64_t rows, std::int64_t blocks) {
   }
 }
 
+bool has_work(const Cut& cut, std::int64_t k, int split, int device) {
+  const std::int64_t blocks = (k + few_rows::kBlockK - 1) / few_rows::kBlockK;
+  return split <= most_split(device) && split * cut.warps_k <= blocks;
+}
+
+// How many blocks of threads share a sum, so that there is one for at least every other
+// multiprocessor.
+int split_of(const Cut& cut, std::int64_t tiles, std::int64_t k, int device) {
+  int split = 1;
+  while (2 * tiles * split < num_multiprocessors(device) && has_work(cut, k, 2 * split, device))
+    split *= 2;
+  return split;
+}
+
 }  // namespace
 
 std::vector<FewRowsWay> few_rows_ways(const GemmDesc& desc, int device) {
   std::vector<FewRowsWay> ways;
   if (!is_of_few_rows(desc)) return ways;
-  const std::int64_t blocks = (desc.k + few_rows::kBlockK - 1) / few_rows::kBlockK;
   for (int cut = 0; cut < kNumCuts; ++cut) {
     if (!fits(desc, cut, device)) continue;
     const std::int64_t tiles = (desc.n + kCuts[cut].columns() - 1) / kCuts[cut].columns();
-    const auto has_work = [&](int split) {
-      return split <= most_split(device) && split * kCuts[cut].warps_k <= blocks;
-    };
-    // A block for at least every other multiprocessor, and twice as many where some have none.
-    int split = 1;
-    while (2 * tiles * split < num_multiprocessors(device) && has_work(2 * split)) split *= 2;
+    const int split = split_of(kCuts[cut], tiles, desc.k, device);
     ways.push_back({cut, split});
-    if (tiles * split < num_multiprocessors(device) && has_work(2 * split))
+    // Twice as many blocks where multiprocessors have none.
+    if (tiles * split < num_multiprocessors(device) &&
+        has_work(kCuts[cut], desc.k, 2 * split, device))
       ways.push_back({cut, 2 * split});
   }
   return ways;
@@ -136,6 +147,40 @@ void launch_few_rows(const GemmDesc& desc, const FewRowsWay& way, const GemmArgu
   with_type(desc.a.type, [&](auto type) {
     few_rows::launch<type()>(way, has_blocks(desc.b.scale), p, device, stream);
   });
+}
+
+void launch_few_rows_of_groups(const GroupedGemmDesc& desc, const GroupedGemmArguments& given,
+                               cudaStream_t stream) {
+  constexpr Cut kCut = kCuts[few_rows::kCutOfGroups];
+  few_rows::GroupsParams p{};
+  few_rows::Params& product = p.product;
+  product.a = static_cast<const std::uint8_t*>(given.a.data[0]);
+  product.a_leading = given.a.pitch / 2, product.b_leading = given.b.pitch;
+  product.d = given.d[0], product.d_leading = given.n;
+  product.a_rows = 1, product.b_rows = desc.b_scale == ScaleMode::kBlock128 ? 128 : 1;
+  if (desc.b_scale != ScaleMode::kTensor) product.b_row_stride = given.b.scale_row_stride;
+  if (has_blocks(desc.b_scale)) product.b_k_stride = given.b.scale_k_stride;
+  product.n = static_cast<int>(given.n), product.k = static_cast<int>(given.k);
+  product.out = desc.out, product.bias_type = given.bias_type;
+  p.offsets = given.offsets;
+  p.rows = static_cast<int>(given.m), p.groups = static_cast<int>(given.groups);
+  // Tiles of twice the rows that a group has in the mean: few groups have more.
+  const int rows = static_cast<int>(std::min(given.m, 2 * (given.m / given.groups + 1)));
+  const std::int64_t tiles = (given.n + kCut.columns() - 1) / kCut.columns();
+  const int split = split_of(kCut, tiles * std::min(given.m, given.groups), given.k, desc.device);
+  for (int first = 0; first < p.groups; first += few_rows::kMostGroups) {
+    p.first_group = first, p.count = std::min(few_rows::kMostGroups, p.groups - first);
+    p.takes_tail = first + p.count == p.groups;
+    for (int i = 0; i < p.count; ++i) {
+      p.b[i] = static_cast<const std::uint8_t*>(given.b.data[first + i]);
+      p.b_scale[i] = given.b.scale_inv[first + i];
+      if (!given.bias.empty()) p.bias[i] = given.bias[first + i];
+    }
+    const auto launch = desc.a == ElementType::kBFloat16
+                            ? few_rows::launch_groups<ElementType::kBFloat16>
+                            : few_rows::launch_groups<ElementType::kFloat16>;
+    launch(rows, split, has_blocks(desc.b_scale), p, desc.device, stream);
+  }
 }
 
 }  // namespace fp8core

@@ -21,6 +21,7 @@
 #include "../cluster.cuh"
 #include "../copies.cuh"
 #include "../fp8.cuh"
+#include "../groups.cuh"
 #include "../mma.cuh"
 #include "few_rows.h"
 #include "values.cuh"
@@ -242,8 +243,9 @@ __device__ float sum_of_warps(const float* from) {
   return sum;
 }
 
+// A block's part of a product.
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads) multiply_few_rows(const __grid_constant__ Params p) {
+__device__ __forceinline__ void multiply_rows(const Params& p) {
   constexpr int kWarpsK = T::kWarpsK, kStages = T::kStages;
   extern __shared__ __align__(16) std::uint8_t shared[];
   const int warp = threadIdx.x / 32, warp_n = warp % T::kWarpsN, warp_k = warp / T::kWarpsN;
@@ -307,6 +309,69 @@ __global__ void __launch_bounds__(T::kThreads) multiply_few_rows(const __grid_co
     __syncthreads();
     cluster_arrive();
     cluster_wait();
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads) multiply_few_rows(const __grid_constant__ Params p) {
+  multiply_rows<T>(p);
+}
+
+struct RowsOfGroup {
+  int group, start, end;  // -1: there is no such group, and `start` is where the last one ends
+};
+
+// The rows of the `index`-th group of a launch that has any; a whole warp asks for the same one.
+__device__ inline RowsOfGroup rows_of_group(const GroupsParams& p, int index) {
+  GroupLane before{};
+  for (int base = 0; base < p.groups; base += 32) {
+    const GroupLane entry = group_lane(p.offsets, p.groups, p.rows, base, before);
+    const int group = base + threadIdx.x % 32;
+    const bool is_ours = group >= p.first_group && group < p.first_group + p.count;
+    unsigned holders = __ballot_sync(0xFFFFFFFFu, is_ours && entry.end > entry.start);
+    if (index < __popc(holders)) {
+      for (; index > 0; --index) holders &= holders - 1;
+      const int lane = __ffs(holders) - 1;
+      return {base + lane, __shfl_sync(0xFFFFFFFFu, entry.start, lane),
+              __shfl_sync(0xFFFFFFFFu, entry.end, lane)};
+    }
+    index -= __popc(holders);
+    before = last_lane(entry);
+  }
+  return {-1, before.end, before.end};
+}
+
+// Blocks along z have a group with rows each, those that are left over nothing to do; one more,
+// where the launch takes the tail, writes zeros to the rows of no group.
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads)
+    multiply_few_rows_of_groups(const __grid_constant__ GroupsParams given) {
+  Params p = given.product;
+  const bool is_tail = given.takes_tail && blockIdx.z + 1 == gridDim.z;
+  const RowsOfGroup own = rows_of_group(given, is_tail ? given.groups : blockIdx.z);
+  const int bytes_of_d = p.out == ElementType::kFloat32 ? 4 : 2;
+  const auto d_from = [&](int row) {
+    return static_cast<std::uint8_t*>(given.product.d) + row * p.d_leading * bytes_of_d;
+  };
+  if (is_tail) {
+    const std::int64_t count = static_cast<std::int64_t>(given.rows - own.start) * T::kColumns;
+    p.d = d_from(own.start);
+    for (std::int64_t at = threadIdx.x + blockIdx.y * T::kThreads; at < count;
+         at += T::kThreads * gridDim.y) {
+      const int column = blockIdx.x * T::kColumns + static_cast<int>(at % T::kColumns);
+      if (column < p.n) write(p.d, p.out, at / T::kColumns * p.d_leading + column, 0.0f);
+    }
+    return;
+  }
+  if (own.group < 0) return;
+  const int at = own.group - given.first_group;
+  p.b = given.b[at], p.b_scale = given.b_scale[at], p.bias = given.bias[at];
+  for (int row = own.start; row < own.end; row += T::kRows) {
+    p.a = given.product.a + row * p.a_leading * T::kElement;
+    p.d = d_from(row);
+    p.m = min(T::kRows, own.end - row);
+    multiply_rows<T>(p);
+    __syncthreads();  // the sums have been read, where the next rows are copied to
   }
 }
 

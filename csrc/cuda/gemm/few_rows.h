@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fp8core/gemm.h"
+#include "fp8core/grouped_gemm.h"
 
 namespace fp8core {
 
@@ -24,6 +25,11 @@ std::optional<FewRowsWay> few_rows_way(const GemmDesc& desc, const std::string& 
 void launch_few_rows(const GemmDesc& desc, const FewRowsWay& way, const GemmArguments& arguments,
                      int device, cudaStream_t stream);
 
+// Products of groups by codes alone, of any number of rows: those of a group beyond the tile's read
+// its b again. Rows of no group become zeros.
+void launch_few_rows_of_groups(const GroupedGemmDesc& desc, const GroupedGemmArguments& arguments,
+                               cudaStream_t stream);
+
 namespace few_rows {
 
 constexpr int kMostShared =
@@ -40,6 +46,9 @@ struct Cut {
 };
 constexpr Cut kCuts[] = {{1, 1, 4, 4}, {2, 1, 4, 3}, {2, 1, 8, 3}, {2, 2, 4, 3}, {2, 4, 2, 3}};
 constexpr int kNumCuts = std::size(kCuts);
+constexpr int kCutOfGroups = 1;
+
+constexpr int kMostGroups = 128;  // of a launch
 
 struct Params {
   const std::uint8_t* a;  // bytes of its elements
@@ -56,6 +65,17 @@ struct Params {
   ElementType out, bias_type;
 };
 
+struct GroupsParams {
+  Params product;  // without what differs between groups: a's and d's first row, b, its scale, bias
+  const std::uint8_t* b[kMostGroups];
+  const float* b_scale[kMostGroups];
+  const void* bias[kMostGroups];
+  const std::int64_t* offsets;  // [groups + 1]
+  int rows, groups;             // of all launches
+  int first_group, count;       // of this launch
+  bool takes_tail;
+};
+
 // Bytes of shared memory of the kernel of a cut, and its launch; few_rows.cu compiles them for a
 // type of a.
 template <ElementType kA>
@@ -63,6 +83,10 @@ int shared_bytes(int cut, int m, bool has_blocks);
 template <ElementType kA>
 void launch(const FewRowsWay& way, bool has_blocks, const Params& params, int device,
             cudaStream_t stream);
+// In tiles of `rows` rows, 64 at most; few_rows_groups.cu compiles it for 16 bits.
+template <ElementType kA>
+void launch_groups(int rows, int split, bool has_blocks, const GroupsParams& params, int device,
+                   cudaStream_t stream);
 
 }  // namespace few_rows
 }  // namespace fp8core

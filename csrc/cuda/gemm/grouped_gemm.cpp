@@ -1,6 +1,7 @@
 // Launches of grouped products: operands are described to the copy engine, groups go in chunks.
 #include <algorithm>
 
+#include "few_rows.h"
 #include "grouped_params.h"
 
 namespace fp8core {
@@ -98,6 +99,7 @@ void launch(const GroupedGemmDesc& desc, const GroupedParams& params, const Grou
 
 void launch_grouped_gemm(const GroupedGemmDesc& desc, const GroupedGemmArguments& given,
                          cudaStream_t stream) {
+  if (desc.a_scale == ScaleMode::kNone) return launch_few_rows_of_groups(desc, given, stream);
   const DeviceGuard guard(desc.device);
   const int multiprocessors = num_multiprocessors(desc.device);
   GroupedLaunch how{};

@@ -1,5 +1,6 @@
 // One product a group, in one launch for up to 64 groups; where groups end is known on the device
-// alone. Compute capability 9.0.
+// alone. Compute capability 9.0; of an a without a scale, which has 16 bits, any with 227 KiB of
+// shared memory a block: one launch for up to 128 groups, stacked.
 //
 //     stacked:     d[m_g, n] = a[m_g, k] @ b_g[n, k].T     groups of a's and d's rows
 //     contracted:  d_g[m, n] = a[m, k_g] @ b[n, k_g].T     groups of k, as quantize.h lays them
@@ -25,9 +26,9 @@ struct GroupedGemmDesc {
 
 // Codes [rows, k] with adjacent k, and scales [scale rows, scale blocks] of any strides.
 struct GroupedOperand {
-  std::vector<const void*> data;  // one, or one a group
-  std::int64_t pitch = 0;         // bytes between rows, a multiple of 16
-  std::vector<const float*> scale_inv;
+  std::vector<const void*> data;                          // one, or one a group
+  std::int64_t pitch = 0;                                 // bytes between rows, a multiple of 16
+  std::vector<const float*> scale_inv;                    // none of an operand in high precision
   std::int64_t scale_row_stride = 0, scale_k_stride = 0;  // floats
   std::int64_t scale_blocks = 0;                          // of scale_inv along k
 

@@ -282,9 +282,16 @@ def test_a_weight_alone_is_multiplied_where_there_is_a_library(
     groups = [GroupedGemmDesc(None, desc.b, torch.bfloat16) for desc in products]
     assert refusals(*products, *groups) == {}
     on_device = [dataclasses.replace(desc, offsets_on_device=True) for desc in groups]
-    assert len(refusals(*on_device)) == len(groups)
+    assert refusals(*on_device) == {}
+    summed = [dataclasses.replace(desc, contract_groups=True) for desc in on_device]
+    assert all("no sums over groups" in reason for reason in refusals(*summed).values())
+    assert len(refusals(*summed)) == len(groups)
     monkeypatch.setattr(native, "missing", lambda device: "no compiler")
-    assert len(refusals(*products)) == len(products)
+    assert len(refusals(*products, *on_device)) == 2 * len(products)
+    monkeypatch.setattr(native, "missing", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert all("227 KiB" in reason for reason in refusals(*on_device).values())
+    assert len(refusals(*on_device)) == len(groups)
 
 
 def test_groups_in_high_precision_need_no_sizes_on_the_host(

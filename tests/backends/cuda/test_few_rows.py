@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from fp8core.backend_api import DequantizeDesc, GemmDesc, Operand, OperandSpec, QuantizeDesc
+from fp8core.backend_api import (
+    DequantizeDesc,
+    GemmDesc,
+    GroupedGemmDesc,
+    Operand,
+    OperandSpec,
+    QuantizeDesc,
+)
 from fp8core_backends.cuda import autotune
-from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, products_of_few_rows, spec
+from tests.backends.cuda.cuda_cases import (
+    DEVICE,
+    DTYPES,
+    backend,
+    nothing_waits,
+    products_of_few_rows,
+    spec,
+)
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
@@ -147,3 +163,98 @@ def test_a_captured_step_reads_the_operands_of_its_replay() -> None:
     a.data.copy_(cast(own, values(4, 512, torch.bfloat16)).data)
     graph.replay()
     assert torch.equal(result, run(a, b))
+
+
+# --- groups whose sizes only the device knows, by codes alone ---
+
+BOUNDS = {
+    "of a row each": range(9),
+    "of none, of more than a tile, and a tail": (0, 0, 3, 3, 3, 80, 81, 90, 90, 97),
+    "in one": (0, 0, 0, 70, 70),
+    "of two launches": (*([0] * 3), *range(200), 199, 199),
+    "without a row": (0, 0, 0),
+}
+
+
+def of_groups(name: str, dtype: torch.dtype, n: int, k: int, sizes: str, behind: int) -> Any:
+    own, bounds = spec(name), list(BOUNDS[sizes])
+    x = values(bounds[-1] + behind, k, dtype)
+    weights = [cast(own, values(n, k, dtype)) for _ in range(min(len(bounds) - 1, 5))]
+    b = [weights[group % len(weights)] for group in range(len(bounds) - 1)]
+    return own, x, b, bounds
+
+
+@pytest.mark.parametrize(("name", "sizes"), pairs(WEIGHTS, BOUNDS))
+def test_products_of_groups_by_codes_alone(name: str, sizes: str) -> None:
+    for (n, k), dtype, behind in zip(SIZES, itertools.cycle(DTYPES[:2]), (0, 5) * 3, strict=False):
+        own, x, b, bounds = of_groups(name, dtype, n, k, sizes, behind)
+        desc = GroupedGemmDesc(None, own, dtype, offsets_on_device=True)
+        run, offsets = backend("cuda").bind(desc, DEVICE), torch.tensor(bounds).to(DEVICE)
+        terms = [torch.randn(n, device=DEVICE).to(dtype) for _ in b]
+        eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
+        for bias in (None, terms):
+            with nothing_waits():
+                result = run(Operand(x), b, offsets, bias=bias)
+            assert not result[bounds[-1] :].any()
+            for group, (start, end) in enumerate(itertools.pairwise(bounds)):
+                left, right = x[start:end].double(), exact(own, b[group])
+                term = torch.zeros(n, device=DEVICE) if bias is None else bias[group].double()
+                want = left @ right.t() + term
+                size = left.abs() @ right.abs().t() + term.abs()
+                bound = PER_TERM * k * size + eps * want.abs() + tiny
+                assert ((result[start:end].double() - want).abs() <= bound).all(), group
+            out = torch.full_like(result, math.nan)
+            assert run(Operand(x), b, offsets, bias=bias, out=out) is out
+            assert torch.equal(out, result)  # and the same bits again
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_a_row_has_the_same_bits_in_every_group(dtype: torch.dtype) -> None:
+    own, x, b, _ = of_groups("rowwise", dtype, 304, 1040, "in one", 0)
+    desc = GroupedGemmDesc(None, own, dtype, offsets_on_device=True)
+    run, results = backend("cuda").bind(desc, DEVICE), []
+    for bounds in ((0, 70, 70, 70, 70), (0, 1, 9, 41, 70), (0, 0, 17, 50, 70)):
+        offsets = torch.tensor(bounds).to(DEVICE)
+        results.append(run(Operand(x), b[:1] * 4, offsets))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_offsets_that_go_astray_stay_inside() -> None:
+    own, x, b, _ = of_groups("square", torch.bfloat16, 48, 272, "in one", 0)
+    desc = GroupedGemmDesc(None, own, torch.bfloat16, offsets_on_device=True)
+    run = backend("cuda").bind(desc, DEVICE)
+    for bounds in ((0, 300, 100, 2**40, 7), (5, 20, -7, 9, 70), (-(2**62), 3, 40, 40, 2**31)):
+        cut = torch.tensor([0, *bounds[1:]]).clamp(0, 70).cummax(0).values
+        want = run(Operand(x), b, cut.to(DEVICE))
+        assert torch.equal(run(Operand(x), b, torch.tensor(bounds).to(DEVICE)), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows_a_group_wait_for_nothing(dtype: torch.dtype) -> None:
+    own, k, bounds = spec("square"), 272, (0, 300, 300, 640)
+    x, b = values(700, k, dtype), [cast(own, values(48, k, dtype)) for _ in range(3)]
+    desc = GroupedGemmDesc(None, own, dtype, offsets_on_device=True)
+    run, offsets = backend("cuda").bind(desc, DEVICE), torch.tensor(bounds).to(DEVICE)
+    with nothing_waits():
+        result = run(Operand(x), b, offsets)
+    assert not result[640:].any()
+    decode = backend("reference").bind(DequantizeDesc(own, dtype), DEVICE)
+    for group, (start, end) in enumerate(itertools.pairwise(bounds)):
+        want = x[start:end].double() @ decode(b[group]).double().t()
+        size = x[start:end].double().abs() @ decode(b[group]).double().abs().t()
+        error = (result[start:end].double() - want).abs()
+        assert (error <= 2.0**-8 * size + 2.0**-8 * want.abs()).all()
+
+
+def test_groups_are_captured_and_replayed_with_other_sizes() -> None:
+    own, x, b, _ = of_groups("rowwise", torch.bfloat16, 304, 1040, "in one", 0)
+    desc = GroupedGemmDesc(None, own, torch.bfloat16, offsets_on_device=True)
+    run, offsets = backend("cuda").bind(desc, DEVICE), torch.tensor((0, 3, 3, 9, 70)).to(DEVICE)
+    run(Operand(x), b, offsets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(Operand(x), b, offsets)
+    for bounds in ((0, 0, 1, 2, 70), (0, 65, 66, 66, 66)):
+        offsets.copy_(torch.tensor(bounds))
+        graph.replay()
+        assert torch.equal(captured, run(Operand(x), b, offsets))

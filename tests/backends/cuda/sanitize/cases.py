@@ -423,6 +423,11 @@ def device_groups() -> None:
                 backend("cuda").bind(stacked, DEVICE)(rows.rowwise, weights, ends)
             summed = dataclasses.replace(stacked, contract_groups=True)
             backend("cuda").bind(summed, DEVICE)(rows.columnwise, turned.columnwise, ends)
+        for name, dtype in itertools.product(("current", "rowwise", "square"), DTYPES[:2]):
+            cast = backend("cuda").bind(QuantizeDesc(dtype, spec(name), None), DEVICE)
+            weights = [cast(torch.randn(n, k).to(dtype).to(DEVICE)).rowwise for _ in range(groups)]
+            alone = GroupedGemmDesc(None, spec(name), dtype, offsets_on_device=True)
+            backend("cuda").bind(alone, DEVICE)(Operand(x.to(dtype)), weights, ends)
 
 
 def norms() -> None:
