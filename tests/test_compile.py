@@ -18,6 +18,8 @@ import fp8core
 import fp8core as te
 from fp8core import backend_api, recipe
 from fp8core.chain import run as chain
+from fp8core.modules.layers import grouped_linear
+from fp8core.torch_ops import operators
 from tests import forked
 from tests.chain import fused_toy
 from tests.pairs import turns
@@ -309,6 +311,42 @@ def test_tensor_of_splits_is_refused() -> None:
     layer = te.GroupedLinear(2, 64, 48, params_dtype=BF16)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="m_splits must be a list"):
         compiled(layer)(rand(8, 64), torch.tensor([4, 4]))
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block", "alone"])
+def test_sizes_on_the_device_take_one_graph_for_all(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_linear, "stays_on_device", lambda sizes: True)
+    layer = te.GroupedLinear(3, 64, 48, params_dtype=BF16)
+    chosen = {**RECIPES, "alone": recipe.WeightOnly("block")}[name]
+    graphs: list[object] = []
+    products: list[Any] = []
+    run_of = operators.GroupedProduct.run_of
+
+    def count(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    def spy(self: Any, text: str, device: torch.device) -> Any:
+        products.append(operators.decode(text).desc)
+        return run_of(self, text, device)
+
+    monkeypatch.setattr(operators.GroupedProduct, "run_of", spy)
+    fast = torch.compile(layer, fullgraph=True, dynamic=False, backend=count)
+    for sizes in ([5, 0, 3], [0, 0, 8], [1, 2, 3]):
+        x, results = rand(8, 64), []
+        for run in (fast, layer):
+            mine = x.clone().requires_grad_()
+            with te.autocast(recipe=chosen):
+                y = run(mine, torch.tensor(sizes))
+            y.square().sum().backward()
+            results.append((y, mine.grad))
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got, want)
+    assert len(graphs) == 1
+    assert products
+    assert all(product.offsets_on_device for product in products)
 
 
 class Model(torch.nn.Module):

@@ -132,6 +132,10 @@ class CastShape(NamedTuple):
         if step := self.desc.padded:
             rows = step * (rows // step + self.groups if self.groups else -(-rows // step))
         shapes = operand_shapes(spec, (cols, rows), self.groups, grouped_dim=1)
+        if self.desc.offsets_on_device:
+            length = GROUP_STEP * (rows // GROUP_STEP + self.groups)
+            codes = (cols, length // codes_per_byte(spec))
+            shapes[0] = shapes[0]._replace(size=codes)
         is_transposed = not self.groups and not transposes
         return [shape._replace(is_transposed=is_transposed) for shape in shapes]
 

@@ -6,6 +6,7 @@ inside, without parameters, compute with its slices; under delayed scaling they 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 
 from fp8core.conversion.layers import RECORD, Conversion, Record, adopt, derived, release
 from fp8core.errors import UnsupportedError
-from fp8core.modules.layers.grouped_linear import KINDS, GroupedLinear
+from fp8core.modules.layers.grouped_linear import KINDS, GroupedLinear, stays_on_device
 from fp8core.modules.models.inventory import Experts, ExpertWeight, experts_of
 from fp8core.reporting import log_once
 from fp8core.tensors.parameter import quantized_model_init
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 _SUFFIX = "_linear"
 
@@ -24,6 +26,36 @@ _SUFFIX = "_linear"
 def layer_names(experts: Experts, path: str) -> list[str]:
     """Return the paths of the two layers inside of converted experts at ``path``."""
     return [f"{path}.{weight.weight}{_SUFFIX}".lstrip(".") for weight in experts.weights]
+
+
+class _Slices:
+    """The weights of the experts as parts of one that is stored, made once: to make them takes the
+    host longer than to launch their products. They share its memory. A copy begins with none."""
+
+    def __init__(self) -> None:
+        self._last: tuple[QuantizedTensor, list[torch.Tensor]] | None = None
+
+    def of(self, stacked: QuantizedTensor) -> list[torch.Tensor]:
+        """Return the parts of ``stacked`` along its first dimension."""
+        if torch.compiler.is_compiling():
+            return list(stacked.unbind(0))
+        last = self._last
+        if last is None or not _has_memory_of(stacked, last[0]):
+            with torch.inference_mode(False):
+                whole = stacked.detach()  # a view would keep the parameter
+                assert isinstance(whole, QuantizedTensor)
+                last = self._last = (whole, list(whole.unbind(0)))
+        return last[1]
+
+    def __reduce__(self) -> tuple[type[_Slices], tuple[()]]:
+        return _Slices, ()
+
+
+def _has_memory_of(tensor: QuantizedTensor, former: QuantizedTensor) -> bool:
+    """Say whether ``tensor`` has the memory that ``former`` was made of, and is stored alike."""
+    parts, before = tensor.tensors(), former.tensors()
+    has_plan = tensor.plan == former.plan and len(parts) == len(before)
+    return has_plan and all(map(operator.is_, parts, before))
 
 
 class ExpertsLinear(GroupedLinear):
@@ -46,6 +78,7 @@ class ExpertsLinear(GroupedLinear):
         self.groups_per_token = experts.experts_per_token
         self.is_transposed = experts.is_transposed
         self._names = {"weight": weight.weight, "bias": weight.bias}
+        self._slices = _Slices()
         # In a tuple, as torch would register the owner as a child, and a module has no circles.
         self._owner = (owner,)
 
@@ -88,7 +121,15 @@ class ExpertsLinear(GroupedLinear):
             return []
         if kind == "weight" and self.is_transposed:
             stacked = stacked.mT.contiguous()
+        elif isinstance(stacked, QuantizedTensor) and not stacked.requires_grad:
+            return self._slices.of(stacked)
         return list(stacked.unbind(0))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ExpertsLinear:
+        """Forget the memory that the owner's parameters leave."""
+        self._slices = _Slices()
+        super()._apply(fn, recurse)
+        return self
 
     def _fill_parameters(self) -> None:
         """Leave the owner's parameters as they are."""
@@ -116,8 +157,10 @@ class ConvertedExperts(torch.nn.Module):
             )
         per_token = top_k_index.shape[-1]
         chosen = top_k_index.reshape(-1)
-        order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, minlength=module.num_experts)
+        ascending, order = chosen.sort(stable=True)
+        # No bincount, whose host waits for the largest: a CUDA graph may capture this.
+        numbers = torch.arange(module.num_experts + 1, device=chosen.device, dtype=chosen.dtype)
+        counts = torch.searchsorted(ascending, numbers).diff()
         first, second = self._linears()
         rows = self._product(first, hidden_states[order // per_token], counts)
         rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
@@ -134,7 +177,7 @@ class ConvertedExperts(torch.nn.Module):
     def _product(
         self, linear: ExpertsLinear, rows: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        if counts.device.type == "cpu":
+        if not stays_on_device(counts):
             return linear(rows, counts.tolist())  # type: ignore[no-any-return]  # torch's __call__
         try:
             return linear(rows, counts)  # type: ignore[no-any-return]  # likewise

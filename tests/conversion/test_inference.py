@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 import weakref
 from collections.abc import Callable
@@ -16,11 +17,19 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import parametrizations
-from transformers import CompileConfig, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    CompileConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import fp8core
 from fp8core import OperandError, QuantizedTensor, RecipeError, UnsupportedError, recipe
 from fp8core.chain.repeated import Repeated
+from fp8core.conversion import experts
+from fp8core.modules.layers import grouped_linear
 from fp8core.recipe import Recipe
 from tests import recording_backend
 from tests.conversion.hugging_face import SIZES, TOKENS, gpt2, llama, logits, train
@@ -280,6 +289,60 @@ def test_experts_are_stored_where_their_scales_are_their_own() -> None:
     assert torch.equal(logits(model), logits(plain))
     left = fp8core.quantize_(tensorwise, "current").high_precision
     assert set(left.values()) == {"the scales of its experts would be others than by themselves"}
+
+
+def mixture(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "mixtral":
+        sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+        return MixtralForCausalLM(MixtralConfig(**sizes)).bfloat16().eval()
+    sizes = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(**SIZES, **sizes, head_dim=16)
+    return Qwen3MoeForCausalLM(config).bfloat16().eval()
+
+
+def on_device(patch: pytest.MonkeyPatch) -> None:
+    """Have the numbers of rows of experts be on a device that the host does not read."""
+    for module in (grouped_linear, experts):
+        patch.setattr(module, "stays_on_device", lambda sizes: True)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("chosen", [recipe.WeightOnly("rowwise"), "rowwise"], ids=["alone", "both"])
+def test_experts_are_generated_with_by_numbers_on_the_device(
+    kind: str, chosen: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = mixture(kind), torch.arange(7)[None]
+    assert sum("experts" in name for name in fp8core.quantize_(model, chosen).stored) == 4
+    want = model.generate(tokens, max_new_tokens=6, do_sample=False)
+    on_device(monkeypatch)
+    assert torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False), want)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(tokens).logits, model(tokens).logits)
+
+
+def test_experts_see_what_becomes_of_stored_weights() -> None:
+    """Their parts are made once: of the memory that the weight has, which goes with it."""
+    model = mixture("mixtral")
+    fp8core.quantize_(model, recipe.WeightOnly("rowwise"))
+    before = logits(model)
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for one in (copied, pickled):
+        assert torch.equal(logits(one), before)
+        for layer in one.model.layers:
+            layer.mlp.experts.down_proj.tensors()[1].zero_()  # the scales
+        assert not torch.equal(logits(one), before)
+    assert torch.equal(logits(model), before)
+    copied.load_state_dict(model.state_dict())
+    assert torch.equal(logits(copied), before)
+    codes = weakref.ref(copied.model.layers[0].mlp.experts.down_proj.tensors()[0])
+    copied.to("meta")
+    gc.collect()
+    assert codes() is None
+    fp8core.unconvert(model)
+    assert logits(model).isfinite().all()
 
 
 def test_weights_that_are_no_parameters_stay_and_are_named() -> None:

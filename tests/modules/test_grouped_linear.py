@@ -17,11 +17,13 @@ from fp8core import (
     GroupedLinear,
     Linear,
     OperandError,
+    QuantizedTensor,
     UnsupportedError,
     autocast,
     monitor,
     ops,
     quantized_model_init,
+    recipe,
 )
 from fp8core.modules.layers import grouped_linear
 from fp8core.modules.layers.grouped_linear import Fp8Padding, Fp8Unpadding
@@ -189,7 +191,7 @@ on_device = pytest.mark.usefixtures("device_sizes")
 
 @pytest.fixture
 def device_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_linear, "_stays_on_device", lambda sizes: True)
+    monkeypatch.setattr(grouped_linear, "stays_on_device", lambda sizes: True)
 
 
 @on_device
@@ -202,6 +204,26 @@ def test_sizes_on_the_device_give_what_a_list_gives(sizes: list[int], name: str)
     got = step(layer, x, name, torch.tensor(sizes))
     for mine, its in zip(got, want, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-5)
+
+
+@on_device
+@pytest.mark.usefixtures("first_algorithms")
+@pytest.mark.parametrize("chosen", ["rowwise", "block", "current"])
+def test_stored_weights_alone_take_sizes_on_the_device(chosen: str) -> None:
+    layer = GroupedLinear(3, 144, 32, params_dtype=torch.bfloat16).eval()
+    fp8core.quantize_(layer, recipe.WeightOnly(chosen))
+    assert all(isinstance(getattr(layer, f"weight{group}"), QuantizedTensor) for group in range(3))
+    for sizes in SIZES:
+        x = torch.randn(sum(sizes) + 3, 144).bfloat16()
+        inputs = [part.clone().requires_grad_() for part in (x, x[:-3])]
+        got = layer(inputs[0], torch.tensor(sizes))
+        want = layer(inputs[1], sizes)
+        (got * 2.0).sum().backward()
+        (want * 2.0).sum().backward()
+        torch.testing.assert_close(got[:-3], want, rtol=2.0**-6, atol=2.0**-6)
+        torch.testing.assert_close(inputs[0].grad[:-3], inputs[1].grad, rtol=2.0**-6, atol=2.0**-6)
+        assert not got[-3:].any()
+        assert not inputs[0].grad[-3:].any()
 
 
 @on_device

@@ -109,13 +109,14 @@ def bind(
     """Return the links of ``layer`` for activations of ``dtype`` under the active recipe.
 
     ``offsets_on_device``: as in :class:`~fp8core.chain.linear.shape.LinearShape`, for a grouped
-    layer in eager. ``shapes``: the chain, where the arguments of a call choose the chain; None for
+    layer. ``shapes``: the chain, where the arguments of a call choose the chain; None for
     the layer's own. ``first_gemm`` is the number of the layer's GEMMs in front of that chain.
 
     Raises:
         UnsupportedError: a recompute that cannot equal its forward.
     """
     if torch.compiler.is_compiling() or is_traced():
+        shapes = shapes or _shapes(layer, offsets_on_device)
         return _bind_captured(layer, device, dtype, shapes, first_gemm)
     requested, tape = active(layer.outside_autocast), recompute.current()
     recipe = requested.quantize if requested.quantize is not None else requested.observe
@@ -216,7 +217,7 @@ def _bind_captured(
     layer: LowPrecisionModule,
     device: torch.device,
     dtype: torch.dtype,
-    shapes: tuple[LinkShape, ...] | None,
+    shapes: tuple[LinkShape, ...],
     first_gemm: int,
 ) -> Bound:
     # torch.compile traces this code, and guards a graph by every attribute that is read: the name
@@ -227,7 +228,7 @@ def _bind_captured(
     is_watched = layer._bindings.watch is not None
     bound: Bound = bind_captured(
         (layer.kind, type(layer).__name__, name, peers, is_compiled, is_watched),
-        tuple([shape.values() for shape in shapes or layer.link_shapes()]),
+        tuple([shape.values() for shape in shapes]),
         active_text,
         backends.values(),
         (device, dtype, first_gemm, torch.is_grad_enabled()),

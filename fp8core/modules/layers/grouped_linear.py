@@ -258,8 +258,8 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         list. The host never reads a tensor on the input's accelerator, so its values are not
         checked: a negative size counts as 0, groups end at the last row of the input, and rows
         after the last group belong to none. Their output and ``grad_input`` are zeros. Some
-        backends and recipes refuse such a tensor. While torch compiles, ``m_splits`` must be a
-        list, and each list of values gets a graph.
+        backends and recipes refuse such a tensor. While torch compiles, each list of values gets a
+        graph, a tensor on the accelerator one for all; one on the CPU is refused.
 
         The output is written to ``out [..., out_features]``, the gradient of the input to
         ``dgrad_out [..., in_features]``, where they are given: contiguous memory of the activation
@@ -343,7 +343,7 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         for that, and their bounds, int64 ``[num_gemms + 1]``, from 0 to ``rows`` or less."""
         if isinstance(m_splits, torch.Tensor):
             self._check_tensor(m_splits, device)
-            if _stays_on_device(m_splits):
+            if stays_on_device(m_splits):
                 ends = m_splits.to(torch.int64).clamp(0, rows).cumsum(0).clamp(max=rows)
                 return (), torch.nn.functional.pad(ends, (1, 0))
         splits = _integers(m_splits)
@@ -359,10 +359,11 @@ class GroupedLinear(ParallelModule, ExtraTensors):
     def _check_tensor(self, sizes: torch.Tensor, device: torch.device) -> None:
         """Refuse ``sizes`` that are no integers, or lie where a call on ``device`` cannot use
         them."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not stays_on_device(sizes):
             raise OperandError(
-                "m_splits must be a list of integers while torch compiles or exports: the sizes of "
-                "a graph cannot come from a tensor's values. Call m_splits.tolist() outside of it."
+                "m_splits must be a list of integers, or on the accelerator, while torch compiles "
+                "or exports: the host's sizes are of the graph, and cannot come from a tensor's "
+                "values. Call m_splits.tolist() outside of it."
             )
         is_integer = not (sizes.is_floating_point() or sizes.is_complex())
         if sizes.shape != (self.num_gemms,) or not is_integer or sizes.dtype == torch.bool:
@@ -370,7 +371,7 @@ class GroupedLinear(ParallelModule, ExtraTensors):
                 f"{self.label}: m_splits is {sizes.dtype} {list(sizes.shape)}; expected an integer "
                 f"tensor [{self.num_gemms}], or a list of {self.num_gemms} integers."
             )
-        if not _stays_on_device(sizes):
+        if not stays_on_device(sizes):
             return
         if sizes.device != device:
             raise OperandError(
@@ -434,7 +435,7 @@ def _sizes(m_splits: Any) -> tuple[int, ...] | None:
     return None if splits is None else tuple(splits)
 
 
-def _stays_on_device(sizes: torch.Tensor) -> bool:
+def stays_on_device(sizes: torch.Tensor) -> bool:
     """Return whether the host would have to wait for a device to read ``sizes``, or cannot."""
     return sizes.device.type != "cpu"
 
