@@ -92,6 +92,8 @@ class ConversionReport:
         fused: decoder layers, and feed-forward blocks outside of these, whose layers run as chains,
             but where something has to be seen; with what does not in any call.
         apart: those whose layers run by themselves, with the reason.
+        decoding: attentions in other layers than those that are fused, which attend to one query a
+            sequence by a kernel, with what they lack for it.
         notes: sentences about layers that compute otherwise than may be expected.
         num_parameters: elements of all parameters of the model, a shared one counted once.
         num_converted_parameters: elements of those in ``converted`` and ``native``.
@@ -106,6 +108,7 @@ class ConversionReport:
     num_converted_parameters: int
     fused: tuple[LayerEntry, ...] = ()
     apart: tuple[LayerEntry, ...] = ()
+    decoding: tuple[LayerEntry, ...] = ()
 
     @property
     def parameter_share(self) -> float:
@@ -182,6 +185,7 @@ class ConversionReport:
             ("skipped", self.skipped),
             ("runs as chains", self.fused),
             ("stays apart", self.apart),
+            ("attends to one query by a kernel, where there is one", self.decoding),
         ):
             listed = ((entry.name, entry.layer, entry.reason) for entry in entries)
             yield from (f"{title}: {line}" for line in grouped(listed))
@@ -255,8 +259,8 @@ def convert(
             weight.
         fuse: whether decoder layers and gated blocks such as Llama's run as chains: norms, sums,
             rotation and activation as fp8core computes them, linears as alone, an input of several
-            cast once. Each class is compared with that on a few numbers first. False keeps the
-            model's own.
+            cast once. Each class is compared with that on a few numbers first. Attention of other
+            layers attends to one query by the same kernel. False keeps the model's own.
 
     Raises:
         OperandError: ``model`` is no module, is converted already, or has no layer that can be
@@ -301,7 +305,7 @@ def _fused(
         )
         for reasons in fuse_blocks(model, conversion)
     ]
-    return dataclasses.replace(report, fused=groups[0], apart=groups[1])
+    return dataclasses.replace(report, fused=groups[0], apart=groups[1], decoding=groups[2])
 
 
 def unconvert(model: torch.nn.Module) -> torch.nn.Module:

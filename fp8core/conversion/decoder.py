@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,7 +27,14 @@ from fp8core.chain.packed_attention import HeadSizes, PackedAttentionShape
 from fp8core.chain.residual import AddShape
 from fp8core.chain.simple import RotaryShape
 from fp8core.conversion.layers import RECORD, Conversion, Converted, Record, derived, in_step
-from fp8core.conversion.single_query import Operands, attended, is_plain_sdpa
+from fp8core.conversion.single_query import (
+    Operands,
+    SdpaConfig,
+    asks_registry,
+    attended,
+    is_plain_sdpa,
+    offer_attention,
+)
 from fp8core.conversion.structure import (
     HEAD_NORMS,
     FeedForward,
@@ -190,6 +197,28 @@ class ConvertedMLP(ConvertedBlock):
                 return None
             y = at(self, feed.second)(dropped(self, feed.inner_dropout, y))
         return None if y is None else dropped(self, feed.dropout, y)
+
+
+class ConvertedAttention(ConvertedBlock):
+    """Base of an attention of transformers in a layer that runs by its modules: ``sdpa`` attends by
+    a kernel to one query a sequence."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Have the registry of the process know what attends, that of a pickle's as well."""
+        super().__init_subclass__(**keywords)
+        offer_attention()
+
+    @property
+    def config(self) -> SdpaConfig:
+        """The model's config, but for what attends."""
+        return SdpaConfig(self.__dict__["config"])
+
+    @config.setter
+    def config(self, value: Any) -> None:
+        self.__dict__["config"] = value
+
+    def _in_chains(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> torch.Tensor | None:
+        return None
 
 
 class ConvertedDecoder(ConvertedBlock):
@@ -400,10 +429,11 @@ def _turn_by(cos: torch.Tensor, sin: torch.Tensor) -> Turn:
     return angles, "bshd", torch.arange(batch, dtype=torch.int32, device=cos.device) * length
 
 
-def fuse(model: torch.nn.Module, conversion: Conversion) -> tuple[dict[str, str], dict[str, str]]:
+def fuse(model: torch.nn.Module, conversion: Conversion) -> Iterator[dict[str, str]]:
     """Have the layers of ``model``, whose linears and norms are converted, run as two chains, and
-    feed-forward blocks as one. Return by path what of each does not, empty if all of it does, and
-    of the others why they stay apart."""
+    feed-forward blocks as one. Yield by path what of each does not, empty if all of it does; of the
+    others why they stay apart; and the attentions of other layers with a kernel for one query,
+    with what they lack for it."""
     conversion.rotaries = _rotaries(model)
     fused, apart = {}, {}
     accepted: list[tuple[Any, Structure, str]] = []
@@ -432,7 +462,26 @@ def fuse(model: torch.nn.Module, conversion: Conversion) -> tuple[dict[str, str]
             parts = _parts_of(module, structure)
             chains = FeedChains(structure, Splice(parts, blocks), Splice(parts[:-1], blocks))
             _swap(module, ConvertedMLP, chains, conversion)
-    return fused, apart
+    yield from (fused, apart)
+    layers = [(module, each) for module, each, _ in accepted if isinstance(each, Layer)]
+    within = {at(module, layer.attention) for module, layer in layers if layer.attention}
+    yield _decoding(model, within, conversion)
+
+
+def _decoding(
+    model: torch.nn.Module, fused: Collection[torch.nn.Module], conversion: Conversion
+) -> dict[str, str]:
+    """Give the attentions of ``model`` but those ``fused``, of which something is converted, the
+    kernel for one query. Return by path what each lacks for it."""
+    reasons = {}
+    for path, module in model.named_modules():
+        is_converted = any(isinstance(child, Converted) for child in module.children())
+        if module in fused or not (is_converted and asks_registry(module)):
+            continue
+        name = getattr(vars(module)["config"], "_attn_implementation", None)
+        reasons[path] = "" if name == "sdpa" else f"once it attends by sdpa, now by {name}"
+        _swap(module, ConvertedAttention, None, conversion)
+    return reasons
 
 
 class _Rotary:

@@ -9,6 +9,7 @@ places are all in it.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping
 from types import BuiltinFunctionType
@@ -24,7 +25,7 @@ _SDPA = "transformers.integrations.sdpa_attention"
 _WITHOUT_EFFECT = frozenset(
     {
         *("position_ids", "cache_position", "use_cache", "num_items_in_batch"),
-        *("output_hidden_states", "return_dict"),
+        *("output_hidden_states", "return_dict", "sliding_window"),
     }
 )
 """Keywords of a layer that ``sdpa`` is given, and does not read."""
@@ -95,3 +96,71 @@ def _is_plain(attention: Any, operands: Operands) -> bool:
         return False
     of_heads = mask.shape[1] == 1 and mask.shape[2] == 1 and mask.shape[3] == k.shape[2]
     return of_heads and mask.shape[0] in (1, batch) and mask.device == q.device
+
+
+# --- attention of layers that run by their modules ---
+
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_NAME = "fp8core_sdpa"
+"""Of what attends for them, in transformers' registry of attentions: another name than those that
+other modules ask for."""
+
+
+class SdpaConfig:
+    """A config, by which transformers' ``sdpa`` is :func:`attend`; all else is the config's own,
+    written to it as well."""
+
+    def __init__(self, config: Any) -> None:
+        self.__dict__["_config"] = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_config":  # of an object that is being copied
+            raise AttributeError(name)
+        value = getattr(self._config, name)
+        return _NAME if name == "_attn_implementation" and value == "sdpa" else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+
+def registry() -> Any:
+    """Return transformers' registry of attentions, None where transformers is not loaded."""
+    return getattr(sys.modules.get("transformers.modeling_utils"), _REGISTRY, None)
+
+
+def asks_registry(module: torch.nn.Module) -> bool:
+    """Return whether ``module`` attends by what transformers' registry has under the name in its
+    config, which it reads for nothing else."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or "forward" in vars(module) or "config" not in vars(module):
+        return False
+    is_local = forward.__globals__.get(_REGISTRY) is not registry()  # in its file
+    asks = {_REGISTRY, "_attn_implementation"} <= {*code.co_names}
+    return asks and not is_local and "sdpa" not in code.co_consts
+
+
+def offer_attention() -> None:
+    """Have transformers' registry name :func:`attend`."""
+    registry().register(_NAME, attend)
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers' ``sdpa``, or by one query a sequence by a kernel."""
+    sdpa, operands = registry()["sdpa"], Operands(query, key, value, attention_mask)
+    result = None
+    if not keywords.get("dropout"):
+        rest = {name: x for name, x in keywords.items() if name not in ("dropout", "scaling")}
+        scaling = keywords.get("scaling")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        result = attended(module, operands, scaling, rest, sdpa)
+    if result is None:
+        return sdpa(module, *operands, **keywords)  # type: ignore[no-any-return]  # transformers'
+    return result, None

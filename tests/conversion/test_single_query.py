@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import itertools
+import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -127,6 +128,132 @@ def test_a_padded_batch_generates_the_same_tokens(
     assert torch.equal(results[0].sequences, results[1].sequences)
     for ours, theirs in zip(results[0].logits, results[1].logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+APART: dict[str, dict[str, Any]] = {
+    "Cohere": {"use_qk_norm": True},
+    "Cohere2": MIXED,  # without rotation where it attends to all
+    "Exaone4": {**MIXED, "head_dim": 8, "sliding_window_pattern": 2},
+    "GPTNeoX": {},  # projections in one, a part of each head rotated
+    "Gemma3": {**MIXED, "head_dim": 8, "query_pre_attn_scalar": 8},
+    "Glm4": {"head_dim": 8},
+    "Olmo2": {},  # norms of whole queries and keys
+    "Olmo3": MIXED,
+    "Phi": {"qk_layernorm": True},
+    "Phi3": {"pad_token_id": 0},
+    "StableLm": {"qk_layernorm": True},
+}
+
+
+def apart(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model whose layers are no chains, and whose attention tells keys apart."""
+    torch.manual_seed(0)
+    text = "Text" if family == "Gemma3" else ""
+    config = getattr(transformers, f"{family}{text}Config")(**{**SIZES, **APART[family]})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and ("attn" in name or "attention" in name):
+            nn.init.normal_(parameter, 0.0, 0.5)
+    return model.to(dtype).eval()
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", APART)
+def test_layers_that_are_no_chains_attend_by_it(family: str, cache: str, reading: Reading) -> None:
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"attention_mask": PADDED, "cache_implementation": cache, "output_logits": True}
+    results = []
+    for fuse in (True, False):
+        model = apart(family)
+        report = fp8core.convert(model, RECIPE, rms_norms=True, fuse=fuse)
+        assert [entry.reason for entry in report.decoding] == ["", ""] * fuse
+        results.append(model.generate(TOKENS, eos_token_id=None, **options))
+    assert len(reading.calls) == 2 * 5  # layers, and the tokens behind the prompt's
+    assert torch.equal(results[0].sequences, results[1].sequences)
+    for ours, theirs in zip(results[0].logits, results[1].logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_such_an_attention_keeps_its_config_and_goes_back(reading: Reading) -> None:
+    model, tokens = apart("Olmo2"), TOKENS[:, :1]
+    kind, config = type(model.model.layers[0].self_attn), model.config
+    fp8core.convert(model, RECIPE)
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        attention = copied.model.layers[0].self_attn
+        assert isinstance(attention, kind)
+        assert type(attention).__name__ == kind.__name__
+        assert vars(attention)["config"] is copied.config
+        assert attention.config.hidden_size == config.hidden_size
+        with torch.no_grad():
+            copied(tokens)
+        assert len(reading.calls) == 2
+        reading.calls.clear()
+        copied.set_attn_implementation("eager")
+        with torch.no_grad():
+            copied(tokens)
+        assert not reading.calls
+        attention.config._attn_implementation = "sdpa"  # the model's own
+        assert copied.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        want = model(tokens).logits
+    fp8core.unconvert(model)
+    reading.calls.clear()
+    assert type(model.model.layers[0].self_attn) is kind
+    fp8core.convert(model, RECIPE, fuse=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, want, rtol=1e-4, atol=1e-4)
+    assert not reading.calls
+
+
+def test_an_attention_of_no_converted_layer_stays(reading: Reading) -> None:
+    model = apart("Olmo2")
+    report = fp8core.convert(model, RECIPE, filter=["mlp"])
+    assert not report.decoding
+    with torch.no_grad():
+        model(TOKENS[:, :1])
+    assert not reading.calls
+
+
+def test_its_report_says_what_an_attention_lacks() -> None:
+    model = apart("Olmo2")
+    model.set_attn_implementation("eager")
+    report = fp8core.convert(model, RECIPE)
+    assert {entry.reason for entry in report.decoding} == {"once it attends by sdpa, now by eager"}
+    line = "attends to one query by a kernel, where there is one: 2 Olmo2Attention"
+    assert line in str(report)
+
+
+def test_a_registered_sdpa_is_called_by_layers_that_are_no_chains(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def mine(module: Any, *arguments: Any, **keywords: Any) -> Any:
+        calls.append(module)
+        return SDPA(module, *arguments, **keywords)
+
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(functions._global_mapping, "sdpa", mine)
+    model = apart("Olmo2")
+    fp8core.convert(model, RECIPE)
+    with torch.no_grad():
+        model(TOKENS[:, :1])
+    assert len(calls) == 2
+    assert not reading.calls
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "Phi"])
+def test_one_graph_serves_layers_that_are_no_chains(family: str, reading: Reading) -> None:
+    model, plain = apart(family), apart(family)
+    fp8core.convert(model, RECIPE, rms_norms=True)
+    fp8core.convert(plain, RECIPE, rms_norms=True, fuse=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        got = compiled(TOKENS[:, :1], use_cache=False).logits
+        want = plain(TOKENS[:, :1], use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_keys_and_values_are_read_where_the_cache_has_them(reading: Reading) -> None:
