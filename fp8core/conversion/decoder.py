@@ -34,6 +34,7 @@ from fp8core.conversion.single_query import (
     attended,
     is_plain_sdpa,
     offer_attention,
+    updated,
 )
 from fp8core.conversion.structure import (
     HEAD_NORMS,
@@ -304,7 +305,7 @@ class ConvertedDecoder(ConvertedBlock):
         heads = _heads(attention, rows, layer, pair, vars(module)[RECORD].conversion)
         q, k, v = (each.transpose(1, 2) for each in heads)
         if cache is not None:
-            k, v = cache.update(k, v, attention.layer_idx)
+            k, v = updated(cache, k, v, attention.layer_idx)
         excluded = (*_OF_ATTENTION, *_OF_ENCODER)
         rest = {name: value for name, value in keywords.items() if name not in excluded}
         operands = Operands(q, k, v, keywords.get("attention_mask"))

@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, LlamaModel, StaticCache
 
 import fp8core
@@ -29,6 +30,7 @@ from fp8core.backend_api import (
     OpDesc,
     SingleQueryDesc,
 )
+from fp8core.conversion import single_query
 from fp8core.conversion.single_query import Operands, attended
 from fp8core.dispatch import plugins
 from tests.backends.cuda.cuda_cases import backend
@@ -421,3 +423,103 @@ def test_one_graph_of_torch_compile_serves_all_tokens(reading: Reading) -> None:
     assert len(reading.calls) == 2 * 2 * 5
     assert counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
+
+
+# --- a token's keys and values in a static cache ---
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that compute, not of views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.names += [] if func.is_view else [name]
+        return func(*args, **(kwargs or {}))
+
+
+def filled(tokens: int) -> tuple[Any, list[torch.Tensor]]:
+    config = transformers.LlamaConfig(**SIZES)
+    cache = StaticCache(config=config, max_cache_len=8)
+    source = torch.Generator().manual_seed(0)
+    pair = [torch.randn(2, 2, tokens + 1, 8, generator=source) for _ in range(2)]
+    for index in range(2):
+        cache.update(*[x[:, :, :tokens] for x in pair], index)
+    return cache, [x[:, :, tokens:] for x in pair]
+
+
+def test_a_token_is_written_to_a_static_cache_by_three_operators() -> None:
+    caches = [filled(3)[0] for _ in range(2)]
+    token = filled(3)[1]
+    single_query.updated(caches[0], *token, 0)  # compares once with the class
+    caches[1].update(*token, 0)
+    with Operators() as seen:
+        got = single_query.updated(caches[0], *token, 0)
+    assert seen.names == ["index_copy_", "index_copy_", "add_"]
+    want = caches[1].update(*token, 0)
+    assert all(map(torch.equal, got, want))
+    assert got[0] is caches[0].layers[0].keys
+    for mine, its in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert torch.equal(mine.cumulative_length, its.cumulative_length)
+
+
+class OwnLayer(transformers.cache_utils.StaticLayer):
+    pass
+
+
+class OwnCache(StaticCache):
+    pass
+
+
+OTHER_CACHES = ["tokens", "cache", "layer", "update of the cache", "update of the layer", "patch"]
+
+
+@pytest.mark.parametrize("change", [*OTHER_CACHES, "offloading", "dynamic"])
+def test_another_cache_updates_itself(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, token = filled(3)
+    if change == "tokens":
+        token = [x.repeat(1, 1, 2, 1) for x in token]
+    elif change == "cache":
+        cache.__class__ = OwnCache
+    elif change == "layer":
+        cache.layers[0].__class__ = OwnLayer
+    elif change == "offloading":
+        cache.offloading = True
+    elif change == "dynamic":
+        cache = transformers.DynamicCache()
+    calls: list[Any] = []
+    holder = cache.layers[0] if change == "update of the layer" else cache
+    if change == "patch":
+        update = transformers.cache_utils.StaticLayer.update
+        monkeypatch.setattr(
+            transformers.cache_utils.StaticLayer,
+            "update",
+            lambda *arguments: calls.append(arguments) or update(*arguments),
+        )
+    elif change.startswith("update"):
+        update = holder.update
+        holder.update = lambda *arguments: calls.append(arguments) or update(*arguments)
+    else:
+        monkeypatch.setattr(type(cache), "update", lambda *arguments: calls.append(arguments))
+        type(cache).update.__code__ = type(cache).update.__code__.replace(
+            co_filename=transformers.cache_utils.__file__
+        )
+    single_query.updated(cache, *token, 0)
+    assert len(calls) == 1
+
+
+def test_an_update_that_writes_otherwise_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(self: Any, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
+        if not self.is_initialized:
+            self.lazy_initialization(k, v)
+        self.keys.fill_(5.0)
+        return self.keys, self.values
+
+    update.__code__ = update.__code__.replace(co_filename=transformers.cache_utils.__file__)
+    monkeypatch.setattr(transformers.cache_utils.StaticLayer, "update", update)
+    cache, token = filled(3)
+    keys, _ = single_query.updated(cache, *token, 0)
+    assert (keys == 5.0).all()
