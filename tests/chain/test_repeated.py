@@ -163,7 +163,8 @@ def test_backward_states_are_updated_though_the_program_does_not_run(
 ) -> None:
     updated: list[object] = []
     monkeypatch.setattr(
-        "fp8core.chain.repeated.update_after_backward", lambda state, task: updated.append(state)
+        "fp8core.chain.repeated.update_all_after_backward",
+        lambda states, task: updated.extend(states),
     )
     state = DelayedState.__new__(DelayedState)
     chain = Repeated(Scale(), Recordable((), (state,)), Recorder(repeated))

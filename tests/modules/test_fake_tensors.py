@@ -57,7 +57,7 @@ def kernels() -> Iterator[None]:
 
 def _linear() -> fp8core.Linear:
     torch.manual_seed(0)
-    return fp8core.Linear(64, 128, params_dtype=BF16, device="cpu")
+    return fp8core.Linear(64, 128, params_dtype=BF16)
 
 
 def _step(layer: nn.Module, x: torch.Tensor, name: str, **kwargs: Any) -> list[torch.Tensor]:
