@@ -182,6 +182,8 @@ def test_fake_masters_and_optimizers_step(name: str) -> None:
 def test_what_counts_nan_and_inf_counts_none_of_fake_tensors() -> None:
     layer = _linear()
     fp8core.clear_found_inf(layer)
+    with fp8core.quantized_model_init(recipe=recipe.Float8CurrentScaling()):
+        _linear()  # whose casts have a counter of their device
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         _step(layer, mode.from_tensor(X), "current")
     with FakeTensorMode() as mode:
@@ -190,6 +192,8 @@ def test_what_counts_nan_and_inf_counts_none_of_fake_tensors() -> None:
         _step(fake, mode.from_tensor(X), "current")
         with fp8core.quantized_model_init(recipe=recipe.Float8CurrentScaling()):
             _linear()  # whose weights count as well where anybody has asked
+        of_fake = fp8core.found_inf(fake)  # a real tensor
+    assert not of_fake
     assert not fp8core.found_inf(layer)
     _step(layer, X * torch.inf, "current")
     assert fp8core.found_inf(layer)

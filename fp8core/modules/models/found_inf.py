@@ -19,7 +19,7 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.models.inventory import layers_in
 from fp8core.torch_ops import nonfinite
-from fp8core.torch_ops.private import UNSCALE_GRADS
+from fp8core.torch_ops.private import UNSCALE_GRADS, without_modes
 
 
 def watch_grad_scaler(
@@ -227,6 +227,7 @@ def layers_of(model: torch.nn.Module, caller: str) -> list[LowPrecisionModule]:
     return layers
 
 
+@without_modes()  # counters are real, whatever mode asks
 def read_counts(layers: Sequence[LowPrecisionModule]) -> Counts:
     """Return a copy of the counters of ``layers``, and of casts of no layer."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -238,6 +239,7 @@ def read_counts(layers: Sequence[LowPrecisionModule]) -> Counts:
     return {device: _Counts(counts, torch.stack(counts)) for device, counts in by_device.items()}
 
 
+@without_modes()
 def differ(
     now: Counts, before: Counts, to: torch.device, *, in_training: bool = False
 ) -> torch.Tensor:
