@@ -41,7 +41,7 @@ PEERS = {
     "cpu": ("--size", "trial", "--seconds", "0", "--library", "torch", "fp8core"),
 }
 PYTEST = ("-m", "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider")
-PYTEST += ("-n", str(max(10, 3 * len(os.sched_getaffinity(0)) // 4)), "--dist", "loadfile")
+PYTEST += ("-n", str(max(10, 3 * (os.cpu_count() or 1) // 4)), "--dist", "loadfile")
 TESTS = (
     *("tests/distributed", "tests/collectives", "tests/modules/test_amax_reduction.py"),
     *("tests/modules/test_overlap.py", "tests/modules/test_parallel.py"),
