@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8core
 from fp8core import RecipeError, autocast, ops, prepare, recipe
 from tests.device import DEVICE
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -136,6 +137,34 @@ def test_a_fresh_model_gets_its_state_from_a_distributed_checkpoint(
     for seed in range(3):
         assert torch.equal(step(loaded, seed), step(saved, seed))
     assert same(loaded, saved)
+
+
+def nested(rank: int, folder: str) -> dict[str, Any]:
+    """Save a trained model as torch's guides do, and load it plainly into fresh ones."""
+    torch.manual_seed(0)  # ranks train the same model
+    found = {}
+    for kind in ("linears", "converted"):
+        saved, bare, prepared = trained(kind), MODELS[kind](), prepare(MODELS[kind](), RECIPE)
+        dcp.save({"model": saved.state_dict()}, checkpoint_id=f"{folder}/{kind}")
+        for model in (bare, prepared):
+            dcp.load({"model": model.state_dict()}, checkpoint_id=f"{folder}/{kind}")
+        weights = {name: own for name, own in saved.named_parameters()}
+        has_weights = all(torch.equal(own, weights[name]) for name, own in bare.named_parameters())
+        has_none = not any(key.endswith(STATE) for key in bare.state_dict())
+        is_whole = same(prepared, saved)
+        goes_on = torch.equal(step(prepared, 3), step(saved, 3)) and same(prepared, saved)
+        found[kind] = [has_weights, has_none, is_whole, goes_on]
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_plain_load_gives_scales_to_a_prepared_model_and_weights_alone_to_another(
+    count: int, tmp_path: Path
+) -> None:
+    wanted = dict.fromkeys(["linears", "converted"], [True] * 4)
+    assert (
+        run_ranks(nested, tmp_path, str(tmp_path / "saved"), world_size=count) == [wanted] * count
+    )
 
 
 def test_a_fresh_model_on_meta_gets_its_state_with_its_memory(tmp_path: Path) -> None:
