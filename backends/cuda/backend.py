@@ -136,7 +136,9 @@ class CudaBackend:
             return of_groups(desc, device, native.load())
         if isinstance(desc, GemmDesc):
             run = _bind_dense(desc, device)
-            return bind_grouped_gemm(desc, run) if isinstance(desc, GroupedGemmDesc) else run
+            if isinstance(desc, GroupedGemmDesc):
+                return bind_grouped_gemm(desc, run, reads_offsets=_reads_offsets(device))
+            return run
         if isinstance(desc, PagedAttentionDesc):
             return PagedAttention(desc, device, native.load())
         if isinstance(desc, SingleQueryDesc):
@@ -165,6 +167,10 @@ class CudaBackend:
     def transfers(self, ranks: Ranks, device: torch.device) -> Transfers | None:
         """Return copies between devices of one host, None for other ranks."""
         return transfers_between(ranks, device)
+
+
+def _reads_offsets(device: torch.device) -> bool:
+    return device.type == "cuda" and tier_at(device).is_hopper
 
 
 def _bind_dense(desc: GemmDesc, device: torch.device) -> Callable[..., torch.Tensor]:
