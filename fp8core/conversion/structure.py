@@ -272,8 +272,13 @@ def dropped(module: Any, path: str, x: torch.Tensor) -> torch.Tensor:
 def computes_plainly(module: Any, structure: Structure) -> bool:
     """Return whether ``module`` computes as its ``structure`` says: on five tokens of small sizes,
     in training, with layers of torch and dropout inside."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        return attempt(lambda: _is_plain(module, structure)) is True
+    has_math = torch.backends.cuda.math_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_math_sdp(True)  # on CPUs too: sdpa_kernel may leave them no kernel
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+            return attempt(lambda: _is_plain(module, structure)) is True
+    finally:
+        torch.backends.cuda.enable_math_sdp(has_math)
 
 
 def _is_plain(module: Any, structure: Structure) -> bool:

@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8core
 from fp8core import OperandError, recipe
@@ -452,6 +453,14 @@ def test_fake_models_are_compared_as_real_ones(family: str) -> None:
             logits = model(torch.zeros(1, 4, dtype=torch.int64)).logits
             assert type(logits) is (torch.Tensor if len(reports) == 2 else FakeTensor)
     assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize("kernel", [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH])
+def test_layers_are_compared_whatever_kernels_torch_may_attend_by(kernel: SDPBackend) -> None:
+    with sdpa_kernel(kernel):  # the first leaves a CPU none
+        report = fp8core.convert(llama(), "current")
+        assert torch.backends.cuda.math_sdp_enabled() is (kernel is SDPBackend.MATH)
+    assert not report.apart
 
 
 def test_dropout_that_the_class_adds_in_training_is_noticed() -> None:
