@@ -19,7 +19,11 @@ from fp8core.backend_api import (
     OperandSpec,
     QuantizeDesc,
 )
-from fp8core_backends.cuda.fused_activation import bind_fused_activation, fused_activation_problem
+from fp8core_backends.cuda.fused_activation import (
+    bind_fused_activation,
+    fused_activation_problem,
+    has_two_parts,
+)
 from fp8core_backends.cuda.fused_norm import bind_fused_norm, fused_norm_problem
 from fp8core_backends.cuda.operations import runs
 from fp8core_backends.cuda.quantize import cast_problem
@@ -56,6 +60,8 @@ def _problem(desc: FusedDesc) -> str | None:
     assert spec is not None
     if not is_one_call(cast):
         return "no fusion with casts whose orientations differ"
+    if cast.split and not has_two_parts(desc.producer):
+        return f"{desc.op} has no two halves that are cast apart"
     return producer.problem(desc, spec)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -13,6 +13,7 @@ from fp8core.backend_api import (
     ActivationDesc,
     ColumnSumsDesc,
     FusedDesc,
+    Operand,
     OperandSpec,
     Quantized,
     QuantizeDesc,
@@ -36,6 +37,13 @@ from fp8core_backends.cuda.stream import index_of, raw_stream
 _MODES = {"tensor": 1, "row": 1, "vec128": 128, "mx32": 32, "nv16": 1}
 _HALVES = (torch.bfloat16, torch.float16)
 _VECTOR = 8  # elements that a kernel reads at once: 16 bytes
+# The casts with which the halves of a gradient may be tensors of their own.
+_SPLIT_MODES = ("tensor", "vec128")
+
+
+def has_two_parts(producer: object) -> bool:
+    """Whether the result is the gradient of a gated activation, of two halves."""
+    return isinstance(producer, ActivationBackwardDesc) and producer.name in GATED
 
 
 def fused_activation_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
@@ -44,7 +52,7 @@ def fused_activation_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
     assert isinstance(producer, ActivationDesc | ActivationBackwardDesc)
     is_backward = isinstance(producer, ActivationBackwardDesc)
     rounds = producer.out_dtype == producer.dtype
-    has_two_parts = is_backward and producer.name in GATED
+    has_halves = has_two_parts(producer)
     reason = first_problem(
         (producer.dtype not in _HALVES, f"no fusion from {producer.dtype}"),
         (
@@ -52,7 +60,7 @@ def fused_activation_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
             f"the cast takes {desc.quantize.dtype}, the activation gives {producer.out_dtype}",
         ),
         (
-            not rounds and (producer.out_dtype != torch.float32 or has_two_parts),
+            not rounds and (producer.out_dtype != torch.float32 or has_halves),
             f"no fusion of {producer.name} from {producer.dtype} by way of {producer.out_dtype}",
         ),
         (
@@ -60,7 +68,7 @@ def fused_activation_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
             f"no fusion with {spec.scale_format} scales of blocks of {spec.block}",
         ),
         (
-            spec.delayed == rounds and not (spec.delayed and has_two_parts),
+            spec.delayed == rounds and not (spec.delayed and has_halves),
             "a fusion rounds before the cast unless the scale is delayed",
         ),
         (not is_backward and spec.format == "e5m2", f"no fusion to {spec.format} in forward"),
@@ -68,6 +76,10 @@ def fused_activation_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
         (
             desc.quantize.chunked and not (is_backward and comes_in_chunks(desc.quantize)),
             f"no chunks of {desc.op} by {spec}",
+        ),
+        (
+            desc.quantize.split and (scale_mode(spec) not in _SPLIT_MODES or desc.quantize.chunked),
+            f"no halves of {desc.op} by {spec} apart, and none in chunks",
         ),
     )
     return reason or activation_problem(producer)
@@ -99,11 +111,8 @@ class _Fused:
             self._cast = Quantize(desc.quantize, spec, device, native)
         self._native_fused = fused_type(activation, self._cast.native_cast)
         self.kernel = self._cast.kernel
-        has_two_parts = (
-            isinstance(desc.producer, ActivationBackwardDesc) and desc.producer.name in GATED
-        )
         # The number of columns is a multiple of this; two halves are cast in whole blocks each.
-        self._step = max(_VECTOR, _MODES[mode]) if has_two_parts else _VECTOR
+        self._step = max(_VECTOR, _MODES[mode]) if has_two_parts(desc.producer) else _VECTOR
 
     def _results(
         self, rows: int, cols: int, slots: Slots, rng: torch.Tensor | None
@@ -175,6 +184,14 @@ class FusedActivation(_Fused):
         return (quantized,)
 
 
+class _Inputs(NamedTuple):
+    """The native call's arguments of ``x`` and of the gradient, and the tensors, held until it is
+    enqueued."""
+
+    addresses: tuple[int, ...]
+    tensors: tuple[torch.Tensor, torch.Tensor]
+
+
 class FusedActivationBackward(_Fused):
     """``(quantized grad_x,)`` from ``grad_output`` and ``x``, and column sums if asked for."""
 
@@ -223,6 +240,19 @@ class FusedActivationBackward(_Fused):
             OperandError: ``grad_output`` or ``x`` has another dtype than was bound, or their
                 shapes are not those of one activation.
         """
+        inputs = self._inputs(grad_output, x)
+        if inputs is None:
+            return self._in_two_steps(grad_output, x, scale, amax_out, nonfinite_out, rng)
+        (rows, cols), slots = x.shape, slots_of(scale, amax_out, nonfinite_out)
+        quantized, results, _workspace = self._results(rows, cols, slots, rng)
+        sums, addresses, _tile_sums = self._sums(rows, cols)
+        # The result of the activation has no memory.
+        arguments = (*inputs.addresses, *addresses, 0, rows, cols, cols, *results)
+        self._native_fused(arguments, raw_stream(self._index))
+        return (quantized,) if sums is None else (quantized, sums)
+
+    def _inputs(self, grad_output: torch.Tensor, x: torch.Tensor) -> _Inputs | None:
+        """Return the tensors as the kernel reads them, None if it does not read such."""
         rows, cols = x.shape
         n = cols // self._num_parts
         x, stride = adjacent_columns(x)
@@ -232,27 +262,21 @@ class FusedActivationBackward(_Fused):
         is_whole = is_whole and x.dtype == grad_output.dtype == self._dtype
         is_whole = is_whole and grad_output.shape == (rows, n) and n * self._num_parts == cols
         if not is_whole or (stride | grad_stride) % _VECTOR or (address | grad_address) % 16:
-            return self._in_two_steps(grad_output, x, scale, amax_out, nonfinite_out, rng)
-        slots = slots_of(scale, amax_out, nonfinite_out)
-        quantized, results, _workspace = self._results(rows, cols, slots, rng)
-        sums = tile_sums = None
-        sums_address = tile_sums_address = 0
-        if self._has_sums:
-            sums = self._empty((cols,), (1,), torch.float32)
-            size = self._native_fused.tile_sums_floats(rows, cols)
-            tile_sums = self._empty((size,), (1,), torch.float32)  # held until it is enqueued
-            sums_address, tile_sums_address = sums.data_ptr(), tile_sums.data_ptr()
-        self._native_fused(
-            (
-                *(address, rows, cols, stride),
-                *(grad_address, grad_stride),
-                *(sums_address, tile_sums_address),
-                *(0, rows, cols, cols),  # the result, which has no memory
-                *results,
-            ),
-            raw_stream(self._index),
-        )
-        return (quantized,) if sums is None else (quantized, sums)
+            return None
+        addresses = (address, rows, cols, stride, grad_address, grad_stride)
+        return _Inputs(addresses, (x, grad_output))
+
+    def _sums(
+        self, rows: int, cols: int
+    ) -> tuple[torch.Tensor | None, tuple[int, int], torch.Tensor | None]:
+        """Allocate the column sums, if they are asked for, and those of tiles, which the caller
+        holds until they are enqueued; with the addresses of both."""
+        if not self._has_sums:
+            return None, (0, 0), None
+        sums = self._empty((cols,), (1,), torch.float32)
+        size = self._native_fused.tile_sums_floats(rows, cols)
+        tile_sums = self._empty((size,), (1,), torch.float32)
+        return sums, (sums.data_ptr(), tile_sums.data_ptr()), tile_sums
 
     def _in_two_steps(
         self,
@@ -268,11 +292,87 @@ class FusedActivationBackward(_Fused):
         return (quantized, self._column_sums(grad_x)) if self._has_sums else (quantized,)
 
 
+Pair: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
+"""A tensor of each half."""
+
+
+class FusedHalves(FusedActivationBackward):
+    """``((quantized, quantized),)`` from ``grad_output`` and ``x``: the gradients of the two halves
+    of ``x``, each cast by itself; and the sums of all columns if asked for."""
+
+    __slots__ = ("_has_one_scale",)
+
+    def __init__(self, desc: FusedDesc, device: torch.device, native: Any) -> None:
+        super().__init__(desc, device, native)
+        spec = desc.quantize.rowwise or desc.quantize.columnwise
+        assert spec is not None
+        self._has_one_scale = scale_mode(spec) == "tensor"
+
+    def __call__(  # type: ignore[override]  # pairs
+        self,
+        grad_output: torch.Tensor,
+        x: torch.Tensor,
+        *,
+        scale: Pair = (None, None),
+        amax_out: Pair = (None, None),
+        nonfinite_out: Pair = (None, None),
+    ) -> tuple[Any, ...]:
+        """Differentiate at ``x``, and quantize both halves of the result.
+
+        Raises:
+            OperandError: as the call for one tensor.
+        """
+        assert isinstance(self._cast, Quantize)
+        first, second = zip(scale, amax_out, nonfinite_out, strict=True)
+        rows, cols = x.shape
+        n = cols // 2
+        inputs = self._inputs(grad_output, x)
+        if inputs is None:
+            grad_x = self._backward(grad_output, x)
+            parts = (grad_x[:, :n], first), (grad_x[:, n:], second)
+            pair = tuple([self._quantize(part, *each, None) for part, each in parts])
+            return (pair, self._column_sums(grad_x)) if self._has_sums else (pair,)
+        quantized, results, workspace = self._results(rows, cols, slots_of(*first), None)
+        sums, addresses, _tile_sums = self._sums(rows, cols)
+        scale_inv, scale_address, workspace_address = None, 0, 0
+        if self._has_one_scale:
+            scale_inv = self._empty((1, 1), (1, 1), torch.float32)
+            scale_address = scale_inv.data_ptr()
+        if workspace is not None:
+            behind = self._empty((workspace.shape[0],), (1,), torch.float32)
+            workspace_address = behind.data_ptr()
+        slots = (scale_address, *slots_of(*second), workspace_address)
+        arguments = (*slots, *inputs.addresses, *addresses, 0, rows, cols, cols, *results)
+        self._native_fused.halves(arguments, raw_stream(self._index))
+        pair = _halves(quantized, n, scale_inv)
+        return (pair,) if sums is None else (pair, sums)
+
+
+def _halves(both: Quantized, n: int, scale_inv: torch.Tensor | None) -> tuple[Quantized, Quantized]:
+    """Return the operands of the first ``n`` columns and of the others, with the latter's
+    ``scale_inv``; None: scales are of blocks, which lie as their elements."""
+
+    def parts(operand: Operand | None, dim: int) -> tuple[Operand | None, Operand | None]:
+        if operand is None:
+            return None, None
+        codes, scales, _ = operand
+        assert scales is not None
+        of_parts = scales.chunk(2, dim) if scale_inv is None else (scales, scale_inv)
+        first, second = map(Operand, torch.split(codes, n, dim), of_parts)
+        return first, second
+
+    rows, columns = parts(both.rowwise, 1), parts(both.columnwise, 0)
+    first, second = map(Quantized, rows, columns)
+    return first, second
+
+
 def bind_fused_activation(
     desc: FusedDesc, device: torch.device, native: Any
 ) -> Callable[..., tuple[Any, ...]]:
     """Return the callable of ``desc``."""
     if isinstance(desc.producer, ActivationDesc):
         return FusedActivation(desc, device, native)
+    if desc.quantize.split:
+        return FusedHalves(desc, device, native)
     backward = FusedActivationBackward(desc, device, native)
     return backward.in_chunks(desc.quantize, native) if desc.quantize.chunked else backward

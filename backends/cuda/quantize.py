@@ -336,6 +336,8 @@ def cast_problem(desc: QuantizeDesc) -> str | None:
 def _problem(desc: QuantizeDesc) -> str | None:
     """Say why no kernel casts as ``desc`` says, or None."""
     problem = cast_problem(desc)
+    if desc.split:
+        return "the halves of a tensor are two casts, but where it is computed as it is cast"
     if problem is not None or not (desc.sums or desc.chunked):
         return problem
     spec = desc.rowwise or desc.columnwise

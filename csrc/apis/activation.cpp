@@ -70,6 +70,19 @@ void launch_checked(const CastActivationDesc<CastDesc>& desc,
   launch_quantize_activation(desc, arguments, as_stream(stream));
 }
 
+void check_quantize_activation(const QuantizeActivationDesc& desc,
+                               const QuantizeActivationArguments& arguments) {
+  const ActivationDesc& function = desc.activation;
+  FP8CORE_CHECK(arguments.cast.groups.offsets == nullptr && arguments.cast.num_partials == 0,
+                "quantize_activation takes neither groups nor amaxes");
+  const bool has_two_parts = function.is_gated && function.is_backward;
+  FP8CORE_CHECK(function.output == function.input ||
+                    (function.output == InputType::kFloat32 && !has_two_parts),
+                "quantize_activation rounds to the type of x or, but for the gradient of a gated "
+                "activation, not at all");
+  check_cast(desc, arguments);
+}
+
 }  // namespace
 
 void activation(const ActivationDesc& desc, const ActivationArguments& arguments,
@@ -82,16 +95,29 @@ void activation(const ActivationDesc& desc, const ActivationArguments& arguments
 
 void quantize_activation(const QuantizeActivationDesc& desc,
                          const QuantizeActivationArguments& arguments, StreamHandle stream) {
-  const ActivationDesc& function = desc.activation;
-  FP8CORE_CHECK(arguments.cast.groups.offsets == nullptr && arguments.cast.num_partials == 0,
-                "quantize_activation takes neither groups nor amaxes");
-  const bool has_two_parts = function.is_gated && function.is_backward;
-  FP8CORE_CHECK(function.output == function.input ||
-                    (function.output == InputType::kFloat32 && !has_two_parts),
-                "quantize_activation rounds to the type of x or, but for the gradient of a gated "
-                "activation, not at all");
-  check_cast(desc, arguments);
+  check_quantize_activation(desc, arguments);
   launch_checked(desc, arguments, stream);
+}
+
+void quantize_halves(const QuantizeActivationDesc& desc, const QuantizeHalvesArguments& arguments,
+                     StreamHandle stream) {
+  const Granularity granularity = desc.cast.granularity;
+  const CastSlots& second = arguments.second;
+  FP8CORE_CHECK(desc.activation.is_gated && desc.activation.is_backward,
+                "quantize_halves: only the gradient of a gated activation has two halves");
+  FP8CORE_CHECK(granularity == Granularity::kDelayed || granularity == Granularity::kTensor ||
+                    granularity == Granularity::kVec128,
+                "quantize_halves: no kernel casts halves by this granularity");
+  FP8CORE_CHECK(granularity != Granularity::kDelayed || second.scale != nullptr,
+                "quantize_halves: delayed scaling takes a scale of each half");
+  FP8CORE_CHECK(granularity != Granularity::kTensor || second.workspace != nullptr,
+                "quantize_halves: current scaling takes a workspace for each half");
+  if (granularity != Granularity::kVec128)
+    FP8CORE_CHECK_ADDRESS(second.scale_inv, "quantize_halves: the second scale_inv");
+  check_quantize_activation(desc, arguments.both);
+  if (is_empty(arguments.both.inputs.x)) return;
+  check_grid("quantize_halves", num_tiles(arguments.both.cast.x, {}));
+  launch_quantize_activation(desc, arguments.both, as_stream(stream), &second);
 }
 
 void quantize_activation_mxfp8(const QuantizeActivationMxfp8Desc& desc,

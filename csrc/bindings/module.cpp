@@ -74,6 +74,7 @@ void register_activation(py::module_& module) {
   py::class_<QuantizeActivationDesc>(module, "QuantizeActivation")
       .def(py::init<ActivationDesc, QuantizeDesc>())
       .def("tile_sums_floats", &QuantizeActivationDesc::tile_sums_floats)
+      .def("halves", recorded<&quantize_halves>)
       .def("__call__", recorded<&quantize_activation>);
   py::class_<QuantizeActivationMxfp8Desc>(module, "QuantizeActivationMxfp8")
       .def(py::init<ActivationDesc, Mxfp8Desc>())

@@ -66,7 +66,7 @@ def variant_of(desc: OpDesc) -> str | None:
     return next((name for name in _VARIANTS if getattr(desc, name, False)), None)
 
 
-_VARIANTS = ("added", "chunked", "part", "prepared", "sums", "padded", "counted")
+_VARIANTS = ("added", "chunked", "part", "prepared", "sums", "padded", "split", "counted")
 
 
 class Alignment(NamedTuple):
@@ -145,7 +145,7 @@ class DeclaresNumerics(Protocol):
         """Return the bounds that hold for ``desc``, a supported descriptor, on ``device``."""
 
 
-API_VERSION = (6, 4)
+API_VERSION = (6, 5)
 """(major, minor). A backend written for another major, or a newer minor, is not loaded.
 
 The minor rises with a change that an old backend can ignore: a new operation, a new optional

@@ -92,7 +92,9 @@ class Call(NamedTuple):
     that takes them says, as :class:`~fp8core.chain.attention.spec.AttentionTensors` does;
     nothing in them is differentiated. ``delayed_wgrads`` takes the weight gradients that are not
     computed in backward. ``output [rows, n]`` and ``grad_input [rows, k]`` are memory for the
-    results of a lone linear. ``routes`` says where rows go whose experts are on several ranks.
+    results of a lone linear; ``grad_sum [rows, k]`` is a sum to which backward of a linear adds its
+    gradient of the input, and which it returns. ``routes`` says where rows go whose experts are on
+    several ranks.
     ``buffers`` are those of the layer's delayed state, in a graph that torch captures;
     ``phase`` is that of the step, as of :func:`fp8core.context.scopes.phase_in_graph`.
     """
@@ -108,6 +110,7 @@ class Call(NamedTuple):
     delayed_wgrads: DelayedCall | None = None
     output: torch.Tensor | None = None
     grad_input: torch.Tensor | None = None
+    grad_sum: torch.Tensor | None = None
     routes: Routes | None = None
     buffers: Sequence[torch.Tensor] = ()
     phase: str = "forward"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
+import torch
+
 from fp8core.backend_api import (
+    GATED,
     ActivationBackwardDesc,
     ActivationDesc,
     Chunks,
@@ -19,11 +23,12 @@ from fp8core.backend_api import (
     QuantizeDesc,
 )
 from fp8core.backend_api.operand_spec import codes_per_byte
-from fp8core.chain.request import Handover, QuantizeRequest
+from fp8core.chain.request import Handover, QuantizeRequest, SplitRequest
 from fp8core.chain.shape import BindContext
 from fp8core.dispatch import settings
 from fp8core.errors import UnsupportedError
-from fp8core.tensors.quantizer_binding import LowPrecision
+from fp8core.tensors.quantizer import Orientations
+from fp8core.tensors.quantizer_binding import LowPrecision, with_slots
 
 Producer: TypeAlias = NormDesc | NormBackwardDesc | ActivationDesc | ActivationBackwardDesc
 Variant: TypeAlias = tuple[bool, bool, bool]
@@ -73,10 +78,22 @@ class Fusion:
 
     def _handed(self, results: Sequence[Any], out: QuantizeRequest, rows: int) -> list[Any]:
         quantized, *rest = results
-        sums = [rest.pop()] if out.has_sums else ()
+        sums = [rest.pop()] if out.has_sums else []
+        if isinstance(out, SplitRequest):
+            of_halves = [*zip(*[total.chunk(2) for total in sums], strict=True)] or [(), ()]
+            halves = [
+                self._handover(each, part, rows, total)
+                for each, part, total in zip(quantized, out.parts, of_halves, strict=True)
+            ]
+            return [Handover(Orientations(*halves), rows), *rest]
+        return [self._handover(quantized, out, rows, sums), *rest]
+
+    def _handover(
+        self, quantized: Any, out: QuantizeRequest, rows: int, sums: Sequence[torch.Tensor]
+    ) -> Handover:
         if self.is_checked:
             _check_orientations(quantized, out, rows, self.packing)
-        return [Handover(quantized, rows, sums), *rest]
+        return Handover(quantized, rows, sums)
 
 
 def variants(fused: FusedDesc) -> dict[Variant, FusedDesc]:
@@ -114,14 +131,22 @@ def bind_fusion(
     ``consumer`` is asked: a fusion is no reason to change it. Where its fusion adds no zeros behind
     rows, as the cast does, it serves whole steps of rows.
     """
-    quantizer = None if consumer is None else consumer.quantizer
-    if consumer is None or not isinstance(quantizer, LowPrecision):
+    if consumer is None:
         return None
-    cast = replace(quantizer.desc, sums=consumer.has_sums)
-    fusion = _bind(step, producer, cast, quantizer, context, is_remade)
+    is_split = isinstance(consumer, SplitRequest)
+    parts = consumer.parts if isinstance(consumer, SplitRequest) else (consumer,)
+    quantizers = [part.quantizer for part in parts if isinstance(part.quantizer, LowPrecision)]
+    if len(quantizers) != len(parts):
+        return None
+    descs = {each.desc for each in quantizers}
+    has_halves = isinstance(producer, ActivationBackwardDesc) and producer.name in GATED
+    if is_split and (not has_halves or len(descs) != 1):
+        return None
+    cast = replace(descs.pop(), sums=consumer.has_sums, split=is_split)
+    fusion = _bind(step, producer, cast, quantizers, context, is_remade)
     if fusion is None and cast.padded:
         cast = replace(cast, padded=0)
-        return _bind(step, producer, cast, quantizer, context, is_remade)
+        return _bind(step, producer, cast, quantizers, context, is_remade)
     return fusion
 
 
@@ -129,24 +154,27 @@ def _bind(
     step: str,
     producer: Producer,
     cast: QuantizeDesc,
-    quantizer: LowPrecision,
+    quantizers: Sequence[LowPrecision],
     context: BindContext,
     is_remade: bool,
 ) -> Fusion | None:
     runs, chunked = {}, {}
+    quantizer = quantizers[0]
     backend = quantizer.choices[0].backend
-    takes_chunks = isinstance(producer, ActivationBackwardDesc) and not cast.grouped
+    with_slot = partial(with_slots, quantizers) if cast.split else quantizer.with_slot
+    is_dense = not cast.grouped and not cast.split
+    takes_chunks = isinstance(producer, ActivationBackwardDesc) and is_dense
     for key, desc in variants(FusedDesc(producer, cast)).items():
         fused = context.resolve_optional(f"{step} with cast", desc, backend)
         if fused is None:
             return None
-        runs[key] = quantizer.with_slot(fused.run)
+        runs[key] = with_slot(fused.run)
         if not takes_chunks or None in (desc.quantize.rowwise, desc.quantize.columnwise):
             continue
         in_chunks = replace(desc, quantize=replace(desc.quantize, chunked=True))
         fused = context.resolve_optional(f"{step} with cast", in_chunks, backend)
         if fused is not None:
-            chunked[key] = quantizer.with_slot(fused.run)
+            chunked[key] = with_slot(fused.run)
     again = None
     if is_remade:
         half = FusedDesc(producer, replace(cast, rowwise=None, counted=False))

@@ -55,7 +55,8 @@ class Handover:
     """A tensor as its consumer requested it: quantized, padded, with its column sums if needed.
 
     ``sums`` are float32 ``[cols]``, one per group, of the tensor before quantization. ``rows`` is
-    its number of rows before padding.
+    its number of rows before padding. That of a :class:`SplitRequest` has the handovers of the two
+    halves in the place of operands.
     """
 
     __slots__ = ("operands", "rows", "sums")
@@ -234,6 +235,38 @@ class _RowsRequest(QuantizeRequest):
     def is_plain(self) -> bool:
         """There is nothing to quantize."""
         return False
+
+    def __call__(self, y: torch.Tensor) -> Any:
+        """Return ``y``."""
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRequest(QuantizeRequest):
+    """Takes the gradient of two linears, whose columns are its halves, as it is. An operation that
+    casts each half as its request in ``parts`` says hands over the handovers of both."""
+
+    parts: Sequence[QuantizeRequest] = ()
+
+    @classmethod
+    def of(cls, parts: Sequence[QuantizeRequest | None]) -> SplitRequest | None:
+        """Return the request of two linears with these requests; None where these differ in more
+        than their scales, or ask for more than a cast."""
+        plain = [
+            each
+            for each in parts
+            if each is not None and each.is_plain and each.rng is None and each.shards is None
+        ]
+        if len(parts) != 2 or len(plain) != 2 or plain[0].quantizer.plan is None:
+            return None
+        ways = [
+            (each.dtype, each.rowwise, each.columnwise, each.has_sums, each.quantizer.plan)
+            for each in plain
+        ]
+        dtype, rowwise, columnwise, has_sums, _ = ways[0]
+        if ways[0] != ways[1]:
+            return None
+        return cls(plain[0].quantizer, dtype, rowwise, columnwise, has_sums, parts=plain)
 
     def __call__(self, y: torch.Tensor) -> Any:
         """Return ``y``."""

@@ -21,7 +21,7 @@ from fp8core.chain.activation import GatedShape
 from fp8core.chain.alone import is_transformed
 from fp8core.chain.call import DENSE
 from fp8core.chain.linear.program import LinearLink, saving_input
-from fp8core.chain.linear.siblings import SiblingsLink
+from fp8core.chain.linear.siblings import siblings
 from fp8core.chain.node import is_under_torch_autocast
 from fp8core.chain.protocol import Link
 from fp8core.chain.residual import ResidualLink
@@ -325,7 +325,7 @@ def _links(
             casts = [_cast_of_input(bounds[layer].plan) for layer in part]
             if any([cast != casts[0] for cast in casts]):
                 return None
-            links[at] = SiblingsLink(tuple(linears))  # type: ignore[arg-type]  # linears alone are siblings
+            links[at] = siblings(linears, context)  # type: ignore[arg-type]  # linears alone are siblings
         elif isinstance(part, LinkShape):
             shapes[at] = part
         else:

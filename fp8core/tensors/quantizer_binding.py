@@ -7,7 +7,7 @@ the amaxes of the parts are reduced.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -88,6 +88,16 @@ class LowPrecision(TensorQuantizer):
         if self.slot is not None:
             run = self.slot.bound(run)
         return run if self.nonfinite is None else partial(run, nonfinite_out=self.nonfinite)
+
+
+def with_slots(quantizers: Sequence[LowPrecision], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run``, a cast of several tensors at once, with the scale, amax and count of each."""
+    slots = [each.slot for each in quantizers if each.slot is not None]
+    counts = tuple([each.nonfinite for each in quantizers])
+    if slots:
+        scales, amaxes = tuple([slot.scale for slot in slots]), tuple([slot.amax for slot in slots])
+        run = partial(run, scale=scales, amax_out=amaxes)
+    return run if set(counts) == {None} else partial(run, nonfinite_out=counts)
 
 
 ReduceAmax: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"

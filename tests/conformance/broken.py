@@ -41,7 +41,7 @@ class Sound(ReferenceBackend):
         if type(desc) is FusedDesc:
             if desc.quantize.chunked:
                 return "no fusion in chunks"
-            cast = replace(desc.quantize, sums=False)
+            cast = replace(desc.quantize, sums=False, split=False)
             return self.unsupported(desc.producer, device) or self.unsupported(cast, device)
         if type(desc) is AddNormDesc:
             return self.unsupported(desc.norm, device)
@@ -216,6 +216,22 @@ class LeavesOutTheLastFusedChunk(GivesFusedChunks):
     class fused_chunks(FusedChunks):
         def __iter__(self) -> Iterator[tuple[int, int, Operand]]:
             yield from list(super().__iter__())[:-1]
+
+
+@caught_by("law6_fused_halves_equal_two_casts")
+class SwapsHalves(Sound):
+    """Hands the cast of the second half over as that of the first."""
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Run:
+        run = super().bind(desc, device)
+        if type(desc) is not FusedDesc or not desc.quantize.split:
+            return run
+
+        def swapped(*arguments: Any, **keywords: Any) -> Any:
+            halves, *rest = run(*arguments, **keywords)
+            return halves[::-1], *rest
+
+        return swapped
 
 
 @caught_by("law7_kernels_are_named_by_texts")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +14,20 @@ from torch import nn
 
 import fp8core
 from fp8core import recipe
+from fp8core.backend_api import DequantizeDesc, QuantizeDesc
 from fp8core.chain.activation import activation_shape
+from fp8core.chain.linear.siblings import SiblingsLink
+from fp8core.chain.repeated import Repeated
 from fp8core.chain.residual import AddShape
+from fp8core.conformance.subject import find
+from fp8core.dispatch import table
+from fp8core.modules import splice
+from fp8core.modules.calls.bind import bind
 from fp8core.modules.splice import Splice
+from tests import recording_backend
+from tests.chain import fused_toy
 from tests.device import DEVICE
+from tests.pairs import pairs
 
 WIDTH, INNER = 64, 96
 CHOSEN = ("current", "block", "mxfp8", "rowwise")
@@ -79,11 +92,19 @@ def pairs_of(chosen: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [*zip(*results, strict=True)]
 
 
+@pytest.fixture
+def sums_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of siblings' input are added as torch's engine adds them."""
+    monkeypatch.setattr(splice, "siblings", lambda links, context: SiblingsLink(tuple(links)))
+
+
+@pytest.mark.usefixtures("sums_of_tensors")
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_bits_are_those_of_the_layers_apart(chosen: str) -> None:
     assert all(torch.equal(a, b) for a, b in pairs_of(chosen))
 
 
+@pytest.mark.usefixtures("sums_of_tensors")
 def test_behind_an_activation_a_delayed_scale_casts_what_is_not_rounded_first() -> None:
     for a, b in pairs_of("delayed"):
         if a.is_floating_point():
@@ -202,3 +223,143 @@ def test_a_copy_has_chains_of_its_own() -> None:
     layer.zero_grad()
     assert all(map(torch.equal, got, steps(layer, "delayed", is_joined=True)))
     assert len(got) == len(want)
+
+
+def split_steps(
+    chosen: str, change: Callable[[Layer], object], *offered: str
+) -> tuple[list[torch.Tensor], Counter[str]]:
+    """Return what ``steps`` does with a backend that casts halves of a gradient where it computes
+    them, if that is ``offered``, with the counts of NaN and inf, and the calls of the backend."""
+    layer = Layer()
+    change(layer)
+    with fused_toy.installed(*offered, variants=("split", "counted")) as calls:
+        results = [each for each in steps(layer, chosen, is_joined=True) if each is not None]
+    counts = [each for one in layer.children() for each in one._bindings.nonfinite.values()]  # type: ignore[union-attr,operator]  # layers
+    return [*map(bits, (*results, *counts))], calls
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().view(torch.uint8) if x.dim() else x.clone()
+
+
+HALVES = "activation_backward_quantize"
+CHANGES: dict[str, Callable[[Layer], object]] = {
+    "nothing": lambda layer: None,
+    "frozen gate and up": lambda layer: [
+        each.requires_grad_(False) for each in (layer.gate.weight, layer.up.weight)
+    ],
+    "biases": lambda layer: [with_bias(layer, name) for name in ("gate", "up")],
+    "counted": lambda layer: with_inf(layer),
+}
+
+
+def with_inf(layer: Layer) -> None:
+    fp8core.clear_found_inf(layer)
+    with torch.no_grad():
+        layer.up.weight[3, 5] = torch.inf
+
+
+def with_bias(layer: Layer, name: str) -> None:
+    linear = fp8core.Linear(WIDTH, INNER, name=name, device=DEVICE, params_dtype=torch.bfloat16)
+    setattr(layer, name, linear)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            nn.init.normal_(parameter, std=0.2)
+    branch = [layer.second, (layer.gate, layer.up), activation_shape("swiglu"), layer.down]
+    layer.before = Splice([layer.first, (layer.q, layer.k)], [layer])
+    layer.behind = Splice([layer.o, AddShape(), branch], [layer])
+
+
+@pytest.mark.parametrize(("chosen", "change"), pairs([*CHOSEN, "delayed"], [*CHANGES]))
+def test_gate_and_up_are_cast_where_their_gradients_are_computed(chosen: str, change: str) -> None:
+    expected, _ = split_steps(chosen, CHANGES[change])
+    results, calls = split_steps(chosen, CHANGES[change], HALVES)
+    assert calls[HALVES] == 3
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.up.weight.requires_grad_(False),
+        lambda layer: with_bias(layer, "up"),
+    ],
+    ids=["one frozen", "one bias"],
+)
+def test_linears_that_differ_cast_their_gradients_apart(change: Callable[[Layer], object]) -> None:
+    expected, _ = split_steps("delayed", change)
+    results, calls = split_steps("delayed", change, HALVES)
+    assert not calls[HALVES]
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def grads_of_input(
+    layers: list[fp8core.Linear], x: torch.Tensor, dy: torch.Tensor, *, is_joined: bool
+) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    with fp8core.autocast(recipe=recipe.Float8CurrentScaling()):
+        if is_joined:
+            y: Any = Splice([tuple(layers)], [nn.ModuleList(layers)]).run(x)
+        else:
+            y = torch.cat([layer(x) for layer in layers], -1)
+        (grad,) = torch.autograd.grad(y, x, dy)
+    return grad
+
+
+def gradient_in_float64(
+    layer: fp8core.Linear, dy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return dgrad of the codes that ``layer`` multiplies, the sums of the magnitudes of its terms,
+    and the share of these that its backend says a product may lose."""
+    with fp8core.autocast(recipe=recipe.Float8CurrentScaling()):
+        (link,) = bind(layer, DEVICE, dy.dtype).links
+    choice: Any = link.choices["dgrad"]
+    desc, run = choice.desc, partial(table.resolve, device=DEVICE)
+    a = run(QuantizeDesc(dy.dtype, desc.a, None)).run(dy).rowwise
+    b = run(QuantizeDesc(dy.dtype, None, desc.b)).run(layer.weight.detach()).columnwise
+    rows, columns = (
+        run(DequantizeDesc(spec)).run(each).double() for spec, each in ((desc.a, a), (desc.b, b))
+    )
+    figures = find(choice.backend, DEVICE.type).numerics(desc)
+    lost = figures.sum_error + rows.shape[1] * figures.sum_error_per_term
+    return rows @ columns.t(), rows.abs() @ columns.abs().t(), lost
+
+
+@pytest.mark.parametrize("rows", [64, 37, 8])
+def test_siblings_round_the_sum_of_their_gradients_once_a_product(rows: int) -> None:
+    """Each element within its bound, and the worst row better than that of a sum of tensors."""
+    torch.manual_seed(3)
+    widths = (64, 32, 48)
+    own: dict[str, Any] = {"bias": False, "device": DEVICE, "params_dtype": torch.bfloat16}
+    layers = [fp8core.Linear(WIDTH, width, **own) for width in widths]
+    x, dy = (torch.randn(rows, n, device=DEVICE).bfloat16() for n in (WIDTH, sum(widths)))
+    joined, apart = (grads_of_input(layers, x, dy, is_joined=way) for way in (True, False))
+    products = [*map(gradient_in_float64, layers, dy.split(widths, 1))]
+    (q, _, _), (k, _, _), (v, _, _) = products
+    exact, share = q + k + v, max(share for *_, share in products)
+    lost: Any = sum(share * sizes for _, sizes, share in products)
+    # Three results are rounded by half an ulp of bfloat16, and two are terms of the next sum.
+    rounded = v.abs() + (v + k).abs() + exact.abs() + 3 * lost
+    bound = 1.02 * (2.0**-8 * rounded + lost + share * rounded)
+    assert ((joined.double() - exact).abs() <= bound).all()
+    if share < 2.0**-16:  # of sums in float32; others may lose as much as a rounding
+        errors = [(each.double() - exact).norm(dim=1) for each in (joined, apart)]
+        assert errors[0].max() <= errors[1].max()
+        assert errors[0].norm() < errors[1].norm()
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a recorder of CPUs")
+@pytest.mark.parametrize("chosen", ["delayed", "current", "block"])
+def test_repeated_steps_add_in_their_products(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording_backend.install(monkeypatch)
+    recording_backend.RECORDER.problems.clear()
+    results, layer = [], Layer()
+    for name, each in ((recording_backend.NAME, layer), ("reference", Layer())):
+        with fp8core.use_backend(name):
+            results.append(steps(each, chosen, is_joined=True, count=5))
+    assert all(map(torch.equal, *results))
+    assert not recording_backend.RECORDER.problems
+    ((chain, *_),) = layer.behind._chains.values()
+    assert chain is not None
+    programs = [each for each in chain._programs.values() if isinstance(each, Repeated)]
+    assert [each.is_recorded for each in programs] == [(True, True)]

@@ -23,8 +23,10 @@ inline bool reads_vectors(const ActivationDesc& desc, const ActivationInputs& in
 void launch_activation(const ActivationDesc& desc, const ActivationArguments& arguments,
                        cudaStream_t stream);
 
+// `second`: of the second half, null unless the halves of the result are tensors of their own.
 void launch_quantize_activation(const QuantizeActivationDesc& desc,
-                                const QuantizeActivationArguments& arguments, cudaStream_t stream);
+                                const QuantizeActivationArguments& arguments, cudaStream_t stream,
+                                const CastSlots* second = nullptr);
 void launch_quantize_activation(const QuantizeActivationMxfp8Desc& desc,
                                 const QuantizeActivationMxfp8Arguments& arguments,
                                 cudaStream_t stream);

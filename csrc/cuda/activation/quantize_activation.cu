@@ -64,9 +64,11 @@ void add_tile_sums(const CastActivationArguments<CastArguments>& arguments, cuda
 }  // namespace
 
 void launch_quantize_activation(const QuantizeActivationDesc& desc,
-                                const QuantizeActivationArguments& arguments, cudaStream_t stream) {
+                                const QuantizeActivationArguments& arguments, cudaStream_t stream,
+                                const CastSlots* second) {
   const DeviceGuard guard(desc.activation.device);
-  const TileParams tile = tile_params_of(desc, arguments);
+  TileParams tile = tile_params_of(desc, arguments);
+  if (second != nullptr) tile.is_split = true, tile.second = *second;
   const ActivationSourceInputs inputs = source_inputs(desc.activation, arguments);
   with_fused(desc.activation, [&](auto fused) { fused.launch(desc, tile, inputs, stream); });
   add_tile_sums(arguments, stream);

@@ -185,20 +185,30 @@ struct Seen {
   }
 };
 
-// What a thread has to record of its elements: the largest magnitude, and their NaN and inf in
-// `nonfinite`, if that is not null. All threads of a warp call it. Where one of them saw a NaN or
-// inf, all read their elements once more; the amax is that of the others and inf.
+// What a thread has to record of its elements of each part: the largest magnitude so far in `amax`,
+// and their NaN and inf in `nonfinite`, if that is not null. All threads of a warp call it. Where
+// one of them saw a NaN or inf, all read their elements once more; the amax is that of the others
+// and inf.
 template <typename Source>
-__device__ float record_elements(const Seen<typename Source::Value>& seen, const TileParams& p,
-                                 const typename Source::Inputs& inputs, unsigned tile) {
+__device__ void record_elements(const Seen<typename Source::Value> (&seen)[Source::kParts],
+                                const TileParams& p, const typename Source::Inputs& inputs,
+                                unsigned tile, float (&amax)[Source::kParts]) {
   using T = typename Source::Value;
-  if (__all_sync(0xFFFFFFFFu, seen.largest.is_finite())) return seen.largest.amax();
+  bool is_finite = true;
+#pragma unroll
+  for (int part = 0; part < Source::kParts; ++part)
+    is_finite = is_finite && seen[part].largest.is_finite();
+  if (__all_sync(0xFFFFFFFFu, is_finite)) {
+#pragma unroll
+    for (int part = 0; part < Source::kParts; ++part)
+      amax[part] = fmaxf(amax[part], seen[part].largest.amax());
+    return;
+  }
   unsigned thread = threadIdx.x;
   // Computed anew: the compiler would hold addresses for what hardly ever happens.
   asm volatile("" : "+r"(tile), "+r"(thread));
   const Source source(inputs, p, span_of_plain_tile(p, tile), thread / 16, thread % 16);
-  float amax = 0.0f;
-  int count = 0;
+  int count[Source::kParts] = {};
 #pragma unroll 1
   for (int i = 0; i < 8; ++i) {
     typename Source::Row row[1];
@@ -207,15 +217,18 @@ __device__ float record_elements(const Seen<typename Source::Value>& seen, const
     source.values(row[0], x);
 #pragma unroll
     for (int part = 0; part < Source::kParts; ++part) {
-      amax = fmaxf(amax, x[part].amax());
+      amax[part] = fmaxf(amax[part], x[part].amax());
 #pragma unroll
-      for (int j = 0; j < Eight<T>::kWords; ++j) count += nonfinite_in<T>(x[part].word(j));
+      for (int j = 0; j < Eight<T>::kWords; ++j) count[part] += nonfinite_in<T>(x[part].word(j));
     }
   }
-  count = __reduce_add_sync(0xFFFFFFFFu, count);
-  if (p.args.nonfinite != nullptr && threadIdx.x % 32 == 0)
-    atomicAdd(p.args.nonfinite, static_cast<unsigned long long>(count));
-  return amax;
+#pragma unroll
+  for (int part = 0; part < Source::kParts; ++part) {
+    const int total = __reduce_add_sync(0xFFFFFFFFu, count[part]);
+    unsigned long long* nonfinite = slots_of(p, part).nonfinite;
+    if (nonfinite != nullptr && threadIdx.x % 32 == 0)
+      atomicAdd(nonfinite, static_cast<unsigned long long>(total));
+  }
 }
 
 // The sums of the thread's eight rows of each of its columns.

@@ -102,15 +102,34 @@ __device__ void cast_matrix_tile(const CastParams<Source>& params) {
 
 // The scale of a whole tensor that is not in groups, for all tiles of a block.
 template <Granularity G>
-__device__ float tensor_scale(const TileParams& p, float* shared) {
+__device__ float tensor_scale(const TileParams& p, const CastSlots& slots, float* shared) {
   float scale;
   if constexpr (G == Granularity::kDelayed)
-    scale = *p.args.scale;
+    scale = *slots.scale;
   else
-    scale = scale_of(reduce_partials<kTileThreads>(p.args.workspace, p.args.num_partials, shared),
+    scale = scale_of(reduce_partials<kTileThreads>(slots.workspace, p.args.num_partials, shared),
                      p.rule);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *p.args.rowwise.scale_inv = __frcp_rn(scale);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *slots.scale_inv = __frcp_rn(scale);
   return scale;
+}
+
+// Calls take(amax, slots) by one thread, with the largest of what the threads have of each tensor:
+// of all parts, or of each one that is a tensor of its own. `shared` is free.
+template <int kParts, typename Take>
+__device__ void for_amaxes(const TileParams& p, const float (&of_parts)[kParts], float* shared,
+                           const Take& take) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    if (part > 0 && !p.is_split) return;
+    float largest = of_parts[part];
+    if (!p.is_split) {
+#pragma unroll
+      for (int other = 1; other < kParts; ++other) largest = fmaxf(largest, of_parts[other]);
+    }
+    if (part > 0) __syncthreads();  // all threads have read those of the part before
+    largest = block_max<kTileThreads>(largest, shared);
+    if (threadIdx.x == 0) take(largest, slots_of(p, part));
+  }
 }
 
 // The results of a computation, which is not in groups. A thread encodes a row as soon as it has
@@ -124,25 +143,32 @@ __device__ void cast_computed_tiles(const CastParams<Source>& params) {
   __shared__ float shared[kTileThreads / 32];
   const TileParams& p = params.tile;
   const Encoding encoding(p);
-  const float scale = tensor_scale<G>(p, shared);
-  const bool is_recorded = G == Granularity::kDelayed && p.args.amax_out != nullptr;
-  float amax = 0.0f;
+  float scale[kParts];
+  bool is_recorded = false, is_counted = false;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const CastSlots slots = slots_of(p, part);
+    is_recorded = is_recorded || (G == Granularity::kDelayed && slots.amax_out != nullptr);
+    is_counted = is_counted || slots.nonfinite != nullptr;
+    if (part > 0 && p.is_split) __syncthreads();  // `shared` is free
+    scale[part] = part == 0 || p.is_split ? tensor_scale<G>(p, slots, shared) : scale[0];
+  }
+  float amax[kParts] = {};
   const auto cast_tile = [&](unsigned tile, const TileSpan& at, unsigned thread,
                              const auto& take_rows) {
     const auto [ty, tx] = place_of_thread(thread);
-    Seen<typename Source::Value> seen;
+    Seen<typename Source::Value> seen[kParts];
     uint2 codes[kParts][8];
     [[maybe_unused]] float sums[kParts][8] = {};
     take_rows([&](int i, int part, const auto& x) {
-      seen.take(x);
-      codes[part][i] = encoding.row(x, scale);
+      seen[part].take(x);
+      codes[part][i] = encoding.row(x, scale[part]);
       if constexpr (Source::kSums) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) sums[part][j] = __fadd_rn(sums[part][j], x[j]);
       }
     });
-    if (is_recorded || p.args.nonfinite != nullptr)
-      amax = fmaxf(amax, record_elements<Source>(seen, p, params.inputs, tile));
+    if (is_recorded || is_counted) record_elements<Source>(seen, p, params.inputs, tile, amax);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const TileSpan here = part_of(at, p, part);
@@ -164,8 +190,9 @@ __device__ void cast_computed_tiles(const CastParams<Source>& params) {
   for_tiles<kFromEnd>(params, place_of_thread, cast_tile);
   if (!is_recorded) return;
   __syncthreads();  // all threads have read the scale's amaxes in `shared`
-  amax = block_max<kTileThreads>(amax, shared);
-  if (threadIdx.x == 0) atomic_amax(p.args.amax_out, amax);
+  for_amaxes(p, amax, shared, [](float largest, const CastSlots& slots) {
+    if (slots.amax_out != nullptr) atomic_amax(slots.amax_out, largest);
+  });
 }
 
 template <typename Source, typename Encoding, Granularity G>
@@ -261,7 +288,7 @@ __global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
     for (int part = 0; part < Source::kParts; ++part) {
       const TileSpan here = part_of(at, p, part);
       if (part > 0) held.next();
-      count_tile(x, p);
+      count_tile(x, p, part);
       if (part > 0) __syncthreads();  // the shared memory of the part before is free
       if (params.inputs.tile_sums != nullptr) {
         float sums[8];
@@ -337,16 +364,17 @@ __global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
 // Amaxes of shares of a tensor that is computed, one of each block of threads, as amax_partials
 // writes them.
 template <typename Source>
-__global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
+__global__ void __launch_bounds__(kTileThreads, 3)
     tile_partials(const __grid_constant__ CastParams<Source> params) {
   __shared__ float shared[kTileThreads / 32];
-  float largest = 0.0f;
+  float largest[Source::kParts] = {};
   const auto take_largest = [&](unsigned, const TileSpan&, unsigned, const auto& take_rows) {
-    take_rows([&](int, int, const auto& x) { largest = fmaxf(largest, x.amax()); });
+    take_rows(
+        [&](int, int part, const auto& x) { largest[part] = fmaxf(largest[part], x.amax()); });
   };
   for_tiles(params, place_of_thread, take_largest);
-  largest = block_max<kTileThreads>(largest, shared);
-  if (threadIdx.x == 0) params.tile.args.workspace[blockIdx.x] = largest;
+  for_amaxes(params.tile, largest, shared,
+             [](float amax, const CastSlots& slots) { slots.workspace[blockIdx.x] = amax; });
 }
 
 // Amaxes of whole groups. The workspace [groups] is zero before.

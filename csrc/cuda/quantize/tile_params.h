@@ -15,6 +15,8 @@ struct TileParams {
   std::int64_t column_codes = 0;  // columnwise codes in a row, without groups: x.rows, and zeros
   int tile_columns = 0;           // tiles from one end of a part's row to the other
   std::int64_t scale_tiles = 0;   // rows of tiles that have scales
+  bool is_split = false;          // the parts are tensors of their own, the second one has `second`
+  CastSlots second;
   bool vector_loads = false, vector_rows = false, vector_columns = false;
 };
 

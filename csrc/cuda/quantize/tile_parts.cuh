@@ -87,6 +87,13 @@ __device__ inline TileSpan part_of(TileSpan at, const TileParams& p, int part) {
   return at;
 }
 
+// What a part is cast by.
+__device__ inline CastSlots slots_of(const TileParams& p, int part) {
+  if (part > 0 && p.is_split) return p.second;
+  const QuantizeArguments& args = p.args;
+  return {args.rowwise.scale_inv, args.scale, args.amax_out, args.nonfinite, args.workspace};
+}
+
 // How many rows or columns are left before `end`, from `first` on; negative behind it, and not more
 // than kMany. It is not clamped to 0 and 8: ptxas of CUDA 13.0 takes a negative number for 8 where
 // a number clamped to these is compared with 8.
@@ -95,12 +102,12 @@ __device__ inline int left_before(int64_t end, int64_t first) {
   return static_cast<int>(min(end - first, int64_t{kMany}));
 }
 
-// Counts the NaN and inf that the threads hold; rows of no group are not loaded.
+// Counts the NaN and inf that the threads hold of a part; rows of no group are not loaded.
 template <typename T>
-__device__ void count_tile(const Eight<T> (&x)[8], const TileParams& p) {
+__device__ void count_tile(const Eight<T> (&x)[8], const TileParams& p, int part = 0) {
   constexpr int kEach = Eight<T>::kWords;
   count_nonfinite<T, 8 * kEach>([&](int i) { return x[i / kEach].word(i % kEach); },
-                                p.args.nonfinite);
+                                slots_of(p, part).nonfinite);
 }
 
 // Stores eight codes, or the first `count`, one by one: in little code, as most tensors have none

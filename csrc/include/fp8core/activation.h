@@ -93,6 +93,18 @@ using QuantizeActivationNvfp4Arguments = CastActivationArguments<Nvfp4Arguments>
 // for sums, which are added in a fixed order. An empty x launches nothing.
 void quantize_activation(const QuantizeActivationDesc& desc,
                          const QuantizeActivationArguments& arguments, StreamHandle stream);
+// The gradient of a gated activation, whose halves are tensors of their own: those of `both` are
+// the first half's scale, amax and count, and `second` has those of the other. Codes, scales of
+// blocks and sums lie as those of one tensor. kDelayed, kTensor and kVec128.
+struct QuantizeHalvesArguments {
+  CastSlots second;
+  QuantizeActivationArguments both;
+
+  static constexpr int kOptional = QuantizeActivationArguments::kOptional;
+  auto fields() { return std::tie(second, both); }
+};
+void quantize_halves(const QuantizeActivationDesc& desc, const QuantizeHalvesArguments& arguments,
+                     StreamHandle stream);
 void quantize_activation_mxfp8(const QuantizeActivationMxfp8Desc& desc,
                                const QuantizeActivationMxfp8Arguments& arguments,
                                StreamHandle stream);

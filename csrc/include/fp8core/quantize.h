@@ -133,6 +133,17 @@ inline std::int64_t num_amaxes(Granularity granularity, const Matrix& x, const G
   return granularity == Granularity::kRow ? x.rows + count * x.cols : count;
 }
 
+// What one of two halves of a tensor's columns is cast by, and records in; as in QuantizeArguments.
+struct CastSlots {
+  float* scale_inv = nullptr;  // one scale for the half; null for kVec128
+  const float* scale = nullptr;
+  float* amax_out = nullptr;
+  unsigned long long* nonfinite = nullptr;
+  float* workspace = nullptr;  // kTensor: kMaxPartials floats
+
+  auto fields() { return std::tie(scale_inv, scale, amax_out, nonfinite, workspace); }
+};
+
 // Launches: kDelayed, kVec128 and kBlock128 one, kTensor two (in groups also a memset), kRow two
 // and a memset; one where amaxes are given. An empty x launches nothing, but for the scales of
 // groups that are all empty.

@@ -195,17 +195,20 @@ def in_dtype(
 def in_chunks(
     dgrad: Callable[..., Any], gemm_part: GemmPart | None, dtype: torch.dtype
 ) -> Callable[..., Any]:
-    """Return ``dgrad`` for a gradient that may come in chunks of rows, into one tensor.
+    """Return ``dgrad`` for a gradient that may come in chunks of rows, into one tensor: ``out``, if
+    that is given.
 
     ``gemm_part`` gives the rows the bits of the whole product; without it, each is a product.
     """
 
-    def run(dy: Operand | Chunks, weight: Operand) -> torch.Tensor:
+    def run(
+        dy: Operand | Chunks, weight: Operand, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         grad_input: torch.Tensor
         if isinstance(dy, Operand):
-            grad_input = dgrad(dy, weight)
+            grad_input = dgrad(dy, weight) if out is None else dgrad(dy, weight, out=out)
             return grad_input
-        grad_input = empty_rows(weight.data, dy.rows, dtype)
+        grad_input = empty_rows(weight.data, dy.rows, dtype) if out is None else out
         for start, end, chunk in dy:
             if gemm_part is None:
                 dgrad(chunk, weight, out=grad_input[start:end])

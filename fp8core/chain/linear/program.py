@@ -40,6 +40,7 @@ from fp8core.tensors.saving import note_weight
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.tensors.weights import WeightQuantizer
 from fp8core.torch_ops.capture import left_to_backward
+from fp8core.torch_ops.repeats import called_in_repeats
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -63,6 +64,7 @@ class LinearLink(Link):
     ``fprop_part`` and ``dgrad_part`` compute some rows of a product, None unless others may travel
     or be cast meanwhile; ``dgrad_rows`` those of a gradient that comes in chunks, None where dgrad
     itself does. ``wgrad`` adds zeros to operands whose rows are no multiple of ``wgrad_rows``.
+    ``dgrad_sum`` adds dgrad to ``out``, rounded once; None where the sum is one of two tensors.
     ``takes_chunks``: the gradient of the output may be cast some rows at a time; ``casts_chunks``:
     it stays in memory during backward, so that the link's own cast had better do so. ``only_once``
     says why torch's operators may not replace the link, None if they may.
@@ -99,6 +101,7 @@ class LinearLink(Link):
     fprop_part: GemmPart | None = None
     dgrad_part: GemmPart | None = None
     dgrad_rows: GemmPart | None = None
+    dgrad_sum: Callable[..., Any] | None = None
     wgrad_rows: int = 1
     takes_chunks: bool = False
     casts_chunks: bool = False
@@ -248,7 +251,15 @@ class LinearProgram(Program):
 
     __slots__ = (
         *("_arrives", "_backward_state", "_cast_input", "_casts", "_casts_of_later", "_dgrad"),
-        *("_grad_request", "_is_random", "_link", "_needs_bias", "_needs_input", "_needs_weight"),
+        *(
+            "_dgrad_sum",
+            "_grad_request",
+            "_is_random",
+            "_link",
+            "_needs_bias",
+            "_needs_input",
+            "_needs_weight",
+        ),
         *("_restore", "_wgrad", "input_request"),
     )
 
@@ -265,11 +276,13 @@ class LinearProgram(Program):
         self._link, self._is_random = link, is_random
         self._needs_input, self._needs_weight, self._needs_bias = rowwise, columnwise, True in bias
         self._restore = _restoring(link)
-        self._dgrad = link.dgrad
+        self._dgrad, self._dgrad_sum = link.dgrad, link.dgrad_sum
         self._wgrad = in_dtype(link.wgrad, link.out_dtype("wgrad"), link.shape.weight_dtype)
         chunked = chunked and rowwise and columnwise
         if chunked:
             self._dgrad = in_chunks(link.dgrad, link.dgrad_rows, link.out_dtype("dgrad"))
+            if link.dgrad_sum is not None:
+                self._dgrad_sum = in_chunks(link.dgrad_sum, None, link.out_dtype("dgrad"))
         self._cast_input = link.input.cast_to(rowwise=True, columnwise=columnwise)
         self._arrives = link.input_shards if sharded[0] else None
         self.input_request = QuantizeRequest(
@@ -388,6 +401,8 @@ class LinearProgram(Program):
                 grad_input = self._backward_in_parts(dy_row, weight, call, out)
             if grad_input is not None:
                 out = None
+            elif call.grad_sum is not None:
+                grad_input = self._added(dy_row, weight, call.grad_sum)
             elif call.grad_input is None:
                 grad_input = self._dgrad(dy_row, weight, *call.groups)  # [m, n] x [k, n] -> [m, k]
             else:
@@ -408,6 +423,12 @@ class LinearProgram(Program):
         if bias_dtype is None:
             return grad_input, grad_weight
         return grad_input, grad_weight, sums[0].to(bias_dtype) if self._needs_bias else None
+
+    def _added(self, dy_row: Any, weight: Any, total: torch.Tensor) -> Any:
+        """Return the sum of ``total`` and grad_input, in its memory if the product adds."""
+        if self._dgrad_sum is not None:
+            return self._dgrad_sum(dy_row, weight, out=total)
+        return called_in_repeats(torch.add, total, self._dgrad(dy_row, weight))
 
     def _forward_in_parts(
         self, x_row: Any, w_row: Operand, bias: torch.Tensor | None, call: Call, out: Out

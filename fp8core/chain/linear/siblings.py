@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fp8core.backend_api import GemmDesc
 from fp8core.chain.call import Call
 from fp8core.chain.linear.program import LinearLink
 from fp8core.chain.protocol import (
@@ -23,7 +24,8 @@ from fp8core.chain.protocol import (
     Recordable,
     SavedList,
 )
-from fp8core.chain.request import Handover, QuantizeRequest
+from fp8core.chain.request import Handover, QuantizeRequest, SplitRequest
+from fp8core.chain.shape import BindContext
 from fp8core.torch_ops.repeats import called_in_repeats
 
 _FEW_ROWS = 64
@@ -56,6 +58,13 @@ class SiblingsLink(Link):
         return self.links[0].input_consumer
 
     @property
+    def grad_consumer(self) -> QuantizeRequest | None:
+        """How two of them quantize the halves of the gradient; None of others."""
+        if len({link.shape.out_features for link in self.links}) > 1:
+            return None
+        return SplitRequest.of([link.grad_consumer for link in self.links])
+
+    @property
     def remade(self) -> Sequence[str]:  # type: ignore[override]  # as num_params
         """As the first."""
         return self.links[0].remade
@@ -69,15 +78,30 @@ class SiblingsLink(Link):
         return self.links[0].remaking(program)
 
 
+def siblings(links: Sequence[LinearLink], context: BindContext) -> SiblingsLink:
+    """Return the link of ``links``; all but the last, where backward begins, add their gradients of
+    the input within their products, if their backend does."""
+
+    def adding(link: LinearLink) -> LinearLink:
+        desc, backend = link.choices["dgrad"].desc, link.choices["dgrad"].backend
+        if type(desc) is not GemmDesc or not desc.low_precision:
+            return link
+        added = context.resolve_optional("dgrad", replace(desc, accumulate=True), backend)
+        return link if added is None else replace(link, dgrad_sum=added.run, _programs={})
+
+    return SiblingsLink((*map(adding, links[:-1]), links[-1]))
+
+
 class SiblingsProgram(Program):
     """Runs the programs of ``link`` on one handover; backward goes from the last to the first, as
-    torch's engine does, and adds up their gradients of the input in that order.
+    torch's engine does, and each adds its gradient of the input to those of the ones before it: in
+    its product, where that is rounded once.
 
     Where a call pads an operand of one of them, each casts the input by itself.
     """
 
     __slots__ = (
-        *("_columns", "_dtype", "_params", "_programs", "_trained", "frees_early"),
+        *("_columns", "_dtype", "_is_split", "_params", "_programs", "_trained", "frees_early"),
         "input_request",
     )
 
@@ -85,6 +109,7 @@ class SiblingsProgram(Program):
         self, link: SiblingsLink, rows: int, needs_grad: Sequence[bool], call: Call
     ) -> None:
         links = link.links
+        self._is_split = link.grad_consumer is not None
         widths = itertools.accumulate([each.shape.out_features for each in links], initial=0)
         counts = itertools.accumulate([each.num_params for each in links], initial=0)
         self._columns, self._params = ([*itertools.pairwise(ends)] for ends in (widths, counts))
@@ -113,6 +138,14 @@ class SiblingsProgram(Program):
             return None
         constants, states = ([*itertools.chain(*each)] for each in zip(*parts, strict=True))
         return Recordable(tuple(constants), tuple(states))
+
+    def request_grad(self, call: Call) -> QuantizeRequest | None:
+        """Return the request for the gradient in two halves, if it may be cast so."""
+        if not self._is_split:
+            return None
+        # From the last to the first, as backward goes.
+        requests = [program.request_grad(call) for program in reversed(self._programs)]
+        return SplitRequest.of(requests[::-1])
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute the columns of each; save what several of them need once."""
@@ -157,6 +190,7 @@ class SiblingsProgram(Program):
         self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Compute the gradients of each from its columns of ``grad``."""
+        halves = grad.take() if isinstance(grad, Handover) else None
         grads: Sequence[torch.Tensor | None] = ()
         total: torch.Tensor | None = None
         for number in range(len(self._programs) - 1, -1, -1):
@@ -164,13 +198,11 @@ class SiblingsProgram(Program):
             begin, end = self._columns[number]
             tensors = [saved[place] for place in at]
             del saved[before:]  # none of those in front of it needs the rest
-            program, columns = self._programs[number], grad[:, begin:end]
-            grad_x, *grad_params = program.backward(columns, tensors, inner_context, call)
+            program = self._programs[number]
+            columns = grad[:, begin:end] if halves is None else halves[number]
+            adding = call if total is None else call._replace(grad_sum=total)
+            total, *grad_params = program.backward(columns, tensors, inner_context, adding)
             grads = (*grad_params, *grads)
-            if total is None:
-                total = grad_x
-            elif grad_x is not None:
-                total = called_in_repeats(torch.add, total, grad_x)
         return (total if out is None or total is None else out(total), *grads)
 
 

@@ -158,12 +158,14 @@ class Padded(Wrapper):
         """Cut the gradients of the input and of the weights; those of biases are not padded."""
         padded, layer, count = self._padded, self._padded.layer, self._num_weights
         grad = self._grad(grad, call)
-        inner_call = call._replace(groups=padded.groups, grad_input=None)
+        inner_call = call._replace(groups=padded.groups, grad_input=None, grad_sum=None)
         grad_input, *grads = self._inner.backward(grad, saved, context, inner_call)
         if grad_input is not None:
             grad_input = padded.cut(grad_input, layer.in_features)
             if call.grad_input is not None:
                 grad_input = call.grad_input.copy_(grad_input)
+            if call.grad_sum is not None:
+                grad_input = call.grad_sum + grad_input
             grad_input = grad_input if out is None else out(grad_input)
         if context is not None or not layer.is_of_features:  # or added elsewhere
             return (grad_input, *grads)

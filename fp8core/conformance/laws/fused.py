@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import AddNormDesc, FusedDesc, Quantized
+from fp8core.backend_api import GATED, AddNormDesc, FusedDesc, Quantized
 from fp8core.conformance import inputs
 from fp8core.conformance.calls import (
     ORDINARY,
@@ -56,8 +56,15 @@ def pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
     produced = run(desc.producer, *call.arguments)
     first, *rest = produced if isinstance(produced, tuple) else (produced,)
     sums = (first.sum(0, dtype=torch.float32),) if desc.quantize.sums else ()
-    cast = replace(desc.quantize, sums=False)
-    return (run(cast, first, **call.keywords), *rest, *sums)
+    cast = replace(desc.quantize, sums=False, split=False)
+    if not desc.quantize.split:
+        return (run(cast, first, **call.keywords), *rest, *sums)
+    names, pairs = call.keywords.keys(), zip(*call.keywords.values(), strict=True)
+    slots = [dict(zip(names, values, strict=True)) for values in pairs] or [{}, {}]
+    halves = [
+        run(cast, half, **each) for half, each in zip(first.chunk(2, dim=1), slots, strict=True)
+    ]
+    return (tuple(halves), *rest, *sums)
 
 
 def add_pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
@@ -88,6 +95,26 @@ def fused_padded_equals_its_pair(subject: Subject, desc: FusedDesc) -> float | N
         keywords = quantize_keywords(subject, desc.quantize)
         padded = replace(desc, quantize=replace(desc.quantize, padded=step))
         again = OpCall(padded, call.arguments, keywords, frozenset({"amax_out"}))
+        worst = max(worst, _fused_equals_pair(subject, again))
+    return worst if desc.quantize.sums else None
+
+
+@law(
+    6,
+    "activation_backward_quantize",
+    applies=lambda desc: desc.producer.name in GATED and not desc.quantize.grouped,
+)
+def fused_halves_equal_two_casts(subject: Subject, desc: FusedDesc) -> float | None:
+    """Halves that are tensors of their own have the bits of two casts, each by its slots."""
+    if subject.variant(desc, split=True) is None:
+        return None
+    split = replace(desc, quantize=replace(desc.quantize, split=True))
+    worst = 0.0
+    for call in calls_of(subject, desc, *SIZES, LARGE):
+        seeds = (SEED, 2 * SEED)
+        both = [quantize_keywords(subject, desc.quantize, seed=seed) for seed in seeds]
+        keywords = {name: (value, both[1][name]) for name, value in both[0].items()}
+        again = OpCall(split, call.arguments, keywords, frozenset({"amax_out"}))
         worst = max(worst, _fused_equals_pair(subject, again))
     return worst if desc.quantize.sums else None
 

@@ -207,6 +207,10 @@ def fused_activations() -> None:
                 desc = FusedDesc(producer, dataclasses.replace(cast, sums=sums))
                 run = backend("cuda").bind(desc, DEVICE)
                 run(*tensors, **given)
+                halves = dataclasses.replace(desc, quantize=dataclasses.replace(cast, split=True))
+                if backend("cuda").unsupported(halves, DEVICE) is None:
+                    pairs = {key: (value, value.clone()) for key, value in given.items()}
+                    backend("cuda").bind(halves, DEVICE)(*tensors, **pairs)
     # More tiles than there are blocks of threads at once.
     x, grad = (torch.randn(2200, n).bfloat16().to(DEVICE) for n in (5888, 2944))
     for own in map(spec, ("current", "rowwise", "vector")):

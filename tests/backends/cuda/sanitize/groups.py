@@ -57,6 +57,7 @@ GROUPS = {
         cases.fused_activations,
         (
             "QuantizeActivation.__call__",
+            "QuantizeActivation.halves",
             "QuantizeActivationMxfp8.__call__",
             "QuantizeActivationNvfp4.__call__",
         ),
