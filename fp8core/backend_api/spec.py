@@ -66,7 +66,9 @@ def variant_of(desc: OpDesc) -> str | None:
     return next((name for name in _VARIANTS if getattr(desc, name, False)), None)
 
 
-_VARIANTS = ("added", "chunked", "part", "prepared", "sums", "padded", "split", "counted")
+_VARIANTS = (
+    *("added", "chunked", "part", "prepared", "sums", "padded", "split", "into", "counted"),
+)
 
 
 class Alignment(NamedTuple):

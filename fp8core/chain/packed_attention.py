@@ -65,6 +65,13 @@ class HeadSizes:
         q, k, v = torch.split_with_sizes(by_group, [share, 1, 1], -2)
         return q.reshape(*tokens, heads, size), k.squeeze(-2), v.squeeze(-2)
 
+    def unfilled(self, q: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Return memory for the rows of queries ``q [*tokens, num_heads, head_dim]`` with their
+        keys and values, and the views of it that :meth:`split` returns."""
+        tokens = q.shape[:-2]
+        packed = q.new_empty(tokens.numel(), self.query_size + 2 * self.key_size)
+        return packed, self.split(packed, tokens)
+
     def join(
         self, num_rows: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
@@ -274,6 +281,13 @@ class RotatedAttentionProgram(SizedAttentionProgram):
     ) -> torch.Tensor:
         *heads, angles = tensors
         q, k, v = self._gradients(grad, rows, stats, *heads)
+        into, sizes = self._rotation.turn_back_into, self._link.heads
+        if into is not None and not sizes.is_interleaved:
+            packed, parts = sizes.unfilled(q)
+            for each, part in zip((q, k), parts, strict=False):
+                into(each, angles, out=part)
+            parts[2].copy_(v)
+            return packed
         q, k = (self._rotation.turn_back(each, angles) for each in (q, k))
         return self._packed((q, k, v))
 

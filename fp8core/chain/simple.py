@@ -317,7 +317,9 @@ class RotaryShape(SimpleShape):
         desc = RotaryDesc(context.dtype, self.layout, self.interleaved)
         inverse = dataclasses.replace(desc, inverse=True)
         rotate = partial(_rotated, context.resolve("rotary", desc).run)
-        turn_back = partial(_rotated, context.resolve("rotary backward", inverse).run)
+        back = context.resolve("rotary backward", inverse)
+        turn_back, into = partial(_rotated, back.run), dataclasses.replace(inverse, into=True)
+        placed = context.resolve_optional("rotary backward", into, back.choice.backend)
 
         def forward(x: torch.Tensor, params: Params, call: Call) -> tuple[torch.Tensor, Saved]:
             angles = (*params, *call.tensors)
@@ -328,16 +330,27 @@ class RotaryShape(SimpleShape):
         ) -> Backward:
             return turn_back(grad.reshape(call.sizes), *saved).reshape(grad.shape), None
 
-        return RotaryLink(self, forward, backward, 1, rotate=rotate, turn_back=turn_back)
+        return RotaryLink(
+            self,
+            forward,
+            backward,
+            1,
+            rotate=rotate,
+            turn_back=turn_back,
+            turn_back_into=None if placed is None else placed.run,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RotaryLink(SimpleLink):
     """The rotation of rows; ``rotate(x, angles, starts=None, cu_seqlens=None)`` takes ``x`` in the
-    sizes of the layout, and so does ``turn_back``, which returns its gradient."""
+    sizes of the layout, and so does ``turn_back``, which returns its gradient.
+    ``turn_back_into(x, angles, out=out)`` writes it to ``out``, a part of wider rows, where a
+    backend does."""
 
     rotate: Callable[..., torch.Tensor]
     turn_back: Callable[..., torch.Tensor]
+    turn_back_into: Callable[..., torch.Tensor] | None = None
 
 
 def _rotated(

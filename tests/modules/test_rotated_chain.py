@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +13,12 @@ import torch
 
 import fp8core as te
 from fp8core import recipe
+from fp8core.modules.sequences import rotary
 from fp8core.recipe import Recipe
+from fp8core_backends.reference.backend import ReferenceBackend
 from tests import recording_backend
+from tests.chain.fused_toy import registered
+from tests.conformance.broken_rotary import GivesPlaces
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("first_algorithms")
@@ -189,3 +196,27 @@ def test_a_checkpoint_repeats_the_chain() -> None:
         assert x.grad is not None
         results.append([y.detach(), x.grad, *(one.grad for one in layer.parameters())])
     assert_same(*results)
+
+
+@pytest.mark.parametrize("options", ["split", "bshd", "interleaved rows"])
+def test_gradients_are_rotated_into_the_rows_of_their_projection(
+    options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a backend does: the same bits, and heads that are interleaved are put together."""
+    angles, results, placed = angles_of(), [], Counter[str]()
+
+    class Places(GivesPlaces):
+        def place(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            placed[options] += 1
+            return super().place(out, y)
+
+    chosen = RECIPES["current"]()
+    for kind in (ReferenceBackend, Places):
+        # What rotates is bound to the other backend.
+        monkeypatch.setattr(rotary, "_LAYERS", copy.deepcopy(rotary._LAYERS))
+        with registered(100, placing=kind):
+            layer = made("TransformerLayer", OPTIONS[options])
+            steps = [step(layer, chosen, angles, seed) for seed in range(3)]
+            results.append([*itertools.chain(*steps)])
+    assert_same(*results)
+    assert placed[options] == (0 if options == "interleaved rows" else 6)

@@ -38,6 +38,7 @@ constexpr int kBlocks = sizeof(T) == 4 ? 3 : 5;
 struct Params {
   HeadsView x;
   void* y = nullptr;
+  int64_t y_stride = 0;  // from one token to the next
   const float* freqs = nullptr;
   const int32_t *starts = nullptr, *cu_seqlens = nullptr;
   int64_t tokens = 0, positions = 0, rotated = 0;
@@ -239,8 +240,8 @@ template <typename T, typename Unit>
 __device__ void store(const Params& p, const Coordinates& at, int64_t first_token,
                       const float4* table, const Unit& unit) {
   if (at.column >= p.columns) return;
-  const int64_t row = (first_token + at.token) * p.num_heads + at.head;
-  T* head = static_cast<T*>(p.y) + row * p.x.head_size;
+  T* head = static_cast<T*>(p.y) + (first_token + at.token) * p.y_stride +
+            static_cast<int64_t>(at.head) * p.x.head_size;
   if (at.column < p.rotated_columns)
     unit.turn_and_store(p, head, at.column, table + entry<Unit::kPairs>(p, at.token, 0, at.local),
                         p.columns_per_part);
@@ -314,8 +315,9 @@ bool has_vectors(const Params& p, int64_t element_bytes) {
     return size == 1 || stride * element_bytes % 16 == 0;
   };
   return p.rotated % 16 == 0 && x.head_size % 8 == 0 && x.element_stride == 1 &&
-         is_aligned(x.data, 16) && is_aligned(p.y, 16) && is_whole(x.outer, x.outer_stride) &&
-         is_whole(x.inner, x.inner_stride) && is_whole(x.heads, x.head_stride);
+         is_aligned(x.data, 16) && is_aligned(p.y, 16) && is_whole(x.outer * x.inner, p.y_stride) &&
+         is_whole(x.outer, x.outer_stride) && is_whole(x.inner, x.inner_stride) &&
+         is_whole(x.heads, x.head_stride);
 }
 
 template <typename T, bool kInterleaved>
@@ -333,6 +335,7 @@ void launch_rotary(const RotaryDesc& desc, const RotaryArguments& arguments, cud
   Params p;
   p.x = arguments.x;
   p.y = arguments.y;
+  p.y_stride = arguments.y_stride == 0 ? p.x.heads * p.x.head_size : arguments.y_stride;
   p.freqs = arguments.freqs;
   p.starts = arguments.starts;
   p.cu_seqlens = arguments.cu_seqlens;

@@ -29,8 +29,8 @@ struct HeadsView {
   }
 };
 
-// y is contiguous, of the shape of x. A token of no sequence has zeros there; the rotated elements
-// are NaN where freqs has no row for a position.
+// y has the shape of x, and the elements of a token are adjacent. A token of no sequence has zeros
+// there; the rotated elements are NaN where freqs has no row for a position.
 struct RotaryArguments {
   HeadsView x;
   const float* freqs = nullptr;  // [positions, rotated], contiguous: angles in radians
@@ -40,8 +40,13 @@ struct RotaryArguments {
   std::int64_t sequences = 0;                // kThd
   void* y = nullptr;
 
-  static constexpr int kOptional = 0;
-  auto fields() { return std::tie(x, freqs, positions, rotated, starts, cu_seqlens, sequences, y); }
+  // Optional from here on.
+  std::int64_t y_stride = 0;  // elements from one token of y to the next; 0: it is contiguous
+
+  static constexpr int kOptional = 1;
+  auto fields() {
+    return std::tie(x, freqs, positions, rotated, starts, cu_seqlens, sequences, y, y_stride);
+  }
 };
 
 // One launch; an empty x launches nothing. The values of starts and cu_seqlens are not trusted:
