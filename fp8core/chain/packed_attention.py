@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fp8core.chain.attention.link import AttentionLink, AttentionProgram
+from fp8core.chain.attention.shape import AttentionShape
 from fp8core.chain.attention.spec import check_memory
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.protocol import (
@@ -23,7 +24,8 @@ from fp8core.chain.protocol import (
     TensorProgram,
 )
 from fp8core.chain.request import Handover, QuantizeRequest
-from fp8core.chain.simple import RotaryLink
+from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.chain.simple import RotaryLink, RotaryShape
 from fp8core.torch_ops.repeats import called_in_repeats
 
 
@@ -84,6 +86,37 @@ class HeadSizes:
         return together.view(num_rows, (heads + 2 * groups) * size)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedAttentionShape(LinkShape):
+    """``attention`` in high precision of the rows of a projection; ``heads`` and ``rotation`` are
+    as of :class:`PackedAttentionLink`.
+
+    If it rotates, its parameter are angles, float32 ``[s, 1, 1, head_dim]``, of sequences of this
+    length; else ``tokens`` are the first dimensions of the rows.
+    """
+
+    attention: AttentionShape
+    heads: HeadSizes
+    rotation: RotaryShape | None = None
+    tokens: tuple[int, ...] = ()
+
+    @property
+    def num_params(self) -> int:
+        """The angles."""
+        return int(self.rotation is not None)
+
+    def of(self, tokens: tuple[int, ...]) -> PackedAttentionShape:
+        """Return the shape for rows whose first dimensions are ``tokens``: this one if it
+        rotates."""
+        return replace(self, tokens=tokens) if self.rotation is None else self
+
+    def bind(self, context: BindContext) -> PackedAttentionLink:
+        """Return the link."""
+        rotation = None if self.rotation is None else self.rotation.bind(context)
+        attention = self.attention.bind(context._replace(attention=None))
+        return PackedAttentionLink(attention, self.heads, self.tokens, rotation)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAttentionLink(Link):
     """``attention`` of rows ``[tokens, (heads + 2 * groups) * head_dim]``, split as ``heads`` say.
@@ -92,8 +125,8 @@ class PackedAttentionLink(Link):
 
     ``sizes``: of attention in high precision that takes nothing but queries, keys and values, the
     first two dimensions of all its queries; () if calls bring what it takes besides. ``rotation``
-    rotates queries and keys of such a batch first, by angles that are the last parameter; None:
-    they attend as they are.
+    rotates queries and keys of such a batch first, by angles that are the last parameter, of all
+    positions if ``sizes`` are (); None: they attend as they are.
     """
 
     attention: AttentionLink
@@ -272,7 +305,9 @@ class RotatedAttentionProgram(SizedAttentionProgram):
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Rotate, and attend."""
-        q, k, v = self._parts(x)
+        link, (angles,) = self._link, params
+        tokens = link.sizes or (x.shape[0] // angles.shape[0], angles.shape[0])
+        q, k, v = link.heads.split(x, tokens)
         q, k = (self._rotation.rotate(each, *params) for each in (q, k))
         return self._attended((q, k, v.contiguous()), params, out)
 

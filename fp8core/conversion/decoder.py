@@ -1,5 +1,7 @@
 """Transformer layers of transformers as two chains: norm and projections to queries, keys and
-values; output projection, sum, norm and feed-forward block, added to that sum.
+values; output projection, sum, norm and feed-forward block, added to that sum. As one, with
+attention between them, where a backend that records runs attends to a call without a mask, a cache
+or dropout.
 
 Whoever composes a layer as a row of :mod:`fp8core.conversion.structure` says is found by the names
 of its modules, and compared on a few numbers, never known by its class. Another block, as Mixtral's
@@ -20,13 +22,17 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from fp8core.chain.activation import activation_shape
+from fp8core.chain.attention.shape import AttentionShape
+from fp8core.chain.packed_attention import HeadSizes, PackedAttentionShape
 from fp8core.chain.residual import AddShape
+from fp8core.chain.simple import RotaryShape
 from fp8core.conversion.layers import RECORD, Conversion, Converted, Record, derived, in_step
 from fp8core.conversion.single_query import (
     Operands,
     SdpaConfig,
     asks_registry,
     attended,
+    is_plain_sdpa,
     offer_attention,
     updated,
 )
@@ -50,7 +56,7 @@ from fp8core.conversion.structure import (
 from fp8core.modules.composition import is_seen
 from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
 from fp8core.modules.splice import Part, Splice
-from fp8core.torch_ops.private import is_capturing
+from fp8core.torch_ops.private import is_capturing, is_cudnn_attention_enabled, is_deterministic
 
 _CHAINS = "_fp8core_splices"
 _CACHES = ("cache", "past_key_values", "past_key_value")
@@ -76,7 +82,8 @@ class LayerChains(NamedTuple):
 
     ``arguments`` are the names of its positional arguments, ``attention`` the module, ``dropouts``
     all modules for dropout, and ``of_block`` those behind its block and behind the activation in
-    that, or None. Where one is another by now, no chain runs.
+    that, or None. Where one is another by now, no chain runs. ``whole`` is the first two with
+    attention between them.
     """
 
     layer: Layer
@@ -87,6 +94,7 @@ class LayerChains(NamedTuple):
     before: Splice | None
     behind: Splice
     block: Splice | None
+    whole: Splice | None = None
 
 
 def _obstacle(module: Any, structure: Structure) -> str:
@@ -228,8 +236,47 @@ class ConvertedDecoder(ConvertedBlock):
             return None
         if chains.before is None:
             return None if keywords else self._behind(chains, x)
+        is_dropping = any([_is_dropping(dropout) for dropout in chains.dropouts])
+        total = None if is_dropping else self._whole(chains, x, keywords)
+        if total is not None:
+            return total if chains.block is not None else self._fed(chains, total)
         columns = self._attend(chains, x, keywords)
         return None if columns is None else self._behind(chains, columns, x)
+
+    def _whole(
+        self, chains: LayerChains, x: torch.Tensor, keywords: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Return what all chains of the layer return for ``x [b, s, h]``, None unless attention is
+        one of them in this call."""
+        whole, pair, attention = chains.whole, keywords.get("position_embeddings"), chains.attention
+        if whole is None or torch.compiler.is_compiling():
+            return None
+        if not is_cudnn_attention_enabled() or is_deterministic():
+            return None  # by one of torch's kernels, or by torch's rules
+        shape = whole.attention
+        assert shape is not None
+        _, scaling, dropout = [getattr(attention, name) for name in chains.layer.numbers]
+        is_causal = keywords.get("is_causal")
+        if is_causal is None:
+            is_causal = getattr(attention, "is_causal", True)
+        if (shape.attention.scale, shape.attention.window[1] == 0) != (scaling, is_causal):
+            return None
+        if attention.training and getattr(dropout, "p", dropout):
+            return None
+        without = {**keywords, "position_embeddings": None, "is_causal": None}
+        if not is_plain_sdpa(_sdpa_of(attention), without) or not whole.may_attend(x):
+            return None
+        if shape.rotation is None:
+            return whole.run(x) if pair is None else None
+        if pair is None or pair[0].shape != (1, x.shape[1], shape.heads.head_dim):
+            return None
+        module: Any = self
+        conversion = vars(module)[RECORD].conversion
+        turn = _turn_of(pair, conversion, attention)
+        total = None if turn is None else whole.run(x, turn[0])
+        if total is None and conversion.turn is not None:
+            conversion.turn[2].discard(id(attention))  # it asks again in this forward
+        return total
 
     def _attend(
         self, chains: LayerChains, x: torch.Tensor, keywords: dict[str, Any]
@@ -282,6 +329,11 @@ class ConvertedDecoder(ConvertedBlock):
             projected = at(self, layer.output)(tensors[0])
             total = total + dropped(self, layer.dropouts[0], projected)
             total = at(self, layer.second_norm)(total) if layer.last_norm else total
+        return self._fed(chains, total)
+
+    def _fed(self, chains: LayerChains, total: torch.Tensor) -> torch.Tensor:
+        """Return the output for the sum behind attention."""
+        layer = chains.layer
         behind, within = chains.of_block
         fed = None if chains.block is None or _is_dropping(within) else chains.block.run(total)
         if fed is None:
@@ -482,11 +534,14 @@ def _adopt(module: Any, layer: Layer, conversion: Conversion, *, has_block: bool
     blocks = [module, *_at(module, containers(layer.paths))]
     before, block, of_block = None, None, (None, None)
     behind: list[Part] = []
+    branch: list[Part] = []
     if layer.attention:
         *projections, output = _at(module, layer.linears)
         first = _at(module, [layer.norm] if layer.norm else [])
         before = Splice([*first, _together(projections)], (*blocks,))
         behind += [output, AddShape()]
+        attends = _attention_of(at(module, layer.attention), layer)
+        branch = [] if attends is None else [*first, _together(projections), attends, output]
     blocks += _at(module, filter(None, layer.dropouts))
     if has_block:
         feed = feed_of(module, layer)
@@ -511,6 +566,7 @@ def _adopt(module: Any, layer: Layer, conversion: Conversion, *, has_block: bool
         before,
         Splice(behind, blocks),
         block,
+        Splice([branch, *behind[2:]], blocks) if branch else None,
     )
     _swap(module, ConvertedDecoder, chains, conversion)
 
@@ -530,6 +586,21 @@ def _together(linears: Sequence[Any]) -> Part:
 def _parts_of(mlp: Any, feed: FeedForward) -> list[Part]:
     activation = activation_shape(_activation_in(mlp, feed) or "")
     return [_together(_at(mlp, feed.first)), activation, at(mlp, feed.second)]
+
+
+def _attention_of(attention: Any, layer: Layer) -> PackedAttentionShape | None:
+    """Return what the module ``attention`` computes between its projections; None where it does
+    more than rotate and attend, or not by numbers."""
+    columns, scaling, _ = [getattr(attention, name) for name in layer.numbers]
+    counts = [getattr(attention, name).out_features // columns for name in layer.projections]
+    heads, groups, *values = [counts[0] // 3] * 3 if len(counts) == 1 else counts
+    is_plain = getattr(attention, HEAD_NORMS[0], None) is None and values == [groups]
+    if not is_plain or heads % groups or not isinstance(scaling, float):
+        return None
+    window = -1, 0 if getattr(attention, "is_causal", True) else -1
+    shape = AttentionShape("bshd", heads, groups, columns, columns, scaling, window)
+    rotation = RotaryShape("bshd") if layer.rotates else None
+    return PackedAttentionShape(shape, HeadSizes(heads, groups, columns, False), rotation)
 
 
 def _swap(module: Any, base: type[ConvertedBlock], chains: object, conversion: Conversion) -> None:

@@ -51,13 +51,8 @@ def attended(
     q, k, v, mask = operands
     if q.shape[2] != 1 or needs_node(q, k, v) or not _is_plain(attention, operands):
         return None
-    if sdpa is not getattr(sys.modules.get(_SDPA), "sdpa_attention_forward", None):
-        return None  # the user has registered another one
-    if not isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType):
-        return None  # or replaced torch's, which it calls
-    for name, value in keywords.items():
-        if name not in _WITHOUT_EFFECT and value is not None and value is not False:
-            return None
+    if not is_plain_sdpa(sdpa, keywords):
+        return None
     sharing = getattr(attention, "num_key_value_groups", 1)
     heads, head_dim = q.shape[1], q.shape[3]
     plain = (q.dtype, "bshd", heads, heads // sharing, head_dim, head_dim, scaling)
@@ -68,6 +63,20 @@ def attended(
     excluded = None if mask is None else mask.logical_not()
     out: torch.Tensor = run(*(x.transpose(1, 2) for x in (q, k, v)), mask=excluded)[0]
     return out
+
+
+def is_plain_sdpa(sdpa: Any, keywords: Mapping[str, Any]) -> bool:
+    """Return whether ``sdpa`` is transformers' own, which calls torch's, and ``keywords`` change
+    nothing in it."""
+    expected = getattr(sys.modules.get(_SDPA), "sdpa_attention_forward", None)
+    if sdpa is None or sdpa is not expected:
+        return False  # the user has registered another one
+    if not isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType):
+        return False  # or replaced torch's, which it calls
+    for name, value in keywords.items():
+        if name not in _WITHOUT_EFFECT and value is not None and value is not False:
+            return False
+    return True
 
 
 def _is_plain(attention: Any, operands: Operands) -> bool:

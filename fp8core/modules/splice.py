@@ -18,11 +18,12 @@ import torch
 
 from fp8core.chain import run as chain
 from fp8core.chain.activation import GatedShape
-from fp8core.chain.alone import is_transformed
+from fp8core.chain.alone import is_transformed, records
 from fp8core.chain.call import DENSE
 from fp8core.chain.linear.program import LinearLink, saving_input
 from fp8core.chain.linear.siblings import siblings
 from fp8core.chain.node import is_under_torch_autocast
+from fp8core.chain.packed_attention import PackedAttentionShape
 from fp8core.chain.protocol import Link
 from fp8core.chain.residual import ResidualLink
 from fp8core.chain.series import Chain
@@ -57,6 +58,9 @@ class Splice:
     ``blocks`` are that module and those between it and the layers; of all but the first nobody may
     want to see a call. Other modules than these in them, or modules of another class, as a
     parametrization or an adapter makes, run by themselves.
+
+    With a :class:`PackedAttentionShape` among the parts it runs where one backend attends and
+    records runs, which are repeated in one call each way. Its angles are those of a call's tokens.
     """
 
     def __init__(self, parts: Sequence[Part], blocks: Sequence[torch.nn.Module]) -> None:
@@ -70,11 +74,12 @@ class Splice:
     def _forget(self) -> None:
         """Begin without chains, and without a call to replay."""
         self._kinds = self._kinds_now()
+        self.attention = _attention_in(self.parts)
         self.text = repr(_shown(self.parts))
         self._memo: Memo | None = None
         self._followers: _Followers = ([], [])
         # By the addresses of what the layers are bound to, which is held beside the chain.
-        self._chains: dict[tuple[int, ...], tuple[Chain | None, _Followers, Any]] = {}
+        self._chains: dict[tuple[object, ...], tuple[Chain | None, _Followers, Any]] = {}
 
     def _kinds_now(self) -> list[type]:
         """Return the classes of the layers and of all within the module, any of which may compute
@@ -107,12 +112,19 @@ class Splice:
             self._memo, self._followers = None, ([], [])
             if memo is not None and self._kinds_now() != self._kinds:
                 return None
-            output = self._run_anew(x, params)
+            output = self._run_anew(x, params, brought)
         sources, targets = self._followers
         if output is not None and targets:
             with torch.no_grad():
                 copy_all(targets, sources)
         return output
+
+    def may_attend(self, x: torch.Tensor) -> bool:
+        """Return whether attention of this chain may run for ``x``, see the class."""
+        if self._memo is not None:
+            return True
+        attention = self.attention
+        return attention is not None and records(attention.attention.desc(x.dtype), x)
 
     def _params(self, brought: Sequence[torch.Tensor]) -> list[Any]:
         """Return the parameters of the chain; each layer that computes its own does so once."""
@@ -131,6 +143,8 @@ class Splice:
         self, x: torch.Tensor, brought: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
         """Return what :meth:`run` does, in a graph that torch.compile traces."""
+        if self.attention is not None:
+            return None
         if type(x) is not torch.Tensor or not self.is_whole_in_graph():
             return None
         if torch.is_autocast_enabled(x.device.type):
@@ -198,11 +212,20 @@ class Splice:
     constant_in_graph(is_whole_in_graph)
     constant_in_graph(captured)
 
-    def _run_anew(self, x: torch.Tensor, params: list[Any]) -> torch.Tensor | None:
-        if self._is_cut(x, params):
+    def _run_anew(
+        self, x: torch.Tensor, params: list[Any], brought: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        attention, weights = self.attention, params
+        tokens: tuple[int, ...] = ()
+        if attention is not None:
+            if not self.may_attend(x):
+                return None
+            tokens, angles = attention.of(tuple(x.shape[:-1])).tokens, {*map(id, brought)}
+            weights = [each for each in params if id(each) not in angles]
+        if self._is_cut(x, weights):
             return None
         bounds = {layer: bind(layer, x.device, x.dtype) for layer in self.layers}
-        key = tuple(map(id, bounds.values()))
+        key = *map(id, bounds.values()), tokens
         if key not in self._chains:
             if len(self._chains) >= _MOST_CHAINS:
                 self._chains.pop(next(iter(self._chains)))
@@ -216,7 +239,8 @@ class Splice:
         if prepared is not None:
             outside, states = self.layers[0].outside_autocast, [b.states for b in bounds.values()]
             modules = (*self.blocks, *self.layers)
-            self._memo = memo_of(modules, outside, prepared, len(params), states)
+            shape = x.shape if tokens else None
+            self._memo = memo_of(modules, outside, prepared, len(params), states, shape=shape)
         return output
 
     def _is_cut(self, x: torch.Tensor, params: Sequence[Any]) -> bool:
@@ -257,13 +281,15 @@ class Splice:
         resolver = TrackingResolver(Binding(x.device, x.dtype).resolver)
         binding = Binding(x.device, x.dtype)._replace(resolver=resolver)
         context = _context(bounds, binding, self.layers[0].label)
-        links = _links(self.parts, bounds, context)
+        links = _links(self.parts, bounds, context, tuple(x.shape[:-1]))
         if links is None:
             return None, ([], [])
         recorders = {bound.parts[0].recorder for bound in bounds.values() if bound.linears}  # type: ignore[union-attr]  # nothing is captured
         is_uniform = recorders == {resolver.recorder} or not resolver._operations
-        followers = _followers(self.parts, bounds)
-        return Chain(links, recorders.pop() if is_uniform else None), followers
+        recorder = recorders.pop() if is_uniform else None
+        if self.attention is not None and recorder is None:
+            return None, ([], [])
+        return Chain(links, recorder), _followers(self.parts, bounds)
 
 
 _Followers: TypeAlias = "tuple[list[torch.Tensor], list[torch.Tensor]]"
@@ -281,6 +307,14 @@ def _names_of(parts: Sequence[Part]) -> Iterator[tuple[LowPrecisionModule | None
             yield from [(part, None)] if names is None else [(part, "".join(n)) for n in names]
         elif part.num_params:
             yield None, None
+
+
+def _attention_in(parts: Sequence[Part]) -> PackedAttentionShape | None:
+    for part in parts:
+        inner = _attention_in(part) if isinstance(part, list) else part
+        if isinstance(inner, PackedAttentionShape):
+            return inner
+    return None
 
 
 def _context(bounds: dict[LowPrecisionModule, Bound], binding: Binding, owner: str) -> BindContext:
@@ -307,16 +341,17 @@ def _links(
     parts: Sequence[Part],
     bounds: dict[LowPrecisionModule, Bound],
     context: BindContext,
+    tokens: tuple[int, ...] = (),
 ) -> tuple[Link, ...] | None:
     """Return the links of ``parts``, whose layers are bound as ``bounds`` say; None if siblings
-    cast their input otherwise than each other.
+    cast their input otherwise than each other. ``tokens`` are the first dimensions of the rows.
     """
     shapes: list[LinkShape] = []
     links: dict[int, Link] = {}
     for at, part in enumerate(parts):
         shapes.append(LinkShape())
         if isinstance(part, list):
-            branch = _links(part, bounds, context)
+            branch = _links(part, bounds, context, tokens)
             if branch is None:
                 return None
             links[at] = ResidualLink(branch, context.owner)
@@ -328,6 +363,9 @@ def _links(
             links[at] = siblings(linears, context)  # type: ignore[arg-type]  # linears alone are siblings
         elif isinstance(part, LinkShape):
             shapes[at] = part
+            if isinstance(part, PackedAttentionShape):  # a function to the recorder, whose ever
+                alone = Binding(context.binding.device, context.dtype)
+                links[at] = part.of(tokens).bind(context._replace(binding=alone))
         else:
             (link,) = bounds[part].links
             (shapes[at],) = part.link_shapes()

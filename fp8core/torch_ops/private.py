@@ -87,6 +87,11 @@ try:
         torch._C._autograd._top_saved_tensors_default_hooks
     )
 
+    # Whether torch's attention may take cuDNN's kernels, as ``sdpa_kernel`` says; whether programs
+    # ask for deterministic algorithms, of which cuDNN's gradient is none.
+    is_cudnn_attention_enabled: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+    is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+
     # Transforms of torch.func, and the older vmap that is_grads_batched and vectorize use.
     is_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
     is_transform_wrapped: Callable[[torch.Tensor], bool] = (
