@@ -36,6 +36,7 @@ from fp8core.modules.calls.parameters import fill
 from fp8core.modules.layers.linear import Linear
 from fp8core.modules.layers.norm import LayerNorm, RMSNorm
 from fp8core.modules.models.inventory import conv1d_sizes
+from fp8core.modules.siblings import Siblings
 from fp8core.recipe import Recipe
 from fp8core.tensors.operand_tensor import OperandTensor
 from fp8core.tensors.parameter import quantized_model_init
@@ -263,9 +264,11 @@ class Conversion:
     # references to both, their versions, and the layers that took it.
     rotaries: Sequence[Any] = ()
     turn: tuple[Any, Any, set[int], Any] | None = None
+    siblings: Siblings | None = None
 
     def __init__(self, outside_autocast: Active | None) -> None:
         self.outside_autocast = outside_autocast
+        self.siblings = Siblings()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "turn"}
@@ -330,6 +333,12 @@ class Converted(LowPrecisionModule):
 
 class ConvertedLinear(Converted, Linear, torch.nn.Linear):
     """A ``torch.nn.Linear`` that computes as :class:`fp8core.Linear` does."""
+
+    @property
+    def siblings(self) -> Siblings | None:  # type: ignore[override]  # an attribute there
+        """The siblings in its model."""
+        conversion: Conversion = vars(self)[RECORD].conversion
+        return conversion.siblings
 
     def _fill_parameters(self) -> None:
         torch.nn.Linear.reset_parameters(self)

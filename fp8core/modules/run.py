@@ -125,7 +125,9 @@ def note_call(
     if call.rng is not None:
         prepared = prepared._replace(run=partial(_run_with_new_seed, links, call))
     sources = None if brings_params else sources_of((layer,))
-    note(layer, bound, prepared, len(params), sources=sources, **attributes)
+    is_new = note(layer, bound, prepared, len(params), sources=sources, **attributes)
+    if is_new and layer.siblings is not None:
+        layer.siblings.note(layer, bound, input, params, call)
 
 
 def _run_with_new_seed(
@@ -140,13 +142,14 @@ def note(
     prepared: chain.Prepared,
     num_params: int,
     **attributes: Any,
-) -> None:
-    """Keep the memo of the call of ``layer`` that has just run, unless it repeated another;
-    ``attributes`` as of :func:`~fp8core.modules.memo.memo_of`."""
+) -> bool:
+    """Keep the memo of the call of ``layer`` that has just run, unless it repeated another, and
+    return whether it did not; ``attributes`` as of :func:`~fp8core.modules.memo.memo_of`."""
     outside, states = layer.outside_autocast, (bound.states,)
     memo = memo_of((layer,), outside, prepared, num_params, states, **attributes)
     if memo is not None:
         layer._bindings.memo = memo
+    return memo is not None
 
 
 def run_links(

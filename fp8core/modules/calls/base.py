@@ -17,6 +17,7 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.bound import Bound, label_of, recipe_in
 from fp8core.modules.calls.parameters import materialize, resolve_device
 from fp8core.modules.memo import bind_lock
+from fp8core.modules.siblings import Siblings
 from fp8core.modules.state.delayed import DelayedModule
 from fp8core.recipe.plan import LayerRole, LinearPlan
 
@@ -67,6 +68,8 @@ class LowPrecisionModule(DelayedModule):
     # Returns what this rank has of a parameter that a style spread over ranks, given its name and
     # the parameter; None for a layer whose parameters are whole.
     local_part: Callable[[str, torch.Tensor | None], torch.Tensor | None] | None = None
+    # Finds the layers that are called with the same input; None for one whose input is its own.
+    siblings: Siblings | None = None
     # Kind and name of each layer of the prepared model, one a line; a single text, which
     # torch.compile compares at once.
     peers: str = ""
