@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -388,6 +389,37 @@ def test_frozen_linears_and_adapters_share_as_far_as_they_can() -> None:
         model.v.weight.requires_grad_(False)
     for seed in range(5):
         assert are_equal(step(ours, seed), step(theirs, seed))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # read by compiled autograd
+def test_hooks_of_saved_tensors_and_compiled_autograd_see_what_they_did() -> None:
+    ours, theirs = attention(), attention(shares=False)
+    for seed in range(6):
+        results = []
+        for model in (ours, theirs):
+            leaf = rows(seed).requires_grad_()
+            with torch.autograd.graph.save_on_cpu() if seed == 4 else nullcontext():
+                y = model(leaf * 2)
+            compiler = torch.compile(backend="aot_eager")
+            with compiled_autograd._enable(compiler) if seed == 5 else nullcontext():
+                y.square().mean().backward(retain_graph=seed == 3)
+            if seed == 3:
+                y.sum().backward()
+            results.append([y, leaf.grad, *(p.grad for p in model.parameters())])
+            model.zero_grad()
+        assert are_equal(*results), seed  # type: ignore[arg-type]
+
+
+def test_frozen_weights_and_a_monitor_see_each_linear_alone() -> None:
+    ours, theirs = attention(), attention(shares=False)
+    for seed in range(6):
+        results = []
+        for model in (ours, theirs):
+            with fp8core.monitor(model) if seed in (3, 4) else nullcontext():
+                results.append(step(model, seed))
+            with fp8core.frozen_weights(model), torch.no_grad():
+                results[-1] += [model(rows(seed) * 2) for _ in range(3)]
+        assert are_equal(*results), seed
 
 
 def test_threads_with_one_model_and_one_input() -> None:
