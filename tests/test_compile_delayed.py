@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+import transformers
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import fp8core as te
@@ -207,6 +210,30 @@ def test_converted_model_ends_its_steps_in_the_graph(backend: str) -> None:
     assert graphs() == 1
     layer = model[0].up  # outside of the model each of its layers has steps of its own
     assert_same(layer, alone, backend)
+
+
+def test_a_chain_of_several_layers_notes_their_states_by_one_operator() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    te.convert(model, DELAYED)
+    te.prepare(model)
+    layer, x = model.model.layers[0], torch.randn(1, 16, 64, requires_grad=True)
+    places = {"position_ids": torch.arange(16)[None], "attention_mask": None}
+    places["position_embeddings"] = model.model.rotary_emb(x, places["position_ids"])
+    noted: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        ops = torch.ops.fp8core
+        operators = ops.delayed_scale.default, ops.scale_in_step.default
+        used = [x for node in graph.graph.nodes for x in (node.target, *node.args[1:2])]
+        noted.append(len([x for x in used if x in operators]))
+        return make_boxed_func(graph.forward)
+
+    call = torch.compile(layer, backend=aot_autograd(fw_compiler=count), fullgraph=True)
+    call(x, **places).sum().backward()
+    # Of attention's linears of one input, and of those behind attention: forward, and backward.
+    assert noted == [2, 2]
 
 
 @torch.compiler.disable

@@ -123,13 +123,22 @@ class CastShape(NamedTuple):
             return False
         return spec.transform is None and codes_per_byte(spec) == 1
 
+    def shares_scale(self) -> bool:
+        """Return whether both operands have the same scale: one for the whole tensor."""
+        spec = self.desc.rowwise
+        if spec is None or spec != self.desc.columnwise or self.desc.grouped:
+            return False
+        is_whole = spec.block == (0, 0) and spec.scale_format == "float32"
+        return is_whole and spec.transform is None and not spec.row_scaled
+
     def rowwise(self) -> list[ResultShape]:
         """Return the shapes of the tensors of the rowwise operand."""
         spec = self.desc.rowwise
         return [] if spec is None else operand_shapes(spec, self.size, self.groups, grouped_dim=0)
 
     def columnwise(self, transposes: bool) -> list[ResultShape]:
-        """Return the shapes of the tensors of the columnwise operand, none of a view."""
+        """Return the shapes of the tensors of the columnwise operand, none of a view, and without a
+        scale that the rowwise one has."""
         spec = self.desc.columnwise
         if spec is None or self.has_view(transposes):
             return []
@@ -142,6 +151,8 @@ class CastShape(NamedTuple):
             codes = (cols, length // codes_per_byte(spec))
             shapes[0] = shapes[0]._replace(size=codes)
         is_transposed = not self.groups and not transposes
+        if self.shares_scale():
+            shapes = shapes[:1]
         return [shape._replace(is_transposed=is_transposed) for shape in shapes]
 
 

@@ -35,9 +35,14 @@ from fp8core.chain.unwrap import (
 )
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.torch_ops.capture import is_faked
 from fp8core.torch_ops.private import (
+    FakeTensor,
+    FunctionalTensor,
+    input_metadata,
     is_any_autocast_enabled,
     is_legacy_batched,
+    is_traced,
     is_transform_active,
     legacy_vmap,
     without_keys,
@@ -197,6 +202,20 @@ def _leading_of(
     return (num_rows // inner, *shape[1:-1])
 
 
+def _of_kernels(saved: SavedList) -> bool:
+    """Return whether a forward that saved these computed values, so that its links are bound to
+    kernels."""
+    return not any([isinstance(tensor, FakeTensor | FunctionalTensor) for tensor in saved])
+
+
+def _without_values(ctx: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of a FakeTensorMode, in which a kernel would read memory that a fake
+    gradient has not."""
+    needed = [None if node is None else input_metadata(node)[at] for node, at in ctx.next_functions]
+    gradients = [x and torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in needed]
+    return None, None, *gradients
+
+
 def _readable_grad(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
     if ctx.links.only_once is None and not is_strided(grad_output):
         grad_output = grad_output.to_dense()  # torch's layers take sparse gradients as well
@@ -230,6 +249,8 @@ def _gradients(
     if len(input_shape) != 2:
         value = grad_output.reshape(-1, grad_output.shape[-1])
     saved = _saved(ctx)
+    if is_faked() and not is_traced() and _of_kernels(saved):
+        return _without_values(ctx)
     if ctx.links.runs_again:
         del saved[ctx.num_saved :]
     if frees_early and program.frees_early:

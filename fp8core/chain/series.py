@@ -26,7 +26,7 @@ from fp8core.chain.protocol import (
 from fp8core.chain.repeated import Repeated
 from fp8core.chain.request import QuantizeRequest
 from fp8core.errors import OperandError
-from fp8core.tensors.delayed_state import DelayedState
+from fp8core.tensors.delayed_state import DelayedState, GraphState, begin_all
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.repeats import Likeness
 
@@ -55,7 +55,7 @@ class Series(Program):
     """
 
     __slots__ = (
-        *("_backwards", "_forwards", "_rows_out", "_steps"),
+        *("_backwards", "_forwards", "_graph_states", "_rows_out", "_steps"),
         *("frees_early", "input_request", "saves_copies"),
     )
 
@@ -111,6 +111,10 @@ class Series(Program):
             )
             for step, request_grad, source in zip(steps, (None, *requests), sources, strict=True)
         ]
+        # Those in which backward records in a graph, which notes all of them by one operator.
+        recordable = self.recordable
+        states: Any = () if recordable is None else recordable.backward_states
+        self._graph_states = [state for state in states if isinstance(state, GraphState)]
 
     @property
     def recordable(self) -> Recordable | None:
@@ -127,6 +131,8 @@ class Series(Program):
 
     def request_grad(self, call: Call) -> QuantizeRequest | None:
         """Return how the last program wants the gradient of its output."""
+        if self._graph_states:
+            begin_all(self._graph_states)
         return self._steps[-1].program.request_grad(call)
 
     def takes_grad(self, grad_output: torch.Tensor) -> bool:
@@ -172,6 +178,8 @@ class Series(Program):
         Raises:
             OperandError: a program returned a gradient of other rows than its input had.
         """
+        if self._graph_states:
+            begin_all(self._graph_states)
         value, at = grad, len(self._backwards)
         grad_params: Sequence[torch.Tensor | None] = ()
         for backward, num_params, rows, request_grad, remake in reversed(self._backwards):

@@ -18,7 +18,7 @@ from fp8core.reporting import collect, collected, log_collected, log_once
 from fp8core.tensors import scaling
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.tensors.scaling import restore_of
-from fp8core.torch_ops.private import ORDERED
+from fp8core.torch_ops.definition import define
 
 
 class _Scope(NamedTuple):
@@ -162,11 +162,11 @@ def _end_in_graph(scope: _Scope, *, failed: bool) -> bool:
     return True
 
 
-@torch.library.custom_op(
-    "fp8core::end_step",
-    mutates_args=(),
-    schema="(Tensor[] results, bool failed) -> ()",
+@define(
+    "(Tensor[] results, bool failed) -> ()",
+    lambda results, failed: None,
     tags=(torch.Tag.cudagraph_unsafe,),
+    is_ordered=True,
 )
 def _end_step(results: list[torch.Tensor], failed: bool) -> None:
     """Turn the amaxes that graphs have recorded in their own step into scales, or forget those of
@@ -177,14 +177,6 @@ def _end_step(results: list[torch.Tensor], failed: bool) -> None:
     scope = _thread.scopes[-1] if _thread.scopes else _scope_in_graph(None)
     if scope.results is not None:
         _close(scope, failed=failed)
-
-
-@_end_step.register_fake
-def _no_step(results: list[torch.Tensor], failed: bool) -> None:
-    pass
-
-
-_end_step.register_effect(ORDERED)
 
 
 def _close_around(depth: int, *, failed: bool, group: GroupReference | None) -> None:

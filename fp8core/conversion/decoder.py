@@ -209,14 +209,22 @@ class ConvertedAttention(ConvertedBlock):
         super().__init_subclass__(**keywords)
         offer_attention()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the config of a pickle that has it under its own name as well."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        if "config" in vars(self):
+            self.config = vars(self).pop("config")
+
+    # Not in the attribute that this hides: Dynamo of torch 2.11 reads a module's ``__dict__`` by
+    # its properties, and so would come here again.
     @property
     def config(self) -> SdpaConfig:
         """The model's config, but for what attends."""
-        return SdpaConfig(self.__dict__["config"])
+        return SdpaConfig(getattr(self, RECORD).hidden["config"])
 
     @config.setter
     def config(self, value: Any) -> None:
-        self.__dict__["config"] = value
+        vars(self)[RECORD].hidden["config"] = value
 
     def _in_chains(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> torch.Tensor | None:
         return None
@@ -481,7 +489,7 @@ def _decoding(
             continue
         name = getattr(vars(module)["config"], "_attn_implementation", None)
         reasons[path] = "" if name == "sdpa" else f"once it attends by sdpa, now by {name}"
-        _swap(module, ConvertedAttention, None, conversion)
+        _swap(module, ConvertedAttention, None, conversion, hidden=("config",))
     return reasons
 
 
@@ -603,8 +611,15 @@ def _attention_of(attention: Any, layer: Layer) -> PackedAttentionShape | None:
     return PackedAttentionShape(shape, HeadSizes(heads, groups, columns, False), rotation)
 
 
-def _swap(module: Any, base: type[ConvertedBlock], chains: object, conversion: Conversion) -> None:
+def _swap(
+    module: Any,
+    base: type[ConvertedBlock],
+    chains: object,
+    conversion: Conversion,
+    hidden: Sequence[str] = (),
+) -> None:
     attributes, original = vars(module), type(module)
     attributes[_CHAINS] = chains
-    attributes[RECORD] = Record(conversion, original, (_CHAINS,), {})
+    values = {name: attributes.pop(name) for name in hidden}
+    attributes[RECORD] = Record(conversion, original, (_CHAINS,), values)
     module.__class__ = derived(base, original)

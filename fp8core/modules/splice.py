@@ -40,7 +40,7 @@ from fp8core.modules.memo import Memo, memo_of, replay
 from fp8core.modules.run import run_in_graph, run_joined
 from fp8core.modules.state.in_graph import Followers, follow_amax
 from fp8core.recipe.plan import HIGH_PRECISION
-from fp8core.tensors.delayed_state import STATE_BUFFERS
+from fp8core.tensors.delayed_state import STATE_BUFFERS, begin_all
 from fp8core.tensors.quantizer_binding import Binding
 from fp8core.torch_ops.capture import constant_in_graph
 from fp8core.torch_ops.private import copy_all, is_traced
@@ -443,6 +443,8 @@ def _links_again(
     """Return the links of ``splice`` that read the ``buffers``; torch traces while it lives."""
     running = splice()
     assert running is not None
-    links = running.links_in_graph(_bound_in_graph(numbers, buffers, phase), device, dtype)
+    bounds = _bound_in_graph(numbers, buffers, phase)
+    begin_all([bound.states.forward for bound in bounds if bound.states is not None])
+    links = running.links_in_graph(bounds, device, dtype)
     assert links is not None
     return Chain(links)

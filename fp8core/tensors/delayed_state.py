@@ -21,6 +21,7 @@ from fp8core.recipe.plan import DelayedPlan, Plan, SlotNames
 from fp8core.tensors.quantizer import Slot
 from fp8core.torch_ops.capture import is_faked
 from fp8core.torch_ops.operators import in_slot
+from fp8core.torch_ops.private import NO_BACKWARD_PASS, current_backward_pass
 
 Order: TypeAlias = "tuple[int, ...]"
 """A layer's number in the order of creation, ``(n,)``; of a copy ``(n, m)``: it is the m-th copy of
@@ -163,42 +164,57 @@ class DelayedState:
 class GraphState:
     """A :class:`DelayedState` as a graph has it that torch captures: the buffers alone.
 
-    ``note(amax_history, scale)`` puts the operator into the graph that has the state noted for its
-    update, when the graph runs, and returns a copy of the scale as it is then; None where nothing
-    is recorded.
+    ``note(states)`` puts the operator into the graph that has these states noted for their update,
+    when the graph runs, and returns copies of their scales as they are then; None where nothing is
+    recorded. ``number`` and ``phase`` are what it needs to know of this one.
     """
 
-    __slots__ = ("_note", "_present", "_stored", "amax_history")
+    __slots__ = ("_note", "_present", "amax_history", "begun_in", "number", "phase", "stored")
 
     def __init__(
         self,
         scale: torch.Tensor,
         amax_history: torch.Tensor,
-        note: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+        note: Callable[[Sequence[GraphState]], Sequence[torch.Tensor]] | None,
+        number: int,
+        phase: str,
     ) -> None:
-        self.amax_history = amax_history
-        self._stored, self._note = scale, note
+        self.stored, self.amax_history = scale, amax_history
+        self.number, self.phase = number, phase
+        self._note = note
         self._present: torch.Tensor | None = None
+        self.begun_in = NO_BACKWARD_PASS
 
     @property
     def scale(self) -> torch.Tensor:
         """The scale by which the next cast is, ``[slots]``; the first one notes the state."""
-        return self.begin() if self._present is None else self._present
+        if self._present is None:
+            begin_all([self])
+        assert self._present is not None
+        return self._present
 
     @property
     def copies_scale(self) -> bool:
         """Whether :attr:`scale` is a copy, as of every state that is noted."""
         return self._note is not None
 
-    def begin(self) -> torch.Tensor:
-        """Note the state before a pass records in it, and return its scale."""
-        scale = self._stored if self._note is None else self._note(self.amax_history, self._stored)
-        self._present = scale
-        return scale
-
     def slot(self, entries: slice, *, records: bool) -> Slot:
         """Return the slot of these ``entries``."""
         return GraphSlot(self, entries, records=records)
+
+
+def begin_all(states: Sequence[GraphState]) -> None:
+    """Note states of one phase before a pass records in them, by one operator; a backward pass
+    notes each once."""
+    task = current_backward_pass()
+    if task != NO_BACKWARD_PASS:
+        states = [state for state in states if state.begun_in != task]
+    if not states:
+        return
+    note = states[0]._note
+    scales = [state.stored for state in states] if note is None else note(states)
+    for state, scale in zip(states, scales, strict=True):
+        state._present, state.begun_in = scale, task
 
 
 class GraphSlot(Slot):

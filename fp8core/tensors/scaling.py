@@ -19,7 +19,7 @@ import torch
 from fp8core.collectives import Communicator
 from fp8core.collectives.base import GroupReference
 from fp8core.reporting import collect
-from fp8core.tensors.delayed_state import DelayedState, GraphState
+from fp8core.tensors.delayed_state import DelayedState, GraphState, begin_all
 from fp8core.tensors.reduced_amaxes import reduced_after_backward, reduced_after_forward
 from fp8core.torch_ops.private import (
     copy_all,
@@ -291,7 +291,7 @@ def update_after_backward(
     from :func:`join_backward`. A pass that raises updates nothing, and its amaxes are forgotten.
     """
     if isinstance(state, GraphState):  # the pass is that of the graph's run
-        state.begin()
+        begin_all((state,))
     else:
         update_all_after_backward((state,), backward_pass)
 

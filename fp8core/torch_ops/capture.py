@@ -11,8 +11,10 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 
 from fp8core.torch_ops.private import (
+    DISABLED_BECAUSE,
     FAKE,
     MARKED_CONSTANT,
+    MARKED_DISABLED,
     PASSES_DATACLASSES,
     FakeTensor,
     is_traced,
@@ -80,6 +82,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     # compile a shared one again for each of them.
     unshared = cast(types.FunctionType, call)
     unshared.__code__ = unshared.__code__.replace(co_name=function.__name__)
+    setattr(call, MARKED_DISABLED, True)  # for a message with the name, where no graph may break
+    setattr(call, DISABLED_BECAUSE, f"fp8core runs {function.__name__} outside of graphs")
     return functools.update_wrapper(call, function)
 
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from fp8core.backend_api.record import ResultShape
 from fp8core.errors import OperandError
 from fp8core.torch_ops.capture import is_captured
+from fp8core.torch_ops.private import keep_order, schema_of
 
 Binder = Callable[[str, torch.device], Callable[..., Any]]
 Tensors = Sequence[torch.Tensor]
@@ -33,29 +35,49 @@ def bound(text: str, device: torch.device) -> Callable[..., Any]:
 
 
 def define(
-    schema: str, fake: Callable[..., Any], *, name: str = "", tags: Sequence[torch.Tag] = ()
+    schema: str,
+    fake: Callable[..., Any],
+    *,
+    name: str = "",
+    tags: Sequence[torch.Tag] = (),
+    is_ordered: bool = False,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Register the decorated function as the operator ``name``, by default of its own name.
 
-    torch.library.custom_op counts what an operator writes, and costs a call three times as much as
-    torch.library.Library, which serves the others.
+    ``is_ordered``: torch neither drops, doubles nor moves a call. torch.library.custom_op, which
+    counts what an operator writes, and orders calls, costs three times as much a call as
+    torch.library.Library, so both are done here.
     """
 
     def register(run: Callable[..., Any]) -> Any:
         operator = name or run.__name__.strip("_")
         _implementations[operator] = run
-        written = _MUTATED.findall(schema)
-        if written:
-            qualified = f"fp8core::{operator}"
-            result = torch.library.custom_op(qualified, run, mutates_args=written, schema=schema)
-            result.register_fake(fake)
-            return result
         _LIBRARY.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-        _LIBRARY.impl(operator, run, "CompositeExplicitAutograd")
+        result = getattr(torch.ops.fp8core, operator).default
+        written, arguments = _MUTATED.findall(schema), schema_of(result).arguments
+        places = [at for at, each in enumerate(arguments) if each.name in written]
+        kernel = counting_writes(run, places) if places else run
+        _LIBRARY.impl(operator, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fp8core::{operator}", fake, lib=_LIBRARY)
-        return getattr(torch.ops.fp8core, operator).default
+        if is_ordered:
+            keep_order(_LIBRARY, f"fp8core::{operator}")
+        return result
 
     return register
+
+
+def counting_writes(run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """Return ``run``, which writes to its arguments at ``places``, with torch's count of writes."""
+
+    def counted(*values: Any) -> Any:
+        result = run(*values)
+        for at in places:
+            value = values[at]
+            tensors = (value,) if isinstance(value, torch.Tensor) else value or ()
+            increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+        return result
+
+    return counted
 
 
 def implementation(name: str) -> Callable[..., Any]:
@@ -77,7 +99,9 @@ def settle(result: torch.Tensor, shape: ResultShape) -> torch.Tensor:
                 f"{list(shape.size)}."
             )
         result = torch.nn.functional.pad(result, (0, missing[1], 0, missing[0]))
-    return result.t().contiguous().t() if shape.is_transposed else result.contiguous()
+    if shape.is_transposed:
+        return result.t().contiguous().t()
+    return result if result.is_contiguous() else result.contiguous()
 
 
 def settle_all(
@@ -85,17 +109,14 @@ def settle_all(
 ) -> list[torch.Tensor]:
     """Return the results that are not None in their shapes, none of them in the memory of another:
     the scale that two orientations share is copied. Tensors that torch traces with have none."""
-    settled: list[torch.Tensor] = []
-    memories: set[int] = set()
     present = [tensor for tensor in results if tensor is not None]
-    has_memory = len(present) > 1 and not is_captured(present[0])
-    for tensor, shape in zip(present, shapes, strict=True):
-        result = settle(tensor, shape)
-        if has_memory:
-            memory = result.untyped_storage().data_ptr()
-            if memory in memories and result.numel():
-                result = result.clone()
-                memory = result.untyped_storage().data_ptr()
-            memories.add(memory)
-        settled.append(result)
+    settled = [settle(tensor, shape) for tensor, shape in zip(present, shapes, strict=True)]
+    if len(settled) == 1 or is_captured(present[0]):
+        return settled
+    memories: set[int] = set()
+    for at, result in enumerate(settled):
+        memory = result.untyped_storage().data_ptr()
+        if memory in memories and result.numel():
+            settled[at] = result.clone()
+        memories.add(memory)
     return settled

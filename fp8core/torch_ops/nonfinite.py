@@ -18,7 +18,8 @@ import torch
 from fp8core.torch_ops.capture import in_plain_mode, is_faked
 from fp8core.torch_ops.private import without_modes
 
-_counters: dict[torch.device, torch.Tensor] = {}
+# Both counters, and a view of each, as each cast of a graph asks for one.
+_counters: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 _writes_count = False
 _lock = threading.Lock()
 
@@ -34,7 +35,7 @@ def counter_of_writes(device: torch.device, *, in_training: bool = True) -> torc
     has asked, and under FakeTensorMode. Not ``in_training`` are casts that no gradient passes."""
     if not _writes_count or is_faked():
         return None
-    return counter_of(device) if in_training else _both_of(device)[1:]
+    return counter_of(device) if in_training else _counters_of(device)[2]
 
 
 def new_counter(device: torch.device) -> torch.Tensor:
@@ -49,23 +50,27 @@ def new_counter(device: torch.device) -> torch.Tensor:
 
 def counter_of(device: torch.device) -> torch.Tensor:
     """Return the counter of casts on ``device`` outside any layer, int64 ``[1]``; it only grows."""
-    return _both_of(device)[:1]
+    return _counters_of(device)[1]
 
 
-def _both_of(device: torch.device) -> torch.Tensor:
-    """Return the counters of :func:`new_counter` for casts on ``device`` outside any layer."""
-    counter = _counters.get(device)
-    if counter is None:
+def _counters_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the counters of :func:`new_counter` for casts on ``device`` outside any layer, both
+    and each alone."""
+    counters = _counters.get(device)
+    if counters is None:
         with _lock:
-            counter = _counters.get(device)
-            if counter is None:
-                counter = _counters[device] = new_counter(device)
-    return counter
+            counters = _counters.get(device)
+            if counters is None:
+                both = new_counter(device)
+                with without_modes():
+                    entries = in_plain_mode(lambda: (both[:1], both[1:]))
+                counters = _counters[device] = both, *entries
+    return counters
 
 
 def counters() -> dict[torch.device, torch.Tensor]:
     """Return the counters of casts outside any layer, int64 ``[2]``, by device."""
-    return dict(_counters)
+    return {device: both for device, (both, *_) in _counters.items()}
 
 
 def counting(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from inspect import Parameter
 from types import NoneType
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, TypeAlias, get_args, get_origin
 
 import torch
 
@@ -24,11 +24,11 @@ from fp8core.backend_api import AttentionBackwardDesc, FusedDesc, Operand, Opera
 from fp8core.backend_api.descriptors import CastShape, num_groups
 from fp8core.backend_api.record import RECORDS, Record, ResultShape, shape_of
 from fp8core.torch_ops.capture import constant_in_graph, is_captured, is_left_to_backward
-from fp8core.torch_ops.definition import bound, define, settle_all
+from fp8core.torch_ops.definition import bound, define, settle, settle_all
 from fp8core.torch_ops.encoding import Operation, decode, encode
 from fp8core.torch_ops.nonfinite import run_counted
 from fp8core.torch_ops.private import (
-    ORDERED,
+    first_row,
     is_legacy_batched,
     is_transform_active,
     legacy_vmap,
@@ -51,15 +51,26 @@ _MOST_LAYOUTS = 4096
 """How many layouts an operator keeps, one for each operation and sizes."""
 
 
+_Parts: TypeAlias = "tuple[int, int, bool, bool]"
+"""How many tensors the operands of a cast bring, and what of the columnwise one is not brought:
+all, a view of the rowwise one, or its scale, which is that one's."""
+
+
 class _Layout(NamedTuple):
-    """The ``shapes`` of the results of a call, whether it returns one that stands for itself, which
-    of them are casts whose columnwise operand is a view of the rowwise one, and the shapes of the
+    """The ``shapes`` of the results of a call, whether it returns one that stands for itself, how
+    many tensors each operand of a cast brings, None for other results, and the shapes of the
     tensors that the operator returns."""
 
     shapes: Sequence[Any]
     is_single: bool
-    has_view: Sequence[bool]
+    parts: Sequence[_Parts | None]
     flat: Sequence[ResultShape]
+
+
+def _parts_of(shape: CastShape, transposes: bool) -> _Parts:
+    rowwise, columnwise = shape.rowwise(), shape.columnwise(transposes)
+    has_view = shape.has_view(transposes)
+    return len(rowwise), len(columnwise), has_view, shape.shares_scale()
 
 
 class Operator:
@@ -225,8 +236,9 @@ class Operator:
                 self._layouts.clear()
             layout = self._layouts[key] = self._layout(operation, positional, named)
         recorded: list[torch.Tensor | None] = []
-        for name in self._returned(operation):
-            if name in named and name != "nonfinite_out":
+        for name in self._recorded:
+            is_returned = name != "nonfinite_out" and (name != "amax_out" or operation.slot is None)
+            if is_returned and name in named:
                 named[name] = named[name].clone()
                 recorded.append(named[name])
         if "nonfinite_out" in self._recorded:
@@ -235,6 +247,8 @@ class Operator:
             recorded.append(count)
         else:
             results = run(*positional, **named)
+        if type(results) is torch.Tensor and not self._is_list:
+            return settle(results, layout.flat[0])
         results = (results,) if layout.is_single else results
         settled = settle_all([*_flat_results(results, layout), *recorded], layout.flat)
         return settled if self._is_list else settled[0]
@@ -251,8 +265,10 @@ class Operator:
             elif shape is not None:
                 flat.append(shape)
         flat += [shape_of(named[name]) for name in self._returned(operation) if name in named]
-        is_view = [isinstance(x, CastShape) and x.has_view(operation.transposes) for x in shapes]
-        return _Layout(shapes, shapes is not recorded, is_view, flat)
+        parts = [
+            _parts_of(x, operation.transposes) if isinstance(x, CastShape) else None for x in shapes
+        ]
+        return _Layout(shapes, shapes is not recorded, parts, flat)
 
     def _returned(self, operation: Operation) -> list[str]:
         """Return the names of the written arguments that the operator returns."""
@@ -283,13 +299,10 @@ class Operator:
         return results if isinstance(shapes, list) else tuple(results)
 
 
-def _parts(text: str) -> tuple[int, int, bool]:
-    """Return the number of tensors of the rowwise and of the columnwise operand of a cast, and
-    whether the columnwise one is a view."""
+def _parts(text: str) -> _Parts:
     _, desc, transposes, _ = decode(text)
     shape = CastShape(desc.quantize if isinstance(desc, FusedDesc) else desc, (0, 0))  # type: ignore[arg-type]  # the text says a cast
-    rowwise, columnwise = shape.rowwise(), shape.columnwise(transposes)
-    return len(rowwise), len(columnwise), shape.has_view(transposes)
+    return _parts_of(shape, transposes)
 
 
 constant_in_graph(_parts)
@@ -323,10 +336,10 @@ def _run_in_slot(
     amax_out: torch.Tensor | None = None,
     **keywords: Any,
 ) -> Any:
-    if amax_out is None:
-        return run(*arguments, scale=scale[entries], **keywords)
-    newest = amax_out.data[0, entries]  # whose writes torch does not count: a later pass saved it
-    return run(*arguments, scale=scale[entries], amax_out=newest, **keywords)
+    keywords["scale"] = first_row(scale, entries)
+    if amax_out is not None:  # whose writes torch does not count: a later pass saved it
+        keywords["amax_out"] = first_row(amax_out, entries)
+    return run(*arguments, **keywords)
 
 
 def _flat(value: Any, kind: str) -> Any:
@@ -350,22 +363,24 @@ def _several(results: Any) -> Sequence[Any]:
 
 def _flat_results(results: Iterable[Any], layout: _Layout) -> list[torch.Tensor]:
     flat: list[torch.Tensor] = []
-    for result, shape, has_view in zip(results, layout.shapes, layout.has_view, strict=True):
-        if isinstance(shape, CastShape):
+    for result, shape, parts in zip(results, layout.shapes, layout.parts, strict=True):
+        if parts is not None:
             flat += tensors(result.rowwise)
-            flat += [] if has_view else tensors(result.columnwise)
+            flat += tensors(result.columnwise)[: parts[1]]
         elif shape is not None:
             flat.append(result)
     return flat
 
 
-def _quantized(parts: tuple[int, int, bool], flat: Iterator[torch.Tensor]) -> Quantized:
+def _quantized(parts: _Parts, flat: Iterator[torch.Tensor]) -> Quantized:
     """Return the operands of a cast, whose tensors are the next of ``flat``."""
-    num_rowwise, num_columnwise, has_view = parts
+    num_rowwise, num_columnwise, has_view, shares_scale = parts
     rowwise = [next(flat) for _ in range(num_rowwise)]
     columnwise = [next(flat) for _ in range(num_columnwise)]
     if has_view:
         columnwise = [tensor.t() for tensor in rowwise]
+    elif shares_scale:
+        columnwise.append(rowwise[1])
     return Quantized(*(Operand(*side) if side else None for side in (rowwise, columnwise)))
 
 
@@ -486,24 +501,16 @@ def call_of(operation: Operation) -> Callable[..., Any]:
 # Seeds, dropout and errors of graphs
 
 
-@torch.library.custom_op(
-    "fp8core::draw_seed",
-    mutates_args=(),
-    schema="(int place) -> Tensor",
+# Ordered, so that torch neither moves nor drops a draw whose seed only the backward graph uses, or
+# nothing does: every later draw of the program would differ.
+@define(
+    "(int place) -> Tensor",
+    lambda place: torch.empty(2, dtype=torch.int64, device="cpu"),
     tags=(torch.Tag.nondeterministic_seeded,),
+    is_ordered=True,
 )
 def _draw_seed(place: int) -> torch.Tensor:
     return torch.randint(0, 2**62, (2,))
-
-
-@_draw_seed.register_fake
-def _empty_seed(place: int) -> torch.Tensor:
-    return torch.empty(2, dtype=torch.int64, device="cpu")
-
-
-# Ordered, so that torch neither moves nor drops a draw whose seed only the backward graph uses, or
-# nothing does: every later draw of the program would differ.
-_draw_seed.register_effect(ORDERED)
 
 
 @define(

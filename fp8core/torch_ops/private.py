@@ -36,8 +36,6 @@ try:
 
     # A thread's variables of torch.compile, where a capture leaves its context.
     from torch._guards import _TLS as _compile_variables
-
-    # ORDERED keeps torch.compile from dropping, doubling or reordering calls of an operator.
     from torch._library.effects import EffectType
 
     # The tensors that torch traces with: they have shapes, and no memory of their own.
@@ -60,7 +58,6 @@ try:
     pytree = _pytree
     # Makes real tensors while torch traces.
     without_modes = _disable_current_modes
-    ORDERED: Final = EffectType.ORDERED
     # All of them in a dictionary; to ask for one that is not set costs an exception in torch's C.
     compile_variables: Callable[[], dict[str, Any]] = partial(
         getattr, _compile_variables, "__dict__"
@@ -81,6 +78,9 @@ try:
     # node that exists. They order a forward's nodes against other events of its thread.
     next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
     node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+
+    # The shapes, dtypes and devices of the gradients that a node takes.
+    input_metadata: Callable[[Any], Any] = attrgetter("_input_metadata")
 
     # The hooks that pack and unpack saved tensors now: those of a checkpoint, in its function.
     saved_tensor_hooks: Callable[[bool], tuple[Any, Any] | None] = (
@@ -226,6 +226,10 @@ IS_PARAMETER: Final = "_is_param"
 MARKED_CONSTANT: Final = "_dynamo_marked_constant"
 """Attribute of a function whose result torch.compile takes as a constant."""
 
+MARKED_DISABLED: Final = "_torchdynamo_disable"
+DISABLED_BECAUSE: Final = "_torchdynamo_disable_msg"
+"""Attributes of a function that torch.compile leaves to Python, and of why, for its message."""
+
 UNSCALE_GRADS: Final = "_unscale_grads_"
 """Method of torch.amp.GradScaler: returns its found-inf tensors by device. Also in FSDP's
 ShardedGradScaler, which reduces them over its ranks."""
@@ -272,6 +276,11 @@ FAKE: Final = torch._C._TorchDispatchModeKey.FAKE
 mode_of: Callable[[Any], Any] = torch._C._get_dispatch_mode
 _PROXY: Final = torch._C._TorchDispatchModeKey.PROXY
 _PRE_DISPATCH: Final[Any] = torch._ops._mode_stack_state_for_pre_dispatch
+
+
+def keep_order(library: torch.library.Library, operator: str) -> None:
+    """Keep torch.compile from dropping, doubling or reordering calls of a library's operator."""
+    library._register_effectful_op(operator, EffectType.ORDERED)
 
 
 def is_exporting() -> bool:
@@ -426,6 +435,23 @@ refuse_address: Callable[[torch.Tensor], None] = getattr(
 )
 """Have C++ code raise that asks for the memory of a tensor without any. Without it such code, as of
 a collective of lists of tensors, reads address 0, which ends the process."""
+
+_reinterpreted: Callable[..., torch.Tensor] | None = getattr(
+    getattr(torch._C._dynamo, "guards", None), "_reinterpret_tensor", None
+)
+
+
+def first_row(tensor: torch.Tensor, columns: slice) -> torch.Tensor:
+    """Return ``tensor[0, columns]``, of one dimension ``tensor[columns]``, as a view without a
+    history, whose writes torch does not count; in a fraction of the time of indexing where torch
+    has what its compiled code calls."""
+    if _reinterpreted is None:
+        rows = tensor.data
+        return rows[columns] if rows.dim() == 1 else rows[0, columns]
+    start, stop, step = columns.indices(tensor.shape[-1])
+    stride, count = tensor.stride(-1), max(0, -(-(stop - start) // step))
+    return _reinterpreted(tensor, (count,), (step * stride,), start * stride)
+
 
 end_process: Callable[[int], NoReturn] = os._exit
 """End the process with a status, whatever its threads wait for: sys.exit raises in one thread, and

@@ -31,6 +31,7 @@ from fp8core.backend_api import (
     SingleQueryDesc,
 )
 from fp8core.conversion import single_query
+from fp8core.conversion.layers import RECORD
 from fp8core.conversion.single_query import Operands, attended
 from fp8core.dispatch import plugins
 from tests.backends.cuda.cuda_cases import backend
@@ -185,7 +186,7 @@ def test_such_an_attention_keeps_its_config_and_goes_back(reading: Reading) -> N
         attention = copied.model.layers[0].self_attn
         assert isinstance(attention, kind)
         assert type(attention).__name__ == kind.__name__
-        assert vars(attention)["config"] is copied.config
+        assert attention.config._config is copied.config
         assert attention.config.hidden_size == config.hidden_size
         with torch.no_grad():
             copied(tokens)
@@ -206,6 +207,21 @@ def test_such_an_attention_keeps_its_config_and_goes_back(reading: Reading) -> N
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).logits, want, rtol=1e-4, atol=1e-4)
     assert not reading.calls
+
+
+def test_a_config_that_is_set_stays_and_an_earlier_pickle_has_its_own(reading: Reading) -> None:
+    model = apart("Olmo2")
+    fp8core.convert(model, RECIPE)
+    attention = model.model.layers[0].self_attn
+    earlier = vars(attention).copy()
+    earlier[RECORD] = dataclasses.replace(earlier[RECORD], hidden={})
+    unpickled = copy.copy(attention)
+    unpickled.__setstate__({**earlier, "config": model.config})
+    assert unpickled.config._config is model.config
+    attention.config = other = copy.deepcopy(model.config)
+    assert attention.config._config is other
+    fp8core.unconvert(model)
+    assert attention.config is other
 
 
 def test_an_attention_of_no_converted_layer_stays(reading: Reading) -> None:

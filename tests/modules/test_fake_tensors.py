@@ -276,3 +276,22 @@ def test_caches_of_fake_tensors_take_steps(options: dict[str, Any]) -> None:
             with torch.no_grad():
                 y = layer(x, inference_params=cache)
             assert (type(y), y.shape) == (FakeTensor, x.shape)
+
+
+@pytest.mark.parametrize("is_real", [True, False])
+@pytest.mark.parametrize("name", ["current", "delayed", None])
+def test_backward_of_a_real_forward_reaches_no_kernel(name: str | None, is_real: bool) -> None:
+    layer, x = _linear(), X.clone().requires_grad_()
+    quantizing = fp8core.autocast(recipe=name) if name else contextlib.nullcontext()
+    with quantizing:
+        y = layer(x)
+    grad = torch.ones(y.shape, dtype=y.dtype)
+    with FakeTensorMode():
+        y.backward(grad if is_real else torch.empty(y.shape, dtype=y.dtype))
+    for tensor in (x, *layer.parameters()):
+        assert isinstance(tensor.grad, FakeTensor)
+        assert (tensor.grad.shape, tensor.grad.dtype) == (tensor.shape, tensor.dtype)
+        tensor.grad = None
+    with fp8core.autocast(recipe=name) if name else contextlib.nullcontext():
+        layer(x).sum().backward()
+    assert type(x.grad) is torch.Tensor

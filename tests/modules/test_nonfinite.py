@@ -213,6 +213,58 @@ def test_it_is_a_float32_scalar_that_says_so_until_it_is_cleared() -> None:
     assert te.found_inf(model) == 1
 
 
+OF_DYNAMO = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not",
+    "ignore:.*is deprecated:DeprecationWarning",
+)
+
+
+@OF_DYNAMO
+def test_a_compiled_function_leaves_its_graph_for_it_and_says_so_where_it_may_not() -> None:
+    model = counted(make())
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        te.watch_grad_scaler(scaler, model).remove()
+        te.clear_found_inf(model)
+        with te.autocast(recipe="current"):
+            y = model(x)
+        return te.found_inf(model), y
+
+    torch._dynamo.reset()
+    call = torch.compile(step, backend="aot_eager")
+    x = torch.ones(32, 64, dtype=BF16)
+    assert [float(call(value)[0]) for value in (x, x * math.inf, x)] == [0.0, 1.0, 0.0]
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="fp8core runs watch_grad_scaler out"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(x)
+
+
+@OF_DYNAMO
+def test_a_watched_scaler_steps_in_a_compiled_function() -> None:
+    layer = te.Linear(32, 32)
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(layer.parameters(), 0.1)
+    te.watch_grad_scaler(scaler, layer)
+
+    def step(x: torch.Tensor) -> None:
+        with te.autocast(recipe="current"):
+            loss = layer(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    torch._dynamo.reset()
+    call, x = torch.compile(step, backend="aot_eager"), torch.ones(16, 32)
+    call(x)
+    before, scale = layer.weight.detach().clone(), scaler.get_scale()
+    call(x * math.inf)
+    assert torch.equal(before, layer.weight)
+    assert scaler.get_scale() == scale / 2
+    call(x)
+    assert not torch.equal(before, layer.weight)
+
+
 def test_what_one_module_clears_another_still_says() -> None:
     model = counted(make())
     results(model, "current", grad_value=math.inf)

@@ -19,9 +19,11 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.models.inventory import layers_in
 from fp8core.torch_ops import nonfinite
+from fp8core.torch_ops.capture import untraced
 from fp8core.torch_ops.private import UNSCALE_GRADS, without_modes
 
 
+@untraced
 def watch_grad_scaler(
     scaler: torch.amp.GradScaler,
     model: torch.nn.Module,
@@ -86,10 +88,12 @@ class GradScalerWatch:
         self._model = None
         self._before = {}
 
+    @untraced
     def _begin(self, result: None) -> None:
         if self._model is not None:
             self._before = read_counts(counted_layers(self._model, "watch_grad_scaler"))
 
+    @untraced
     def _merge(self, found_inf: dict[torch.device, torch.Tensor]) -> None:
         """Raise one of the scaler's found-inf tensors to 1.0 if casts have met NaN or inf.
 
@@ -148,6 +152,7 @@ Counts: TypeAlias = "dict[torch.device, _Counts]"
 _remembered: weakref.WeakKeyDictionary[torch.nn.Module, Counts] = weakref.WeakKeyDictionary()
 
 
+@untraced
 def found_inf(model: torch.nn.Module) -> torch.Tensor:
     """Return 1.0 if a cast of ``model`` met NaN or inf since :func:`clear_found_inf`, else 0.0.
 
@@ -176,6 +181,7 @@ def found_inf(model: torch.nn.Module) -> torch.Tensor:
     return differ(now, _remembered.get(model, {}), device_of(model, now))
 
 
+@untraced
 def clear_found_inf(model: torch.nn.Module) -> None:
     """Reset :func:`found_inf` of ``model`` to 0.0, until its casts meet NaN or inf again.
 

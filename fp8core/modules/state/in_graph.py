@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -25,11 +24,13 @@ from fp8core.recipe.plan import Plan
 from fp8core.tensors.delayed_state import STATE_BUFFERS, GraphState, LayerStates
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.torch_ops.capture import left_to_backward
-from fp8core.torch_ops.definition import define
+from fp8core.torch_ops.definition import Tensors, define, implementation
 from fp8core.torch_ops.private import (
     NO_BACKWARD_PASS,
-    ORDERED,
+    copy_all,
     current_backward_pass,
+    first_row,
+    foreach_mul,
     is_exporting,
 )
 
@@ -72,12 +73,9 @@ class GraphStates:
         """Return the states of a graph that has these ``buffers``, named
         :data:`~fp8core.tensors.delayed_state.STATE_BUFFERS`, at that ``phase`` of the step."""
         scale, history, grad_scale, grad_history = buffers
-        note = note_later = None
-        if self._records:
-            note = partial(_note, self.number, phase)
-            note_later = partial(_note_in_backward, self.number)
-        forward = GraphState(scale, history, note)
-        backward = GraphState(grad_scale, grad_history, note_later)
+        note, note_later = (_note, _note_in_backward) if self._records else (None, None)
+        forward = GraphState(scale, history, note, self.number, phase)
+        backward = GraphState(grad_scale, grad_history, note_later, self.number, "backward")
         records = self._records
         return LayerStates(forward, backward, self._plan.slots, records, records)
 
@@ -169,50 +167,44 @@ def _layer_of(history: torch.Tensor) -> Any:
     return addresses.get(address)
 
 
-_SCHEMA = "(int states, str phase, Tensor amax_history, Tensor scale) -> Tensor"
+_SCHEMA = "(int[] states, str phase, Tensor[] amax_histories, Tensor[] scales) -> Tensor[]"
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # each replay has to call it
 
 
-def _empty_scale(
-    states: int, phase: str, amax_history: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
-    return torch.empty_like(scale)
+def _empty_scales(
+    states: list[int], phase: str, amax_histories: Tensors, scales: Tensors
+) -> list[torch.Tensor]:
+    return [torch.empty_like(scale) for scale in scales]
 
 
-@define(_SCHEMA, _empty_scale, tags=_TAGS)
+@define(_SCHEMA, _empty_scales, tags=_TAGS)
 def _delayed_scale(
-    states: int, phase: str, amax_history: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
-    _states[states].note(amax_history, phase)
-    return scale.clone()
+    states: list[int], phase: str, amax_histories: Tensors, scales: Tensors
+) -> list[torch.Tensor]:
+    for number, history in zip(states, amax_histories, strict=True):
+        _states[number].note(history, phase)
+        phase = "step" if phase == "begin" else phase
+    return [*foreach_mul(scales, 1.0)]  # copies, in one kernel
 
 
 # The same after the update of an earlier step in the graph, and before the next one.
-_scale_in_step: Any = torch.library.custom_op(
-    "fp8core::scale_in_step",
-    lambda *arguments: _delayed_scale(*arguments),
-    mutates_args=(),
-    schema=_SCHEMA,
-    tags=_TAGS,
+_scale_in_step = define(_SCHEMA, _empty_scales, name="scale_in_step", tags=_TAGS, is_ordered=True)(
+    implementation("delayed_scale")
 )
-_scale_in_step.register_fake(_empty_scale)
-_scale_in_step.register_effect(ORDERED)
 
 
-@torch.library.custom_op(
-    "fp8core::follow_amax",
-    mutates_args=(),
-    schema="(Tensor output, Tensor source, Tensor[] targets, int entry) -> ()",
+# Ordered, as the end of a step in the graph reads what it writes.
+@define(
+    "(Tensor output, Tensor source, Tensor[] targets, int entry) -> ()",
+    lambda output, source, targets, entry: None,
+    is_ordered=True,
 )
 def _follow_amax(
     output: torch.Tensor, source: torch.Tensor, targets: list[torch.Tensor], entry: int
 ) -> None:
-    for target in targets:
-        target.data[0, entry] = source.data[0, entry]
-
-
-_follow_amax.register_fake(lambda *arguments: None)
-_follow_amax.register_effect(ORDERED)  # the end of a step in the graph reads what it writes
+    column = slice(entry, entry + 1)
+    rows = [first_row(target, column) for target in targets]  # whose writes torch does not count
+    copy_all(rows, [first_row(source, column)] * len(rows))
 
 
 def follow_amax(output: torch.Tensor, buffers: Sequence[Any], groups: Sequence[Followers]) -> None:
@@ -224,14 +216,16 @@ def follow_amax(output: torch.Tensor, buffers: Sequence[Any], groups: Sequence[F
         _follow_amax(output.detach(), histories[first], targets, entry)
 
 
-def _note(number: int, phase: str, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Put into a graph what notes a state when the graph runs, as of
+def _note(states: Sequence[GraphState]) -> Sequence[torch.Tensor]:
+    """Put into a graph what notes states when the graph runs, as of
     :class:`~fp8core.tensors.delayed_state.GraphState`."""
+    phase = states[0].phase
     operator = _scale_in_step if phase in ("begin", "step") else _delayed_scale
-    noted: torch.Tensor = operator(number, phase, history, scale)
+    numbers, histories = [s.number for s in states], [s.amax_history for s in states]
+    noted: list[torch.Tensor] = operator(numbers, phase, histories, [s.stored for s in states])
     return noted
 
 
-def _note_in_backward(number: int, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _note_in_backward(states: Sequence[GraphState]) -> Sequence[torch.Tensor]:
     with left_to_backward():
-        return _note(number, "backward", history, scale)
+        return _note(states)
