@@ -36,6 +36,8 @@ passed."""
 _WIDE_VIEW = _aten.as_strided.default
 """A view that may end behind its tensor, in memory that another call's tensor need not have."""
 
+_ALLOCATION = _aten.new_empty.default
+
 _REPEATED = frozenset((_aten._to_copy.default, _aten.clone.default, _aten.constant_pad_nd.default))
 """Operators that a repeat calls again: functions of their arguments alone, whose result is a new
 tensor."""
@@ -277,7 +279,11 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
             self.problem = str(refused)
             return func(*args, **keywords)
         result = func(*args, **keywords)
-        self.steps.append(arguments.called(self._number(result), func, keywords))
+        number = self._number(result)
+        if func is _ALLOCATION:
+            self.steps.append(_Empty(number, *self.places[number][2:]))  # type: ignore[index]  # it was numbered now
+        else:
+            self.steps.append(arguments.called(number, func, keywords))
         return result
 
     def _wide_view(self, view: torch.Tensor) -> torch.Tensor:
@@ -293,9 +299,13 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         return view
 
     def _arguments_of(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> _Arguments:
-        if func not in _REPEATED or any(
-            isinstance(value, torch.Tensor) for value in keywords.values()
-        ):
+        options = [value for name, value in keywords.items() if name != "dtype"]
+        if func is _ALLOCATION:
+            is_repeated = not any(options)
+        else:
+            is_tensor = [isinstance(value, torch.Tensor) for value in options]
+            is_repeated = func in _REPEATED and not any(is_tensor)
+        if not is_repeated:
             raise _Refused(f"the operator {func}")
         return self._places_of(args)
 

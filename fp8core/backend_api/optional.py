@@ -96,7 +96,7 @@ class Recorder(Protocol):
         from ``constants``, the tensors that are the same in each repeat and may be written: delayed
         scales, amaxes, counters. ``run`` has no other effect, and may empty a list ``saved``.
         An operation of torch within the run has to be repeated by the recorder as well, or to be
-        noticed: the recording then has no ``repeat``.
+        noticed: the recording then has no ``repeat``. ``new_empty`` is an allocation.
         """
 
     def call(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:

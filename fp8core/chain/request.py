@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +23,6 @@ from fp8core.chain.padding import PaddedCall, RowsChanged
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, CastAndSum, HighPrecision, Orientations, TensorQuantizer
 from fp8core.tensors.storage import nearest, storage_plan
-from fp8core.torch_ops.repeats import called_in_repeats
 
 
 def is_stored_as(
@@ -219,11 +217,7 @@ class ComputedProduct(Handover):
 
 def empty_rows(b: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
     """Return memory for ``rows`` rows of a product with ``b [n, k]``, to be written a few rows at a
-    time: each repeat of a recorded run allocates it too."""
-    return called_in_repeats(partial(_empty_rows, rows, dtype), b)
-
-
-def _empty_rows(rows: int, dtype: torch.dtype, b: torch.Tensor) -> torch.Tensor:
+    time."""
     return b.new_empty((rows, b.shape[0]), dtype=dtype)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -163,7 +162,7 @@ class SiblingsProgram(Program):
         # A graph whose rows are free has one form for all.
         if operands is not None and type(rows) is int and rows > _FEW_ROWS:
             sizes = rows, self._columns[-1][1]
-            joined = called_in_repeats(partial(_empty, sizes, self._dtype), operands.rowwise.data)
+            joined = operands.rowwise.data.new_empty(sizes, dtype=self._dtype)
         for program, is_trained, (first, end), (begin, stop) in zip(
             self._programs, self._trained, self._params, self._columns, strict=True
         ):
@@ -208,7 +207,3 @@ class SiblingsProgram(Program):
 
 def _side_by_side(*columns: torch.Tensor) -> torch.Tensor:
     return torch.cat(columns, dim=1)
-
-
-def _empty(sizes: tuple[int, int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    return like.new_empty(sizes, dtype=dtype)

@@ -245,6 +245,19 @@ def test_a_conversion_by_torch_is_called_again(library: Library) -> None:
     ]
 
 
+def test_memory_like_that_of_a_tensor_is_allocated_again(library: Library) -> None:
+    x = torch.ones(SIZE)
+
+    def run() -> Sequence[torch.Tensor]:
+        joined = x.new_empty((8, 4), dtype=torch.bfloat16)
+        library.launch(x, joined[:, 2:])
+        return (joined,)
+
+    program, _ = record(library, run, (x,))
+    assert ("empty", 1, (8, 4), (4, 1), torch.bfloat16) in program.added
+    assert program.steps == [("empty", 1), ("launch", 0, 1), ("result", 1)]
+
+
 def test_an_operator_on_a_view_is_called_on_that_view_again(library: Library) -> None:
     x = torch.arange(32.0).view(SIZE)
     program, problem = record(library, lambda: [x[1:, 2:].t().clone()], (x,))
@@ -346,11 +359,13 @@ def test_a_result_that_is_a_view_of_a_given_tensor_is_made_of_another(library: L
     [
         (lambda x, library: [x + 1], "aten.add"),
         (lambda x, library: [torch.empty(3)], "aten.empty"),
+        (lambda x, library: [x.new_empty(3, device="meta")], "aten.new_empty"),
+        (lambda x, library: [torch.ones(3).new_empty(3)], "lies in no tensor"),
         (lambda x, library: [None] * int(x.sum().item() > 0), "aten"),
         (lambda x, library: [x.view(torch.int32).clone()], "a view of another dtype"),
         (lambda x, library: library.launch(1) and [], "lies in no tensor"),
     ],
-    ids=["arithmetic", "allocation", "value", "of a view", "address"],
+    ids=["arithmetic", "allocation", "device", "like another", "value", "of a view", "address"],
 )
 def test_what_cannot_be_repeated_is_named(
     run: Callable[..., Any], reason: str, library: Library
