@@ -245,6 +245,19 @@ def test_a_conversion_by_torch_is_called_again(library: Library) -> None:
     ]
 
 
+def test_a_copy_is_made_again_by_the_binding_of_torch(library: Library) -> None:
+    x = torch.ones(SIZE).t()
+    program, _ = record(library, lambda: (x.clone(), x.contiguous()), (x,))
+    plain, contiguous = [values for kind, *values in program.added if kind == "call"]
+    assert plain[1] is contiguous[1] is torch.clone
+    for (_, function, arguments, numbers, keywords), expected in (
+        (plain, x.clone()),
+        (contiguous, x.contiguous()),
+    ):
+        assert (arguments, numbers) == ([None], [0])
+        assert function(x, **keywords).stride() == expected.stride()
+
+
 def test_memory_like_that_of_a_tensor_is_allocated_again(library: Library) -> None:
     x = torch.ones(SIZE)
 
