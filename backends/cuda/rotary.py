@@ -1,4 +1,5 @@
-"""Rotary position embedding: one launch for all heads, forward and for the gradient."""
+"""Rotary position embedding: one launch for all heads, forward and for the gradient, also where
+values are copied beside rotated queries and keys."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from fp8core.backend_api import ATTENTION_LAYOUTS, OperandError, RotaryDesc
+from fp8core.backend_api import ATTENTION_LAYOUTS, OperandError, PackedRotaryDesc, RotaryDesc
 from fp8core_backends.cuda.layout import DTYPES
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.operations import runs
@@ -18,12 +19,15 @@ def _problem(desc: RotaryDesc) -> str | None:
     """Say why there is no kernel for ``desc``, or None."""
     if desc.layout not in ATTENTION_LAYOUTS:
         return f"no layout {desc.layout!r}"
+    if desc.into and isinstance(desc, PackedRotaryDesc):
+        return "the heads of all have memory of their own"
     return None if desc.dtype in DTYPES else f"no rotary embedding of {desc.dtype}"
 
 
-@runs(RotaryDesc, refuses=_problem)
+@runs(RotaryDesc, PackedRotaryDesc, refuses=_problem)
 class Rotary:
-    """``y`` of the shape of ``x``, which is read where it is, whatever its strides.
+    """``y`` of the shape of ``x``, or with the heads of all; tensors are read where they are,
+    whatever their strides.
 
     An element is two products and a sum, each rounded to float32, of a sine and a cosine with an
     error of at most 2 ulps: within ``2^-22`` of the sum of magnitudes of its pair before the last
@@ -50,6 +54,8 @@ class Rotary:
         x: torch.Tensor,
         freqs: torch.Tensor,
         *,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
         start_positions: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -63,6 +69,9 @@ class Rotary:
         self._check_angles(x, freqs)
         sequences = self._check_sequences(x, start_positions, cu_seqlens)
         shape = tuple(x.shape)
+        beside: tuple[int, ...] = ()
+        if isinstance(self._desc, PackedRotaryDesc):
+            shape, beside = self._beside(x, k, v)
         if self._desc.into:
             y, y_stride = _checked(out, x)
         else:
@@ -83,11 +92,37 @@ class Rotary:
             sequences,
             y.data_ptr(),
             y_stride,
+            *beside,
         )
         self._native_rotary(arguments, raw_stream(self._index))
         if self._desc.into:
             increment_version(y)  # torch does not see the kernel's write
         return y
+
+    def _beside(
+        self, x: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shape of the result for all heads, and what the kernel is given of the keys
+        and values."""
+        *tokens, heads, size = x.shape
+        numbers: list[int] = []
+        for name, part in (("k", k), ("v", v)):
+            if (
+                part is None
+                or part.dim() != x.dim()
+                or not heads * part.shape[-2]
+                or (part.dtype, part.device) != (x.dtype, x.device)
+                or (*part.shape[:-2], part.shape[-1]) != (*tokens, size)
+            ):
+                shown = None if part is None else f"{part.dtype} {list(part.shape)}"
+                raise OperandError(
+                    f"rotary: {name} is {shown}; expected {x.dtype} "
+                    f"{[*tokens, 'heads', size]} on {x.device}, as of x."
+                )
+            sizes, strides = _by_rows(self._desc, part)
+            numbers += (part.data_ptr(), *sizes, *strides)
+            heads += sizes[2]
+        return (*tokens, heads, size), tuple(numbers)
 
     def _check_angles(self, x: torch.Tensor, freqs: torch.Tensor) -> None:
         if x.dtype != self._desc.dtype:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fp8core.backend_api import (
     GroupedGemmDesc,
     OpDesc,
     OperandSpec,
+    PackedRotaryDesc,
     bind_method,
     variant_of,
 )
@@ -41,7 +43,7 @@ class ReferenceBackend:
         if problem is None:
             return f"unknown descriptor {desc}"
         variant = variant_of(desc)
-        if variant not in (None, "padded", "counted"):
+        if variant not in (None, "padded", "counted", "packed"):
             return f"no {desc.op} with {variant}"
         # Low precision runs here only if it is asked for by name; high precision runs unasked.
         is_unasked = isinstance(desc, GroupedGemmDesc) and not desc.low_precision
@@ -56,6 +58,8 @@ class ReferenceBackend:
 
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
         """Return the method that runs ``desc``."""
+        if isinstance(desc, PackedRotaryDesc):
+            return partial(layers.packed_rotary, desc)
         return bind_method(self, desc)
 
 

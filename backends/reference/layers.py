@@ -16,6 +16,7 @@ from fp8core.backend_api import (
     ColumnSumsDesc,
     NormBackwardDesc,
     NormDesc,
+    PackedRotaryDesc,
     RotaryDesc,
 )
 from fp8core_backends.reference.operations import FLOATS, computes, float_problem, wide
@@ -214,7 +215,7 @@ def _rotary_problem(desc: RotaryDesc) -> str | None:
     return None if desc.layout in ATTENTION_LAYOUTS else f"no layout {desc.layout!r}"
 
 
-@computes(RotaryDesc, refuses=_rotary_problem)
+@computes(RotaryDesc, PackedRotaryDesc, refuses=_rotary_problem)
 def rotary(
     desc: RotaryDesc,
     x: torch.Tensor,
@@ -236,6 +237,20 @@ def rotary(
     if is_token is not None:
         y = torch.where(is_token[:, None, None], y, 0)
     return y.to(desc.dtype).contiguous()
+
+
+def packed_rotary(
+    desc: PackedRotaryDesc,
+    x: torch.Tensor,
+    freqs: torch.Tensor,
+    *,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    **sequences: torch.Tensor,
+) -> torch.Tensor:
+    """Return the heads of ``x`` and ``k``, rotated, and those of ``v``; see the backend API."""
+    turned = rotary(desc.plain(), torch.cat((x, k), dim=-2), freqs, **sequences)
+    return torch.cat((turned, v), dim=-2)
 
 
 def _positions(desc: RotaryDesc, x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:

@@ -12,11 +12,11 @@ bool is_empty(const HeadsView& x) {
   return x.outer == 0 || x.inner == 0 || x.heads == 0 || x.head_size == 0;
 }
 
-void check(const HeadsView& x) {
+void check(const HeadsView& x, const char* name) {
   FP8CORE_CHECK(x.outer >= 0 && x.inner >= 0 && x.heads >= 0 && x.head_size >= 0 &&
                     x.outer_stride >= 0 && x.inner_stride >= 0 && x.head_stride >= 0 &&
                     x.element_stride >= 0,
-                "rotary: x [", x.outer, ", ", x.inner, ", ", x.heads, ", ", x.head_size,
+                "rotary: ", name, " [", x.outer, ", ", x.inner, ", ", x.heads, ", ", x.head_size,
                 "] with strides ", x.outer_stride, ", ", x.inner_stride, ", ", x.head_stride, ", ",
                 x.element_stride, "; expected none below 0");
   if (is_empty(x)) return;
@@ -27,7 +27,27 @@ void check(const HeadsView& x) {
       x.heads < kMostCounted && x.head_size < kMostCounted && x.heads * x.head_size < kMostCounted,
       "rotary: ", x.heads, " heads of ", x.head_size, " elements; expected less than ",
       kMostCounted, " elements a token");
-  FP8CORE_CHECK_ADDRESS(x.data, "rotary: x");
+  FP8CORE_CHECK_ADDRESS(x.data, "rotary: ", name);
+}
+
+void check_parts(const RotaryArguments& arguments) {
+  const HeadsView &x = arguments.x, &keys = arguments.keys, &values = arguments.values;
+  if (keys.heads == 0 && values.heads == 0) return;
+  check(keys, "keys");
+  check(values, "values");
+  const auto fits = [&](const HeadsView& part) {
+    return part.outer == x.outer && part.inner == x.inner && part.head_size == x.head_size &&
+           part.heads > 0;
+  };
+  FP8CORE_CHECK(x.heads > 0 && fits(keys) && fits(values), "rotary: x [", x.outer, ", ", x.inner,
+                ", ", x.heads, ", ", x.head_size, "] with keys [", keys.outer, ", ", keys.inner,
+                ", ", keys.heads, ", ", keys.head_size, "] and values [", values.outer, ", ",
+                values.inner, ", ", values.heads, ", ", values.head_size,
+                "]; expected heads of the same tokens and size in each");
+  const std::int64_t heads = x.heads + keys.heads + values.heads;
+  FP8CORE_CHECK(heads < kMostCounted && x.head_size < kMostCounted / heads, "rotary: ", heads,
+                " heads of ", x.head_size, " elements; expected less than ", kMostCounted,
+                " elements a token");
 }
 
 void check_angles(const RotaryArguments& arguments) {
@@ -58,12 +78,14 @@ void check_sequences(RotaryLayout layout, const RotaryArguments& arguments) {
 }  // namespace
 
 void rotary(const RotaryDesc& desc, const RotaryArguments& arguments, StreamHandle stream) {
-  check(arguments.x);
+  check(arguments.x, "x");
+  check_parts(arguments);
   check_angles(arguments);
   if (is_empty(arguments.x)) return;
   check_sequences(desc.layout, arguments);
   FP8CORE_CHECK_ADDRESS(arguments.y, "rotary: the result");
-  const std::int64_t token = arguments.x.heads * arguments.x.head_size;
+  const std::int64_t token =
+      (arguments.x.heads + arguments.keys.heads + arguments.values.heads) * arguments.x.head_size;
   FP8CORE_CHECK(arguments.y_stride == 0 || arguments.y_stride >= token,
                 "rotary: ", arguments.y_stride,
                 " elements between tokens of the result; expected at least ", token);

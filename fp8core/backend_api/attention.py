@@ -54,6 +54,27 @@ class RotaryDesc:
     __str__ = plain_text
 
 
+@dataclass(frozen=True, slots=True)
+class PackedRotaryDesc(RotaryDesc):
+    """As RotaryDesc, of queries beside keys and values: ``rotary(x, freqs, *, k, v, ...) -> y``.
+
+    ``k`` and ``v`` have the tokens, dtype and head size of x, and any strides. ``y [.., heads of
+    all three, d]`` has the heads one after the other, those of x and k as RotaryDesc has them,
+    those of v as they are. A variant: whoever denies it is asked for RotaryDesc.
+    """
+
+    packed: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, desc: RotaryDesc) -> PackedRotaryDesc:
+        """Return the descriptor that rotates queries and keys as ``desc`` does."""
+        return cls(desc.dtype, desc.layout, desc.interleaved, desc.inverse)
+
+    def plain(self) -> RotaryDesc:
+        """Return the descriptor of queries, or of keys, alone."""
+        return RotaryDesc(self.dtype, self.layout, self.interleaved, self.inverse)
+
+
 def _rotations(dtype: torch.dtype) -> dict[str, RotaryDesc]:
     """Return the rotation in each layout, of either kind of pairs, and its gradient."""
     options = itertools.product((False, True), ATTENTION_LAYOUTS, (False, True))

@@ -67,7 +67,8 @@ def variant_of(desc: OpDesc) -> str | None:
 
 
 _VARIANTS = (
-    *("added", "chunked", "part", "prepared", "sums", "padded", "split", "into", "counted"),
+    *("added", "chunked", "part", "prepared", "sums", "padded", "split", "into", "packed"),
+    "counted",
 )
 
 

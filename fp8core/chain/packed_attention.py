@@ -59,9 +59,7 @@ class HeadSizes:
         allows."""
         heads, groups, size = self.num_heads, self.num_groups, self.head_dim
         if not self.is_interleaved:
-            by_head = rows.view(*tokens, heads + 2 * groups, size)
-            q, k, v = torch.split_with_sizes(by_head, [heads, groups, groups], -2)
-            return q, k, v
+            return self.parts(rows.view(*tokens, heads + 2 * groups, size))
         share = heads // groups
         by_group = rows.view(*tokens, groups, share + 2, size)
         q, k, v = torch.split_with_sizes(by_group, [share, 1, 1], -2)
@@ -73,6 +71,12 @@ class HeadSizes:
         tokens = q.shape[:-2]
         packed = q.new_empty(tokens.numel(), self.query_size + 2 * self.key_size)
         return packed, self.split(packed, tokens)
+
+    def parts(self, by_head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the queries, keys and values, views of all heads one after the other."""
+        sizes = [self.num_heads, self.num_groups, self.num_groups]
+        q, k, v = torch.split_with_sizes(by_head, sizes, -2)
+        return q, k, v
 
     def join(
         self, num_rows: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -292,8 +296,8 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
 
 
 class RotatedAttentionProgram(SizedAttentionProgram):
-    """Rotates queries and keys of its rows, then attends to them. Each of the three parts is saved
-    by itself: the rows would be held for the values alone."""
+    """Rotates queries and keys of its rows, then attends to them. What is saved has the heads of
+    all, or is each of the three parts: the rows would be held for the values alone."""
 
     __slots__ = ("_rotation",)
 
@@ -308,13 +312,21 @@ class RotatedAttentionProgram(SizedAttentionProgram):
         link, (angles,) = self._link, params
         tokens = link.sizes or (x.shape[0] // angles.shape[0], angles.shape[0])
         q, k, v = link.heads.split(x, tokens)
+        if self._rotation.rotate_parts is not None:
+            return self._attended((self._rotation.rotate_parts(q, k, v, angles),), params, out)
         q, k = (self._rotation.rotate(each, *params) for each in (q, k))
         return self._attended((q, k, v.contiguous()), params, out)
+
+    def _parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return queries, keys and values of ``x``, the heads of all, rotated."""
+        return self._link.heads.parts(x)
 
     def _gradient(
         self, grad: torch.Tensor, rows: torch.Tensor, stats: torch.Tensor, *tensors: torch.Tensor
     ) -> torch.Tensor:
         *heads, angles = tensors
+        if len(heads) == 1:
+            heads = [*self._parts(*heads)]
         q, k, v = self._gradients(grad, rows, stats, *heads)
         into, sizes = self._rotation.turn_back_into, self._link.heads
         if into is not None and not sizes.is_interleaved:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fp8core.backend_api import ColumnSumsDesc, RotaryDesc
+from fp8core.backend_api import ColumnSumsDesc, PackedRotaryDesc, RotaryDesc
 from fp8core.chain.call import Call
 from fp8core.chain.protocol import (
     Backward,
@@ -316,7 +316,9 @@ class RotaryShape(SimpleShape):
         """Return the link, which saves the angles and the positions."""
         desc = RotaryDesc(context.dtype, self.layout, self.interleaved)
         inverse = dataclasses.replace(desc, inverse=True)
-        rotate = partial(_rotated, context.resolve("rotary", desc).run)
+        alone = context.resolve("rotary", desc)
+        rotate, packed = partial(_rotated, alone.run), PackedRotaryDesc.of(desc)
+        joined = context.resolve_optional("rotary", packed, alone.choice.backend)
         back = context.resolve("rotary backward", inverse)
         turn_back, into = partial(_rotated, back.run), dataclasses.replace(inverse, into=True)
         placed = context.resolve_optional("rotary backward", into, back.choice.backend)
@@ -331,13 +333,11 @@ class RotaryShape(SimpleShape):
             return turn_back(grad.reshape(call.sizes), *saved).reshape(grad.shape), None
 
         return RotaryLink(
-            self,
-            forward,
-            backward,
-            1,
+            *(self, forward, backward, 1),
             rotate=rotate,
             turn_back=turn_back,
             turn_back_into=None if placed is None else placed.run,
+            rotate_parts=None if joined is None else partial(_rotated_parts, joined.run),
         )
 
 
@@ -346,11 +346,23 @@ class RotaryLink(SimpleLink):
     """The rotation of rows; ``rotate(x, angles, starts=None, cu_seqlens=None)`` takes ``x`` in the
     sizes of the layout, and so does ``turn_back``, which returns its gradient.
     ``turn_back_into(x, angles, out=out)`` writes it to ``out``, a part of wider rows, where a
-    backend does."""
+    backend does. ``rotate_parts(q, k, v, angles, starts=None, cu_seqlens=None)`` returns ``[..,
+    heads of all, head size]``, queries and keys rotated and values copied, where a backend does."""
 
     rotate: Callable[..., torch.Tensor]
     turn_back: Callable[..., torch.Tensor]
     turn_back_into: Callable[..., torch.Tensor] | None = None
+    rotate_parts: Callable[..., torch.Tensor] | None = None
+
+
+def _rotated_parts(
+    run: Callable[..., Any],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *angles: torch.Tensor | None,
+) -> torch.Tensor:
+    return _rotated(partial(run, k=k, v=v), q, *angles)
 
 
 def _rotated(

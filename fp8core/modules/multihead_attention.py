@@ -29,7 +29,7 @@ from fp8core.modules.sequences.head_split import (
     split_key_value,
 )
 from fp8core.modules.sequences.inference import InferenceParams
-from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
+from fp8core.modules.sequences.rotary import Spans, apply_rotary_pos_emb, rotated_parts
 
 ATTENTION_TYPES = ("self", "cross")
 _NOT_OFFERED = (
@@ -447,7 +447,7 @@ class MultiheadAttention(ComposedLayer):
         if self.qk_norm_before_rope:
             query, key = self._normalize(query, key)
         if arguments["rotary_pos_emb"] is not None:
-            query, key = self._rotate((query, key), arguments)
+            query, key, value = self._rotate((query, key, value), arguments)
             if self.q_norm is None:  # whose backward holds the projection in any case
                 value = _without_its_neighbours(value)
         if not self.qk_norm_before_rope:
@@ -473,10 +473,10 @@ class MultiheadAttention(ComposedLayer):
         return self.q_norm(query), self.k_norm(key)
 
     def _rotate(
-        self, heads: tuple[torch.Tensor, torch.Tensor], arguments: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return query and key rotated; those of a step start behind the tokens of the cache, the
-        keys of cross attention at 0."""
+        self, heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], arguments: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query and key rotated, and value; those of a step start behind the tokens of the
+        cache, the keys of cross attention at 0."""
         angles, cache = arguments["rotary_pos_emb"], arguments["inference_params"]
         pair = angles if isinstance(angles, tuple | list) else (angles, angles)
         if len(pair) != 2:
@@ -492,6 +492,13 @@ class MultiheadAttention(ComposedLayer):
         if cache is not None:
             step = cache.get_seqlens_pre_step(), cache.step_cu_seqlens[0]
             spans = [step, step if self.attention_type == "self" else spans[1]]
+            # Keys and values of one memory are stored in one launch, unless a norm has new ones.
+            is_last = self.q_norm is None or self.qk_norm_before_rope
+            if spans[1] is step and pair[0] is pair[1] and is_last:
+                layout, interleaved = self.qkv_format, self.rotary_pos_interleaved
+                joined = rotated_parts(layout, interleaved, heads, pair[0], Spans(*step))
+                if joined is not None:
+                    return self._sizes.parts(joined)
         query, key = (
             apply_rotary_pos_emb(
                 tensor,
@@ -503,9 +510,9 @@ class MultiheadAttention(ComposedLayer):
                 cp_size=group.size,
                 cp_rank=group.rank,
             )
-            for tensor, freqs, (start, ends) in zip(heads, pair, spans, strict=True)
+            for tensor, freqs, (start, ends) in zip(heads[:2], pair, spans, strict=True)
         )
-        return query, key
+        return query, key, heads[2]
 
 
 ARGUMENTS = tuple(inspect.signature(MultiheadAttention.forward).parameters)[2:]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import OpDesc, RotaryDesc
+from fp8core.backend_api import OpDesc, PackedRotaryDesc, RotaryDesc
 from fp8core_backends.reference.layers import rotary
 from tests.conformance.broken import Run, Sound, caught_by, fault
 
@@ -89,3 +89,18 @@ class LeavesTheLastHead(GivesPlaces):
     def place(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         out[..., :-1, :] = y[..., :-1, :]
         return out
+
+
+@caught_by("law6_rotary_of_packed_heads_equals_that_of_each")
+class TurnsValues(Sound):
+    """Rotates the values beside queries and keys, as if they were keys."""
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Run:
+        if not isinstance(desc, PackedRotaryDesc):
+            return super().bind(desc, device)
+        turn = super().bind(desc.plain(), device)
+
+        def run(x: torch.Tensor, freqs: torch.Tensor, *, k: Any, v: Any, **named: Any) -> Any:
+            return turn(torch.cat((x, k, v), dim=-2), freqs, **named)
+
+        return run

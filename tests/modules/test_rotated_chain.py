@@ -13,8 +13,11 @@ import torch
 
 import fp8core as te
 from fp8core import recipe
+from fp8core.backend_api import OpDesc, PackedRotaryDesc
+from fp8core.chain.packed_attention import RotatedAttentionProgram
 from fp8core.modules.sequences import rotary
 from fp8core.recipe import Recipe
+from fp8core_backends.cuda.recorder import _Log
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests import recording_backend
 from tests.chain.fused_toy import registered
@@ -220,3 +223,61 @@ def test_gradients_are_rotated_into_the_rows_of_their_projection(
             results.append([*itertools.chain(*steps)])
     assert_same(*results)
     assert placed[options] == (0 if options == "interleaved rows" else 6)
+
+
+class Apart(ReferenceBackend):
+    """The reference, which rotates queries and keys one after the other."""
+
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        is_packed = isinstance(desc, PackedRotaryDesc)
+        return "one tensor a call" if is_packed else super().unsupported(desc, device)
+
+
+@pytest.mark.parametrize("options", ["split", "bshd", "interleaved rows"])
+def test_queries_and_keys_are_rotated_in_one_call(
+    options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a backend has it, beside values that are copied: the bits of a call for each."""
+    angles, results, calls = angles_of(), [], Counter[str]()
+
+    class Packs(ReferenceBackend):
+        def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+            run = super().bind(desc, device)
+
+            def counting(*given: Any, **named: Any) -> Any:
+                calls[options] += 1
+                return run(*given, **named)
+
+            return counting if isinstance(desc, PackedRotaryDesc) else run
+
+    chosen = RECIPES["current"]()
+    for kind in (Apart, Packs):
+        # What rotates is bound to the other backend.
+        monkeypatch.setattr(rotary, "_LAYERS", copy.deepcopy(rotary._LAYERS))
+        with registered(100, rotating=kind):
+            layer = made("TransformerLayer", OPTIONS[options])
+            steps = [step(layer, chosen, angles, seed) for seed in range(3)]
+            results.append([*itertools.chain(*steps)])
+    assert_same(*results)
+    assert calls[options] == 3
+
+
+@pytest.mark.parametrize("options", ["split", "interleaved rows"])
+def test_heads_of_all_are_saved_as_one_tensor(
+    options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three views of one memory are what CUDA's recorder cannot tell apart by their addresses."""
+    no_source: Any = None
+    shapes: list[tuple[int, ...]] = []
+    attended = RotatedAttentionProgram._attended
+
+    def noting(self: Any, *given: Any) -> Any:
+        result = attended(self, *given)
+        _, _, *heads, _ = result[1]
+        assert _Log(no_source, None, result[1]).problem is None
+        shapes.extend(tuple(one.shape[-2:]) for one in heads)
+        return result
+
+    monkeypatch.setattr(RotatedAttentionProgram, "_attended", noting)
+    step(made("TransformerLayer", OPTIONS[options]), RECIPES["current"](), angles_of(), 0)
+    assert shapes == [(HEADS + 2 * GROUPS, HEAD)]

@@ -12,8 +12,9 @@
 //     transposed   cos(of x)  cos(of z)   sin(of z)  -sin(of x)
 //
 // A unit of work is a column of a head: some pairs, or elements behind the pairs that are copied.
-// Heads with more columns than the shared memory takes are cut into parts, each in blocks of its
-// own.
+// With keys and values a token has the heads of three tensors, and all columns of values are
+// copied. Heads with more columns than the shared memory takes are cut into parts, each in blocks
+// of its own.
 #include "rotary.h"
 
 #include <algorithm>
@@ -36,7 +37,7 @@ template <typename T>
 constexpr int kBlocks = sizeof(T) == 4 ? 3 : 5;
 
 struct Params {
-  HeadsView x;
+  HeadsView x, keys, values;
   void* y = nullptr;
   int64_t y_stride = 0;  // from one token to the next
   const float* freqs = nullptr;
@@ -47,7 +48,7 @@ struct Params {
   uint32_t tokens_per_block = 1, parts = 1;
   int64_t rotated_columns = 0, columns = 0;  // of a head
   Divisor inner{1}, heads{1}, part_columns{1};
-  uint32_t num_heads = 1, columns_per_part = 1;
+  uint32_t num_heads = 1, turned_heads = 1, columns_per_part = 1;
 };
 
 // How many entries are at most `token`, of entries that rise. A whole warp asks for the same token,
@@ -94,14 +95,18 @@ struct Elements {
   static __device__ int64_t element(int64_t column, int, bool is_second, int64_t rotated) {
     return kInterleaved ? 2 * column + is_second : column + (is_second ? rotated / 2 : 0);
   }
-  __device__ void load_pairs(const Params& p, const T* head, int64_t column) {
-    first = head[element(column, 0, false, p.rotated) * p.x.element_stride];
-    second = head[element(column, 0, true, p.rotated) * p.x.element_stride];
+  __device__ void load_pairs(const Params& p, const T* head, int64_t column, int64_t stride) {
+    first = head[element(column, 0, false, p.rotated) * stride];
+    second = head[element(column, 0, true, p.rotated) * stride];
   }
-  __device__ void load_copied(const Params& p, const T* head, int64_t at) {
-    first = head[at * p.x.element_stride];
+  __device__ void load_copied(const T* head, int64_t at, int64_t stride) {
+    first = head[at * stride];
   }
   __device__ void store_copied(T* to) const { *to = first; }
+  __device__ void store_pairs(const Params& p, T* head, int64_t column) const {
+    head[element(column, 0, false, p.rotated)] = first;
+    head[element(column, 0, true, p.rotated)] = second;
+  }
   __device__ void clear() { first = second = static_cast<T>(0.0f); }
   __device__ void turn_and_store(const Params& p, T* head, int64_t column, const float4* angles,
                                  uint32_t) const;
@@ -120,14 +125,18 @@ struct Vectors {
     if (kInterleaved) return at + (pair / 4) * half + pair % 4 * 2 + is_second;
     return at + pair + (is_second ? half : 0);
   }
-  __device__ void load_pairs(const Params& p, const T* head, int64_t column) {
+  __device__ void load_pairs(const Params& p, const T* head, int64_t column, int64_t) {
     first.load_in_order(head + column * 8);
     second.load_in_order(head + column * 8 + p.rotated / 2);
   }
-  __device__ void load_copied(const Params&, const T* head, int64_t at) {
+  __device__ void load_copied(const T* head, int64_t at, int64_t) {
     first.load_in_order(head + at);
   }
   __device__ void store_copied(T* to) const { first.store(to); }
+  __device__ void store_pairs(const Params& p, T* head, int64_t column) const {
+    first.store(head + column * 8);
+    second.store(head + column * 8 + p.rotated / 2);
+  }
   __device__ void clear() {
     first.gather(nullptr, 0);
     second.gather(nullptr, 0);
@@ -190,16 +199,28 @@ struct Coordinates {
 };
 
 template <typename T, typename Unit>
-__device__ void load(const Params& p, const Coordinates& at, int64_t first_token, Unit& unit) {
-  if (at.column >= p.columns) return;
+__device__ void load_from(const Params& p, const HeadsView& x, const Coordinates& at,
+                          uint32_t first_head, int64_t first_token, Unit& unit) {
   const uint32_t token = static_cast<uint32_t>(first_token + at.token),
                  outer = p.inner.quotient(token), inner = p.inner.remainder(token, outer);
-  const T* head = static_cast<const T*>(p.x.data) + outer * p.x.outer_stride +
-                  inner * p.x.inner_stride + at.head * p.x.head_stride;
+  const T* head = static_cast<const T*>(x.data) + outer * x.outer_stride + inner * x.inner_stride +
+                  (at.head - first_head) * x.head_stride;
   if (at.column < p.rotated_columns)
-    unit.load_pairs(p, head, at.column);
+    unit.load_pairs(p, head, at.column, x.element_stride);
   else
-    unit.load_copied(p, head, p.rotated + (at.column - p.rotated_columns) * Unit::kCopied);
+    unit.load_copied(head, p.rotated + (at.column - p.rotated_columns) * Unit::kCopied,
+                     x.element_stride);
+}
+
+template <typename T, bool kParts, typename Unit>
+__device__ void load(const Params& p, const Coordinates& at, int64_t first_token, Unit& unit) {
+  if (at.column >= p.columns) return;
+  if (kParts && at.head >= p.turned_heads)
+    load_from<T>(p, p.values, at, p.turned_heads, first_token, unit);
+  else if (kParts && at.head >= p.x.heads)
+    load_from<T>(p, p.keys, at, static_cast<uint32_t>(p.x.heads), first_token, unit);
+  else
+    load_from<T>(p, p.x, at, 0, first_token, unit);
 }
 
 // The coefficients of pair `pair` of the local column `local` of a token. Adjacent columns are
@@ -236,13 +257,15 @@ __device__ void tabulate(const Params& p, const int* rows, uint32_t tokens, int6
   }
 }
 
-template <typename T, typename Unit>
+template <typename T, bool kParts, typename Unit>
 __device__ void store(const Params& p, const Coordinates& at, int64_t first_token,
                       const float4* table, const Unit& unit) {
   if (at.column >= p.columns) return;
   T* head = static_cast<T*>(p.y) + (first_token + at.token) * p.y_stride +
             static_cast<int64_t>(at.head) * p.x.head_size;
-  if (at.column < p.rotated_columns)
+  if (kParts && at.head >= p.turned_heads && at.column < p.rotated_columns)
+    unit.store_pairs(p, head, at.column);
+  else if (at.column < p.rotated_columns)
     unit.turn_and_store(p, head, at.column, table + entry<Unit::kPairs>(p, at.token, 0, at.local),
                         p.columns_per_part);
   else
@@ -250,7 +273,7 @@ __device__ void store(const Params& p, const Coordinates& at, int64_t first_toke
 }
 
 // The first unit of each thread is read before the angles, for which the block waits.
-template <typename T, typename Unit>
+template <typename T, bool kParts, typename Unit>
 __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     rotate_heads(const __grid_constant__ Params p) {
   __shared__ float4 table[kMostPairs];
@@ -263,7 +286,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       left < p.tokens_per_block ? static_cast<uint32_t>(left) : p.tokens_per_block;
   const uint32_t units = tokens * p.num_heads * p.columns_per_part;
   Unit unit;
-  if (threadIdx.x < units) load<T>(p, Coordinates(p, threadIdx.x, first_column), first_token, unit);
+  if (threadIdx.x < units)
+    load<T, kParts>(p, Coordinates(p, threadIdx.x, first_column), first_token, unit);
   for (uint32_t token = threadIdx.x / 32; token < tokens; token += kThreads / 32) {
     const int row = row_of(p, first_token + token);
     if (threadIdx.x % 32 == 0) rows[token] = row;
@@ -273,9 +297,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   __syncthreads();
   for (uint32_t i = threadIdx.x; i < units; i += kThreads) {
     const Coordinates at(p, i, first_column);
-    if (i >= kThreads) load<T>(p, at, first_token, unit);
-    if (rows[at.token] == kNoToken) unit.clear();  // and so is what it is turned to
-    store<T>(p, at, first_token, table, unit);
+    if (i >= kThreads) load<T, kParts>(p, at, first_token, unit);
+    if (rows[at.token] == kNoToken && (!kParts || at.head < p.turned_heads))
+      unit.clear();  // and so is what it is turned to
+    store<T, kParts>(p, at, first_token, table, unit);
   }
 }
 
@@ -287,7 +312,7 @@ void plan(Params& p) {
   constexpr int64_t kMostColumns = kMostPairs / Unit::kPairs;
   const int64_t parts = (p.columns + kMostColumns - 1) / kMostColumns;
   const int64_t per_part = (p.columns + parts - 1) / parts;
-  const int64_t per_token = per_part * p.x.heads;
+  const int64_t per_token = per_part * p.num_heads;
   int64_t tokens = (kThreads + per_token - 1) / per_token;
   tokens = std::min({tokens, kMostColumns / per_part, int64_t{kMostTokens}, p.tokens});
   p.tokens_per_block = static_cast<uint32_t>(tokens);
@@ -303,21 +328,27 @@ void launch(Params& p, cudaStream_t stream) {
   const int64_t blocks = groups * p.parts;
   FP8CORE_CHECK(blocks < (int64_t{1} << 31), "rotary: ", p.tokens, " tokens with heads of ",
                 p.x.head_size, " elements, more than a grid takes");
-  rotate_heads<T, Unit><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+  if (p.values.heads > 0)
+    rotate_heads<T, true, Unit><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+  else
+    rotate_heads<T, false, Unit><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
   FP8CORE_CUDA(cudaGetLastError());
 }
 
 // Whether all vectors of eight elements that a head consists of begin at multiples of 16 bytes, and
 // each half of what is rotated is whole vectors.
 bool has_vectors(const Params& p, int64_t element_bytes) {
-  const HeadsView& x = p.x;
   const auto is_whole = [&](int64_t size, int64_t stride) {
     return size == 1 || stride * element_bytes % 16 == 0;
   };
-  return p.rotated % 16 == 0 && x.head_size % 8 == 0 && x.element_stride == 1 &&
-         is_aligned(x.data, 16) && is_aligned(p.y, 16) && is_whole(x.outer * x.inner, p.y_stride) &&
-         is_whole(x.outer, x.outer_stride) && is_whole(x.inner, x.inner_stride) &&
-         is_whole(x.heads, x.head_stride);
+  const auto begins_whole = [&](const HeadsView& x) {
+    return x.heads == 0 ||
+           (x.element_stride == 1 && is_aligned(x.data, 16) && is_whole(x.outer, x.outer_stride) &&
+            is_whole(x.inner, x.inner_stride) && is_whole(x.heads, x.head_stride));
+  };
+  return p.rotated % 16 == 0 && p.x.head_size % 8 == 0 && is_aligned(p.y, 16) &&
+         is_whole(p.tokens, p.y_stride) && begins_whole(p.x) && begins_whole(p.keys) &&
+         begins_whole(p.values);
 }
 
 template <typename T, bool kInterleaved>
@@ -334,8 +365,9 @@ void launch_rotary(const RotaryDesc& desc, const RotaryArguments& arguments, cud
   const DeviceGuard guard(desc.device);
   Params p;
   p.x = arguments.x;
+  p.keys = arguments.keys;
+  p.values = arguments.values;
   p.y = arguments.y;
-  p.y_stride = arguments.y_stride == 0 ? p.x.heads * p.x.head_size : arguments.y_stride;
   p.freqs = arguments.freqs;
   p.starts = arguments.starts;
   p.cu_seqlens = arguments.cu_seqlens;
@@ -346,8 +378,10 @@ void launch_rotary(const RotaryDesc& desc, const RotaryArguments& arguments, cud
   p.is_inverse = desc.is_inverse;
   p.sequence_is_inner = desc.layout == RotaryLayout::kBshd;
   p.inner = Divisor(static_cast<uint32_t>(p.x.inner));
-  p.heads = Divisor(static_cast<uint32_t>(p.x.heads));
-  p.num_heads = static_cast<uint32_t>(p.x.heads);
+  p.turned_heads = static_cast<uint32_t>(p.x.heads + p.keys.heads);
+  p.num_heads = p.turned_heads + static_cast<uint32_t>(p.values.heads);
+  p.heads = Divisor(p.num_heads);
+  p.y_stride = arguments.y_stride == 0 ? p.num_heads * p.x.head_size : arguments.y_stride;
   with_type(desc.input, [&](auto input) {
     using T = ElementOf<input()>;
     if (desc.is_interleaved)

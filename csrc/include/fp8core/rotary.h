@@ -29,8 +29,10 @@ struct HeadsView {
   }
 };
 
-// y has the shape of x, and the elements of a token are adjacent. A token of no sequence has zeros
-// there; the rotated elements are NaN where freqs has no row for a position.
+// y has the shape of x, and the elements of a token are adjacent; with keys and values, of the
+// tokens and the head size of x, it has the heads of x, keys and values one after the other, of
+// which those of values are copied. A token of no sequence has zeros in the others; the rotated
+// elements are NaN where freqs has no row for a position.
 struct RotaryArguments {
   HeadsView x;
   const float* freqs = nullptr;  // [positions, rotated], contiguous: angles in radians
@@ -42,10 +44,12 @@ struct RotaryArguments {
 
   // Optional from here on.
   std::int64_t y_stride = 0;  // elements from one token of y to the next; 0: it is contiguous
+  HeadsView keys, values;     // no heads: x alone
 
-  static constexpr int kOptional = 1;
+  static constexpr int kOptional = 19;
   auto fields() {
-    return std::tie(x, freqs, positions, rotated, starts, cu_seqlens, sequences, y, y_stride);
+    return std::tie(x, freqs, positions, rotated, starts, cu_seqlens, sequences, y, y_stride, keys,
+                    values);
   }
 };
 

@@ -71,8 +71,8 @@ class _Dequantize:
 def codes_of(
     x: torch.Tensor, excluded: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes of keys or values ``[t, heads, head size]``, uint8, and their scales
-    ``[t, heads, 1]``, float32.
+    """Return the codes of keys or values ``[t, .., head size]``, uint8, and their scales
+    ``[t, .., 1]``, float32.
 
     NaN and inf count for the device, once somebody has asked, without those of tokens that are
     ``excluded``, bool ``[t]``, whose codes then have no meaning.
@@ -80,7 +80,7 @@ def codes_of(
     is_in_graph = is_captured(x)  # whose casts count by themselves
     count = None if is_in_graph else counter_of_writes(x.device, in_training=False)
     if excluded is not None and (is_in_graph or count is not None):
-        x = x.masked_fill(excluded[:, None, None], 0)
+        x = x.masked_fill(excluded.view(-1, *[1] * (x.dim() - 1)), 0)
     keywords = {} if count is None else {"nonfinite_out": count}
     cast = bound(_Cast, (x.dtype, count is not None), x)
     operand = cast(x.reshape(-1, x.shape[-1]), **keywords).rowwise

@@ -18,6 +18,7 @@ from fp8core.backend_api import (
     NormBackwardDesc,
     NormDesc,
     OpDesc,
+    PackedRotaryDesc,
     RotaryDesc,
     ScaleUpdateDesc,
 )
@@ -539,6 +540,35 @@ def rotary_passes_on_nan_and_inf(subject: Subject, desc: RotaryDesc) -> None:
             )
             is_spoilt = ~y[2, ..., 0, sorted(pair)].isfinite()
             require(bool(is_spoilt.all()), f"{name} is lost")
+
+
+@law(6, "rotary")
+def rotary_of_packed_heads_equals_that_of_each(subject: Subject, desc: RotaryDesc) -> None:
+    """Queries and keys beside values have the bits of a call for each, whatever the strides.
+
+    The values are as they were, those of tokens of no sequence too.
+    """
+    if subject.refuses(PackedRotaryDesc.of(desc)) is not None:
+        return
+    packed = subject.bound(PackedRotaryDesc.of(desc))
+    for *sizes, rotated in subject.sizes("rotary", *ROTARY_SIZES, *UNROTATED):
+        length, batch, heads, size = sizes
+        groups, keywords = max(1, heads // 2), {}
+        if desc.layout == "thd":  # some tokens before and behind the sequences
+            bounds = torch.linspace(1, max(1, length * batch - 2), batch + 1).round()
+            keywords["cu_seqlens"] = bounds.to(torch.int32)
+        keywords["start_positions"] = torch.arange(2, 2 + batch, dtype=torch.int32)
+        rows = rotary_input(desc, (length, batch, heads + 3 * groups, size), 37)
+        rows[..., -1, 0] = torch.nan
+        freqs = rotary_angles(length * batch + 2 + batch, rotated)
+        (rows, freqs), keywords = subject.here(((rows, freqs), keywords))
+        q, k, _, v = rows.split_with_sizes([heads, groups, groups, groups], -2)
+        for parts in ((q, k, v), tuple(x.contiguous() for x in (q, k, v))):
+            y = packed(parts[0], freqs, k=parts[1], v=parts[2], **keywords)
+            turned = [subject.run(desc, x, freqs, **keywords) for x in parts[:2]]
+            require(y.is_contiguous(), f"y of {sizes} is not contiguous")
+            expected = torch.cat((*turned, parts[2]), -2)
+            same_bits(f"y of {sizes}, {rotated} rotated", y, expected)
 
 
 class _Call:

@@ -27,7 +27,13 @@ from typing_extensions import override
 from fp8core.chain.attention.pages import Pages, codes_of
 from fp8core.errors import OperandError
 from fp8core.modules.calls.parameters import resolve_device
-from fp8core.torch_ops.private import at_static_address, copy_all, is_capturing
+from fp8core.torch_ops.capture import is_captured
+from fp8core.torch_ops.private import (
+    at_static_address,
+    copy_all,
+    is_capturing,
+    is_transform_active,
+)
 
 Sequences: TypeAlias = "OrderedDict[Hashable, int]"
 """A number of tokens for each sequence of the batch, by the sequence's id, in the batch's order."""
@@ -113,7 +119,8 @@ class _Tokens(NamedTuple):
     row: torch.Tensor | None = None
 
     def of(self, new: torch.Tensor, qkv_format: str) -> torch.Tensor:
-        """Return the tokens ``[t, heads, head size]`` of keys or values in ``qkv_format``."""
+        """Return the tokens ``[t, ..]`` of keys or values ``[.., heads, head size]`` in
+        ``qkv_format``, or of both as :func:`_joined` returns them."""
         if qkv_format == "thd":
             return new[: len(self.slot)] if self.row is None else new[self.row]
         if qkv_format == "sbhd":
@@ -222,15 +229,23 @@ class _ManagerBase(KVCacheManager):
             if stored is not self._last or not self._keeps:
                 self._arrange(layer_number, stored)
                 self._stored[layer_number] = self._before
-            new = [tokens.of(each, qkv_format) for each in (new_k, new_v)]
+            memory = self._memory.get(layer_number, ())
+            new: Sequence[torch.Tensor] = (new_k, new_v)
+            joined = [*map(_joined, (new_k, *memory[::2]), (new_v, *memory[1::2]))]
+            pairs = [pair for pair in joined if pair is not None]
+            is_joined = 1 < len(pairs) == len(joined)
+            if is_joined:  # each is written in one launch
+                new, memory = pairs[:1], tuple(pairs[1:])
+            elif tokens.row is None:
+                memory = tuple(part.flatten(0, 1) for part in self.cache[layer_number])
+            new = [tokens.of(each, qkv_format) for each in new]
             if self.stores_codes:
                 excluded = None if tokens.row is None else tokens.slot == self.spare
                 new = [*itertools.chain(*zip(*(codes_of(x, excluded) for x in new), strict=True))]
-            is_on_device = tokens.row is not None
-            memory = (self._memory if is_on_device else self.cache)[layer_number]
             for slots, part in zip(memory, new, strict=True):
-                slots = slots if is_on_device else slots.flatten(0, 1)
-                slots.index_copy_(0, tokens.slot, part)
+                if is_joined:  # the memory is contiguous so
+                    slots, part = slots.transpose(0, 1), part.transpose(0, 1)
+                slots.index_copy_(int(is_joined), tokens.slot, part)
         self._stored[layer_number] = self.sequences
         keys, values, *_ = self._of_layer(layer_number)
         return keys, values
@@ -336,17 +351,24 @@ class _ManagerBase(KVCacheManager):
 
     def _allocate(self, layer_number: int, *sizes: int) -> None:
         """Have zeros for keys and for values of a layer, ``[*sizes, heads, head size]``, and for
-        their scales, and behind them the memory of ``num_spare`` tokens.
+        their scales, and behind them the memory of ``num_spare`` tokens; for both in one memory if
+        their heads are of one size.
 
         Ordinary tensors also within inference_mode, so that later writes outside of it are allowed.
         """
         count = math.prod(sizes)
         dtype = torch.uint8 if self.stores_codes else self.dtype
-        parts = [(self.head_dim_k, dtype), (self.head_dim_v, dtype)]
-        parts += [(1, torch.float32)] * (2 * self.stores_codes)
+        pairs = [(self.head_dim_k, self.head_dim_v, dtype)]
+        pairs += [(1, 1, torch.float32)] * self.stores_codes
         rows = count + self.num_spare, self.num_heads
-        memory = [zeros((*rows, size), dtype, self._on()) for size, dtype in parts]
+        memory: list[torch.Tensor] = []
         with torch.inference_mode(False):
+            for size_k, size_v, dtype in pairs:
+                if size_k == size_v:
+                    both = zeros((2, *rows, size_k), dtype, self._on())
+                    memory.extend([at_static_address(both[0]), at_static_address(both[1])])
+                else:
+                    memory.extend([zeros((*rows, n), dtype, self._on()) for n in (size_k, size_v)])
             views = [part[:count].view(*sizes, *part.shape[1:]) for part in memory]
         self._memory[layer_number], self.cache[layer_number] = tuple(memory), tuple(views)
 
@@ -728,6 +750,22 @@ class PagedKVCacheManager(_ManagerBase):
             )
         numbers = iter(free)
         return {name: [*pages[name], *itertools.islice(numbers, missing[name])] for name in after}
+
+
+def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+    """Return two tensors ``[.., heads, head size]`` as one view ``[.., 2, heads, head size]`` of
+    the memory that holds both, as that of a projection or of a cache does; None of others."""
+    if is_captured(first) or is_captured(second) or is_transform_active():
+        return None
+    step = second.storage_offset() - first.storage_offset()
+    if step <= 0 or first.dtype != second.dtype:
+        return None
+    if (first.shape, first.stride()) != (second.shape, second.stride()):
+        return None
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+        return None
+    sizes = (*first.shape[:-2], 2, *first.shape[-2:])
+    return first.as_strided(sizes, (*first.stride()[:-2], step, *first.stride()[-2:]))
 
 
 def _power_of_two(count: int, most: int) -> int:

@@ -12,11 +12,13 @@ from typing_extensions import override
 
 from fp8core.backend_api import ATTENTION_LAYOUTS
 from fp8core.chain import run as chain
+from fp8core.chain.alone import is_transformed, needs_node
 from fp8core.chain.call import Call
 from fp8core.chain.sequence_chunks import Chunks
 from fp8core.chain.series import Chain
 from fp8core.chain.simple import RotaryLink, RotaryShape
 from fp8core.chain.unwrap import PLAIN, as_readable, unwrap
+from fp8core.context import recompute
 from fp8core.errors import OperandError, UnsupportedError, checked_choice, elsewhere
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
@@ -196,6 +198,59 @@ class Rotary(LowPrecisionModule):
             self._note(bound, t, sources, options, call)
         return y.view(t.shape)
 
+    def rotated_parts(
+        self, parts: Sequence[torch.Tensor], freqs: torch.Tensor, spans: Spans
+    ) -> torch.Tensor | None:
+        """Return queries, keys and values ``[.., heads of all, head size]``, the first two rotated,
+        in one launch, without gradients; None of a call that is none, or that :meth:`forward` has
+        to check."""
+        query, *rest = parts
+        tensors = [*rest, freqs, *(tensor for tensor in spans if tensor is not None)]
+        if needs_node(query, *tensors) or is_captured(query) or is_transformed():
+            return None
+        if recompute.current() is not None or not PLAIN.issuperset(map(type, (query, *tensors))):
+            return None
+        options, memo = (*(tensor is None for tensor in spans), len(parts)), self._bindings.memo
+        if memo is not None:
+            again = replay(self, memo, query, tensors, options)
+            if again is not None:
+                return again
+        link = self.link_of(query, freqs, spans)
+        if link is None or link.rotate_parts is None:
+            return None
+        run, has_starts = link.rotate_parts, spans.starts is not None
+        reads_bounds = self.tensor_format == "thd"
+
+        def rotate(q: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+            starts = tensors[3] if has_starts else None
+            return run(q, *tensors[:3], starts, tensors[-1] if reads_bounds else None)
+
+        y = rotate(query, *tensors)
+        is_same = sameness_to((query, *tensors))
+        if is_same is not None and not query.is_cpu:  # where the host reads positions
+            prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, rotate)
+            bound = bind(self, query.device, query.dtype)
+            note(self, bound, prepared, len(tensors), arguments=options)
+        return y
+
+    def link_of(self, t: torch.Tensor, freqs: torch.Tensor, spans: Spans) -> RotaryLink | None:
+        """Return the rotation of tensors like ``t``; None for tensors that :meth:`forward` has to
+        convert, or refuses."""
+        is_plain = freqs.dtype == torch.float32 and type(freqs) in PLAIN
+        if not is_plain or freqs.requires_grad or freqs.device != t.device or not freqs.numel():
+            return None
+        try:
+            _check_freqs(self.label, t, freqs)
+            converted = spans_of(self.label, self.tensor_format, t, *spans)
+            if not all(map(operator.is_, converted, spans)):
+                return None
+            spans.check(self.label, self.tensor_format, t, freqs.shape[0])
+        except OperandError:  # which forward raises, by the name that it has there
+            return None
+        (link,) = bind(self, t.device, t.dtype).links
+        assert isinstance(link, RotaryLink)
+        return link
+
     def _note(
         self,
         bound: Bound,
@@ -235,18 +290,18 @@ def rotary_link(
 ) -> RotaryLink | None:
     """Return the rotation of tensors like ``t``, from position 0 on, as a part of another link;
     None for angles that a call has to convert, or refuses."""
-    layer = _rotary(tensor_format, interleaved, t)
-    is_plain = freqs.dtype == torch.float32 and type(freqs) in PLAIN and not freqs.requires_grad
-    if not is_plain or freqs.device != t.device or not freqs.numel():
-        return None
-    try:
-        _check_freqs(layer.label, t, freqs)
-        Spans(None, None).check(layer.label, tensor_format, t, freqs.shape[0])
-    except OperandError:  # the layer's own call raises it, by its name
-        return None
-    (link,) = bind(layer, t.device, t.dtype).links
-    assert isinstance(link, RotaryLink)
-    return link
+    return _rotary(tensor_format, interleaved, t).link_of(t, freqs, Spans(None, None))
+
+
+def rotated_parts(
+    tensor_format: str,
+    interleaved: bool,
+    parts: Sequence[torch.Tensor],
+    freqs: torch.Tensor,
+    spans: Spans,
+) -> torch.Tensor | None:
+    """Return what :meth:`Rotary.rotated_parts` does."""
+    return _rotary(tensor_format, interleaved, parts[0]).rotated_parts(parts, freqs, spans)
 
 
 def apply_rotary_pos_emb(

@@ -61,6 +61,12 @@ def norm_backward(*, grad=at[0], x=at[0], rstd=at[4], grad_x=at[1], workspace=at
 def rotary(layout="sbhd", *, x=at[0], freqs=at[3], y=at[4]):
     run = E.Rotary(E.RotaryLayout.__members__[layout], False, False, kind, 0)
     run((x, 8, 1, 8, 64, 512, 512, 64, 1, freqs, 8, 64, 0, 0, 1, y), 0)
+
+def packed_rotary(*, k=at[1], v=at[2]):
+    run = E.Rotary(E.RotaryLayout.sbhd, False, False, kind, 0)
+    x = (at[0], 8, 1, 4, 64, 256, 256, 64, 1)
+    parts = (k, 8, 1, 2, 64, 128, 128, 64, 1, v, 8, 1, 2, 64, 128, 128, 64, 1)
+    run((*x, at[3], 8, 64, 0, 0, 1, at[4], 0, *parts), 0)
 """
 
 CASES = {
@@ -94,6 +100,8 @@ CASES = {
     "rotary by freqs": "rotary(freqs=0)",
     "rotary of packed sequences without bounds": "rotary('thd')",
     "rotary to y": "rotary(y=0)",
+    "rotary beside keys": "packed_rotary(k=0)",
+    "rotary beside values": "packed_rotary(v=0)",
     "scale update": "E.ScaleUpdate([(0, at[3], at[4], 0, 4, 3)], True, 0)(0)",
     "MXFP8": (
         "E.QuantizeMxfp8(E.Format.e4m3, kind, False, 448.0, 0)("

@@ -6,14 +6,16 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import fp8core
-from fp8core.backend_api import ATTENTION_LAYOUTS, OperandError, RotaryDesc
+from fp8core.backend_api import ATTENTION_LAYOUTS, OperandError, PackedRotaryDesc, RotaryDesc
 from fp8core.conformance.compare import ulp, within
+from fp8core_backends.cuda import native
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, nothing_waits, same_bits
 
 on_device = pytest.mark.needs_accelerator("cuda")
@@ -232,6 +234,84 @@ def test_functions_and_gradients_run_this_kernel(tensor_format: str) -> None:
     desc = RotaryDesc(torch.bfloat16, tensor_format)
     assert same_bits(y, rotary(desc, query.detach(), freqs))
     assert same_bits(query.grad, rotary(replace(desc, inverse=True), grad, freqs))
+
+
+# Sequence, batch, query heads, groups, head size, rotated elements.
+PACKED = (
+    *((64, 2, 8, 2, 128, 128), (1, 16, 32, 8, 128, 128), (9, 3, 4, 4, 80, 32), (5, 2, 3, 1, 33, 6)),
+    *((3, 2, 2, 1, 1100, 1030), (3, 2, 2, 2, 16, 0), (0, 2, 2, 1, 8, 8), (3, 0, 2, 1, 8, 8)),
+)
+
+
+@on_device
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
+def test_packed_heads_have_the_bits_of_each(layout: str) -> None:
+    for flags, dtype, sizes in itertools.product(FLAGS, DTYPES, PACKED):
+        length, batch, heads, groups, size, rotated = sizes
+        desc, named = RotaryDesc(dtype, layout, *flags), spans(layout, length, batch)
+        if layout == "thd":  # tokens of no sequence are before and behind
+            named["cu_seqlens"] = torch.clamp(named["cu_seqlens"], 1, max(1, length * batch - 1))
+        rows = drawn(layout, (length, batch, heads + 2 * groups, size), dtype)
+        rows[..., -1, :1], rows[..., -1, -1:] = math.nan, -0.0
+        freqs, of_each = angles(80, rotated), [heads, groups, groups]
+        q, k, v = rows.split_with_sizes(of_each, -2)
+        expected = torch.cat(
+            (rotary(desc, q, freqs, **named), rotary(desc, k, freqs, **named), v), -2
+        )
+        whole = PackedRotaryDesc.of(desc)
+        for parts in ((q, k, v), [x.contiguous() for x in (q, k, v)], [q, k.contiguous(), v]):
+            y = rotary(whole, parts[0], freqs, k=parts[1], v=parts[2], **named)
+            assert y.is_contiguous()
+            assert same_bits(y, expected), (whole, sizes)
+        if size % 8 == 0 and v.numel():  # one of the three begins beside a vector
+            odd = v.new_empty(v.numel() + 1)[1:].view(v.shape).copy_(v)
+            assert same_bits(rotary(whole, q, freqs, k=k, v=odd, **named), expected)
+
+
+@on_device
+def test_packed_heads_in_a_graph_take_other_positions() -> None:
+    rows, freqs = drawn("bshd", (1, 4, 12, 64), torch.bfloat16), angles(200, 64)
+    desc, starts = PackedRotaryDesc(rows.dtype, "bshd"), integers(0, 3, 9, 50)
+    q, k, v = rows.split_with_sizes([8, 2, 2], -2)
+    run = partial(rotary, desc, q, freqs, k=k, v=v, start_positions=starts)
+    with nothing_waits():
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    starts += 70
+    graph.replay()
+    assert same_bits(y, run())
+
+
+@on_device
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_keys_and_values_that_do_not_fit_are_refused_by_name(name: str) -> None:
+    desc = PackedRotaryDesc(torch.bfloat16, "sbhd")
+    fitting = {"k": zeros(3, 2, 1, 8), "v": zeros(3, 2, 1, 8)}
+    wrong = (
+        None,
+        zeros(3, 2, 0, 8),
+        zeros(3, 1, 1, 8),
+        zeros(3, 2, 1, 16),
+        zeros(3, 2, 1, 8).float(),
+        zeros(3, 2, 8),
+    )
+    for part in (*wrong, zeros(3, 2, 1, 8).cpu()):
+        with pytest.raises(OperandError, match=f"rotary: {name} is"):
+            rotary(desc, zeros(3, 2, 2, 8), angles(4, 8), **{**fitting, name: part})
+
+
+@on_device
+def test_the_native_entry_compares_keys_and_values_with_queries() -> None:
+    library, memory = native.load(), zeros(8, 1, 8, 64).data_ptr()
+    run = library.Rotary(library.RotaryLayout.sbhd, False, False, library.InputType.bfloat16, 0)
+    x, part = (memory, 8, 1, 4, 64, 256, 256, 64, 1), (memory, 8, 1, 2, 64, 128, 128, 64, 1)
+    for at, size in ((1, 7), (2, 2), (3, 0), (4, 32)):
+        wrong = (*part[:at], size, *part[at + 1 :])
+        for parts in ((*wrong, *part), (*part, *wrong)):
+            with pytest.raises(ValueError, match="heads of the same tokens and size"):
+                run((*x, memory, 8, 64, 0, 0, 1, memory, 0, *parts), 0)
 
 
 # The reason, and the operands that it is given for; by default those of two sequences of three.

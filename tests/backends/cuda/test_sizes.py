@@ -243,6 +243,7 @@ OF_SIZES = (
     "fused_counts_nan_and_inf_of_its_result",
     "column_sums_are_within_the_bound",
     *("rotary_is_within_the_bound", "rotary_starts_at_the_given_positions"),
+    "rotary_of_packed_heads_equals_that_of_each",
     "route_equals_the_reference",
     *("cross_entropy_is_within_the_bound", "cross_entropy_backward_is_within_the_bound"),
 )

@@ -27,6 +27,7 @@ from fp8core.backend_api import (
     NormDesc,
     Operand,
     OperandSpec,
+    PackedRotaryDesc,
     PagedAttentionDesc,
     QuantizeByAmaxDesc,
     QuantizeDesc,
@@ -509,6 +510,9 @@ def rotary() -> None:
         into = RotaryDesc(dtype, layout, interleaved, inverse, into=True)
         wide = torch.zeros(*sizes, heads[0] + 2, heads[1]).to(dtype).to(DEVICE)
         backend("cuda").bind(into, DEVICE)(x, freqs, **given, out=wide[..., 1:-1, :])
+        packed = PackedRotaryDesc(dtype, layout, interleaved, inverse)
+        k, v = x[..., :1, :].contiguous(), x[..., -1:, :]
+        backend("cuda").bind(packed, DEVICE)(x, freqs, k=k, v=v, **given)
     bounds = torch.arange(1100, dtype=torch.int32).to(DEVICE)
     run = backend("cuda").bind(RotaryDesc(torch.bfloat16, "thd"), DEVICE)
     run(torch.randn(1101, 1, 16).bfloat16().to(DEVICE), freqs[:, :, :, :0], cu_seqlens=bounds)
