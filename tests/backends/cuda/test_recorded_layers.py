@@ -1,0 +1,133 @@
+"""Layers in the device's recorder, on a CPU: native calls say which addresses they are given, and
+compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, OpDesc
+from fp8core.chain import series
+from fp8core.chain.repeated import Repeated
+from fp8core.dispatch import table
+from fp8core_backends.cuda import recorder
+from tests.backends.cuda import test_recorder
+from tests.benchmarks import host_of_model, host_path
+from tests.benchmarks.model_gpu.weights import Shape
+
+pytest.importorskip("transformers")
+_empty = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+
+
+class Program(test_recorder.Program):
+    """Allocates, calls functions of torch and returns as a native program."""
+
+    def __call__(
+        self, leading: Sequence[torch.Tensor], saved: list[Any] | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        constants = [values[0] for kind, *values in self.added if kind == "constant"]
+        tensors: dict[int, Any] = dict(enumerate((*leading, *(saved or ()), *constants)))
+        results = []
+        for kind, *values in self.added:
+            if kind == "empty":
+                tensors[values[0]] = _empty(*values[1:])
+            elif kind == "call":
+                created, function, arguments, numbers, keywords = values
+                pairs = zip(arguments, numbers, strict=True)
+                passed = [tensors[number] if number >= 0 else plain for plain, number in pairs]
+                tensors[created] = function(*passed, **keywords)
+            elif kind == "result":
+                results.append(tensors.get(values[0]))
+            elif kind == "view":
+                results.append(tensors[values[0]].as_strided(*values[1:]))
+        if saved is not None:
+            saved.clear()
+        return tuple(results)
+
+
+class Library(test_recorder.Library):
+    """Hands on what native calls of the stubbed library are given."""
+
+    Program = Program
+
+    def listening(self, listen: Callable[[Any], None], run: Callable[[], Any]) -> Any:
+        try:
+            return super().listening(listen, run)
+        finally:
+            self.listen = None
+
+    def heard(self, *arguments: Any) -> int:
+        if self.listen is not None:
+            self.launch(*(one for one in _numbers(arguments) if one > 1 << 32))
+        return 0
+
+
+def _numbers(values: Any) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, tuple | list):
+            yield from _numbers(value)
+        elif type(value) is int:
+            yield value
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The problems of the runs that a recorder has recorded."""
+    problems: list[str] = []
+    library = Library()
+    with ExitStack() as stack:
+        host_of_model.without_a_device(stack)
+        table.forget()  # what other tests have bound, and in the end what this one has
+        stack.callback(table.forget)
+        one = recorder.Recorder(0, library)
+        record = recorder.Recorder.record
+
+        def noting(self: Any, *arguments: Any) -> Any:
+            recorded = record(self, *arguments)
+            problems.append(self.problem or "")
+            return recorded
+
+        def recorder_of(self: Any, desc: OpDesc, device: torch.device) -> Any:
+            is_of_torch = isinstance(desc, AttentionDesc | AttentionBackwardDesc)
+            return None if is_of_torch else one
+
+        monkeypatch.setattr(recorder.Recorder, "record", noting)
+        monkeypatch.setattr(host_of_model.RecordingBackend, "recorder", recorder_of)
+        for owner, name in ((host_path.Cast, "whole"), (host_path.Gemm, "run")):
+            monkeypatch.setattr(owner, name, staticmethod(library.heard))
+        monkeypatch.setattr(host_path.Cast, "__call__", lambda self, *each: library.heard(*each))
+        monkeypatch.setattr(host_path.Kind, "__getattr__", lambda self, name: library.heard)
+        yield problems
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("kind", ["fp8core", "converted"])
+def test_both_directions_of_a_layer_are_recorded(
+    kind: str, recipe: str, recording: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_of_model, "SHAPE", Shape(64, 128, 4, 2, 2, 64))
+    for name, size in (("ROWS", 8), ("LENGTH", 32)):  # more than the few whose results lie apart
+        monkeypatch.setattr(host_of_model, name, size)
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        torch.nn.functional.scaled_dot_product_attention,
+    )
+    programs: list[Repeated] = []
+
+    def repeated(*arguments: Any) -> Repeated:
+        programs.append(Repeated(*arguments))
+        return programs[-1]
+
+    monkeypatch.setattr(series, "Repeated", repeated)
+    step = host_of_model.of_model(f"{kind} {recipe}")
+    for _ in range(3):
+        step()
+    assert recording == [""] * 4
+    assert [each.is_recorded for each in programs] == [(True, True)] * 2
+    step()
+    assert len(recording) == 4
