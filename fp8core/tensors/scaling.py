@@ -71,7 +71,7 @@ class _Batch:
     def update(self) -> None:
         """Reduce the newest amaxes over the ranks of each layer, and turn them into scales."""
         for state in self.members:
-            if state.left_to_reduce is not None:
+            if state.communicator is not None and state.left_to_reduce is not None:
                 for communicator, states in _partition(self._ordered, _left_to_reduce_of):
                     if communicator is not None:
                         _reduce_over_layer(states, communicator)
