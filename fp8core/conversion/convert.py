@@ -25,6 +25,7 @@ from fp8core.conversion.layers import (
     adopt,
     delimit,
     release,
+    share_input,
     thaw,
     undelimit,
 )
@@ -284,6 +285,7 @@ def convert(
         for node in nodes:
             take = adopt if experts_of(node.module) is None else adopt_experts
             take(node.module, node.path, conversion)
+            share_input(node.module, node.parent)
         if any(plan.delayed is not None for several in plans.values() for plan in several):
             for module in dict.fromkeys([root, *(node.module for node in nodes)]):
                 delimit(module)

@@ -11,7 +11,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
@@ -301,13 +301,15 @@ class Record:
     """The state of a layer before ``conversion``, from which :func:`release` restores it.
 
     ``original`` is its class, None for a layer of fp8core; ``added`` names the attributes that
-    :func:`adopt` set, ``hidden`` holds their former values if they had one.
+    :func:`adopt` set, ``hidden`` holds their former values if they had one. ``shares``: what it
+    casts may serve others with the same input, or others' serve it.
     """
 
     conversion: Conversion
     original: type[torch.nn.Module] | None
     added: tuple[str, ...]
     hidden: dict[str, Any]
+    shares: bool = False
 
 
 class Converted(LowPrecisionModule):
@@ -336,9 +338,9 @@ class ConvertedLinear(Converted, Linear, torch.nn.Linear):
 
     @property
     def siblings(self) -> Siblings | None:  # type: ignore[override]  # an attribute there
-        """The siblings in its model."""
-        conversion: Conversion = vars(self)[RECORD].conversion
-        return conversion.siblings
+        """The siblings in its model, None where it casts for itself."""
+        record: Record = vars(self)[RECORD]
+        return record.conversion.siblings if record.shares else None
 
     def _fill_parameters(self) -> None:
         torch.nn.Linear.reset_parameters(self)
@@ -460,6 +462,15 @@ def adopt(module: torch.nn.Module, name: str, conversion: Conversion) -> None:
         module.unbind()
     else:
         module.__class__ = converted
+
+
+def share_input(module: torch.nn.Module, parent: torch.nn.Module | None) -> None:
+    """Let the converted linear ``module`` share the cast of its input if ``parent`` is of a class
+    of transformers, which calls it: other code may write the input in between without torch's
+    count of it, as by ``.data``, numpy or a kernel, and nothing would notice."""
+    package = type(parent).__module__.partition(".")[0]
+    if package == "transformers" and isinstance(module, ConvertedLinear):
+        vars(module)[RECORD] = replace(vars(module)[RECORD], shares=True)
 
 
 def release(module: torch.nn.Module) -> None:

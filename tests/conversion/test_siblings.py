@@ -33,6 +33,8 @@ WIDTH = 32
 class Attention(nn.Module):
     """Three linears of one input and one of another, called as ``order`` says."""
 
+    __module__ = "transformers.models"  # whose linears alone share an input
+
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=i < 2) for i in range(4))
@@ -124,6 +126,30 @@ def test_siblings_have_the_bits_of_linears_that_cast_alone(
         for seed in range(5):
             assert are_equal(step(ours, seed), step(theirs, seed))
     assert got == [True] * (2 * 4)  # the first step finds them
+
+
+class Foreign(Attention):
+    """Code of a user."""
+
+    __module__ = __name__
+
+
+def test_code_of_users_may_write_uncounted_between_linears() -> None:
+    results = []
+    for kind in (Foreign, Attention):
+        torch.manual_seed(0)
+        model: Any = kind()
+        fp8core.convert(model, "current")
+        if kind is Attention:
+            assert model.q.siblings is not None
+            model._fp8core_conversion.siblings = None
+        assert model.q.siblings is None
+        with torch.no_grad():
+            for seed in range(4):
+                model(rows(seed) * 2)
+            model.between = lambda x: x.data.mul_(2)  # as a kernel that torch knows nothing of
+            results.append(model(rows(7) * 2))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -366,6 +392,7 @@ def test_what_is_not_read_goes_with_its_tensor_and_is_soon_put_no_more() -> None
 
 
 def test_copies_and_moved_layers_find_their_own_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.models, "Attention", Attention, raising=False)  # for pickle
     model = attention()
     for seed in range(2):
         step(model, seed)
