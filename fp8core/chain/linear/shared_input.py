@@ -2,8 +2,8 @@
 
 Each of them stays an autograd node of its own, which computes its product when it is called. What
 the first has cast is handed on by a :class:`SharedInput`, and is held once for backward, as the
-nodes save the same tensors. Nothing is handed on for another tensor, for one that was written in
-between, or on another stream: who gets nothing casts its input itself, with the same bits.
+nodes save the same tensors. Nothing is handed on for another tensor, after a write that torch
+counts, or on another stream: who gets nothing casts its input itself, with the same bits.
 """
 
 from __future__ import annotations
